@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 
-from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.framework_forms import hf_trainer_form, lightning_form
 from zeroplan.ds_config.reader import inspect_ds_config, read_ds_config
-from zeroplan.ds_config.versions import DEFAULT_CHANGES, older_defaults
 from zeroplan.ds_config.writer import write_ds_config
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
@@ -90,35 +88,3 @@ def test_a_form_leaves_its_source_alone() -> None:
     hf_trainer_form(config)
     lightning_form(config)
     assert json.dumps(config) == before
-
-
-@pytest.mark.parametrize(
-    ("version", "clipping", "checks", "pinned"),
-    [("0.18.9", 0.0, False, False), ("0.19.2", 0.0, False, False), ("0.19.3", 1.0, True, False), ("0.19.5", 1.0, True, True)],
-)
-def test_defaults_of_older_versions(version: str, clipping: float, checks: bool, pinned: bool) -> None:
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    zero = read_ds_config(config, engine_version=version).zero
-    found = (zero.gradient_clipping, zero.check_grad_overflow, zero.offload_optimizer.pin_memory)
-    assert found == (clipping, checks, pinned)
-
-
-def test_what_the_file_says_holds_in_every_version() -> None:
-    config = {"train_batch_size": 1, "gradient_clipping": 0.3, "zero_optimization": {"stage": 2}}
-    assert read_ds_config(config, engine_version="0.18.0").zero.gradient_clipping == 0.3
-
-
-def test_changed_defaults_are_todays_defaults_no_more() -> None:
-    from zeroplan.ds_config.sections import find_key
-
-    for change in DEFAULT_CHANGES:
-        key = find_key(change.path)
-        assert key is not None
-        assert key.default != change.before
-    assert older_defaults("0.19.8") == {}
-
-
-@pytest.mark.parametrize("text", ["", "latest", "v1", "x.y.z"])
-def test_no_version(text: str) -> None:
-    with pytest.raises(BadInput, match="is not a version"):
-        older_defaults(text)

@@ -12,6 +12,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
+from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.planner.request import Request
 
 if TYPE_CHECKING:
@@ -47,17 +48,19 @@ def check(
     if gpus is not None and gpus < 1:
         raise BadInput(f"{gpus} is out of range", where="--gpus", remedy="use 1 or more")
     files, model = _with_model(files)
+    version = request.deepspeed_version or DEEPSPEED_VERSION
     setup = None
     if len(files) == 1 and _is_ds_config(files[0], program):
         from zeroplan.ds_config.reader import inspect_ds_config
 
-        found: DsConfig | None = inspect_ds_config(files[0], world_size=None if gpus is None else gpus * request.nodes)
+        ranks = None if gpus is None else gpus * request.nodes
+        found: DsConfig | None = inspect_ds_config(files[0], world_size=ranks, engine_version=version)
     else:
         from zeroplan.core.tasks import training_of
         from zeroplan.interop.readers import read_setups
 
         setup = read_setups(files, program, training_of(request.task))
-        found = _filled_config(setup, None if gpus is None else gpus * request.nodes)
+        found = _filled_config(setup, None if gpus is None else gpus * request.nodes, version)
     starts = found is None or found.runs_filled
     request = replace(request, model=model, files=tuple(files), program=program, gpus=gpus or request.gpus)
     report = _planned(request, setup) if starts else None
@@ -165,7 +168,7 @@ def _is_ds_config(file: str, program: str | None) -> bool:
     return owners == ["ds_config"] or (not owners and not file.lower().endswith((".yaml", ".yml", ".toml")))
 
 
-def _filled_config(setup: Setup, gpus: int | None) -> DsConfig | None:
+def _filled_config(setup: Setup, gpus: int | None, version: str) -> DsConfig | None:
     """Return the setup's ds_config, with what its program fills in; None for a run without one."""
     if setup.ds_config is None:
         return None
@@ -175,4 +178,4 @@ def _filled_config(setup: Setup, gpus: int | None) -> DsConfig | None:
     dtype = None if setup.dtype is None else DType(setup.dtype)
     filled = fill_from(dtype=dtype, micro_batch=setup.micro_batch, grad_accum=setup.grad_accum)
     ranks = gpus or (setup.gpus * (setup.nodes or 1) if setup.gpus else None)
-    return inspect_ds_config(dict(setup.ds_config), fill=filled, world_size=ranks)
+    return inspect_ds_config(dict(setup.ds_config), fill=filled, world_size=ranks, engine_version=version)

@@ -158,6 +158,9 @@ OPTIONS: dict[str, Any] = {
     "schedule": _option(str, "--schedule", "The order of a stage's micro batches: 1f1b or gpipe.", _MESH),
     "dp_replicate": _option(int, "--dp-replicate", "Replicas of the group of GPUs that shards (HSDP). [1]", _MESH),
     "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
+    "deepspeed_version": _option(
+        str | None, "--deepspeed-version", "The DeepSpeed that runs: 0.14.2. [0.19.8]", _ZERO, metavar="VERSION"
+    ),
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),
     "offload_param": _option(str | None, "--offload-param", "none, cpu or nvme. [all]", _ZERO),
@@ -236,7 +239,7 @@ _FOR_RECOMMEND = (
         "save_only_model",
         "from_scratch",
     ),
-    *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "engine", "trust_remote_code"),
+    *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "engine", "deepspeed_version", "trust_remote_code"),
 )
 
 

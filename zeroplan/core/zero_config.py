@@ -15,10 +15,12 @@ from enum import StrEnum
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.versions import Version, parse_version
 from zeroplan.core.workload import DType
 
 #: The DeepSpeed whose defaults these are.
 DEEPSPEED_VERSION = "0.19.8"
+NEWEST_DEEPSPEED: Version = parse_version(DEEPSPEED_VERSION)
 
 _LEAF_CLASSES = tuple(
     f"transformers.models.{module}.modeling_{module}.{name}SparseMoeBlock"
@@ -123,7 +125,8 @@ class ZeroConfig:
     """Sharding, offload, buckets and thresholds of one run. See Note [ZeroConfig and Workload].
 
     Names are DeepSpeed's (without the ``stage3_`` prefix). `overlap_comm` None leaves the choice to DeepSpeed; read
-    :attr:`overlaps_comm`. `communication_data_type` and `grad_accum_dtype` None follow the model's dtype.
+    :attr:`overlaps_comm`. `communication_data_type` and `grad_accum_dtype` None follow the model's dtype. `deepspeed` is the
+    version that reads the config; it is no key.
     """
 
     stage: int = 0
@@ -179,6 +182,7 @@ class ZeroConfig:
     zero_force_ds_cpu_optimizer: bool = True
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     aio: Aio = field(default_factory=Aio)
+    deepspeed: Version = NEWEST_DEEPSPEED
 
     def __hash__(self) -> int:
         """Hash the fields in which the candidates of a search differ. To hash all of them takes most of a floor's time."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Unmodelled
+from zeroplan.core.versions import parse_version
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import (
     DEEPSPEED_VERSION,
+    NEWEST_DEEPSPEED,
     ActivationCheckpointing,
     Aio,
     LeafModule,
@@ -141,13 +143,15 @@ def inspect_ds_config(
             :func:`fill_from`. One that contradicts the file is an error.
         world_size: data-parallel ranks, for the batch arithmetic; None leaves them open.
         hidden_size: of the model, for the buckets that the HF Trainer derives from it.
-        engine_version: whose defaults hold where the file is silent. The rules are those of 0.19.8 throughout.
+        engine_version: of the DeepSpeed that reads the file: its keys, and its defaults where the file is silent. The other
+            rules are those of 0.19.8 throughout.
 
     Raises:
         BadInput: when the source cannot be read as an object at all.
     """
     raw, name, strict = load_source(source)
-    reading = walk(raw, dialect, fill or {}, hidden_size)
+    version = NEWEST_DEEPSPEED if dialect is Dialect.RUNTIME else parse_version(engine_version)
+    reading = walk(raw, dialect, fill or {}, hidden_size, version)
     if not (strict or reading.for_runtime):
         what = "holds comments or trailing commas: DeepSpeed reads them (Hjson), the HF Trainer does not"
         reading.add("json.relaxed", Severity.WARNING, "", what, "write plain JSON", "runtime/config.py")
@@ -157,7 +161,7 @@ def inspect_ds_config(
     _deprecated_pairs(raw, reading)
     _checkpoint(raw, reading)
     micro, accum, train = _batch(reading, world_size)
-    zero = _zero(older_defaults(engine_version) | reading.values)
+    zero = replace(_zero(older_defaults(version) | reading.values), deepspeed=version)
     training = _training(reading, micro, accum, train)
     runtime_options = RuntimeOptions(**_attrs(reading.values, "zeroplan"))
     if reading.for_runtime:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zeroplan.core.versions import Version
+from zeroplan.core.zero_config import NEWEST_DEEPSPEED
 from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
@@ -38,6 +40,7 @@ class Reading:
         ignored: paths, as written, of keys that the dialect's program knows and ignores.
         fill: canonical paths and values for what the file leaves open.
         hidden_size: of the model, for the buckets that the HF Trainer derives from it; None where unknown.
+        version: of the DeepSpeed whose keys and defaults hold.
     """
 
     dialect: Dialect = Dialect.DEEPSPEED
@@ -48,6 +51,7 @@ class Reading:
     ignored: list[str] = field(default_factory=list)
     fill: Mapping[str, Any] = field(default_factory=dict)
     hidden_size: int | None = None
+    version: Version = NEWEST_DEEPSPEED
 
     @property
     def for_runtime(self) -> bool:

@@ -15,7 +15,7 @@ from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.ds_config.training import TrainingSettings
-from zeroplan.ds_config.wrappers import bf16_optimizer_takes_stage_1
+from zeroplan.ds_config.wrappers import as_built_today, bf16_optimizer_takes_stage_1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class View:
     @property
     def bf16_optimizer(self) -> bool:
         """Whether ``BF16_Optimizer`` is built at stage 1."""
-        return bf16_optimizer_takes_stage_1(self.zero, self.dtype)
+        return bf16_optimizer_takes_stage_1(as_built_today(self.zero, self.dtype), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

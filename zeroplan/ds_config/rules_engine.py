@@ -6,6 +6,7 @@ from zeroplan.core.optimizers import DEEPSPEED_OPTIMIZERS, torch_optimizers
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.findings import At, Severity
 from zeroplan.ds_config.rules import BOTH, Rule, View
+from zeroplan.ds_config.wrappers import stage0_accumulates
 
 _E = Severity.ERROR
 _ZC, _RC, _EN, _S12, _S3 = (
@@ -245,7 +246,11 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         "data_types.grad_accum_dtype",
         _EN,
-        lambda v: v.zero.stage == 0 and v.zero.grad_accum_dtype not in (None, v.dtype) and v.training.optimizer is not None,
+        lambda v: (
+            v.zero.stage == 0
+            and v.zero.grad_accum_dtype not in (None, v.dtype and stage0_accumulates(v.zero, v.dtype))
+            and v.training.optimizer is not None
+        ),
         "stage 0 cannot accumulate {v.dtype} gradients in {v.zero.grad_accum_dtype}",
         "leave it out, or use stage 1",
     ),

@@ -6,6 +6,7 @@ from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.findings import At, Severity
 from zeroplan.ds_config.rules import BOTH, Rule, View
+from zeroplan.ds_config.wrappers import STAGE2_ACCUM_DTYPE
 
 _W, _N = Severity.WARNING, Severity.NOTE
 _ZERO, _OFF, _PAR = "zero_optimization", "zero_optimization.offload_optimizer", "zero_optimization.offload_param"
@@ -16,6 +17,12 @@ def _pinned_by_default(v: View) -> bool:
     optimizer, param = v.zero.offload_optimizer, v.zero.offload_param
     first = v.zero.stage > 0 and bool(optimizer) and optimizer.pin_memory and not v.in_file(f"{_OFF}.pin_memory")
     return first or (v.zero.offloads_param and param.pin_memory and not v.in_file(f"{_PAR}.pin_memory"))
+
+
+def _accumulates_apart(v: View) -> bool:
+    """Return whether stage 2 accumulates in fp32 beside a 16-bit model (_use_compact_grad_partition_buffer)."""
+    newer = v.zero.deepspeed >= STAGE2_ACCUM_DTYPE
+    return newer and v.zero.grad_accum_dtype is DType.FP32 and v.dtype in (DType.BF16, DType.FP16)
 
 
 def _accumulates(v: View) -> bool:
@@ -79,7 +86,7 @@ REMARKS: tuple[Rule, ...] = (
         At.ENGINE,
         "data_types.grad_accum_dtype",
         _S12,
-        lambda v: v.zero.stage == 2 and v.zero.grad_accum_dtype not in (None, v.dtype),
+        lambda v: v.zero.stage == 2 and v.zero.grad_accum_dtype not in (None, v.dtype) and not _accumulates_apart(v),
         "stage 2 ignores it and accumulates in {v.dtype}",
         "use stage 1 or 3",
     ),

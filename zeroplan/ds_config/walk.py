@@ -12,12 +12,15 @@ from itertools import islice
 from typing import Any
 
 from zeroplan.core.errors import did_you_mean
+from zeroplan.core.versions import Version, version_text
+from zeroplan.core.zero_config import NEWEST_DEEPSPEED
 from zeroplan.ds_config.coercion import COERCE, ValueKind, exactly
 from zeroplan.ds_config.dialect import Dialect, Support
 from zeroplan.ds_config.findings import At, Severity
 from zeroplan.ds_config.reading import MOST_UNKNOWN, KeyReport, Reading, show
 from zeroplan.ds_config.schema import Key, MemoryEffect, Mode, Section
 from zeroplan.ds_config.sections import HF_FILLS, REMOVED, SECTIONS, effects
+from zeroplan.ds_config.versions import STRICT_PRECISION, came_later, still_known
 
 AUTO = "auto"
 _REMOVE = "remove it"
@@ -35,9 +38,15 @@ _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumu
 _COMM_DTYPES = ("fp32", "fp16", "bf16")
 
 
-def walk(raw: Mapping[str, Any], dialect: Dialect, fill: Mapping[str, Any], hidden_size: int | None) -> Reading:
+def walk(
+    raw: Mapping[str, Any],
+    dialect: Dialect,
+    fill: Mapping[str, Any],
+    hidden_size: int | None,
+    version: Version = NEWEST_DEEPSPEED,
+) -> Reading:
     """Read every key of `raw`. `fill` maps dotted paths to values for what the file leaves open."""
-    reading = Reading(dialect, fill=_canonical(fill), hidden_size=hidden_size)
+    reading = Reading(dialect, fill=_canonical(fill), hidden_size=hidden_size, version=version)
     _walk_section(reading, SECTIONS[""], raw)
     for path, value in reading.fill.items():
         reading.values.setdefault(path, value)
@@ -66,6 +75,8 @@ def _walk_section(reading: Reading, section: Section, data: Mapping[str, Any]) -
         key = section.find(name)
         if section.mode is Mode.OPEN:
             _open_key(reading, section, where, value)
+        elif where in REMOVED and not reading.for_runtime and still_known(where, reading.version):
+            _key_of_old(reading, where, value)
         elif where in REMOVED and "." not in name:
             reading.keys.append(KeyReport(where, MemoryEffect.REMOVED, value))
             if reading.for_runtime and isinstance(value, Mapping) and value.get("enabled") is False:
@@ -88,6 +99,26 @@ def _walk_section(reading: Reading, section: Section, data: Mapping[str, Any]) -
         refused = reading.for_runtime or section.mode is Mode.MODEL
         severity = Severity.ERROR if refused else Severity.WARNING
         reading.add("key.unknown", severity, section.path, what, "is this a ds_config?", section.source)
+
+
+def _key_of_old(reading: Reading, where: str, value: Any) -> None:
+    """Note a key that 0.19.8 has taken out and the version at hand still reads: switched on, it is not modelled."""
+    switched_off = value in (None, False, -1) or (isinstance(value, Mapping) and value.get("enabled") is False)
+    effect = MemoryEffect.NONE if switched_off else MemoryEffect.UNMODELLED
+    reading.keys.append(KeyReport(where, effect, value, f"DeepSpeed {version_text(reading.version)} still knows it"))
+
+
+def _key_of_newer(reading: Reading, section: Section, where: str, value: Any, since: Version) -> None:
+    """Note a key that came after the version at hand, which refuses it or, in a plain section, ignores it."""
+    reading.keys.append(KeyReport(where, MemoryEffect.NONE, value, f"since DeepSpeed {version_text(since)}"))
+    if value == AUTO and section.mode is Mode.MODEL:
+        return  # DeepSpeed drops these before it looks at the names
+    plain = section.path in ("fp16", "bf16", "bfloat16") and reading.version < STRICT_PRECISION
+    refused = section.mode is Mode.MODEL and not plain
+    verb = "refuses it" if refused else "ignores it"
+    what = f"DeepSpeed {version_text(reading.version)} does not know this key and {verb}: it came with {version_text(since)}"
+    severity = Severity.ERROR if refused else Severity.WARNING
+    reading.add("key.newer", severity, where, what, f"{_REMOVE}, or use a newer DeepSpeed", section.source)
 
 
 def _open_key(reading: Reading, section: Section, where: str, value: Any) -> None:
@@ -191,6 +222,10 @@ def _known_key(reading: Reading, section: Section, key: Key, where: str, value: 
         _ignored_by_deepspeed(reading, section, key, where, value)
         return
     canonical = _join("bf16" if section.path == "bfloat16" else section.path, key.name)
+    since = None if reading.for_runtime else came_later(canonical, reading.version)
+    if since is not None:
+        _key_of_newer(reading, section, where, value, since)
+        return
     if value == AUTO and not (key.kind is ValueKind.INT_OR_STR or key.name in _AUTO_IS_A_VALUE):
         if canonical in reading.fill:
             reading.keys.append(KeyReport(where, key.effect, value, f"auto, here {reading.fill[canonical]!r}"))

@@ -13,6 +13,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.batch import ACCUM, MICRO, TRAIN
 from zeroplan.ds_config.schema import Key, Section
 from zeroplan.ds_config.sections import SECTIONS
+from zeroplan.ds_config.versions import older_defaults
 
 _ZERO = "zero_optimization"
 #: Sections whose keys hold fields of ZeroConfig itself.
@@ -40,6 +41,8 @@ def write_ds_config(
 ) -> dict[str, Any]:
     """Return a ds_config that reads back to `zero` (and to the batches and precision of `workload`), ready for ``json.dump``.
 
+    The file is for the DeepSpeed that `zero` names: its defaults need not be written.
+
     Args:
         zero: sharding and offload.
         workload: micro batch, accumulation, precision; None keeps the source's.
@@ -53,10 +56,11 @@ def write_ds_config(
     if isinstance(config.get(_ZERO), bool):
         del config[_ZERO]
     _rename(config)
+    older = older_defaults(zero.deepspeed)
     for path in _OWN:
-        _write_section(config, SECTIONS[path], zero, path)
+        _write_section(config, SECTIONS[path], zero, path, older)
     for path, name in _BLOCKS.items():
-        _write_section(config, SECTIONS[path], getattr(zero, name), path)
+        _write_section(config, SECTIONS[path], getattr(zero, name), path, older)
     if zero.fp32_optimizer_states is False and not zero.bf16_optimizer_states:
         _put(config, "optimizer.params.fp32_optimizer_states", False)
     if workload is not None:
@@ -91,7 +95,7 @@ def _write_workload(config: dict[str, Any], workload: Workload, world_size: int 
         _put(config, "torch_autocast.enabled", False)
 
 
-def _write_section(config: dict[str, Any], section: Section, holder: Any, path: str) -> None:
+def _write_section(config: dict[str, Any], section: Section, holder: Any, path: str, older: Mapping[str, Any]) -> None:
     if holder is None:
         _pop(config, path)
         return
@@ -101,7 +105,7 @@ def _write_section(config: dict[str, Any], section: Section, holder: Any, path: 
         full = f"{path}.{key.name}" if path else key.name
         value = getattr(holder, key.attr)
         spelling = f"{path}.{key.alias}" if key.alias else full
-        if value == _default(key, holder) and full not in _ALWAYS and not _holds(config, full, spelling):
+        if value == older.get(full, _default(key, holder)) and full not in _ALWAYS and not _holds(config, full, spelling):
             continue
         _pop(config, full)
         if value is not None or key.optional:

@@ -120,7 +120,7 @@ class Engine(ABC):
     """
 
     name: ClassVar[str]
-    version: ClassVar[str]
+    version: str
     measured: ClassVar[bool] = False
     step_buffers_coexist: ClassVar[bool] = False
     dialect: ClassVar[Dialect | None] = None
@@ -202,6 +202,18 @@ class Engine(ABC):
         of it is modelled.
         """
         return f"saving under {self.name} is in no figure"
+
+    def at_version(self, version: str) -> Self:
+        """Return the engine as a version of DeepSpeed is, for the engine that plans several.
+
+        Raises:
+            BadInput: another engine, or a text that is no version.
+        """
+        raise BadInput(f"{self.name} is not DeepSpeed", where="--deepspeed-version", remedy="use --engine deepspeed")
+
+    def configured(self, zero: ZeroConfig) -> ZeroConfig:
+        """Return `zero`, of today's defaults, with those of the engine's version. The default changes nothing."""
+        return zero
 
     def with_ds_config(self, ds_config: DsConfig) -> Self:
         """Return the engine with the settings of its own section in a ds_config, read in its :attr:`dialect`."""

@@ -58,6 +58,7 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
         fill=_fill(request, base),
         world_size=cluster.layout.dp,
         hidden_size=spec_facts(spec).hidden_size,
+        engine_version=engine.version,
     )
     if config.errors:
         raise config.refusal(config.errors)

@@ -33,6 +33,7 @@ class RunOptions(TypedDict, total=False):
     image_size: int | None
     labelled_share: float | None
     engine: str
+    deepspeed_version: str | None
     offload_optimizer: str | None
     offload_param: str | None
 

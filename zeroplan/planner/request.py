@@ -68,6 +68,7 @@ class Request:
     dp_replicate: int = 1
     # sharding
     engine: str = DEFAULT_ENGINE
+    deepspeed_version: str | None = None
     stage: int | None = None
     offload_optimizer: str | None = None
     offload_param: str | None = None

@@ -47,6 +47,8 @@ def resolve(request: Request) -> Resolved:
     if request.depth is not None and request.depth not in DEPTHS:
         raise BadInput(f"unknown depth {request.depth!r}", where="--depth", remedy=f"use one of {', '.join(DEPTHS)}")
     engine = find_engine(request.engine)
+    if request.deepspeed_version is not None:
+        engine = engine.at_version(request.deepspeed_version)
     cluster = Cluster.of(
         gpus=request.gpus,
         nodes=request.nodes,
@@ -158,12 +160,12 @@ def _zeros(request: Request, engine: Engine) -> list[ZeroConfig]:
     optimizer, param = request.offload_optimizer, request.offload_param
     if request.stage is not None and (optimizer is not None or param is not None):
         param = param or "none"
-        return [ZeroConfig.of(request.stage, optimizer or engine.optimizer_device(param), param)]
+        return [engine.configured(ZeroConfig.of(request.stage, optimizer or engine.optimizer_device(param), param))]
     if request.stage is not None and request.stage not in (0, 1, 2, 3):
         raise BadInput(f"stage {request.stage} does not exist", where="--stage", remedy="use 0, 1, 2 or 3")
     if request.stage is not None:
         engine.require_runnable(ZeroConfig.of(request.stage))
-        return [ZeroConfig.of(request.stage)]
+        return [engine.configured(ZeroConfig.of(request.stage))]
     options = engine.options()
     if optimizer is not None:
         ZeroConfig.of(3, optimizer)  # refuses an unknown device
@@ -172,5 +174,5 @@ def _zeros(request: Request, engine: Engine) -> list[ZeroConfig]:
         ZeroConfig.of(3, "none", param)
         options = [zero for zero in options if zero.offload_param.device == param]
     if not options:
-        options = [ZeroConfig.of(3, optimizer or "none", param or "none")]
+        options = [engine.configured(ZeroConfig.of(3, optimizer or "none", param or "none"))]
     return options

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from zeroplan.core.zero_config import DEEPSPEED_VERSION
+from zeroplan.core.versions import version_text
 from zeroplan.ds_config.findings import Finding, Severity
 from zeroplan.ds_config.reader import DsConfig
 from zeroplan.ds_config.schema import MemoryEffect
@@ -24,7 +24,7 @@ _MOST_KEYS = 200
 
 def verdict(config: DsConfig) -> str:
     """Return one sentence: whether DeepSpeed runs the file, at which stage, with which offload, dtype and optimizer class."""
-    name = f"DeepSpeed {DEEPSPEED_VERSION}"
+    name = f"DeepSpeed {version_text(config.zero.deepspeed)}"
     if config.errors:
         count = len(config.errors)
         return f"{name} refuses this file: {count} error{'s' if count > 1 else ''}."
@@ -47,7 +47,7 @@ def check_json(config: DsConfig) -> dict[str, Any]:
     return {
         "schema": 1,
         "file": config.source,
-        "engine_version": DEEPSPEED_VERSION,
+        "engine_version": version_text(config.zero.deepspeed),
         "runs": config.runs_filled,
         "runs_alone": config.runs_alone,
         "verdict": verdict(config),

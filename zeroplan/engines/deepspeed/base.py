@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.engines.player import EngineSchedule
 from zeroplan.ledger.derive import shard
 from zeroplan.simulate.recorder import Recorder
@@ -101,6 +102,30 @@ class DeepSpeedSchedule(EngineSchedule):
                 self.free_all(before)
                 before = [quotient]
             self.free_all(before)
+
+    def make_states(self) -> None:
+        """Make the optimizer's states before the first step, by a step on zero gradients."""
+        if not self.has_states:
+            self.optimizer_step(first=True)
+            self.has_states = True
+
+    def overflow_check(self, counts: Sequence[int], width: int, stream: int = 0) -> None:
+        """Look for inf and nan in gradients of `counts` elements of `width` bytes, elementwise.
+
+        Source: zero/stage_1_and_2.py, _has_inf_or_nan, before its :attr:`Knob.OVERFLOW_BY_EXTREMES`
+        """
+        on_device = self.rank.does(Knob.OVERFLOW_ON_DEVICE)
+        for count in counts:
+            copy = [self.alloc(4 * count, Buffer.OPTIM_NORM, stream=stream)] if width != 4 else []
+            if on_device:
+                nan = self.alloc(count, Buffer.OPTIM_NORM, stream=stream)
+                magnitudes = self.alloc(4 * count, Buffer.OPTIM_NORM, stream=stream)
+                inf = self.alloc(count, Buffer.OPTIM_NORM, stream=stream)
+                self.free(magnitudes)
+                either = self.alloc(count, Buffer.OPTIM_NORM, stream=stream)
+                self.temporary(4 * count, Buffer.OPTIM_NORM, stream)
+                self.free_all([nan, inf, either])
+            self.free_all(copy)
 
     def gather_matrices(self) -> None:
         """Gather Muon's matrices and update them (muon.py). The first call allocates the buffers that stay."""

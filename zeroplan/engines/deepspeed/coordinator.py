@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import COMPUTE, GATHER
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.deferred_frees import DeferredFrees
 from zeroplan.simulate.recorder import Recorder
 
@@ -100,6 +101,7 @@ class Coordinator:
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
         self.deferred_frees = DeferredFrees(recorder, FETCHES_BEHIND if rank.device_lags else 0)
         recorder.deferred_frees = self.deferred_frees if rank.device_lags else None
+        self.frozen_stay = rank.does(Knob.FROZEN_STAY_FOR_BACKWARD)
         self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
         count = len(rank.numel)
         self.status = [_ABSENT] * count
@@ -154,7 +156,7 @@ class Coordinator:
                 self._gather(absent)
             for p in params:
                 self.active[p].add(module)
-                if recomputing and self.backward_modules and not self.rank.parameters.trainable[p]:
+                if recomputing and self.frozen_stay and self.backward_modules and not self.rank.parameters.trainable[p]:
                     owner = next(reversed(self.backward_modules))
                     self.recomputed.setdefault(owner, set()).add(p)
                     self.active[p].add(owner)
@@ -223,6 +225,8 @@ class Coordinator:
 
     def end_backward(self) -> None:
         """Free what no hook frees: modules whose inputs need no gradient (release_backward_leftovers)."""
+        if not self.frozen_stay:
+            self.backward_modules.clear()
         while self.backward_modules:
             module, _ = self.backward_modules.popitem()
             for p in {*self.module_params[module], *self.recomputed.pop(module, ())}:

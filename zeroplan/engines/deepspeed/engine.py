@@ -12,6 +12,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.versions import parse_version, version_text
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -19,6 +20,7 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.saved_weights import saved_elements
+from zeroplan.engines.deepspeed.versions import as_wrapped, require_wrapper, unmodelled_by_version, version_remark
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
@@ -64,19 +66,31 @@ class DeepSpeed(Engine):
     name = "deepspeed"
     evaluates = True
     whole_vocabulary = True
-    version = DEEPSPEED_VERSION
     measured = True
     step_buffers_coexist = True
     dialect = Dialect.DEEPSPEED
     trainer = "zeroplan.engines.deepspeed.trainer:build"
     binds_device = False  # its own start-up names no device, so the first collective makes the communicator
 
-    def __init__(self) -> None:
+    def __init__(self, version: str = DEEPSPEED_VERSION) -> None:
         self._simulator: Simulator | None = None  # made by the first simulation, which alone imports it
+        self.version = version
+
+    def at_version(self, version: str) -> DeepSpeed:
+        """Return DeepSpeed of that version, whose differences versions.py lists."""
+        return DeepSpeed(version_text(parse_version(version, "--deepspeed-version")))
+
+    def configured(self, zero: ZeroConfig) -> ZeroConfig:
+        """Return `zero`, of today's defaults, with those of this engine's version."""
+        if self.version == DEEPSPEED_VERSION:
+            return zero
+        from zeroplan.ds_config.versions import as_read_by
+
+        return as_read_by(zero, parse_version(self.version))
 
     def options(self) -> list[ZeroConfig]:
         """Return stages 0 to 3, each with the offloads that it allows."""
-        return [ZeroConfig.of(stage, optimizer, param) for stage, optimizer, param in OPTIONS]
+        return [self.configured(ZeroConfig.of(stage, optimizer, param)) for stage, optimizer, param in OPTIONS]
 
     def require_runnable(self, zero: ZeroConfig) -> None:
         """Refuse impossible combinations.
@@ -124,6 +138,7 @@ class DeepSpeed(Engine):
         """
         if case.layout.tp > 1 and case.zero.stage == 3:
             raise BadInput("AutoTP at ZeRO stage 3 is not modelled", where="--tp", remedy="use --stage 0, 1 or 2")
+        require_wrapper(case.zero, case.workload)
         optimizer = find_optimizer(case.workload.optimizer)
         if case.zero.stage and not optimizer.zero:
             raise BadInput(
@@ -151,7 +166,12 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
         if case.workload.reference is not None and self.answers_reference(case):
             found.append(Unmodelled("reference", Effect.UNKNOWN, _REFERENCE))
-        return tuple(found)
+        frozen = not all(case.spec.parameters.trainable)
+        return (*found, *unmodelled_by_version(zero, case.workload, frozen=frozen))
+
+    def remark(self, case: Case) -> str:
+        """Return what this version does that its users may not expect."""
+        return version_remark(case.zero, case.workload)
 
     def answers_reference(self, case: Case) -> bool:
         """Return whether the reference is whole on every rank, as TRL makes it below stage 3, where it shards it instead.
@@ -162,6 +182,7 @@ class DeepSpeed(Engine):
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""
+        case = _as_wrapped(case)
         return LEDGER, deepspeed_rank(
             case.parameters,
             case.workload,
@@ -184,13 +205,13 @@ class DeepSpeed(Engine):
 
         if self._simulator is None:
             self._simulator = Simulator()
-        return self._simulator.simulate(case, tape, config)
+        return self._simulator.simulate(_as_wrapped(case), tape, config)
 
     def simulate_host(self, case: Case) -> HostRun:
         """Return the host's buffers by phase, which no event on the GPU decides."""
         from zeroplan.engines.deepspeed.simulation import host_of, rank_of
 
-        return host_of(rank_of(case, case.parameters))
+        return host_of(rank_of(_as_wrapped(case), case.parameters))
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """See :func:`zeroplan.engines.deepspeed.process.nccl_bytes`."""
@@ -231,3 +252,9 @@ class DeepSpeed(Engine):
 
         optimizer = optimizer_section(case.workload.optimizer) if "optimizer" not in (ds_config or {}) else None
         return write_ds_config(case.zero, case.workload, world_size=case.layout.dp, optimizer=optimizer, source=ds_config)
+
+
+def _as_wrapped(case: Case) -> Case:
+    """Return the case with the config that has the same wrapper and effects in 0.19.8, whatever the version."""
+    zero = as_wrapped(case.zero, case.workload, zero_init=case.zero_init)
+    return case if zero is case.zero else replace(case, zero=zero)

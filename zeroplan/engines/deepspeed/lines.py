@@ -13,6 +13,7 @@ from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.muon_lines import add_muon_lines
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
@@ -172,13 +173,20 @@ def param_master(c: DeepSpeedRank) -> int:
     return c.master_bytes * c.stepped_hbm if c.own_masters else 0
 
 
-@_add(Buffer.PARAM_MASTER, _pinned, ALWAYS, state=True)
+def _masters_place(c: DeepSpeedRank) -> Place:
+    return c.pinned if c.does(Knob.MASTERS_PINNED_BY_KEY) else Place.PINNED
+
+
+@_add(Buffer.PARAM_MASTER, _masters_place, ALWAYS, state=True)
 def param_master_host(c: DeepSpeedRank) -> int:
     """The optimizer's own copy, offloaded (stages 1 and 2): one pinned block.
 
     Source: stage_1_and_2.py, weights_partition
     """
-    return _block(c, c.master_bytes * c.stepped_host) if c.stage in (1, 2) else 0
+    if c.stage not in (1, 2):
+        return 0
+    nbytes = c.master_bytes * c.stepped_host
+    return _block(c, nbytes) if c.does(Knob.MASTERS_PINNED_BY_KEY) else pow2(nbytes)
 
 
 @_add(Buffer.PARAM_MASTER, Place.DRAM, ALWAYS, state=True)
@@ -396,9 +404,19 @@ def updated_params_host(c: DeepSpeedRank) -> int:
 
     Source: stage_1_and_2.py, param_buffer_of_bit16_for_cpu_offload_groups
     """
-    if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU:
+    if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU and c.does(Knob.UPDATES_BUFFER):
         return _block(c, c.param_bytes * c.stepped_host)
     return 0
+
+
+@_add(Buffer.STAGE_H2D, Place.HBM, (Phase.STEP,))
+def updated_masters_gpu(c: DeepSpeedRank) -> int:
+    """Updated masters on the GPU, where they are cast to the model's dtype (stages 1 and 2 of DeepSpeed 0.14.1 to 0.16).
+
+    Source: stage_1_and_2.py, step
+    """
+    casts_there = c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU and c.does(Knob.UPDATES_CAST_ON_GPU)
+    return c.master_bytes * c.sub_group if casts_there else 0
 
 
 @_add(Buffer.STAGE_H2D, Place.DRAM, (Phase.STEP,))

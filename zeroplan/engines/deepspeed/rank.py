@@ -19,8 +19,12 @@ from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.groups import padded, persistent
 from zeroplan.engines.deepspeed.resolved_config import resolve_config
 from zeroplan.engines.deepspeed.stepped_groups import SteppedGroups
+from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import means
+
+#: The first version with ``bf16.check_grad_overflow``.
+CHECK_GRAD_OVERFLOW = (0, 17, 1)
 
 if TYPE_CHECKING:
     from zeroplan.engines.deepspeed.muon import MatrixGathers
@@ -55,6 +59,18 @@ class DeepSpeedRank(SteppedGroups):
     def fp16(self) -> bool:
         """Whether the loss is scaled."""
         return self.param_bytes == 2 and self.workload.dtype is DType.FP16
+
+    def looks_for_overflow(self, *, offloaded: bool = False) -> bool:
+        """Return whether stages 1 and 2 look for inf and nan in gradients through copies of them.
+
+        `offloaded` asks for those on their way to the host, in which every version looks.
+        """
+        if self.does(Knob.OVERFLOW_BY_EXTREMES) or self.stage not in (1, 2):
+            return False
+        if offloaded or self.fp16 or not self.does(Knob.OVERFLOW_FP16_ONLY):
+            return True
+        bf16 = self.workload.dtype is DType.BF16 and self.param_bytes == 2
+        return bf16 and self.zero.check_grad_overflow and self.version >= CHECK_GRAD_OVERFLOW
 
     @property
     def device_lags(self) -> bool:
@@ -117,6 +133,11 @@ class DeepSpeedRank(SteppedGroups):
     def comm_widths(self) -> list[int]:
         """Every width in which gradients are reduced, ascending. Stages 1 to 3 have a bucket for each."""
         return sorted({self.comm_of[p] for p in self.trained})
+
+    @property
+    def bucket_widths(self) -> list[int]:
+        """Bytes an element of each bucket of stage 3."""
+        return self.comm_widths if self.does(Knob.STAGE3_BUCKET_DTYPE) else [self.param_bytes] * bool(self.comm_widths)
 
     @cached_property
     def persistent_params(self) -> list[int]:
@@ -216,7 +237,7 @@ class DeepSpeedRank(SteppedGroups):
         Source: zero/stage_1_and_2.py, setup_buckets (all buckets have one dtype); zero/stage3.py, ipg_buckets
         """
         if self.stage == 3:
-            return sum(self.comm_widths)
+            return sum(self.bucket_widths)
         return len(self.comm_widths) * (self.accum_bytes if self.uses_grad_accum_attribute else self.param_bytes)
 
     @cached_property

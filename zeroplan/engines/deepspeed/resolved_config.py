@@ -9,8 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.versions import Version
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
+from zeroplan.engines.deepspeed.versions import Knob, planned_as
 from zeroplan.ledger.line import means
 
 #: swap_tensor/utils.py, MIN_AIO_BYTES: smaller tensors are not worth a file.
@@ -27,7 +29,8 @@ class ResolvedConfig:
         accum_bytes: of an accumulated gradient.
         comm_bytes: of a gradient while it is reduced; under ``torch_autocast`` of those that are not cast.
         state_bytes: of an element of an optimizer state.
-        own_masters: whether the optimizer steps copies of its own; stage 0 in fp32 steps the model's parameters.
+        own_masters: whether the optimizer steps copies of its own; stage 0 in fp32 steps the model's parameters, and one
+            version's stage 3 their shards.
         full_fp32_grads: whether DeepSpeed wraps the optimizer in BF16_Optimizer, whose gradients are never sharded.
         uses_grad_accum_attribute: whether gradients are added up in an attribute of their own, beside ``.grad``.
         compact: whether stages 1 and 2 reduce into one fp32 partition, slice by slice.
@@ -37,6 +40,7 @@ class ResolvedConfig:
         fused_adam: whether the optimizer is DeepSpeed's FusedAdam, the only one that stage 0 flattens for.
         torch_adam: whether it is torch's own Adam in place of DeepSpeed's.
         least_swapped: bytes from which on a tensor goes to a file.
+        version: of DeepSpeed.
     """
 
     param_bytes: int = means("bytes of one model parameter")
@@ -54,11 +58,16 @@ class ResolvedConfig:
     fused_adam: bool
     torch_adam: bool
     least_swapped: int
+    version: Version
 
     @property
     def offloads_optimizer(self) -> bool:
         """Whether optimizer states leave the GPU."""
         return self.optimizer_device is not OffloadDevice.NONE
+
+    def does(self, knob: Knob) -> bool:
+        """Return whether this DeepSpeed does what the knob says of its later versions."""
+        return knob.at(self.version)
 
     def values(self) -> dict[str, Any]:
         """Return the fields by name, for classes that extend this one."""
@@ -89,6 +98,7 @@ def resolve_config(workload: Workload, zero: ZeroConfig) -> ResolvedConfig:
         offload = OffloadDevice.NONE
     elif stage < 3 and offload is OffloadDevice.NVME:
         offload = OffloadDevice.CPU  # stages 1 and 2 only ask whether the device is "none"
+    aliased = stage == 3 and width == 4 and not zero.offload_optimizer and Knob.FP32_MASTERS_ALIAS.at(zero.deepspeed)
     written = find_optimizer(workload.optimizer).written
     adam = written is not None and written.adam
     states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or offload is OffloadDevice.NONE
@@ -98,16 +108,21 @@ def resolve_config(workload: Workload, zero: ZeroConfig) -> ResolvedConfig:
         accum_bytes=accum,
         comm_bytes=width if zero.communication_data_type is None else zero.communication_data_type.bytes,
         state_bytes=master if states_follow else 4,
-        own_masters=stage > 0 or width == 2,
+        own_masters=(stage > 0 or width == 2) and not aliased,
         full_fp32_grads=full_fp32_grads,
         uses_grad_accum_attribute=stage == 1 and not full_fp32_grads and accum != width,
-        compact=stage in (1, 2) and not full_fp32_grads and accum == 4 and width == 2,
+        compact=stage in (1, 2)
+        and not full_fp32_grads
+        and accum == 4
+        and width == 2
+        and Knob.COMPACT_FP32_GRADS.at(zero.deepspeed),
         contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not OffloadDevice.NONE),
         optimizer_device=offload,
         param_device=zero.offload_param.device if stage == 3 else OffloadDevice.NONE,
         fused_adam=adam and workload.optimizer_kind is OptimizerKind.FUSED,
         torch_adam=adam and workload.optimizer_kind is not OptimizerKind.FUSED,
         least_swapped=max(_MIN_AIO_BYTES, zero.aio.block_size),
+        version=planned_as(zero.deepspeed),
     )
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
+from zeroplan.engines.deepspeed.groups import padded
 from zeroplan.engines.deepspeed.host_recorder import HostRecorder
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.allocator.pinned_host import PinnedConfig
 
 
@@ -48,6 +50,9 @@ def _temporaries(rank: DeepSpeedRank, host: HostRecorder, count: int) -> None:
 
 def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     host.mark(Phase.LOAD)
+    if rank.stage and not rank.full_fp32_grads and not rank.does(Knob.FLATTENS_ON_GPU):
+        for _, group in rank.param_groups:
+            _flatten(rank, host, sum(rank.numel[p] for p in group))
     if not rank.offloads_optimizer:
         for phase in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP):
             host.mark(phase)
@@ -60,10 +65,10 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     masters = host.alloc(m * part, Buffer.PARAM_MASTER)
     if w != m:
         host.free(host.alloc(w * part, Buffer.INIT_TEMP))
-    if pin:
+    if pin or not rank.does(Knob.MASTERS_PINNED_BY_KEY):
         host.pin(masters)
         host.free(masters)
-    staging = host.alloc(w * part, Buffer.STAGE_H2D)
+    staging = host.alloc(w * part if rank.does(Knob.UPDATES_BUFFER) else 0, Buffer.STAGE_H2D)
     if pin:
         host.pin(staging)  # the pageable one keeps its name, and so lives, until the constructor returns
     temp = host.alloc(w * rank.largest_param, Buffer.STAGE_D2H)
@@ -75,6 +80,9 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
         host.pin(grads)
         host.free(grads)
         host.free(staging)
+    early = not rank.does(Knob.STATES_AT_FIRST_STEP)
+    if early:
+        _first_step12(rank, host)
     host.mark(Phase.INIT)
     host.mark(Phase.FORWARD)
     if rank.workload.grad_accum > 1 and m == DType.FP32.bytes:  # 16-bit masters' gradients accumulate in place
@@ -84,10 +92,32 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
                 host.pin(accumulated)
                 host.free(accumulated)
     host.mark(Phase.BACKWARD)
+    if early:
+        _temporaries(rank, host, part)
+    else:
+        _first_step12(rank, host)
+    casts_here = not (rank.does(Knob.UPDATES_CAST_ON_GPU) or rank.does(Knob.UPDATES_BUFFER))
+    if casts_here and w != m:
+        host.free(host.alloc(w * max(rank.stepped_at_once, default=0), Buffer.STAGE_H2D))
+    host.mark(Phase.STEP)
+
+
+def _first_step12(rank: DeepSpeedRank, host: HostRecorder) -> None:
+    """The step that makes the states of stages 1 and 2."""
     for at in range(len(rank.stepped_at_once)):
         _states(rank, host, at)
-    _temporaries(rank, host, part)
-    host.mark(Phase.STEP)
+    _temporaries(rank, host, rank.flat.partition)
+
+
+def _flatten(rank: DeepSpeedRank, host: HostRecorder, count: int) -> None:
+    """A parameter group of `count` elements on the host, by parameter and then flat, until the flat copy is on the GPU.
+
+    Source: zero/stage_1_and_2.py, __init__, before its :attr:`Knob.FLATTENS_ON_GPU`
+    """
+    apart = host.alloc(rank.param_bytes * count, Buffer.INIT_TEMP)
+    flat = host.alloc(rank.param_bytes * padded(count, rank.ranks), Buffer.INIT_TEMP)
+    host.free(apart)
+    host.free(flat)
 
 
 def _stage3(rank: DeepSpeedRank, host: HostRecorder) -> None:
@@ -110,16 +140,18 @@ def _stage3(rank: DeepSpeedRank, host: HostRecorder) -> None:
             host.lock(w * rank.swap_reserve, Buffer.SWAP_BUFFER)
     if rank.offloads_optimizer:
         _offloaded_optimizer(rank, host)
+        if not rank.does(Knob.STATES_AT_FIRST_STEP):
+            _step(rank, host)
     host.mark(Phase.INIT)
     host.mark(Phase.FORWARD)
     host.mark(Phase.BACKWARD)
     if rank.offloads_optimizer:
-        _step(rank, host)
+        _step(rank, host, makes_states=rank.does(Knob.STATES_AT_FIRST_STEP))
     host.mark(Phase.STEP)
 
 
-def _step(rank: DeepSpeedRank, host: HostRecorder) -> None:
-    """Two steps: the first makes the states, in the second all of them are there from the first sub-group on.
+def _step(rank: DeepSpeedRank, host: HostRecorder, *, makes_states: bool = True) -> None:
+    """Two steps: the first `makes_states`, in the second all of them are there from the first sub-group on.
 
     States that go to a file are made in pageable memory, too, and go when they have been written.
     """
@@ -128,7 +160,7 @@ def _step(rank: DeepSpeedRank, host: HostRecorder) -> None:
     for first_step in (True, False):
         for at in stepped:
             count = rank.stepped_at_once[at]
-            made = _states(rank, host, at) if first_step else []
+            made = _states(rank, host, at) if first_step and makes_states else []
             _temporaries(rank, host, count)
             if not rank.zero.offloads_param and rank.master_bytes != rank.param_bytes:
                 # a blocking copy to the GPU converts on the host

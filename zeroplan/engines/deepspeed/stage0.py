@@ -9,6 +9,7 @@ from __future__ import annotations
 from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import SCALAR, DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.recorder import Recorder
 
 #: engine.py, MEMORY_OPT_ALLREDUCE_SIZE: elements in a bucket of stage 0's gradient all-reduce.
@@ -129,6 +130,9 @@ class Stage0Unfused(Stage0):
         rank = self.rank
         if applied:
             counts = [rank.numel[p] for p in self.trained]
+            if not rank.does(Knob.OVERFLOW_BY_EXTREMES):  # utils.py, CheckOverflow: the sum of an fp32 copy
+                for count in counts:
+                    self.temporary(4 * count, Buffer.OPTIM_NORM)
             for count in counts:  # utils.py, get_weight_norm: through an fp32 copy
                 self.temporary(4 * count, Buffer.OPTIM_NORM)
             casts = [self.alloc(4 * count, Buffer.GRAD_MASTER) for count in counts]
@@ -157,11 +161,20 @@ class Stage1Bf16(Stage0):
         self.alloc(4 * self.part, Buffer.PARAM_MASTER)
         self.free(clone)
         self.alloc(rank.accum_bytes * aligned, Buffer.GRAD_ACCUM)
+        if not rank.does(Knob.STATES_AT_FIRST_STEP):
+            self.make_states()
+
+    def backward_begin(self, boundary: bool) -> None:
+        """Drop the last backward's bf16 gradients, where the step left them and nothing zeroes them in place."""
+        if not (self.rank.does(Knob.BF16_GRADS_DROPPED_BY_STEP) or self.rank.does(Knob.BF16_GRADS_STAY)):
+            self.drop_grads()
 
     def grad(self, param: int, handle: int) -> None:
         """Keep the bf16 gradient: it is zeroed and not freed between micro batches, unless each is freed at once."""
-        if self.rank.zero.immediate_grad_update:
+        at_once = self.rank.zero.immediate_grad_update
+        if at_once:
             self.temporary(self.rank.accum_bytes * self.rank.numel[param], Buffer.GRAD_ACCUM)
+        if at_once and self.rank.does(Knob.IMMEDIATE_UPDATE_FREES):
             self.free(handle)
         else:
             super().grad(param, handle)
@@ -180,7 +193,8 @@ class Stage1Bf16(Stage0):
         self.gather_matrices()
         self.optimizer_step(first=not self.has_states)
         self.has_states = True
-        self.drop_grads()
+        if self.rank.does(Knob.BF16_GRADS_DROPPED_BY_STEP):
+            self.drop_grads()
 
 
 def stage0_schedule(rank: DeepSpeedRank, recorder: Recorder) -> Stage0:

@@ -17,6 +17,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import REDUCE, SCALAR, DeepSpeedSchedule
 from zeroplan.engines.deepspeed.groups import Batch, Slice
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.recorder import Recorder
 
 
@@ -74,7 +75,8 @@ class Stage12(DeepSpeedSchedule):
             self.alloc(SCALAR, Buffer.OPTIM_TEMP)  # FusedAdam's overflow flag
         self.recorder.empty_cache()  # before it asks how much memory is left
         flat_bytes = w * group.numel
-        if rank.device_memory is not None and rank.device_memory - w * sum(rank.numel) < flat_bytes:
+        lacks_room = rank.device_memory is not None and rank.device_memory - w * sum(rank.numel) < flat_bytes
+        if lacks_room or not rank.does(Knob.FLATTENS_ON_GPU):
             self._free_params()
             self.recorder.empty_cache()
             self.alloc(flat_bytes, Buffer.PARAM_FULL)
@@ -92,10 +94,12 @@ class Stage12(DeepSpeedSchedule):
             if w != m:
                 self.alloc(m * group.partition, Buffer.PARAM_MASTER)
                 self.free(clone)
-            self.temporary(m * group.partition, Buffer.INIT_TEMP)
+            grads = self.alloc(m * group.partition, Buffer.INIT_TEMP)
+            if not rank.does(Knob.STATES_AT_FIRST_STEP):
+                self.make_states()
+            self.free(grads)
             if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
-                self.optimizer_step(first=True)
-                self.has_states = True
+                self.make_states()
 
     def _free_params(self) -> None:
         for p in self.group.order:
@@ -106,6 +110,8 @@ class Stage12(DeepSpeedSchedule):
     def backward_begin(self, boundary: bool) -> None:
         """Note whether a step follows this backward."""
         self.boundary = boundary
+        if not (self.ready or self.rank.does(Knob.BUCKETS_AT_FIRST_GRADIENT)):
+            self._open_buckets()
 
     def grad(self, param: int, handle: int) -> None:
         """Put a complete gradient into its bucket (process_gradients)."""
@@ -209,10 +215,11 @@ class Stage12(DeepSpeedSchedule):
 
     def _average(self, bucket: _Bucket) -> None:
         """Reduce the bucket's slices by owner, flattened anew unless one owner has all (average_tensor)."""
-        zero = self.rank.zero
-        if not zero.reduce_scatter:
+        zero, rank = self.rank.zero, self.rank
+        if not zero.reduce_scatter or not rank.does(Knob.REDUCED_IN_COPIES):
             if bucket.comm != self.bucket_bytes:
-                self.temporary(bucket.comm * bucket.filled, Buffer.COMM_ALL_REDUCE, self.stream)
+                cast = bucket.filled if rank.does(Knob.REDUCES_FILLED_PART) else max(bucket.filled, self.bucket_size)
+                self.temporary(bucket.comm * cast, Buffer.COMM_ALL_REDUCE, self.stream)
             if self.compact:
                 for p in bucket.params:
                     if p in self.owned:
@@ -302,6 +309,8 @@ class Stage12(DeepSpeedSchedule):
                 copy = self.alloc(8 * part.count, Buffer.OPTIM_NORM, stream=self.stream)
                 self.norm_results.append(self.alloc(8, Buffer.OPTIM_NORM, stream=self.stream))
                 self.free(copy)
+                if rank.looks_for_overflow(offloaded=True):
+                    self.overflow_check([rank.numel[param]], self.bucket_bytes, self.stream)
                 if not self.compact and rank.param_bytes != rank.master_bytes:
                     self.temporary(rank.master_bytes * part.count, Buffer.STAGE_D2H, self.stream)
                 if param in self.own:
@@ -327,11 +336,15 @@ class Stage12(DeepSpeedSchedule):
                 self.gather_matrices()
             self.free_all(self.norm_results)
             self.norm_results.clear()
+            if applied and rank.does(Knob.UPDATES_CAST_ON_GPU):
+                self.temporary(rank.master_bytes * max(rank.stepped_at_once, default=0), Buffer.STAGE_H2D)
             self._drop_grads()
             return
         counts = [part.count for part in self.owned.values()] or [group.partition]
         pad = group.partition - sum(part.count for part in self.owned.values())
         padding = self.alloc(rank.accum_bytes * pad, Buffer.GRAD_SHARD)
+        if rank.looks_for_overflow():
+            self.overflow_check(counts, rank.accum_bytes)
         if applied and rank.zero.compute_grad_norm:
             self.norms(counts, 8)
         if applied:

@@ -15,6 +15,7 @@ from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.saved_weights import saved_weights
+from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.recorder import Recorder
 
 #: stage3.py, _constant_buffered_norm2: elements whose norm is taken at once.
@@ -126,13 +127,15 @@ class Stage3(DeepSpeedSchedule):
         if not self.offload:
             if rank.momentum_precedes:
                 self.alloc(rank.momentum_bytes * rank.matrix, Buffer.OPTIM_MOMENTUM)
-            self.temporary(m * max(self.counts, default=0), Buffer.INIT_TEMP)
+            grads = self.alloc(m * max(self.counts, default=0), Buffer.INIT_TEMP)
+            if not rank.does(Knob.STATES_AT_FIRST_STEP):
+                self.make_states()
+            self.free(grads)
             if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
-                self.optimizer_step(first=True)
-                self.has_states = True
+                self.make_states()
         if rank.zero.contiguous_gradients:
-            for comm in self.buckets:
-                self.alloc(comm * rank.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
+            for width in rank.bucket_widths:
+                self.alloc(width * rank.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
         if not self.offload:
             self.alloc(rank.accum_bytes * total, Buffer.GRAD_ACCUM)
         for p in self.trained:  # stage3.py, create_reduce_and_remove_grad_hooks gathers each parameter once
@@ -145,9 +148,12 @@ class Stage3(DeepSpeedSchedule):
         """Convert each sub-group, then clone it; the conversion is freed with the next one's (_create_fp32_partitions)."""
         m, previous = self.rank.master_bytes, -1
         for i, on_gpu in enumerate(self.on_gpu):
-            if not on_gpu:
+            if not on_gpu or not self.rank.own_masters:
                 continue
             count = self.counts[i]
+            if not self.rank.does(Knob.MASTERS_CONVERTED_FIRST):
+                self._make_master_of_clone(count)
+                continue
             converted = self.alloc(m * count, Buffer.INIT_TEMP) if m != self.rank.param_bytes or self.offload_param else -1
             if previous >= 0:
                 self.free(previous)
@@ -159,6 +165,16 @@ class Stage3(DeepSpeedSchedule):
             for i, on_gpu in enumerate(self.on_gpu):
                 if on_gpu:
                     self.alloc(m * self.counts[i], Buffer.GRAD_MASTER)
+
+    def _make_master_of_clone(self, count: int) -> None:
+        """Clone a sub-group, which parameters offloaded reach the GPU for first, and convert the clone."""
+        w, m = self.rank.param_bytes, self.rank.master_bytes
+        moved = [self.alloc(w * count, Buffer.INIT_TEMP)] if self.offload_param else []
+        clone = self.alloc(w * count, Buffer.INIT_TEMP if w != m else Buffer.PARAM_MASTER)
+        self.free_all(moved)
+        if w != m:
+            self.alloc(m * count, Buffer.PARAM_MASTER)
+            self.free(clone)
 
     # Forward and backward
 
@@ -265,7 +281,7 @@ class Stage3(DeepSpeedSchedule):
         self.buckets[comm], self.filled[comm] = [], 0
         if not bucket:
             return
-        c, a = comm, rank.accum_bytes
+        c, a = comm, rank.accum_bytes if rank.does(Knob.STAGE3_ACCUM_DTYPE) else rank.param_bytes
         held: list[int] = []
         if not rank.zero.reduce_scatter and rank.zero.contiguous_gradients and elements <= rank.zero.reduce_bucket_size:
             if rank.ranks != rank.zero.gradient_predivide_factor:  # scaled out of place, by 1 as well
@@ -278,7 +294,7 @@ class Stage3(DeepSpeedSchedule):
             held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in uneven]
         else:
             if c != rank.param_bytes:  # those in the bucket have its dtype already
-                apart = [p for p in bucket if p in self.own]
+                apart = [p for p in bucket if p in self.own or not rank.does(Knob.STAGE3_BUCKET_DTYPE)]
                 held = [self.alloc(c * rank.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in apart]
             flat = -1
             if len(bucket) > 1 or rank.numel[bucket[0]] % rank.ranks:
@@ -334,7 +350,9 @@ class Stage3(DeepSpeedSchedule):
         if self.stream != COMPUTE:
             self.coordinator.deferred_frees.complete_all()
         total = sum(self.shards[p] for p in self.trained)
-        if rank.fp16 and not self.offload:  # isinf through the absolute values, then isnan
+        if (
+            rank.fp16 or not rank.does(Knob.OVERFLOW_FP16_ONLY)
+        ) and not self.offload:  # isinf through the absolute values, then isnan
             magnitudes = self.alloc(rank.accum_bytes * total, Buffer.OPTIM_NORM, stream=self.stream)
             mask = self.alloc(total, Buffer.OPTIM_NORM, stream=self.stream)
             self.free(magnitudes)

@@ -51,8 +51,8 @@ def _temporaries(rank: DeepSpeedRank, host: HostRecorder, count: int) -> None:
 def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     host.mark(Phase.LOAD)
     if rank.stage and not rank.full_fp32_grads and not rank.does(Knob.FLATTENS_ON_GPU):
-        for _, group in rank.param_groups:
-            _flatten(rank, host, sum(rank.numel[p] for p in group))
+        for _, params in rank.param_groups:
+            _flatten(rank, host, sum(rank.numel[p] for p in params))
     if not rank.offloads_optimizer:
         for phase in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP):
             host.mark(phase)

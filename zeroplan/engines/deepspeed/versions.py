@@ -230,9 +230,8 @@ def version_remark(zero: ZeroConfig, workload: Workload) -> str:
     """Return what may surprise the user of an older version in this case; an empty string for nothing."""
     wrapped = as_wrapped(zero, workload, zero_init=True)
     if wrapped.stage < zero.stage:
-        row = Knob.BF16_OPTIMIZER_MISSED.value
-        until = version_text(row.until)
-        return f"DeepSpeed {version_text(row.since)} to {until} (excluded): stage 1 with fp32 accumulation shards nothing"
+        first, end = version_text(STAGE0_UNSHARDED_SINCE), version_text(BF16_OPTIMIZER_FOUND)
+        return f"DeepSpeed {first} to {end} (excluded): stage 1 with fp32 accumulation shards nothing"
     return ""
 
 

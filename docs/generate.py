@@ -25,10 +25,13 @@ from docs.commands import PAGES_WITH_COMMANDS, renewed
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.units import format_bytes, format_count
+from zeroplan.core.versions import Version, version_text
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.ds_config.sections import SECTIONS
+from zeroplan.ds_config.versions import DEFAULT_CHANGES, KEY_HISTORIES
 from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.deepspeed.versions import OLDEST, Knob
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.line import derived, glossary_of
 from zeroplan.models.catalog import catalog_table
@@ -250,7 +253,52 @@ def with_parts(text: str) -> str:
     )
 
 
+def deepspeed_versions() -> str:
+    """What DeepSpeed's versions do differently."""
+    knobs = [
+        [_span(row.since, row.until), row.before, row.after, f"`{row.source}`"]
+        for row in sorted((knob.value for knob in Knob), key=lambda row: row.since)
+    ]
+    defaults = [[version_text(one.since), f"`{one.path}`", f"`{one.before!r}`", f"`{one.source}`"] for one in DEFAULT_CHANGES]
+    histories = [
+        [f"`{one.path}`", version_text(one.since) if one.since else "", version_text(one.until) if one.until else ""]
+        for one in KEY_HISTORIES
+    ]
+    return "\n".join(
+        [
+            "# DeepSpeed's versions",
+            "",
+            f"Plans are for DeepSpeed {DEEPSPEED_VERSION}, and only its runs were measured on GPUs.",
+            "`--deepspeed-version 0.14.2` plans for another version: with the defaults that it had, with the keys that it",
+            "knows, and with every row below whose version is later undone. The rows were read in the source of every release",
+            f"from {version_text(OLDEST)} on. The sizes of what 0.14.4, 0.16.9, 0.18.9 and 0.19.3 allocate at stages 0 to 3,",
+            "and 0.10.3 and 0.12.6 at stages 1 and 2, were held against the schedules on one rank of a CPU. A version that was",
+            "not compared is planned as the nearest one, and the plan says so, as it says what no row covers: older NVMe",
+            "buffers, Muon, and fp32 gradients of stage 1.",
+            "",
+            render(["from", "before", "from then on", "source"], knobs, "github"),
+            "",
+            "## Defaults that moved",
+            "",
+            render(["until", "key", "default before", "source"], defaults, "github"),
+            "",
+            "## Keys that came and went",
+            "",
+            "A key that is too new is refused in `zero_optimization`, and from 0.17.1 on in `fp16` and `bf16`; elsewhere it is",
+            "ignored. `zeroplan check --deepspeed-version` says which.",
+            "",
+            render(["key", "from", "refused from"], histories, "github"),
+            "",
+        ]
+    )
+
+
+def _span(since: Version, until: Version | None) -> str:
+    return version_text(since) + (f", before {version_text(until)}" if until else "")
+
+
 PAGES: dict[str, Callable[[], str]] = {
+    "deepspeed_versions.md": deepspeed_versions,
     "ledger.md": ledger,
     "models.md": models,
     "gpus.md": gpus,

@@ -175,3 +175,11 @@ def test_accelerates_degrees() -> None:
         read_setup(config | {"parallelism_config": {"dp_shard_size": 4, "cp_size": 3}})
     older = read_setup(config | {"fsdp_config": {}, "parallelism_config": replicas})
     assert "parallelism_config.parallelism_config_dp_replicate_size" in keys_of(older)
+
+
+def test_megatrons_command_line_is_refused_by_name(tmp_path: Any) -> None:
+    script = tmp_path / "run.sh"
+    flags = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --num-layers 32 --micro-batch-size 1 --bf16"
+    script.write_text(f"torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py {flags}\n")
+    with pytest.raises(BadInput, match=r"pretrain_gpt\.py trains by Megatron-LM; no engine here plans that"):
+        read_setup(str(script))

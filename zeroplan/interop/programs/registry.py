@@ -35,6 +35,8 @@ _LISTED = {
     "ms-swift": ("hf-trainer", "ms-swift"),
 }
 
+#: Arguments that only programs on Megatron-LM have (megatron/training/arguments.py).
+_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 #: So many of a program's arguments make a file one that it could read.
 _ENOUGH = 2
 
@@ -61,6 +63,12 @@ def owner_of(document: Document) -> Program:
     if document.command is None:
         refuse_stranger(document.data, document.name)
     showing = [one for one in PROGRAMS.values() if one.recognises(document)]
+    if not showing and document.command is not None and document.has(*_MEGATRON):
+        raise BadInput(
+            f"{document.command.program[:60]} trains by Megatron-LM; no engine here plans that",
+            where=document.name,
+            remedy="plan FSDP2 with --tp, --sp, --cp, --pp and the model's config.json",
+        )
     bases = {one.base for one in showing}
     claiming = [one for one in showing if one.name not in bases]
     if len(claiming) > 1:

@@ -47,6 +47,7 @@ RECIPES = (".yaml", ".yml", ".json", ".toml")
 _TRAINING_FLAGS = frozenset(
     (
         *("per_device_train_batch_size", "per_gpu_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),  # Megatron-LM's
         *("gradient_checkpointing", "finetuning_type", "max_train_steps", "train_type", "tuner_type", "lora_r", "lora_rank"),
     )
 )

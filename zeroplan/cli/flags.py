@@ -90,6 +90,14 @@ OPTIONS: dict[str, Any] = {
     "seq_len": _option(
         str | None, "--seq-len", "Tokens a sample: 4096 or 4k. [2048, or the model's most]", _WORK, metavar="TOKENS"
     ),
+    "source_len": _option(
+        str | None,
+        "--source-len",
+        "Tokens of an encoder-decoder's source, where the target has others.",
+        _WORK,
+        metavar="TOKENS",
+    ),
+    "target_len": _option(str | None, "--target-len", "Tokens of its target. [--seq-len]", _WORK, metavar="TOKENS"),
     "grad_accum": _option(int | None, "--grad-accum", "Passes a step. [1]", _WORK),
     "dtype": _option(str | None, "--dtype", "bf16, fp16 or fp32. [bf16]", _WORK),
     "optimizer": _option(str | None, "--optimizer", "adamw, lion, sgd, … [adamw]", _WORK, names=complete.optimizers),
@@ -181,6 +189,8 @@ OPTIONS: dict[str, Any] = {
 _READERS: dict[str, Callable[[Any], Any]] = {
     "params": lambda text: None if text is None else parse_count(text, where="--params"),
     "seq_len": lambda text: None if text is None else parse_tokens(text, where="--seq-len"),
+    "source_len": lambda text: None if text is None else parse_tokens(text, where="--source-len"),
+    "target_len": lambda text: None if text is None else parse_tokens(text, where="--target-len"),
     "files": lambda paths: tuple(paths or ()),
     "lora_targets": lambda text: tuple(name.strip() for name in (text or "").split(",") if name.strip()),
 }
@@ -223,6 +233,8 @@ _FOR_RECOMMEND = (
         "params",
         "task",
         "seq_len",
+        "source_len",
+        "target_len",
         "dtype",
         "optimizer",
         "attn",

@@ -57,6 +57,7 @@ class TraceOptions:
     logits. `lora_dropout`: adapters drop some of their input. `quantized`: how linear layers multiply by a quantised weight
     (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits. `images` of `image_size`
     pixels a side come with each sample. `evaluation`: the forward alone, in evaluation mode and without gradients.
+    `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0 where it is theirs.
     """
 
     attn: Attention = Attention.SDPA
@@ -76,6 +77,7 @@ class TraceOptions:
     images: int = 0
     image_size: int | None = None
     evaluation: bool = False
+    target_len: int = 0
 
     @property
     def split_tokens(self) -> int:
@@ -105,6 +107,8 @@ class TraceOptions:
             parts.append(f"images{self.images}" + (f"x{self.image_size}" if self.image_size else ""))
         if self.evaluation:
             parts.append("eval")
+        if self.target_len:
+            parts.append(f"target{self.target_len}")
         return "_".join(parts)
 
 
@@ -140,6 +144,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         half_adapters=workload.quantize is not None and workload.adapter_bytes == 2,
         images=workload.images,
         image_size=workload.image_size,
+        target_len=workload.target_len or 0,
     )
 
 

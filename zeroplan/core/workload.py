@@ -137,6 +137,7 @@ class Workload:
     vision-language model; None is the size of its config. `labelled_share` of the tokens have a label, where the head sees
     those alone; None where it sees all. `evaluation` runs between two steps, and `saving` is done there; None for none.
     `lengths` are those of samples that a batch is padded to the longest of, cut at `seq_len`; empty where all have that length.
+    `target_len` is the length of an encoder-decoder's targets; None where it is `seq_len`, that of its sources.
     """
 
     micro_batch: int = 1
@@ -169,6 +170,7 @@ class Workload:
     evaluation: Evaluation | None = None
     saving: Saving | None = None
     lengths: tuple[int, ...] = ()
+    target_len: int | None = None
 
     @property
     def rows(self) -> int:

@@ -24,6 +24,7 @@ class Setup:
         micro_batch: samples a GPU and pass.
         grad_accum: passes a step.
         seq_len: tokens a sample.
+        target_len: tokens of an encoder-decoder's target, where a script for one says so.
         dtype: of the arithmetic.
         model_dtype: of the base model's weights as they are loaded; DeepSpeed casts them.
         autocast: whether 16-bit arithmetic is autocast's; else the model itself is in 16 bits.
@@ -79,6 +80,7 @@ class Setup:
     micro_batch: int | None = None
     grad_accum: int | None = None
     seq_len: int | None = None
+    target_len: int | None = None
     dtype: str | None = None
     model_dtype: str | None = None
     autocast: bool = True

@@ -31,6 +31,7 @@ _ASKED_FOR = {
     "evaluation": None,
     "saving": None,
     "lengths": (),
+    "target_len": None,
 }
 
 

@@ -22,6 +22,7 @@ _FIELDS = {
     "micro_batch": "--micro-batch",
     "grad_accum": "--grad-accum",
     "seq_len": "--seq-len",
+    "target_len": "--target-len",
     "dtype": "--dtype",
     "optimizer": "--optimizer",
     "lora_rank": "--lora-rank",

@@ -22,6 +22,8 @@ class RunOptions(TypedDict, total=False):
     task: str | None
     micro_batch: int | None
     seq_len: int | None
+    source_len: int | None
+    target_len: int | None
     grad_accum: int | None
     dtype: str | None
     optimizer: str | None
@@ -115,6 +117,8 @@ OTHER_NAMES = {
     "state_dict_type": ("save", " (sharded or full)"),
     "max_seq_length": ("seq_len", ""),
     "max_length": ("seq_len", ""),
+    "max_source_length": ("source_len", ""),
+    "max_target_length": ("target_len", ""),
     "context_length": ("seq_len", ""),
     "sequence_length": ("seq_len", ""),
     "num_gpus": ("gpus", " (of one node)"),

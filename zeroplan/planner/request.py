@@ -27,6 +27,8 @@ class Request:
     # workload
     micro_batch: int | None = None
     seq_len: int | None = None
+    source_len: int | None = None
+    target_len: int | None = None
     grad_accum: int | None = None
     dtype: str | None = None
     optimizer: str | None = None

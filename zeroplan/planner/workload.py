@@ -8,6 +8,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.images import require_images
 from zeroplan.core.lengths import read_lengths, sampled
+from zeroplan.core.model_config import SEQ2SEQ_LM, SPEECH_SEQ2SEQ, auto_class_of
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import parse_quantization
@@ -34,6 +35,8 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     for where, value in (
         ("--micro-batch", request.micro_batch),
         ("--seq-len", request.seq_len),
+        ("--source-len", request.source_len),
+        ("--target-len", request.target_len),
         ("--grad-accum", request.grad_accum),
         ("--lora-rank", request.lora_rank),
         ("--images", request.images or None),
@@ -69,9 +72,11 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
             "a policy without checkpointing", where="--checkpoint-policy", remedy="give --gradient-checkpointing as well"
         )
     lengths = _lengths(request)
+    source, target = both_lengths(request, spec)
     return Workload(
         micro_batch=request.micro_batch or 1,
-        seq_len=sequence_length(min(max(lengths), request.seq_len or max(lengths)) if lengths else request.seq_len, spec),
+        seq_len=sequence_length(min(max(lengths), request.seq_len or max(lengths)) if lengths else source, spec),
+        target_len=target,
         grad_accum=request.grad_accum or 1,
         dtype=dtype,
         precision=request.precision or engine.precision(dtype),
@@ -101,6 +106,40 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         lengths=lengths,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
+
+
+def both_lengths(request: Request, spec: ModelSpec) -> tuple[int | None, int | None]:
+    """Return the length that a tape's sequences have, and that of an encoder-decoder's targets where it is another one.
+
+    A source of sound has the length of the model's config, and the sequences are its targets.
+
+    Raises:
+        BadInput: lengths of a model that has no two sides, or beside what is planned with one length alone.
+    """
+    asked = {"--source-len": request.source_len, "--target-len": request.target_len}
+    given = [flag for flag, length in asked.items() if length is not None]
+    if not given:
+        return request.seq_len, None
+    if request.seq_len is not None and len(given) == 2:
+        raise BadInput("a length of both sides beside each side's", where="--seq-len", remedy="leave it out")
+    auto_class = spec.auto_class or (auto_class_of(spec.config) if spec.config else "")
+    if auto_class == SPEECH_SEQ2SEQ:
+        if request.source_len is not None:
+            raise BadInput(
+                "the config says how many frames a source has", where="--source-len", remedy="give --target-len alone"
+            )
+        if request.seq_len is not None:
+            raise BadInput("a second length of the targets", where="--seq-len", remedy="give --target-len alone")
+        return request.target_len, None
+    if auto_class != SEQ2SEQ_LM:
+        raise BadInput(f"{spec.name} is no encoder-decoder of text", where=given[0], remedy="give --seq-len")
+    if request.lengths is not None:
+        raise BadInput("lengths of both sides that vary are not modelled", where="--lengths", remedy="give the longest of each")
+    if max(request.tp, request.cp, request.pp) > 1:
+        raise BadInput("two lengths are planned on data-parallel ranks alone", where=given[0], remedy="leave the degrees out")
+    source = sequence_length(request.source_len or request.seq_len, spec)
+    target = sequence_length(request.target_len or request.seq_len, spec)
+    return source, None if target == source else target
 
 
 def _lengths(request: Request) -> tuple[int, ...]:

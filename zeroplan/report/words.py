@@ -48,7 +48,7 @@ def machine_text(cluster: Mapping[str, Any]) -> str:
 
 def work_text(work: Mapping[str, Any]) -> str:
     """Return ``"bf16 adamw · batch 1 × 2048 × 4 accumulated"`` for a workload as the report's JSON holds it."""
-    batch = f"batch {work['micro_batch']} × {work['seq_len']}"
+    batch = f"batch {work['micro_batch']} × {work['seq_len']}" + (f" → {work['target_len']}" if work.get("target_len") else "")
     if work["grad_accum"] > 1:
         batch += f" × {work['grad_accum']} accumulated"
     text = f"{work['dtype']} {work['optimizer']} · {batch}"

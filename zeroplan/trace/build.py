@@ -297,6 +297,8 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
         return {"input_ids": ids, "labels": labels}
     if auto_class == QUESTION_ANSWERING:
         return {"input_ids": ids, "start_positions": tokens(point.batch), "end_positions": tokens(point.batch)}
+    if options.target_len:
+        return {"input_ids": ids, "labels": tokens(point.batch, options.target_len)}
     return {"input_ids": ids, "labels": ids}
 
 

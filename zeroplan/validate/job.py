@@ -50,6 +50,7 @@ class VerifyJob:
     steps: int
     timeout: float
     labelled_share: float | None = None
+    target_len: int | None = None
     ds_config: dict[str, Any] = field(default_factory=dict)
     live: LiveModule | None = None
 
@@ -118,6 +119,7 @@ def job_of(
         steps=steps,
         timeout=timeout,
         labelled_share=work.labelled_share,
+        target_len=work.target_len,
         ds_config=engine.run_config(case, raw, timeout),
         live=live,
     )

@@ -53,6 +53,9 @@ _MODELS = ("model_name_or_path", "model_name", "model_id", "model_path", "base_m
 #: Tasks by the names of scripts.
 _SCRIPT_TASK = re.compile(r"(?<![a-z])(dpo|orpo|kto|ppo|grpo|rloo|cpo|simpo|reward|rm|gkd|distill\w*)(?![a-z])")
 _TASK_NAMES = {"rm": "reward", "simpo": "cpo", "distill": "distillation"}
+#: Scripts and models of two sides.
+_SEQ2SEQ_SCRIPT = re.compile(r"run_(summarization|translation)")
+_SEQ2SEQ_MODEL = re.compile(r"(^|[/_-])(m?t5|flan-t5|umt5|byt5|m?bart|pegasus|marian|opus-mt|m2m|nllb|led)([/_.-]|$)")
 _SCRIPT_TARGETS = ("lora_target_modules", "lora_targets", "target_modules")
 
 #: Arguments of transformers' example scripts (``examples/pytorch``, ModelArguments and DataTrainingArguments), and names that
@@ -358,10 +361,31 @@ class HfTrainer(Program):
             if run.number(key) is not None:
                 run.count("seq_len", key)
                 break
+        _two_lengths(run)
         _adapters(run)
         if "ds_config" not in run.fields or {"dtype", "torch_dtype"} & set(run.data):
             set_weights_dtype(run, default="weights in fp32: the script's from_pretrained decides")
         return run.setup(self.name, known=EXAMPLES)
+
+
+def _two_lengths(run: Builder) -> None:
+    """Set source and target of transformers' scripts for encoder-decoders, with their defaults.
+
+    Source: transformers 5.17, ``examples/pytorch/summarization/run_summarization.py`` and ``translation/run_translation.py``
+    (DataTrainingArguments).
+    """
+    command, model = run.document.command, str(run.fields.get("model") or "").lower()
+    script = _SEQ2SEQ_SCRIPT.search(command.program) if command else None
+    if script is None and not _SEQ2SEQ_MODEL.search(model):
+        return
+    source, target = run.number("max_source_length"), run.number("max_target_length")
+    if script is None and (source is None or target is None):
+        return
+    run.set("seq_len", source or 1024, "max_source_length" if source else "")
+    run.set("target_len", target or 128, "max_target_length" if target else "")
+    if not source or not target:
+        run.assume(f"source {source or 1024} and target {target or 128} tokens")
+    run.assume("batches as long as their longest samples may be")
 
 
 def _script_task(run: Builder) -> None:

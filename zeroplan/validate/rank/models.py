@@ -86,7 +86,7 @@ def make_batch(job: VerifyJob, device: torch.device, seed: int, *, casts: bool) 
     from zeroplan.trace.build import build_inputs, vocabulary_of
     from zeroplan.trace.fit import TracePoint
 
-    options = TraceOptions(attn=Attention(job.attn), checkpointing=Checkpointing.NONE)
+    options = TraceOptions(attn=Attention(job.attn), checkpointing=Checkpointing.NONE, target_len=job.target_len or 0)
     shapes = build_inputs(job.model, job.auto_class, options, TracePoint(job.micro_batch, job.seq_len, 0))
     generator = torch.Generator().manual_seed(seed)
     classes = int(job.model.get("num_labels") or 2)

@@ -19,13 +19,29 @@ pytest.importorskip("transformers")
 
 VOCABULARY, TARGET = 320, 24
 T5 = {
-    **{"model_type": "t5", "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4},
-    **{"num_layers": 6, "num_decoder_layers": 6, "decoder_start_token_id": 0, "architectures": ["T5ForConditionalGeneration"]},
+    "model_type": "t5",
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 64,
+    "num_heads": 4,
+    "num_layers": 6,
+    "num_decoder_layers": 6,
+    "decoder_start_token_id": 0,
+    "architectures": ["T5ForConditionalGeneration"],
 }
 BART = {
-    **{"model_type": "bart", "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 6, "decoder_layers": 6},
-    **{"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64},
-    **{"max_position_embeddings": 1024, "architectures": ["BartForConditionalGeneration"]},
+    "model_type": "bart",
+    "vocab_size": VOCABULARY,
+    "d_model": 32,
+    "encoder_layers": 6,
+    "decoder_layers": 6,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 1024,
+    "architectures": ["BartForConditionalGeneration"],
 }
 
 

@@ -35,6 +35,8 @@ def row_to_be(spec: Spec, gpu: str) -> dict[str, Any]:
         "set_to_none",
         "strategy",
         "orig_params",
+        "save",
+        "target_len",
     )
     row: dict[str, Any] = {name: own[name] for name in changed if own[name] != unset[name] and own[name] not in ({}, None)}
     row |= {name: own[name] for name in ("id", "engine", "model", "world", "dtype", "stage", "micro_batch", "seq_len", "attn")}
@@ -53,12 +55,14 @@ def predict(spec: Spec, gpu: str) -> dict[str, Any]:
         return {"id": spec.id, "refused": str(error)}
     assert run is not None
     found = run.plan.gpu
+    saved = {} if spec.save is None else {"save": found.phases["save"], "host_save": run.plan.cpu.phases["save"]}
     return {
         "id": spec.id,
         "peak_allocated": found.peak_allocated,
         "peak_reserved": found.peak_reserved,
         "total": found.total,
         "peak_phase": found.peak_phase,
+        **saved,
     }
 
 

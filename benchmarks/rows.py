@@ -72,6 +72,8 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
         "images": row.get("images", 0),
         "image_size": row.get("image_size"),
         "set_to_none": row.get("set_to_none", True),
+        "target_len": row.get("target_len"),
+        "save": row.get("save"),
         "optimizer_kind": _kind(row.get("opt_params") or {}) if row["engine"] != "deepspeed" else None,
     }
     if row["engine"] == "deepspeed":

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.measure.models import auto_class, build_config
 from benchmarks.measure.probe import Probe
+from benchmarks.measure.saving import save
 from benchmarks.measure.spec import Spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -23,7 +24,7 @@ _BLOCKS = ("DecoderLayer", "GPT2Block", "Block", "RobertaLayer", "BertLayer", "G
 
 
 class Trained:
-    """A model ready to train: ``step(inputs)`` is one optimizer step and returns the loss."""
+    """A model ready to train: ``step(inputs)`` is one optimizer step and returns the loss; ``save()`` saves it."""
 
     def __init__(
         self,
@@ -31,8 +32,9 @@ class Trained:
         model: Any,
         optimizer: str,
         skipped: Callable[[], int] = lambda: 0,
+        save: Callable[[], None] = lambda: None,
     ) -> None:
-        self.step = step
+        self.step, self.save = step, save
         self.optimizer = optimizer
         self.skipped = skipped  # optimizer steps that the loss scaler left out so far
         self.n_params, self.trainable = _count(model)
@@ -110,7 +112,7 @@ def _deepspeed(spec: Spec, probe: Probe, device: torch.device) -> Trained:
 
     inner = getattr(optimizer, "optimizer", optimizer)
     name = f"{type(optimizer).__name__}/{type(inner).__name__}"
-    return Trained(step, engine.module, name, lambda: int(engine.skipped_steps))
+    return Trained(step, engine.module, name, lambda: int(engine.skipped_steps), lambda: save(spec, engine, optimizer))
 
 
 def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
@@ -248,7 +250,7 @@ def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> T
         optimizer.zero_grad(set_to_none=spec.set_to_none)
         return loss
 
-    return Trained(step, model, type(optimizer).__name__)
+    return Trained(step, model, type(optimizer).__name__, save=lambda: save(spec, model, optimizer))
 
 
 def _sync_gradients(model: Any, last: bool) -> None:

@@ -142,13 +142,15 @@ def image_batch(spec: Spec, dtype: Any, device: Any) -> dict[str, Any]:
     return {name: tensor.to(device) for name, tensor in made.items()}
 
 
-def batch(task: str | None, micro_batch: int, seq_len: int, device: Any) -> dict[str, Any]:
-    """Return one micro batch of random tokens with the task's labels."""
+def batch(task: str | None, micro_batch: int, seq_len: int, device: Any, target_len: int | None = None) -> dict[str, Any]:
+    """Return one micro batch of random tokens with the task's labels; those of an encoder-decoder have `target_len`."""
     import torch
 
     tokens = torch.randint(3, 30000, (micro_batch, seq_len), device=device)
     one = torch.zeros(micro_batch, dtype=torch.int64, device=device)
     if task == "question-answering":
         return {"input_ids": tokens, "start_positions": one, "end_positions": one.clone()}
+    if target_len is not None:
+        return {"input_ids": tokens, "labels": torch.randint(3, 30000, (micro_batch, target_len), device=device)}
     labels = {"sequence-classification": one, "token-classification": torch.zeros_like(tokens)}
     return {"input_ids": tokens, "labels": labels.get(str(task), tokens)}

@@ -59,13 +59,20 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
         dtype = torch.bfloat16 if spec.engine == "deepspeed" and spec.dtype == "bf16" else torch.float32
         inputs = image_batch(spec, dtype, device)
     else:
-        inputs = batch(spec.task, spec.micro_batch, spec.seq_len, device)
+        inputs = batch(spec.task, spec.micro_batch, spec.seq_len, device, spec.target_len)
     seconds: list[float] = []
     for index in range(spec.steps):
         begin = time.perf_counter()
         loss = trained.step(inputs)
         probe.mark(f"step{index}")
         seconds.append(time.perf_counter() - begin)
+
+    if spec.save is not None:
+        trained.save()
+        probe.mark("save")
+        for index in range(spec.steps, spec.steps + 2):
+            loss = trained.step(inputs)
+            probe.mark(f"step{index}")
 
     mine = figures(probe, gpu, nvml_before, context) | {
         "context_process": context_process,
@@ -144,7 +151,7 @@ def row_of(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Prob
         row[key] = most(key)
     row["cuda_context"] = most("cuda_context")
     defaults = Spec(id=spec.id, model=spec.model)
-    changes = ("task", "images", "image_size", "quantize", "set_to_none", "strategy", "orig_params")
+    changes = ("task", "images", "image_size", "quantize", "set_to_none", "strategy", "orig_params", "save", "target_len")
     for key in ("model_overrides", "optimizer_type", "reshard", "offload", "cap", "env", *changes):
         if getattr(spec, key) != getattr(defaults, key):
             row[key] = getattr(spec, key)

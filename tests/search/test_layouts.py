@@ -35,20 +35,21 @@ def test_layouts_that_share_less_come_first() -> None:
     assert all(one["cp"] == 1 for one in _orders(replace(LLAMA, nodes=8, seq_len=4096)))
 
 
-def test_the_first_that_fits_is_the_answer() -> None:
-    """8,192 tokens of Llama 3.1 8B on one node: FSDP2 alone misses, and two ranks for each matrix are enough."""
+def test_the_fastest_that_fits_is_the_answer() -> None:
+    """8,192 tokens of Llama 3.1 8B on one node: FSDP2 alone misses, and what comes behind it is slower."""
     found = smallest_cluster(LLAMA, checkpointing=False)
     assert found.best is not None
-    assert (found.best.request.nodes, found.best.layout.tp, found.best.layout.dp) == (1, 2, 4)
+    assert found.best.request.nodes == 1
     assert found.best.plan.fits is True
-    alone = found.tried[0]
-    assert alone.layout.tp == alone.layout.pp == 1
-    assert (alone.plan.gpu.total or 0) > (alone.plan.gpu.usable or 0)
-    assert found.best.flags == "--tp 2 --sp --engine fsdp2 --stage 3"
+    assert any(one.layout.dp == 8 for one in found.tried)
+    speeds = [one.time.tokens_per_second for one in (*found.tried, found.best)]
+    assert speeds == sorted(speeds, reverse=True)
+    for one in found.tried:
+        assert one.plan.fits is False
     text = layouts_text(found, terminal=Terminal(width=None))
-    assert "Fits: 8 GPUs as dp 4 × tp 2 with split tokens, ZeRO-3" in text
+    assert f"Modelled: {found.best.time.tokens_per_second:,.0f} tokens/s" in text
     assert "8 GPUs as dp 8, ZeRO-3: " in text
-    assert "Step times of layouts are not predicted" in text
+    assert "were not measured" in text
     assert text.splitlines()[0] == layouts_text(found, terminal=Terminal(width=None), quiet=True)
 
 
@@ -61,7 +62,7 @@ def test_states_that_exceed_every_card_need_no_simulation(cli: Cli) -> None:
     answer = json.loads(said)
     assert answer["best"] is None
     assert all(one["model_states"] > one["usable"] and one["total"] is None for one in answer["tried"])
-    assert answer["tried"][0]["layout"]["dp"] == 8
+    assert any(one["layout"]["dp"] == 8 for one in answer["tried"])
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ Program = Annotated[
 ]
 Layouts = Annotated[
     bool,
-    typer.Option("--layouts", rich_help_panel=_SEARCH, help="The layout that shares the least and fits: FSDP2 × tp, cp, pp."),
+    typer.Option(
+        "--layouts", rich_help_panel=_SEARCH, help="The fastest layout that fits, by a model: FSDP2 × tp, cp, pp, ep."
+    ),
 ]
 Smallest = Annotated[
     bool, typer.Option("--smallest", rich_help_panel=_SEARCH, help="--layouts on the fewest nodes that train the model.")

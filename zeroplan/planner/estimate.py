@@ -144,6 +144,8 @@ def plan_case(
     tapes: ExpandedTapes | None,
     config: AllocatorConfig | None,
     shallow: list[str],
+    *,
+    to_first_miss: bool = False,
 ) -> tuple[MemoryPlan, Simulated | None]:
     """Return the plan of one case with its simulated run; of a pipeline that of the stage that needs the most.
 
@@ -154,6 +156,7 @@ def plan_case(
         tapes: the tapes of its layouts; None for formula depth.
         config: the allocator's settings; None for torch's defaults.
         shallow: gets a warning where the plan stays at formula depth because the model cannot be traced.
+        to_first_miss: look at no further stage of a pipeline once one does not fit.
 
     Raises:
         BadInput: when the model cannot be traced and the user asked for simulated depth by name.
@@ -165,7 +168,7 @@ def plan_case(
     def planned(stage: Case) -> tuple[MemoryPlan, Simulated | None]:
         return _simulated(formula_plan(resolved.engine, stage), stage, resolved, tapes, config, shallow)
 
-    return plan_stages(case, planned)
+    return plan_stages(case, planned, to_first_miss=to_first_miss)
 
 
 def _simulated(

@@ -15,18 +15,21 @@ if TYPE_CHECKING:
 Planned = tuple[MemoryPlan, "Simulated | None"]
 
 
-def plan_stages(case: Case, plan_one: Callable[[Case], Planned]) -> Planned:
+def plan_stages(case: Case, plan_one: Callable[[Case], Planned], *, to_first_miss: bool = False) -> Planned:
     """Plan each pipeline stage; return the plan of the one that needs the most, with what all of them need.
 
     Args:
         case: the run; its `pp_rank` does not matter.
         plan_one: plans one stage.
+        to_first_miss: plan no further stage once one does not fit.
     """
     planned: list[tuple[Planned, StageMemory]] = []
     for index in range(case.layout.pp):
         one = replace(case, pp_rank=index)
         plan, run = plan_one(one)
         planned.append(((plan, run), _memory(one, plan)))
+        if to_first_miss and plan.fits is False:
+            break
     planned.sort(key=lambda item: item[0][0].gpu.needed, reverse=True)
     (worst, run), _ = planned[0]
     return worst.model_copy(update={"stages": tuple(memory for _, memory in planned)}), run

@@ -22,20 +22,43 @@ def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = Fals
         return "\n".join(lines)
     if answer.tried:
         lines.append("")
-        lines += terminal.wrap("Layouts that share less, in their order, need more than the card has:")
+        lines += terminal.wrap(
+            "Layouts that would be faster need more than the card has:" if best is not None else "What they need:"
+        )
         for text in _tried(answer):
             lines += terminal.wrap(text, indent="  ", hang="    ")
     if best is not None:
         lines.append("")
+        lines += terminal.wrap(_speed(best))
         lines += terminal.wrap(
-            "Why: fewer ranks a replica communicate less, tensor parallelism is for the links within a node, and pipeline "
-            "stages wait in bubbles; layouts are tried in this order, and the first that fits is the answer. Step times of "
-            "layouts are not predicted."
+            "Why: of the layouts that fit, this one is modelled to be the fastest. Times of layouts are a model of their work "
+            "and links, and were not measured."
         )
         lines += terminal.wrap(f"Next: zeroplan estimate with {best.flags}")
     for text in answer.warnings:
         lines += terminal.wrap(f"Warning: {text}")
     return "\n".join(lines)
+
+
+#: What a step's seconds are spent on, in words.
+_SPENT = {
+    "compute": "computing",
+    "tensor": "summing over tensor-parallel ranks",
+    "ring": "passing keys and values",
+    "experts": "exchanging tokens between experts",
+    "waiting": "waiting for other pipeline stages",
+    "sharding": "gathering and reducing",
+    "optimizer": "the optimizer",
+}
+
+
+def _speed(one: LaidOut) -> str:
+    """Say the modelled speed and what its time is spent on, the most first; less than a hundredth is left out."""
+    time = one.time
+    parts = sorted(((seconds / time.total, _SPENT[name]) for name, seconds in time.parts.items()), reverse=True)
+    spent = ", ".join(f"{share:.0%} {what}" for share, what in parts if share >= 0.01).replace("%", " %")
+    speed = f"{time.tokens_per_second:,.0f} tokens/s, {time.total:.2f} s a step, MFU {100 * time.utilization:.0f} %"
+    return f"Modelled: {speed}: {spent}."
 
 
 def _tried(answer: LayoutAnswer) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Modelled times of layouts beside published runs."""

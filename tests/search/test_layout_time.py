@@ -1,0 +1,81 @@
+"""The modelled time of layouts: pipelines by hand, and what each degree adds to a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, PipelineSchedule
+from zeroplan.core.rates import rates_of
+from zeroplan.ledger.work import guess_counts, matrices
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
+from zeroplan.search.layout_time import LayoutCost, LayoutTime
+from zeroplan.search.pipeline_time import StageTime, play
+
+LLAMA = Request(model="meta-llama/Llama-3.1-70B", gpus=8, nodes=8, gpu="H100", seq_len=8192, engine="fsdp2", stage=3)
+MIXTURE = replace(LLAMA, model="Qwen/Qwen3-30B-A3B", seq_len=4096)
+
+
+def _time(request: Request) -> LayoutTime:
+    case = resolve(request).cases[0]
+    tokens = case.workload.rows * (case.workload.seq_len or 0) // (case.layout.cp * case.layout.tp)
+    counts = guess_counts(matrices(case.spec), case.workload, tokens)
+    return LayoutCost(case, counts, rates_of(case.cluster.gpu)).time()
+
+
+def _orders(schedule: PipelineSchedule, ranks: int, chunks: int, count: int) -> list[list[Action]]:
+    return [PipelineOrder(schedule, rank, ranks, chunks, count).actions() for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("schedule", [PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 2), (4, 4), (4, 16), (8, 64)])
+def test_equal_stages_wait_for_one_less_than_their_number(schedule: PipelineSchedule, ranks: int, count: int) -> None:
+    """m (F + B) of work and (p − 1)(F + B) of waiting. Source: Narayanan et al. 2021, section 2.2.1."""
+    stages = [StageTime(1.0, 2.0)] * ranks
+    assert play(_orders(schedule, ranks, 1, count), stages, 0.0) == pytest.approx((count + ranks - 1) * 3.0)
+
+
+def test_chunks_divide_the_waiting() -> None:
+    """Interleaved: (p − 1)(F + B) / v of waiting. Source: Narayanan et al. 2021, section 2.2.2."""
+    orders = _orders(PipelineSchedule.ONE_F_ONE_B, 4, 2, 16)
+    assert play(orders, [StageTime(0.5, 1.0)] * 8, 0.0) == pytest.approx(16 * 3.0 + 3 * 3.0 / 2)
+
+
+def test_the_slowest_stage_sets_the_pace_and_sending_delays() -> None:
+    orders = _orders(PipelineSchedule.ONE_F_ONE_B, 2, 1, 8)
+    slow = play(orders, [StageTime(1.0, 2.0), StageTime(2.0, 4.0)], 0.0)
+    assert slow == pytest.approx(8 * 6.0 + 1.0 + 2.0)
+    assert play(orders, [StageTime(1.0, 2.0)] * 2, 0.25) > play(orders, [StageTime(1.0, 2.0)] * 2, 0.0)
+
+
+def test_ranks_that_wait_for_each_other_are_a_fault() -> None:
+    with pytest.raises(ValueError, match="wait for each other"):
+        play([[Action(Do.BACKWARD, 0, 0)], [Action(Do.BACKWARD, 0, 0)]], [StageTime(1.0, 1.0)] * 2, 0.0)
+
+
+def test_each_degree_costs_what_it_exchanges() -> None:
+    alone = _time(LLAMA)
+    assert alone.tensor == alone.ring == alone.experts == alone.waiting == 0
+    inside, across = _time(replace(LLAMA, tp=8)), _time(replace(LLAMA, tp=2))
+    assert inside.tensor > across.tensor > 0  # 2 (t − 1) / t of the hidden states, and as many blocks
+    assert inside.compute < alone.compute
+    staged = replace(LLAMA, pp=4, stage=2, grad_accum=16)
+    assert _time(staged).waiting > _time(replace(staged, grad_accum=64)).waiting / 4 > 0
+    assert _time(replace(staged, vpp=2)).waiting < _time(staged).waiting
+    assert _time(replace(LLAMA, cp=8, seq_len=32768)).ring >= 0
+
+
+def test_experts_on_one_node_exchange_faster() -> None:
+    near, far = _time(replace(MIXTURE, ep=8)), _time(replace(MIXTURE, ep=64))
+    assert 0 < near.experts < far.experts
+    assert near.compute == far.compute  # balanced: a rank computes as many tokens as it has
+    assert _time(MIXTURE).experts == 0
+
+
+def test_parts_make_the_step() -> None:
+    found = _time(replace(LLAMA, tp=8, pp=4, stage=2, grad_accum=16))
+    assert found.total == pytest.approx(sum(found.parts.values()))
+    assert found.tokens_per_second == pytest.approx(16 * 8192 * 2 / found.total)
+    assert 0 < found.utilization < 0.7

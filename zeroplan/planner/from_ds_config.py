@@ -82,6 +82,12 @@ def _auto_tp(request: Request, cluster: Cluster, spec: ModelSpec, config: DsConf
     others = tuple(one for one in config.unmodelled if one.key != _TP)
     if size <= 1:
         return request.tp, config.unmodelled if config.raw[_TP].get("partition_config") else others
+    if ranks == 1:
+        raise BadInput(
+            f"autotp_size {size} needs that many ranks, and nothing says how many there are",
+            where=f"{config.source}: {_TP}.autotp_size",
+            remedy="give --gpus and --nodes",
+        )
     if ranks % size:
         raise BadInput(
             f"autotp_size {size} does not divide the {ranks} ranks",

@@ -138,6 +138,8 @@ def test_a_ds_config_says_the_degree() -> None:
     ]
     with pytest.raises(BadInput, match=r"autotp_size 3 does not divide the 8 ranks"):
         estimate_report(asked(ds_config=ds_config(autotp_size=3)))
+    with pytest.raises(BadInput, match=r"autotp_size 4 needs that many ranks"):
+        estimate_report(asked(gpus=1, ds_config=ds_config(autotp_size=4)))
     with pytest.raises(BadInput, match=r"says 4 .*the flag 2"):
         estimate_report(asked(tp=2, ds_config=ds_config(autotp_size=4)))
 

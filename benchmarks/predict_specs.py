@@ -32,6 +32,7 @@ def row_to_be(spec: Spec, gpu: str) -> dict[str, Any]:
         "images",
         "image_size",
         "quantize",
+        "fp8",
         "set_to_none",
         "strategy",
         "orig_params",

@@ -69,6 +69,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
         "task": None if row.get("images") else row.get("task"),  # its class is what its config says
         "quantize": row.get("quantize"),
         "adapter_dtype": row.get("adapter_dtype"),
+        "fp8": row.get("fp8"),
         "images": row.get("images", 0),
         "image_size": row.get("image_size"),
         "set_to_none": row.get("set_to_none", True),

@@ -122,6 +122,8 @@ def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     _init_process_group(device)
     with torch.device("meta"):
         model = _from_config(spec, torch.float32)
+    if spec.fp8 is not None:
+        _convert(model, spec.fp8)
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (spec.world,)),
         "reshard_after_forward": spec.reshard,
@@ -200,12 +202,24 @@ def _quantized(spec: Spec, device: torch.device) -> Any:
     return model.to(device)
 
 
+def _convert(model: torch.nn.Module, recipe: str) -> None:
+    """Let linear layers multiply in 8-bit floats, as accelerate asks torchao to, without gathering weights in 8 bits."""
+    from dataclasses import replace
+
+    from accelerate.utils.ao import convert_model_to_fp8_ao
+    from torchao.float8 import Float8LinearConfig
+
+    convert_model_to_fp8_ao(model, config=replace(Float8LinearConfig.from_recipe_name(recipe), pad_inner_dim=True))
+
+
 def _ddp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     _init_process_group(device)
     if spec.quantize is not None:
         return _torch_loop(spec, probe, device, _quantized(spec, device))
     with torch.device(device):
         model = _from_config(spec, torch.float32)
+    if spec.fp8 is not None:
+        _convert(model, spec.fp8)
     if spec.world > 1:
         ids = [device.index] if device.type == "cuda" else None
         model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids)

@@ -33,6 +33,7 @@ class Spec:
     quantize: str | None = None  # ddp: a quantised base: nf4, fp4, nf4-single, fp4-single or int8
     target_len: int | None = None  # of an encoder-decoder, where it is not seq_len
     save: str | None = None  # after the steps, by a loop's own calls: sharded or full; two more steps follow
+    fp8: str | None = None  # fsdp2, ddp: a recipe of torchao, over the layers that accelerate picks
     set_to_none: bool = True  # fsdp, fsdp2, ddp: of zero_grad
     strategy: str = "FULL_SHARD"  # fsdp: its sharding strategy
     orig_params: bool = True  # fsdp: use_orig_params

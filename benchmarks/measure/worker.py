@@ -151,7 +151,18 @@ def row_of(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Prob
         row[key] = most(key)
     row["cuda_context"] = most("cuda_context")
     defaults = Spec(id=spec.id, model=spec.model)
-    changes = ("task", "images", "image_size", "quantize", "set_to_none", "strategy", "orig_params", "save", "target_len")
+    changes = (
+        "task",
+        "images",
+        "image_size",
+        "quantize",
+        "fp8",
+        "set_to_none",
+        "strategy",
+        "orig_params",
+        "save",
+        "target_len",
+    )
     for key in ("model_overrides", "optimizer_type", "reshard", "offload", "cap", "env", *changes):
         if getattr(spec, key) != getattr(defaults, key):
             row[key] = getattr(spec, key)

@@ -172,6 +172,24 @@ def test_accelerates_layout() -> None:
     assert "FSDP 2 alone" in other.unmodelled[0].says
 
 
+def test_accelerates_8_bit_products() -> None:
+    config: dict[str, Any] = {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "fp8"}
+    torchao = config | {"fp8_config": {"backend": "AO", "pad_inner_dim": True}}
+    assert read_setup(torchao).fp8 == "tensorwise"
+    asked = Request(model="meta-llama/Llama-3.2-1B", seq_len=64, gpu="H100", depth="formula", files=[torchao])
+    filled_in, _ = with_files(asked)
+    assert (filled_in.fp8, filled_in.engine, filled_in.dtype) == ("tensorwise", "ddp", "bf16")
+    for changed, said in (
+        ({"fp8_config": {"backend": "TE"}}, "te"),
+        ({"fp8_config": {}}, "whichever package"),
+        ({"distributed_type": "FSDP", "fp8_config": {"backend": "AO"}}, "under FSDP"),
+        ({"fp8_config": {"backend": "AO", "pad_inner_dim": False}}, "copies that padding makes"),
+    ):
+        setup = read_setup(config | changed)
+        assert any(said in one.says for one in setup.unmodelled)
+        assert (setup.fp8 is None) == ("padding" not in said)
+
+
 def test_a_plain_ds_config(write: Callable[[str, str], str]) -> None:
     assert read_setup(write("plain.json", json.dumps(ZERO2))).program == "ds_config"
 

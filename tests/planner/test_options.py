@@ -28,7 +28,18 @@ _DEGREES = {"tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicat
         (
             RecommendOptions,
             [Request, SearchOptions],
-            {"model", "inputs", "ds_config", "files", "checkpoint_policy", "set_to_none", "zero_init", *_DEGREES, *_OF_FILES},
+            {
+                "model",
+                "inputs",
+                "ds_config",
+                "files",
+                "checkpoint_policy",
+                "set_to_none",
+                "fp8",
+                "zero_init",
+                *_DEGREES,
+                *_OF_FILES,
+            },
         ),
     ],
 )

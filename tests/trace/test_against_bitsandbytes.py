@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -18,52 +17,7 @@ bitsandbytes = pytest.importorskip("bitsandbytes")
 
 pytestmark = pytest.mark.torch
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-
-
-class Storages(TorchDispatchMode):
-    """The bytes of storages that operators make and drop, in order; those of less than 512 bytes are left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: list[int] = []
-        self._alive: dict[int, Any] = {}
-
-    def follow(self, tensor: Any, *, made: bool = True) -> None:
-        storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._alive or size < 512:
-            return
-        if made:
-            self.events.append(size)
-
-        def dead(_: object) -> None:
-            del self._alive[key]
-            if made:
-                self.events.append(-size)
-
-        self._alive[key] = weakref.ref(storage, dead)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
-                self.follow(tensor)
-        return out
-
-
-def recorded(product: Callable[[Any], Any], dtype: Any) -> list[int]:
-    """Storages of the forward and the backward of `product` over 2 × 24 tokens of 64 numbers."""
-    torch.manual_seed(0)
-    x = torch.randn(2, 24, 64).to(dtype).requires_grad_()
-    grad = torch.randn(2, 24, 96).to(dtype)
-    with Storages() as storages:
-        storages.follow(x, made=False)
-        storages.follow(grad, made=False)
-        out = product(x)
-        out.backward(grad)
-        del out, x.grad
-    return storages.events
+from tests.trace.storages import recorded  # noqa: E402
 
 
 def kernels_of(backend: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[..., Any]]:

@@ -51,7 +51,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Pri
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
-NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model")
+NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model", "fp8")
 #: Fields of a layout, for verbs that take data parallelism alone.
 DEGREES = ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
 
@@ -113,6 +113,13 @@ OPTIONS: dict[str, Any] = {
     "lora_targets": _option(str | None, "--lora-targets", "Layers to adapt, by comma. [all linear layers]", _WORK),
     "quantize": _option(
         str | None, "--quantize", "Keep the frozen base in nf4, fp4 (or nf4-single, fp4-single) or int8.", _WORK
+    ),
+    "fp8": _option(
+        str | None,
+        "--fp8",
+        "Linear layers multiply in 8 bits (torchao): tensorwise, rowwise or rowwise_with_gw_hp (--engine fsdp2 or ddp).",
+        _WORK,
+        metavar="RECIPE",
     ),
     "images": _option(int, "--images", "Images of each sample, for vision-language models. [0]", _WORK),
     "image_size": _option(int | None, "--image-size", "Pixels of an image's side. [by the config]", _WORK, metavar="PIXELS"),

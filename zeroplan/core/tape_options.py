@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.quantization import Products
 from zeroplan.core.workload import Attention, Precision, Workload
@@ -57,7 +58,8 @@ class TraceOptions:
     logits. `lora_dropout`: adapters drop some of their input. `quantized`: how linear layers multiply by a quantised weight
     (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits. `images` of `image_size`
     pixels a side come with each sample. `evaluation`: the forward alone, in evaluation mode and without gradients.
-    `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0 where it is theirs.
+    `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0 where it is theirs. `fp8`: how
+    linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`).
     """
 
     attn: Attention = Attention.SDPA
@@ -78,6 +80,7 @@ class TraceOptions:
     image_size: int | None = None
     evaluation: bool = False
     target_len: int = 0
+    fp8: Float8Recipe | None = None
 
     @property
     def split_tokens(self) -> int:
@@ -109,6 +112,8 @@ class TraceOptions:
             parts.append("eval")
         if self.target_len:
             parts.append(f"target{self.target_len}")
+        if self.fp8 is not None:
+            parts.append(f"fp8-{self.fp8}")
         return "_".join(parts)
 
 
@@ -145,6 +150,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         images=workload.images,
         image_size=workload.image_size,
         target_len=workload.target_len or 0,
+        fp8=workload.fp8,
     )
 
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.quantization import Quantization
 from zeroplan.core.saving import Saving
@@ -138,6 +139,7 @@ class Workload:
     those alone; None where it sees all. `evaluation` runs between two steps, and `saving` is done there; None for none.
     `lengths` are those of samples that a batch is padded to the longest of, cut at `seq_len`; empty where all have that length.
     `target_len` is the length of an encoder-decoder's targets; None where it is `seq_len`, that of its sources.
+    `fp8` is how linear layers multiply in 8-bit floats.
     """
 
     micro_batch: int = 1
@@ -171,6 +173,7 @@ class Workload:
     saving: Saving | None = None
     lengths: tuple[int, ...] = ()
     target_len: int | None = None
+    fp8: Float8Recipe | None = None
 
     @property
     def rows(self) -> int:

@@ -116,6 +116,7 @@ class Engine(ABC):
         keeps_gradients: whether gradients that stay between steps (``zero_grad(set_to_none=False)``) are modelled.
         casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
             (accelerate's ``convert_outputs_to_fp32``).
+        float8: whether linear layers that multiply in 8-bit floats are modelled.
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
 
@@ -135,6 +136,7 @@ class Engine(ABC):
     keeps_gradients: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
     casts_outputs: ClassVar[bool] = False
+    float8: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class Engine(ABC):
         from zeroplan.engines.process import outside_torch
 
         nccl = self.nccl_bytes(workload, zero, layout or cluster.layout)
-        measured = self.measured and layout is None
+        measured = self.measured and layout is None and workload.fp8 is None
         return outside_torch(workload, nccl=nccl, capability=cluster.gpu.capability, pinned=pinned, measured=measured)
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:

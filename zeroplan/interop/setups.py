@@ -48,6 +48,7 @@ class Setup:
         global_batch: samples a step of all ranks together, where accumulation follows from it.
         ds_config: what DeepSpeed is given.
         quantize: how a frozen base is kept: ``nf4``, or None for 16 or 32 bits.
+        fp8: how linear layers multiply in 8-bit floats (:class:`zeroplan.core.float8.Float8Recipe`); None in 16 or 32 bits.
         adapter_dtype: of adapters beside a quantised base, where the program casts them.
         whole_embedding_states: whether an 8-bit optimizer keeps the embeddings' states in fp32.
         accelerate_units: whether accelerate applies ``fully_shard``, with units of its own for embedding, norm and head.
@@ -103,6 +104,7 @@ class Setup:
     global_batch: int | None = None
     ds_config: Mapping[str, Any] | None = None
     quantize: str | None = None
+    fp8: str | None = None
     adapter_dtype: str | None = None
     whole_embedding_states: bool = False
     accelerate_units: bool = False

@@ -32,6 +32,7 @@ _ASKED_FOR = {
     "saving": None,
     "lengths": (),
     "target_len": None,
+    "fp8": None,
 }
 
 

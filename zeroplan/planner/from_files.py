@@ -178,6 +178,8 @@ def filled(request: Request, setup: Setup) -> Request:
         changes |= _pairs(setup, changes["unmodelled"])
     if setup.quantize is not None:
         changes |= _quantized(setup, changes.get("engine", request.engine), changes["unmodelled"])
+    if setup.fp8 is not None and request.fp8 is None:
+        changes |= _float8(setup, changes.get("engine", request.engine), changes["unmodelled"])
     if setup.zero_init is not None and request.zero_init is None:
         changes["zero_init"] = setup.zero_init
     if setup.ds_config is not None:
@@ -226,6 +228,15 @@ def _saving(request: Request, setup: Setup) -> dict[str, Any]:
     }
 
 
+def left_out(setup: Setup) -> tuple[Unmodelled, ...]:
+    """Return what plans of a setup leave out: what its program's reader says, and what its own engine does not model."""
+    engine, found = setup.engine or DEFAULT_ENGINE, setup.unmodelled
+    for said, planned in ((setup.quantize, _quantized), (setup.fp8, _float8)):
+        if said is not None:
+            found = planned(setup, engine, found).get("unmodelled", found)
+    return found
+
+
 def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
     """The quantised base under an engine that plans it; under another it stands among what is left out."""
     if find_engine(engine).quantized_bases and setup.lora_rank is not None:
@@ -233,6 +244,14 @@ def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> d
     key = setup.keys.get("quantize", "quantize")
     says = f"base weights in {setup.quantize} are counted in 16 bits, and their dequantised copies are not"
     return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, says))}
+
+
+def _float8(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
+    """8-bit products under an engine that plans them; under another, or beside adapters, they stand among what is left out."""
+    if find_engine(engine).float8 and setup.lora_rank is None and setup.cp in (None, 1):
+        return {"fp8": setup.fp8}
+    key = setup.keys.get("fp8", "fp8")
+    return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, "fp8 products; bf16 ones are counted"))}
 
 
 def _precision(setup: Setup) -> Precision | None:

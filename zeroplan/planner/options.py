@@ -70,6 +70,7 @@ class StageOptions(MachineOptions, total=False):
     gradient_checkpointing: bool
     checkpoint_policy: str
     set_to_none: bool
+    fp8: str | None
     zero_init: bool | None
     tp: int
     sp: bool

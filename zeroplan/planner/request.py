@@ -39,6 +39,7 @@ class Request:
     lora_targets: Sequence[str] = ()
     quantize: str | None = None
     set_to_none: bool = True
+    fp8: str | None = None
     adapter_dtype: str | None = None
     images: int = 0
     image_size: int | None = None

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import FLOAT8_CAPABILITY
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.tasks import parse_task
 from zeroplan.core.unmodelled import Unmodelled
@@ -79,6 +80,12 @@ def resolve(request: Request) -> Resolved:
     engine = engine.for_workload(workload)
     if not workload.set_to_none and not engine.keeps_gradients:
         raise BadInput(f"{engine.name} frees gradients after each step", where="--no-set-to-none", remedy="leave it out")
+    if workload.fp8 is not None and not engine.float8:
+        raise BadInput(
+            f"8-bit products are not modelled under {engine.name}", where="--fp8", remedy="use --engine fsdp2 or ddp"
+        )
+    if workload.fp8 is not None and cluster.gpu.capability < FLOAT8_CAPABILITY:
+        raise BadInput(f"{cluster.gpu.name} has no 8-bit floats", where="--fp8", remedy="leave it out, or name an H100")
     if workload.quantize is not None:
         if not engine.quantized_bases:
             raise BadInput(
@@ -101,6 +108,10 @@ def resolve(request: Request) -> Resolved:
         warnings.append(missing)
     zero_init = request.zero_init is not False
     layout = layout_of(request, cluster, spec, workload, whole_vocabulary=engine.whole_vocabulary)
+    if layout is not None and workload.fp8 is not None:
+        raise BadInput(
+            "8-bit products are modelled for data parallelism alone", where="--fp8", remedy="leave --tp, --cp and --pp out"
+        )
     if layout is not None and (said := unmeasured(layout)):
         warnings.append(said)
     every = [

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.float8 import Float8Recipe, parse_recipe
 from zeroplan.core.images import require_images
 from zeroplan.core.lengths import read_lengths, sampled
 from zeroplan.core.model_config import SEQ2SEQ_LM, SPEECH_SEQ2SEQ, auto_class_of
@@ -73,6 +74,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         )
     lengths = _lengths(request)
     source, target = both_lengths(request, spec)
+    recipe = None if request.fp8 is None else _recipe(request.fp8, dtype, adapters=request.lora_rank is not None)
     return Workload(
         micro_batch=request.micro_batch or 1,
         seq_len=sequence_length(min(max(lengths), request.seq_len or max(lengths)) if lengths else source, spec),
@@ -104,6 +106,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         evaluation=_evaluation(request, engine),
         saving=_saving(request),
         lengths=lengths,
+        fp8=recipe,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
 
@@ -140,6 +143,20 @@ def both_lengths(request: Request, spec: ModelSpec) -> tuple[int | None, int | N
     source = sequence_length(request.source_len or request.seq_len, spec)
     target = sequence_length(request.target_len or request.seq_len, spec)
     return source, None if target == source else target
+
+
+def _recipe(name: str, dtype: DType, *, adapters: bool) -> Float8Recipe:
+    """Return the recipe of 8-bit products.
+
+    Raises:
+        BadInput: an unknown name, another arithmetic than bf16, or adapters, which are not modelled beside them.
+    """
+    recipe = parse_recipe(name)
+    if dtype is not DType.BF16:
+        raise BadInput(f"8-bit products stand in for bf16's, not {dtype}'s", where="--fp8", remedy="use --dtype bf16")
+    if adapters:
+        raise BadInput("adapters beside 8-bit products are not modelled", where="--fp8", remedy="leave --lora-rank out")
+    return recipe
 
 
 def _lengths(request: Request) -> tuple[int, ...]:

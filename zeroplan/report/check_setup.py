@@ -6,22 +6,23 @@ from typing import Any
 
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.describe import describe_setup
+from zeroplan.planner.from_files import left_out
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
 
 #: Fields of a Setup that are shown, in this order; the rest describes the file itself.
 _FIELDS = (
     *("model", "task", "method", "micro_batch", "grad_accum", "seq_len", "dtype", "model_dtype", "optimizer"),
-    *("optimizer_kind", "attn", "gradient_checkpointing", "lora_rank", "lora_targets", "engine", "stage"),
-    *("offload_optimizer", "offload_param", "zero_init", "gpus", "nodes"),
+    *("optimizer_kind", "attn", "gradient_checkpointing", "lora_rank", "lora_targets", "quantize", "fp8"),
+    *("engine", "stage", "offload_optimizer", "offload_param", "zero_init", "gpus", "nodes"),
 )
 
 
 def setup_json(setup: Setup) -> dict[str, Any]:
     """The setup as one object that JSON can hold."""
     fields = [{"field": name, "value": value, "key": setup.keys.get(name, "")} for name, value in _said(setup)]
-    left_out = [{"key": one.key, "effect": one.effect.value, "says": one.says} for one in setup.unmodelled]
-    return {**describe_setup(setup), "fields": fields, "unmodelled": left_out}
+    missing = [{"key": one.key, "effect": one.effect.value, "says": one.says} for one in left_out(setup)]
+    return {**describe_setup(setup), "fields": fields, "unmodelled": missing}
 
 
 def setup_text(setup: Setup, terminal: Terminal = PLAIN) -> str:
@@ -33,9 +34,9 @@ def setup_text(setup: Setup, terminal: Terminal = PLAIN) -> str:
     ]
     table = render(["what", "value", "key"], rows, "plain", width=terminal.width).splitlines()
     lines += ["", terminal.bold(table[0]), *table[1:]]
-    if setup.unmodelled:
-        lines += ["", terminal.bold(f"Left out of plans ({len(setup.unmodelled)}), with what that does to the memory")]
-        lines += terminal.items([f"{one.key} ({one.effect.value}): {one.says}" for one in setup.unmodelled])
+    if missing := left_out(setup):
+        lines += ["", terminal.bold(f"Left out of plans ({len(missing)}), with what that does to the memory")]
+        lines += terminal.items([f"{one.key} ({one.effect.value}): {one.says}" for one in missing])
     return "\n".join(lines)
 
 

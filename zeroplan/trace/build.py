@@ -30,6 +30,7 @@ from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
 from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import TracePoint
+from zeroplan.trace.float8 import convert
 from zeroplan.trace.quantized import adapt, quantize
 from zeroplan.trace.vision import image_inputs
 
@@ -226,6 +227,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout)
     if options.quantized is not None:
         adapt(model, autocast=options.arithmetic.autocasts, half=options.half_adapters)
+    if options.fp8 is not None:
+        convert(model, options.fp8, autocasts=options.arithmetic.autocasts)
     trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False

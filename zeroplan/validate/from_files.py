@@ -42,6 +42,8 @@ def _not_run(filled: Request, setup: Setup) -> Iterator[str]:
         yield f"step of {setup.task}"
     if filled.quantize is not None or setup.quantize is not None:
         yield f"quantised base ({setup.keys.get('quantize', 'quantize')})"
+    if filled.fp8 is not None or setup.fp8 is not None:
+        yield f"8-bit products ({setup.keys.get('fp8', 'fp8')})"
     if setup.chunked_head and filled.ds_config is None:
         yield "tiled head of TRL"
     if setup.lora_dropout:

@@ -38,6 +38,7 @@ class Ddp(TorchEngine[DdpRank]):
 
     name = "ddp"
     evaluates = True
+    float8 = True
     casts_outputs = True
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True

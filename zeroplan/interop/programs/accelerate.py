@@ -19,7 +19,7 @@ from zeroplan.interop.programs.shell import Command
 from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_fsdp
 from zeroplan.interop.setups import Setup
 
-UNKNOWN = Effect.UNKNOWN
+UNKNOWN, LESS = Effect.UNKNOWN, Effect.LESS
 _ONLY = ("distributed_type", "compute_environment", "main_training_function", "downcast_bf16", "rdzv_backend", "num_machines")
 _CPU = ("MULTI_CPU", "XPU", "MULTI_XPU", "NPU", "MULTI_NPU", "MULTI_MLU", "MULTI_HPU", "XLA", "TPU", "MULTI_NEURON")
 
@@ -69,7 +69,7 @@ class Accelerate(Program):
             run.set("dtype", mode, "mixed_precision")
         elif mode == "fp8":
             run.set("dtype", "bf16", "mixed_precision")
-            run.leave_out("mixed_precision", UNKNOWN, "fp8 products; bf16 ones are counted")
+            _float8(run, kind)
         elif mode == "no":
             run.set("dtype", "fp32", "mixed_precision")
         fsdp_version = 0
@@ -206,6 +206,25 @@ def launch_document(command: Command, document: Document) -> Document | None:
     if kind in sections:
         said[sections[kind]] = flags
     return Document(said, document.name, document.folder)
+
+
+def _float8(run: Builder, kind: str) -> None:
+    """Set 8-bit products by torchao, as accelerate asks for them; what other packages do is left out.
+
+    Under FSDP2 weights are gathered in 8 bits as well, which is not modelled.
+    Source: accelerate 1.15, utils/dataclasses.py (``AORecipeKwargs``), utils/ao.py.
+    """
+    block = run.block("fp8_config")
+    backend = block.word("backend") or block.word("fp8_backend") or "by whichever package is installed"
+    if backend not in ("ao", "torchao"):
+        run.leave_out("mixed_precision", UNKNOWN, f"fp8 products ({backend[:40]}); bf16 ones are counted")
+    elif kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+        run.leave_out("mixed_precision", UNKNOWN, f"fp8 products by torchao under {kind}; bf16 ones are counted")
+    else:
+        run.set("fp8", "tensorwise", "mixed_precision")
+        padded = next((block.flag(key) for key in ("pad_inner_dim", "fp8_pad_inner_dim") if key in block.data), True)
+        if padded is False:
+            run.leave_out("fp8_config.pad_inner_dim", LESS, "operands in 8 bits are counted with the copies that padding makes")
 
 
 #: Beginnings of the flags that decide more than the size of the machine.

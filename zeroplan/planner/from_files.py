@@ -248,7 +248,7 @@ def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> d
 
 def _float8(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
     """8-bit products under an engine that plans them; under another, or beside adapters, they stand among what is left out."""
-    if find_engine(engine).float8 and setup.lora_rank is None and setup.cp in (None, 1):
+    if find_engine(engine).float8 and setup.lora_rank is None and not setup.degrees:
         return {"fp8": setup.fp8}
     key = setup.keys.get("fp8", "fp8")
     return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, "fp8 products; bf16 ones are counted"))}

@@ -44,7 +44,7 @@ def test_a_recipe_of_trl_is_full_fine_tuning_unless_it_says_otherwise() -> None:
     assert (lora.method, lora.lora_rank, lora.lora_targets) == ("lora", 64, ("q_proj", "v_proj"))
     quantised = read_setup({**RECIPE, "use_peft": True, "load_in_4bit": True})
     assert (quantised.method, quantised.lora_rank) == ("qlora", 16)
-    assert "load_in_4bit" in {one.key for one in quantised.unmodelled}
+    assert (quantised.quantize, quantised.unmodelled) == ("nf4-single", ())  # TRL nests quantisation only when asked to
     assert read_setup({**RECIPE, "beta": 0.1}).task == "dpo"
 
 

@@ -63,7 +63,7 @@ def test_int8_product_allocates_what_bitsandbytes_does(dtype: Any, monkeypatch: 
     """Its Python code for CUDA runs on the CPU, over kernels that do nothing: it makes the tensors that the rule makes."""
     from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
 
-    from zeroplan.trace.int8 import _Product
+    from zeroplan.trace.int8 import _Int8Product
 
     functions = kernels_of("default", monkeypatch) | kernels_of("cuda", monkeypatch)
     operators = SimpleNamespace()
@@ -80,7 +80,7 @@ def test_int8_product_allocates_what_bitsandbytes_does(dtype: Any, monkeypatch: 
     state.CB, state.SCB = torch.zeros(96, 64, dtype=torch.int8), torch.ones(96)
     theirs = recorded(lambda x: MatMul8bitLt.apply(x, state.CB, None, None, state), dtype)
     weight = torch.empty(96, 64, device="cpu")
-    ours = recorded(lambda x: _Product.apply(x, weight, None), dtype)
+    ours = recorded(lambda x: _Int8Product.apply(x, weight, None), dtype)
     assert ours == theirs
     assert 96 * 64 * dtype.itemsize in theirs  # the whole weight, for the backward
 

@@ -105,7 +105,7 @@ def _scaled(
     return out
 
 
-class _Product(torch.autograd.Function):
+class _Float8Product(torch.autograd.Function):
     """y = x·W in 8 bits, and both gradients; the weight comes transposed, ``[in, out]``."""
 
     @staticmethod
@@ -147,7 +147,7 @@ class Float8Linear(nn.Linear):
         """x: [..., in]; returns [..., out]."""
         if self.autocasts:
             x = x.to(torch.bfloat16)
-        out: torch.Tensor = _Product.apply(x, self.weight.t(), self.recipe)
+        out: torch.Tensor = _Float8Product.apply(x, self.weight.t(), self.recipe)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

@@ -10,7 +10,7 @@ Note [Pipelines]
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
@@ -18,14 +18,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from zeroplan.core.errors import BadInput
 
-if TYPE_CHECKING:
-    from zeroplan_runtime.engine import Engine
-
 _WHERE = "engine.pipeline_schedule"
+_Engine = Any  # zeroplan_runtime.engine.Engine, which imports this file
 
 
 def make_schedule(
-    engine: Engine, kind: type[PipelineScheduleSingle] | str, loss_fn: Callable[..., torch.Tensor], **options: Any
+    engine: _Engine, kind: type[PipelineScheduleSingle] | str, loss_fn: Callable[..., torch.Tensor], **options: Any
 ) -> PipelineScheduleSingle:
     """Makes a torch schedule of this rank's stage, with as many micro batches as the config accumulates.
 
@@ -64,7 +62,7 @@ def make_schedule(
 class EngineStage(PipelineStage):
     """A stage whose module is an engine."""
 
-    def __init__(self, engine: Engine, *args: Any, **options: Any) -> None:
+    def __init__(self, engine: _Engine, *args: Any, **options: Any) -> None:
         super().__init__(engine, *args, **options)
         self._engine = engine
 

@@ -237,7 +237,7 @@ class TestRemarks:
             (zero(2, offload_optimizer={"device": "nvme"}), "offload.nvme_as_cpu"),
             (zero(0, offload_optimizer={"device": "cpu"}), "offload.ignored"),
             (zero(1, offload_optimizer={"device": "nvme"}) | {"data_types": {"grad_accum_dtype": "fp32"}}, "offload.lost"),
-            (zero(2) | {"data_types": {"grad_accum_dtype": "fp32"}}, "accum.ignored"),
+            (zero(2) | {"bf16": {}, "data_types": {"grad_accum_dtype": "bf16"}}, "accum.ignored"),
             (zero(3, offload_param={"device": "cpu", "pin_memory": False}), "param.pinned"),
             (zero(2, elastic_checkpoint=True) | {"bf16": {}}, "precision.fp32"),
             (zero(3, elastic_checkpoint=True), "elastic.stage3"),

@@ -78,7 +78,7 @@ class LayoutTime:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _PassSeconds:
     """Seconds of a forward or a backward of one micro batch, by what they are spent on."""
 
     compute: float = 0.0
@@ -90,11 +90,11 @@ class _Pass:
     def total(self) -> float:
         return self.compute + self.tensor + self.ring + self.experts
 
-    def times(self, count: float) -> _Pass:
-        return _Pass(self.compute * count, self.tensor * count, self.ring * count, self.experts * count)
+    def times(self, count: float) -> _PassSeconds:
+        return _PassSeconds(self.compute * count, self.tensor * count, self.ring * count, self.experts * count)
 
-    def plus(self, other: _Pass) -> _Pass:
-        return _Pass(
+    def plus(self, other: _PassSeconds) -> _PassSeconds:
+        return _PassSeconds(
             self.compute + other.compute, self.tensor + other.tensor, self.ring + other.ring, self.experts + other.experts
         )
 
@@ -124,7 +124,7 @@ class LayoutCost:
         ranks = [self._passes(stages) for stages in self._chunks]
         busy = [sum(f.total + b.total for f, b in chunks) * micro_batches for chunks in ranks]
         worst = max(range(len(busy)), key=busy.__getitem__)
-        spent = _Pass()
+        spent = _PassSeconds()
         for forward, backward in ranks[worst]:
             spent = spent.plus(forward.plus(backward).times(micro_batches))
         waiting = self._pipeline(ranks) - busy[worst] if self.layout.pp > 1 else 0.0
@@ -152,14 +152,14 @@ class LayoutCost:
 
     # --- one micro batch --------------------------------------------------------------------------------------------------
 
-    def _passes(self, stages: tuple[Stage, ...]) -> list[tuple[_Pass, _Pass]]:
+    def _passes(self, stages: tuple[Stage, ...]) -> list[tuple[_PassSeconds, _PassSeconds]]:
         """Return the forward and the backward of each stage of a rank."""
         forward, backward = self._block
         found = []
         for stage in stages:
             count = stage.end - stage.first
             head = self._head if stage.is_last else 0.0
-            found.append((forward.times(count).plus(_Pass(head)), backward.times(count).plus(_Pass(2 * head))))
+            found.append((forward.times(count).plus(_PassSeconds(head)), backward.times(count).plus(_PassSeconds(2 * head))))
         return found
 
     @cached_property
@@ -168,7 +168,7 @@ class LayoutCost:
         return 2 * (self.whole.all - self.whole.blocks) * self.tokens / (self.layout.tp * self.rates.matmul_tflops * _TERA)
 
     @cached_property
-    def _block(self) -> tuple[_Pass, _Pass]:
+    def _block(self) -> tuple[_PassSeconds, _PassSeconds]:
         """One block's forward and backward."""
         tp = self.layout.tp
         part = self.whole.blocks // tp
@@ -181,11 +181,11 @@ class LayoutCost:
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         ]
         tensor, ring, exchange = self._tensor(), self._ring(), self._exchange()
-        forward = _Pass(first, tensor, max(0.0, ring - attention[0] / self.layout.cp), exchange)
+        forward = _PassSeconds(first, tensor, max(0.0, ring - attention[0] / self.layout.cp), exchange)
         repeats = 1 + self.again
         hidden = max(0.0, ring * (repeats + 2) - attention[1])  # again the gather, and gradients in fp32
         gathers = self._link(self.hidden_bytes * (tp - 1) // tp, tp) * 2 if self.layout.sp else 0.0
-        backward = _Pass(second, repeats * tensor + gathers, hidden, repeats * exchange)
+        backward = _PassSeconds(second, repeats * tensor + gathers, hidden, repeats * exchange)
         return forward, backward
 
     def _tensor(self) -> float:
@@ -222,7 +222,7 @@ class LayoutCost:
 
     # --- a step -----------------------------------------------------------------------------------------------------------
 
-    def _pipeline(self, ranks: list[list[tuple[_Pass, _Pass]]]) -> float:
+    def _pipeline(self, ranks: list[list[tuple[_PassSeconds, _PassSeconds]]]) -> float:
         pp, vpp = self.layout.pp, self.layout.vpp
         schedule = schedule_of(self.case.pipeline)
         orders = [PipelineOrder(schedule, rank, pp, vpp, self.work.grad_accum).actions() for rank in range(pp)]
@@ -241,7 +241,7 @@ class LayoutCost:
         experts = sum(count for name, count in zip(parameters.names, parameters.numel, strict=True) if is_expert(name))
         return parameters.total - experts, experts
 
-    def _sharding(self, rank: int, passes: list[tuple[_Pass, _Pass]]) -> float:
+    def _sharding(self, rank: int, passes: list[tuple[_PassSeconds, _PassSeconds]]) -> float:
         """Seconds of gathers and reductions beyond the computation that they run beside."""
         dense, experts = self._held(rank)
         layout, count = self.layout, self.work.grad_accum

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import Version, version_text
 from zeroplan.core.workload import DType, Workload
@@ -27,7 +28,7 @@ OLDEST: Version = (0, 10, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class VersionedKnob:
     """One knob: `after` holds from the version `since` on, before the version `until` (None: to this day), else `before`."""
 
     since: Version
@@ -40,149 +41,149 @@ class Row:
 class Knob(Enum):
     """The knobs, oldest first."""
 
-    OVERFLOW_FP16_ONLY = Row(
+    OVERFLOW_FP16_ONLY = VersionedKnob(
         (0, 11, 2),
         "every step looks for inf and nan in the gradients",
         "only fp16 looks; from 0.17.1 on stages 1 and 2 also in bf16 with check_grad_overflow",
         "zero/stage3.py and zero/stage_1_and_2.py, step",
     )
-    REDUCED_IN_COPIES = Row(
+    REDUCED_IN_COPIES = VersionedKnob(
         (0, 12, 4),
         "stages 1 and 2 reduce each owner's slice of the bucket where it lies",
         "they flatten the slices into a copy, and all-reduce that",
         "zero/stage_1_and_2.py, average_tensor, allreduce_bucket",
     )
-    STAGE1_BUCKETS = Row(
+    STAGE1_BUCKETS = VersionedKnob(
         (0, 13, 0),
         "stage 1 ignores contiguous_gradients, overlap_comm and round_robin_gradients: it has no buckets",
         "it honours them, and contiguous_gradients makes its buckets",
         "engine.py, _configure_zero_optimizer",
     )
-    OVERFLOW_ON_DEVICE = Row(
+    OVERFLOW_ON_DEVICE = VersionedKnob(
         (0, 13, 2),
         "stages 1 and 2 look for inf and nan in an fp32 sum of each gradient",
         "elementwise: an fp32 copy, masks and their fp32 sum, 11 bytes an element of one gradient",
         "zero/stage_1_and_2.py, _has_inf_or_nan",
     )
-    STATES_AT_FIRST_STEP = Row(
+    STATES_AT_FIRST_STEP = VersionedKnob(
         (0, 13, 2),
         "initialisation steps on zero gradients, so that the optimizer's states are there from then on",
         "the first step makes the optimizer's states",
         "zero/stage_1_and_2.py, zero/stage3.py and bf16_optimizer.py, initialize_optimizer_states",
     )
-    REDUCES_FILLED_PART = Row(
+    REDUCES_FILLED_PART = VersionedKnob(
         (0, 14, 1),
         "a bucket that is cast is cast whole, however little is in it",
         "its filled part is",
         "zero/stage_1_and_2.py, reduce_ipg_grads",
     )
-    UPDATES_CAST_ON_GPU = Row(
+    UPDATES_CAST_ON_GPU = VersionedKnob(
         (0, 14, 1),
         "stages 1 and 2 with offload cast updated masters on the host (before), or in the buffer of 0.17.0 (after)",
         "updated masters go to the GPU in fp32: a partition more there during the step",
         "zero/stage_1_and_2.py, step",
         until=(0, 17, 0),
     )
-    BF16_GRADS_STAY = Row(
+    BF16_GRADS_STAY = VersionedKnob(
         (0, 12, 6),
         "BF16_Optimizer drops the bf16 gradients when the next backward begins",
         "it zeroes them in place, and they stay",
         "bf16_optimizer.py, clear_lp_grads",
         until=(0, 14, 2),
     )
-    BF16_GRADS_DROPPED_BY_STEP = Row(
+    BF16_GRADS_DROPPED_BY_STEP = VersionedKnob(
         (0, 16, 5),
         "BF16_Optimizer's bf16 gradients are still there in the next forward",
         "the step drops them",
         "bf16_optimizer.py, zero_grad",
     )
-    UPDATES_BUFFER = Row(
+    UPDATES_BUFFER = VersionedKnob(
         (0, 17, 0),
         "stages 1 and 2 with offload keep no buffer for updated parameters on the host",
         "a 16-bit buffer of a partition, for the whole run",
         "zero/stage_1_and_2.py, param_buffer_of_bit16_for_cpu_offload_groups",
     )
-    STAGE3_BUCKET_DTYPE = Row(
+    STAGE3_BUCKET_DTYPE = VersionedKnob(
         (0, 17, 2),
         "stage 3's bucket of gradients has the model's dtype, and every gradient is cast to the one in which it travels",
         "the bucket has the dtype in which gradients travel; there is one for each",
         "zero/stage3.py, __init__, __avg_scatter_grads",
     )
-    STAGE0_BF16_UNSHARDED = Row(
+    STAGE0_BF16_UNSHARDED = VersionedKnob(
         STAGE0_UNSHARDED_SINCE,
         "bf16 at stage 0 runs in BF16_Optimizer, which shards masters and states and keeps whole fp32 gradients",
         "bf16 at stage 0 runs in FP16_Optimizer or FP16_UnfusedOptimizer, as fp16 does",
         "engine.py, _do_optimizer_sanity_check",
     )
-    BF16_OPTIMIZER_MISSED = Row(
+    BF16_OPTIMIZER_MISSED = VersionedKnob(
         STAGE0_UNSHARDED_SINCE,
         "stage 1 in bf16 with fp32 accumulation runs in BF16_Optimizer",
         "two wrappers have the same name, and FP16_Optimizer runs, which shards nothing",
         "engine.py, _configure_optimizer; constants.py, DDP_BFLOAT16",
         until=BF16_OPTIMIZER_FOUND,
     )
-    FP32_MASTERS_ALIAS = Row(
+    FP32_MASTERS_ALIAS = VersionedKnob(
         (0, 18, 2),
         "stage 3 clones the masters of an fp32 model",
         "an fp32 model's shard is its own master",
         "zero/stage3.py, _create_fp32_partitions (the comparison of devices that 0.18.3 added never holds)",
         until=(0, 18, 3),
     )
-    MASTERS_CONVERTED_FIRST = Row(
+    MASTERS_CONVERTED_FIRST = VersionedKnob(
         (0, 18, 3),
         "stage 3 clones a sub-group's shard in the model's dtype, and makes the master of the clone",
         "it converts the shard, and clones the conversion",
         "zero/stage3.py, _create_fp32_partitions",
     )
-    BUCKETS_AT_FIRST_GRADIENT = Row(
+    BUCKETS_AT_FIRST_GRADIENT = VersionedKnob(
         (0, 18, 3),
         "stages 1 and 2 allocate the buckets of gradients before a backward begins",
         "its first gradient does",
         "zero/stage_1_and_2.py, backward_prologue, setup_buckets",
     )
-    MASTERS_PINNED_BY_KEY = Row(
+    MASTERS_PINNED_BY_KEY = VersionedKnob(
         (0, 18, 3),
         "stages 1 and 2 with offload pin the masters, whatever pin_memory says",
         "they pin the masters with pin_memory alone",
         "zero/stage_1_and_2.py, __init__",
     )
-    FLATTENS_ON_GPU = Row(
+    FLATTENS_ON_GPU = VersionedKnob(
         (0, 18, 7),
         "stages 1 and 2 flatten the parameters on the host",
         "they flatten them on the GPU where it has room for the copy",
         "zero/stage_1_and_2.py, __init__",
     )
-    STAGE3_ACCUM_DTYPE = Row(
+    STAGE3_ACCUM_DTYPE = VersionedKnob(
         (0, 19, 2),
         "stage 3 casts reduced gradients to the model's dtype, if they travelled in another",
         "it casts them to the dtype in which they accumulate, if that is another",
         "zero/stage3.py, __avg_scatter_grads",
     )
-    FROZEN_STAY_FOR_BACKWARD = Row(
+    FROZEN_STAY_FOR_BACKWARD = VersionedKnob(
         (0, 19, 3),
         "stage 3 releases the frozen parameters of a recomputed module after the recomputation",
         "they stay until the module's backward is over; what no hook released goes when the backward ends",
         "zero/partitioned_param_coordinator.py, fetch_sub_module, release_backward_leftovers",
     )
-    LINEAR_WITHOUT_INIT = Row(
+    LINEAR_WITHOUT_INIT = VersionedKnob(
         (0, 19, 4),
         "memory_efficient_linear takes effect under deepspeed.zero.Init alone",
         "it takes effect for a model that was built whole, too",
         "zero/partition_parameters.py, _enable_mem_efficient_linear",
     )
-    OVERFLOW_BY_EXTREMES = Row(
+    OVERFLOW_BY_EXTREMES = VersionedKnob(
         (0, 19, 6),
         "stages 1 and 2 look for inf and nan elementwise",
         "in the largest and the smallest element, without a copy",
         "utils.py, has_inf_or_nan",
     )
-    IMMEDIATE_UPDATE_FREES = Row(
+    IMMEDIATE_UPDATE_FREES = VersionedKnob(
         (0, 19, 8),
         "with immediate_grad_update BF16_Optimizer keeps each bf16 gradient until the step",
         "it frees each as soon as it is added to the fp32 ones",
         "bf16_optimizer.py, accumulate_hp_grads_and_remove_lp",
     )
-    COMPACT_FP32_GRADS = Row(
+    COMPACT_FP32_GRADS = VersionedKnob(
         STAGE2_ACCUM_DTYPE,
         "stage 2 ignores grad_accum_dtype: gradients accumulate in the model's dtype",
         "stages 1 and 2 reduce into one fp32 partition where gradients accumulate in fp32",
@@ -257,8 +258,9 @@ def unmodelled_by_version(zero: ZeroConfig, workload: Workload, *, frozen: bool)
         found.append(("zero_optimization.zero_hpz_partition_size", Effect.UNKNOWN, says))
     if OffloadDevice.NVME in (zero.offload_optimizer.device, zero.offload_param.device) and stage == 3:
         found.append(("zero_optimization.offload_*.device nvme", Effect.UNKNOWN, f"{named}'s swap buffers were not compared"))
-    if workload.optimizer == "muon":
-        found.append(("optimizer.type", Effect.UNKNOWN, f"{named} has a Muon of its own"))
+    written = find_optimizer(workload.optimizer).written
+    if written is not None and written.splits:
+        found.append(("optimizer.type", Effect.UNKNOWN, f"{named} has a {written.type} of its own"))
     if stage == 0 and frozen and workload.dtype is DType.FP16 and known < (0, 19, 2):
         says = f"{named} flattens frozen parameters with the others, and gives them masters and states"
         found.append(("frozen parameters", Effect.MORE, says))

@@ -131,9 +131,9 @@ class Axolotl(Program):
             run.leave_out("gradient_checkpointing", LESS, "checkpoints wait on the host; they are counted on the GPU")
         else:
             run.set("gradient_checkpointing", bool(run.flag("gradient_checkpointing")), "gradient_checkpointing")
-        self._sharding(run)
+        fsdp_version = self._sharding(run)
         self._adapter(run)
-        self._layout(run)
+        self._layout(run, fsdp_version)
         run.leave_out_flags(_NOT_MODELLED)
         for plugin in run.texts("plugins"):
             word = next((word for word in _PLUGINS if f".{word}." in f".{plugin.lower()}."), None)
@@ -181,18 +181,19 @@ class Axolotl(Program):
             if run.flag(key):
                 run.leave_out(key, UNKNOWN, "this attention is not modelled; sdpa is counted")
 
-    def _sharding(self, run: Builder) -> None:
+    def _sharding(self, run: Builder) -> int:
+        """Set the engine; return the version of FSDP, 0 for another engine."""
         if run.ds_config("deepspeed") is not None:
             run.set("engine", "deepspeed", "deepspeed")
             run.set("zero_init", True)
-            return
+            return 0
         old = run.value("fsdp")
         words = [str(word).lower() for word in (old if isinstance(old, list) else str(old or "").split())]
         block = run.block("fsdp_config")
         plain = {key.removeprefix("fsdp_"): value for key, value in block.data.items()}
         if not words and not plain:
             run.set("engine", "ddp")
-            return
+            return 0
         options = Keys(plain, block.name)
         version = run.number("fsdp_version") or options.number("version") or 1
         set_fsdp(
@@ -206,8 +207,9 @@ class Axolotl(Program):
             options=options,
             wraps="TRANSFORMER_BASED_WRAP" if "auto_wrap" in words else "",
         )
+        return version
 
-    def _layout(self, run: Builder) -> None:
+    def _layout(self, run: Builder, fsdp_version: int) -> None:
         """Set the replicas of FSDP 2's shard group; ranks that neither size names are replicas, too.
 
         Source: axolotl 0.18, utils/distributed.py (_get_parallel_config_kwargs).
@@ -218,7 +220,7 @@ class Axolotl(Program):
                 run.leave_out(key, UNKNOWN, says)
                 shared = True
         shards, replicas = run.number("dp_shard_size", least=0) or 0, run.number("dp_replicate_size", least=0) or 1
-        if run.fields["engine"] != "fsdp2" or run.fields.get("fsdp_version") == 1:
+        if fsdp_version != 2:
             if replicas > 1:
                 run.leave_out("dp_replicate_size", UNKNOWN, "replicas of the shard group are planned for FSDP 2 alone")
         elif shared and (replicas > 1 or shards):

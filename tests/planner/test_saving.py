@@ -128,6 +128,8 @@ def test_the_trainers_keys_say_what_is_saved(tmp_path: Path, arguments: dict[str
     report = estimate_report(Request(model=LLAMA, gpus=4, seq_len=512, files=(str(path),)))
     assert report.workload.get("saving") == saving
     assert ("save" in report.plans[0].gpu.phases) is (saving is not None)
+    assert report.setup is not None
+    assert any("no saves (by default it saves" in clause for clause in report.setup["assumed"]) is (not arguments)
 
 
 def test_axolotl_saves_by_the_epoch_and_accelerates_file_says_in_which_form(tmp_path: Path) -> None:

@@ -206,12 +206,15 @@ def _evaluation(run: Builder) -> None:
 
 def set_saving(run: Builder, *more: str) -> None:
     """Saving between steps, where one of the Trainer's keys or of `more` tells of it. The Trainer saves every 500 steps if none
-    does.
+    does; that is said and not planned.
 
     Source: transformers 5.17, ``training_args.py`` (``save_strategy``), ``trainer.py`` (``_save_checkpoint``).
     """
     asked = [key for key in (*_SAVES, *more) if run.value(key) is not None]
-    if not asked or run.word("save_strategy") in ("no", "never"):
+    if not asked:
+        run.assume("no saves (by default it saves: --save plans that)")
+        return
+    if run.word("save_strategy") in ("no", "never"):
         return
     run.set("saves", True, asked[0])
     run.set("saver", "trainer")

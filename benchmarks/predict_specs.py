@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.spec import Spec
+from benchmarks.measure.spec import OPTIONAL, Spec
 from benchmarks.rows import request_of
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_runs
@@ -23,23 +23,7 @@ def row_to_be(spec: Spec, gpu: str) -> dict[str, Any]:
     """Return the fields of the spec's row that say what runs."""
     own = asdict(spec)
     unset = {f.name: f.default for f in fields(Spec)}
-    changed = (
-        "model_overrides",
-        "optimizer_type",
-        "reshard",
-        "offload",
-        "task",
-        "images",
-        "image_size",
-        "quantize",
-        "fp8",
-        "set_to_none",
-        "strategy",
-        "orig_params",
-        "save",
-        "target_len",
-    )
-    row: dict[str, Any] = {name: own[name] for name in changed if own[name] != unset[name] and own[name] not in ({}, None)}
+    row: dict[str, Any] = {name: own[name] for name in OPTIONAL if own[name] != unset[name] and own[name] not in ({}, None)}
     row |= {name: own[name] for name in ("id", "engine", "model", "world", "dtype", "stage", "micro_batch", "seq_len", "attn")}
     row |= {"lora_rank": spec.lora_rank, "gradient_accumulation_steps": spec.grad_accum, "gpu": gpu}
     if spec.quantize is not None and spec.quantize != "int8":

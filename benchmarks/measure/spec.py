@@ -5,6 +5,24 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+#: Fields that a row has where they differ from their defaults.
+OPTIONAL = (
+    "model_overrides",
+    "optimizer_type",
+    "reshard",
+    "offload",
+    "task",
+    "images",
+    "image_size",
+    "quantize",
+    "fp8",
+    "set_to_none",
+    "strategy",
+    "orig_params",
+    "save",
+    "target_len",
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:

@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.measure import history
 from benchmarks.measure.probe import Device, Probe, host_status
-from benchmarks.measure.spec import Spec
+from benchmarks.measure.spec import OPTIONAL, Spec
 
 
 def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
@@ -151,19 +151,7 @@ def row_of(spec: Spec, trained: Any, everyone: list[dict[str, Any]], probe: Prob
         row[key] = most(key)
     row["cuda_context"] = most("cuda_context")
     defaults = Spec(id=spec.id, model=spec.model)
-    changes = (
-        "task",
-        "images",
-        "image_size",
-        "quantize",
-        "fp8",
-        "set_to_none",
-        "strategy",
-        "orig_params",
-        "save",
-        "target_len",
-    )
-    for key in ("model_overrides", "optimizer_type", "reshard", "offload", "cap", "env", *changes):
+    for key in ("cap", "env", *OPTIONAL):
         if getattr(spec, key) != getattr(defaults, key):
             row[key] = getattr(spec, key)
     if spec.quantize is not None and spec.quantize != "int8":

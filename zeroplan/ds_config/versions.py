@@ -17,9 +17,6 @@ _ZERO = "zero_optimization"
 _CONSTANTS = "runtime/constants.py"
 _OFFLOAD, _PRECISION = "runtime/zero/offload_config.py", "runtime/precision_config.py"
 
-#: The oldest version that was compared. An older one is planned as this one.
-OLDEST_DEEPSPEED: Version = (0, 10, 0)
-
 
 @dataclass(frozen=True, slots=True)
 class DefaultChange:

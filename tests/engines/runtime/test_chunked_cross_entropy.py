@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 import zeroplan
-from tests.engines.runtime.test_labelled_tokens import BATCH, LENGTH, MODELS, SHARE, SMALL, bytes_of, levels, request
+from tests.engines.runtime.test_labelled_tokens import BATCH, LENGTH, MODELS, SHARE, SMALL, levels, recorded_levels, request
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import labelled_tokens
 from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.tape_options import TraceOptions
 from zeroplan.engines.runtime.chunked_cross_entropy import with_chunked_cross_entropy
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
@@ -34,7 +33,6 @@ def recorded(labelled_only: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     import torch
     import transformers
 
-    from zeroplan.trace.run import record
     from zeroplan_runtime import chunked_cross_entropy as runtime
     from zeroplan_runtime import labelled_tokens as picking
 
@@ -55,13 +53,7 @@ def recorded(labelled_only: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     monkeypatch.setattr(runtime, "cross_entropy_grad", cross_entropy_grad)
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)  # which does not know the meta device
     runtime.attach_chunked_cross_entropy(model, TOKENS, picks)
-
-    def inputs() -> dict[str, torch.Tensor]:
-        ids = torch.empty((BATCH, LENGTH), dtype=torch.int64, device="meta")
-        return {"input_ids": ids, "labels": ids}
-
-    out = record(model, inputs, TraceOptions())
-    return levels(zip(out.op, out.arg, out.aux, strict=True), lambda arg, _: bytes_of(out.allocs[arg].size))
+    return recorded_levels(model)
 
 
 @pytest.mark.torch

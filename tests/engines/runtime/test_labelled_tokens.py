@@ -10,6 +10,7 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import labelled_tokens
 from zeroplan.core.tape import ExpandedTape, Mark, Op
+from zeroplan.core.tape_options import TraceOptions
 from zeroplan.core.tape_sizes import FUNCTIONS, KernelDevice
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
 from zeroplan.planner.request import Request
@@ -75,13 +76,25 @@ def bytes_of(size: Any) -> int:
     return size if isinstance(size, int) else FUNCTIONS[size[0]](KernelDevice(), *size[1:])
 
 
+def recorded_levels(model: Any) -> dict[str, int]:
+    """The levels of one micro batch of a model on the meta device."""
+    import torch
+
+    from zeroplan.trace.run import record
+
+    def inputs() -> dict[str, torch.Tensor]:
+        ids = torch.empty((BATCH, LENGTH), dtype=torch.int64, device="meta")
+        return {"input_ids": ids, "labels": ids}
+
+    out = record(model, inputs, TraceOptions())
+    return levels(zip(out.op, out.arg, out.aux, strict=True), lambda arg, _: bytes_of(out.allocs[arg].size))
+
+
 def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """The same model with the runtime's hooks, recorded on the meta device; only the number of labels is told to it."""
     import torch
     import transformers
 
-    from zeroplan.core.tape_options import TraceOptions
-    from zeroplan.trace.run import record
     from zeroplan_runtime import labelled_tokens as runtime
 
     with torch.device("meta"):
@@ -90,13 +103,7 @@ def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         model = auto.from_config(config, attn_implementation="sdpa").train()
     runtime.attach_labelled_tokens(model)
     monkeypatch.setattr(runtime.HostCount, "wait", lambda self: labelled_tokens(BATCH * LENGTH, SHARE))
-
-    def inputs() -> dict[str, torch.Tensor]:
-        ids = torch.empty((BATCH, LENGTH), dtype=torch.int64, device="meta")
-        return {"input_ids": ids, "labels": ids}
-
-    out = record(model, inputs, TraceOptions())
-    return levels(zip(out.op, out.arg, out.aux, strict=True), lambda arg, _: bytes_of(out.allocs[arg].size))
+    return recorded_levels(model)
 
 
 @pytest.mark.torch

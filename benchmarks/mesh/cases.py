@@ -1,4 +1,4 @@
-"""The measured layouts: small models of real proportions under FSDP2 × TP (+ SP) × PP."""
+"""The measured layouts: small models of real proportions under FSDP2, AutoTP and the runtime on meshes."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "max_position_embeddings": 8192,
 }
+LLAMA_14: dict[str, Any] = LLAMA | {"num_hidden_layers": 14}  # with embedding and head two blocks' weight for each of 8 stages
 QWEN2: dict[str, Any] = LLAMA | {"model_type": "qwen2", "vocab_size": 151936, "num_hidden_layers": 8}
 QWEN3: dict[str, Any] = QWEN2 | {"model_type": "qwen3", "head_dim": 128, "tie_word_embeddings": True}
 GEMMA: dict[str, Any] = LLAMA | {
@@ -24,21 +25,41 @@ GEMMA: dict[str, Any] = LLAMA | {
     "num_hidden_layers": 8,
     "tie_word_embeddings": True,
 }
+QWEN3_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "vocab_size": 32000,
+    "max_position_embeddings": 8192,
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layout of one model. Ranks are dp × pp × tp; `stage` 2 leaves parameters gathered after the forward.
+    """One layout of one model. Ranks are pp × dp × cp × tp; `stage` 2 leaves parameters gathered after the forward.
 
-    `pp_rank` is the pipeline stage that is measured, and `schedule` a name of ``--schedule``.
+    `pp_rank` is the pipeline rank that is measured, and `schedule` a name of ``--schedule``. Of the data-parallel ranks, `ep`
+    share the experts, and `dp_replicate` groups have replicas of the shards.
     """
 
     id: str
     model: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    engine: str = "fsdp2"
     dp: int = 1
+    dp_replicate: int = 1
     tp: int = 1
     sp: bool = False
+    cp: int = 1
+    ep: int = 1
     pp: int = 1
+    vpp: int = 1
     pp_rank: int = 0
     schedule: str = "1f1b"
     stage: int = 3
@@ -47,6 +68,16 @@ class Case:
     grad_accum: int = 1
     checkpointing: bool = False
     alloc_conf: str = ""
+
+    @property
+    def place(self) -> int:
+        """The rank that is measured: the last that shares samples, and otherwise the first, of its pipeline rank."""
+        return self.pp_rank * self.dp * self.cp * self.tp + (self.cp - 1) * self.tp
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the run."""
+        return self.pp * self.dp * self.cp * self.tp
 
     def to_dict(self) -> dict[str, Any]:
         """Return the case as plain values."""
@@ -77,4 +108,35 @@ CASES = (
     Case("P07", dp=4, tp=2, pp=2, pp_rank=1, stage=2, grad_accum=4),
     Case("P08", dp=8, tp=4, pp=4, pp_rank=1, stage=2, grad_accum=8, seq_len=4096, checkpointing=True),
     Case("P09", QWEN2, dp=4, pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1),
+    Case("C00", dp=4, cp=2, seq_len=8192, micro_batch=1),
+    Case("C01", dp=2, cp=4, seq_len=8192, micro_batch=1, checkpointing=True),
+    Case("C02", dp=4, tp=2, sp=True, cp=2, seq_len=8192, micro_batch=1),
+    Case("V00", LLAMA_14, dp=2, pp=4, vpp=2, pp_rank=0, stage=2, grad_accum=8, micro_batch=1),
+    Case("V01", LLAMA_14, dp=2, pp=4, vpp=2, pp_rank=3, stage=2, grad_accum=8, micro_batch=1),
+    Case("V02", dp=2, pp=2, vpp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1, schedule="gpipe"),
+    Case("E00", QWEN3_MOE, dp=8, ep=4),
+    Case("E01", QWEN3_MOE, dp=8, ep=8, checkpointing=True),
+    Case("E02", QWEN3_MOE, dp=16, ep=4, micro_batch=1, grad_accum=2),
+    Case("H00", dp=8, dp_replicate=2),
+)
+#: On two GPUs, with real collectives.
+TWO_GPUS = (
+    Case("R00", dp=2),
+    Case("R01", tp=2),
+    Case("R02", tp=2, sp=True),
+    Case("R03", QWEN3, tp=2),
+    Case("R04", cp=2, seq_len=8192, micro_batch=1),
+    Case("R05", cp=2, seq_len=8192, micro_batch=1, checkpointing=True),
+    Case("R06", pp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1),
+    Case("R07", pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1, schedule="gpipe"),
+    Case("R08", pp=2, vpp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1),
+    Case("R09", pp=2, vpp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1),
+    Case("R10", QWEN3_MOE, dp=2, ep=2),
+    Case("R11", QWEN3_MOE, dp=2, ep=2, checkpointing=True),
+    Case("R12", engine="deepspeed", tp=2, stage=0, micro_batch=1),
+    Case("R13", engine="deepspeed", tp=2, stage=2, micro_batch=1, checkpointing=True),
+    Case("R14", engine="zeroplan", tp=2, stage=2),
+    Case("R15", engine="zeroplan", tp=2, sp=True, stage=3),
+    Case("R16", engine="zeroplan", pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1),
+    Case("R17", engine="zeroplan", pp=2, pp_rank=1, stage=1, grad_accum=4, micro_batch=1),
 )

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mesh.cases import CASES
-from benchmarks.mesh.predict import PREDICTED, figures, plan_of
+from benchmarks.mesh.cases import CASES, TWO_GPUS
+from benchmarks.mesh.predict import FIGURES, PREDICTED, figures, plan_of
 
 MEASURED = PREDICTED.with_name("mesh.jsonl")
 
@@ -24,20 +24,29 @@ def main() -> None:
     asked = parser.parse_args()
     measured = {row["id"]: row for row in map(json.loads, asked.rows.read_text().splitlines())}
     kept = json.loads(PREDICTED.read_text())["predictions"]
-    worst = {"allocated": 0.0, "reserved": 0.0}
-    for case in CASES:
-        row: dict[str, Any] = measured.get(case.id, {})
-        if not row.get("ok"):
-            print(case.id, row.get("fault", "not measured"))
+    for title, cases in (("fake ranks on one GPU", CASES), ("two GPUs", TWO_GPUS)):
+        print(title)
+        worst: dict[str, float] = {}
+        for case in cases:
+            row = measured.get(case.id, {})
+            if not row.get("ok"):
+                print(case.id, row.get("fault", "not measured"))
+                continue
+            told = figures(plan_of(case), case) if asked.now else kept[case.id]
+            print(case.id, *_errors(told, row, worst))
+        print("largest:", *(f"{name} {error:.2%}" for name, error in worst.items()))
+
+
+def _errors(told: dict[str, Any], row: dict[str, Any], worst: dict[str, float]) -> list[str]:
+    """Return a text for each figure that is both told and measured, and raise the worst errors."""
+    parts = []
+    for name in FIGURES:
+        if told.get(name) is None or name not in row:
             continue
-        told = figures(plan_of(case), case) if asked.now else kept[case.id]
-        parts = []
-        for name in worst:
-            error = told[name] / row[name] - 1
-            worst[name] = max(worst[name], abs(error))
-            parts.append(f"{name} {told[name] / 2**20:8.1f} / {row[name] / 2**20:8.1f} MiB {error:+.2%}")
-        print(case.id, *parts)
-    print("largest:", *(f"{name} {error:.2%}" for name, error in worst.items()))
+        error = told[name] / row[name] - 1
+        worst[name] = max(worst.get(name, 0.0), abs(error))
+        parts.append(f"{name} {told[name] / 2**20:8.1f} / {row[name] / 2**20:8.1f} MiB {error:+.2%}")
+    return parts
 
 
 if __name__ == "__main__":

@@ -1,55 +1,54 @@
-"""Measures the cases on one GPU: ``python -m benchmarks.mesh.measure ROWS.jsonl [--only RE] [--tiny]``.
+"""Measures the cases: ``python -m benchmarks.mesh.measure ROWS.jsonl [--two-gpus] [--only RE] [--tiny]``.
 
-The other ranks are those of torch's fake process group, whose collectives return at once; operators, FSDP2 and the caching
-allocator are real. Each case runs in a process of its own, forked from one that has imported everything. ``--tiny`` shrinks
-the models, so that the program can be tried on a CPU.
+On one GPU the other ranks are those of torch's fake process group, whose collectives return at once; operators, FSDP2 and the
+caching allocator are real. With ``--two-gpus`` both ranks and NCCL are real. Each rank runs in a process of its own, forked
+from one that has imported everything. ``--tiny`` shrinks the models, so that the program can be tried on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.forked import failure, run_ranks
-from benchmarks.mesh.cases import CASES, Case
-from benchmarks.mesh.stage import schedule_on, stage_of
+from benchmarks.measure.probe import Device
+from benchmarks.mesh.cases import CASES, TWO_GPUS, Case
+from benchmarks.mesh.ranks import ENGINES
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY
-from zeroplan.trace.tensor_parallel import parallelize
-from zeroplan_runtime.units import find_blocks
 
 SECONDS = 60.0
+LIBRARIES = ("torch", "transformers", "deepspeed")
 
 
 def main() -> None:
-    """Measure, and write a row a case."""
+    """Measure, and write a row a case. Rows of cases that failed are replaced."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("rows", type=Path)
+    parser.add_argument("--two-gpus", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
-    done = {json.loads(line)["id"] for line in asked.rows.read_text().splitlines()} if asked.rows.exists() else set()
-    for case in CASES:
+    kept = [line for line in asked.rows.read_text().splitlines() if json.loads(line)["ok"]] if asked.rows.exists() else []
+    asked.rows.write_text("".join(f"{line}\n" for line in kept))
+    done = {json.loads(line)["id"] for line in kept}
+    for case in TWO_GPUS if asked.two_gpus else CASES:
         if case.id in done or not re.search(asked.only, case.id):
             continue
         began = time.monotonic()
-        found = run_ranks(partial(_on_rank, _tiny(case) if asked.tiny else case), 1, timeout=SECONDS)
+        tried = _tiny(case) if asked.tiny else case
+        ranks = case.ranks if asked.two_gpus else 1
+        found = run_ranks(partial(measure, tried, fake=not asked.two_gpus), ranks, timeout=SECONDS)
         fault = failure(found)
         row: dict[str, Any] = {
             "id": case.id,
@@ -57,91 +56,78 @@ def main() -> None:
             "ok": fault is None,
             "seconds": round(time.monotonic() - began, 1),
         }
-        row |= {"fault": fault} if fault else found[0]["value"]
+        row |= {"fault": fault} if fault else _row(case, [answer["value"] for answer in found])
         with asked.rows.open("a") as out:
             out.write(json.dumps(row) + "\n")
-        print(
-            case.id, f"{row['seconds']} s", fault or f"{row['allocated'] / 2**20:.1f} {row['reserved'] / 2**20:.1f}", flush=True
-        )
+        print(case.id, f"{row['seconds']} s", fault or _shown(row), flush=True)
 
 
-def _on_rank(case: Case, _: int) -> dict[str, Any]:
-    return measure(case)
+def _row(case: Case, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The measured rank's figures, and those of all ranks where there are others."""
+    if len(found) == 1:
+        return found[0]
+    names = ("allocated", "reserved", "total", "owned")
+    each = [{name: rank[name] for name in names if name in rank} for rank in found]
+    return found[case.place] | {"per_rank": each}
+
+
+def _shown(row: dict[str, Any]) -> str:
+    names = ("allocated", "reserved", "total", "owned")
+    return " ".join(f"{name} {row[name] / 2**20:.1f}" for name in names if name in row)
 
 
 def _tiny(case: Case) -> Case:
-    small = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "head_dim": 8}
+    small = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "head_dim": 8, "moe_intermediate_size": 64}
     return replace(case, model=case.model | small, seq_len=128, alloc_conf="")
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Run some steps of a case as the first of its ranks; returns the peaks and the state after each step, in bytes."""
-    cuda = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if cuda else torch.device("cpu")
-    if cuda:
+def measure(case: Case, rank: int, *, fake: bool) -> dict[str, Any]:
+    """Run some steps of a case on one of its ranks; returns the peaks and the state after each part of a step, in bytes.
+
+    Args:
+        case: the case.
+        rank: this process' number among the real ones.
+        fake: whether this is the measured rank among fake ones.
+    """
+    gpu = Device(rank)
+    before = gpu.used()
+    device = torch.device("cuda", rank) if gpu.cuda else torch.device("cpu")
+    if gpu.cuda:
         if case.alloc_conf:
             torch.cuda.memory._set_allocator_settings(case.alloc_conf)
         torch.cuda.set_device(device)
-    shape = (case.pp, case.dp, case.tp)
-    rank = case.pp_rank * case.dp * case.tp
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(shape))
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "dp", "tp"))
-    model = _model(case)
-    if case.tp > 1:
-        parallelize(model, mesh["tp"], sequence=case.sp)
-    if case.pp > 1:
-        model = stage_of(model, case)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": mesh["dp"], "reshard_after_forward": case.stage == 3, "mp_policy": policy}
-    for block in find_blocks(model).values():
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            (parameter.to_local() if isinstance(parameter, DTensor) else parameter).normal_(0, 0.02)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    samples = case.micro_batch * (case.grad_accum if case.pp > 1 else 1)
-    ids = torch.randint(3, case.model["vocab_size"], (samples, case.seq_len), device=device)
-    marks = [_state("init")]
-    pipeline = schedule_on(model, case, mesh["pp"].get_group(), device) if case.pp > 1 else None
-    for step in range(STEPS_UNTIL_STEADY):
-        if pipeline is not None:
-            with loss_parallel() if case.tp > 1 else nullcontext():
-                pipeline(ids)
-            marks.append(_state(f"bwd{step}"))
-        for micro in range(case.grad_accum if pipeline is None else 0):
-            model.set_requires_gradient_sync(micro + 1 == case.grad_accum)
-            with loss_parallel():
-                loss = model(input_ids=ids, labels=ids).loss
-                marks.append(_state(f"fwd{step}.{micro}"))
-                loss.backward()
-            marks.append(_state(f"bwd{step}.{micro}"))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        marks.append(_state(f"step{step}"))
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    return {
+    place = case.place if fake else rank
+    if fake:
+        dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=case.ranks)
+    else:
+        dist.init_process_group("nccl" if gpu.cuda else "gloo", device_id=device if gpu.cuda else None)
+    torch.manual_seed(0)
+    marks: list[dict[str, Any]] = []
+    step = ENGINES[case.engine](case, device, place, lambda name: marks.append(_state(name)), fake=fake)
+    for number in range(STEPS_UNTIL_STEADY):
+        step(number)
+    if gpu.cuda:
+        torch.cuda.synchronize()
+    row = {
         "allocated": max(mark.get("peak", 0) for mark in marks),
         "reserved": max(mark.get("peak_reserved", 0) for mark in marks),
         "marks": marks,
-        "gpu": torch.cuda.get_device_name() if cuda else "cpu",
-        "versions": versions,
+        "gpu": torch.cuda.get_device_name() if gpu.cuda else "cpu",
+        "versions": {name: found for name in LIBRARIES if (found := _version(name))},
     }
+    if not fake:
+        row["total"] = gpu.used() - before
+    arena = getattr(step, "arena", None)
+    if arena is not None:
+        row["owned"] = arena.peak()
+    return row
 
 
-def _model(case: Case) -> Any:
-    """Return the fp32 model on the meta device, ready to train."""
-    values = dict(case.model)
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
-    model.train()
-    model.config.use_cache = False
-    if case.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
 
 
 def _state(name: str) -> dict[str, Any]:

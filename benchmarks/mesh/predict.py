@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from benchmarks.mesh.cases import CASES, Case
+from benchmarks.mesh.cases import CASES, TWO_GPUS, Case
+from zeroplan.core.buffers import Place
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
@@ -16,6 +17,10 @@ from zeroplan.planner.request import Request
 PREDICTED = Path(__file__).parent.parent / "results" / "mesh_predicted.json"
 #: GPUs of a node; a case with more ranks has several nodes.
 NODE = 8
+#: What a run is held against.
+FIGURES = ("allocated", "reserved", "total", "owned")
+#: First parts of the names of what the runtime itself allocates.
+OWN = ("param", "grad", "optim", "comm", "stage")
 
 
 def main() -> None:
@@ -24,11 +29,15 @@ def main() -> None:
     parser.add_argument("--only", default="")
     only = parser.parse_args().only
     kept = json.loads(PREDICTED.read_text())["predictions"] if PREDICTED.exists() else {}
-    for case in CASES:
+    for case in (*CASES, *TWO_GPUS):
         if re.search(only, case.id):
             kept[case.id] = figures(plan_of(case), case)
-            print(case.id, *(f"{kept[case.id][name] / 2**20:.1f}" for name in ("allocated", "reserved")), flush=True)
-    content = {"made_by": "python -m benchmarks.mesh.predict, before any of the cases was measured", "predictions": kept}
+            print(
+                case.id,
+                *(f"{name} {kept[case.id][name] / 2**20:.1f}" for name in FIGURES if kept[case.id].get(name)),
+                flush=True,
+            )
+    content = {"made_by": "python -m benchmarks.mesh.predict, before the cases were measured", "predictions": kept}
     PREDICTED.write_text(json.dumps(content, indent=1) + "\n")
 
 
@@ -39,35 +48,44 @@ def plan_of(case: Case) -> MemoryPlan:
 
 def request_of(case: Case) -> Request:
     """Return the request that describes a case, on H200 GPUs."""
-    ranks = case.dp * case.tp * case.pp
-    gpus = min(ranks, NODE)
+    gpus = min(case.ranks, NODE)
     return Request(
         model=case.model,
-        engine="fsdp2",
+        engine=case.engine,
         stage=case.stage,
         gpu="H200",
         gpus=gpus,
-        nodes=ranks // gpus,
+        nodes=case.ranks // gpus,
         tp=case.tp,
         sp=case.sp,
+        cp=case.cp,
+        ep=case.ep,
         pp=case.pp,
+        vpp=case.vpp,
+        dp_replicate=case.dp_replicate,
         schedule=case.schedule,
         micro_batch=case.micro_batch,
         seq_len=case.seq_len,
         grad_accum=case.grad_accum,
         gradient_checkpointing=case.checkpointing,
         alloc_conf=case.alloc_conf,
-        depth="simulated",
+        depth="formula" if case.engine == "zeroplan" and case.pp > 1 else "simulated",
     )
 
 
 def figures(plan: MemoryPlan, case: Case) -> dict[str, Any]:
-    """The figures that a run is held against, in bytes; of a pipeline those of the measured stage."""
+    """The figures that a run is held against, in bytes; of a pipeline those of the measured stage.
+
+    `owned` is what the runtime's Arena holds at most, on the worst rank.
+    """
+    found: dict[str, Any] = {}
+    if case.engine == "zeroplan":
+        found["owned"] = sum(line.bytes for line in plan.lines if line.place == Place.HBM and line.buffer.split(".")[0] in OWN)
     for stage in plan.stages:
         if stage.stage == case.pp_rank:
-            return {"allocated": stage.peak_allocated, "reserved": stage.peak_reserved}
+            return {"allocated": stage.peak_allocated, "reserved": stage.peak_reserved, "total": stage.total} | found
     gpu = plan.gpu
-    return {"allocated": gpu.peak_allocated, "reserved": gpu.peak_reserved, "phases": gpu.phases}
+    return {"allocated": gpu.peak_allocated, "reserved": gpu.peak_reserved, "total": gpu.total, "phases": gpu.phases} | found
 
 
 if __name__ == "__main__":

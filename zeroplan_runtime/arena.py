@@ -15,11 +15,17 @@ from typing import Any
 import torch
 
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.layout import ALIGN, OwnedBuffer, align
+from zeroplan.core.layout import OwnedBuffer, spaced
+from zeroplan.core.layout_setup import StateDType
 from zeroplan.core.workload import DType
 from zeroplan_runtime.offload import pinned
 
-DTYPES: dict[DType, torch.dtype] = {DType.FP32: torch.float32, DType.FP16: torch.float16, DType.BF16: torch.bfloat16}
+DTYPES: dict[DType | StateDType, torch.dtype] = {
+    DType.FP32: torch.float32,
+    DType.FP16: torch.float16,
+    DType.BF16: torch.bfloat16,
+    StateDType.UINT8: torch.uint8,
+}
 
 
 @dataclass(slots=True)
@@ -151,13 +157,13 @@ class Arena:
                 for row in rows:
                     self._add(self._row(buffer, row.unit, place), row.bytes)
                 continue
-            block = self._allocate(sum(align(row.numel) for row in rows[:-1]) + rows[-1].numel, DTYPES[dtype], place)
+            block = self._allocate(sum(map(spaced, rows[:-1])) + rows[-1].numel, DTYPES[dtype], place)
             if place is Place.HBM:
                 block.zero_()
             begin = 0
             for row in rows:
                 tensor = block[begin : begin + row.numel]
-                begin += align(row.numel, ALIGN)
+                begin += spaced(row)
                 self._own(tensor, buffer, row.unit, place)
                 made[buffer, row.unit] = tensor
         return made

@@ -106,7 +106,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._frozen_here = freeze_outside(model, groups) if groups else []
         zero = config.zero if optimizer is not None else replace(config.zero, offload_optimizer=OffloadOptimizer())
         if optimizer is not None and zero.offload_optimizer:
-            require_offloadable(optimizer.kind)
+            require_offloadable(optimizer.kind, zero)
         setup = runtime_setup(
             zero,
             config.runtime_options,

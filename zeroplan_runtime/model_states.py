@@ -24,7 +24,9 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, plan_layout, runtime_buffers
 from zeroplan.core.layout_setup import RuntimeSetup as Setup
+from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan_runtime.arena import Arena
+from zeroplan_runtime.kernels import map_words
 from zeroplan_runtime.local_tensors import local_of, put_values
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.offload.nvme import NvmeOffload
@@ -53,6 +55,7 @@ class ModelStates:
         squares: fp32 [units], the sum of squares of each unit's gradients.
         norm_workspace: scratch of the norm's kernel.
         update_workspaces: where an update without a kernel works, on the ``device`` and, for offloaded units, on the ``host``.
+        maps: the tables on the device by which states are quantised in blocks; None where they are not, or all offloaded.
         staging: memory in which parts of large gradients are cast before their reduction.
         host_tensors: the pinned buffers of offload, by Buffer and unit.
 
@@ -78,6 +81,11 @@ class ModelStates:
         self.host_tensors = {key: tensor for key, tensor in carved.items() if key[0] in _PINNED_BUFFERS}
         self.staging = resizable.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.update_workspaces = {where: carved[buffer, where] for buffer, where in carved if buffer is Buffer.OPTIM_TEMP}
+        self.maps = carved.get((Buffer.OPTIM_SCALE, "maps"))
+        if self.maps is not None:
+            kernel = OPTIMIZERS[setup.optimizer].runtime
+            assert kernel is not None
+            self.maps = self.maps.view(torch.int32).copy_(map_words(kernel.bits, kernel.block, torch.device("cpu")))
         self.norm_workspace = carved[Buffer.OPTIM_NORM, "workspace"]
         norms = carved[Buffer.OPTIM_NORM, "step"]
         self.scalars, self.squares = norms[:STEP_SCALARS], norms[STEP_SCALARS:]
@@ -148,6 +156,13 @@ class ModelStates:
             buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and buffer in self.setup.states
         }
 
+    def state_slice(self, unit: UnitState, buffer: Buffer, part: slice) -> torch.Tensor:
+        """Returns the part of a state in memory for elements `part` of the unit's share: whole blocks where it is quantised."""
+        if self.setup.block == 1:
+            return unit.optim_states[buffer][part]
+        begin, end = (self.setup.state_elements(buffer, at)[0] for at in (part.start, part.stop))
+        return unit.optim_states[buffer][begin:end]
+
     def alloc_grad(self, unit: UnitState) -> None:
         """Allocates the gradients of `unit` that live until the step."""
         buffer, trainable = unit.grad_buffer, unit.trainable
@@ -213,6 +228,7 @@ class ModelStates:
         for slot in self.param_slots.values():
             slot.tensor = nothing
         self.scalars = self.squares = self.norm_workspace = nothing
+        self.maps = None
         self.update_workspaces.clear()
         if self.nvme is not None:
             self.nvme.close()

@@ -1,15 +1,19 @@
 """One parameter's master, optimizer states and gradient: read and written whole, or this rank's part of them.
 
-What ``deepspeed.utils.safe_get_full_*`` and their siblings do, at any stage and wherever the tensors are.
+What ``deepspeed.utils.safe_get_full_*`` and their siblings do, at any stage and wherever the tensors are. States that are
+quantised are read as the values that they stand for, and rounded to such values when they are written.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime import kernels
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.local_tensors import local_of
 from zeroplan_runtime.parameter_values import write_value
@@ -17,6 +21,14 @@ from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 #: The name of the master among the keys of the optimizer's states.
 MASTER = "master"
+
+
+class _Blocks(NamedTuple):
+    """The memory of some blocks of a quantised state, and its map."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    map: kernels.Map
 
 
 class ParameterStates:
@@ -34,7 +46,11 @@ class ParameterStates:
                 for position, param in enumerate(unit.trainable.params):
                     self._places[id(param)] = (unit, unit.trainable, position)
         row = engine.optimizer.row_with_states if engine.optimizer is not None else None
-        self._keys = {state.state_key: state.buffer for state in row.states} if row else {}
+        self._keys = (
+            {state.state_key: state.buffer for state in row.states if state.buffer is not Buffer.OPTIM_SCALE} if row else {}
+        )
+        kernel = row.runtime if row else None
+        self._format = kernels.block_format(kernel.bits, kernel.block) if kernel is not None and kernel.quantised else None
         self._keys[MASTER] = Buffer.PARAM_MASTER
 
     def trains(self, param: nn.Parameter) -> bool:
@@ -160,6 +176,9 @@ class ParameterStates:
         return unit.master if buffer is Buffer.PARAM_MASTER else unit.optim_states.get(buffer)
 
     def _read(self, unit: UnitState, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
+        if self._format is not None and buffer is not Buffer.PARAM_MASTER:
+            blocks = self._blocks(self._format, unit, buffer, begin, end)
+            return kernels.decode(blocks.codes, blocks.scales, self._format, blocks.map)[: end - begin]
         tensor = self._tensor(unit, buffer)
         if tensor is None:
             return self._states.optimizer_swapper.read(unit.name, buffer, begin, end)
@@ -167,6 +186,14 @@ class ParameterStates:
 
     @torch.no_grad()
     def _write(self, unit: UnitState, buffer: Buffer, begin: int, end: int, values: torch.Tensor) -> None:
+        if self._format is not None and buffer is not Buffer.PARAM_MASTER:
+            blocks = self._blocks(self._format, unit, buffer, begin, end)
+            whole = torch.zeros(blocks.scales.numel() * self._format.block, device=blocks.codes.device)
+            whole[: end - begin].copy_(values)
+            codes, scales = kernels.encode(whole, self._format, blocks.map)
+            blocks.codes.copy_(codes)
+            blocks.scales.copy_(scales)
+            return
         tensor = self._tensor(unit, buffer)
         if tensor is not None:
             tensor[begin:end].copy_(values)
@@ -175,6 +202,14 @@ class ParameterStates:
         share = swapper.read(unit.name, buffer, 0, self._states.layout.share(unit.layout))
         share[begin:end].copy_(values)
         swapper.write(unit.name, buffer, share)
+
+    def _blocks(self, kept: kernels.BlockFormat, unit: UnitState, buffer: Buffer, begin: int, end: int) -> _Blocks:
+        """Where elements ``[begin, end)`` of a quantised state of a unit's share are: a parameter's part, so whole blocks but
+        for padding.
+        """
+        part, which = slice(begin, end), int(buffer is Buffer.OPTIM_EXP_AVG_SQ)
+        scales = self._states.state_slice(unit, Buffer.OPTIM_SCALE, part).view(-1, 2)[:, which]
+        return _Blocks(self._states.state_slice(unit, buffer, part), scales, (kept.first, kept.second)[which])
 
     def _gather(self, param: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
         _, _, begin, end, first = self._part(param)

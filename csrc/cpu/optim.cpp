@@ -80,6 +80,11 @@ ZEROPLAN_API void zeroplan_adam(const ZeroplanStep* step, int threads) {
     over_parts(step->n, threads, [&](std::size_t begin, std::size_t end, std::size_t) { kernels.adam(*step, begin, end); });
 }
 
+ZEROPLAN_API void zeroplan_adam_blockwise(const ZeroplanBlockwise* a, int threads) {
+    const Kernels& kernels = *chosen().load();
+    over_parts(a->step.n, threads, [&](std::size_t begin, std::size_t end, std::size_t) { kernels.adam_blockwise(*a, begin, end); });
+}
+
 ZEROPLAN_API void zeroplan_lion(const ZeroplanStep* step, int threads) {
     const Kernels& kernels = *chosen().load();
     over_parts(step->n, threads, [&](std::size_t begin, std::size_t end, std::size_t) { kernels.lion(*step, begin, end); });

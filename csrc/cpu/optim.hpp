@@ -32,6 +32,18 @@ struct ZeroplanStep {
     std::int32_t nesterov;
 };
 
+// One AdamW step with its moments in blocks of codes: Note [Blockwise states] in
+// zeroplan_runtime/kernels/block_quantisation.py. step.first and step.second are null, step.n whole blocks.
+struct ZeroplanBlockwise {
+    ZeroplanStep step;
+    std::uint8_t* first;  // codes of the moments, two a byte where bits is 4
+    std::uint8_t* second;
+    float* scales;        // [n / block][2]
+    const std::uint32_t* maps; // levels of both moments, then bins of both
+    std::int32_t bits;
+    std::int32_t block;
+};
+
 // One conversion with scaling over [0, n).
 struct ZeroplanCast {
     const void* source;
@@ -51,6 +63,7 @@ using StepRange = void (*)(const ZeroplanStep&, std::size_t begin, std::size_t e
 struct Kernels {
     const char* name;
     StepRange adam;
+    void (*adam_blockwise)(const ZeroplanBlockwise&, std::size_t begin, std::size_t end);
     StepRange lion;
     StepRange sgd;
     // sums[0] += ‖p‖², sums[1] += ‖direction‖² of the range, which may begin anywhere.

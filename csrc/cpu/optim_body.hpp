@@ -268,6 +268,8 @@ double sum_of_squares(const void* values, std::int32_t type, size_t begin, size_
 
 } // namespace
 
+#include "optim_blockwise.hpp"
+
 #define ZEROPLAN_TEXT_(x) #x
 #define ZEROPLAN_TEXT(x) ZEROPLAN_TEXT_(x)
 #define ZEROPLAN_JOIN_(a, b) a##b
@@ -276,7 +278,7 @@ double sum_of_squares(const void* values, std::int32_t type, size_t begin, size_
 namespace zeroplan {
 
 const Kernels ZEROPLAN_JOIN(kernels_, ZEROPLAN_SET){
-    ZEROPLAN_TEXT(ZEROPLAN_SET), adam, lion, sgd, lamb_moments, lamb_apply, cast, sum_of_squares,
+    ZEROPLAN_TEXT(ZEROPLAN_SET), adam, adam_blockwise, lion, sgd, lamb_moments, lamb_apply, cast, sum_of_squares,
 };
 
 } // namespace zeroplan

@@ -136,6 +136,8 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(options: Options) -> No
         precision = engine.precision(dtype)
         whole = llama_tape(2, 2 if precision is Precision.MIXED else 4)
         for name, row in OPTIMIZERS.items():
+            if row.runtime_only and not engine.own_optimizers:
+                continue
             kind = OptimizerKind.FUSED if row.fused else OptimizerKind.FOREACH
             workload = Workload(seq_len=128, dtype=dtype, precision=precision, optimizer=name, optimizer_kind=kind)
             # Every optimizer trains the whole model; those that divide its parameters, and the default, adapters as well.

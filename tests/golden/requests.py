@@ -86,7 +86,7 @@ OPTIMIZERS = (
     "adamw", "adam", "adamw8bit", "lamb", "onebitadam", "lion", "adagrad", "adafactor", "muon", "nadam", "radam", "adamax",
     "rmsprop", "adadelta", "sgd", "sgd_momentum", "adamw_amsgrad", "adam_amsgrad", "rmsprop_momentum", "rmsprop_centered",
     "rmsprop_centered_momentum", "asgd", "rprop",
-    "adafactor_transformers",
+    "adafactor_transformers", "adamw4bit",
 )  # fmt: skip
 ALIASES = ("fusedadam", "adamw_torch_fused", "paged_adamw_8bit", "FusedLion", "1-bit-adam", "sgdm")
 

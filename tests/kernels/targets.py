@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from zeroplan_runtime.kernels import backends, cuda_backend, functional, native_backend, torch_backend
+from zeroplan_runtime.kernels import backends, blockwise, cuda_backend, functional, native_backend, torch_backend
 
 #: name → (path module, device type, instruction set of the native routines)
 TARGETS = {
@@ -41,7 +41,10 @@ def using(target: str):
         if not native_backend.use_instructions(instructions):
             pytest.skip(f"this processor has no {instructions}")
     try:
-        with mock.patch.object(functional, "backend", return_value=path):
+        with (
+            mock.patch.object(functional, "backend", return_value=path),
+            mock.patch.object(blockwise, "backend", functional.backend),
+        ):
             yield torch.device(device)
     finally:
         if path is native_backend:
@@ -60,5 +63,5 @@ def buffer(values: torch.Tensor, device: torch.device, offset: int = 0) -> torch
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bit for bit, all NaN alike."""
     a, b = a.cpu(), b.cpu()
-    kind = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return bool(((a.view(kind) == b.view(kind)) | (a.isnan() & b.isnan())).all())

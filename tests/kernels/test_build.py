@@ -18,6 +18,7 @@ import torch
 from tests.patience import PATIENCE
 from zeroplan_runtime.kernels import (
     backends,
+    blockwise,
     cuda_backend,
     functional,
     loss,
@@ -26,6 +27,7 @@ from zeroplan_runtime.kernels import (
     nvrtc,
     torch_backend,
 )
+from zeroplan_runtime.kernels.block_quantisation import block_format
 
 ARCHITECTURES = (75, 80, 90, 100)
 
@@ -217,6 +219,7 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=7))
         monkeypatch.setattr(functional, "backend", lambda _device: cuda_backend)
         monkeypatch.setattr(loss, "backend", lambda _device: cuda_backend)
+        monkeypatch.setattr(blockwise, "backend", lambda _device: cuda_backend)
 
     def launch(self, _stream, threads, kernel, *arguments) -> None:
         self.launches.append((kernel, threads, arguments))
@@ -229,6 +232,10 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
     p, m, v = torch.ones(n), torch.ones(n), torch.ones(n)
     g, out, scalars = torch.ones(n).bfloat16(), torch.ones(n).bfloat16(), torch.zeros(16)
     functional.adamw(p, g, m, v, lr=0.1, step=1, param_out=out, scalars=scalars)
+    codes, scales = torch.zeros(4864, dtype=torch.uint8), torch.zeros(38)
+    blockwise.adamw_blockwise(
+        p[:4864], g[:4864], codes, codes, scales, block_format(8, 256), lr=0.1, step=1, param_out=out[:4864], scalars=scalars
+    )
     functional.lion(p, g, m, lr=0.1, param_out=out)
     functional.sgd(p, g, None, lr=0.1)
     functional.lamb(p, g, m, v, make_segments([0, 17, n], "cpu"), lr=0.1, step=1, param_out=out)

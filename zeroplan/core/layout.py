@@ -4,7 +4,9 @@ Note [Layout]
     A *unit* is one transformer block, one large embedding or head, or the root (everything else, tied parameters
     included). Its trainable parameters lie one after another in one *flat*, its frozen ones in another; each parameter
     begins on a multiple of :data:`ALIGN` elements, and the flat is padded so that every rank's *shard* is equal and
-    aligned. One flat is gathered by one all-gather, reduced by one reduce-scatter and updated by one launch.
+    aligned. One flat is gathered by one all-gather, reduced by one reduce-scatter and updated by one launch. Where the
+    optimizer's states are quantised in blocks, parameters and shards begin on multiples of a block instead: a block then
+    holds elements of one parameter on one rank, and the same ones at any number of ranks.
 
     Where a buffer is needed only while its unit computes (gathered parameters at stage 3, whole gradients from stage 2
     on), units share *slots*: blocks take turns in a small ring, large embeddings and heads share one more, the root has
@@ -49,7 +51,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
-from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.layout_setup import RuntimeSetup, StateDType
 from zeroplan.core.segments import SegmentTable
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
@@ -60,9 +62,9 @@ ALIGN = 64
 #: An embedding or head outside the blocks with at least this many elements is a unit of its own.
 WIDE_NUMEL = 1 << 20
 
-#: Scalars of one step on the device: sum of squares, norm, factor, skip flag; the rest keeps the line whole. Each unit's sum
 #: Elements that an update without a kernel works on at once, at most.
 UPDATE_CHUNK = 1 << 20
+#: Scalars of one step on the device: sum of squares, norm, factor, skip flag; the rest keeps the line whole. Each unit's sum
 #: of squares follows.
 STEP_SCALARS = 16
 
@@ -185,7 +187,7 @@ class OwnedBuffer:
     buffer: Buffer
     unit: str
     numel: int
-    dtype: DType
+    dtype: DType | StateDType
     place: Place = Place.HBM
     phases: tuple[Phase, ...] = ALWAYS
 
@@ -304,8 +306,11 @@ def align(numel: int, to: int = ALIGN) -> int:
     return -(-numel // to) * to
 
 
-def flat_of(shape: UnitShape, ranks: int, *, trainable: bool) -> Flat | None:
-    """The flat of a unit's trainable or frozen parameters, optimizer groups together; None when there are none."""
+def flat_of(shape: UnitShape, ranks: int, *, trainable: bool, to: int = ALIGN) -> Flat | None:
+    """The flat of a unit's trainable or frozen parameters, optimizer groups together; None when there are none.
+
+    Parameters and shards begin on multiples of `to` elements.
+    """
     chosen = [i for i, p in enumerate(shape.params) if p.trainable is trainable and p.numel]
     if not chosen:
         return None
@@ -313,15 +318,15 @@ def flat_of(shape: UnitShape, ranks: int, *, trainable: bool) -> Flat | None:
     offsets, end = [], 0
     for i in chosen:
         offsets.append(end)
-        end += align(shape.params[i].numel)
-    shard = align(-(-end // ranks))
+        end += align(shape.params[i].numel, to)
+    shard = align(-(-end // ranks), to)
     return Flat(tuple(chosen), tuple(offsets), tuple(shape.params[i].numel for i in chosen), end, shard, ranks)
 
 
 def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
     """Flats, shards and slots for `shapes`, which stand in the order of the forward."""
     units, turn = [], 0
-    flats = [flat_of(shape, setup.ranks, trainable=True) for shape in shapes]
+    flats = [flat_of(shape, setup.ranks, trainable=True, to=max(ALIGN, setup.block)) for shape in shapes]
     fixed = [flat_of(shape, setup.ranks, trainable=False) for shape in shapes]
     places = _optimizer_places([flat.used if flat else 0 for flat in flats], setup)
     rests = _param_places([sum(flat.shard for flat in pair if flat) for pair in zip(flats, fixed, strict=True)], setup)
@@ -366,6 +371,14 @@ def _param_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]:
     return places
 
 
+def spaced(row: OwnedBuffer) -> int:
+    """Return the elements from a row's beginning to that of the next row of its kind, in the one block of memory of all.
+
+    Rows begin on multiples of :data:`ALIGN` elements; scales, which are read two at a time, lie without gaps.
+    """
+    return row.numel if row.buffer is Buffer.OPTIM_SCALE else align(row.numel)
+
+
 def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
     """List every buffer that one rank's runtime allocates, those of one kind and place together. All ranks are equal."""
     setup = layout.setup
@@ -377,7 +390,9 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
             where = Place.PINNED if pinned else place
             rows.append(OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, where))
     for state in setup.states:
-        rows += [OwnedBuffer(state, name, numel, DType.FP32, place) for name, numel, place in trained]
+        rows += [OwnedBuffer(state, name, *setup.state_elements(state, numel), place) for name, numel, place in trained]
+    if setup.map_words and any(place is Place.HBM for _, _, place in trained):  # the host's are no part of a rank
+        rows.append(OwnedBuffer(Buffer.OPTIM_SCALE, "maps", setup.map_words, DType.FP32))
     if setup.takes_norms:
         tables = ((u.shape.name, layout.segments(u).words) for u in layout.units if u.trainable)
         rows += [OwnedBuffer(Buffer.OPTIM_TRUST, name, words, DType.FP32) for name, words in tables]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
@@ -10,6 +11,17 @@ from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
+
+
+class StateDType(StrEnum):
+    """Element types that optimizer states have beside those of parameters."""
+
+    UINT8 = "uint8"  # a quantised state: one element of 8 bits, or two of 4
+
+    @property
+    def bytes(self) -> int:
+        """Bytes an element."""
+        return 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +61,32 @@ class RuntimeSetup:
 
     @property
     def states(self) -> tuple[Buffer, ...]:
-        """The optimizer's states; each is fp32 and as long as the unit's share of the masters."""
+        """The optimizer's states; see :meth:`state_elements` for their sizes."""
         return OPTIMIZERS[self.optimizer].buffers
+
+    @property
+    def block(self) -> int:
+        """Elements that share one scale of a quantised state; 1 where states are fp32."""
+        kernel = OPTIMIZERS[self.optimizer].runtime
+        return 1 if kernel is None else kernel.block
+
+    @property
+    def map_words(self) -> int:
+        """Words of the tables by which states are quantised; 0 where they are fp32."""
+        kernel = OPTIMIZERS[self.optimizer].runtime
+        return 0 if kernel is None else kernel.map_words
+
+    def state_elements(self, buffer: Buffer, count: int) -> tuple[int, DType | StateDType]:
+        """Return how many elements a state has for `count` masters, the last block whole, and their dtype.
+
+        States are fp32 and as long as the masters. Quantised ones are packed in bytes, with the scales of both moments of a
+        block, fp32, side by side.
+        """
+        state = next(one for one in OPTIMIZERS[self.optimizer].states if one.buffer is buffer)
+        size = state.bytes_of(-(-count // self.block) * self.block, DType.FP32.bytes)
+        if self.block == 1 or buffer is Buffer.OPTIM_SCALE:
+            return size // DType.FP32.bytes, DType.FP32
+        return size, StateDType.UINT8
 
     @property
     def takes_norms(self) -> bool:

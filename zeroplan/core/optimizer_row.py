@@ -60,14 +60,18 @@ class State:
             return tuple((self.element or width) * count for count in factors_of(shape))
         count = math.prod(shape)
         if self.buffer is Buffer.OPTIM_SCALE:  # a tensor for each of the two moments, one scale for every begun block
-            return (4 * -(-count // SCALED_BLOCK),) * 2
+            return (4 * -(-count // self.denominator),) * 2
         return (self.bytes_of(count, width),)
 
 
 #: Bytes of the table of the fp32 values that 8-bit numbers stand for.
 LEVELS = 256 * 4
+#: Bins of the table by which the runtime finds the level of a number in [2^-24, 1]: 128 an octave, and one for 1.
+MAP_BINS = 24 * 128 + 1
 #: Elements that share one scale of an 8-bit state.
 SCALED_BLOCK = 256
+#: The same of a 4-bit state.
+SCALED_BLOCK_4BIT = 128
 
 
 def factors_of(shape: Sequence[int]) -> tuple[int, ...]:
@@ -147,7 +151,7 @@ class TorchClass:
 @dataclass(frozen=True, slots=True)
 class RuntimeKernel:
     """The kernel by which the included runtime steps an optimizer. Every state is fp32 and as long as the rank's part of the
-    masters.
+    masters, but where it is quantised in blocks.
 
     Attributes:
         kernel: the function of ``zeroplan_runtime.kernels``.
@@ -160,6 +164,10 @@ class RuntimeKernel:
         temporaries: fp32 tensors, as long as the part of the masters that is updated at once, that the update works in.
         takes_norms: the kernel needs the norm of each whole tensor, which the ranks add up between two passes. So the
             optimizer cannot run on the host, where each rank steps alone.
+        bits: of one element of a state.
+        block: elements that share one scale of a quantised state; 1 where the states are fp32. Parameters and shards begin on
+            multiples of it, so a block's elements are the same at any number of ranks.
+        type: its value of ``optimizer.type``, for an optimizer that DeepSpeed builds from no config.
     """
 
     kernel: str
@@ -169,6 +177,19 @@ class RuntimeKernel:
     carried: str = ""
     temporaries: int = 0
     takes_norms: bool = False
+    bits: int = 32
+    block: int = 1
+    type: str = ""
+
+    @property
+    def quantised(self) -> bool:
+        """Whether its states are kept in fewer bits than fp32, with a scale for every block."""
+        return self.block > 1
+
+    @property
+    def map_words(self) -> int:
+        """Words of 4 bytes of the tables by which the two moments are quantised: levels, and bins to find them by."""
+        return 2 * (2**self.bits + MAP_BINS) if self.quantised else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +233,11 @@ class Optimizer:
     def buffers(self) -> tuple[Buffer, ...]:
         """The states' buffers, in order."""
         return tuple(state.buffer for state in self.states)
+
+    @property
+    def runtime_only(self) -> bool:
+        """Whether nothing but the included runtime makes it from its name: neither DeepSpeed, torch nor the Trainer."""
+        return self.runtime is not None and not (self.deepspeed or self.torch or self.optim)
 
     @property
     def compresses(self) -> bool:

@@ -11,7 +11,16 @@ from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.optimizer_row import SCALED_BLOCK, DeepSpeedType, Domain, Optimizer, RuntimeKernel, State, TorchClass
+from zeroplan.core.optimizer_row import (
+    SCALED_BLOCK,
+    SCALED_BLOCK_4BIT,
+    DeepSpeedType,
+    Domain,
+    Optimizer,
+    RuntimeKernel,
+    State,
+    TorchClass,
+)
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 
 _EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1)
@@ -97,8 +106,20 @@ _ROWS = (
         ),
         "Dettmers et al. 2022, section 2; bitsandbytes blocksize 256",
         aliases=("adam8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "pagedadamw8bit", "8bit-adam"),
+        runtime=RuntimeKernel("adamw8bit", _ADAM_DEFAULTS, bits=8, block=SCALED_BLOCK, type="AdamW8bit"),
         least_8bit=4096,
         optim="adamw_bnb_8bit",
+    ),
+    Optimizer(
+        "adamw4bit",
+        (  # two elements a byte; one fp32 scale for every 128 elements of each state
+            State(Buffer.OPTIM_EXP_AVG, numerator=1, denominator=2),
+            State(Buffer.OPTIM_EXP_AVG_SQ, numerator=1, denominator=2),
+            State(Buffer.OPTIM_SCALE, numerator=8, denominator=SCALED_BLOCK_4BIT),
+        ),
+        "Li et al. 2023, section 4",
+        aliases=("adamw_4bit",),
+        runtime=RuntimeKernel("adamw4bit", _ADAM_DEFAULTS, bits=4, block=SCALED_BLOCK_4BIT, type="AdamW4bit"),
     ),
     Optimizer(
         "lamb",
@@ -375,12 +396,20 @@ def optimizer_of_type(type_: str, hyper: Mapping[str, Any] | None = None) -> Opt
     return None
 
 
+def runtime_type(name: str) -> str:
+    """The value of ``optimizer.type`` that only the included runtime takes for a row; empty for any other row."""
+    kernel = find_optimizer(name).runtime
+    return "" if kernel is None else kernel.type
+
+
 #: A row without states, for a run that steps nothing.
 STATELESS = "sgd"
 #: What the included runtime can step, by the ``optimizer.type`` of a ds_config in lower case.
 RUNTIME_OPTIMIZERS: dict[str, Optimizer] = {}
 for _row in _ROWS:
-    if _row.runtime is not None and _row.written is not None:
-        RUNTIME_OPTIMIZERS.setdefault(_row.written.type.lower(), _row)
+    if _row.runtime is not None:
+        for _type in (_row.runtime.type, "" if _row.written is None else _row.written.type):
+            if _type:
+                RUNTIME_OPTIMIZERS.setdefault(_type.lower(), _row)
 #: The names of all rows that the included runtime can step, in alphabetical order.
 RUNTIME_NAMES = tuple(sorted(row.name for row in _ROWS if row.runtime is not None))

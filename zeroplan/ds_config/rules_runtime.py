@@ -285,13 +285,20 @@ def require_io(aio: Aio) -> None:
     _require(IO_REFUSALS, View(ZeroConfig(stage=3, offload_optimizer=in_files, aio=aio), TrainingSettings(), {}))
 
 
-def require_offloadable(optimizer: str) -> None:
-    """Refuse an optimizer that cannot leave the device.
+def require_offloadable(optimizer: str, zero: ZeroConfig) -> None:
+    """Refuse an optimizer that cannot leave the device in this way.
 
     Raises:
-        BadInput: for one that takes whole tensors' norms (LAMB), which need every rank between two passes.
+        BadInput: for one that takes whole tensors' norms (LAMB), which need every rank between two passes; for one with
+            quantised states where states or parameters are in files, whose update passes fp32 states through pinned buffers.
     """
     kernel = find_optimizer(optimizer).runtime
+    if kernel is not None and kernel.quantised and _NVME in (zero.offload_optimizer.device, zero.offload_param.device):
+        raise BadInput(
+            f"the quantised states of {kernel.type} are not stepped from files",
+            where="offload_optimizer" if zero.offload_optimizer.device is _NVME else "offload_param",
+            remedy='use device "cpu", or AdamW',
+        )
     if kernel is not None and kernel.takes_norms:
         raise BadInput(
             f"{optimizer.upper()} cannot be offloaded", where="offload_optimizer", remedy="use AdamW, or keep it on the device"

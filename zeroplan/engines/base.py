@@ -117,6 +117,8 @@ class Engine(ABC):
         casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
             (accelerate's ``convert_outputs_to_fp32``).
         float8: whether linear layers that multiply in 8-bit floats are modelled.
+        own_optimizers: whether it steps optimizers that nothing else makes from their names
+            (:attr:`~zeroplan.core.optimizer_row.Optimizer.runtime_only`).
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
 
@@ -137,6 +139,7 @@ class Engine(ABC):
     evaluates: ClassVar[bool] = False
     casts_outputs: ClassVar[bool] = False
     float8: ClassVar[bool] = False
+    own_optimizers: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 

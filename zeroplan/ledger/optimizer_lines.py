@@ -56,7 +56,7 @@ STATE_DOCS = {
     Buffer.OPTIM_PREVIOUS_GRAD: "The step's gradients, for the next step (Rprop).",
     Buffer.OPTIM_STEP_SIZE: "A step size for each element (Rprop).",
     Buffer.OPTIM_FACTORED: "Adafactor's second moment: of a matrix its rows and columns, of a flat part all.",
-    Buffer.OPTIM_SCALE: "One fp32 scale for every 256 elements of each 8-bit state.",
+    Buffer.OPTIM_SCALE: "One fp32 scale for every block of each 8- or 4-bit state: 256 or 128 elements.",
     Buffer.OPTIM_ERROR_FEEDBACK: "What compression left out, kept for the next step (1-bit optimizers).",
 }
 

@@ -102,8 +102,13 @@ def resolve(request: Request) -> Resolved:
         if spec.has_shapes:
             workload = replace(workload, lora_targets=named_targets(spec, workload.lora_targets))
         spec = with_lora(spec, rank, workload.lora_targets)
-    if warning := find_optimizer(workload.optimizer).warning:
-        warnings.append(warning)
+    row = find_optimizer(workload.optimizer)
+    if row.runtime_only and not engine.own_optimizers:
+        raise BadInput(
+            f"{row.name} is not modelled under {engine.name}", where="--optimizer", remedy="use --engine zeroplan, or adamw8bit"
+        )
+    if row.warning:
+        warnings.append(row.warning)
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     zero_init = request.zero_init is not False

@@ -1,7 +1,9 @@
 """The part of each tensor that a rank saves and loads, as planners for torch.distributed.checkpoint.
 
 A checkpoint holds every parameter and every optimizer state as one flat tensor named ``<kind>/<parameter's name>``,
-independent of the number of ranks, the stage and the padding of the run that saved it. Where tensor-parallel ranks or pipeline
+independent of the number of ranks, the stage and the padding of the run that saved it. States that are quantised in blocks are
+held as they are, codes and scales: parameters and shards begin on whole blocks, so a parameter's blocks are the same at any
+number of ranks, and what is loaded is exactly what was saved. Where tensor-parallel ranks or pipeline
 stages hold parts of the model, each part's names begin with its place in the mesh (:attr:`MeshRanks.part`).
 """
 
@@ -74,8 +76,10 @@ def state_shards(
         if unit.trainable is not None and not (loading and states_in_files(unit)):
             whole = not model_states.setup.shards_states
             for buffer in _kept(model_states, unit) if optimizer else (Buffer.PARAM_MASTER,):
-                source = _source(model_states, unit, buffer)
-                yield from _of_flat(model_states, unit, unit.trainable, _kind(buffer), source, whole=whole, loading=loading)
+                source, count = _source(model_states, unit, buffer), _count(model_states, buffer)
+                yield from _of_flat(
+                    model_states, unit, unit.trainable, _kind(buffer), source, whole=whole, loading=loading, count=count
+                )
         if unit.frozen is not None and frozen and not (loading and unit.in_files):
             whole = not model_states.setup.shards_params
             values = unit.frozen.full if whole else unit.frozen.shard
@@ -130,6 +134,13 @@ def _kept(model_states: ModelStates, unit: UnitState) -> list[Buffer]:
     return [Buffer.PARAM_MASTER, *model_states.setup.states]
 
 
+def _count(model_states: ModelStates, buffer: Buffer) -> Callable[[int], int]:
+    """How many elements of a buffer a number of masters has."""
+    if buffer is Buffer.PARAM_MASTER:
+        return int
+    return lambda numel: model_states.setup.state_elements(buffer, numel)[0]
+
+
 def _kind(buffer: Buffer) -> str:
     return "master" if buffer is Buffer.PARAM_MASTER else buffer.value
 
@@ -159,8 +170,17 @@ def _source(model_states: ModelStates, unit: UnitState, buffer: Buffer) -> Tenso
 
 
 def _of_flat(
-    model_states: ModelStates, unit: UnitState, flat: FlatParam, kind: str, source: TensorSource, *, whole: bool, loading: bool
+    model_states: ModelStates,
+    unit: UnitState,
+    flat: FlatParam,
+    kind: str,
+    source: TensorSource,
+    *,
+    whole: bool,
+    loading: bool,
+    count: Callable[[int], int] = int,
 ) -> Iterator[StateShard]:
+    """`count` gives the tensor's elements for a number of elements of the flat, of which the tensor holds whole blocks."""
     rank = model_states.comm.rank
     base = 0 if whole else rank * flat.layout.shard
     for position, (i, offset, numel) in enumerate(
@@ -169,8 +189,8 @@ def _of_flat(
         start, end = (0, numel) if whole and loading else flat.layout.overlap(position, rank)
         if start < end:
             name = f"{model_states.ranks.part}{kind}/{unit.layout.shape.params[i].name}"
-            tensor = source.part(offset + start - base, offset + end - base)
-            yield StateShard(name, numel, start, end - start, source.dtype, tensor)
+            tensor = source.part(count(offset + start - base), count(offset + end - base))
+            yield StateShard(name, count(numel), count(start), count(end) - count(start), source.dtype, tensor)
 
 
 def buffer_shards(model: nn.Module, part: str = "") -> list[StateShard]:
@@ -200,11 +220,17 @@ def check_metadata(
         BadInput: for the first tensor that the checkpoint lacks, or holds with another number of elements, and for a parameter
             of the checkpoint that the model lacks.
     """
-    states = [buffer.value for buffer in model_states.setup.states] if optimizer else []
+    states = model_states.setup.states if optimizer else ()
     shapes = [shape for unit in model_states.units for shape in unit.layout.shape.params if shape.numel]
     shapes = [shape for shape in shapes if shape.trainable or frozen]
     part = model_states.ranks.part
-    needed = {f"{part}{kind}/{s.name}": s.numel for s in shapes for kind in (["master", *states] if s.trainable else ["param"])}
+    needed = {f"{part}param/{s.name}": s.numel for s in shapes if not s.trainable}
+    needed |= {
+        f"{part}{_kind(buffer)}/{s.name}": _count(model_states, buffer)(s.numel)
+        for s in shapes
+        if s.trainable
+        for buffer in (Buffer.PARAM_MASTER, *states)
+    }
     needed |= {one.name: one.numel for one in buffers}
     stored = metadata.state_dict_metadata
     remedy = "build the model that was saved"

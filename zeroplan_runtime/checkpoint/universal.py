@@ -8,6 +8,7 @@ that of deepspeed/checkpoint/ds_to_universal.py of 0.19.8.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pickle
 import shutil
@@ -18,9 +19,12 @@ from typing import Any
 
 import torch
 
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizer_row import RuntimeKernel
 from zeroplan.core.optimizers import OPTIMIZERS, variant_of
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
+from zeroplan_runtime import kernels
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import as_line, on_all_ranks
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
@@ -66,9 +70,17 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
         place = folder / _STATES / name
         place.mkdir(parents=True, exist_ok=True)
         torch.save({"param": checkpoint.read("master", name)}, place / f"{_FP32}.pt")
-        for state in row.states if row is not None else ():
-            if name in set(checkpoint.names(state.buffer.value)):
-                torch.save({"param": checkpoint.read(state.buffer.value, name)}, place / f"{state.state_key}.pt")
+        if row is not None:
+            kernel = row.runtime
+            for state in row.states:
+                kind = state.buffer.value
+                if state.buffer is Buffer.OPTIM_SCALE or name not in set(checkpoint.names(kind)):
+                    continue  # a quantised state is written as the values that it stands for
+                quantised = kernel is not None and kernel.quantised
+                value = (
+                    _decoded(checkpoint, kernel, state.buffer, name) if kernel and quantised else checkpoint.read(kind, name)
+                )
+                torch.save({"param": value}, place / f"{state.state_key}.pt")
         torch.save(step, place / "step.pt")
     for kind in ("param", "buffer"):
         module |= {name: checkpoint.read(kind, name) for name in checkpoint.names(kind)}
@@ -98,6 +110,15 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
     atomic_files.finish(final.parent, tag)
     atomic_files.write_durably(final.parent / LATEST, tag.encode())
     return final
+
+
+def _decoded(checkpoint: WholeCheckpoint, kernel: RuntimeKernel, buffer: Buffer, name: str) -> torch.Tensor:
+    """The values of a parameter's quantised state: fp32, in its shape."""
+    kept, which = kernels.block_format(kernel.bits, kernel.block), int(buffer is Buffer.OPTIM_EXP_AVG_SQ)
+    shape = checkpoint.shapes[name]
+    codes, scales = (checkpoint.read_flat(kind, name) for kind in (buffer.value, Buffer.OPTIM_SCALE.value))
+    values = kernels.decode(codes, scales.view(-1, 2)[:, which], kept, (kept.first, kept.second)[which])
+    return values[: math.prod(shape)].view(shape)
 
 
 def load_universal_checkpoint(

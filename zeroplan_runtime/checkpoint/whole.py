@@ -83,10 +83,15 @@ class WholeCheckpoint:
         shape = self.shapes[name]
         if self._is_empty(kind, name):
             return torch.empty(shape)
+        flat = self.read_flat(kind, name)
+        if flat.numel() != math.prod(shape):
+            raise BadInput(f"'{kind}/{name}' has {flat.numel()} elements and the shape {shape}", where=str(self.path))
+        return flat.view(shape)
+
+    def read_flat(self, kind: str, name: str) -> torch.Tensor:
+        """A tensor as it is stored, 1-D: codes or scales of quantised states have other lengths than the parameter."""
         key = f"{kind}/{name}"
         stored = self._stored[key]
-        if stored.size[0] != math.prod(shape):
-            raise BadInput(f"{key!r} has {stored.size[0]} elements and the shape {shape}", where=str(self.path))
         whole = torch.empty(stored.size, dtype=stored.properties.dtype)
         planner = ShardLoadPlanner([StateShard.of(key, whole.numel(), 0, whole)])
         planner.set_up_planner({}, self._reader.metadata)
@@ -94,7 +99,7 @@ class WholeCheckpoint:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process needs none
             load({}, storage_reader=self._reader, planner=planner, no_dist=True)
-        return whole.view(shape)
+        return whole
 
     def typed(self, key: str) -> Any:
         """Returns a part of the state that keeps its Python types: ``groups``, ``schedule`` or ``client_state``."""

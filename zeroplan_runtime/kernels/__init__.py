@@ -1,11 +1,13 @@
 """Optimizer updates, gradient norms and casts of flat buffers, and a cross entropy: by CUDA kernels, CPU routines or torch.
 
-Public: :func:`adamw`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
+Public: :func:`adamw`, :func:`adamw_blockwise`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
 :func:`global_norm`, :func:`cast`, :data:`UPDATES`, :data:`CARRIED`, :func:`cross_entropy`, :func:`cross_entropy_grad`,
 :func:`backend_report`.
 """
 
 from zeroplan_runtime.kernels.backends import backend_report
+from zeroplan_runtime.kernels.block_quantisation import BlockFormat, Map, block_format, decode, encode, map_words
+from zeroplan_runtime.kernels.blockwise import adamw_blockwise
 from zeroplan_runtime.kernels.elementwise import CARRIED
 from zeroplan_runtime.kernels.functional import adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
@@ -21,18 +23,25 @@ __all__ = [
     "SKIP",
     "SQUARES",
     "UPDATES",
+    "BlockFormat",
+    "Map",
     "SegmentWorkspace",
     "TensorSegments",
     "adamw",
+    "adamw_blockwise",
     "backend_report",
+    "block_format",
     "cast",
     "cross_entropy",
     "cross_entropy_grad",
+    "decode",
+    "encode",
     "global_norm",
     "grad_norm",
     "lamb",
     "lion",
     "make_segments",
+    "map_words",
     "sgd",
     "squares",
 ]

@@ -14,6 +14,7 @@ import torch
 
 from zeroplan.core.layout import NORM_PARTS, NORM_WORKSPACE
 from zeroplan_runtime.kernels import nvrtc
+from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs
 from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import UpdateArgs
 
@@ -43,6 +44,7 @@ class KernelConfig:
 #: The fastest of benchmarks/kernels/tune.py on an H100 (benchmarks/results/kernels_tune.json).
 KERNEL_CONFIGS = {
     "adam": KernelConfig(threads=1024),
+    "adam_blockwise": KernelConfig(threads=256, blocks=4),  # not tuned: no GPU has run it yet
     "lion": KernelConfig(threads=1024),
     "sgd": KernelConfig(threads=1024),
     "cast": KernelConfig(),
@@ -75,7 +77,15 @@ def _multiprocessors(device: int) -> int:
 
 
 @cache
-def _kernel(device: int, file: str, name: str, grad: torch.dtype, out: torch.dtype | None, config: KernelConfig) -> Any:
+def _kernel(
+    device: int,
+    file: str,
+    name: str,
+    grad: torch.dtype,
+    out: torch.dtype | None,
+    config: KernelConfig,
+    more: tuple[tuple[str, str], ...] = (),
+) -> Any:
     macros = (
         ("ZP_GRAD", _NAMES[grad]),
         ("ZP_OUT", "void" if out is None else _NAMES[out]),
@@ -84,6 +94,7 @@ def _kernel(device: int, file: str, name: str, grad: torch.dtype, out: torch.dty
         ("ZP_UNROLL", str(config.unroll)),
         ("ZP_LOAD", str(config.load)),
         ("ZP_STORE", str(config.store)),
+        *more,
     )
     major, minor = torch.cuda.get_device_capability(device)
     torch.cuda.current_stream(device)  # creates torch's context, which cuda.core uses
@@ -148,6 +159,32 @@ def adam(args: UpdateArgs) -> None:
     pointers = (_pointer(args.param), _pointer(args.grad), _pointer(args.first), _pointer(args.second), _pointer(args.out))
     numbers = (args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2)
     _update("adam", args, pointers, *map(_f, (*numbers, args.root2, args.eps, args.l2, args.keep, args.rate)))
+
+
+def adam_blockwise(args: BlockwiseArgs) -> None:
+    """Steps AdamW with blockwise states; see :func:`.blockwise.adamw_blockwise`."""
+    update, kept, config = args.update, args.format, KERNEL_CONFIGS["adam_blockwise"]
+    assert update.grad is not None
+    device, count = update.param.device, kept.blocks(update.param.numel())
+    if count == 0:
+        return
+    out = None if update.out is None else update.out.dtype
+    sizes = (("ZP_BITS", str(kept.bits)), ("ZP_BLOCK", str(kept.block)))
+    kernel = _kernel(_index(device), "adam_blockwise.cu", "zp_adam_blockwise", update.grad.dtype, out, config, sizes)
+    # A warp works on a block of elements.
+    grid = max(1, min(-(-count * 32 // (config.threads * config.unroll)), config.blocks * _multiprocessors(_index(device))))
+    tensors = (update.param, update.grad, args.first, args.second, args.scales, update.out, args.maps)
+    numbers = (update.beta1, update.one_minus_beta1, update.beta2, update.one_minus_beta2)
+    _launch(
+        device,
+        kernel,
+        grid,
+        config.threads,
+        *map(_pointer, tensors),
+        count,
+        _pointer(update.scalars),
+        *map(_f, (*numbers, update.root2, update.eps, update.keep, update.rate)),
+    )
 
 
 def lion(args: UpdateArgs) -> None:

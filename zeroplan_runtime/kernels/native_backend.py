@@ -9,6 +9,7 @@ from functools import cache
 import torch
 
 from zeroplan.core.native import library as shared_library
+from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs
 from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import FACTOR, SKIP, SQUARES, UpdateArgs
 
@@ -28,6 +29,17 @@ class _UpdateArguments(ctypes.Structure):
         ("scale", ctypes.c_float),
         *((name, ctypes.c_float) for name in _COEFFICIENTS),
         ("nesterov", ctypes.c_int32),
+    ]
+
+
+class _Blockwise(ctypes.Structure):
+    """``ZeroplanBlockwise``."""
+
+    _fields_ = [
+        ("step", _UpdateArguments),
+        *((name, ctypes.c_void_p) for name in ("first", "second", "scales", "maps")),
+        ("bits", ctypes.c_int32),
+        ("block", ctypes.c_int32),
     ]
 
 
@@ -52,7 +64,7 @@ def library() -> ctypes.CDLL | None:
         return None
     pointer, count, threads, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
     try:
-        for name in ("adam", "lion", "sgd", "cast"):
+        for name in ("adam", "adam_blockwise", "lion", "sgd", "cast"):
             function = getattr(found, f"zeroplan_{name}")
             function.argtypes, function.restype = [pointer, threads], None
         found.zeroplan_sum_of_squares.argtypes = [pointer, ctypes.c_int32, count, threads]
@@ -133,6 +145,15 @@ def _update(name: str, args: UpdateArgs) -> None:
 def adam(args: UpdateArgs) -> None:
     """Steps Adam or AdamW; see :func:`.functional.adamw`."""
     _update("zeroplan_adam", args)
+
+
+def adam_blockwise(args: BlockwiseArgs) -> None:
+    """Steps AdamW with blockwise states; see :func:`.blockwise.adamw_blockwise`."""
+    step = _arguments(args.update)
+    if step is not None:
+        pointers = (_pointer(t) for t in (args.first, args.second, args.scales, args.maps))
+        arguments = _Blockwise(step, *pointers, args.format.bits, args.format.block)
+        _loaded().zeroplan_adam_blockwise(ctypes.byref(arguments), _threads())
 
 
 def lion(args: UpdateArgs) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from zeroplan.core.optimizer_row import SCALED_BLOCK, SCALED_BLOCK_4BIT
+from zeroplan_runtime.kernels.block_quantisation import block_format
+from zeroplan_runtime.kernels.blockwise import blockwise_update
 from zeroplan_runtime.kernels.elementwise import adadelta, adagrad, adamax, amsgrad, asgd, nadam, radam, rmsprop, rprop
 from zeroplan_runtime.kernels.functional import adamw, lamb, lion, sgd
 from zeroplan_runtime.kernels.segments import TensorSegments
@@ -77,6 +80,8 @@ UPDATES: dict[str, Update] = {
     "adagrad": adagrad,
     "adamax": adamax,
     "adamw": _adamw,
+    "adamw4bit": blockwise_update(block_format(4, SCALED_BLOCK_4BIT)),
+    "adamw8bit": blockwise_update(block_format(8, SCALED_BLOCK)),
     "amsgrad": amsgrad,
     "asgd": asgd,
     "lamb": _lamb,

@@ -7,15 +7,19 @@ It keeps Note [Arithmetic] of :mod:`.update`: no operation here may fuse a produ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 
+from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs, decode, encode
 from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import FACTOR, NORM, SKIP, SQUARES, UpdateArgs
 
 #: Elements updated at a time; a temporary then has 16 MiB.
 CHUNK = 1 << 22
+#: The same with states in blocks, whose temporaries are more: a multiple of every block.
+_BLOCKWISE_CHUNK = 1 << 19
 
 
 def _chunks(args: UpdateArgs) -> Iterator[tuple[slice, torch.Tensor]]:
@@ -49,6 +53,24 @@ def adam(args: UpdateArgs) -> None:
         v.mul_(args.beta2).add_((grad * args.one_minus_beta2).mul_(grad))
         p.mul_(args.keep).sub_((m / _root(v).mul_(args.root2).add_(args.eps)).mul_(args.rate))
         _emit(args, part)
+
+
+def adam_blockwise(args: BlockwiseArgs) -> None:
+    """Steps AdamW with blockwise states; see ``csrc/cuda/adam_blockwise.cu``."""
+    whole, kept = args.update, args.format
+    if whole.scalars is not None and bool(whole.scalars[SKIP]):
+        return
+    codes, maps = (args.first, args.second), (kept.first, kept.second)
+    for begin in range(0, whole.param.numel(), _BLOCKWISE_CHUNK):
+        part = slice(begin, min(begin + _BLOCKWISE_CHUNK, whole.param.numel()))
+        packed = slice(part.start // kept.codes_a_byte, part.stop // kept.codes_a_byte)
+        scales = args.scales.view(-1, 2)[part.start // kept.block : part.stop // kept.block]
+        m, v = (decode(codes[i][packed], scales[:, i], kept, maps[i]) for i in (0, 1))
+        out = None if whole.out is None else whole.out[part]
+        assert whole.grad is not None
+        adam(replace(whole, param=whole.param[part], grad=whole.grad[part], out=out, first=m, second=v))
+        for i, values in enumerate((m, v)):
+            codes[i][packed], scales[:, i] = encode(values, kept, maps[i])
 
 
 def lion(args: UpdateArgs) -> None:

@@ -42,7 +42,7 @@ def offload_optimizer(optimizer_step: OptimizerStep, zero: ZeroConfig, *, delaye
     model_states = optimizer_step.model_states
     if not any(unit.layout.offloaded for unit in model_states.units if unit.trainable is not None):
         return None
-    require_offloadable(optimizer_step.optimizer.kind)
+    require_offloadable(optimizer_step.optimizer.kind, zero)
     for unit in model_states.units:
         if unit.layout.offloaded and unit.trainable is not None:
             unit.offloaded = OffloadedUnit(unit, _pinned_buffers(unit, model_states, optimizer_step))

@@ -132,7 +132,11 @@ class OptimizerStep:
             # LAMB adds norms over the ranks, so a rank that owns nothing of a group takes part, too.
             if part.start < part.stop or workspace is not None:
                 part = slice(part.start, max(part.stop, part.start))
-                states = [unit.optim_states[b][part] for b in self.model_states.setup.states if b in unit.optim_states]
+                states = [
+                    self.model_states.state_slice(unit, b, part)
+                    for b in self.model_states.setup.states
+                    if b in unit.optim_states
+                ]
                 out = None if param is None else param[part]
                 tensors = self._tensors(flat, begin, end, part, workspace) if workspace is not None else None
                 made.append(GroupSlice(unit, group, master[part], out, part, states, tensors))
@@ -275,6 +279,8 @@ class OptimizerStep:
         if self.optimizer.kernel.temporaries:
             where = "device" if part.unit.offloaded is None else "host"
             common["workspace"] = self.model_states.update_workspaces[where]
+        if self.optimizer.kernel.quantised and part.unit.offloaded is None:
+            common["maps"] = self.model_states.maps
         shared = self.model_states.setup.shards_states
         reduce = self.model_states.comm.all_reduce_sum if shared else None
         kernels.UPDATES[self.optimizer.kernel.kernel](

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
+from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.saving import Saver, StateDict
 from zeroplan.core.unmodelled import Effect, Unmodelled
@@ -68,6 +69,7 @@ class Runtime(Engine):
     trainer = "zeroplan.engines.runtime.trainer:build"
     takes_modules = True
     casts_modules = True
+    own_optimizers = True
 
     def __init__(self, runtime_options: RuntimeOptions | None = None) -> None:
         self.runtime_options = runtime_options or RuntimeOptions()
@@ -124,7 +126,7 @@ class Runtime(Engine):
         if case.layout.tp > 1:
             require_splittable(case.workload, self.runtime_options)
         if case.zero.offload_optimizer:
-            require_offloadable(case.workload.optimizer)
+            require_offloadable(case.workload.optimizer, case.zero)
 
     def layout(self, case: Case) -> Layout:
         """Return the layout by which the Arena will allocate."""
@@ -183,7 +185,11 @@ class Runtime(Engine):
         found = super().ds_config(zero, workload, layout)
         defaults, own = asdict(RuntimeOptions()), asdict(self.runtime_options)
         changed = {name: value for name, value in own.items() if value != defaults[name]}
-        return found if found is None or not changed else {**found, "zeroplan": changed}
+        if found is None:
+            return None
+        if own_type := runtime_type(workload.optimizer):
+            found["optimizer"] = {"type": own_type}
+        return {**found, "zeroplan": changed} if changed else found
 
     def forms(self) -> Mapping[str, Form]:
         """Return the form of a ds_config that ``zeroplan_runtime.initialize`` takes."""

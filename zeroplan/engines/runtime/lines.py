@@ -12,6 +12,7 @@ from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.layout import PAGE, Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.engines.runtime.checkpoints import OffloadedInputSizes
+from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import LedgerBuilder, means
 from zeroplan.ledger.optimizer_lines import STATE_DOCS
 
@@ -65,6 +66,7 @@ class RuntimeRank:
     seq_len: int = means("tokens a sample")
     hidden: int = means("elements of one token's hidden state")
     trust_words: int = means("words of LAMB's tables: two sums a tensor and a tile, and where each tile begins and ends")
+    map_words: int = means("words of the tables by which 8- and 4-bit states are quantised: levels, and bins to find them by")
     update_temp: int = means("elements of the temporaries of an update without a kernel: two of up to 1 Mi")
     update_temp_offloaded: int = means("elements of the temporaries of an update on the host without a kernel")
     param_bytes: int = means("bytes of one parameter")
@@ -80,6 +82,8 @@ class RuntimeRank:
     masters: bool
     masters_offloaded: bool
     keeps_shards: bool
+    optimizer: str
+    block: int
     states: tuple[Buffer, ...]
     offload_place: Place
     master_place: Place
@@ -129,6 +133,7 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInpu
         seq_len=inputs.seq_len,
         hidden=inputs.hidden,
         trust_words=_count(rows, Buffer.OPTIM_TRUST),
+        map_words=_count([row for row in rows if row.unit == "maps"], Buffer.OPTIM_SCALE),
         update_temp=_count(here, Buffer.OPTIM_TEMP),
         update_temp_offloaded=_count(rows, Buffer.OPTIM_TEMP) - _count(here, Buffer.OPTIM_TEMP),
         param_bytes=setup.param_dtype.bytes,
@@ -142,6 +147,8 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInpu
         masters=bool(masters),
         masters_offloaded=master_offloaded is not None,
         keeps_shards=setup.kept_grad is Buffer.GRAD_SHARD,
+        optimizer=setup.optimizer,
+        block=setup.block,
         states=states,
         offload_place=next((unit.place for unit, _ in stepping if unit.offloaded), Place.DRAM),
         master_place=master_offloaded.place if master_offloaded is not None else Place.DRAM,
@@ -227,7 +234,14 @@ def _add_state_lines(place: Place | Callable[[RuntimeRank], Place], count: Calla
     for buffer in _STATES:
 
         def formula(c: RuntimeRank, buffer: Buffer = buffer) -> int:
-            return count(c) * c.master_bytes if buffer in c.states else 0
+            if buffer not in c.states:
+                return 0
+            if c.block > 1:
+                state = next(one for one in OPTIMIZERS[c.optimizer].states if one.buffer is buffer)
+                size = fraction(count(c), state.numerator, state.denominator)
+                tables = buffer is Buffer.OPTIM_SCALE and place is Place.HBM
+                return size + c.map_words * c.master_bytes if tables else size
+            return count(c) * c.master_bytes
 
         formula.__name__ = buffer.value.replace(".", "_") + suffix
         formula.__doc__ = STATE_DOCS[buffer]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
-from zeroplan.engines.verification import optimizer_section
+from zeroplan.engines.verification import LEARNING_RATE, optimizer_section
 
 #: fp16 begins at this loss scale where no file says otherwise, so that no step is lost to finding it.
 _FP16_POWER = 8
@@ -22,7 +23,9 @@ def run_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[str, 
     config.setdefault("gradient_clipping", 1.0)
     zero = config.get("zero_optimization")
     config["zero_optimization"] = {**_offload(case), **(zero if isinstance(zero, Mapping) else {}), "stage": case.zero.stage}
-    config.setdefault("optimizer", optimizer_section(work.optimizer))
+    own_type = runtime_type(work.optimizer)
+    made = {"type": own_type, "params": {"lr": LEARNING_RATE}} if own_type else optimizer_section(work.optimizer)
+    config.setdefault("optimizer", made)
     picks = {} if work.labelled_share is None else {"labelled_tokens_only": True}
     config["zeroplan"] = {"timeout": timeout, **picks, **dict(config.get("zeroplan") or {})}
     if work.dtype is not DType.FP32:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import Layout, runtime_buffers
+from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime_options import RuntimeOptions
@@ -95,7 +96,7 @@ def runtime_facts(layout: Layout, *, local_ranks: int, one_node: bool) -> Runtim
         grad_bytes=(setup.accum_dtype if each else setup.whole_grad_dtype).bytes,
         exchange_bytes=setup.accum_dtype.bytes,
         master_bytes=8,
-        state_bytes=4 * len(setup.states),
+        state_bytes=OPTIMIZERS[setup.optimizer].bytes_per_element(),
         written_bytes=setup.param_dtype.bytes if setup.has_masters and not setup.casts_masters else 0,
         one_node=one_node,
         hooked=sent or bool(away) or setup.shards_params,

@@ -53,7 +53,7 @@ _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sh
 #: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
 NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model", "fp8")
 #: Fields of a layout, for verbs that take data parallelism alone.
-DEGREES = ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
+DEGREES = ("tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
 
 
 def _option(
@@ -164,6 +164,12 @@ OPTIONS: dict[str, Any] = {
     "tp": _option(int, "--tp", "GPUs that share each matrix (tensor parallelism). [1]", _MESH),
     "sp": _option(bool, "--sp", "They share the tokens between matrices, too (sequence parallelism).", _MESH),
     "cp": _option(int, "--cp", "GPUs that share each sample's tokens (context parallelism: ring attention). [1]", _MESH),
+    "ulysses": _option(
+        int,
+        "--ulysses",
+        "GPUs that share each sample's tokens by exchanging heads (DeepSpeed's sequence_parallel_size). [1]",
+        _MESH,
+    ),
     "pp": _option(
         int, "--pp", "Stages of consecutive blocks (pipeline parallelism); --grad-accum micro batches pass. [1]", _MESH
     ),

@@ -32,12 +32,13 @@ class ParallelLayout:
         nodes: nodes.
         tp: ranks that share each matrix (tensor parallelism).
         sp: whether the tensor-parallel ranks also share the tokens between matrices (Megatron's sequence parallelism).
-        cp: ranks that share each sequence (context parallelism: ring attention or Ulysses).
+        cp: ranks that share each sequence (context parallelism: ring attention).
         pp: pipeline stages.
         vpp: model chunks a pipeline stage (the interleaved schedule; virtual pipeline parallelism).
         ep: ranks that share the experts of a layer.
         etp: ranks that share each expert's matrices.
         dp_replicate: replicas of the shard group (HSDP); 1 shards over all data-parallel ranks.
+        ulysses: ranks that share each sequence, and in attention its heads (DeepSpeed's ``sequence_parallel_size``).
         whole_vocabulary: whether tensor-parallel ranks have the whole embedding and gather the logits, as transformers' plan
             and DeepSpeed's AutoTP do; else both stay split.
 
@@ -55,14 +56,15 @@ class ParallelLayout:
     ep: int = 1
     etp: int = 1
     dp_replicate: int = 1
+    ulysses: int = 1
     whole_vocabulary: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gpus", "nodes", "tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate"):
+        for name in ("gpus", "nodes", "tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate", "ulysses"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name} {getattr(self, name)} is below 1", where=name, remedy="use a whole number above zero")
         ranks = self.world_size
-        self._require_divides(("tp", "cp", "pp"), ranks, f"{self.nodes} × {self.gpus} = {ranks} ranks")
+        self._require_divides(("tp", "cp", "ulysses", "pp"), ranks, f"{self.nodes} × {self.gpus} = {ranks} ranks")
         self._require_divides(("dp_replicate",), self.dp, f"the {self.dp} data-parallel ranks")
         stage = ranks // (self.pp * self.dp_replicate)
         self._require_divides(("ep", "etp"), stage, f"the {stage} ranks of one stage and replica")
@@ -91,12 +93,12 @@ class ParallelLayout:
     @property
     def dp(self) -> int:
         """Data-parallel ranks: those that read different samples. A step reads micro batch × accumulation × `dp` samples."""
-        return self.world_size // (self.tp * self.cp * self.pp)
+        return self.world_size // (self.tp * self.cp * self.ulysses * self.pp)
 
     @property
     def shard_group(self) -> int:
-        """Ranks over which ZeRO and FSDP shard the dense parameters' states: (dp / dp_replicate) × cp."""
-        return self.dp // self.dp_replicate * self.cp
+        """Ranks over which ZeRO and FSDP shard the dense parameters' states: (dp / dp_replicate) × cp × ulysses."""
+        return self.dp // self.dp_replicate * self.cp * self.ulysses
 
     @property
     def expert_shard_group(self) -> int:
@@ -118,7 +120,7 @@ class ParallelLayout:
     @property
     def communicators(self) -> int:
         """Process groups of more than one rank that one rank is in."""
-        sizes = [self.shard_group, self.dp_replicate, self.tp, self.cp, self.pp]
+        sizes = [self.shard_group, self.dp_replicate, self.tp, self.cp, self.ulysses, self.pp]
         if self.ep * self.etp > 1:
             sizes += [self.ep, self.etp, self.expert_shard_group]
         return sum(size > 1 for size in sizes)
@@ -130,6 +132,6 @@ class ParallelLayout:
             BadInput: naming the first other degree above 1.
         """
         has = " and ".join(["data parallelism", *but])
-        for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate"):
+        for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate", "ulysses"):
             if name not in but and getattr(self, name) > 1:
                 raise BadInput(f"{engine} has {has} only, and no {name}", where=name, remedy=f"leave {name} at 1")

@@ -51,15 +51,15 @@ class Checkpointing(StrEnum):
 class TraceOptions:
     """One way to run a model.
 
-    `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means
-    no LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
-    checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices;
-    `cp` ranks share each sample's tokens, and `ep` ranks the experts. `whole_vocabulary`: tensor-parallel ranks gather the
-    logits. `lora_dropout`: adapters drop some of their input. `quantized`: how linear layers multiply by a quantised weight
-    (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters beside them in 16 bits. `images` of `image_size`
-    pixels a side come with each sample. `evaluation`: the forward alone, in evaluation mode and without gradients.
-    `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0 where it is theirs. `fp8`: how
-    linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`).
+    `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means no
+    LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
+    checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices; `cp`
+    ranks share each sample's tokens by rings, `ulysses` ranks by exchanging heads, and `ep` ranks the experts.
+    `whole_vocabulary`: tensor-parallel ranks gather the logits. `lora_dropout`: adapters drop some of their input. `quantized`:
+    how linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters
+    beside them in 16 bits. `images` of `image_size` pixels a side come with each sample. `evaluation`: the forward alone, in
+    evaluation mode and without gradients. `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0
+    where it is theirs. `fp8`: how linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`).
     """
 
     attn: Attention = Attention.SDPA
@@ -72,6 +72,7 @@ class TraceOptions:
     sp: bool = False
     cp: int = 1
     ep: int = 1
+    ulysses: int = 1
     whole_vocabulary: bool = False
     quantized: Products | None = None
     lora_dropout: bool = False
@@ -85,7 +86,7 @@ class TraceOptions:
     @property
     def split_tokens(self) -> int:
         """Ranks that share the tokens of a sample. A tape's sequence length is what one of them has."""
-        return self.cp * (self.tp if self.sp else 1)
+        return self.cp * self.ulysses * (self.tp if self.sp else 1)
 
     @property
     def key(self) -> str:
@@ -106,6 +107,8 @@ class TraceOptions:
             parts.append(f"cp{self.cp}")
         if self.ep > 1:
             parts.append(f"ep{self.ep}")
+        if self.ulysses > 1:
+            parts.append(f"ulysses{self.ulysses}")
         if self.images:
             parts.append(f"images{self.images}" + (f"x{self.image_size}" if self.image_size else ""))
         if self.evaluation:
@@ -143,6 +146,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         sp=layout is not None and layout.sp,
         cp=layout.cp if layout is not None else 1,
         ep=layout.ep if layout is not None else 1,
+        ulysses=layout.ulysses if layout is not None else 1,
         whole_vocabulary=layout is not None and layout.whole_vocabulary,
         quantized=None if workload.quantize is None else workload.quantize.products,
         lora_dropout=workload.lora_dropout and workload.lora_rank is not None,

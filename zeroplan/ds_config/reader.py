@@ -272,7 +272,7 @@ def _zero(values: Mapping[str, Any]) -> ZeroConfig:
     )
 
 
-_NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None} | {"seq_parallel_communication_data_type"}
+_NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None}
 
 
 def _training(reading: Reading, micro: int | None, accum: int | None, train: int | None) -> TrainingSettings:

@@ -166,6 +166,8 @@ def _with_launcher(run: Setup, launcher: Setup) -> Setup:
             changes[name] = getattr(launcher, name)
     if launcher.dtype in ("bf16", "fp16") and run.dtype == "fp32" and "dtype" not in run.keys:
         changes["dtype"] = launcher.dtype
+    if "ulysses" in launcher.degrees:
+        changes |= {"degrees": {**run.degrees, **launcher.degrees}, "attn": run.attn or launcher.attn}
     if launcher.gradient_checkpointing:
         changes["gradient_checkpointing"] = True
     return replace(

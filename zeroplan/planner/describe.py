@@ -69,6 +69,8 @@ def describe_layout(layout: ParallelLayout) -> dict[str, Any]:
     degrees = {"dp": layout.dp, "tp": layout.tp, "sp": layout.sp, "cp": layout.cp, "pp": layout.pp, "vpp": layout.vpp}
     if layout.ep > 1:
         degrees |= {"ep": layout.ep, "etp": layout.etp, "expert_shard_group": layout.expert_shard_group}
+    if layout.ulysses > 1:
+        degrees |= {"ulysses": layout.ulysses}
     return degrees | {"shard_group": layout.shard_group}
 
 

@@ -25,7 +25,7 @@ def evaluation_tape(case: Case, tape: ExpandedTape, *, trace: bool) -> Evaluatio
         trace: trace it where it is neither shipped nor cached.
     """
     work = case.workload
-    if work.evaluation is None or case.layout.pp > 1 or case.layout.cp > 1 or work.images:
+    if work.evaluation is None or max(case.layout.pp, case.layout.cp, case.layout.ulysses) > 1 or work.images:
         return None
     options = evaluation_options(work, case.parallel)
     stored = lookup(case.spec, options)

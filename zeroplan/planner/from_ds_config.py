@@ -14,6 +14,7 @@ from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.findings import merged
 from zeroplan.ds_config.reader import UNMODELLED, DsConfig, fill_from, inspect_ds_config
+from zeroplan.ds_config.source import load_source
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
@@ -22,7 +23,8 @@ from zeroplan.planner.workload import workload_of
 
 #: Fields of the Request that a ds_config may fix too.
 _SHARED = ("micro_batch", "grad_accum", "dtype", "optimizer")
-_DS, _TP = "zero_optimization", "tensor_parallel"
+_DS, _TP, _SP = "zero_optimization", "tensor_parallel", "sequence_parallel_size"
+_DATA, _ONE = "data_parallel_size", "change one of the two"
 #: Keys of ``tensor_parallel`` that plans have, or that change none.
 _PLANNED_KEYS = ("autotp_size", "dtype", "tp", "tensor_parallel", "keep_module_on_host")
 
@@ -31,7 +33,7 @@ _PLANNED_KEYS = ("autotp_size", "dtype", "tp", "tensor_parallel", "keep_module_o
 class DsConfigRun:
     """The one run that a ds_config and the flags describe; `engine` has read its own sections of the file.
 
-    `tp` is the degree of tensor parallelism that file or flag asks for.
+    `tp` and `ulysses` are the degrees of tensor and sequence parallelism that file or flag asks for.
     """
 
     engine: Engine
@@ -40,6 +42,7 @@ class DsConfigRun:
     warnings: tuple[str, ...]
     unmodelled: tuple[Unmodelled, ...] = ()
     tp: int = 1
+    ulysses: int = 1
 
 
 def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec) -> DsConfigRun:
@@ -56,7 +59,7 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
         request.ds_config,
         dialect=engine.dialect,
         fill=_fill(request, base),
-        world_size=cluster.layout.dp,
+        world_size=_reading_ranks(request, cluster),
         hidden_size=spec_facts(spec).hidden_size,
         engine_version=engine.version,
     )
@@ -66,10 +69,48 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
     workload = config.workload(base, given=given)
     find_optimizer(workload.optimizer, where=f"{config.source}: optimizer.type")
     warnings = tuple(merged([finding for finding in config.warnings if finding.id != UNMODELLED]))
-    tp, unmodelled = request.tp, config.unmodelled
+    tp, ulysses, unmodelled = request.tp, request.ulysses, config.unmodelled
     if engine.whole_vocabulary and isinstance(config.raw.get(_TP), Mapping):
         tp, unmodelled = _auto_tp(request, cluster, spec, config)
-    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, warnings, unmodelled, tp)
+    if engine.whole_vocabulary and _SP in config.raw:
+        ulysses = _sequence_ranks(request, cluster, config)
+        unmodelled = tuple(one for one in unmodelled if one.key not in (_SP, _DATA))
+    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, warnings, unmodelled, tp, ulysses)
+
+
+def _reading_ranks(request: Request, cluster: Cluster) -> int:
+    """Return the ranks that the file's batch sizes count: groups that share samples once, where a flag makes the groups. Where
+    the file does, its reader divides.
+    """
+    ranks, shared = cluster.layout.dp, request.ulysses
+    if shared == 1 or ranks % shared or _SP in load_source(request.ds_config or {})[0]:
+        return ranks
+    return ranks // shared
+
+
+def _sequence_ranks(request: Request, cluster: Cluster, config: DsConfig) -> int:
+    """Return the file's ``sequence_parallel_size``, by which DeepSpeed makes its groups.
+
+    Raises:
+        BadInput: one that does not divide the ranks, or another than the flag's.
+    """
+    size, ranks = int(config.values.get(_SP) or 1), cluster.layout.world_size
+    where = f"{config.source}: {_SP}"
+    if size > 1 and ranks == 1:
+        raise BadInput(
+            f"{_SP} {size} needs that many ranks, and nothing says how many there are",
+            where=where,
+            remedy="give --gpus and --nodes",
+        )
+    if size > 1 and ranks % size:
+        raise BadInput(
+            f"{_SP} {size} does not divide the {ranks} ranks",
+            where=where,
+            remedy=f"use a divisor of {ranks}, or change --gpus and --nodes",
+        )
+    if request.ulysses not in (1, size):
+        raise BadInput(f"{config.source} says {size} ({_SP}), the flag {request.ulysses}", where="--ulysses", remedy=_ONE)
+    return size
 
 
 def _auto_tp(request: Request, cluster: Cluster, spec: ModelSpec, config: DsConfig) -> tuple[int, tuple[Unmodelled, ...]]:
@@ -95,9 +136,7 @@ def _auto_tp(request: Request, cluster: Cluster, spec: ModelSpec, config: DsConf
             remedy=f"use a divisor of {ranks}, or change --gpus and --nodes",
         )
     if request.tp not in (1, size):
-        raise BadInput(
-            f"{config.source} says {size} (autotp_size), the flag {request.tp}", where="--tp", remedy="change one of the two"
-        )
+        raise BadInput(f"{config.source} says {size} (autotp_size), the flag {request.tp}", where="--tp", remedy=_ONE)
     why = _beyond_auto_tp(request, spec, config)
     return (request.tp, (*others, Unmodelled(_TP, Effect.UNKNOWN, why))) if why else (size, others)
 

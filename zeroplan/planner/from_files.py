@@ -75,7 +75,7 @@ def _require_ranks(request: Request, setup: Setup) -> None:
     Raises:
         BadInput: naming the product that the ranks are not, or that the number of GPUs is missing.
     """
-    degrees = {name: getattr(request, name) for name in ("dp_replicate", "cp", "tp", "pp")}
+    degrees = {name: getattr(request, name) for name in ("dp_replicate", "cp", "ulysses", "tp", "pp")}
     if setup.dp_shard is not None:
         degrees["dp_shard"] = setup.dp_shard
     product = math.prod(degrees.values())
@@ -111,7 +111,7 @@ def _with_global_batch(request: Request, setup: Setup) -> Request:
     """
     if setup.global_batch is None or request.grad_accum is not None:
         return request
-    data_parallel = max(1, _ranks(request) // (request.tp * request.cp * request.pp))
+    data_parallel = max(1, _ranks(request) // (request.tp * request.cp * request.ulysses * request.pp))
     micro = request.micro_batch or 1
     if setup.global_batch % (data_parallel * micro):
         raise BadInput(

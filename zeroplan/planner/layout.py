@@ -14,7 +14,7 @@ from zeroplan.planner.request import Request
 
 #: The order of micro batches that needs no flag.
 DEFAULT_SCHEDULE = "1f1b"
-_DEGREES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+_DEGREES = ("tp", "cp", "ulysses", "pp", "vpp", "ep", "etp")
 _UNMEASURED = ("cp", "vpp", "ep", "dp_replicate")
 
 
@@ -48,6 +48,8 @@ def layout_of(
         _require_tensor_parallel(layout, spec, workload)
     if layout.cp > 1:
         _require_context_parallel(layout, spec, workload)
+    if layout.ulysses > 1:
+        _require_ulysses(layout, spec, workload)
     if layout.ep > 1 or layout.etp > 1:
         _require_experts(layout, spec, workload)
     if layout.pp > 1:
@@ -59,6 +61,8 @@ def unmeasured(layout: ParallelLayout) -> str:
     """Return a warning where a layout was never held against a GPU; empty where it was."""
     if layout.whole_vocabulary:
         return "--tp: AutoTP as DeepSpeed's source has it, but not measured on a GPU"
+    if layout.ulysses > 1:
+        return "--ulysses: as DeepSpeed's source has it, but not measured on a GPU"
     flags = " and ".join(f"--{name.replace('_', '-')}" for name in _UNMEASURED if getattr(layout, name) > 1)
     return f"{flags}: torch's own steps, but not measured on a GPU" if flags else ""
 
@@ -67,8 +71,8 @@ def _require_language_model(request: Request, spec: ModelSpec, workload: Workloa
     where = next((f"--{name}" for name in _DEGREES if getattr(request, name) > 1), "--pp")
     if request.task is not None or (spec.config and auto_class_of(spec.config) != "AutoModelForCausalLM"):
         raise BadInput("is modelled for causal language models alone", where=where, remedy="leave it at 1, and --task out")
-    if workload.lengths and max(request.cp, request.pp) > 1:
-        where = "--cp" if request.cp > 1 else "--pp"
+    if workload.lengths and max(request.cp, request.ulysses, request.pp) > 1:
+        where = next(f"--{name}" for name in ("cp", "ulysses", "pp") if getattr(request, name) > 1)
         raise BadInput(f"batches of different lengths are not modelled with {where}", where="--lengths", remedy="leave it out")
     if Buffer.OPTIM_FACTORED in (row := find_optimizer(workload.optimizer)).buffers or row.rest:
         raise BadInput(
@@ -118,6 +122,39 @@ def _require_context_parallel(layout: ParallelLayout, spec: ModelSpec, workload:
     if workload.recomputation is not None and workload.recomputation.selective:
         raise BadInput(
             "selective checkpointing of ring attention is not modelled", where="--checkpoint-policy", remedy="use full"
+        )
+
+
+def _require_ulysses(layout: ParallelLayout, spec: ModelSpec, workload: Workload) -> None:
+    """Refuse what DeepSpeed's Ulysses refuses, and what is not modelled beside it.
+
+    Source: DeepSpeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py (UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter)
+    """
+    from zeroplan.core.tensor_parallel import PLANS
+
+    ranks, where = layout.ulysses, "--ulysses"
+    if max(layout.tp, layout.cp, layout.pp, layout.ep) > 1:
+        raise BadInput(
+            "Ulysses is modelled beside data parallelism alone", where=where, remedy="leave --tp, --cp, --pp and --ep at 1"
+        )
+    if spec.model_type not in PLANS:
+        what = f"Ulysses of {spec.model_type or 'this model'} is not modelled"
+        raise BadInput(what, where=where, remedy=f"of {', '.join(PLANS)} it is")
+    heads = int(spec.config["num_attention_heads"])
+    groups = int(spec.config.get("num_key_value_heads") or heads)
+    if heads % ranks:
+        raise BadInput(
+            f"ulysses {ranks} does not divide the {heads} attention heads", where=where, remedy=f"use a divisor of {heads}"
+        )
+    if groups % ranks and ranks % groups:
+        what = f"neither of ulysses {ranks} and the {groups} KV heads divides the other"
+        raise BadInput(what, where=where, remedy=f"use a divisor or a multiple of {groups}")
+    if (workload.seq_len or 0) % ranks:
+        what = f"ulysses {ranks} does not divide the {workload.seq_len:,} tokens of a sample"
+        raise BadInput(what, where=where, remedy=f"use a --seq-len that {ranks} divides")
+    if workload.attn is Attention.EAGER:
+        raise BadInput(
+            "DeepSpeed's Ulysses drops masks, which eager attention needs", where="--attn", remedy="use sdpa or flash"
         )
 
 

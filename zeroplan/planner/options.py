@@ -75,6 +75,7 @@ class StageOptions(MachineOptions, total=False):
     tp: int
     sp: bool
     cp: int
+    ulysses: int
     pp: int
     vpp: int
     ep: int
@@ -117,6 +118,8 @@ OTHER_NAMES = {
     "fsdp_state_dict_type": ("save", " (sharded or full)"),
     "state_dict_type": ("save", " (sharded or full)"),
     "max_seq_length": ("seq_len", ""),
+    "sequence_parallel_size": ("ulysses", " (ranks that share each sample's tokens)"),
+    "sp_size": ("ulysses", " (ranks that share each sample's tokens)"),
     "max_length": ("seq_len", ""),
     "max_source_length": ("source_len", ""),
     "max_target_length": ("target_len", ""),

@@ -63,6 +63,7 @@ class Request:
     tp: int = 1
     sp: bool = False
     cp: int = 1
+    ulysses: int = 1
     pp: int = 1
     vpp: int = 1
     ep: int = 1

@@ -76,7 +76,7 @@ def resolve(request: Request) -> Resolved:
         engine, workload, zeros = run.engine, run.workload, [run.zero]
         warnings += run.warnings
         unmodelled += run.unmodelled
-        request = replace(request, tp=run.tp)
+        request = replace(request, tp=run.tp, ulysses=run.ulysses)
     engine = engine.for_workload(workload)
     if not workload.set_to_none and not engine.keeps_gradients:
         raise BadInput(f"{engine.name} frees gradients after each step", where="--no-set-to-none", remedy="leave it out")

@@ -138,7 +138,7 @@ def both_lengths(request: Request, spec: ModelSpec) -> tuple[int | None, int | N
         raise BadInput(f"{spec.name} is no encoder-decoder of text", where=given[0], remedy="give --seq-len")
     if request.lengths is not None:
         raise BadInput("lengths of both sides that vary are not modelled", where="--lengths", remedy="give the longest of each")
-    if max(request.tp, request.cp, request.pp) > 1:
+    if max(request.tp, request.cp, request.ulysses, request.pp) > 1:
         raise BadInput("two lengths are planned on data-parallel ranks alone", where=given[0], remedy="leave the degrees out")
     source = sequence_length(request.source_len or request.seq_len, spec)
     target = sequence_length(request.target_len or request.seq_len, spec)

@@ -28,7 +28,7 @@ def host_text(memory: int, usable: int, kind: str) -> str:
 
 def degrees_text(layout: Mapping[str, Any]) -> str:
     """Return ``"dp 2 × tp 4 with split tokens"`` for a layout as the report's JSON holds it."""
-    degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "cp", "pp", "vpp", "ep") if layout.get(name, 1) > 1]
+    degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "cp", "ulysses", "pp", "vpp", "ep") if layout.get(name, 1) > 1]
     return (" × ".join(degrees) or "one rank") + (" with split tokens" if layout["sp"] else "")
 
 

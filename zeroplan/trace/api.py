@@ -193,6 +193,11 @@ def _no_period(config: Mapping[str, Any]) -> BadInput:
 @contextlib.contextmanager
 def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
     """Make the ranks that the options ask for, as long as the context lasts."""
+    if options.ulysses > 1:
+        from zeroplan.trace.ulysses import UlyssesRank
+
+        yield UlyssesRank(options.ulysses)
+        return
     if options.tp == options.cp == options.ep == 1:
         yield ALONE
         return
@@ -246,7 +251,7 @@ class _Attempt:
         self._assembler = Assembler(model, find_blocks(model, depths), options, vocabulary_of(config))
         self._thresholds = thresholds(config)
         if self._thresholds and options.split_tokens > 1:
-            where = "--cp" if options.cp > 1 else "--sp"
+            where = "--cp" if options.cp > 1 else "--ulysses" if options.ulysses > 1 else "--sp"
             raise BadInput("splitting the tokens of a model with windows is not modelled", where=where, remedy="leave it out")
 
     def _model(self, rank: int) -> nn.Module:

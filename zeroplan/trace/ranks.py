@@ -3,10 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+#: How many collectives are being run, one inside another.
+_receiving = 0
+
+
+@contextlib.contextmanager
+def receiving() -> Iterator[None]:
+    """What is allocated in this context is what a collective receives."""
+    global _receiving
+    _receiving += 1
+    try:
+        yield
+    finally:
+        _receiving -= 1
+
+
+def receives() -> bool:
+    """Return whether what is allocated now is what a collective receives."""
+    return _receiving > 0
 
 
 class Ranks:

@@ -28,6 +28,7 @@ from zeroplan.core.tape import Mark, Op
 from zeroplan.trace import kernels, pointwise, selection
 from zeroplan.trace.kernels import Size
 from zeroplan.trace.known import KnownValues
+from zeroplan.trace.ranks import receives
 
 _aten = torch.ops.aten
 _PRIM_DEVICE = torch.ops.prim.device.default
@@ -272,7 +273,7 @@ class StorageRecorder(TorchDispatchMode):
         if known is not None:
             known.keep(out, made)
         patch = kernels.OUTPUT_BYTES.get(func)
-        collective = func.namespace == _COLLECTIVES
+        collective = func.namespace == _COLLECTIVES or receives()
         outputs = list(enumerate(out if isinstance(out, (tuple, list)) else (out,)))
         if func in kernels.REVERSED_OUTPUTS:
             outputs.reverse()

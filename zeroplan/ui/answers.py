@@ -288,7 +288,7 @@ def _files(asked: Asked, say: Say | None) -> dict[str, Any]:
     request = asked.request
     if asked.sources:
         request, _ = with_files(replace(request, files=asked.sources))
-    if max(request.tp, request.cp, request.pp, request.dp_replicate) > 1:
+    if max(request.tp, request.cp, request.ulysses, request.pp, request.dp_replicate) > 1:
         raise BadInput("no files are written for such a layout", where="--tp, --cp, --pp", remedy="leave them at 1")
     resolved = resolve(request)
     case = next((one for one in resolved.cases if _sharded_as(one.zero) == asked.show), None)

@@ -18,7 +18,9 @@ from zeroplan.planner.request import Request
 _KINDS: dict[str, type] = {
     **dict.fromkeys(("model", "params", "task", "dtype", "optimizer", "checkpoint_policy", "attn", "quantize"), str),
     **dict.fromkeys(("gpu", "vram", "cpu_ram", "nvme", "host", "engine", "alloc_conf", "depth", "schedule", "program"), str),
-    **dict.fromkeys(("micro_batch", "seq_len", "grad_accum", "lora_rank", "gpus", "nodes", "tp", "cp", "pp", "vpp"), int),
+    **dict.fromkeys(
+        ("micro_batch", "seq_len", "grad_accum", "lora_rank", "gpus", "nodes", "tp", "cp", "ulysses", "pp", "vpp"), int
+    ),
     **dict.fromkeys(("gradient_checkpointing", "from_scratch", "sp", "zero_init"), bool),
 }
 #: What names one plan of a table.

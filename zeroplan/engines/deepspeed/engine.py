@@ -117,15 +117,15 @@ class DeepSpeed(Engine):
         )
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what is not modelled beside AutoTP's tensor parallelism.
+        """Refuse what is not modelled beside AutoTP's tensor parallelism and Ulysses' sequence parallelism.
 
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp",))
+        layout.require_data_parallel_only(self.name, but=("tp", "ulysses"))
         if layout.sp:
             raise BadInput(
-                "deepspeed has data parallelism and tp only, and no sp",
+                "deepspeed has data parallelism and tp and ulysses only, and no sp",
                 where="--sp",
                 remedy="leave it out, or use --engine fsdp2",
             )
@@ -166,6 +166,8 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
         if case.workload.reference is not None and self.answers_reference(case):
             found.append(Unmodelled("reference", Effect.UNKNOWN, _REFERENCE))
+        if case.layout.ulysses > 1 and self.version != DEEPSPEED_VERSION:
+            found.append(Unmodelled("--ulysses", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s exchange was read"))
         frozen = not all(case.spec.parameters.trainable)
         return (*found, *unmodelled_by_version(zero, case.workload, frozen=frozen))
 
@@ -255,6 +257,11 @@ class DeepSpeed(Engine):
 
 
 def _as_wrapped(case: Case) -> Case:
-    """Return the case with the config that has the same wrapper and effects in 0.19.8, whatever the version."""
+    """Return the case with the config that has the same wrapper and effects in 0.19.8, whatever the version.
+
+    Where ranks share samples, gradients travel in a dtype of its own key. Source: engine.py, _configure_distributed_model
+    """
     zero = as_wrapped(case.zero, case.workload, zero_init=case.zero_init)
+    if case.layout.ulysses > 1:
+        zero = replace(zero, communication_data_type=zero.seq_parallel_communication_data_type)
     return case if zero is case.zero else replace(case, zero=zero)

@@ -39,7 +39,7 @@ _ADAPTERS_STAGE3 = 105
 def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
     """Return the bytes of NCCL's buffers and kernels on one GPU."""
     if layout.world_size > 1:
-        return _NCCL + ONE_COMMUNICATOR * (layout.tp > 1)
+        return _NCCL + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1)
     return _NCCL_ALONE if zero.stage == 3 and workload.dtype is DType.FP16 else 0
 
 

@@ -96,7 +96,7 @@ class Simulator:
         key = (tape, gpu, fp32, unhooked)
         known = self._lags.get(key)
         if known is None:
-            tokens = workload.micro_batch * (workload.seq_len or 1)
+            tokens = workload.micro_batch * (workload.seq_len or 1) // case.layout.ulysses
             known = self._lags[key] = device_lag_of(tape, tokens, rates_of(gpu), fp32=fp32, unhooked=unhooked)
             if len(self._lags) > MOST_TAPES:
                 self._lags.popitem(last=False)

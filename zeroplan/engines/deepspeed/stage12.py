@@ -268,8 +268,9 @@ class Stage12(DeepSpeedSchedule):
         return found
 
     def _all_reduce(self, batch: list[tuple[int, Slice | None]], elements: int, comm: int) -> None:
-        """All-reduce a batch and copy the result back (allreduce_bucket)."""
+        """All-reduce a batch and copy the result back (allreduce_bucket); in fp32 where ranks share samples (Ulysses)."""
         width, flat = self.bucket_bytes, None
+        comm = comm if self.rank.layout.ulysses == 1 else 4
         if len(batch) > 1:
             flat = self.alloc(width * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream)
         if comm != width:

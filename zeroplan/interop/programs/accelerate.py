@@ -129,9 +129,8 @@ class Accelerate(Program):
         return version or 1
 
 
-#: Degrees of ``parallelism_config`` that no field holds, and why.
-ULYSSES = "Ulysses' sequence parallelism is not planned"
-_DEGREES = {"tp_size": TRANSFORMERS_TP, "sp_size": ULYSSES}
+#: Why accelerate's Ulysses has no plan under another engine.
+ULYSSES = "Ulysses' sequence parallelism is planned for DeepSpeed alone"
 
 
 def _layout(run: Builder, fsdp_version: int) -> None:
@@ -144,10 +143,11 @@ def _layout(run: Builder, fsdp_version: int) -> None:
     sizes = Keys({key.removeprefix(prefix): value for key, value in block.data.items()}, block.name)
     written = {key.removeprefix(prefix): f"parallelism_config.{key}" for key in block.data}
     degrees = {key: sizes.number(key) or 1 for key in _SIZES}
-    for key, says in _DEGREES.items():
-        if degrees[key] > 1:
-            run.leave_out(written[key], UNKNOWN, says)
+    if degrees["tp_size"] > 1:
+        run.leave_out(written["tp_size"], UNKNOWN, TRANSFORMERS_TP)
     _require_ranks(run, degrees)
+    if degrees["sp_size"] > 1:
+        _ulysses(run, sizes, degrees, written)
     replicas, ring = degrees["dp_replicate_size"], degrees["cp_size"]
     if replicas > 1 and (fsdp_version != 2 or degrees["dp_shard_size"] == ring == 1):
         if fsdp_version or max(degrees["dp_shard_size"], ring) > 1:
@@ -163,6 +163,27 @@ def _layout(run: Builder, fsdp_version: int) -> None:
     run.degree("cp", ring, written["cp_size"])
     if (sizes.word("cp_comm_strategy") or "allgather") != "allgather":
         run.leave_out(written["cp_comm_strategy"], UNKNOWN, "the ring that gathers keys and values at once is planned")
+
+
+def _ulysses(run: Builder, sizes: Keys, degrees: Mapping[str, int], written: Mapping[str, str]) -> None:
+    """Read Ulysses' degree, and the attention, which has to be the model's own.
+
+    Raises:
+        BadInput: a ring beside it. Source: accelerate 1.15, parallelism_config.py (``__post_init__``).
+    """
+    if degrees["cp_size"] > 1:
+        raise BadInput(
+            f"sp_size {degrees['sp_size']} and cp_size {degrees['cp_size']} exclude each other",
+            where=f"{run.name}: parallelism_config",
+            remedy="leave one of them at 1",
+        )
+    if run.fields.get("engine") != "deepspeed" or degrees["tp_size"] > 1:
+        run.leave_out(written["sp_size"], UNKNOWN, ULYSSES)
+        return
+    run.degree("ulysses", degrees["sp_size"], written["sp_size"])
+    attention = sizes.word("sp_attn_implementation") or "sdpa"
+    if "flash" in attention:
+        run.set("attn", "flash", written["sp_attn_implementation"])
 
 
 _SIZES = ("dp_replicate_size", "dp_shard_size", "cp_size", "tp_size", "sp_size")

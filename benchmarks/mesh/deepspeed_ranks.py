@@ -1,0 +1,236 @@
+"""DeepSpeed's Ulysses and AutoTP on real ranks over NCCL, and what the plans say of them.
+
+``python -m benchmarks.mesh.deepspeed_ranks predict`` keeps the predictions, before any run. On a machine with two GPUs,
+``python -m benchmarks.mesh.deepspeed_ranks measure ROWS.jsonl [--only RE] [--tiny]`` measures; ``--tiny`` shrinks models, so
+that the program can be tried on CPUs. ``compare ROWS.jsonl [--now]`` holds one against the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import time
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.mesh.cases import LLAMA
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+
+PREDICTED = Path(__file__).parent.parent / "results" / "mesh_deepspeed_predicted.json"
+SECONDS = 180.0
+STEPS = 4
+_SHOWN = ("allocated", "reserved", "total")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run on two GPUs of one node: a Llama under DeepSpeed; `seq_len` counts the tokens of a whole sample."""
+
+    id: str
+    stage: int
+    ulysses: int = 1
+    tp: int = 1
+    micro_batch: int = 1
+    seq_len: int = 8192
+    grad_accum: int = 1
+    checkpointing: bool = False
+    model: dict[str, Any] = field(
+        default_factory=lambda: LLAMA | {"tie_word_embeddings": False, "max_position_embeddings": 65536}
+    )
+    gpus: int = 2
+
+    @property
+    def zero(self) -> dict[str, Any]:
+        """The ds_config's section, whose buckets are small beside the model."""
+        return {"stage": self.stage, "reduce_bucket_size": 50_000_000, "overlap_comm": self.stage == 3}
+
+    @property
+    def ds_config(self) -> dict[str, Any]:
+        """The whole ds_config."""
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": self.micro_batch,
+            "gradient_accumulation_steps": self.grad_accum,
+            "bf16": {"enabled": True},
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True, "fused": True}},
+            "zero_optimization": self.zero,
+        }
+        return config | ({"tensor_parallel": {"autotp_size": self.tp}} if self.tp > 1 else {})
+
+
+CASES = (
+    Case("U00", stage=2),
+    Case("U01", stage=2, ulysses=2),
+    Case("U02", stage=3, ulysses=2),
+    Case("U03", stage=1, ulysses=2, micro_batch=2, seq_len=4096),
+    Case("U04", stage=0, ulysses=2, seq_len=4096),
+    Case("U05", stage=2, ulysses=2, checkpointing=True, seq_len=32768),
+    Case("U06", stage=3, ulysses=2, checkpointing=True, micro_batch=2, grad_accum=2, seq_len=16384),
+    Case("A00", stage=1, tp=2, seq_len=4096),
+    Case("A01", stage=2, tp=2, micro_batch=2, seq_len=4096, checkpointing=True),
+)
+
+
+def main() -> None:
+    """Predict, measure or compare."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("verb", choices=("predict", "measure", "compare"))
+    parser.add_argument("rows", type=Path, nargs="?")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--now", action="store_true")
+    asked = parser.parse_args()
+    chosen = [case for case in CASES if re.search(asked.only, case.id)]
+    if asked.verb == "predict":
+        _predict(chosen)
+    elif asked.rows is None:
+        parser.error("which rows?")
+    elif asked.verb == "measure":
+        _measure([_tiny(case) for case in chosen] if asked.tiny else chosen, asked.rows)
+    else:
+        _compare(chosen, asked.rows, now=asked.now)
+
+
+def figures(case: Case) -> dict[str, int | None]:
+    """Return what a plan of the case says today, in bytes."""
+    request = Request(
+        model=case.model,
+        gpu="H200",
+        gpus=case.gpus,
+        seq_len=case.seq_len,
+        gradient_checkpointing=case.checkpointing,
+        ulysses=case.ulysses,
+        ds_config=case.ds_config,
+        depth="simulated",
+    )
+    gpu = estimate_report(request).plans[0].gpu
+    return {"allocated": gpu.peak_allocated, "reserved": gpu.peak_reserved, "total": gpu.total}
+
+
+def _predict(cases: list[Case]) -> None:
+    kept = json.loads(PREDICTED.read_text())["predictions"] if PREDICTED.exists() else {}
+    for case in cases:
+        kept[case.id] = figures(case)
+        print(case.id, *(f"{kept[case.id][name] / 2**20:.1f}" for name in _SHOWN), flush=True)
+    how = "python -m benchmarks.mesh.deepspeed_ranks predict, before any of the cases was measured"
+    PREDICTED.write_text(json.dumps({"made_by": how, "predictions": kept}, indent=1) + "\n")
+
+
+def _compare(cases: list[Case], rows: Path, *, now: bool) -> None:
+    measured = {row["id"]: row for row in map(json.loads, rows.read_text().splitlines())}
+    kept = json.loads(PREDICTED.read_text())["predictions"]
+    for case in cases:
+        row = measured.get(case.id, {})
+        if not row.get("ok"):
+            print(case.id, row.get("fault", "not measured"))
+            continue
+        told = figures(case) if now else kept[case.id]
+        parts = [f"{n} {told[n] / 2**20:.1f} / {row[n] / 2**20:.1f} MiB {told[n] / row[n] - 1:+.2%}" for n in _SHOWN]
+        print(case.id, *parts)
+
+
+def _tiny(case: Case) -> Case:
+    small = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 512, "num_hidden_layers": 2}
+    return replace(case, model=case.model | small, seq_len=128)
+
+
+def _measure(cases: list[Case], rows: Path) -> None:
+    from benchmarks.forked import failure, run_ranks
+
+    done = {json.loads(line)["id"] for line in rows.read_text().splitlines()} if rows.exists() else set()
+    for case in cases:
+        if case.id in done:
+            continue
+        began = time.monotonic()
+        found = run_ranks(partial(_on_rank, case), case.gpus, timeout=SECONDS)
+        fault = failure(found)
+        row = {"id": case.id, "case": asdict(case), "ok": fault is None, "seconds": round(time.monotonic() - began, 1)}
+        if fault is None:
+            most = {name: max(one["value"][name] for one in found) for name in _SHOWN}
+            row |= most | {"versions": found[0]["value"]["versions"], "ranks": [one["value"] for one in found]}
+        else:
+            row["fault"] = fault
+        with rows.open("a") as out:
+            out.write(json.dumps(row) + "\n")
+        print(case.id, f"{row['seconds']} s", fault or [f"{row[name] / 2**20:.1f}" for name in _SHOWN], flush=True)
+
+
+def _on_rank(case: Case, rank: int) -> dict[str, Any]:
+    """Train for some steps on one rank; returns its peaks in bytes, and what the device's memory lost meanwhile."""
+    import deepspeed
+    import torch
+    import transformers
+
+    cuda = torch.cuda.is_available()
+    device = torch.device("cuda", rank) if cuda else torch.device("cpu")
+    before = 0
+    torch.manual_seed(0)  # ranks that share matrices read the same tokens
+    if cuda:
+        torch.cuda.set_device(device)
+        before = _used_by_the_card(rank)
+    else:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled here
+    deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+    config = transformers.AutoConfig.for_model(**case.model)
+    with torch.device(device):
+        made = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.bfloat16, attn_implementation="sdpa")
+        if case.stage == 3:
+            with deepspeed.zero.Init(config_dict_or_path=case.ds_config, dtype=torch.bfloat16):
+                model = made()
+        else:
+            model = made()
+    model.train()
+    model.config.use_cache = False
+    if case.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    settings = dict(case.ds_config)
+    mpu = None
+    if case.ulysses > 1:
+        from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+        mpu = UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model,
+            core_attn_implementation="sdpa",
+            sequence_parallel_size=case.ulysses,
+            micro_batch_size=case.micro_batch,
+            seq_length_is_variable=True,
+        )
+    engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters(), mpu=mpu)
+    tokens = case.seq_len // case.ulysses
+    shape = (case.micro_batch, tokens)
+    for _ in range(STEPS):
+        for _ in range(case.grad_accum):
+            ids = torch.randint(3, case.model["vocab_size"], shape, device=device)
+            batch = {"input_ids": ids, "labels": ids}
+            if case.ulysses > 1:
+                first = rank % case.ulysses * tokens
+                positions = torch.arange(first, first + tokens, device=device).expand(shape).contiguous()
+                labels = torch.randint(3, case.model["vocab_size"], shape, device=device)
+                batch = {"input_ids": ids, "position_ids": positions, "shift_labels": labels, "labels": labels}
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "deepspeed": deepspeed.__version__}
+    return {
+        "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
+        "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
+        "total": _used_by_the_card(rank) - before if cuda else 0,
+        "loss": float(loss.detach()),
+        "versions": versions,
+    }
+
+
+def _used_by_the_card(rank: int) -> int:
+    """Return the bytes of the card that are in use. The caller is alone on it."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(rank)
+    return int(total - free)
+
+
+if __name__ == "__main__":
+    main()

@@ -31,6 +31,10 @@ def optimizer(kind: Any, **params: Any) -> Config:
     return {"optimizer": {"type": kind, "params": {"lr": 1e-3} | params}}
 
 
+def auto_ep(**keys: Any) -> Config:
+    return {"expert_parallel": {"enabled": True, "autoep_size": 1} | keys}
+
+
 CASES: dict[str, tuple[Config, str | None]] = {
     # what runs
     "stage 0 bf16": (job(), None),
@@ -164,6 +168,17 @@ CASES: dict[str, tuple[Config, str | None]] = {
         job(TORCH_ADAM, {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}}}),
         "auto.rejected",
     ),
+    # AutoEP, whose section is checked whatever the model
+    "autoep": (job(zero(2), auto_ep()), None),
+    "autoep off": (job(zero(2), auto_ep(enabled=False, expert_tensor_parallel_size=2)), None),
+    "autoep expert tp": (job(zero(2), auto_ep(expert_tensor_parallel_size=2)), "autoep.expert_tp"),
+    "autoep balance": (job(zero(2), auto_ep(load_balance_coeff=0.01)), "autoep.load_balance"),
+    "autoep score": (job(zero(2), auto_ep(score_func="relu")), "autoep.score_func"),
+    "autoep backend": (job(zero(2), auto_ep(comm_backend="nccl")), "autoep.comm_backend"),
+    "autoep combine": (job(zero(2), auto_ep(combine_impl="sum")), "autoep.combine_impl"),
+    "autoep gate": (job(zero(2), auto_ep(gate_up_impl="fused", use_grouped_mm=False)), "autoep.fused_gate"),
+    "autoep rows": (job(zero(2), auto_ep(row_weighting_impl="fused")), "autoep.fused_rows"),
+    "autoep deepep": (job(zero(2), auto_ep(comm_backend="deepep")), "autoep.deepep_tokens"),
 }
 
 

@@ -24,6 +24,7 @@ from zeroplan.planner.workload import workload_of
 #: Fields of the Request that a ds_config may fix too.
 _SHARED = ("micro_batch", "grad_accum", "dtype", "optimizer")
 _DS, _TP, _SP = "zero_optimization", "tensor_parallel", "sequence_parallel_size"
+_EP, _EXPERTS = "expert_parallel", ("num_local_experts", "num_experts", "n_routed_experts")
 _DATA, _ONE = "data_parallel_size", "change one of the two"
 #: Keys of ``tensor_parallel`` that plans have, or that change none.
 _PLANNED_KEYS = ("autotp_size", "dtype", "tp", "tensor_parallel", "keep_module_on_host")
@@ -72,10 +73,30 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
     tp, ulysses, unmodelled = request.tp, request.ulysses, config.unmodelled
     if engine.whole_vocabulary and isinstance(config.raw.get(_TP), Mapping):
         tp, unmodelled = _auto_tp(request, cluster, spec, config)
+    if engine.whole_vocabulary and config.values.get(f"{_EP}.enabled"):
+        _require_auto_ep(cluster, spec, config)
     if engine.whole_vocabulary and _SP in config.raw:
         ulysses = _sequence_ranks(request, cluster, config)
         unmodelled = tuple(one for one in unmodelled if one.key not in (_SP, _DATA))
     return DsConfigRun(engine.with_ds_config(config), workload, config.zero, warnings, unmodelled, tp, ulysses)
+
+
+def _require_auto_ep(cluster: Cluster, spec: ModelSpec, config: DsConfig) -> None:
+    """Refuse ranks that AutoEP cannot give experts to.
+
+    Raises:
+        BadInput: an ``autoep_size`` that does not divide the ranks or the experts. Source: DeepSpeed 0.19.8,
+            module_inject/auto_ep_folding.py (build_folding_spec), auto_ep_config.py (validate_autoep_post_detection)
+    """
+    size, ranks = config.values.get(f"{_EP}.autoep_size") or 1, cluster.layout.world_size
+    experts = next((spec.config[key] for key in _EXPERTS if isinstance(spec.config.get(key), int)), 0)
+    for number, what in ((ranks if ranks > 1 else 0, "ranks"), (experts, "experts of a layer")):
+        if isinstance(size, int) and size > 0 and number % size:
+            raise BadInput(
+                f"autoep_size {size} does not divide the {number} {what}",
+                where=f"{config.source}: {_EP}.autoep_size",
+                remedy=f"use a divisor of {number}",
+            )
 
 
 def _reading_ranks(request: Request, cluster: Cluster) -> int:

@@ -161,6 +161,23 @@ def test_a_ds_config_says_the_degree() -> None:
         estimate_report(asked(ulysses=2, ds_config=ds_config(sequence_parallel_size=4)))
 
 
+def test_auto_ep_divides_ranks_and_experts() -> None:
+    """What AutoEP takes is named among what the figures leave out."""
+    mixture = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 6}
+    given = {"model": CONFIG | mixture, "gpus": 12}
+
+    def config(size: int) -> dict[str, Any]:
+        return ds_config(expert_parallel={"enabled": True, "autoep_size": size})
+
+    with pytest.raises(BadInput, match="autoep_size 5 does not divide the 12 ranks"):
+        estimate_report(asked(**given, ds_config=config(5)))
+    with pytest.raises(BadInput, match="autoep_size 4 does not divide the 6 experts of a layer"):
+        estimate_report(asked(**given, ds_config=config(4)))
+    (plan,) = estimate_report(asked(**given, ds_config=config(3))).plans
+    assert plan.fits is None
+    assert "expert_parallel" in [one.key for one in plan.unmodelled]
+
+
 def test_gradients_travel_in_a_dtype_of_their_own_key() -> None:
     """It takes the place of communication_data_type, which DeepSpeed overwrites."""
     engine, layout = find_engine("deepspeed"), ParallelLayout(gpus=8, ulysses=2)

@@ -1,0 +1,159 @@
+"""Rules of ``expert_parallel`` (AutoEP) in 0.19.8, which checks the section when the engine is made, whatever the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.zero_config import NEWEST_DEEPSPEED
+from zeroplan.ds_config.findings import At, Severity
+from zeroplan.ds_config.rules import Rule, View
+
+_E = Severity.ERROR
+_AE, _FOLD, _EN = "module_inject/auto_ep_config.py", "module_inject/auto_ep_folding.py", "runtime/engine.py"
+_EP = "expert_parallel"
+_USE_ONE = "use one of them"
+#: Keys that hold a word, and the words.
+_WORDS = {
+    "score_apply": ("auto", "pre", "post"),
+    "combine_impl": ("auto", "weighted_sum", "fused_weighted_sum", "legacy_bmm"),
+    "row_weighting_impl": ("auto", "eager", "fused"),
+    "gate_up_impl": ("separate", "fused"),
+    "comm_backend": ("comm", "deepep"),
+    "score_func": ("auto", "softmax", "sigmoid"),
+}
+
+
+def _said(v: View, key: str, default: Any = None) -> Any:
+    return v.says(f"{_EP}.{key}", default)
+
+
+def _on(v: View) -> bool:
+    return bool(_said(v, "enabled", False)) and v.zero.deepspeed == NEWEST_DEEPSPEED
+
+
+def _tp(v: View) -> int:
+    return int(v.says("tensor_parallel.autotp_size", 0) or 0)
+
+
+def _size(v: View) -> int:
+    size = _said(v, "autoep_size", 1)
+    return size if isinstance(size, int) else 1
+
+
+def _word(key: str, words: tuple[str, ...]) -> Rule:
+    return Rule(
+        f"autoep.{key}",
+        _E,
+        At.ENGINE,
+        f"{_EP}.{key}",
+        _AE,
+        lambda v: _on(v) and _said(v, key, words[0]) not in words,
+        f"must be {', '.join(words[:-1])} or {words[-1]}",
+        _USE_ONE,
+    )
+
+
+AUTOEP_REFUSALS = (
+    *(_word(key, words) for key, words in _WORDS.items()),
+    Rule(
+        "autoep.load_balance",
+        _E,
+        At.CONFIG,
+        f"{_EP}.load_balance_coeff",
+        _AE,
+        lambda v: _said(v, "load_balance_coeff") is not None and v.zero.deepspeed == NEWEST_DEEPSPEED,
+        "AutoEP adds no loss that balances the experts",
+        "remove it",
+    ),
+    Rule(
+        "autoep.expert_tp",
+        _E,
+        At.ENGINE,
+        f"{_EP}.expert_tensor_parallel_size",
+        _FOLD,
+        lambda v: _on(v) and _said(v, "expert_tensor_parallel_size", 1) != 1,
+        "AutoEP shares no matrix of an expert yet",
+        "use 1",
+    ),
+    Rule(
+        "autoep.tp_alone",
+        _E,
+        At.ENGINE,
+        f"{_EP}.autoep_size",
+        _FOLD,
+        lambda v: _on(v) and _tp(v) > 1 and _size(v) == 1,
+        "AutoTP beside AutoEP needs ranks that share experts: with 1, each of them would count the experts' gradients",
+        "use 2 or more, or autotp_size 1",
+    ),
+    Rule(
+        "autoep.tp_offload",
+        _E,
+        At.ENGINE,
+        "zero_optimization",
+        _FOLD,
+        lambda v: _on(v) and _tp(v) > 1 and bool(v.zero.offload_optimizer or v.zero.offload_param),
+        "AutoEP with AutoTP does not offload",
+        "remove the offload, or use autotp_size 1",
+    ),
+    Rule(
+        "autoep.deepep_tokens",
+        _E,
+        At.ENGINE,
+        f"{_EP}.comm_max_tokens_per_rank",
+        _AE,
+        lambda v: _on(v) and _said(v, "comm_backend") == "deepep" and not _said(v, "comm_max_tokens_per_rank", 0),
+        "comm_backend deepep makes its buffers for a number of tokens, which is missing",
+        "set it to micro batch × longest sequence",
+    ),
+    Rule(
+        "autoep.fused_rows",
+        _E,
+        At.ENGINE,
+        f"{_EP}.row_weighting_impl",
+        _AE,
+        lambda v: (
+            _on(v) and _said(v, "row_weighting_impl") == "fused" and (_said(v, "comm_backend") != "deepep" or _size(v) == 1)
+        ),
+        "fused runs within DeepEP's exchange alone",
+        'set comm_backend to "deepep" and autoep_size above 1, or remove it',
+    ),
+    Rule(
+        "autoep.fused_gate",
+        _E,
+        At.ENGINE,
+        f"{_EP}.gate_up_impl",
+        _AE,
+        lambda v: _on(v) and _said(v, "gate_up_impl") == "fused" and _said(v, "use_grouped_mm", True) is False,
+        "fused is one grouped product, and use_grouped_mm is false",
+        "set use_grouped_mm to true",
+    ),
+    *(
+        Rule(
+            f"autoep.stage3.{name}",
+            _E,
+            At.RUN,
+            where,
+            f"{_EN}, _validate_zero3_moe_compatibility",
+            lambda v, holds=holds: _on(v) and v.zero.stage == 3 and holds(v),  # type: ignore[misc]
+            f"AutoEP's experts at stage 3 go with no {what}",
+            remedy,
+        )
+        for name, where, holds, what, remedy in (
+            ("sequence", "sequence_parallel_size", lambda v: (v.says("sequence_parallel_size") or 1) > 1, "Ulysses", "use 1"),
+            (
+                "gradients",
+                "zero_optimization.zero_quantized_gradients",
+                lambda v: v.zero.zero_quantized_gradients,
+                "quantized gradients",
+                "set it to false",
+            ),
+            (
+                "hpz",
+                "zero_optimization.zero_hpz_partition_size",
+                lambda v: v.zero.zero_hpz_partition_size > 1,
+                "secondary shards",
+                "set it to 1",
+            ),
+        )
+    ),
+)

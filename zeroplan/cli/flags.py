@@ -51,7 +51,7 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Pri
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
-NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model", "fp8")
+NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model", "fp8", "tiled_mlp")
 #: Fields of a layout, for verbs that take data parallelism alone.
 DEGREES = ("tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
 
@@ -120,6 +120,13 @@ OPTIONS: dict[str, Any] = {
         "Linear layers multiply in 8 bits (torchao): tensorwise, rowwise or rowwise_with_gw_hp (--engine fsdp2 or ddp).",
         _WORK,
         metavar="RECIPE",
+    ),
+    "tiled_mlp": _option(
+        int,
+        "--tiled-mlp",
+        "MLPs run in so many tiles of tokens (DeepSpeed's TiledMLP; --engine deepspeed). [0]",
+        _WORK,
+        metavar="TILES",
     ),
     "images": _option(int, "--images", "Images of each sample, for vision-language models. [0]", _WORK),
     "image_size": _option(int | None, "--image-size", "Pixels of an image's side. [by the config]", _WORK, metavar="PIXELS"),

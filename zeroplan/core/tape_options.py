@@ -59,7 +59,8 @@ class TraceOptions:
     how linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters
     beside them in 16 bits. `images` of `image_size` pixels a side come with each sample. `evaluation`: the forward alone, in
     evaluation mode and without gradients. `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0
-    where it is theirs. `fp8`: how linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`).
+    where it is theirs. `fp8`: how linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`). `tiled_mlp`: tiles
+    in which MLPs run (:mod:`zeroplan.trace.tiled`); 0 for none.
     """
 
     attn: Attention = Attention.SDPA
@@ -82,6 +83,7 @@ class TraceOptions:
     evaluation: bool = False
     target_len: int = 0
     fp8: Float8Recipe | None = None
+    tiled_mlp: int = 0
 
     @property
     def split_tokens(self) -> int:
@@ -117,6 +119,8 @@ class TraceOptions:
             parts.append(f"target{self.target_len}")
         if self.fp8 is not None:
             parts.append(f"fp8-{self.fp8}")
+        if self.tiled_mlp:
+            parts.append(f"mlp{self.tiled_mlp}")
         return "_".join(parts)
 
 
@@ -155,6 +159,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         image_size=workload.image_size,
         target_len=workload.target_len or 0,
         fp8=workload.fp8,
+        tiled_mlp=workload.tiled_mlp,
     )
 
 

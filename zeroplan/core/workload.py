@@ -139,7 +139,8 @@ class Workload:
     those alone; None where it sees all. `evaluation` runs between two steps, and `saving` is done there; None for none.
     `lengths` are those of samples that a batch is padded to the longest of, cut at `seq_len`; empty where all have that length.
     `target_len` is the length of an encoder-decoder's targets; None where it is `seq_len`, that of its sources.
-    `fp8` is how linear layers multiply in 8-bit floats.
+    `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
+    DeepSpeed's ``TiledMLP`` does; 0 for none.
     """
 
     micro_batch: int = 1
@@ -174,6 +175,7 @@ class Workload:
     lengths: tuple[int, ...] = ()
     target_len: int | None = None
     fp8: Float8Recipe | None = None
+    tiled_mlp: int = 0
 
     @property
     def rows(self) -> int:

@@ -119,6 +119,7 @@ class Engine(ABC):
         float8: whether linear layers that multiply in 8-bit floats are modelled.
         own_optimizers: whether it steps optimizers that nothing else makes from their names
             (:attr:`~zeroplan.core.optimizer_row.Optimizer.runtime_only`).
+        tiles_mlps: whether MLPs that run tile by tile (DeepSpeed's ``TiledMLP``) are modelled.
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
 
@@ -140,6 +141,7 @@ class Engine(ABC):
     casts_outputs: ClassVar[bool] = False
     float8: ClassVar[bool] = False
     own_optimizers: ClassVar[bool] = False
+    tiles_mlps: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 

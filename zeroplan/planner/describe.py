@@ -33,6 +33,7 @@ _ASKED_FOR = {
     "lengths": (),
     "target_len": None,
     "fp8": None,
+    "tiled_mlp": 0,
 }
 
 

@@ -71,6 +71,7 @@ class StageOptions(MachineOptions, total=False):
     checkpoint_policy: str
     set_to_none: bool
     fp8: str | None
+    tiled_mlp: int
     zero_init: bool | None
     tp: int
     sp: bool

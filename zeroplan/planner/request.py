@@ -40,6 +40,7 @@ class Request:
     quantize: str | None = None
     set_to_none: bool = True
     fp8: str | None = None
+    tiled_mlp: int = 0
     adapter_dtype: str | None = None
     images: int = 0
     image_size: int | None = None

@@ -86,6 +86,10 @@ def resolve(request: Request) -> Resolved:
         )
     if workload.fp8 is not None and cluster.gpu.capability < FLOAT8_CAPABILITY:
         raise BadInput(f"{cluster.gpu.name} has no 8-bit floats", where="--fp8", remedy="leave it out, or name an H100")
+    if workload.tiled_mlp and not engine.tiles_mlps:
+        raise BadInput(
+            f"tiles are DeepSpeed's, and {engine.name} has none", where="--tiled-mlp", remedy="use --engine deepspeed"
+        )
     if workload.quantize is not None:
         if not engine.quantized_bases:
             raise BadInput(

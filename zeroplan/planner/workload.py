@@ -107,6 +107,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         saving=_saving(request),
         lengths=lengths,
         fp8=recipe,
+        tiled_mlp=_tiles(request),
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
 
@@ -143,6 +144,20 @@ def both_lengths(request: Request, spec: ModelSpec) -> tuple[int | None, int | N
     source = sequence_length(request.source_len or request.seq_len, spec)
     target = sequence_length(request.target_len or request.seq_len, spec)
     return source, None if target == source else target
+
+
+def _tiles(request: Request) -> int:
+    """Return the number of tiles of the MLPs.
+
+    Raises:
+        BadInput: a number below zero, or what is not modelled beside tiles.
+    """
+    tiles, where = request.tiled_mlp, "--tiled-mlp"
+    if tiles < 0:
+        raise BadInput(f"{tiles} is no number of tiles", where=where, remedy="use 2 or more")
+    if tiles and request.gradient_checkpointing and request.checkpoint_policy != "full":
+        raise BadInput("selective checkpointing of tiles is not modelled", where="--checkpoint-policy", remedy="use full")
+    return tiles
 
 
 def _recipe(name: str, dtype: DType, *, adapters: bool) -> Float8Recipe:

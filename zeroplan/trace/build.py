@@ -32,6 +32,7 @@ from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.float8 import convert
 from zeroplan.trace.quantized import adapt, quantize
+from zeroplan.trace.tiled import tile_mlps
 from zeroplan.trace.vision import image_inputs
 
 #: Config keys that hold a number of blocks.
@@ -229,6 +230,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         adapt(model, autocast=options.arithmetic.autocasts, half=options.half_adapters)
     if options.fp8 is not None:
         convert(model, options.fp8, autocasts=options.arithmetic.autocasts)
+    if options.tiled_mlp:
+        tile_mlps(model, options.tiled_mlp)
     trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False

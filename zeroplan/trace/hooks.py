@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from zeroplan.core.tape import Op
 from zeroplan.trace.recorder import CallTree, StorageRecorder
+from zeroplan.trace.tiled import held_back
 
 
 class ModuleHooks:
@@ -57,6 +58,8 @@ class ModuleHooks:
 
     def _gradient(self, index: int) -> Any:
         def hook(param: torch.Tensor) -> None:
+            if held_back(param):
+                return
             assert param.grad is not None
             self.recorder.gradient(index, self._local(param.grad))
             param.grad = None

@@ -57,6 +57,7 @@ _QUANTIZED = {
 }
 _ZENFLOW = "the gradient columns that the GPU updates have masters and states there"
 _REFERENCE = "the figures hold the reference model as TRL's source makes it; no run was measured"
+_TILES = "stage 3 fetches and releases an MLP's layers for every tile, which was not compared with DeepSpeed's order"
 _SUPER_OFFLOAD = "gradients and states move between GPU and host in buckets of their own"
 
 
@@ -66,6 +67,7 @@ class DeepSpeed(Engine):
     name = "deepspeed"
     evaluates = True
     whole_vocabulary = True
+    tiles_mlps = True
     measured = True
     step_buffers_coexist = True
     dialect = Dialect.DEEPSPEED
@@ -168,6 +170,8 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("reference", Effect.UNKNOWN, _REFERENCE))
         if case.layout.ulysses > 1 and self.version != DEEPSPEED_VERSION:
             found.append(Unmodelled("--ulysses", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s exchange was read"))
+        if case.workload.tiled_mlp and case.zero.stage == 3:
+            found.append(Unmodelled("--tiled-mlp", Effect.UNKNOWN, _TILES))
         frozen = not all(case.spec.parameters.trainable)
         return (*found, *unmodelled_by_version(zero, case.workload, frozen=frozen))
 

@@ -85,6 +85,7 @@ DEGREES: dict[str, dict[str, int]] = {
     "ep": {"ep": 2},
     "etp": {"tp": 2, "etp": 2},
     "dp_replicate": {"dp_replicate": 2},
+    "ulysses": {"ulysses": 2},
 }
 
 
@@ -93,7 +94,7 @@ def test_every_degree_is_tried() -> None:
 
 
 #: The degrees that engines have beside data parallelism's.
-HAS = {"deepspeed": {"tp"}, "fsdp2": set(DEGREES), "zeroplan": {"tp", "sp", "cp", "pp"}}
+HAS = {"deepspeed": {"tp", "ulysses"}, "fsdp2": set(DEGREES) - {"ulysses"}, "zeroplan": {"tp", "sp", "cp", "pp"}}
 
 
 @pytest.mark.parametrize("degree", DEGREES)

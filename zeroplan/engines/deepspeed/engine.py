@@ -57,6 +57,11 @@ _QUANTIZED = {
 }
 _ZENFLOW = "the gradient columns that the GPU updates have masters and states there"
 _REFERENCE = "the figures hold the reference model as TRL's source makes it; no run was measured"
+#: Degrees that DeepSpeed has in other forms than a model of transformers takes.
+_UNMODELLED_DEGREES = {
+    "pp": "PipelineModule, which takes stages 0 and 1 alone, is",
+    "ep": "AutoEP and its MoE layers are",
+}
 _TILES = "stage 3 fetches and releases an MLP's layers for every tile, which was not compared with DeepSpeed's order"
 _SUPER_OFFLOAD = "gradients and states move between GPU and host in buckets of their own"
 
@@ -124,6 +129,13 @@ class DeepSpeed(Engine):
         Raises:
             BadInput: naming the degree.
         """
+        for name, what in _UNMODELLED_DEGREES.items():
+            if getattr(layout, name) > 1:
+                raise BadInput(
+                    f"deepspeed has data parallelism, tp and ulysses only: its {what} not modelled",
+                    where=f"--{name}",
+                    remedy="leave it at 1, or use --engine fsdp2",
+                )
         layout.require_data_parallel_only(self.name, but=("tp", "ulysses"))
         if layout.sp:
             raise BadInput(

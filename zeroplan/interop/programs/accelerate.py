@@ -177,7 +177,7 @@ def _ulysses(run: Builder, sizes: Keys, degrees: Mapping[str, int], written: Map
             where=f"{run.name}: parallelism_config",
             remedy="leave one of them at 1",
         )
-    if run.fields.get("engine") != "deepspeed" or degrees["tp_size"] > 1:
+    if "ds_config" not in run.fields or degrees["tp_size"] > 1:
         run.leave_out(written["sp_size"], UNKNOWN, ULYSSES)
         return
     run.degree("ulysses", degrees["sp_size"], written["sp_size"])

@@ -1,0 +1,77 @@
+"""DeepSpeed's TiledMLP: the same blocks and the same gradients as ours, and what is planned of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.deepspeed.test_auto_tp import CONFIG
+from tests.patience import PATIENCE
+from zeroplan.core.errors import BadInput
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+from zeroplan.tapes import can_trace
+
+CASES = [[1, 512, 4], [2, 500, 3], [2, 384, 1]]
+
+
+@pytest.mark.long
+@pytest.mark.torch
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed and torch")
+def test_our_tiles_are_deepspeeds(tmp_path: Path, warm_python: Path) -> None:
+    path = tmp_path / "cases.json"
+    path.write_text(json.dumps(CASES))
+    script = Path(__file__).parent / "run_tiled_mlp.py"
+    done = subprocess.run([warm_python, str(script), str(path)], capture_output=True, text=True, timeout=PATIENCE, check=False)
+    rows = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(rows) == len(CASES), done.stderr[-2000:]
+    for row in rows:
+        assert row["same"]
+        assert len(row["theirs"]) > 20
+        assert row["ours"] == row["theirs"]
+
+
+def asked(**given: Any) -> Request:
+    return Request(**{"model": CONFIG, "gpus": 2, "seq_len": 4096, "vram": "80G", "stage": 2, **given})
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")
+def test_tiles_save_the_inner_tensors() -> None:
+    """Of each block, gate, up, their activation and product go from the saved tensors: 4 · 704 channels of every token."""
+    request = asked(offload_optimizer="none", offload_param="none")
+    whole, tiled = (
+        estimate_report(asked(offload_optimizer="none", offload_param="none", tiled_mlp=tiles)).plans[0].gpu for tiles in (0, 4)
+    )
+    inner = 4 * 4 * 704 * 4096 * 2
+    assert request.tiled_mlp == 0
+    assert whole.activations is not None
+    assert tiled.activations is not None
+    assert whole.activations - tiled.activations == pytest.approx(inner, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tiled_mlp": -1}, "-1 is no number of tiles"),
+        ({"tiled_mlp": 2, "engine": "fsdp2", "stage": 3}, "tiles are DeepSpeed's, and fsdp2 has none"),
+        (
+            {"tiled_mlp": 2, "gradient_checkpointing": True, "checkpoint_policy": "selective"},
+            "selective checkpointing of tiles",
+        ),
+    ],
+)
+def test_what_is_not_modelled_is_one_line(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput, match=said):
+        estimate_report(asked(depth="formula", **given))
+
+
+def test_stage_3_leaves_the_answer_open() -> None:
+    (plan,) = estimate_report(asked(depth="formula", stage=3, offload_optimizer="none", tiled_mlp=2)).plans
+    assert plan.fits is None
+    assert "--tiled-mlp" in [one.key for one in plan.unmodelled]

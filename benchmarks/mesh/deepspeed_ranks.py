@@ -95,7 +95,7 @@ def main() -> None:
         _compare(chosen, asked.rows, now=asked.now)
 
 
-def figures(case: Case) -> dict[str, int | None]:
+def figures(case: Case) -> dict[str, int]:
     """Return what a plan of the case says today, in bytes."""
     request = Request(
         model=case.model,
@@ -108,7 +108,7 @@ def figures(case: Case) -> dict[str, int | None]:
         depth="simulated",
     )
     gpu = estimate_report(request).plans[0].gpu
-    return {"allocated": gpu.peak_allocated, "reserved": gpu.peak_reserved, "total": gpu.total}
+    return {"allocated": gpu.peak_allocated or 0, "reserved": gpu.peak_reserved or 0, "total": gpu.total or 0}
 
 
 def _predict(cases: list[Case]) -> None:
@@ -148,7 +148,12 @@ def _measure(cases: list[Case], rows: Path) -> None:
         began = time.monotonic()
         found = run_ranks(partial(_on_rank, case), case.gpus, timeout=SECONDS)
         fault = failure(found)
-        row = {"id": case.id, "case": asdict(case), "ok": fault is None, "seconds": round(time.monotonic() - began, 1)}
+        row: dict[str, Any] = {
+            "id": case.id,
+            "case": asdict(case),
+            "ok": fault is None,
+            "seconds": round(time.monotonic() - began, 1),
+        }
         if fault is None:
             most = {name: max(one["value"][name] for one in found) for name in _SHOWN}
             row |= most | {"versions": found[0]["value"]["versions"], "ranks": [one["value"] for one in found]}

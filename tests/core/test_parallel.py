@@ -94,7 +94,12 @@ def test_every_degree_is_tried() -> None:
 
 
 #: The degrees that engines have beside data parallelism's.
-HAS = {"deepspeed": {"tp", "ulysses"}, "fsdp2": set(DEGREES) - {"ulysses"}, "zeroplan": {"tp", "sp", "cp", "pp"}}
+HAS = {
+    "deepspeed": {"tp", "ulysses"},
+    "fsdp2": set(DEGREES) - {"ulysses"},
+    "zeroplan": {"tp", "sp", "cp", "pp"},
+    "megatron": {"tp", "sp", "cp", "pp", "vpp", "ep", "etp"},
+}
 
 
 @pytest.mark.parametrize("degree", DEGREES)

@@ -6,6 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+#: The key of a plan of which nothing was measured, and that ``verify`` cannot measure.
+UNMEASURED = "unmeasured"
+
 
 class Effect(StrEnum):
     """Effect of an unmodelled key on the memory of the run, compared with the plan."""

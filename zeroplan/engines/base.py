@@ -120,6 +120,8 @@ class Engine(ABC):
         own_optimizers: whether it steps optimizers that nothing else makes from their names
             (:attr:`~zeroplan.core.optimizer_row.Optimizer.runtime_only`).
         tiles_mlps: whether MLPs that run tile by tile (DeepSpeed's ``TiledMLP``) are modelled.
+        own_layers: whether it runs layers of its own in place of the model's code. It then writes their tape
+            (:meth:`own_tape`) and holds layouts against them itself (:meth:`require_workload`).
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
 
@@ -142,6 +144,7 @@ class Engine(ABC):
     float8: ClassVar[bool] = False
     own_optimizers: ClassVar[bool] = False
     tiles_mlps: ClassVar[bool] = False
+    own_layers: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 
@@ -249,6 +252,16 @@ class Engine(ABC):
         from zeroplan.core.tape_options import options_for
 
         return options_for(case.workload, layout=case.layout)
+
+    def own_tape(self, case: Case) -> ExpandedTape | None:
+        """Return the tape of one micro batch on the pipeline rank that is looked at, of an engine with layers of its own; None
+        where the model's own code runs, which is traced.
+        """
+        return None
+
+    def blocks(self, case: Case) -> tuple[tuple[int, int], ...]:
+        """Return the blocks of each of a pipeline rank's chunks: the first, and the one behind the last."""
+        return tuple((chunk.first, chunk.end) for chunk in case.pipeline_chunks)
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
         """Return `tape` changed where the engine computes in another way than the model's own code. The default changes

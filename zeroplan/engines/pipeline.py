@@ -342,7 +342,7 @@ class _StagePlayer(CuePlayer):
         self.forwards: list[tuple[Cue, ...]] = []
         self.backwards: list[tuple[Cue, ...]] = []
         for slot in range(slots):
-            tape = _shifted(part.tape, base + slot * self.width)
+            tape = shifted(part.tape, base + slot * self.width)
             for half, (begin, end) in enumerate(((0, part.split), (part.split, len(tape)))):
                 taken = workspaces_of(tape, range(begin, end), half) if not slot else []
                 (self.backwards if half else self.forwards).append(cues_of(tape, range(begin, end), taken, True, blocks))
@@ -373,7 +373,7 @@ class _StagePlayer(CuePlayer):
         self.sent = -1
 
 
-def _shifted(tape: ExpandedTape, by: int) -> ExpandedTape:
+def shifted(tape: ExpandedTape, by: int) -> ExpandedTape:
     """Return the tape with other numbers of its storages."""
     if not by:
         return tape

@@ -23,6 +23,7 @@ _PATHS = {
     "fsdp": "zeroplan.engines.fsdp.engine:Fsdp",
     "fsdp2": "zeroplan.engines.fsdp2.engine:Fsdp2",
     "ddp": "zeroplan.engines.ddp.engine:Ddp",
+    "megatron": "zeroplan.engines.megatron.engine:Megatron",
     "zeroplan": "zeroplan.engines.runtime.engine:Runtime",
 }
 

@@ -168,7 +168,7 @@ def plan_case(
     def planned(stage: Case) -> tuple[MemoryPlan, Simulated | None]:
         return _simulated(formula_plan(resolved.engine, stage), stage, resolved, tapes, config, shallow)
 
-    return plan_stages(case, planned, to_first_miss=to_first_miss)
+    return plan_stages(resolved.engine, case, planned, to_first_miss=to_first_miss)
 
 
 def _simulated(

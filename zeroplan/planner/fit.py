@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from zeroplan.core.unmodelled import Effect, Unmodelled, may_add, may_save
+from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
 from zeroplan.engines.base import Case, Engine
 
 if TYPE_CHECKING:
@@ -76,8 +76,11 @@ def judged(
 
 def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
     """Return the action that would tell whether a plan fits that leaves this out."""
-    keys = [one.key for one in unmodelled if one.key != ACTIVATIONS]
+    named = [one.key for one in unmodelled]
+    keys = [key for key in named if key not in (ACTIVATIONS, UNMEASURED)]
     parts = [simulate] if simulate else []
+    if UNMEASURED in named:
+        parts.append("run a few steps of the program itself, and read torch.cuda.max_memory_reserved")
     if keys:
         parts.append(
             f"measure a few steps with {', '.join(keys)} by zeroplan verify, or leave {'it' if len(keys) == 1 else 'them'} out"

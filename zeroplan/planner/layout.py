@@ -19,10 +19,23 @@ _UNMEASURED = ("cp", "vpp", "ep", "dp_replicate")
 
 
 def layout_of(
-    request: Request, cluster: Cluster, spec: ModelSpec, workload: Workload, *, whole_vocabulary: bool = False
+    request: Request,
+    cluster: Cluster,
+    spec: ModelSpec,
+    workload: Workload,
+    *,
+    whole_vocabulary: bool = False,
+    own_layers: bool = False,
 ) -> ParallelLayout | None:
-    """Return the layout that the request's degrees give on the cluster; None for data parallelism alone. `whole_vocabulary`
-    says how the engine divides embedding and head.
+    """Return the layout that the request's degrees give on the cluster; None for data parallelism alone.
+
+    Args:
+        request: names the degrees.
+        cluster: the ranks.
+        spec: the model, which the degrees have to divide.
+        workload: the run.
+        whole_vocabulary: how the engine divides embedding and head.
+        own_layers: the engine's layers are its own, which it holds against the layout itself.
 
     Raises:
         BadInput: degrees that do not divide the ranks or the model, or a model that cannot be divided so.
@@ -41,7 +54,7 @@ def layout_of(
         whole_vocabulary=whole_vocabulary and request.tp > 1,
         **degrees,
     )
-    if not splits:
+    if not splits or own_layers:
         return layout
     _require_language_model(request, spec, workload)
     if layout.tp > 1:

@@ -116,12 +116,12 @@ def resolve(request: Request) -> Resolved:
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     zero_init = request.zero_init is not False
-    layout = layout_of(request, cluster, spec, workload, whole_vocabulary=engine.whole_vocabulary)
+    layout = layout_of(request, cluster, spec, workload, whole_vocabulary=engine.whole_vocabulary, own_layers=engine.own_layers)
     if layout is not None and workload.fp8 is not None:
         raise BadInput(
             "8-bit products are modelled for data parallelism alone", where="--fp8", remedy="leave --tp, --cp and --pp out"
         )
-    if layout is not None and (said := unmeasured(layout)):
+    if layout is not None and not engine.own_layers and (said := unmeasured(layout)):
         warnings.append(said)
     every = [
         Case(

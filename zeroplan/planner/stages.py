@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.plan import MemoryPlan, StageMemory
-from zeroplan.engines.base import Case
+from zeroplan.engines.base import Case, Engine
 
 if TYPE_CHECKING:
     from zeroplan.planner.simulated import Simulated
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 Planned = tuple[MemoryPlan, "Simulated | None"]
 
 
-def plan_stages(case: Case, plan_one: Callable[[Case], Planned], *, to_first_miss: bool = False) -> Planned:
+def plan_stages(engine: Engine, case: Case, plan_one: Callable[[Case], Planned], *, to_first_miss: bool = False) -> Planned:
     """Plan each pipeline stage; return the plan of the one that needs the most, with what all of them need.
 
     Args:
+        engine: says which blocks a stage has.
         case: the run; its `pp_rank` does not matter.
         plan_one: plans one stage.
         to_first_miss: plan no further stage once one does not fit.
@@ -27,7 +28,7 @@ def plan_stages(case: Case, plan_one: Callable[[Case], Planned], *, to_first_mis
     for index in range(case.layout.pp):
         one = replace(case, pp_rank=index)
         plan, run = plan_one(one)
-        planned.append(((plan, run), _memory(one, plan)))
+        planned.append(((plan, run), _memory(engine, one, plan)))
         if to_first_miss and plan.fits is False:
             break
     planned.sort(key=lambda item: item[0][0].gpu.needed, reverse=True)
@@ -35,11 +36,11 @@ def plan_stages(case: Case, plan_one: Callable[[Case], Planned], *, to_first_mis
     return worst.model_copy(update={"stages": tuple(memory for _, memory in planned)}), run
 
 
-def _memory(case: Case, plan: MemoryPlan) -> StageMemory:
+def _memory(engine: Engine, case: Case, plan: MemoryPlan) -> StageMemory:
     gpu = plan.gpu
     return StageMemory(
         stage=case.pp_rank,
-        blocks=tuple((chunk.first, chunk.end) for chunk in case.pipeline_chunks),
+        blocks=engine.blocks(case),
         model_states=gpu.model_states,
         peak_allocated=gpu.peak_allocated,
         peak_reserved=gpu.peak_reserved,

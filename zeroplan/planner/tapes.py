@@ -101,6 +101,9 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         NoTapeError: when the model cannot be traced here.
         BadInput: when it has more layers than are simulated.
     """
+    own = engine.own_tape(case)
+    if own is not None:
+        return own
     spec, workload = case.spec, case.workload
     if not spec.config or not spec.has_shapes:
         raise NoTapeError(
@@ -154,8 +157,10 @@ class ExpandedTapes:
         """
         if not self._engine.simulates(case):
             raise NoTapeError(
-                f"pipeline stages of {self._engine.name} are not simulated", remedy="use --engine fsdp2, whose stages are"
+                f"this under {self._engine.name} is not simulated", remedy="use --engine fsdp2, which simulates it"
             )
+        if self._engine.own_layers:
+            return expanded_tape_of(self._engine, case)
         key = self._engine.trace_options(case).key
         if key not in self._known:
             try:

@@ -53,6 +53,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "t5": ("t5.t5", SEQ2SEQ_LM),
     "vit": ("vit.vit", IMAGE_CLASSIFICATION),
     "whisper": ("whisper.whisper", SPEECH_SEQ2SEQ),
+    "megatron_gpt": ("megatron.megatron_gpt", CAUSAL_LM),
 }
 
 

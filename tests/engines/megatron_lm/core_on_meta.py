@@ -1,0 +1,356 @@
+"""The real Megatron-Core on the meta device: rank 0 of fake ranks runs one micro batch, and what it allocates is recorded.
+
+``python -m tests.engines.megatron_lm.core_on_meta`` prints real and described events side by side for every case.
+
+Kernels that only a GPU has are stood in for by functions that allocate what the kernel does: the norm (Apex's or torch's fused
+one), and SwiGLU, which Megatron compiles. All else is Megatron's own code and torch's own autograd.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from zeroplan.core.tape import ExpandedTape, Mark, Op
+from zeroplan.engines.megatron.chunk import ChunkLayers, ChunkTape, chunk_tape
+from zeroplan.engines.megatron.layers import Shapes
+from zeroplan.models.megatron import MegatronModel
+
+#: Events: A for an allocation, F for a free, with bytes.
+Event = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One micro batch of a small model on one of `tp` ranks; `pp_rank` of two pipeline stages, or None for one."""
+
+    tp: int = 1
+    sp: bool = False
+    micro_batch: int = 2
+    seq: int = 128
+    llama: bool = True
+    recompute: str = ""
+    pp_rank: int | None = None
+
+    @property
+    def model(self) -> MegatronModel:
+        """Its arguments: Llama's form with grouped queries, or GPT's without."""
+        full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        return MegatronModel.of(
+            {
+                "num_layers": 4,
+                "hidden_size": 256,
+                "num_attention_heads": 8,
+                "num_query_groups": 4 if self.llama else 8,
+                "ffn_hidden_size": 512,
+                "vocab_size": 1024,
+                "max_position_embeddings": self.seq,
+                "position_embedding_type": "rope" if self.llama else "learned_absolute",
+                "swiglu": self.llama,
+                "normalization": "RMSNorm" if self.llama else "LayerNorm",
+                "add_bias_linear": False,
+                "untie_embeddings_and_output_weights": True,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+                "transformer_impl": "local",
+                "masked_softmax_fusion": False,
+                "gradient_accumulation_fusion": False,
+                **({"recompute_granularity": "selective"} if self.recompute == "selective" else {}),
+                **(full if self.recompute == "full" else {}),
+            }
+        )
+
+    @property
+    def part(self) -> ChunkLayers:
+        """The layers of its stage."""
+        if self.pp_rank is None:
+            return ChunkLayers(tuple(range(4)), True, True)
+        first = 2 * self.pp_rank
+        return ChunkLayers((first, first + 1), self.pp_rank == 0, self.pp_rank == 1)
+
+    def described(self) -> ChunkTape:
+        """Return the tape that the engine writes."""
+        shapes = Shapes(
+            model=self.model,
+            micro_batch=self.micro_batch,
+            seq=self.seq,
+            tp=self.tp,
+            sequence=self.sp,
+            flash=False,
+        )
+        return chunk_tape(shapes, self.part)
+
+    def real(self) -> list[Event]:
+        """Return what Megatron-Core allocates and frees in the forward and the backward."""
+        with _fake_ranks(self):
+            return _record(self, _model(self))
+
+
+#: Below this a tensor is a mask, an index or a number of a loss, which the description has too but a stand-in may not.
+LEAST = 5000
+
+
+def described_events(chunk: ChunkTape) -> list[Event]:
+    """Return the allocations and frees of a chunk, scalars and small vectors left out. What is sent goes with the forward."""
+    tape: ExpandedTape = chunk.tape
+    sizes: dict[int, int] = {}
+    found: list[Event] = []
+    for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True):
+        if op == Op.ALLOC:
+            sizes[arg] = aux
+        if op == Op.MARK and arg == Mark.BACKWARD_BEGIN and chunk.output >= 0:
+            found.append(("F", sizes[chunk.output]))
+        if op in (Op.ALLOC, Op.FREE) and sizes.get(arg, 0) >= LEAST:
+            found.append(("A" if op == Op.ALLOC else "F", sizes[arg]))
+    return found
+
+
+def peak(events: list[Event]) -> int:
+    """Return the most bytes that are there at once."""
+    now = most = 0
+    for what, size in events:
+        now += size if what == "A" else -size
+        most = max(most, now)
+    return most
+
+
+@contextlib.contextmanager
+def _fake_ranks(run: Run) -> Iterator[None]:
+    import torch
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    stages = 1 if run.pp_rank is None else 2
+    current = torch.cuda.current_device
+    torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
+    rank = 0 if run.pp_rank is None else run.pp_rank * run.tp
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.tp * stages)
+    from megatron.core import parallel_state
+
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=run.tp, pipeline_model_parallel_size=stages, create_gloo_process_groups=False
+        )
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_global_memory_buffer()
+        dist.destroy_process_group()
+        torch.cuda.current_device = current
+
+
+class _Tracker:
+    """Random states stay as they are: on the meta device nothing is drawn."""
+
+    def fork(self, *_: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def _stand_ins() -> Any:
+    """Return the class of a norm with a fused kernel's tensors, and put stand-ins for compiled functions in place."""
+    import torch
+    from torch import nn
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+            out = torch.empty_like(x)
+            rows = x.numel() // x.shape[-1]
+            stats = [torch.empty(rows, dtype=torch.float32, device=x.device) for _ in range(1 if bias is None else 2)]
+            ctx.save_for_backward(x, *stats)
+            ctx.weight, ctx.biased = weight.shape, bias is not None
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            x = ctx.saved_tensors[0]
+            made = torch.empty_like(x)
+            weights = [torch.empty(ctx.weight, dtype=x.dtype, device=x.device) for _ in range(1 + ctx.biased)]
+            return made, weights[0], weights[1] if ctx.biased else None
+
+    class Norm(nn.Module):
+        def __init__(self, config: Any, hidden_size: int, **_: Any) -> None:
+            super().__init__()
+            made = torch.empty(hidden_size, dtype=torch.bfloat16, device="meta")
+            self.weight = nn.Parameter(made)
+            self.bias = nn.Parameter(torch.empty_like(made)) if config.normalization == "LayerNorm" else None
+
+        def forward(self, x: Any) -> Any:
+            return Kernel.apply(x, self.weight, self.bias)
+
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.models import backends
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer import transformer_block
+
+    for module in (gpt_layer_specs, backends):
+        module.WrappedTorchNorm = module.LNImpl = Norm
+    transformer_block.LayerNormImpl = Norm
+    fused_bias_swiglu.swiglu = lambda y: y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
+    fused_bias_swiglu.swiglu_back = lambda g, y: torch.empty_like(y)
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron") and hasattr(module, "get_cuda_rng_tracker"):
+            module.get_cuda_rng_tracker = _Tracker  # type: ignore[attr-defined]
+    random._get_all_rng_states = lambda: ()
+    random._set_all_rng_states = lambda *_: None
+    random._fork_rng = contextlib.nullcontext
+    return Norm
+
+
+def _model(run: Run) -> Any:
+    import torch
+    import torch.nn.functional as F
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    _stand_ins()
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    m = run.model
+    config = TransformerConfig(
+        num_layers=m.num_layers,
+        hidden_size=m.hidden_size,
+        num_attention_heads=m.num_attention_heads,
+        num_query_groups=m.num_query_groups,
+        ffn_hidden_size=m.ffn_hidden_size,
+        tensor_model_parallel_size=run.tp,
+        pipeline_model_parallel_size=1 if run.pp_rank is None else 2,
+        sequence_parallel=run.sp,
+        bf16=True,
+        params_dtype=torch.bfloat16,
+        pipeline_dtype=torch.bfloat16,
+        perform_initialization=False,
+        gated_linear_unit=m.swiglu,
+        activation_func=F.silu if m.swiglu else F.gelu,
+        add_bias_linear=False,
+        normalization=m.normalization,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=m.swiglu,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        recompute_granularity=m.recompute_granularity or None,
+        recompute_method=m.recompute_method or None,
+        recompute_num_layers=m.recompute_num_layers or None,
+    )
+    model = GPTModel(
+        config,
+        get_gpt_layer_local_spec(normalization=m.normalization),
+        vocab_size=m.vocab_size,
+        max_sequence_length=run.seq,
+        pre_process=run.part.embeds,
+        post_process=run.part.ends,
+        parallel_output=True,
+        share_embeddings_and_output_weights=False,
+        position_embedding_type=m.position_embedding_type,
+    )
+    return model.to(device="meta", dtype=torch.bfloat16)
+
+
+def _record(run: Run, model: Any) -> list[Event]:
+    import torch
+
+    from zeroplan.trace.recorder import StorageRecorder
+
+    batch, seq, hidden = run.micro_batch, run.seq, run.model.hidden_size
+    rows = seq // run.tp if run.sp else seq
+    outside = [torch.empty(rows, batch, hidden, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+    recorder = StorageRecorder([*model.parameters(), *model.buffers(), *outside])
+    accumulators = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in model.parameters()]
+    for parameter, accumulator in zip(model.parameters(), accumulators, strict=True):
+
+        def forget(*_: Any, parameter: Any = parameter) -> None:
+            parameter.grad = None  # as the hook of Megatron's DDP does, once it is added to the buffer
+
+        accumulator.register_hook(forget)
+    if not run.part.embeds:
+        received = outside[0].requires_grad_()
+        model.set_input_tensor(received)
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with recorder:
+            recorder.mark(Mark.FORWARD_BEGIN)
+            out = _forward(run, model)
+            recorder.mark(Mark.FORWARD_END)
+            recorder.mark(Mark.BACKWARD_BEGIN)
+            node = out.grad_fn
+            gradient = (outside[1],) if not run.part.ends else (torch.ones_like(out),)
+            if not run.part.ends:
+                out.data = torch.empty((1,), device="meta", dtype=out.dtype)  # deallocate_output_tensor
+            del node
+            torch.autograd.Variable._execution_engine.run_backward(
+                (out,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+            recorder.mark(Mark.BACKWARD_END)
+    finally:
+        if collecting:
+            gc.enable()
+    found: list[Event] = []
+    for op, arg in zip(recorder.out.op, recorder.out.arg, strict=True):
+        if op in (Op.ALLOC, Op.FREE):
+            size = recorder.out.allocs[arg].size
+            if isinstance(size, int) and size >= LEAST:
+                found.append(("A" if op == Op.ALLOC else "F", size))
+    return found
+
+
+def _forward(run: Run, model: Any) -> Any:
+    """Run a batch as ``pretrain_gpt.py`` does, with the first rank's tensors; the batch goes when this returns."""
+    import torch
+
+    def empty(*shape: int, dtype: Any = torch.int64) -> Any:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    batch, seq = run.micro_batch, run.seq
+    words, labels, weights, positions = (empty(batch, seq, dtype=dtype) for dtype in (None, None, torch.float32, None))
+    mask = empty(batch, 1, seq, seq, dtype=torch.bool)
+    out = model(words.long(), positions.long(), mask, labels=labels.long())
+    if not run.part.ends:
+        return out
+    return torch.sum(out.view(-1).float() * weights.view(-1))
+
+
+CASES = {
+    "llama": Run(),
+    "llama tp 2": Run(tp=2),
+    "llama tp 2 sp": Run(tp=2, sp=True),
+    "llama one sample tp 4": Run(tp=4, micro_batch=1),
+    "gpt": Run(llama=False),
+    "gpt tp 2 sp": Run(llama=False, tp=2, sp=True),
+    "llama full": Run(tp=2, recompute="full"),
+    "llama selective": Run(tp=2, recompute="selective"),
+    "gpt selective sp": Run(llama=False, tp=2, sp=True, recompute="selective"),
+    "first stage": Run(tp=2, pp_rank=0),
+    "last stage sp": Run(tp=2, sp=True, pp_rank=1),
+}
+
+
+def kept_events(tape: ChunkTape) -> list[Event]:
+    """Return the allocations of the buffers that the description has apart, since they live on."""
+    return [("A", size) for size in tape.kept.values() if size >= LEAST]
+
+
+def main() -> None:
+    """Print both sides of every case, and where they differ."""
+    import difflib
+
+    for name, run in CASES.items():
+        real, described = run.real(), run.described()
+        own = described_events(described)
+        kept = sum(size for _, size in kept_events(described))
+        print(f"{name:24} real {peak(real):>10,}  described {peak(own) + kept:>10,}  events {len(real)} {len(own)}")
+        for tag, a, b, c, d in difflib.SequenceMatcher(None, real, own, autojunk=False).get_opcodes():
+            if tag != "equal":
+                print("   ", tag, a, real[a:b][:6], own[c:d][:6])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,252 @@
+"""Megatron-LM as an Engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled
+from zeroplan.core.workload import Attention, DType, Precision
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.megatron.bridge import model_of, require_known
+from zeroplan.engines.megatron.lines import LEDGER
+from zeroplan.engines.megatron.rank import MegatronRank, Parameter
+from zeroplan.ledger.line import Ledger
+from zeroplan.models.megatron import MEGATRON_CORE, MegatronModel, embedding_weights, final_weights, layer_weights
+
+if TYPE_CHECKING:
+    from zeroplan.core.cluster import Cluster
+    from zeroplan.core.tape import ExpandedTape
+    from zeroplan.engines.megatron.chunk import ChunkLayers
+    from zeroplan.engines.megatron.layers import Shapes
+    from zeroplan.engines.megatron.traffic import MegatronTraffic
+    from zeroplan.engines.simulation import Simulation
+    from zeroplan.models.spec import ModelSpec
+    from zeroplan.simulate.allocator.config import AllocatorConfig
+
+#: The optimizers whose states Megatron's optimizers make in fp32 for each element, by their rows.
+_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
+#: From which capability TransformerEngine prefers cuDNN's attention to FlashAttention's.
+_CUDNN = (9, 0)
+_NO_MEASUREMENT = Unmodelled(
+    UNMEASURED,
+    Effect.MORE,
+    "no GPU has measured these plans: sizes follow from Megatron-Core's and TransformerEngine's source, without cuDNN's "
+    "workspaces",
+)
+
+
+class Megatron(Engine):
+    """Megatron-Core's model and optimizers: stage 1 is the distributed optimizer, stage 0 goes without."""
+
+    name = "megatron"
+    version = MEGATRON_CORE
+    own_layers = True
+
+    def options(self) -> list[ZeroConfig]:
+        """Return stage 0, in which every data-parallel rank steps all parameters, and stage 1."""
+        return [ZeroConfig.of(0), ZeroConfig.of(1)]
+
+    def default(self) -> ZeroConfig:
+        """Return stage 1: ``--use-distributed-optimizer``."""
+        return ZeroConfig.of(1)
+
+    def require_runnable(self, zero: ZeroConfig) -> None:
+        """Refuse what Megatron's optimizers do not do, or what is not modelled of them.
+
+        Raises:
+            BadInput: other stages, and offload.
+        """
+        if zero.stage not in (0, 1):
+            raise BadInput(
+                f"Megatron-LM has no stage {zero.stage}",
+                where="--stage",
+                remedy="use 1 for --use-distributed-optimizer, or 0 without",
+            )
+        if zero.offload_optimizer or zero.offload_param:
+            raise BadInput("Megatron-LM's offload is not modelled", where="--offload-optimizer", remedy="leave it out")
+
+    def require_layout(self, layout: ParallelLayout) -> None:
+        """Refuse replicas of the distributed optimizer.
+
+        Raises:
+            BadInput: several of its instances.
+        """
+        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp", "ep", "etp"))
+
+    def require_workload(self, case: Case) -> None:
+        """Refuse what Megatron-LM's own checks refuse, and what is not modelled of it.
+
+        Raises:
+            BadInput: the first of them.
+        """
+        work = case.workload
+        if work.optimizer not in _OPTIMIZERS:
+            raise BadInput(
+                f"{work.optimizer} under Megatron-LM is not modelled", where="--optimizer", remedy="use adamw or sgd"
+            )
+        if (
+            work.precision is Precision.AUTOCAST
+            or work.precision is Precision.HALF_AUTOCAST
+            or work.precision is Precision.PURE
+        ):
+            raise BadInput("Megatron-LM keeps 16-bit parameters and fp32 masters", where="--dtype", remedy="use bf16")
+        if work.lora_rank is not None:
+            raise BadInput("adapters under Megatron-LM are not modelled", where="--lora-rank", remedy="leave it out")
+        if case.pipeline != "1f1b":
+            raise BadInput("Megatron-LM has 1F1B alone", where="--schedule", remedy="use 1f1b, with --vpp for interleaving")
+        if work.recomputation is not None and (work.recomputation.every > 1 or work.recomputation.alternate):
+            raise BadInput("Megatron-LM recomputes by layers", where="--checkpoint-policy", remedy="use full or selective")
+        for given, where in ((work.lengths, "--lengths"), (work.images, "--images"), (work.fp8, "--fp8")):
+            if given:
+                raise BadInput("not modelled under Megatron-LM", where=where, remedy="leave it out")
+        model = self._model(case)
+        if model is None:
+            if case.parallel is not None:
+                require_known(case.spec.model_type)
+            return
+        from zeroplan.engines.megatron.rules import require_valid
+
+        require_valid(model, case.layout, work)
+
+    def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
+        """Return that nothing of it was measured, which may mean more memory than planned."""
+        return (_NO_MEASUREMENT,)
+
+    def simulates(self, case: Case) -> bool:
+        """Return whether its layers are described: not those with experts or latent attention."""
+        model = self._model(case)
+        return model is None or not (model.num_experts or model.multi_latent_attention)
+
+    # --- memory -----------------------------------------------------------------------------------------------------------
+
+    def _model(self, case: Case) -> MegatronModel | None:
+        """Return Megatron's arguments; a model of transformers gets its recomputation from the workload."""
+        model = model_of(case.spec.model_type, case.spec.config)
+        policy = case.workload.recomputation
+        if model is None or policy is None or model.recompute_granularity:
+            return model
+        if policy.selective:
+            return replace(model, recompute_granularity="selective")
+        return replace(model, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+    def ledger(self, case: Case) -> tuple[Ledger, Any]:
+        """Return Megatron's lines, and the first rank of the pipeline rank that is looked at."""
+        return LEDGER, self.rank(case)
+
+    def rank(self, case: Case) -> MegatronRank:
+        """Return the first rank of a pipeline rank's."""
+        model, layout, work = self._model(case), case.layout, case.workload
+        parts: tuple[ChunkLayers, ...] = ()
+        chunks: tuple[tuple[Parameter, ...], ...]
+        if model is None:
+            parameters = case.spec.parameters
+            chunks = (tuple(Parameter(parameters.numel[p]) for p in parameters.trained),)
+            frozen = parameters.total - parameters.trained_total
+        else:
+            from zeroplan.engines.megatron.rules import layers_of
+
+            parts = layers_of(model, layout, case.pp_rank)
+            chunks, frozen = tuple(_parameters(model, layout, part) for part in parts), 0
+        overlapped = model is not None and model.overlap_grad_reduce and case.pp_rank == 0
+        given = model.ddp_bucket_size if model is not None else 0
+        return MegatronRank(
+            workload=work,
+            parameters=case.spec.parameters,
+            layout=layout,
+            cublas_workspace=case.cluster.gpu.workspace,
+            chunks=chunks,
+            frozen_numel=frozen,
+            distributed=case.zero.stage == 1,
+            bucket=(given or max(40_000_000, 1_000_000 * layout.shard_group)) if overlapped else 0,
+            reduces_in_half=work.dtype is DType.FP16 or (model is not None and model.grad_reduce_in_bf16),
+            shapes=self._shapes(case, model) if model is not None and self.simulates(case) else None,
+            parts=parts,
+            capability=case.cluster.gpu.capability,
+            pp_rank=case.pp_rank,
+        )
+
+    def _shapes(self, case: Case, model: MegatronModel) -> Shapes:
+        from zeroplan.engines.megatron.layers import Shapes
+
+        work, layout = case.workload, case.layout
+        backend = model.attention_backend
+        scored = not model.uses_engine or backend in ("unfused", "local") or work.attn is Attention.EAGER
+        return Shapes(
+            model=model,
+            micro_batch=work.rows,
+            seq=(work.seq_len or 1) // layout.cp,
+            tp=layout.tp,
+            sequence=layout.sp,
+            element=work.dtype.bytes,
+            flash=not scored,
+            cudnn=backend == "fused" or (backend == "auto" and case.cluster.gpu.capability >= _CUDNN),
+        )
+
+    def own_tape(self, case: Case) -> ExpandedTape | None:
+        """Return the tape of the chunk that keeps the most in one micro batch; None where Megatron's model is not known."""
+        rank = self.rank(case)
+        if rank.shapes is None:
+            return None
+        from zeroplan.engines.megatron.chunk import chunk_tape
+
+        tapes = [chunk_tape(rank.shapes, part, case.layout.cp).tape for part in rank.parts]
+        return max(tapes, key=lambda tape: tape.activation_peak)
+
+    def blocks(self, case: Case) -> tuple[tuple[int, int], ...]:
+        """Return the layers of each of the pipeline rank's chunks: the first, and the one behind the last."""
+        return tuple((part.layers[0], part.layers[-1] + 1) for part in self.rank(case).parts if part.layers)
+
+    def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
+        """Simulate the first rank of the pipeline rank; the other ranks of its groups hold as much or less."""
+        from zeroplan.engines.megatron.schedule import record_megatron, record_stages
+        from zeroplan.engines.simulation import Simulation
+        from zeroplan.simulate.recorder import simulate
+
+        rank = self.rank(case)
+        recorder = record_stages(rank) if case.layout.pp > 1 else record_megatron(rank, tape)
+        return Simulation(simulate(recorder, config, device_memory=case.cluster.vram))
+
+    # --- time -------------------------------------------------------------------------------------------------------------
+
+    def traffic(self, spec: ModelSpec, cluster: Cluster) -> MegatronTraffic:
+        """See ``zeroplan/engines/megatron/traffic.py``."""
+        from zeroplan.engines.megatron.traffic import MegatronTraffic
+
+        return MegatronTraffic(spec, cluster)
+
+    # --- verify -----------------------------------------------------------------------------------------------------------
+
+    def require_verifiable(self, zero: ZeroConfig) -> None:
+        """Refuse: Megatron-LM needs its own program.
+
+        Raises:
+            BadInput: always.
+        """
+        raise BadInput("verify does not run Megatron-LM", where="--engine", remedy="use --engine zeroplan, or estimate alone")
+
+
+def _parameters(model: MegatronModel, layout: ParallelLayout, part: ChunkLayers) -> tuple[Parameter, ...]:
+    """Return the parameters of one chunk on one rank, in Megatron's order."""
+    tied = not model.untie_embeddings_and_output_weights and layout.pp > 1
+    weights = [(one, False) for one in embedding_weights(model, layout.tp)] if part.embeds else []
+    if weights and tied:
+        weights[0] = (weights[0][0], True)
+    for layer in part.layers:
+        weights += [
+            (one, False) for one in layer_weights(model, layer, model.num_experts // layout.ep if model.num_experts else 0)
+        ]
+    if part.ends:
+        own = model.untie_embeddings_and_output_weights or layout.pp > 1
+        weights += [(one, tied and one.name == "output_layer.weight") for one in final_weights(model, layout.tp, own_head=own)]
+    found = []
+    for one, shared in weights:
+        shape = one.local(layout.etp if one.expert else layout.tp)
+        count = 1
+        for size in shape:
+            count *= size
+        found.append(Parameter(count, one.expert and layout.ep > 1, shared))
+    return tuple(found)

@@ -1,0 +1,406 @@
+"""What one rank of Megatron-Core computes for a micro batch: embedding, layers, head and loss, in operators of sizes.
+
+See Note [Sizes without numbers] in ``autograd.py``. Tensors are laid out ``[tokens, samples, channels]``.
+Sources: Megatron-Core 0.16.1, ``megatron/core/models/gpt/gpt_model.py``, ``megatron/core/transformer/transformer_block.py``,
+``transformer_layer.py``, ``attention.py``, ``dot_product_attention.py``, ``mlp.py``,
+``megatron/core/models/common/embeddings``; ``pretrain_gpt.py`` (``loss_func``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from zeroplan.core.tape import Kind
+from zeroplan.engines.megatron import operators as ops
+from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
+from zeroplan.engines.megatron.operators import Linear, Norm, Saved
+from zeroplan.models.megatron import MegatronModel
+
+_FP32, _INT64 = 4, 8
+#: The element of an attention mask.
+_BOOL = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Sizes of one rank's micro batch, in bytes unless said otherwise.
+
+    Attributes:
+        model: Megatron's arguments.
+        micro_batch: samples.
+        seq: tokens of a sample on this rank, which context parallelism shares.
+        tp: ranks that share each matrix.
+        sequence: whether they share the tokens between matrices, too.
+        element: bytes of one element of the model's dtype.
+        flash: whether attention is one kernel that keeps no scores.
+        cudnn: whether that kernel is cuDNN's (``FusedAttention``) and not FlashAttention's.
+    """
+
+    model: MegatronModel
+    micro_batch: int
+    seq: int
+    tp: int = 1
+    sequence: bool = False
+    element: int = 2
+    flash: bool = True
+    cudnn: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the micro batch on this rank, before tensor-parallel ranks share them."""
+        return self.micro_batch * self.seq
+
+    @property
+    def whole(self) -> int:
+        """Hidden states of all tokens."""
+        return self.tokens * self.model.hidden_size * self.element
+
+    @property
+    def hidden(self) -> int:
+        """Hidden states between the matrices."""
+        return self.whole // self.tp if self.sequence else self.whole
+
+    @property
+    def query(self) -> int:
+        """Queries of this rank's heads, and as large the attention's output."""
+        return self.tokens * self.model.kv_channels * self.model.num_attention_heads // self.tp * self.element
+
+    @property
+    def key(self) -> int:
+        """Keys of this rank's groups, and as large their values."""
+        return self.tokens * self.model.kv_channels * self.groups * self.element
+
+    @property
+    def heads(self) -> int:
+        """Heads of this rank, a number."""
+        return self.model.num_attention_heads // self.tp
+
+    @property
+    def groups(self) -> int:
+        """Groups of heads that share keys and values, on this rank, a number."""
+        return max(1, self.model.num_query_groups // self.tp)
+
+    @property
+    def scores(self) -> int:
+        """Scores of all pairs of tokens in this rank's heads."""
+        return self.micro_batch * self.heads * self.seq * self.seq * self.element
+
+    @property
+    def norm(self) -> Norm:
+        """The norm of a hidden state."""
+        rows = self.tokens // self.tp if self.sequence else self.tokens
+        return Norm(self.model.hidden_size * self.element, self.model.normalization == "LayerNorm", rows * _FP32)
+
+    def head_norm(self, heads: int) -> Norm:
+        """Return the norm of each of so many heads."""
+        model = self.model
+        return Norm(model.kv_channels * self.element, model.normalization == "LayerNorm", self.tokens * heads * _FP32)
+
+    def column(self, out: int, width: int, *, bias: bool, adds: bool) -> Linear:
+        """Return a column-wise layer from `width` to `out` channels of all ranks together."""
+        local = out // self.tp
+        return Linear(
+            (local, width),
+            self.tokens * local * self.element,
+            bias=local * self.element if bias else 0,
+            adds_bias=adds,
+            gathers=self.tokens * width * self.element if self.sequence else 0,
+            fused=self.model.gradient_accumulation_fusion,
+            engine=self.model.uses_engine,
+            element=self.element,
+        )
+
+    def row(self, out: int, width: int, *, bias: bool) -> Linear:
+        """Return a row-wise layer; who calls it adds the bias."""
+        whole = self.tokens * out * self.element
+        return Linear(
+            (out, width // self.tp),
+            whole,
+            bias=out * self.element if bias else 0,
+            scatters=whole // self.tp if self.sequence else 0,
+            fused=self.model.gradient_accumulation_fusion,
+            engine=self.model.uses_engine,
+            element=self.element,
+        )
+
+
+def load(w: TapeWriter, s: Shapes, cp: int) -> tuple[Storage, Storage, Storage | None]:
+    """Bring a micro batch to the GPU: words, labels, weights, positions and attention's mask, which the loader makes.
+
+    The first tensor-parallel rank, which sends them to the others, loads all of them. Context-parallel ranks copy their parts.
+    Returns words, weights and the mask, that go when nothing needs them; labels and positions go here, a little early.
+    Source: megatron/training/utils.py (``get_batch_on_this_tp_rank``)
+    """
+    made: list[Storage] = []
+    for share in (1, cp) if cp > 1 else (1,):
+        count = s.tokens * cp // share
+        sizes = [count * _INT64, count * _INT64, count * _FP32, count * _INT64]
+        if s.model.create_attention_mask_in_dataloader:
+            sizes.append(s.micro_batch * s.seq * cp * s.seq * cp // share * _BOOL)
+        made = [w.empty(size, Kind.INPUT) for size in sizes]
+    return made[0], made[2], made[4] if len(made) > 4 else None
+
+
+def embed(w: TapeWriter, s: Shapes, words: Storage) -> Value:
+    """The word embedding of this rank's part of the vocabulary, positions, and dropout."""
+    model = s.model
+    learned = model.position_embedding_type == "learned_absolute"
+    with w.module("embedding", "LanguageModelEmbedding"):
+        x = _look_up(w, s, words)
+        if learned:
+            x = _with_positions(w, s, x)
+        if s.micro_batch > 1:
+            x = ops.contiguous(w, x)
+        if s.sequence:
+            x = ops.contiguous(w, ops.share_tokens(w, x, s.hidden) if learned else ops.scatter(w, x, s.hidden))
+        return ops.drop(w, x, s.element) if model.hidden_dropout else x
+
+
+def _look_up(w: TapeWriter, s: Shapes, words: Storage) -> Value:
+    """Look words up. Other ranks' words are masked in the output, in place; its gradient is copied to mask it, too."""
+    count, table = s.tokens, s.model.padded(s.tp) // s.tp * s.model.hidden_size * s.element
+    saved = [words]
+    mask = None
+    if s.tp > 1:
+        below, above = w.empty(count), w.empty(count)
+        mask = w.empty(count)
+        del below, above
+        cloned = w.empty(count * _INT64)
+        saved = [w.empty(count * _INT64)]
+        del cloned
+    out = w.empty(s.whole)
+    size = s.whole
+
+    def look_up_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(table, Kind.GRAD)]
+
+    def mask_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    found = w.apply([], [out], saved, look_up_backward)[0]
+    if mask is None:
+        return found
+    return w.apply([found], [found.storage], [mask], mask_backward)[0]
+
+
+def _with_positions(w: TapeWriter, s: Shapes, x: Value) -> Value:
+    table = s.model.max_position_embeddings * s.model.hidden_size * s.element
+    positions = w.empty(s.whole)
+
+    def table_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(table, Kind.GRAD)]
+
+    looked_up = w.apply([], [positions], [], table_backward)[0]
+    del positions
+    out = w.empty(x.nbytes)
+    return w.apply([x, looked_up], [out], [], lambda saved, g: [g[0], g[0]])[0]
+
+
+def layer(w: TapeWriter, s: Shapes, number: int, x: Value) -> Value:
+    """A transformer layer without experts."""
+    with w.module(f"decoder.layers.{number}", "TransformerLayer", block=True):
+        x = _attention_half(w, s, x)
+        return _mlp_half(w, s, x)
+
+
+def _attention_half(w: TapeWriter, s: Shapes, residual: Value) -> Value:
+    model = s.model
+    bias = model.hidden_size * s.element if model.add_bias_linear else 0
+    normed = None
+    if not model.uses_engine:
+        with w.module("input_layernorm", model.normalization):
+            normed = ops.normalize(w, residual, s.norm)
+    with w.module("self_attention", "SelfAttention"):
+        out = _attention(w, s, residual if normed is None else normed)
+    mixed = ops.add(w, out, residual, bias=bias, dropout=model.hidden_dropout > 0, element=s.element)
+    del normed, out
+    return mixed
+
+
+def _mlp_half(w: TapeWriter, s: Shapes, residual: Value) -> Value:
+    model = s.model
+    bias = model.hidden_size * s.element if model.add_bias_linear else 0
+    normed = None
+    if not model.uses_engine:
+        with w.module("pre_mlp_layernorm", model.normalization):
+            normed = ops.normalize(w, residual, s.norm)
+    with w.module("mlp", "MLP"):
+        out = _mlp(w, s, residual if normed is None else normed)
+    mixed = ops.add(w, out, residual, bias=bias, dropout=model.hidden_dropout > 0, element=s.element)
+    del normed, out
+    return mixed
+
+
+def _attention(w: TapeWriter, s: Shapes, x: Value) -> Value:
+    """Queries, keys and values in one product, positions, the attention itself, and the output's product."""
+    model = s.model
+    made = _query_key_value(w, s, x)  # held to the end, as Megatron's variable holds it
+    query, key, value = made
+    if model.position_embedding_type == "rope":
+        query, key = _rotated(w, s, query), _rotated(w, s, key)
+    with w.module("core_attention", "DotProductAttention"):
+        selected = "core_attn" in model.recompute_modules and model.recompute_granularity == "selective"
+        run = partial(_core, w, s)
+        context = ops.checkpoint(w, run, [query, key, value]) if selected else run([query, key, value])
+    width = model.kv_channels * model.num_attention_heads
+    with w.module("linear_proj", "RowParallelLinear"):
+        return ops.row_linear(w, context, s.row(model.hidden_size, width, bias=model.add_bias_linear))
+
+
+def _query_key_value(w: TapeWriter, s: Shapes, x: Value) -> tuple[Value, Value, Value]:
+    """Views of one product; queries are copied where groups of them share keys, since groups do not lie side by side."""
+    model = s.model
+    out = model.kv_channels * (model.num_attention_heads + 2 * model.num_query_groups)
+    sizes = s.column(out, model.hidden_size, bias=model.add_bias_linear or model.add_qkv_bias, adds=True)
+    with w.module("linear_qkv", "ColumnParallelLinear"):
+        mixed = ops.norm_linear(w, x, s.norm, sizes) if model.uses_engine else ops.column_linear(w, x, sizes)
+    query, key, value = ops.split(w, mixed, (s.query, s.key, s.key))
+    if s.heads > s.groups > 1:
+        query = ops.contiguous(w, query)
+    if model.qk_layernorm:
+        query, key = _head_norm(w, s, query, s.heads), _head_norm(w, s, key, s.groups)
+    return query, key, value
+
+
+def _head_norm(w: TapeWriter, s: Shapes, x: Value, heads: int) -> Value:
+    """A norm of each head; TransformerEngine's reads a copy where its input is a view of a part."""
+    copied = ops.contiguous(w, x) if x.is_part and s.model.uses_engine else x
+    return ops.normalize(w, copied, s.head_norm(heads))
+
+
+def _rotated(w: TapeWriter, s: Shapes, x: Value) -> Value:
+    """Rotary positions: TransformerEngine's kernel, or cosines and sines of its own for each use, kept for the backward."""
+    angles = s.seq * s.model.kv_channels
+    w.keep(("rotary", ()), angles * _FP32)
+    if s.model.apply_rope_fusion and s.model.uses_engine:
+        return ops.pointwise(w, x)
+    nbytes = x.nbytes
+
+    def times_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(nbytes)]
+
+    rest = w.apply([x], [x.storage], [], times_backward, (0,))[0]  # the channels that are not rotated: none of them
+    tables = []
+    for _ in range(2):
+        exact = w.empty(angles * _FP32)
+        scaled = w.empty(angles * _FP32)
+        del exact
+        tables.append(w.empty(angles * s.element))
+        del scaled
+    cosine, sine = tables
+    straight = w.apply([x], [w.empty(nbytes)], [cosine], times_backward)[0]
+    first, second = ops.split(w, x, (nbytes // 2, nbytes // 2))
+    negative = ops.pointwise(w, second)
+    turned = w.apply([negative, first], [w.empty(nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
+    del negative
+    crossed = w.apply([turned], [w.empty(nbytes)], [sine], times_backward)[0]
+    del turned
+    both = w.apply([straight, crossed], [w.empty(nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
+    del straight, crossed
+    return w.apply([both, rest], [w.empty(nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
+
+
+def _core(w: TapeWriter, s: Shapes, parts: list[Value]) -> Value:
+    """The attention itself: one kernel, or scores that are kept."""
+    query, key, value = parts
+    if not s.flash:
+        return _scored(w, s, query, key, value)
+    views = query.storage is key.storage is value.storage
+    if not views:  # TransformerEngine knows no layout of tensors beside views of parts, and makes all contiguous
+        query, key, value = (ops.contiguous(w, one) if one.is_part else one for one in (query, key, value))
+    stats = s.tokens * s.heads * _FP32
+    copies = not s.cudnn and s.micro_batch > 1
+    return ops.attention(w, query, key, value, output=s.query, stats=stats, packed=views and s.cudnn, copies=copies)
+
+
+def _scored(w: TapeWriter, s: Shapes, query: Value, key: Value, value: Value) -> Value:
+    """Megatron's own ``DotProductAttention``: all scores, their softmax and, with dropout, that and its mask."""
+    model, heads = s.model, s.query
+    w.keep(ops.SHARED, s.scores)
+    repeated = model.num_attention_heads > model.num_query_groups
+    if repeated:
+        key, value = ops.repeat(w, key, heads), ops.repeat(w, value, heads)
+
+    def scores_backward(saved: Saved, g: Gradients) -> Gradients:
+        made = []
+        for _ in range(2):
+            exact = w.empty(heads)
+            made.append(w.empty(heads))  # scaled
+            del exact
+        return [*made]
+
+    raw = w.apply([query, key], [w.empty(s.scores)], [query.storage, key.storage], scores_backward)[0]
+    probabilities = _softmax(w, s, raw)
+    if model.attention_dropout:
+        probabilities = ops.drop(w, probabilities, s.element)
+    scores = s.scores
+
+    def context_backward(saved: Saved, g: Gradients) -> Gradients:
+        value_gradient = w.empty(heads)
+        return [w.empty(scores), value_gradient]
+
+    saved = [probabilities.storage, value.storage]
+    context = w.apply([probabilities, value], [w.empty(heads)], saved, context_backward)[0]
+    context = ops.contiguous(w, context)
+    return context  # noqa: RET504 - the product goes before the scores do
+
+
+def _softmax(w: TapeWriter, s: Shapes, raw: Value) -> Value:
+    """Apex's kernel, which keeps its result and writes its gradient over the one it gets; or fp32 copies by torch's operators,
+    masked in place.
+
+    Source: megatron/core/fusions/fused_softmax.py (``forward_torch_softmax``)
+    """
+    size, wide = s.scores, s.scores // s.element * _FP32
+    if s.model.masked_softmax_fusion:
+        kept = w.empty(size)
+        return w.apply([raw], [kept], [kept], lambda saved, g: [g[0]])[0]
+
+    def narrow_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    def wide_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(wide)]
+
+    def softmax_backward(saved: Saved, g: Gradients) -> Gradients:
+        made = w.empty(wide)
+        w.empty(wide)
+        return [made]
+
+    exact = w.apply([raw], [w.empty(wide)], [], narrow_backward)[0]
+    masked = w.apply([exact], [exact.storage], [] if w.mask is None else [w.mask], wide_backward)[0]
+    del exact
+    kept = w.empty(wide)
+    result = w.apply([masked], [kept], [kept], softmax_backward)[0]
+    del kept
+    return w.apply([result], [w.empty(size)], [], wide_backward)[0]
+
+
+def _mlp(w: TapeWriter, s: Shapes, x: Value) -> Value:
+    """Two products with an activation between them; bias and activation are one kernel."""
+    model = s.model
+    width = model.ffn_hidden_size
+    sizes = s.column(width * (1 + model.gated), model.hidden_size, bias=model.add_bias_linear, adds=False)
+    with w.module("linear_fc1", "ColumnParallelLinear"):
+        up = ops.norm_linear(w, x, s.norm, sizes) if model.uses_engine else ops.column_linear(w, x, sizes)
+    active = ops.activate(w, up, gated=model.gated, bias=sizes.bias)
+    with w.module("linear_fc2", "RowParallelLinear"):
+        return ops.row_linear(w, active, s.row(model.hidden_size, width, bias=model.add_bias_linear))
+
+
+def head(w: TapeWriter, s: Shapes, x: Value, loss_mask: Storage) -> Value:
+    """The final norm, this rank's part of the logits, the loss over all parts, and its mean over the labelled tokens."""
+    model = s.model
+    with w.module("final_layernorm", model.normalization):
+        normed = ops.normalize(w, x, s.norm)
+    vocabulary = model.padded(s.tp)
+    sizes = replace(s.column(vocabulary, model.hidden_size, bias=False, adds=False), engine=False)  # always Megatron's own
+    with w.module("output_layer", "ColumnParallelLinear"):
+        logits = ops.column_linear(w, normed, sizes, kind=Kind.LOGITS)
+    del normed
+    fused = model.cross_entropy_loss_fusion
+    in_place = fused and model.cross_entropy_fusion_impl == "te"
+    loss = ops.cross_entropy(w, logits, s.tokens, fused=fused, in_place=in_place)
+    del logits
+    return ops.mean_loss(w, loss, s.tokens, loss_mask)

@@ -1,0 +1,395 @@
+"""The operators of Megatron-Core's layers: what each allocates, saves and makes in the backward, in bytes.
+
+Sources: Megatron-Core 0.16.1, ``megatron/core/tensor_parallel/layers.py`` (``LinearWithGradAccumulationAndAsyncCommunication``,
+``RowParallelLinear``, ``VocabParallelEmbedding``), ``mappings.py``, ``cross_entropy.py``, ``random.py``
+(``CheckpointFunction``), ``megatron/core/fusions``; TransformerEngine of 22 August 2026,
+``pytorch/module/layernorm_linear.py``, ``linear.py``, ``pytorch/attention``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from zeroplan.core.tape import Kind
+from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
+
+Saved = tuple[Storage, ...]
+
+#: The buffer that Megatron's own layers share for what they gather, and attention for its scores (``GlobalMemoryBuffer``).
+SHARED = ("shared", ())
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm's sizes.
+
+    Attributes:
+        weight: bytes of its weight.
+        biased: whether it is a LayerNorm, which has a bias and keeps a mean; else an RMSNorm.
+        stats: bytes of one fp32 number for each row.
+    """
+
+    weight: int
+    biased: bool
+    stats: int
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A parallel linear layer's sizes on one rank.
+
+    Attributes:
+        shape: of its weight.
+        output: bytes of its product.
+        bias: bytes of its bias; 0 for none.
+        adds_bias: whether it adds the bias itself; else the caller does (``skip_bias_add``).
+        gathers: bytes of its input gathered from the tensor-parallel ranks (column-wise, with sequence parallelism), or 0.
+        scatters: bytes of its output's part (row-wise, with sequence parallelism); 0 for none.
+        fused: whether the weight's gradient is added to the gradient buffer by the product itself.
+        engine: whether it is TransformerEngine's; else Megatron's own.
+        element: bytes of one element.
+    """
+
+    shape: tuple[int, int]
+    output: int
+    bias: int = 0
+    adds_bias: bool = False
+    gathers: int = 0
+    scatters: int = 0
+    fused: bool = True
+    engine: bool = True
+    element: int = 2
+
+    @property
+    def weight(self) -> int:
+        """Bytes of its weight."""
+        return self.shape[0] * self.shape[1] * self.element
+
+
+def contiguous(w: TapeWriter, x: Value) -> Value:
+    """Copy a tensor; its gradient is the copy's."""
+    return w.apply([x], [w.empty(x.nbytes)], [], lambda saved, g: g[:])[0]
+
+
+def pointwise(w: TapeWriter, x: Value) -> Value:
+    """Compute a tensor of the same size, whose backward needs nothing and makes a new gradient."""
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    return w.apply([x], [w.empty(size)], [], backward)[0]
+
+
+def split(w: TapeWriter, x: Value, sizes: Sequence[int]) -> list[Value]:
+    """Split a tensor into views of so many bytes; gradients that are not views of one tensor are joined in a new one."""
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        together = all(one is g[0] for one in g)
+        return [g[0] if together else w.empty(size)]
+
+    return w.apply([x], [x.storage] * len(sizes), [], backward, sizes)
+
+
+def repeat(w: TapeWriter, x: Value, nbytes: int) -> Value:
+    """Repeat heads (``repeat_interleave``); the gradient is summed over the repetitions."""
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    return w.apply([x], [w.empty(nbytes)], [], backward)[0]
+
+
+def scatter(w: TapeWriter, x: Value, nbytes: int) -> Value:
+    """Reduce-scatter over tokens; the gradient is gathered."""
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size, Kind.COMM)]
+
+    return w.apply([x], [w.empty(nbytes, Kind.COMM)], [], backward)[0]
+
+
+def share_tokens(w: TapeWriter, x: Value, nbytes: int) -> Value:
+    """Take this rank's tokens, a view; the gradient is gathered."""
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size, Kind.COMM)]
+
+    return w.apply([x], [x.storage], [], backward, (nbytes,))[0]
+
+
+def normalize(w: TapeWriter, x: Value, norm: Norm) -> Value:
+    """A norm that keeps its input, and for each row its scale (a LayerNorm its mean, too), in fp32."""
+    out = w.empty(x.nbytes)
+    stats = [w.empty(norm.stats) for _ in range(1 + norm.biased)]
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        made = [w.empty(size)]
+        grads = [w.empty(norm.weight, Kind.GRAD) for _ in range(1 + norm.biased)]
+        return [*made, *grads]
+
+    return w.apply([x], [out], [x.storage, *stats], backward)[0]
+
+
+def column_linear(w: TapeWriter, x: Value, sizes: Linear, kind: Kind | None = None) -> Value:
+    """A column-wise linear layer. Its input is saved as it is, and gathered again for the weight's gradient. `kind` is that of
+    its output.
+    """
+    out = _product(w, sizes, kind)
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return _linear_backward(w, sizes, size)
+
+    return w.apply([x], [out], [x.storage], backward)[0]
+
+
+def _product(w: TapeWriter, sizes: Linear, kind: Kind | None = None) -> Storage:
+    """Gather, multiply, and add the bias: TransformerEngine in the product, Megatron's own layer in a new tensor."""
+    gathered = _gather(w, sizes)
+    out = w.empty(sizes.output, kind)
+    del gathered
+    if sizes.bias and sizes.adds_bias and not sizes.engine:
+        out = w.empty(sizes.output)
+    return out
+
+
+def _gather(w: TapeWriter, sizes: Linear) -> Storage | None:
+    """Gather the input: TransformerEngine into a new tensor, Megatron's own layers into one that they all share."""
+    if sizes.gathers and sizes.engine:
+        return w.empty(sizes.gathers, Kind.COMM)
+    w.keep(SHARED, sizes.gathers)
+    return None
+
+
+def _linear_backward(w: TapeWriter, sizes: Linear, size: int) -> Gradients:
+    """Return the gradients of the input, of the weight and of the bias."""
+    gathered = _gather(w, sizes)
+    made = w.empty(sizes.gathers or size)
+    part = w.empty(size, Kind.COMM) if sizes.gathers else made
+    grads: Gradients = []
+    if not sizes.fused:
+        grads.append(w.empty(sizes.weight, Kind.GRAD))
+    elif sizes.engine:
+        w.keep(("stand-in", sizes.shape), sizes.weight)  # for each shape one, so that DDP's hook runs in the same thread
+    else:
+        grads.append(w.empty(sizes.weight, Kind.GRAD))  # a stand-in as well, but made anew
+    del gathered, made
+    if sizes.bias and sizes.adds_bias:
+        grads.append(w.empty(sizes.bias, Kind.GRAD))
+    return [part, *grads]
+
+
+def norm_linear(w: TapeWriter, x: Value, norm: Norm, sizes: Linear) -> Value:
+    """TransformerEngine's ``LayerNormLinear``: the norm's input and output are saved, the output not gathered."""
+    normed = w.empty(x.nbytes)
+    stats = [w.empty(norm.stats) for _ in range(1 + norm.biased)]
+    out = _product(w, sizes)
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        first, *rest = _linear_backward(w, sizes, size)
+        made = w.empty(size)
+        del first
+        grads = [w.empty(norm.weight, Kind.GRAD) for _ in range(1 + norm.biased)]
+        return [made, *grads, *rest]
+
+    return w.apply([x], [out], [x.storage, normed, *stats], backward)[0]
+
+
+def row_linear(w: TapeWriter, x: Value, sizes: Linear) -> Value:
+    """A row-wise linear layer: its output is summed in place over the ranks, or scattered over their tokens."""
+    size = x.nbytes
+    if sizes.engine:
+        out = _product(w, sizes)
+        if sizes.scatters:
+            part = w.empty(sizes.scatters, Kind.COMM)
+            out = part
+            del part
+
+        def backward(saved: Saved, g: Gradients) -> Gradients:
+            gathered = w.empty(sizes.output, Kind.COMM) if sizes.scatters else None
+            grads = _linear_backward(w, sizes, size)
+            del gathered
+            return grads
+
+        return w.apply([x], [out], [x.storage], backward)[0]
+    whole = w.apply([x], [_product(w, sizes)], [x.storage], lambda saved, g: _linear_backward(w, sizes, size))[0]
+    return scatter(w, whole, sizes.scatters) if sizes.scatters else whole
+
+
+def add(w: TapeWriter, x: Value, residual: Value, *, bias: int = 0, dropout: bool = False, element: int = 2) -> Value:
+    """Add bias, dropout and residual as one kernel does; dropout keeps a mask of one byte an element.
+
+    Args:
+        w: the tape.
+        x: what is added.
+        residual: to what.
+        bias: bytes of a bias that is added before dropout; 0 for none.
+        dropout: whether elements of the sum with the bias are dropped.
+        element: bytes of one element.
+    """
+    size = x.nbytes
+    mask = [w.empty(size // element)] if dropout else []
+    out = w.empty(size)
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        made = w.empty(size) if dropout else g[0]
+        grads = [w.empty(bias, Kind.GRAD)] if bias else []
+        return [made, g[0], *grads]
+
+    return w.apply([x, residual], [out], mask, backward)[0]
+
+
+def drop(w: TapeWriter, x: Value, element: int = 2) -> Value:
+    """Dropout: a new tensor and a mask of one byte an element."""
+    size = x.nbytes
+    mask = w.empty(size // element)
+    out = w.empty(size)
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    return w.apply([x], [out], [mask], backward)[0]
+
+
+def checkpoint(w: TapeWriter, run: Callable[[list[Value]], Value], inputs: list[Value]) -> Value:
+    """Run `run` without a graph and keep its inputs alone, attention's mask among them; the backward runs it again, with one.
+
+    The gradients of the inputs are kept by their leaves, and the output of the second run is held until then.
+    """
+    sizes = [x.nbytes for x in inputs]
+    mask = [] if w.mask is None else [w.mask]
+    with w.without_graph():
+        out = run([Value(x.storage, nbytes=x.nbytes) for x in inputs]).storage
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        with w.with_graph():
+            leaves = [w.leaf(storage, size) for storage, size in zip(saved, sizes, strict=False)]
+            output = run(leaves)
+        return w.backward(output, [g[0]], leaves)
+
+    return w.apply(inputs, [out], [*(x.storage for x in inputs), *mask], backward)[0]
+
+
+def attention(
+    w: TapeWriter, query: Value, key: Value, value: Value, *, output: int, stats: int, packed: bool, copies: bool
+) -> Value:
+    """Flash attention: query, key, value and output are saved, and one fp32 number for each row and head.
+
+    Args:
+        w: the tape.
+        query, key, value: what it reads.
+        output: bytes of its output.
+        stats: bytes of those numbers.
+        packed: whether their gradients are views of one tensor, as they are themselves.
+        copies: whether the output is copied into the order of sequences first, which FlashAttention does for several samples.
+    """
+    out, kept = w.empty(output), w.empty(stats)
+    sizes = (query.nbytes, key.nbytes, value.nbytes)
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        if packed:
+            whole = w.empty(sum(sizes))
+            return [whole, whole, whole]
+        return [w.empty(size) for size in sizes]
+
+    saved = [query.storage, key.storage, value.storage, out, kept]
+    made = w.apply([query, key, value], [out], saved, backward)[0]
+    return contiguous(w, made) if copies else made
+
+
+def activate(w: TapeWriter, x: Value, *, gated: bool, bias: int) -> Value:
+    """The MLP's activation as one kernel with the bias: it keeps its input.
+
+    Source: megatron/core/fusions/fused_bias_swiglu.py, fused_bias_gelu.py
+    """
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        made: Gradients = [w.empty(size)]
+        if bias:
+            made.append(w.empty(bias, Kind.GRAD))
+        return made
+
+    return w.apply([x], [w.empty(size // (1 + gated))], [x.storage], backward)[0]
+
+
+_FP32, _INT64 = 4, 8
+
+
+def cross_entropy(w: TapeWriter, logits: Value, tokens: int, *, fused: bool, in_place: bool) -> Value:
+    """The loss of each token over logits that the ranks share.
+
+    Megatron's own keeps their softmax in fp32, which is also their gradient before it is cast. Compiled (``fused``), the
+    cast is part of the kernel. TransformerEngine's (``in_place``) writes the gradient over the logits in the forward.
+    Source: megatron/core/tensor_parallel/cross_entropy.py, megatron/core/fusions/fused_cross_entropy.py; TransformerEngine,
+    pytorch/triton/cross_entropy.py.
+    """
+    size, element = logits.nbytes, 2
+    wide = size // element * _FP32
+    row = tokens * _FP32
+    if in_place:
+        return w.apply([logits], [w.empty(row, Kind.LOSS)], [logits.storage], lambda saved, g: [saved[0]])[0]
+    softmax = w.empty(wide, Kind.LOGITS)
+    largest = w.empty(row)
+    w.empty(tokens * _INT64)
+    mask, indices, predicted = _targets(w, tokens)
+    total = w.empty(row)
+    logs = w.empty(row)
+    loss = w.empty(row, Kind.LOSS)
+    del logs, largest, predicted, total
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        if fused:
+            return [w.empty(size)]
+        numbers = w.empty(tokens * _INT64)
+        flags = w.empty(row)
+        update = w.empty(row)
+        del flags
+        w.empty(row)
+        del numbers, update
+        return [saved[0]]
+
+    def cast_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    if fused:
+        return w.apply([logits], [loss], [softmax, mask, indices], backward)[0]
+    whole = w.apply([logits], [logits.storage], [], cast_backward)[0]
+    return w.apply([whole], [loss], [softmax, mask, indices], backward)[0]
+
+
+def _targets(w: TapeWriter, tokens: int) -> tuple[Storage, Storage, Storage]:
+    """Return which words are other ranks', their places among this rank's, and the logits there."""
+    below, above = w.empty(tokens), w.empty(tokens)
+    mask = w.empty(tokens)
+    del below, above
+    cloned = w.empty(tokens * _INT64)
+    indices = w.empty(tokens * _INT64)
+    del cloned
+    w.empty(_INT64)
+    numbers = w.empty(tokens * _INT64)
+    chosen = w.empty(tokens * _FP32)
+    predicted = w.empty(tokens * _FP32)
+    del chosen
+    w.empty(_FP32)
+    del numbers
+    return mask, indices, predicted
+
+
+def mean_loss(w: TapeWriter, loss: Value, tokens: int, mask: Storage) -> Value:
+    """The masked sum of the tokens' losses. Source: pretrain_gpt.py, loss_func"""
+    row = tokens * _FP32
+
+    def times_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(row)]
+
+    masked = w.apply([loss], [w.empty(row)], [mask], times_backward)[0]
+    return w.apply([masked], [w.empty(_FP32, Kind.LOSS)], [], lambda saved, g: g[:])[0]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.rows import EXTRA, MEASURED, TASKS, load_rows, request_of
+from zeroplan.core.plan import MemoryPlan
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.engines.deepspeed.simulation import rank_of
 from zeroplan.planner.estimate import estimate_runs
@@ -31,7 +32,7 @@ from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import TimelineMark
 
 #: Rows that were measured when their predictions already stood. What those were is kept in results/blind.json.
-BLIND = ("F", "K")
+BLIND = ("F", "I", "K", "Y")
 RESULT = Path(__file__).resolve().parent / "results" / "accuracy.json"
 #: Figure: (what it is, largest median, largest at 95 % of rows, largest of all); None where no target is set.
 TARGETS: dict[str, tuple[str, float | None, float | None, float | None]] = {
@@ -39,6 +40,7 @@ TARGETS: dict[str, tuple[str, float | None, float | None, float | None]] = {
     "peak_reserved": ("peak reserved", 0.02, None, 0.08),
     "nvml": ("NVML", 0.02, None, 0.08),
     "host_rss": ("host RSS", 0.05, None, None),
+    "save": ("peak of a save", 0.002, 0.01, 0.025),
 }
 #: The worst peak allocated of rows that offload parameters, whose use varies from step to step.
 PARAM_OFFLOAD_WORST = 0.05
@@ -55,6 +57,7 @@ class RowResult:
     peak_reserved: float
     nvml: float | None
     host_rss: float | None
+    save: float | None  # of the peak between two steps while the run was saved
     marks: list[float]
     offloads_param: bool
     seconds: float
@@ -126,10 +129,20 @@ def measure_row(row: dict[str, Any]) -> RowResult:
         peak_reserved=_error(plan.gpu.peak_reserved, row["peak_reserved"]),
         nvml=None if not nvml or shared else _error(plan.gpu.total, nvml),
         host_rss=None if not rss else _error(plan.cpu.per_node, rss),
+        save=save_error(plan, row),
         marks=mark_errors(marks_of(request, run, row), row),
         offloads_param="offload_param" in (row.get("zero_overrides") or {}),
         seconds=seconds,
     )
+
+
+def save_error(plan: MemoryPlan, row: dict[str, Any]) -> float | None:
+    """Return the error of the peak from a step's end to the end of a save; None where nothing was saved."""
+    (measured,) = [mark["peak"] for mark in row["marks"] if mark["at"] == "save"] or [None]
+    saved = plan.gpu.phases.get("save")
+    if measured is None or saved is None:
+        return None
+    return max(saved, plan.gpu.live_after_step) / measured - 1
 
 
 def _error(predicted: int | None, measured: int) -> float:

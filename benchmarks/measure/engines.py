@@ -119,9 +119,9 @@ def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    _init_process_group(device)
+    _init_process_group(device, host=spec.offload)
     with torch.device("meta"):
-        model = _from_config(spec, torch.float32)
+        model = _prepare(spec, _from_config(spec, torch.float32))
     if spec.fp8 is not None:
         _convert(model, spec.fp8)
     options: dict[str, Any] = {
@@ -226,16 +226,17 @@ def _ddp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     return _torch_loop(spec, probe, device, model)
 
 
-def _init_process_group(device: torch.device) -> None:
+def _init_process_group(device: torch.device, *, host: bool = False) -> None:
+    """Join the ranks; `host` asks for collectives of tensors on the host, too, which saving offloaded shards needs."""
     if device.type == "cuda":
-        torch.distributed.init_process_group("nccl", device_id=device)
+        torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if host else "nccl", device_id=device)
     else:
         torch.distributed.init_process_group("gloo")
 
 
 def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> Trained:
     """Return the step of AdamW with clipping around an FSDP2 or DDP model; autocast for DDP's fp32 parameters."""
-    if spec.engine != "fsdp":
+    if spec.engine == "ddp":
         prepared = _prepare(spec, getattr(model, "module", model))
         model = prepared if spec.quantize is not None else model
     probe.mark("model")

@@ -53,6 +53,11 @@ class Parameters:
         return tuple(p for p, on in enumerate(self.trainable) if on and self.numel[p])
 
     @cached_property
+    def entries(self) -> tuple[int, ...]:
+        """The parameter of each entry of a state dict: a tied one once for each of its owners."""
+        return tuple(p for owned in self.modules for p in owned)
+
+    @cached_property
     def adapters(self) -> tuple[bool, ...]:
         """A flag a parameter: whether LoRA added it to the model that was built."""
         return tuple(".lora_" in name for name in self.names)

@@ -313,7 +313,7 @@ class Engine(ABC):
         from zeroplan.engines.process import outside_torch
 
         nccl = self.nccl_bytes(workload, zero, layout or cluster.layout)
-        measured = self.measured and layout is None and workload.fp8 is None
+        measured = self.measured and layout is None
         return outside_torch(workload, nccl=nccl, capability=cluster.gpu.capability, pinned=pinned, measured=measured)
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:

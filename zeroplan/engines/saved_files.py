@@ -7,14 +7,12 @@ Note [Writing files]
     transformers divides a model into files of at most 50 GB (transformers 5.17, modeling_utils.py, save_pretrained;
     huggingface_hub, serialization/_torch.py, split_torch_state_dict_into_shards), accelerate writes one file (accelerate 1.15,
     checkpointing.py, save_accelerator_state). Lightning saves into memory and writes that to the file (lightning 2.6,
-    fabric/utilities/cloud_io.py, _atomic_save). torch's distributed checkpoint copies the tensors of a rank in the order of
-    their size into pinned memory, ahead of the file until 10 MB are on their way (torch 2.13,
-    distributed/checkpoint/filesystem.py, _OverlappingCpuLoader).
+    fabric/utilities/cloud_io.py, _atomic_save). torch's distributed checkpoint copies each tensor of a rank into pinned
+    memory of its own (_OverlappingCpuLoader) and keeps all copies until the file is written; what was pinned stays pinned.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -27,8 +25,6 @@ from zeroplan.simulate.allocator.pinned_host import PinnedAllocator
 
 #: Bytes of a file of safetensors at most, unless one tensor has more (``max_shard_size``).
 LARGEST_FILE = 50 * 1000**3
-#: Bytes that a distributed checkpoint copies ahead (``per_thread_copy_ahead``).
-_COPIED_AHEAD = 10_000_000
 
 
 class Written(NamedTuple):
@@ -72,29 +68,12 @@ def largest_file(sizes: Iterable[int]) -> int:
     return largest
 
 
-def copied_ahead(sizes: Iterable[int]) -> int:
+def pinned_copies(sizes: Iterable[int]) -> int:
     """Return the bytes that a rank's distributed checkpoint pins for tensors of these bytes on the GPU.
 
-    Blocks stay pinned when they are freed. Of what is taken out of flight to be written, the last keeps its name until the
-    next is there.
+    Source: torch 2.11 to 2.13, distributed/checkpoint/filesystem.py, _write_files_from_queue, whose ``tensor_dict`` keeps each.
     """
-    pinned, waiting = PinnedAllocator(), deque(sorted(sizes))
-    flying: deque[tuple[int, int]] = deque()
-    in_flight, named = 0, -1
-    while waiting:
-        drained = []
-        while in_flight >= _COPIED_AHEAD:
-            nbytes, handle = flying.popleft()
-            in_flight -= nbytes
-            drained.append(handle)
-        while waiting and in_flight < _COPIED_AHEAD:
-            nbytes = waiting.popleft()
-            flying.append((nbytes, pinned.alloc(nbytes)))
-            in_flight += nbytes
-        if drained:
-            if named >= 0:
-                pinned.free(named)
-            *written, named = drained
-            for handle in written:
-                pinned.free(handle)
+    pinned = PinnedAllocator()
+    for nbytes in sizes:
+        pinned.alloc(nbytes)
     return pinned.peak_resident

@@ -23,9 +23,6 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     if case.workload.reference is not None and not engine.answers_reference(case):
         says = f"a reference model beside the trained one is not modelled under {engine.name} stage {case.zero.stage}"
         found.setdefault("reference", Unmodelled("reference", Effect.MORE, says))
-    if case.workload.fp8 is not None:
-        says = "what 8-bit products need beside the tensors that torchao makes, such as workspaces, is not measured"
-        found.setdefault("--fp8", Unmodelled("--fp8", Effect.MORE, says))
     work, followed = case.workload, engine.evaluates and tape is not None
     evaluated = followed and tape is not None and tape.evaluation is not None
     if work.lengths and not (followed and tape is not None and tape.shapes):

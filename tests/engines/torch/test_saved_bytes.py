@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import io
 import tracemalloc
-from contextlib import nullcontext
-from types import SimpleNamespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,14 +13,14 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saver, Saving, StateDict
-from zeroplan.core.units import MIB
+from zeroplan.core.units import KIB, MIB
 from zeroplan.core.workload import Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.fsdp2.saving import gathered, parts_of_save
-from zeroplan.engines.saved_files import LARGEST_FILE, copied_ahead, largest_file
+from zeroplan.engines.saved_files import LARGEST_FILE, largest_file, pinned_copies
 
 if TYPE_CHECKING:
     from tests.runtime.ranks import RankPool
@@ -65,32 +64,28 @@ def test_files_of_safetensors_are_those_of_the_hub() -> None:
     assert largest_file(sizes[:3]) == max(sizes[0] + sizes[1], sizes[2])
 
 
-def test_a_distributed_checkpoint_copies_ahead_of_the_file_as_torchs_loader_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's loader, on tensors that stand in for the GPU's; each gets pinned memory when it is made, until it is gone."""
+def test_a_distributed_checkpoint_keeps_every_copy_until_the_file_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's writer, on views of larger storages, which it copies on a CPU as it copies tensors of a GPU."""
     import weakref
 
+    from torch.distributed import checkpoint
     from torch.distributed.checkpoint import filesystem
 
     from zeroplan.simulate.allocator.pinned_host import PinnedAllocator
 
-    sizes = [3 * MIB, 40 * MIB, 1 * MIB, 17 * MIB, 2 * MIB, 5 * MIB, 5 * MIB, 6 * MIB, 12 * MIB, 33 * MIB]
-    pinned = PinnedAllocator()
+    sizes = [3 * KIB, 40 * KIB, 1 * KIB, 17 * KIB, 2 * KIB, 5 * KIB, 5 * KIB, 6 * KIB, 12 * KIB, 33 * KIB]
+    pinned, write = PinnedAllocator(), filesystem._write_item
 
-    def copied(size: int) -> Any:
-        tensor = torch.empty(size, dtype=torch.uint8)
-        weakref.finalize(tensor, pinned.free, pinned.alloc(size))
-        return SimpleNamespace(detach=lambda: tensor)
+    def counted(transforms: Any, stream: Any, copied: Any, *rest: Any) -> Any:
+        weakref.finalize(copied, pinned.free, pinned.alloc(copied.nbytes))
+        return write(transforms, stream, copied, *rest)
 
-    stream = SimpleNamespace(device_type="cuda", synchronize=lambda: None)
-    device = SimpleNamespace(current_stream=lambda: stream, stream=lambda stream: nullcontext())
-    monkeypatch.setattr(filesystem, "_get_device_module", lambda kind: device)
-    loader = filesystem._OverlappingCpuLoader(copied, stream=stream, inflight_threshhold=10_000_000)
-    for size in sizes:
-        loader.add(size, size)
-    for tensor, size in loader.values():
-        assert tensor.numel() == size
-        del tensor
-    assert pinned.peak_resident == copied_ahead(sizes)
+    monkeypatch.setattr(filesystem, "_write_item", counted)
+    views = {str(at): torch.zeros(2, size, dtype=torch.uint8)[0] for at, size in enumerate(sizes)}
+    checkpoint.save(views, checkpoint_id=tmp_path, no_dist=True)
+    assert pinned.peak_resident == pinned_copies(sizes) > sum(sizes)
 
 
 def test_lightning_makes_the_whole_file_in_memory_and_torch_does_not() -> None:

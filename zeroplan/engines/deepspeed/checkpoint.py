@@ -96,7 +96,7 @@ def _save(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> Checkpoint
         gpu = max(gpu, gpu - _persistent_bytes(rank) + rank.param_bytes * gathered)
         parts.append(Written(0, rank.param_bytes * (rank.trainable if _adapters_alone(rank, saving) else sum(rank.numel))))
     elif saving.saver is Saver.TRAINER and rank.stage < 3:  # a tied weight is copied once for each owner
-        cloned = rank.param_bytes * sum(rank.numel[p] for own in rank.parameters.modules for p in own)
+        cloned = rank.param_bytes * sum(rank.numel[p] for p in rank.parameters.entries)
         parts.append(Written(cloned, cloned))
     return replace(save_phase(host, *parts), gpu=gpu)
 

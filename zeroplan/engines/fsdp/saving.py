@@ -11,6 +11,7 @@ Note [FSDP 1's saves]
     this rank's part joined, the last one until the next is there (_optim_utils.py, _allgather_orig_param_states). The full form
     copies it to the first rank's host, the sharded one each parameter's chunk to every rank's.
     Without shards (NO_SHARD, or one rank) the full form clones every parameter on the first rank's GPU.
+    A tied weight is copied once for each name that it has in the state dict.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ def parts_of_save(rank: FsdpRank, saving: Saving) -> tuple[Written, ...]:
         tensors += [rank.whole_states_of(p) // max(1, len(rank.optimizer.states)) for p in stepped]
         return (Written(0, max(tensors)),)
     if saving.state_dict is StateDict.FULL:
-        weights = sum(rank.width(p) * count for p, count in enumerate(rank.numel))
+        weights = sum(rank.width(p) * rank.numel[p] for p in rank.parameters.entries)
         with_root = weights + (rank.bytes_of("") * rank.flat("") if "" in rank.units else 0)
         states = sum(rank.whole_states_of(p) for p in stepped)
         together = weights + states if saving.saver is Saver.LOOP else states
         return Written(0, with_root), Written(0, together)
-    weights = sum(rank.width(p) * rank.chunk_of(p) for p in range(len(rank.numel)))
+    weights = sum(rank.width(p) * rank.chunk_of(p) for p in rank.parameters.entries)
     states = sum(rank.whole_states_of(p) // rank.numel[p] * rank.chunk_of(p) for p in stepped)
     needs = (weights + states,) if saving.saver is Saver.LOOP else (weights, states)
     return tuple(Written(every, every) for every in needs)
@@ -45,7 +46,7 @@ def record_save(rank: FsdpRank, saving: Saving, recorder: Recorder) -> None:
     """Record what saving allocates and frees on the first rank's GPU. See Note [FSDP 1's saves]."""
     alloc, free = recorder.alloc, recorder.free
     if not rank.sharded:
-        clones = [alloc(rank.width(p) * count, Buffer.PARAM_FULL, note=p) for p, count in enumerate(rank.numel)]
+        clones = [alloc(rank.width(p) * rank.numel[p], Buffer.PARAM_FULL, note=p) for p in rank.parameters.entries]
         for handle in clones:
             free(handle)
         return

@@ -10,6 +10,8 @@ Note [FSDP 1's buffers]
     NO_SHARD, which a single rank has too, casts the whole flat parameter for each use and reduces gradients in place.
     The views are made on the gathers' stream, so autograd joins the gradients there, and adds up those of a shared matrix: both
     come from that stream's pool. What flattening and the first forward allocate stays in the cache, and later blocks lie in it.
+    ``use_orig_params`` makes the optimizer's parameters views: ``zero_grad`` frees those of the gradients, and the flat gradients
+    stay until the next forward or state dict notices that (_flat_param.py, _reset_flat_param_grad_info_if_needed).
     With gradient accumulation under ``no_sync`` the flat gradients stay whole, and later ones are added to them.
     Source: torch/distributed/fsdp/_runtime_utils.py (_unshard, _post_forward_reshard, _pre_backward_hook, _post_backward_hook,
     _reduce_grad, _reduce_grad_no_shard) and _flat_param.py of torch 2.11.
@@ -68,6 +70,7 @@ class FsdpSchedule(EngineSchedule):
         self.parts = Counter(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.GRAD)
         self.in_reduction: list[int] = []  # flat gradients that the reductions' stream reads
         self.home = self._homes(tape)
+        self.whole = next((at for at, module in enumerate(tape.modules) if not module.name), _NONE)
         names = {home: tape.modules[home].name if home >= 0 else "" for home in self.home}
         self.units = {home: FlatUnit(name, set()) for home, name in names.items()}
         for p in rank.trained:
@@ -78,7 +81,7 @@ class FsdpSchedule(EngineSchedule):
         self.position: dict[int, int] = {}
         self.in_backward = False
         self.reduces = True
-        self.stepped = self.begun = False
+        self.stepped = self.stepped_since = self.begun = False
 
     def _homes(self, tape: ExpandedTape) -> list[int]:
         """The module of each parameter's unit: its block, an adapter's own module, or -1 for the root."""
@@ -146,7 +149,8 @@ class FsdpSchedule(EngineSchedule):
             unit.whole = _NONE
 
     def forward_begin(self) -> None:
-        """Unshard the root."""
+        """Unshard the root. The gradients of the step before go first."""
+        self._free_stepped()
         self.in_backward = False
         self.order.clear()
         if not self.begun:
@@ -163,6 +167,8 @@ class FsdpSchedule(EngineSchedule):
 
     def exit(self, module: int) -> None:
         """Free a unit after its forward, under FULL_SHARD and where nothing is sharded; a recomputed block stays."""
+        if module == self.whole and not self.rank.sharded and not self.in_backward and -1 in self.units:
+            self._reshard(self.units[-1])  # the root's cast goes, too (FlatParamHandle.post_reshard)
         unit = self.units.get(module)
         if unit is None or module < 0:
             return
@@ -283,10 +289,17 @@ class FsdpSchedule(EngineSchedule):
                 self._reshard(unit)
 
     def step(self, applied: bool) -> None:
-        """Clip, step this rank's parts and free their gradients (``zero_grad``)."""
+        """Clip and step this rank's parts. Their gradients stay: ``zero_grad`` frees the views that the optimizer has."""
         self._complete_reductions()
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
+        self.stepped_since = True
+
+    def _free_stepped(self) -> None:
+        """Free the gradients of the step before."""
+        if not self.stepped_since:
+            return
+        self.stepped_since = False
         for unit in self.units.values():
             if unit.reduced >= 0:
                 self.free(unit.reduced)
@@ -294,6 +307,7 @@ class FsdpSchedule(EngineSchedule):
 
     def save(self) -> None:
         """Gather what the workload's state dict needs."""
+        self._free_stepped()
         saving = self.rank.workload.saving
         if saving is not None:
             record_save(self.rank, saving, self.recorder)

@@ -60,7 +60,8 @@ def test_its_forward_stands_on_what_a_step_leaves_and_later_steps_are_as_before(
     evaluation = EvaluationTape(stream(training=False))
     without, found = phases(engine, stage, None), phases(engine, stage, evaluation)
     gathered = 4 * 4 * MIB if stage == 3 else 0  # both weights of 4 MiB, and the buffer that they are gathered into
-    assert 0 <= found["evaluation"] - found["live"] - PASSED <= gathered
+    freed = 2 * MIB if engine == "fsdp" else 0  # the step's gradients, a quarter of the weights, go before it
+    assert -freed <= found["evaluation"] - found["live"] - PASSED <= gathered
     assert {name: found[name] for name in ("init", "step", "live")} == {
         name: without[name] for name in ("init", "step", "live")
     }

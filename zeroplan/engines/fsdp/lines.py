@@ -21,11 +21,11 @@ def param_shard(c: FsdpRank) -> int:
     return c.original_bytes * c.part_trained + c.frozen_bytes * c.part_frozen
 
 
-@_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
+@_add(Buffer.GRAD_SHARD, Place.HBM, FROM_FIRST_STEP, state=True)
 def grad_shard(c: FsdpRank) -> int:
-    """Reduced gradients in the parameters' own dtype, until zero_grad.
+    """Reduced gradients in the parameters' own dtype, until the next forward begins.
 
-    Source: _runtime_utils.py, _cast_grad_to_param_dtype
+    Source: _runtime_utils.py, _cast_grad_to_param_dtype and _root_pre_forward
     """
     return c.original_bytes * c.part_trained
 

@@ -10,7 +10,7 @@ Note [FSDP 1's buffers]
     NO_SHARD, which a single rank has too, casts the whole flat parameter for each use and reduces gradients in place.
     The views are made on the gathers' stream, so autograd joins the gradients there, and adds up those of a shared matrix: both
     come from that stream's pool. What flattening and the first forward allocate stays in the cache, and later blocks lie in it.
-    ``use_orig_params`` makes the optimizer's parameters views: ``zero_grad`` frees those of the gradients, and the flat gradients
+    ``use_orig_params`` makes the optimizer's parameters views: ``zero_grad`` frees the gradients' views, and the flat gradients
     stay until the next forward or state dict notices that (_flat_param.py, _reset_flat_param_grad_info_if_needed).
     With gradient accumulation under ``no_sync`` the flat gradients stay whole, and later ones are added to them.
     Source: torch/distributed/fsdp/_runtime_utils.py (_unshard, _post_forward_reshard, _pre_backward_hook, _post_backward_hook,
@@ -223,7 +223,9 @@ class FsdpSchedule(EngineSchedule):
 
     def _post_backward(self, unit: FlatUnit) -> None:
         rank = self.rank
-        joined = self.alloc(rank.param_bytes * rank.flat(unit.name), Buffer.GRAD_FULL, stream=GATHER)
+        lasts = not rank.sharded and not rank.casts  # reduced in place
+        what = Buffer.GRAD_SHARD if lasts else Buffer.GRAD_FULL
+        joined = self.alloc(rank.param_bytes * rank.flat(unit.name), what, stream=GATHER)
         for handle in unit.grads.values():
             self.free(handle)
         unit.grads.clear()

@@ -138,11 +138,11 @@ def measure_row(row: dict[str, Any]) -> RowResult:
 
 def save_error(plan: MemoryPlan, row: dict[str, Any]) -> float | None:
     """Return the error of the peak from a step's end to the end of a save; None where nothing was saved."""
-    (measured,) = [mark["peak"] for mark in row["marks"] if mark["at"] == "save"] or [None]
     saved = plan.gpu.phases.get("save")
-    if measured is None or saved is None:
-        return None
-    return max(saved, plan.gpu.live_after_step) / measured - 1
+    for mark in row["marks"]:
+        if mark["at"] == "save" and saved is not None:
+            return _error(max(saved, plan.gpu.live_after_step), int(mark["peak"]))
+    return None
 
 
 def _error(predicted: int | None, measured: int) -> float:

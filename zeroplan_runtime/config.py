@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -40,6 +41,7 @@ class RuntimeConfig:
             updates the parameters, with the sum of the gradients since the last.
         flops_profiler: the given keys of the section of that name, where it is enabled; else None.
         monitors: the given keys of ``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled.
+        sparse_attention: the section of that name; None without it.
         without_effect: paths of keys that change nothing here.
     """
 
@@ -55,6 +57,7 @@ class RuntimeConfig:
     counts_micro_batches: bool = True
     monitors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     flops_profiler: Mapping[str, Any] | None = None
+    sparse_attention: SparseAttention | None = None
     without_effect: tuple[str, ...] = ()
 
     @property
@@ -112,6 +115,7 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
         counts_micro_batches=bool(config.values.get("managed_gradient_accumulation", True)),
         monitors={name: _given(config, name) for name in MONITORS if config.values.get(f"{name}.enabled")},
         flops_profiler=_given(config, "flops_profiler") if config.values.get("flops_profiler.enabled") else None,
+        sparse_attention=config.sparse_attention,
         without_effect=config.ignored,
     )
 

@@ -137,6 +137,10 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._undo = [attach_gradient_hooks(self.schedule, direct=config.runtime_options.direct_linear)]
         if config.runtime_options.fused_loss:
             self._undo.append(attach_fused_loss(model))
+        if config.sparse_attention is not None:
+            from zeroplan_runtime.sparse_attention.section import attach_sparse_attention
+
+            self._undo.append(attach_sparse_attention(model, config.sparse_attention, ranks))
         picks: dict[nn.Module, LabelledTokens] = {}
         if config.runtime_options.labelled_tokens_only:
             self._undo.append(attach_labelled_tokens(model, picks))

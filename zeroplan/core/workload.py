@@ -13,6 +13,7 @@ from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.quantization import Quantization
 from zeroplan.core.saving import Saving
+from zeroplan.core.sparse_attention import SparseAttention
 
 _Named = TypeVar("_Named", bound=StrEnum)
 
@@ -141,6 +142,7 @@ class Workload:
     `target_len` is the length of an encoder-decoder's targets; None where it is `seq_len`, that of its sources.
     `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
     DeepSpeed's ``TiledMLP`` does; 0 for none.
+    `sparse_attention` is the attention's sparsity, whatever `attn` says.
     """
 
     micro_batch: int = 1
@@ -176,6 +178,7 @@ class Workload:
     target_len: int | None = None
     fp8: Float8Recipe | None = None
     tiled_mlp: int = 0
+    sparse_attention: SparseAttention | None = None
 
     @property
     def rows(self) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.versions import parse_version
 from zeroplan.core.workload import DType, Workload
@@ -57,6 +58,7 @@ class DsConfig:
         unresolved_auto: canonical paths that were left at ``auto``.
         ignored: paths of keys that the runtime knows and that change nothing there.
         values: coerced values by canonical path.
+        sparse_attention: the section of that name, where the runtime reads it; None without one.
     """
 
     zero: ZeroConfig
@@ -69,6 +71,7 @@ class DsConfig:
     ignored: tuple[str, ...] = ()
     values: Mapping[str, Any] = field(default_factory=dict)
     runtime_options: RuntimeOptions = field(default_factory=RuntimeOptions)
+    sparse_attention: SparseAttention | None = None
 
     def of_severity(self, *severities: Severity) -> list[Finding]:
         """Return the findings of these severities."""
@@ -122,7 +125,8 @@ class DsConfig:
             BadInput: a field named in `given` that the file contradicts.
         """
         pure = self.zero.bf16_master_weights_and_grads and self.zero.bf16_optimizer_states
-        return self.training.workload(base, pure=pure, given=given)
+        found = self.training.workload(base, pure=pure, given=given)
+        return found if self.sparse_attention is None else replace(found, sparse_attention=self.sparse_attention)
 
 
 def inspect_ds_config(
@@ -164,6 +168,7 @@ def inspect_ds_config(
     zero = replace(_zero(older_defaults(version) | reading.values), deepspeed=version)
     training = _training(reading, micro, accum, train)
     runtime_options = RuntimeOptions(**_attrs(reading.values, "zeroplan"))
+    sparse = _sparse_attention(reading)
     if reading.for_runtime:
         _impossible(reading, zero)
     reading.findings += run_rules(View(zero, training, reading.values, tuple(reading.autos), runtime_options), dialect)
@@ -179,6 +184,7 @@ def inspect_ds_config(
         ignored=(*reading.ignored, *_without_files(reading, zero)),
         values=reading.values,
         runtime_options=runtime_options,
+        sparse_attention=sparse,
     )
 
 
@@ -273,6 +279,18 @@ def _zero(values: Mapping[str, Any]) -> ZeroConfig:
 
 
 _NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None}
+
+
+def _sparse_attention(reading: Reading) -> SparseAttention | None:
+    """Return the section as the runtime takes it; None without one, and where it is impossible, which becomes an error."""
+    if not (reading.for_runtime and "sparse_attention" in reading.values):
+        return None
+    given = _attrs(reading.values, "sparse_attention")
+    try:
+        return SparseAttention(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    except BadInput as fault:
+        reading.add("sparse_attention.impossible", Severity.ERROR, f"sparse_attention.{fault.where}", fault.what, fault.remedy)
+        return None
 
 
 def _training(reading: Reading, micro: int | None, accum: int | None, train: int | None) -> TrainingSettings:

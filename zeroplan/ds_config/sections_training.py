@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.zero_config import ActivationCheckpointing, Aio, ZeroConfig
 from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.schema import BOOL, HONOURED, IGNORED, INT, REFUSED, STR, Mode, free, mem, other, section
@@ -102,6 +103,32 @@ AIO = section(
     holder=Aio,
 )
 
+#: DeepSpeed removed it in 0.19.7 (:data:`zeroplan.ds_config.sections.REMOVED`); the included runtime applies it.
+SPARSE_ATTENTION = section(
+    "sparse_attention",
+    Mode.PLAIN,
+    "runtime/config.py",
+    *(
+        mem(name, kind, deepspeed=REFUSED, runtime=HONOURED, optional=name == "global_block_end_indices")
+        for name, kind in {
+            "mode": STR,
+            "block": INT,
+            "different_layout_per_head": BOOL,
+            "num_local_blocks": INT,
+            "num_global_blocks": INT,
+            "attention": STR,
+            "horizontal_global_attention": BOOL,
+            "num_different_global_patterns": INT,
+            "num_random_blocks": INT,
+            "local_window_blocks": ValueKind.LIST,
+            "global_block_indices": ValueKind.LIST,
+            "global_block_end_indices": ValueKind.LIST,
+            "num_sliding_window_blocks": INT,
+        }.items()
+    ),
+    holder=SparseAttention,
+)
+
 TRAINING = (
     FP16,
     BF16,
@@ -113,4 +140,5 @@ TRAINING = (
     SCHEDULER_PARAMS,
     ACTIVATION_CHECKPOINTING,
     AIO,
+    SPARSE_ATTENTION,
 )

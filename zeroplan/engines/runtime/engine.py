@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.parallel import ParallelLayout
@@ -56,6 +57,9 @@ VERSION = "0.1.0"
 
 #: What a plan says of meshes.
 NOT_MEASURED = "what the runtime does on a mesh beside its own buffers, which no GPU has measured"
+
+#: What a plan says of block-sparse attention.
+SPARSE_NOT_MEASURED = "what its compiled kernels allocate, and their compilation takes of the host, which no GPU has measured"
 
 
 class Runtime(Engine):
@@ -109,11 +113,16 @@ class Runtime(Engine):
         return case.layout.pp == 1
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Return the layout beside data parallelism: the runtime's own buffers are exact, and no GPU has measured the rest."""
-        if case.parallel is None:
-            return ()
-        flag = next(f"--{name}" for name in ("tp", "cp", "pp") if getattr(case.layout, name) > 1)
-        return (Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED),)
+        """Return what no GPU has measured: layouts beside data parallelism, beside the runtime's own buffers, which are exact,
+        and block-sparse attention.
+        """
+        found = []
+        if case.parallel is not None:
+            flag = next(f"--{name}" for name in ("tp", "cp", "pp") if getattr(case.layout, name) > 1)
+            found.append(Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED))
+        if case.workload.sparse_attention is not None:
+            found.append(Unmodelled("sparse_attention", Effect.UNKNOWN, SPARSE_NOT_MEASURED))
+        return tuple(found)
 
     def require_workload(self, case: Case) -> None:
         """Refuse what the runtime does not train.
@@ -123,6 +132,12 @@ class Runtime(Engine):
         """
         self.require_runnable(case.zero)
         require_trainable(case.workload)
+        if case.workload.sparse_attention is not None and case.parallel is not None:
+            raise BadInput(
+                "it is not supported where ranks share the model or its tokens",
+                where="sparse_attention",
+                remedy="leave the key out, or --tp, --cp and --pp",
+            )
         if case.layout.tp > 1:
             require_splittable(case.workload, self.runtime_options)
         if case.zero.offload_optimizer:
@@ -189,6 +204,8 @@ class Runtime(Engine):
             return None
         if own_type := runtime_type(workload.optimizer):
             found["optimizer"] = {"type": own_type}
+        if workload.sparse_attention is not None:
+            found["sparse_attention"] = workload.sparse_attention.as_section()
         return {**found, "zeroplan": changed} if changed else found
 
     def forms(self) -> Mapping[str, Form]:

@@ -1,0 +1,198 @@
+"""The ``sparse_attention`` section of a ds_config: which kind of block-sparse attention, and what its arguments may be.
+
+Keys and defaults are those of DeepSpeed up to 0.19.6 (``runtime/config.py`` and ``runtime/constants.py``), which handed the
+section to the user's model. Here the included runtime applies it. Layouts are made in :mod:`zeroplan_runtime.sparse_attention`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+from zeroplan.core.errors import BadInput, did_you_mean
+
+DIRECTIONS = ("bidirectional", "unidirectional")
+
+#: Tokens of a side of the tiles that FlexAttention's kernels compute.
+TILE = 128
+
+
+class SparsityMode(StrEnum):
+    """Kinds of block-sparse attention by their names in a ds_config; the last is not one of DeepSpeed's."""
+
+    DENSE = "dense"
+    FIXED = "fixed"
+    VARIABLE = "variable"
+    BIGBIRD = "bigbird"
+    BSLONGFORMER = "bslongformer"
+    LOCAL_SLIDING_WINDOW = "local_sliding_window"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseAttention:
+    """The section's keys; see the classes of :mod:`zeroplan_runtime.sparse_attention.sparsity_config` for each.
+
+    A mode reads the keys that it has, and leaves out the others, as DeepSpeed does. BigBird's default of `num_random_blocks` is
+    0 here and 1 in its class, as it is in DeepSpeed.
+
+    Raises:
+        BadInput: for a mode that does not exist, and for what the mode refuses.
+    """
+
+    mode: str = SparsityMode.FIXED.value
+    block: int = 16
+    different_layout_per_head: bool = False
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+    num_random_blocks: int = 0
+    local_window_blocks: tuple[int, ...] = (4,)
+    global_block_indices: tuple[int, ...] = (0,)
+    global_block_end_indices: tuple[int, ...] | None = None
+    num_sliding_window_blocks: int = 3
+
+    def __post_init__(self) -> None:
+        known = [mode.value for mode in SparsityMode]
+        if self.mode not in known:
+            raise BadInput(
+                f"{self.mode!r} is no mode",
+                where="mode",
+                remedy=did_you_mean(str(self.mode), known) or f"use {', '.join(known)}",
+            )
+        require_counts(block=self.block)
+        require_tiles(self.block)
+        if self.mode == SparsityMode.FIXED:
+            require_fixed(
+                self.num_local_blocks,
+                self.num_global_blocks,
+                self.attention,
+                horizontal=self.horizontal_global_attention,
+                by_head=self.different_layout_per_head,
+                patterns=self.num_different_global_patterns,
+            )
+        elif self.mode == SparsityMode.VARIABLE:
+            require_counts(least=0, num_random_blocks=self.num_random_blocks)
+            require_windows(self.local_window_blocks)
+            require_global(self.global_block_indices, self.global_block_end_indices)
+            require_direction(self.attention, self.horizontal_global_attention)
+        elif self.mode != SparsityMode.DENSE:
+            require_counts(num_sliding_window_blocks=self.num_sliding_window_blocks)
+            require_direction(self.attention)
+        if self.mode == SparsityMode.BIGBIRD:
+            require_counts(least=0, num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks)
+        elif self.mode == SparsityMode.BSLONGFORMER:
+            require_global(self.global_block_indices, self.global_block_end_indices)
+
+    def as_section(self) -> dict[str, Any]:
+        """Return the keys that differ from their defaults, and the mode."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in changed.items()}
+        return {"mode": str(self.mode), **plain}
+
+    @property
+    def moves_keys(self) -> bool:
+        """Whether keys are attended in another order: Note [Order of tokens] of zeroplan_runtime/sparse_attention/tiles.py."""
+        return self.mode == SparsityMode.FIXED
+
+    @property
+    def moves_queries(self) -> bool:
+        """Whether queries are, too, where the model is not causal."""
+        return self.moves_keys and self.horizontal_global_attention
+
+    @property
+    def differs_by_head(self) -> bool:
+        """Whether each head has tables of its own."""
+        return self.different_layout_per_head and self.mode != SparsityMode.LOCAL_SLIDING_WINDOW
+
+
+def require_tiles(block: int, tile: int = TILE) -> None:
+    """Refuse blocks that tiles are not made of.
+
+    Raises:
+        BadInput: when neither is a multiple of the other.
+    """
+    if tile % block and block % tile:
+        what = f"a block of {block} tokens does not divide a tile of {tile}"
+        raise BadInput(what, where="block", remedy="use 16, 32, 64 or 128")
+
+
+def require_counts(*, least: int = 1, **counts: int) -> None:
+    """Refuse what is no whole number of `least` or more.
+
+    Raises:
+        BadInput: naming the argument.
+    """
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise BadInput(f"{count!r} is no count of {least} or more", where=name)
+
+
+def require_direction(attention: str, horizontal: bool = False) -> None:
+    """Refuse a direction that does not exist, and global rows where the future is hidden.
+
+    Raises:
+        BadInput: naming the argument.
+    """
+    if attention not in DIRECTIONS:
+        raise BadInput(f"{attention!r} is no direction", where="attention", remedy=f"use {' or '.join(DIRECTIONS)}")
+    if horizontal and attention != "bidirectional":
+        raise BadInput("only bidirectional attention has it", where="horizontal_global_attention", remedy="set it to false")
+
+
+def require_fixed(local: int, wide: int, attention: str, *, horizontal: bool, by_head: bool, patterns: int) -> None:
+    """Refuse what the fixed kind cannot be.
+
+    Args:
+        local: blocks of a window.
+        wide: global blocks of a window.
+        attention: the direction.
+        horizontal: global blocks see all.
+        by_head: heads have layouts of their own.
+        patterns: of global blocks.
+
+    Raises:
+        BadInput: naming the argument.
+    """
+    require_counts(num_local_blocks=local, num_global_blocks=wide, num_different_global_patterns=patterns)
+    require_direction(attention, horizontal)
+    if local % wide:
+        raise BadInput(f"{wide} does not divide num_local_blocks, {local}", where="num_global_blocks")
+    where = "num_different_global_patterns"
+    if patterns > 1 and not by_head:
+        raise BadInput(f"{patterns} patterns need different_layout_per_head", where=where, remedy="set it to true")
+    if patterns > local // wide:
+        raise BadInput(f"{patterns} patterns, where a window has {local // wide}", where=where)
+
+
+def require_windows(sizes: Sequence[int]) -> None:
+    """Refuse windows that have no size.
+
+    Raises:
+        BadInput: naming the argument.
+    """
+    if not sizes:
+        raise BadInput("no window", where="local_window_blocks", remedy="give the blocks of one window or more")
+    for size in sizes:
+        require_counts(local_window_blocks=size)
+
+
+def require_global(starts: Sequence[int], ends: Sequence[int] | None) -> None:
+    """Refuse global blocks whose ends are not behind their starts.
+
+    Raises:
+        BadInput: naming the argument.
+    """
+    for start in starts:
+        require_counts(least=0, global_block_indices=start)
+    if ends is None:
+        return
+    if len(starts) != len(ends):
+        raise BadInput(f"{len(ends)} ends for {len(starts)} global_block_indices", where="global_block_end_indices")
+    for start, end in zip(starts, ends, strict=True):
+        require_counts(global_block_end_indices=end)
+        if start >= end:
+            raise BadInput(f"{end} is not behind its start, {start}", where="global_block_end_indices")

@@ -56,7 +56,7 @@ def use_sparse_attention(
     for config in configs:
         _require_known(config, sparsity_config)
     shares_keys = any(getattr(each, "num_key_value_heads", None) not in (None, each.num_attention_heads) for each in configs)
-    attention = SparseAttention(sparsity_config, shares_keys=shares_keys, tile=tile, autotune=autotune)
+    attention = SparseInterface(sparsity_config, shares_keys=shares_keys, tile=tile, autotune=autotune)
     return attention.attach(model, configs)
 
 
@@ -127,7 +127,7 @@ class ForwardMask:
     kernel: Any
 
 
-class SparseAttention:
+class SparseInterface:
     """An attention implementation for transformers, and its masks. `shares_keys`: groups of heads have keys in common."""
 
     def __init__(self, sparsity_config: SparsityConfig, *, shares_keys: bool, tile: int = TILE, autotune: bool = False) -> None:

@@ -286,8 +286,9 @@ def _sparse_attention(reading: Reading) -> SparseAttention | None:
     if not (reading.for_runtime and "sparse_attention" in reading.values):
         return None
     given = _attrs(reading.values, "sparse_attention")
+    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
     try:
-        return SparseAttention(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+        return SparseAttention(**given)
     except BadInput as fault:
         reading.add("sparse_attention.impossible", Severity.ERROR, f"sparse_attention.{fault.where}", fault.what, fault.remedy)
         return None

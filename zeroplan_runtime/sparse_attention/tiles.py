@@ -227,12 +227,10 @@ class SparseScores:
             every = every & tiles.all(-1).unsqueeze(-2)
         if also is not None:
             every = torch.zeros_like(every)
-        counts = []
-        for chosen in (some & ~every, every):
-            indices = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True)
-            counts += [chosen.sum(-1, dtype=torch.int32), indices.to(torch.int32)]
+        partial, full = _ordered(some & ~every), _ordered(every)
         mask: BlockMask = BlockMask.from_kv_blocks(
-            *counts,
+            *partial,
+            *full,
             BLOCK_SIZE=(self.tile, self.tile),
             mask_mod=self._mask_mod(padding, also),
             seq_lengths=(self.tokens, self.tokens),
@@ -265,6 +263,12 @@ class SparseScores:
             return exists
         combined: MaskMod = and_masks(*tests)
         return combined
+
+
+def _ordered(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns each row's number of chosen tiles, and its tiles with those first, in int32."""
+    indices = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), indices.to(torch.int32)
 
 
 def _token_at(order: TokenOrder | None) -> TokenAt:

@@ -8,6 +8,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.saving import Saving
+from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.workload import Workload
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _ASKED_FOR = {
     "target_len": None,
     "fp8": None,
     "tiled_mlp": 0,
+    "sparse_attention": None,
 }
 
 
@@ -94,4 +96,6 @@ def _plain(value: Any) -> Any:
         return {"batch": value.batch, "kept": value.kept}
     if isinstance(value, Saving):
         return {"state_dict": value.state_dict.value, "saver": value.saver.value, "optimizer": value.optimizer}
+    if isinstance(value, SparseAttention):
+        return value.as_section()
     return list(value) if isinstance(value, tuple) else str(value) if isinstance(value, str) else value

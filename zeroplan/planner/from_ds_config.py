@@ -170,8 +170,6 @@ def _beyond_auto_tp(request: Request, spec: ModelSpec, config: DsConfig) -> str:
     keys = [key for key in section if key not in _PLANNED_KEYS and section[key]]
     if keys:
         return f"its {', '.join(sorted(map(str, keys)))[:80]}; data parallelism alone is counted"
-    if config.zero.stage == 3:
-        return "AutoTP at ZeRO stage 3; data parallelism alone is counted"
     if spec.model_type not in PLANS or not spec.has_shapes:
         return f"AutoTP of {spec.model_type or 'this model'}; data parallelism alone is counted"
     if any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):

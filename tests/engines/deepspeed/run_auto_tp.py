@@ -1,6 +1,6 @@
 """Traces models on one of two ranks of DeepSpeed's own AutoTP, and on ours. Started by test_auto_tp.
 
-Usage: python run_auto_tp.py CASES.json. A case: ``{"id", "config", "checkpointing"}``. Prints one JSON line a case:
+Usage: python run_auto_tp.py CASES.json. A case: ``{"id", "config", "checkpointing", "zero3"}``. Prints one JSON line a case:
 ``{"id", "ours", "theirs"}``, each the tape's events, the sizes of its storages and the shapes of its parameters.
 """
 
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -63,6 +64,7 @@ class DeepSpeedRank(Ranks):
 def tape_of(case: dict[str, Any], rank: Ranks | None) -> list[Any]:
     """What a tape holds; `rank` None traces ours."""
     options = TraceOptions(tp=RANKS, whole_vocabulary=True, checkpointing=Checkpointing(case["checkpointing"]))
+    options = replace(options, zero3=case.get("zero3", False))
     given = contextlib.nullcontext() if rank is None else patch.object(api, "_ranks_of", lambda _: contextlib.nullcontext(rank))
     with given:
         tape = api.traced(case["config"], "AutoModelForCausalLM", options, BATCH, SEQ, None).expand(BATCH, SEQ, None)

@@ -62,6 +62,7 @@ _UNMODELLED_DEGREES = {
     "pp": "PipelineModule, which takes stages 0 and 1 alone, is",
     "ep": "AutoEP and its MoE layers are",
 }
+_DIVIDED = "at stage 3 DeepSpeed gathers and divides each layer when the engine is made, which is in no figure"
 _TILES = "stage 3 fetches and releases an MLP's layers for every tile, which was not compared with DeepSpeed's order"
 _SUPER_OFFLOAD = "gradients and states move between GPU and host in buckets of their own"
 
@@ -145,13 +146,11 @@ class DeepSpeed(Engine):
             )
 
     def require_workload(self, case: Case) -> None:
-        """Refuse optimizers that DeepSpeed does not combine with ZeRO, and AutoTP at stage 3.
+        """Refuse optimizers that DeepSpeed does not combine with ZeRO.
 
         Raises:
             BadInput: naming the conflict.
         """
-        if case.layout.tp > 1 and case.zero.stage == 3:
-            raise BadInput("AutoTP at ZeRO stage 3 is not modelled", where="--tp", remedy="use --stage 0, 1 or 2")
         require_wrapper(case.zero, case.workload)
         optimizer = find_optimizer(case.workload.optimizer)
         if case.zero.stage and not optimizer.zero:
@@ -184,6 +183,8 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("--ulysses", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s exchange was read"))
         if case.workload.tiled_mlp and case.zero.stage == 3:
             found.append(Unmodelled("--tiled-mlp", Effect.UNKNOWN, _TILES))
+        if case.layout.tp > 1 and case.zero.stage == 3:
+            found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
         frozen = not all(case.spec.parameters.trainable)
         return (*found, *unmodelled_by_version(zero, case.workload, frozen=frozen))
 
@@ -275,9 +276,12 @@ class DeepSpeed(Engine):
 def _as_wrapped(case: Case) -> Case:
     """Return the case with the config that has the same wrapper and effects in 0.19.8, whatever the version.
 
-    Where ranks share samples, gradients travel in a dtype of its own key. Source: engine.py, _configure_distributed_model
+    AutoTP's layers multiply without stage 3's own linear function. Where ranks share samples, gradients travel in a dtype of
+    its own key. Sources: module_inject/layers.py; runtime/engine.py, _configure_distributed_model
     """
     zero = as_wrapped(case.zero, case.workload, zero_init=case.zero_init)
+    if case.layout.tp > 1:
+        zero = replace(zero, memory_efficient_linear=False)
     if case.layout.ulysses > 1:
         zero = replace(zero, communication_data_type=zero.seq_parallel_communication_data_type)
     return case if zero is case.zero else replace(case, zero=zero)

@@ -11,6 +11,7 @@ Note [Saved weights]
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING
 
 from zeroplan.core.workload import Precision
@@ -19,6 +20,10 @@ from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 
 if TYPE_CHECKING:  # formulas use this module, too, and need no tape
     from zeroplan.core.tape import ExpandedTape
+
+
+#: The class of a layer that AutoTP divides (:class:`zeroplan.trace.auto_tp.Part`), which multiplies as torch's does.
+AUTO_TP = "Part"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +55,7 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
     found = SavedWeights()
     for index, module in enumerate(tape.modules):
         weights = tuple(p for p in module.params if len(tape.params[p].shape) == 2)
-        if "Linear" in module.type and weights and index in needed:
+        if ("Linear" in module.type or module.type == AUTO_TP) and weights and index in needed:
             (found.recomputation if index in recomputed else found.forward)[index] = weights
     return found
 
@@ -67,6 +72,8 @@ def saved_elements(case: Case) -> int:
     if zero.stage < 3 or zero.memory_efficient_linear or workload.precision is Precision.AUTOCAST or alone:
         return 0
     policy = workload.recomputation
+    if case.layout.tp > 1:
+        return _of_parts(case)
     kept = largest = 0
     for unit in case.spec.units:
         weights = sum(tensor.numel for tensor in unit.tensors if tensor.autocast)
@@ -74,3 +81,15 @@ def saved_elements(case: Case) -> int:
         kept += weights * (unit.count - again)
         largest = max(largest, weights if again else 0)
     return kept + largest
+
+
+def _of_parts(case: Case) -> int:
+    """As :func:`saved_elements`, for a rank of AutoTP, whose parts of linear layers follow from its list of parameters."""
+    parameters, policy = case.parameters, case.workload.recomputation
+    sums: dict[str, int] = {}
+    for shape, block, linear in zip(parameters.shapes, parameters.blocks, parameters.autocast, strict=True):
+        sums[block] = sums.get(block, 0) + (prod(shape) if linear and len(shape) == 2 else 0)
+    outside = sums.pop("", 0)
+    blocks = list(sums.values())
+    again = 0 if policy is None else len(blocks) // policy.every
+    return outside + sum(blocks[again:]) + (max(blocks) if again else 0)

@@ -43,6 +43,8 @@ class Communicator:
 
     Attributes:
         collectives_hash: the hash of the order of units' collectives since the last step, below 2²⁴.
+        sent_bytes: what this rank has sent to others since the Communicator was made, if every collective but those of
+            Python objects goes around a ring.
         explain: given what failed, names the rank that is to blame; every collective then raises RankLost with it.
     """
 
@@ -50,7 +52,7 @@ class Communicator:
         self.group = group
         self.world_size = dist.get_world_size(group) if dist.is_initialized() else 1
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
-        self.collectives_hash = 0
+        self.collectives_hash = self.sent_bytes = 0
         self.explain: Callable[[str], str] | None = None
 
     @classmethod
@@ -58,7 +60,8 @@ class Communicator:
         """This rank without others, whatever torch.distributed has."""
         made = cls.__new__(cls)
         made.group, made.world_size, made.rank = None, 1, 0
-        made.collectives_hash, made.explain = 0, None
+        made.collectives_hash = made.sent_bytes = 0
+        made.explain = None
         return made
 
     def record_collective(self, number: int) -> None:
@@ -87,13 +90,21 @@ class Communicator:
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Fills `whole` [ranks × n] with every rank's `shard` [n], which may be this rank's part of `whole`."""
+        self._count(shard, self.world_size - 1)
         with self.naming_lost_ranks("gather"), _let_go(whole, shard):
             _all_gather(whole, shard, group=self.group)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
         """Writes this rank's part of the mean of `whole` [ranks × n] to `shard` [n], which may be that part of `whole`."""
+        self._count(shard, self.world_size - 1)
         with self.naming_lost_ranks("reduce"), _let_go(shard, whole):
             _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self.group)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
+        """Sends part i of `sent` [ranks × n] to rank i, and fills part i of `received` [ranks × n] with what it sends."""
+        self._count(sent, (self.world_size - 1) / self.world_size)
+        with self.naming_lost_ranks("exchange"), _let_go(received, sent):
+            dist.all_to_all_single(received, sent, group=self.group)
 
     def all_reduce_mean(self, whole: torch.Tensor) -> None:
         """Replaces `whole` by its mean over the ranks."""
@@ -108,11 +119,16 @@ class Communicator:
         self._all_reduce(values, dist.ReduceOp.MAX)
 
     def _all_reduce(self, values: torch.Tensor, operation: Any) -> None:
+        self._count(values, 2 * (self.world_size - 1) / self.world_size)
         with self.naming_lost_ranks("reduce"), _let_go(values):
             dist.all_reduce(values, op=operation, group=self.group)
 
+    def _count(self, tensor: torch.Tensor, times: float) -> None:
+        self.sent_bytes += round(times * tensor.numel() * tensor.element_size())
+
     def broadcast(self, tensor: torch.Tensor) -> None:
         """Replaces the contiguous `tensor` by the first rank's."""
+        self._count(tensor, (self.world_size - 1) / self.world_size)
         with _let_go(tensor):
             dist.broadcast(tensor, group_src=0, group=self.group)
 

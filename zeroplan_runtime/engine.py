@@ -14,6 +14,7 @@ from torch import nn
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
+from zeroplan.core.one_bit import NOT_SPLIT
 from zeroplan.core.optimizers import STATELESS
 from zeroplan.core.zero_config import OffloadOptimizer
 from zeroplan.ds_config.rules_runtime import require_offloadable
@@ -121,6 +122,8 @@ class Engine(EngineGetters, EngineCheckpoints):
                 where=f"optimizer {setup.optimizer}",
                 remedy="use AdamW, or a mesh without tp",
             )
+        if setup.compresses and ranks.model:
+            raise BadInput(NOT_SPLIT.what, where=f"optimizer {setup.optimizer}", remedy=NOT_SPLIT.remedy)
         self.arena = Arena(device)
         dtype = DTYPES[config.dtype]
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
@@ -252,7 +255,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.finish_step()
         self.schedule.grads.boundary = boundary
         if self.optimizer_step is not None:
-            self.optimizer_step.next_step = self.progress.applied + 1
+            self.optimizer_step.begin_backward(self.progress.applied + 1)
         self.arena.phase = Phase.BACKWARD
         self.schedule.root_pre_backward()
         during = self.checks.during_backward(boundary=boundary)

@@ -30,6 +30,7 @@ class GradientReduction:
         host: receives the gradients of offloaded units.
         measure: called with a unit and its reduced gradients, on the stream that has them, to take their sum of squares.
         boundary: the optimizer steps after this micro batch.
+        keeps_own: gradients stay each rank's own in this step, as the optimizer exchanges its momentum instead.
         has_grads: there are gradients of this step.
         slots_are_due: slots that an earlier backward kept are to be freed after the next forward's first block.
     """
@@ -44,6 +45,7 @@ class GradientReduction:
         self.host: HostOptimizer | None = None
         self.measure: Callable[[UnitState, torch.Tensor], None] | None = None
         self.boundary = True
+        self.keeps_own = False
         self.has_grads = False
 
     def begin_backward(self) -> None:
@@ -145,6 +147,8 @@ class GradientReduction:
         if missing:
             torch._foreach_zero_(missing)
         unit.reduced = True
+        if self.keeps_own:
+            return
         staging = self.model_states.staging
         if staging is not None and not staging.is_allocated and unit.layout.shape.kind is not UnitKind.BLOCK:
             staging.alloc()

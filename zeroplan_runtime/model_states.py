@@ -33,7 +33,7 @@ from zeroplan_runtime.offload.nvme import NvmeOffload
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
 from zeroplan_runtime.offload.param_swapper import ParamSwapper
 from zeroplan_runtime.streams import Event, Stream
-from zeroplan_runtime.unit_state import AccumSlot, FlatParam, GradSlot, ParamSlot, UnitState
+from zeroplan_runtime.unit_state import AccumSlot, ExchangedMomentum, FlatParam, GradSlot, ParamSlot, UnitState
 from zeroplan_runtime.units import Unit, reads_params_in_backward
 
 _Carved = dict[tuple[Buffer, str], torch.Tensor]
@@ -56,6 +56,7 @@ class ModelStates:
         norm_workspace: scratch of the norm's kernel.
         update_workspaces: where an update without a kernel works, on the ``device`` and, for offloaded units, on the ``host``.
         maps: the tables on the device by which states are quantised in blocks; None where they are not, or all offloaded.
+        messages: what is sent and what is received of a unit's momentum, fp32 words; none unless the optimizer compresses.
         staging: memory in which parts of large gradients are cast before their reduction.
         host_tensors: the pinned buffers of offload, by Buffer and unit.
 
@@ -86,6 +87,7 @@ class ModelStates:
             kernel = OPTIMIZERS[setup.optimizer].runtime
             assert kernel is not None
             self.maps = self.maps.view(torch.int32).copy_(map_words(kernel.bits, kernel.block, torch.device("cpu")))
+        self.messages = [carved[key] for key in carved if key[0] is Buffer.COMM_ALL_REDUCE]
         self.norm_workspace = carved[Buffer.OPTIM_NORM, "workspace"]
         norms = carved[Buffer.OPTIM_NORM, "step"]
         self.scalars, self.squares = norms[:STEP_SCALARS], norms[STEP_SCALARS:]
@@ -155,6 +157,16 @@ class ModelStates:
         state.optim_states = {
             buffer: tensor for (buffer, unit), tensor in carved.items() if unit == name and buffer in self.setup.states
         }
+        if self.setup.compresses:
+            whole = state.optim_states[Buffer.OPTIM_EXP_AVG]
+            worker, server = (carved[buffer, name] for buffer in (Buffer.OPTIM_ERROR_FEEDBACK, Buffer.OPTIM_SERVER_ERROR))
+            first = self.comm.rank * trainable.layout.shard
+            gaps = trainable.layout.gaps()
+            padding = [tensor[begin:end] for tensor in (whole, worker) for begin, end in gaps]
+            padding += [server[max(begin - first, 0) : end - first] for begin, end in gaps if end > first]
+            state.exchanged = ExchangedMomentum(whole, worker, server, [part for part in padding if part.numel()])
+            if self.setup.shards_states:
+                state.optim_states[Buffer.OPTIM_EXP_AVG] = self.local_shard(whole, trainable.layout)
 
     def state_slice(self, unit: UnitState, buffer: Buffer, part: slice) -> torch.Tensor:
         """Returns the part of a state in memory for elements `part` of the unit's share: whole blocks where it is quantised."""
@@ -220,7 +232,7 @@ class ModelStates:
         """
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
-            unit.grad_full = unit.grad = unit.master = unit.param_16bit = unit.lamb_workspace = None
+            unit.grad_full = unit.grad = unit.master = unit.param_16bit = unit.lamb_workspace = unit.exchanged = None
             unit.grad_views, unit.grad_gaps, unit.optim_states, unit.offloaded = [], [], {}, None
             unit.param_slot.tensor = nothing
             for flat in unit.flats():
@@ -230,9 +242,16 @@ class ModelStates:
         self.scalars = self.squares = self.norm_workspace = nothing
         self.maps = None
         self.update_workspaces.clear()
+        self.messages.clear()
         if self.nvme is not None:
             self.nvme.close()
         self.host_tensors.clear()
+
+    def forget_errors(self) -> None:
+        """Lets the errors of compressed momentum begin at zero again."""
+        for unit in self.units:
+            if unit.exchanged is not None:
+                unit.exchanged.forget_errors()
 
     def local_shard(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
         """Returns this rank's shard of `full`, an unsharded flat."""

@@ -46,9 +46,8 @@ class ParameterStates:
                 for position, param in enumerate(unit.trainable.params):
                     self._places[id(param)] = (unit, unit.trainable, position)
         row = engine.optimizer.row_with_states if engine.optimizer is not None else None
-        self._keys = (
-            {state.state_key: state.buffer for state in row.states if state.buffer is not Buffer.OPTIM_SCALE} if row else {}
-        )
+        kept = [buffer for buffer in engine.model_states.setup.states if buffer is not Buffer.OPTIM_SCALE]
+        self._keys = {state.state_key: state.buffer for state in row.states if state.buffer in kept} if row else {}
         kernel = row.runtime if row else None
         self._format = kernels.block_format(kernel.bits, kernel.block) if kernel is not None and kernel.quantised else None
         self._keys[MASTER] = Buffer.PARAM_MASTER
@@ -114,7 +113,8 @@ class ParameterStates:
     def grad(self, param: nn.Parameter) -> torch.Tensor | None:
         """The gradient of `param`, whole: fp32, in its shape; None where there is none.
 
-        As :meth:`local_grad`. At stages 0 and 1 the gradients of an accumulation that goes on are this rank's own.
+        As :meth:`local_grad`. At stages 0 and 1 the gradients of an accumulation that goes on are this rank's own, and so are
+        all after the warm-up of 1-bit Adam.
         """
         unit, position = self._place(param)[0], self._place(param)[2]
         if self._is_unreduced(unit):
@@ -134,7 +134,10 @@ class ParameterStates:
             BadInput: when there are no gradients to write over, or `value` has another number of elements.
         """
         self._require_numel(value, local_of(param).numel(), "the parameter")
-        _, _, begin, end, first = self._part(param)
+        unit, _, begin, end, first = self._part(param)
+        if self._is_unreduced(unit) and self._engine.schedule.grads.boundary:
+            unit.grad_views[self._place(param)[2]].copy_(value.view_as(unit.grad_views[self._place(param)[2]]))
+            return
         self._set_grad_part(param, value.reshape(-1)[first : first + end - begin])
 
     def set_local_grad(self, param: nn.Parameter, value: torch.Tensor) -> None:
@@ -197,6 +200,8 @@ class ParameterStates:
         tensor = self._tensor(unit, buffer)
         if tensor is not None:
             tensor[begin:end].copy_(values)
+            if self._engine.optimizer_step is not None:
+                self._engine.optimizer_step.states_were_written()
             return
         swapper = self._states.optimizer_swapper
         share = swapper.read(unit.name, buffer, 0, self._states.layout.share(unit.layout))
@@ -220,9 +225,12 @@ class ParameterStates:
         return whole.view(local_of(param).shape)
 
     def _is_unreduced(self, unit: UnitState) -> bool:
-        """Returns whether the unit's gradients are this rank's own, unsharded (stages 0 and 1 within an accumulation)."""
-        waits = unit.grad_slot is None and not self._engine.schedule.grads.boundary
-        return waits and self._engine.schedule.grads.has_grads and unit.grad_full is not None
+        """Returns whether the unit's gradients are this rank's own, unsharded: at stages 0 and 1 within an accumulation, and
+        where the ranks exchange momentum instead.
+        """
+        grads = self._engine.schedule.grads
+        waits = unit.grad_slot is None and (grads.keeps_own or not grads.boundary)
+        return waits and grads.has_grads and unit.grad_full is not None
 
     def _grad_part(self, param: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of the gradient where it is, 1-D."""

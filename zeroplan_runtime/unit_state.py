@@ -99,6 +99,29 @@ class FlatParam:
 
 
 @dataclass(slots=True, eq=False)
+class ExchangedMomentum:
+    """What a rank keeps of a unit to exchange its momentum: Note [Momentum in one bit] in core/layout.
+
+    Attributes:
+        momentum: fp32 [flat], the ranks' mean; in the warm-up at stage 1 only this rank's shard is current.
+        worker_error: fp32 [flat], what this rank's messages have left out.
+        server_error: fp32 [shard], what the compressed mean of this rank's shard has left out.
+        padding: views of the three where no parameter is. One bit has no zero, so they are set to zero after each exchange:
+            a checkpoint does not hold them.
+    """
+
+    momentum: torch.Tensor
+    worker_error: torch.Tensor
+    server_error: torch.Tensor
+    padding: list[torch.Tensor]
+
+    def forget_errors(self) -> None:
+        """Lets both errors begin at zero again."""
+        self.worker_error.zero_()
+        self.server_error.zero_()
+
+
+@dataclass(slots=True, eq=False)
 class UnitState:
     """The tensors of one unit. `grad`, `master` and `optim_states` cover the part of the trainable flat that this rank's
     optimizer owns: the shard from stage 1 on, all of it at stage 0.
@@ -123,6 +146,7 @@ class UnitState:
         master: the fp32 masters, or the parameters themselves where the model is fp32; None where they are in a file.
         param_16bit: the 16-bit shard that the update refreshes from `master`; None where no shard is kept.
         offloaded: the host's side of the unit, where its optimizer is offloaded.
+        exchanged: what its momentum is exchanged with; None unless the optimizer compresses.
         lamb_workspace: memory for LAMB's tables of tensors and norms.
     """
 
@@ -152,6 +176,7 @@ class UnitState:
     offloaded: OffloadedUnit | None = None
     optim_states: dict[Buffer, torch.Tensor] = field(default_factory=dict)
     lamb_workspace: torch.Tensor | None = None
+    exchanged: ExchangedMomentum | None = None
 
     @property
     def name(self) -> str:

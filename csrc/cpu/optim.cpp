@@ -64,6 +64,8 @@ struct Tile {
 
 } // namespace
 
+const Kernels& zeroplan::chosen_kernels() { return *chosen().load(); }
+
 // Chooses an instruction set: "plain", "avx2" or "avx512"; null for the best. Returns -1 where the processor lacks it.
 ZEROPLAN_API int zeroplan_use_instructions(const char* name) {
     const Kernels* kernels = find(name);

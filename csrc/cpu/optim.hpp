@@ -80,4 +80,7 @@ extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
 #endif
 
+// The routines of the instruction set in use.
+const Kernels& chosen_kernels();
+
 } // namespace zeroplan

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.patience import PATIENCE
+from zeroplan.core.one_bit import message_words
 from zeroplan_runtime.kernels import (
     backends,
     blockwise,
@@ -25,6 +26,7 @@ from zeroplan_runtime.kernels import (
     make_segments,
     native_backend,
     nvrtc,
+    one_bit,
     torch_backend,
 )
 from zeroplan_runtime.kernels.block_quantisation import block_format
@@ -220,6 +222,7 @@ class Recorder:
         monkeypatch.setattr(functional, "backend", lambda _device: cuda_backend)
         monkeypatch.setattr(loss, "backend", lambda _device: cuda_backend)
         monkeypatch.setattr(blockwise, "backend", lambda _device: cuda_backend)
+        monkeypatch.setattr(one_bit, "backend", lambda _device: cuda_backend)
 
     def launch(self, _stream, threads, kernel, *arguments) -> None:
         self.launches.append((kernel, threads, arguments))
@@ -244,6 +247,11 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
     labels = torch.zeros(4, dtype=torch.int64)
     lse, _ = loss.cross_entropy(g.view(4, -1), labels)
     loss.cross_entropy_grad(g.view(4, -1), labels, lse, scalars[:1])
+    flat, messages = torch.ones(2 * 64 * 200), torch.zeros(2 * message_words(64 * 200))
+    one_bit.sign_pack(flat, flat.bfloat16(), flat, messages, ranks=2, beta1=0.9, scalars=scalars)
+    one_bit.sign_average(messages, flat[: 64 * 200], messages[: message_words(64 * 200)], ranks=2)
+    one_bit.sign_unpack(messages, flat, ranks=2)
+    one_bit.frozen_adam(p, m, v, lr=0.1, step=2, freeze_step=1, param_out=out)
     declared = {}
     for path in nvrtc.sources().glob("*.cu"):
         for name, parameters in re.findall(r"__global__[^{;]*?(zp_\w+)\(([^)]*)\)", path.read_text(), re.S):
@@ -257,5 +265,7 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
             pointer = any("*" in word for word in words)
             want = int if pointer or "long" in words else sizes[words[0]]
             assert type(argument) is want, f"{name}: {words} is given {argument!r}"
-        if name in ("zp_adam", "zp_lion", "zp_sgd", "zp_cast"):
+        if name in ("zp_adam", "zp_lion", "zp_sgd", "zp_cast", "zp_frozen_adam"):
             assert threads * cuda_backend.KERNEL_CONFIGS[name[3:]].vector * cuda_backend.KERNEL_CONFIGS[name[3:]].unroll >= n
+        if name.startswith("zp_sign"):  # a thread block of 1024 for each scale of each chunk
+            assert threads == 1024 * 2 * (1 if name == "zp_sign_average" else 2)

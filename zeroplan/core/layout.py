@@ -40,6 +40,13 @@ Note [Offload]
     have their place there, and parameters on their way to the slots a unit's shard at a time. Of parameters in files the
     units that the forward needs first may stay in host memory (their :attr:`UnitLayout.param_place`).
 
+Note [Momentum in one bit]
+    After the warm-up of 1-bit Adam no gradient is reduced. Each rank keeps its own whole until the step, adds it to the
+    momentum, and exchanges that in one bit an element (:mod:`zeroplan.core.one_bit`), so momentum and the error of what a
+    rank sends are whole on every rank at stages 0 and 1; the error of the mean belongs to the rank's shard at both. Masters,
+    second moment and parameters are as with any other optimizer: stage 1 shards the first two. One rank has nothing to
+    exchange and steps as in the warm-up.
+
 The Arena allocates by :func:`runtime_buffers` and the predictor reads it; neither computes a size of its own.
 """
 
@@ -52,6 +59,7 @@ from functools import cached_property
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.layout_setup import RuntimeSetup, StateDType
+from zeroplan.core.one_bit import message_words
 from zeroplan.core.segments import SegmentTable
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
@@ -287,6 +295,18 @@ class Layout:
         params = [unit.shape.params[i] for i in unit.trainable.params] if unit.trainable else []
         return SegmentTable.of(self.share(unit), len(params), len({param.group for param in params}))
 
+    def state_numel(self, unit: UnitLayout, state: Buffer) -> int:
+        """Return the elements of one of the optimizer's states that this rank keeps of a unit."""
+        assert unit.trainable is not None
+        whole = self.setup.compresses and state is Buffer.OPTIM_EXP_AVG
+        return unit.trainable.full if whole else self.share(unit)
+
+    @cached_property
+    def message_words(self) -> int:
+        """Words of the messages that one unit's momentum is exchanged in, one a rank, for the largest unit; 0 without."""
+        shards = [unit.trainable.shard for unit in self.units if unit.trainable]
+        return self.setup.ranks * message_words(max(shards, default=0)) if self.setup.compresses else 0
+
     def share(self, unit: UnitLayout) -> int:
         """Return the number of elements of a unit's trained parameters that this rank's optimizer steps."""
         assert unit.trainable is not None
@@ -389,10 +409,19 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
             pinned = place is Place.DRAM and not setup.has_masters  # what goes up is the master itself
             where = Place.PINNED if pinned else place
             rows.append(OwnedBuffer(Buffer.PARAM_MASTER, name, numel, DType.FP32, where))
+    units = [unit for unit in layout.units if unit.trainable]
     for state in setup.states:
-        rows += [OwnedBuffer(state, name, *setup.state_elements(state, numel), place) for name, numel, place in trained]
+        rows += [
+            OwnedBuffer(state, u.shape.name, *setup.state_elements(state, layout.state_numel(u, state)), u.place) for u in units
+        ]
     if setup.map_words and any(place is Place.HBM for _, _, place in trained):  # the host's are no part of a rank
         rows.append(OwnedBuffer(Buffer.OPTIM_SCALE, "maps", setup.map_words, DType.FP32))
+    if setup.compresses:
+        flats = [(unit.shape.name, unit.trainable) for unit in units if unit.trainable]
+        rows += [OwnedBuffer(Buffer.OPTIM_ERROR_FEEDBACK, name, flat.full, DType.FP32) for name, flat in flats]
+        rows += [OwnedBuffer(Buffer.OPTIM_SERVER_ERROR, name, flat.shard, DType.FP32) for name, flat in flats]
+        words = layout.message_words
+        rows += [OwnedBuffer(Buffer.COMM_ALL_REDUCE, what, words, DType.FP32) for what in ("sent", "received")]
     if setup.takes_norms:
         tables = ((u.shape.name, layout.segments(u).words) for u in layout.units if u.trainable)
         rows += [OwnedBuffer(Buffer.OPTIM_TRUST, name, words, DType.FP32) for name, words in tables]

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
+from zeroplan.core.one_bit import NOT_OFFLOADED, NOT_SHARDED
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.core.workload import DType
@@ -58,11 +59,18 @@ class RuntimeSetup:
             raise BadInput(f"ranks {self.ranks}, accumulation {self.grad_accum} and ring {self.block_slots} are too small")
         if self.optimizer not in RUNTIME_NAMES:
             raise BadInput(f"unknown optimizer {self.optimizer!r}", remedy=f"use one of {', '.join(RUNTIME_NAMES)}")
+        if OPTIMIZERS[self.optimizer].compresses:
+            require_exchange(self.stage, self.offload_optimizer)
 
     @property
     def states(self) -> tuple[Buffer, ...]:
-        """The optimizer's states; see :meth:`state_elements` for their sizes."""
-        return OPTIMIZERS[self.optimizer].buffers
+        """The optimizer's states, but for the errors of compression; see :meth:`state_elements` for their sizes."""
+        return tuple(one for one in OPTIMIZERS[self.optimizer].buffers if one is not Buffer.OPTIM_ERROR_FEEDBACK)
+
+    @property
+    def compresses(self) -> bool:
+        """The ranks exchange momentum in one bit an element: see Note [Momentum in one bit] in layout."""
+        return OPTIMIZERS[self.optimizer].compresses and self.ranks > 1
 
     @property
     def block(self) -> int:
@@ -109,9 +117,11 @@ class RuntimeSetup:
     def shards_grads(self) -> bool:
         """Whole gradients pass through slots; a shard stays.
 
-        Stage 1 keeps whole gradients only so that an accumulation is reduced once; without one they need not stay.
+        Stage 1 keeps whole gradients only so that an accumulation is reduced once, or none is where momentum is exchanged;
+        else they need not stay.
         """
-        return self.ranks > 1 and (self.stage >= 2 or (self.stage == 1 and self.grad_accum == 1))
+        once = self.stage == 1 and self.grad_accum == 1 and not self.compresses
+        return self.ranks > 1 and (self.stage >= 2 or once)
 
     @property
     def kept_grad(self) -> Buffer:
@@ -169,3 +179,19 @@ class RuntimeSetup:
         if DType.FP32 not in (self.reduce_dtype, self.accum_dtype):
             return self.reduce_dtype
         return self.param_dtype if self.ranks == 1 and self.grad_accum == 1 else DType.FP32
+
+
+def require_exchange(stage: int, offload: OffloadDevice) -> None:
+    """Refuse what a 1-bit optimizer cannot be combined with.
+
+    Args:
+        stage: ZeRO's.
+        offload: where the optimizer is.
+
+    Raises:
+        BadInput: from stage 2 on, and for an optimizer on the host.
+    """
+    if stage >= 2:
+        raise BadInput(NOT_SHARDED.what, where="optimizer", remedy=NOT_SHARDED.remedy)
+    if offload is not OffloadDevice.NONE:
+        raise BadInput(NOT_OFFLOADED.what, where="offload_optimizer", remedy=NOT_OFFLOADED.remedy)

@@ -151,7 +151,7 @@ class TorchClass:
 @dataclass(frozen=True, slots=True)
 class RuntimeKernel:
     """The kernel by which the included runtime steps an optimizer. Every state is fp32 and as long as the rank's part of the
-    masters, but where it is quantised in blocks.
+    masters, but where it is quantised in blocks, or exchanged by the ranks: see Note [Momentum in one bit] in core/layout.
 
     Attributes:
         kernel: the function of ``zeroplan_runtime.kernels``.
@@ -167,7 +167,8 @@ class RuntimeKernel:
         bits: of one element of a state.
         block: elements that share one scale of a quantised state; 1 where the states are fp32. Parameters and shards begin on
             multiples of it, so a block's elements are the same at any number of ranks.
-        type: its value of ``optimizer.type``, for an optimizer that DeepSpeed builds from no config.
+        type: its value of ``optimizer.type``, for an optimizer that today's DeepSpeed builds from no config.
+        alike: hyperparameters that all parameter groups must have alike.
     """
 
     kernel: str
@@ -190,6 +191,8 @@ class RuntimeKernel:
     def map_words(self) -> int:
         """Words of 4 bytes of the tables by which the two moments are quantised: levels, and bins to find them by."""
         return 2 * (2**self.bits + MAP_BINS) if self.quantised else 0
+
+    alike: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +244,7 @@ class Optimizer:
 
     @property
     def compresses(self) -> bool:
-        """Whether it compresses gradients on their way: each rank also keeps the error of the part that it averages."""
+        """Whether it compresses what the ranks exchange: each also keeps the error of the part that it averages."""
         return Buffer.OPTIM_ERROR_FEEDBACK in self.buffers
 
     @property

@@ -140,6 +140,9 @@ _ROWS = (
         "Tang et al. 2021, algorithm 1",
         aliases=("1bitadam", "1-bit-adam"),
         deepspeed=tuple(DeepSpeedType(name, removed=True) for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")),
+        runtime=RuntimeKernel(
+            "onebitadam", {**_ADAM_DEFAULTS, "freeze_step": 100_000}, alike=("betas", "freeze_step"), type="OneBitAdam"
+        ),
         warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit Adam: planned is what earlier ones allocated",
     ),
     Optimizer(

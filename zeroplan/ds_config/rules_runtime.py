@@ -10,7 +10,8 @@ from collections.abc import Iterable
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout
-from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.one_bit import NOT_OFFLOADED, NOT_SHARDED
+from zeroplan.core.optimizers import find_optimizer, optimizer_of_type
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Severity
@@ -39,6 +40,11 @@ def _params_in_files(v: View) -> bool:
 def _no_folder(v: View) -> bool:
     states, params = v.zero.offload_optimizer, v.zero.offload_param
     return (states.device is _NVME and states.nvme_path == "") or (params.device is _NVME and params.nvme_path == "")
+
+
+def _compresses(v: View) -> bool:
+    row = optimizer_of_type(v.training.optimizer or "")
+    return row is not None and row.compresses
 
 
 def _nameless(v: View, section: str) -> bool:
@@ -220,6 +226,28 @@ RUNTIME_REFUSALS: tuple[Rule, ...] = (
         lambda v: not 0 <= v.zero.gradient_clipping < math.inf,
         "{v.zero.gradient_clipping:g} is not a number of zero or more",
         "use 0 to clip nothing",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.one_bit_stage",
+        Severity.ERROR,
+        At.ENGINE,
+        f"{_ZERO}.stage",
+        "",
+        lambda v: _compresses(v) and v.zero.stage >= 2,
+        NOT_SHARDED.what,
+        NOT_SHARDED.remedy,
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.one_bit_offload",
+        Severity.ERROR,
+        At.ENGINE,
+        _OFF,
+        "",
+        lambda v: _compresses(v) and v.zero.stage < 2 and v.offload is not OffloadDevice.NONE,
+        NOT_OFFLOADED.what,
+        NOT_OFFLOADED.remedy,
         _OF_RUNTIME,
     ),
     Rule(

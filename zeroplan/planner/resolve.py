@@ -111,7 +111,7 @@ def resolve(request: Request) -> Resolved:
         raise BadInput(
             f"{row.name} is not modelled under {engine.name}", where="--optimizer", remedy="use --engine zeroplan, or adamw8bit"
         )
-    if row.warning:
+    if row.warning and not (engine.own_optimizers and row.runtime is not None):
         warnings.append(row.warning)
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)

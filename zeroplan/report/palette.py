@@ -30,6 +30,7 @@ COLORS: dict[Buffer, str] = {
     Buffer.OPTIM_FACTORED: "#8259b3",
     Buffer.OPTIM_SCALE: "#a583cc",
     Buffer.OPTIM_ERROR_FEEDBACK: "#a583cc",
+    Buffer.OPTIM_SERVER_ERROR: "#b49ad4",
     Buffer.GRAD_ACCUM: "#14603a",
     Buffer.GRAD_SHARD: "#1f8a53",
     Buffer.GRAD_MASTER: "#3fae76",

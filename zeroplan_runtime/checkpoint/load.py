@@ -21,6 +21,7 @@ from zeroplan_runtime.checkpoint.planners import (
     StateShard,
     buffer_shards,
     check_metadata,
+    error_shards,
     shards_in_files,
     state_shards,
     states_in_files,
@@ -86,13 +87,16 @@ def load_checkpoint(
         engine.checks.grads_were_dropped()
         frozen = checkpoint.has_frozen
         shards = state_shards(engine.model_states, loading=True, optimizer=optimizer, frozen=frozen)
-        wanted = [*shards, *buffer_shards(engine.module, engine.ranks.part)]
+        errors = error_shards(engine.model_states) if checkpoint.has_errors else ()
+        wanted = [*shards, *errors, *buffer_shards(engine.module, engine.ranks.part)]
         in_files = [unit for unit in engine.model_states.units if unit.in_files or states_in_files(unit)]
         checkpoint.verify(wanted)
         with engine.checks.during_load():
             checkpoint.read(wanted)
             for unit in in_files:
                 _read_into_files(checkpoint, unit, optimizer=optimizer)
+            if optimizer and not checkpoint.has_errors:
+                _forget_errors(engine, checkpoint)
             _refresh(engine)
             if not load_module_only:
                 _take_over(engine, checkpoint.state, optimizer=optimizer, schedule=load_lr_scheduler_states)
@@ -124,6 +128,7 @@ class _Checkpoint:
     save: SaveId
     state: dict[str, Any]
     reader: VerifyingReader
+    has_errors: bool  # what compression left out is loaded from it
 
     @property
     def has_frozen(self) -> bool:
@@ -145,8 +150,10 @@ class _Checkpoint:
         _require_optimizer(engine, state, path, optimizer=optimizer)
         frozen = not state.get("model", {}).get("without_frozen", False)
         buffers = buffer_shards(engine.module, engine.ranks.part)
-        check_metadata(engine.model_states, buffers, reader.metadata, optimizer=optimizer, frozen=frozen)
-        return cls(engine, path, save, {**state, **{key: decode(state[key]) for key in _TYPED}}, reader)
+        compresses = engine.model_states.setup.compresses and state["ranks"] == engine.comm.world_size
+        errors = optimizer and compresses and state.get("errors", False)
+        check_metadata(engine.model_states, buffers, reader.metadata, optimizer=optimizer, frozen=frozen, errors=errors)
+        return cls(engine, path, save, {**state, **{key: decode(state[key]) for key in _TYPED}}, reader, errors)
 
     def verify(self, wanted: list[StateShard]) -> None:
         """Checks the files and checksums of what is wanted on every rank; nothing is read into the engine."""
@@ -239,6 +246,19 @@ def _read_into_files(checkpoint: _Checkpoint, unit: UnitState, *, optimizer: boo
 
 
 @torch.no_grad()
+def _forget_errors(engine: EngineParts, checkpoint: _Checkpoint) -> None:
+    """Lets the errors of compression begin at zero, as the checkpoint has none for these ranks."""
+    if checkpoint.state.get("errors", False) and engine.model_states.setup.compresses:
+        logger.warning(
+            "%s was saved on %d ranks: on %d, what their compressed momentum left out begins at zero",
+            checkpoint.path,
+            checkpoint.state["ranks"],
+            engine.comm.world_size,
+        )
+    engine.model_states.forget_errors()
+
+
+@torch.no_grad()
 def _refresh(engine: EngineParts) -> None:
     """Copies the loaded masters to the parameters and unshards what the next forward needs first."""
     for unit in engine.model_states.units:
@@ -248,4 +268,6 @@ def _refresh(engine: EngineParts) -> None:
             unit.trainable.shard.copy_(unit.master)
         unit.param_slot.holder = unit if not engine.model_states.setup.shards_params else None
         engine.schedule.mark_updated(unit)
+    if engine.optimizer_step is not None:
+        engine.optimizer_step.states_were_written()
     engine.schedule.prefetch_forward()

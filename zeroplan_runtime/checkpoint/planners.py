@@ -91,6 +91,21 @@ def state_shards(
             yield from _of_flat(model_states, unit, unit.frozen, "param", source, whole=whole, loading=loading)
 
 
+def error_shards(model_states: ModelStates) -> Iterator[StateShard]:
+    """Yields the shards of what compression has left out, to save or to load on as many ranks.
+
+    A rank has its part of the server's error, and a worker's error of its own, whose name begins with the rank's number.
+    """
+    for unit in model_states.units:
+        if unit.exchanged is None or unit.trainable is None:
+            continue
+        server, worker = unit.exchanged.server_error, unit.exchanged.worker_error
+        kind, source = Buffer.OPTIM_SERVER_ERROR.value, TensorSource(server.dtype, server)
+        yield from _of_flat(model_states, unit, unit.trainable, kind, source, whole=False, loading=False)
+        kind, source = f"{Buffer.OPTIM_ERROR_FEEDBACK}/{model_states.comm.rank}", TensorSource(worker.dtype, worker)
+        yield from _of_flat(model_states, unit, unit.trainable, kind, source, whole=True, loading=True)
+
+
 def states_in_files(unit: UnitState) -> bool:
     """Returns whether the unit's optimizer states are in files."""
     return unit.trainable is not None and unit.layout.place is Place.NVME
@@ -205,7 +220,13 @@ def buffer_shards(model: nn.Module, part: str = "") -> list[StateShard]:
 
 
 def check_metadata(
-    model_states: ModelStates, buffers: Iterable[StateShard], metadata: Metadata, *, optimizer: bool, frozen: bool = True
+    model_states: ModelStates,
+    buffers: Iterable[StateShard],
+    metadata: Metadata,
+    *,
+    optimizer: bool,
+    frozen: bool = True,
+    errors: bool = False,
 ) -> None:
     """Checks the checkpoint's metadata against the whole model, so that all ranks raise the same error.
 
@@ -215,6 +236,7 @@ def check_metadata(
         metadata: the checkpoint's.
         optimizer: the optimizer states will be loaded, too.
         frozen: the frozen parameters will be.
+        errors: what compression left out will be.
 
     Raises:
         BadInput: for the first tensor that the checkpoint lacks, or holds with another number of elements, and for a parameter
@@ -231,6 +253,10 @@ def check_metadata(
         if s.trainable
         for buffer in (Buffer.PARAM_MASTER, *states)
     }
+    if errors:
+        workers = [f"{Buffer.OPTIM_ERROR_FEEDBACK}/{rank}" for rank in range(model_states.comm.world_size)]
+        kinds = [Buffer.OPTIM_SERVER_ERROR.value, *workers]
+        needed |= {f"{part}{kind}/{s.name}": s.numel for s in shapes if s.trainable for kind in kinds}
     needed |= {one.name: one.numel for one in buffers}
     stored = metadata.state_dict_metadata
     remedy = "build the model that was saved"

@@ -14,7 +14,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import by_torch, on_all_ranks
 from zeroplan_runtime.checkpoint.manifest import Manifest, SaveId, write_manifest
-from zeroplan_runtime.checkpoint.planners import ShardSavePlanner, buffer_shards, state_shards
+from zeroplan_runtime.checkpoint.planners import ShardSavePlanner, buffer_shards, error_shards, state_shards
 from zeroplan_runtime.checkpoint.typed_json import encode
 from zeroplan_runtime.checkpoint.writer import ShardWriter
 from zeroplan_runtime.engine_parts import EngineParts
@@ -117,7 +117,8 @@ def _write(engine: EngineParts, path: Path, save: SaveId, *, frozen: bool) -> Ma
     comm = engine.ranks.world
     engine.arena.phase = Phase.SAVE
     shards = state_shards(engine.model_states, loading=False, frozen=frozen)
-    wanted = [*shards, *(buffer_shards(engine.module, engine.ranks.part) if engine.comm.rank == 0 else ())]
+    errors = error_shards(engine.model_states) if _has_errors(engine) else ()
+    wanted = [*shards, *errors, *(buffer_shards(engine.module, engine.ranks.part) if engine.comm.rank == 0 else ())]
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
     writer = ShardWriter(path, save, comm.rank, engine.activity)
@@ -141,12 +142,17 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: 
         "stage": engine.settings.zero.stage,
         "dtype": str(engine.settings.dtype),
         "optimizer": engine.optimizer.kind if engine.optimizer is not None else None,
+        "errors": _has_errors(engine),
         "groups": encode([{k: v for k, v in group.items() if k != "params"} for group in groups], "optimizer.param_groups"),
         "progress": engine.progress.state_dict(),
         "schedule": encode(engine.lr_scheduler.state_dict(), "lr_scheduler") if engine.lr_scheduler is not None else None,
         "client_state": encode(client_state or {}, "client_state"),
         "model": {**_names(engine), "without_frozen": not frozen},
     }
+
+
+def _has_errors(engine: EngineParts) -> bool:
+    return engine.optimizer_step is not None and engine.optimizer_step.has_errors(engine.progress.applied)
 
 
 def _names(engine: EngineParts) -> dict[str, Any]:

@@ -196,6 +196,7 @@ def _load(
     for (name, key), file in sources.items():
         engine.activity.piece(f"loading {folder.name}")
         states.set_whole(wanted[name], _fitting(_read(file), wanted[name], file), key)
+    engine.model_states.forget_errors()
     for name, param in frozen.items():
         write_value(engine, param, _fitting({"param": _frozen(files, model, name)}, param, files[0]))
     with torch.no_grad():

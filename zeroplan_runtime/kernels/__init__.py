@@ -1,8 +1,8 @@
 """Optimizer updates, gradient norms and casts of flat buffers, and a cross entropy: by CUDA kernels, CPU routines or torch.
 
 Public: :func:`adamw`, :func:`adamw_blockwise`, :func:`lamb`, :func:`lion`, :func:`sgd`, :func:`grad_norm`, :func:`squares`,
-:func:`global_norm`, :func:`cast`, :data:`UPDATES`, :data:`CARRIED`, :func:`cross_entropy`, :func:`cross_entropy_grad`,
-:func:`backend_report`.
+:func:`global_norm`, :func:`cast`, :func:`sign_pack`, :func:`sign_average`, :func:`sign_unpack`, :func:`frozen_adam`,
+:data:`UPDATES`, :data:`CARRIED`, :func:`cross_entropy`, :func:`cross_entropy_grad`, :func:`backend_report`.
 """
 
 from zeroplan_runtime.kernels.backends import backend_report
@@ -11,6 +11,7 @@ from zeroplan_runtime.kernels.blockwise import adamw_blockwise
 from zeroplan_runtime.kernels.elementwise import CARRIED
 from zeroplan_runtime.kernels.functional import adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
+from zeroplan_runtime.kernels.one_bit import frozen_adam, sign_average, sign_pack, sign_unpack
 from zeroplan_runtime.kernels.optimizers import UPDATES
 from zeroplan_runtime.kernels.segments import SegmentWorkspace, TensorSegments, make_segments
 from zeroplan_runtime.kernels.update import FACTOR, NORM, ORDER, SKIP, SQUARES
@@ -36,6 +37,7 @@ __all__ = [
     "cross_entropy_grad",
     "decode",
     "encode",
+    "frozen_adam",
     "global_norm",
     "grad_norm",
     "lamb",
@@ -43,5 +45,8 @@ __all__ = [
     "make_segments",
     "map_words",
     "sgd",
+    "sign_average",
+    "sign_pack",
+    "sign_unpack",
     "squares",
 ]

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from zeroplan.core.layout import NORM_PARTS, NORM_WORKSPACE
+from zeroplan.core.one_bit import SCALE_BLOCK, scales_of
 from zeroplan_runtime.kernels import nvrtc
 from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs
 from zeroplan_runtime.kernels.segments import TensorSegments
-from zeroplan_runtime.kernels.update import UpdateArgs
+from zeroplan_runtime.kernels.update import SignArgs, UpdateArgs
 
 _NAMES = {torch.float32: "float", torch.bfloat16: "zp::bf16", torch.float16: "zp::fp16"}
 
@@ -52,6 +53,8 @@ KERNEL_CONFIGS = {
     "norm_fp32": KernelConfig(threads=512, vector=4, unroll=4, blocks=16, load=1),
     "lamb": KernelConfig(threads=1024),
     "loss": KernelConfig(threads=512, vector=8),
+    "signs": KernelConfig(threads=SCALE_BLOCK // 8, vector=8),
+    "frozen_adam": KernelConfig(threads=1024),
 }
 #: Bytes of the norm's workspace, zeroed once: the blocks' partial sums and the counter that finds the last block.
 WORKSPACE_BYTES = NORM_WORKSPACE * 4
@@ -333,3 +336,43 @@ def cross_entropy_grad(
     kernel = _kernel(_index(device), "loss.cu", "zp_cross_entropy_grad", logits.dtype, None, config)
     pointers = (_pointer(logits), _pointer(labels), vocab, ignore, _pointer(lse), _pointer(scale), _pointer(grad))
     _launch(device, kernel, rows, config.threads, *pointers)
+
+
+def frozen_adam(args: UpdateArgs) -> None:
+    """Steps Adam with a second moment that stays; see :func:`.one_bit.frozen_adam`."""
+    n, device, config = args.param.numel(), args.param.device, KERNEL_CONFIGS["frozen_adam"]
+    if n == 0:
+        return
+    out = None if args.out is None else args.out.dtype
+    kernel = _kernel(_index(device), "onebit.cu", "zp_frozen_adam", torch.float32, out, config)
+    pointers = map(_pointer, (args.param, args.first, args.second, args.out))
+    numbers = map(_f, (args.root2, args.eps, args.keep, args.rate))
+    head = _head(config.vector, *args.buffers())
+    _launch(device, kernel, _blocks(config, device, n), config.threads, *pointers, n, head, _pointer(args.scalars), *numbers)
+
+
+def sign_pack(args: SignArgs, momentum: torch.Tensor, grad: torch.Tensor, error: torch.Tensor, beta1: float) -> None:
+    """Compresses a rank's momentum; see :func:`.one_bit.sign_pack`."""
+    pointers = map(_pointer, (momentum, grad, error, args.messages))
+    numbers = (_f(beta1), _f(1 - beta1))
+    _signs(args, "pack", args.ranks, grad.dtype, *pointers, args.shard, args.words, _pointer(args.scalars), *numbers)
+
+
+def sign_average(args: SignArgs, error: torch.Tensor, message: torch.Tensor) -> None:
+    """Averages the ranks' messages and compresses the mean; see :func:`.one_bit.sign_average`."""
+    pointers = map(_pointer, (args.messages, error, message))
+    share = (ctypes.c_int(args.ranks), _pointer(args.scalars), _f(1 / args.ranks))
+    _signs(args, "average", 1, torch.float32, *pointers, args.shard, args.words, *share)
+
+
+def sign_unpack(args: SignArgs, values: torch.Tensor) -> None:
+    """Writes the values of the messages."""
+    pointers = map(_pointer, (args.messages, values))
+    _signs(args, "unpack", args.ranks, torch.float32, *pointers, args.shard, args.words, _pointer(args.scalars))
+
+
+def _signs(args: SignArgs, what: str, chunks: int, grad: torch.dtype, *arguments: object) -> None:
+    """Launches a kernel with one thread block for each scale of `chunks` chunks."""
+    device, config = args.messages.device, KERNEL_CONFIGS["signs"]
+    kernel = _kernel(_index(device), "onebit.cu", f"zp_sign_{what}", grad, None, config)
+    _launch(device, kernel, chunks * scales_of(args.shard), config.threads, *arguments)

@@ -11,7 +11,7 @@ import torch
 from zeroplan.core.native import library as shared_library
 from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs
 from zeroplan_runtime.kernels.segments import TensorSegments
-from zeroplan_runtime.kernels.update import FACTOR, SKIP, SQUARES, UpdateArgs
+from zeroplan_runtime.kernels.update import FACTOR, SKIP, SQUARES, SignArgs, UpdateArgs
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _NONE = -1
@@ -56,6 +56,20 @@ class _Cast(ctypes.Structure):
     ]
 
 
+class _Signs(ctypes.Structure):
+    """``ZeroplanSigns``."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("momentum", "grad", "error", "messages")),
+        ("shard", ctypes.c_int64),
+        ("words", ctypes.c_int64),
+        ("ranks", ctypes.c_int32),
+        ("grad_type", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("factor", "beta1", "one_minus_beta1")),
+        ("skip", ctypes.c_int32),
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL | None:
     """The library with its functions declared; None where it is not built, does not load, or lacks one of them."""
@@ -64,7 +78,7 @@ def library() -> ctypes.CDLL | None:
         return None
     pointer, count, threads, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_double
     try:
-        for name in ("adam", "adam_blockwise", "lion", "sgd", "cast"):
+        for name in ("adam", "adam_blockwise", "lion", "sgd", "cast", "frozen_adam", "sign_pack"):
             function = getattr(found, f"zeroplan_{name}")
             function.argtypes, function.restype = [pointer, threads], None
         found.zeroplan_sum_of_squares.argtypes = [pointer, ctypes.c_int32, count, threads]
@@ -73,6 +87,9 @@ def library() -> ctypes.CDLL | None:
         found.zeroplan_lamb_moments.restype = None
         found.zeroplan_lamb_apply.argtypes = [pointer, pointer, count, pointer, real, real, real, threads]
         found.zeroplan_lamb_apply.restype = None
+        found.zeroplan_sign_average.argtypes = [pointer, pointer, ctypes.c_float, threads]
+        found.zeroplan_sign_average.restype = None
+        found.zeroplan_sign_unpack.argtypes, found.zeroplan_sign_unpack.restype = [pointer, pointer, threads], None
         found.zeroplan_use_instructions.argtypes, found.zeroplan_use_instructions.restype = [ctypes.c_char_p], ctypes.c_int
         found.zeroplan_instructions.argtypes, found.zeroplan_instructions.restype = [], ctypes.c_char_p
     except AttributeError:
@@ -207,3 +224,41 @@ def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """Writes ``source * scale``, computed in fp32, to `out`."""
     arguments = _Cast(_pointer(source), _pointer(out), source.numel(), _TYPES[source.dtype], _TYPES[out.dtype], scale)
     _loaded().zeroplan_cast(ctypes.byref(arguments), _threads())
+
+
+def frozen_adam(args: UpdateArgs) -> None:
+    """Steps Adam with a second moment that stays; see :func:`.one_bit.frozen_adam`."""
+    _update("zeroplan_frozen_adam", args)
+
+
+def sign_pack(args: SignArgs, momentum: torch.Tensor, grad: torch.Tensor, error: torch.Tensor, beta1: float) -> None:
+    """Compresses a rank's momentum; see :func:`.one_bit.sign_pack`."""
+    signs = _signs(args, error)
+    signs.momentum, signs.grad, signs.grad_type = _pointer(momentum), _pointer(grad), _TYPES[grad.dtype]
+    signs.beta1, signs.one_minus_beta1 = beta1, 1 - beta1
+    _loaded().zeroplan_sign_pack(ctypes.byref(signs), _threads())
+
+
+def sign_average(args: SignArgs, error: torch.Tensor, message: torch.Tensor) -> None:
+    """Averages the ranks' messages and compresses the mean; see :func:`.one_bit.sign_average`."""
+    _loaded().zeroplan_sign_average(ctypes.byref(_signs(args, error)), _pointer(message), 1 / args.ranks, _threads())
+
+
+def sign_unpack(args: SignArgs, values: torch.Tensor) -> None:
+    """Writes the values of the messages."""
+    signs = _signs(args, None)
+    if not signs.skip:
+        _loaded().zeroplan_sign_unpack(ctypes.byref(signs), _pointer(values), _threads())
+
+
+def _signs(args: SignArgs, error: torch.Tensor | None) -> _Signs:
+    given = args.scalars
+    return _Signs(
+        error=_pointer(error),
+        messages=_pointer(args.messages),
+        shard=args.shard,
+        words=args.words,
+        ranks=args.ranks,
+        factor=1.0 if given is None else float(given[FACTOR]),
+        skip=int(given is not None and bool(given[SKIP])),
+    )

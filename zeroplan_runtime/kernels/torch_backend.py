@@ -12,9 +12,10 @@ from itertools import pairwise
 
 import torch
 
+from zeroplan.core.one_bit import SCALE_BLOCK, scales_of
 from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs, decode, encode
 from zeroplan_runtime.kernels.segments import TensorSegments
-from zeroplan_runtime.kernels.update import FACTOR, NORM, SKIP, SQUARES, UpdateArgs
+from zeroplan_runtime.kernels.update import FACTOR, NORM, SKIP, SQUARES, SignArgs, UpdateArgs
 
 #: Elements updated at a time; a temporary then has 16 MiB.
 CHUNK = 1 << 22
@@ -200,3 +201,95 @@ def cross_entropy_grad(
         wide.sub_(lse[part].unsqueeze(1)).exp_()
         wide.scatter_add_(1, label.unsqueeze(1).where(counts, 0), wide.new_full((len(label), 1), -1.0))
         grad[part] = torch.where(counts, wide.mul_(scale), 0.0)
+
+
+def sign_pack(args: SignArgs, momentum: torch.Tensor, grad: torch.Tensor, error: torch.Tensor, beta1: float) -> None:
+    """Compresses a rank's momentum; see ``csrc/cuda/onebit.cu``."""
+    for chunk, message in enumerate(args.messages.view(args.ranks, -1)):
+        part = slice(chunk * args.shard, (chunk + 1) * args.shard)
+        scaled = grad[part].float()
+        if args.scalars is not None:
+            scaled = scaled * args.scalars[FACTOR]
+        left = _compress((momentum[part] * beta1 + scaled * (1 - beta1)).add_(error[part]), message)
+        if args.scalars is None or not bool(args.scalars[SKIP]):
+            error[part] = left
+
+
+def sign_average(args: SignArgs, error: torch.Tensor, message: torch.Tensor) -> None:
+    """Averages the ranks' messages and compresses the mean; see ``csrc/cuda/onebit.cu``."""
+    mean = torch.zeros_like(error)
+    for received in args.messages.view(args.ranks, -1):
+        mean += _values(received, args.shard)
+    left = _compress(mean.mul_(1 / args.ranks).add_(error), message)
+    if args.scalars is None or not bool(args.scalars[SKIP]):
+        error.copy_(left)
+
+
+def sign_unpack(args: SignArgs, values: torch.Tensor) -> None:
+    """Writes the values of the messages."""
+    if args.scalars is not None and bool(args.scalars[SKIP]):
+        return
+    for message, chunk in zip(args.messages.view(args.ranks, -1), values.view(args.ranks, -1), strict=True):
+        chunk.copy_(_values(message, args.shard))
+
+
+def frozen_adam(args: UpdateArgs) -> None:
+    """Steps Adam with a second moment that stays; see ``csrc/cuda/onebit.cu``."""
+    assert args.first is not None
+    assert args.second is not None
+    if args.scalars is not None and bool(args.scalars[SKIP]):
+        return
+    for part in _slices(args.param.numel()):
+        p, m, v = args.param[part], args.first[part], args.second[part]
+        direction = torch.where(v == 0, 0.0, m / _root(v).mul_(args.root2).add_(args.eps))
+        p.mul_(args.keep).sub_(direction.mul_(args.rate))
+        _emit(args, part)
+
+
+def _message_parts(message: torch.Tensor, shard: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bytes of the signs, uint8 [shard / 8], and the scales, fp32, of one message."""
+    first = shard // 32
+    return message[:first].view(torch.uint8), message[first : first + scales_of(shard)]
+
+
+def _compress(values: torch.Tensor, message: torch.Tensor) -> torch.Tensor:
+    """Writes the message of `values`, fp32 [shard]; returns what it leaves out."""
+    signs, scales = _message_parts(message, len(values))
+    scales.copy_(_mean_magnitudes(values))
+    above = values >= 0
+    torch.sum(above.view(-1, 8) * _bits(values.device), 1, dtype=torch.uint8, out=signs)
+    each = scales.repeat_interleave(SCALE_BLOCK)[: len(values)]
+    return values - torch.where(above, each, -each)
+
+
+def _values(message: torch.Tensor, shard: int) -> torch.Tensor:
+    signs, scales = _message_parts(message, shard)
+    each = scales.repeat_interleave(SCALE_BLOCK)[:shard]
+    above = (signs.unsqueeze(1) & _bits(message.device)).view(-1) != 0
+    return torch.where(above, each, -each)
+
+
+def _bits(device: torch.device) -> torch.Tensor:
+    return torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=device)
+
+
+def _mean_magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """The mean of |values| of each block, added in fp64 in the order of a GPU's thread block."""
+    blocks, lanes = scales_of(len(values)), SCALE_BLOCK // 8
+    padded = values.new_zeros(blocks * SCALE_BLOCK)
+    padded[: len(values)] = values.abs()
+    eights = padded.double().view(blocks, lanes, 8)
+    sums = eights[..., 0].clone()
+    for k in range(1, 8):
+        sums += eights[..., k]
+    halves = _add_halves(_add_halves(sums.view(blocks, lanes // 32, 32)))
+    counts = torch.full_like(halves, SCALE_BLOCK)
+    counts[-1] = len(values) - (blocks - 1) * SCALE_BLOCK
+    return (halves / counts).float()
+
+
+def _add_halves(sums: torch.Tensor) -> torch.Tensor:
+    """Adds up the last dimension, of 32: the second half to the first, and so on."""
+    for half in (16, 8, 4, 2, 1):
+        sums = sums[..., :half] + sums[..., half : 2 * half]
+    return sums[..., 0]

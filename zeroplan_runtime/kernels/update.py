@@ -85,6 +85,28 @@ class UpdateArgs:
                 raise ValueError(f"expected {name} of {n} elements on {device} but got {tensor.numel()} on {tensor.device}")
 
 
+@dataclass(frozen=True, slots=True)
+class SignArgs:
+    """A flat of ``ranks × shard`` elements, or this rank's chunk of it, and its messages.
+
+    Attributes:
+        messages: fp32 words [ranks × words], a message for each rank's chunk, or from each rank for this one.
+        ranks: chunks.
+        shard: elements of a chunk, a multiple of 64.
+        scalars: the step's, with FACTOR and SKIP; None for factor 1 and no skip.
+    """
+
+    messages: torch.Tensor
+    ranks: int
+    shard: int
+    scalars: torch.Tensor | None
+
+    @property
+    def words(self) -> int:
+        """Words of one message."""
+        return self.messages.numel() // self.ranks
+
+
 _MASTERS = (torch.float32,)
 _HALVES = (torch.bfloat16, torch.float16)
 _ELEMENTS = (torch.float32, *_HALVES)

@@ -16,6 +16,7 @@ from zeroplan.core.layout import Flat
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.update_request import UpdateRequest
+from zeroplan_runtime.optim.momentum_exchange import MomentumExchange
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.replicas import replicated_runs
 from zeroplan_runtime.schedule import Schedule
@@ -76,6 +77,7 @@ class OptimizerStep:
     Attributes:
         next_step: the number of the applied step that the present gradients are for, from 1.
         host: updates the offloaded units; None where there are none.
+        exchange: averages momentum instead of gradients after the warm-up; None unless the optimizer compresses.
         slices: for each unit the work of its update on the device.
     """
 
@@ -86,6 +88,7 @@ class OptimizerStep:
         self._hyperparameters: list[dict[str, Any]] = []  # each group's, of this step
         self._early: list[dict[str, Any]] | None = None  # those of updates that have begun in the backward
         self.host: HostOptimizer | None = None
+        self.exchange = MomentumExchange(self.model_states) if self.model_states.setup.compresses else None
         self.slices = [
             [] if unit.trainable is None or unit.layout.offloaded else self.group_slices(unit, unit.param_16bit)
             for unit in self.model_states.units
@@ -98,6 +101,20 @@ class OptimizerStep:
         self.host = host
         if not (self.clip or self.may_skip or host.delayed_from):
             host.early_request = self._early_request
+
+    def begin_backward(self, number: int) -> None:
+        """Prepares for the gradients of the applied step `number`, from 1."""
+        self.next_step = number
+        self.schedule.grads.keeps_own = self.exchange is not None and number > self.optimizer.freeze_step
+
+    def states_were_written(self) -> None:
+        """Notes that the optimizer's states were loaded, or written by the user."""
+        if self.exchange is not None:
+            self.exchange.was_written()
+
+    def has_errors(self, applied: int) -> bool:
+        """Returns whether compression has left errors after so many applied steps."""
+        return self.exchange is not None and applied > self.optimizer.freeze_step
 
     def _early_request(self) -> UpdateRequest:
         self._early = self._early or self._read()
@@ -181,9 +198,16 @@ class OptimizerStep:
             request = UpdateRequest(number, hyperparameters, None if scalars is None else result.scalars)
             self.host.step(request, (self.schedule.compute_stream, self.schedule.all_gather_stream))
         # In the order in which the next forward needs the units. See Note [Places] in model_states.
+        exchanges = self.exchange if self.schedule.grads.keeps_own else None
+        if exchanges is not None:
+            exchanges.begin()
+        elif self.exchange is not None:
+            self.exchange.was_written()
         for unit, slices in zip(self.model_states.units, self.slices, strict=True):
             if unit.trainable is None:
                 continue
+            if exchanges is not None:
+                exchanges.exchange(unit, hyperparameters[0]["betas"][0], scalars)
             for part in slices:
                 self.update(part, hyperparameters[part.group], number, scalars)
             if unit.offloaded is None:
@@ -194,18 +218,20 @@ class OptimizerStep:
 
     def _measure(self, loss_scale: float) -> torch.Tensor | None:
         """The scalars, filled on the device; None where the gradients need no factor and the step cannot be skipped."""
-        scalars, setup = self.model_states.scalars, self.model_states.setup
+        scalars = self.model_states.scalars
+        sums = self.model_states.setup.shards_states or self.model_states.ranks.model or self.schedule.grads.keeps_own
         if self.clip or self.may_skip:
             for unit in self.model_states.units:
-                if unit.offloaded is None and unit.grad is not None:
-                    self.measure(unit, unit.grad)
+                grad = unit.grad_full if self.schedule.grads.keeps_own else unit.grad
+                if unit.offloaded is None and grad is not None:
+                    self.measure(unit, grad)
             kernels.global_norm(
                 self.model_states.squares,
                 scalars,
                 max_norm=self.clip,
                 loss_scale=loss_scale,
                 may_skip=self.may_skip,
-                reduce=self._sum_over_ranks if setup.shards_states or self.model_states.ranks.model else None,
+                reduce=self._sum_over_ranks if sums else None,
             )
             return scalars
         if loss_scale == 1.0:
@@ -237,8 +263,14 @@ class OptimizerStep:
                 squares[0].sub_(once[0], alpha=1 - 1 / replicas)
 
     def _sum_over_ranks(self, values: torch.Tensor) -> None:
-        """Adds sums of squares over the ranks that hold other shards, then over those that hold other parts of the model."""
-        if self.model_states.setup.shards_states:
+        """Adds sums of squares over the ranks that hold other shards, then over those that hold other parts of the model.
+
+        Of gradients that are each rank's own it takes the mean: no rank has the norm of their mean, which is at most that
+        mean's root.
+        """
+        if self.schedule.grads.keeps_own:
+            self.model_states.comm.all_reduce_mean(values)
+        elif self.model_states.setup.shards_states:
             self.model_states.comm.all_reduce_sum(values)
         self.model_states.ranks.sum_over_model(values)
 
@@ -276,6 +308,10 @@ class OptimizerStep:
         if hyper.pop("maximize", False):
             grad.neg_()  # nothing reads it after the update
         common: dict[str, Any] = {"param_out": part.param, "scalars": scalars}
+        if self.schedule.grads.keeps_own:
+            exp_avg, exp_avg_sq = part.states
+            kernels.frozen_adam(master, exp_avg, exp_avg_sq, step=number, **hyper, **common)
+            return
         if self.optimizer.kernel.temporaries:
             where = "device" if part.unit.offloaded is None else "host"
             common["workspace"] = self.model_states.update_workspaces[where]

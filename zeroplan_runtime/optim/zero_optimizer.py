@@ -15,7 +15,18 @@ from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS, torch_row, 
 from zeroplan_runtime import kernels
 
 #: Keys of torch's and DeepSpeed's optimizers that only choose an implementation.
-_IGNORED = frozenset({"torch_adam", "foreach", "fused", "capturable", "differentiable", "fp32_optimizer_states"})
+_IGNORED = frozenset(
+    {
+        "torch_adam",
+        "foreach",
+        "fused",
+        "capturable",
+        "differentiable",
+        "fp32_optimizer_states",
+        "cuda_aware",
+        "comm_backend_name",
+    }
+)
 _MUST_BE_FALSE = ("amsgrad", "maximize", "eps_inside_sqrt")
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -120,6 +131,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for key, kept in self._options.items():
             if values.get(key):
                 self._require_states(group, values, key, kept=kept)
+        for key in kernel.alike:
+            if values[key] != self.param_groups[0][key]:
+                raise BadInput(
+                    f"{key} is {values[key]} but {self.param_groups[0][key]} in the first group, and a unit's momentum is "
+                    "exchanged as one",
+                    where=f"optimizer.param_groups[{group}]",
+                    remedy="give all groups the same",
+                )
         given = (key for key in kernel.defaults if key in values and self._options.get(key, True))
         hyper = {kernel.kernel_names.get(key, key): values[key] for key in given}
         hyper["lr"] = float(hyper["lr"])
@@ -129,6 +148,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             hyper[kernel.carried] = values.get(kernel.carried)
         self._taken[group] = hyper
         return hyper
+
+    @property
+    def freeze_step(self) -> int:
+        """The last applied step of the warm-up of an optimizer that has one."""
+        return int(self.param_groups[0]["freeze_step"])
 
     def _require_states(self, group: int, values: dict[str, Any], key: str, *, kept: bool) -> None:
         if not kept:
@@ -261,6 +285,9 @@ def _check(key: str, value: Any, default: Any) -> None:
             raise BadInput(f"{value!r} is not {len(default)} numbers", where=where, remedy=f"such as {list(default)}")
         if key == "betas" and not all(0 <= one < 1 for one in value):
             raise BadInput(f"{value!r} is not from 0 to below 1", where=where)
+    elif isinstance(default, int):
+        if not _number(value) or value != int(value) or value < 1:
+            raise BadInput(f"{value!r} is not a whole number of 1 or more", where=where, remedy=f"such as {default}")
     elif not _number(value) or value < 0:
         raise BadInput(f"{value!r} is not a number of zero or more", where=where, remedy=f"such as {default}")
 

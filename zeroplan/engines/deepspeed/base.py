@@ -84,7 +84,7 @@ class DeepSpeedSchedule(EngineSchedule):
                 if nbytes and not (buffer is Buffer.OPTIM_MOMENTUM and rank.momentum_precedes):
                     self.alloc(nbytes, buffer)
             if rank.optimizer.compresses:
-                self.alloc(4 * shard(rank.stepped_at_once[at], rank.ranks), Buffer.OPTIM_ERROR_FEEDBACK)
+                self.alloc(4 * shard(rank.stepped_at_once[at], rank.ranks), Buffer.OPTIM_SERVER_ERROR)
         kind = kind or rank.workload.optimizer_kind
         width = rank.master_bytes
         if kind is OptimizerKind.FOREACH:

@@ -346,7 +346,7 @@ def cpu_lion_second_moment(c: DeepSpeedRank) -> int:
     return c.state_bytes * c.stepped_host if c.second_moment_always else 0
 
 
-@_add(Buffer.OPTIM_ERROR_FEEDBACK, Place.HBM, FROM_FIRST_STEP, state=True)
+@_add(Buffer.OPTIM_SERVER_ERROR, Place.HBM, FROM_FIRST_STEP, state=True)
 def server_error(c: DeepSpeedRank) -> int:
     """The server's share of the error feedback (1-bit optimizers), kept by each rank for the chunk that it averages.
 

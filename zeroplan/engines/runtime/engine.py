@@ -23,7 +23,7 @@ from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime import lines
 from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, offloaded_input_sizes, offloaded_inputs
-from zeroplan.engines.runtime.layouts import layout_of, require_splittable, require_trainable
+from zeroplan.engines.runtime.layouts import layout_of, require_exchangeable, require_splittable, require_trainable
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
@@ -138,6 +138,7 @@ class Runtime(Engine):
                 where="sparse_attention",
                 remedy="leave the key out, or --tp, --cp and --pp",
             )
+        require_exchangeable(case.workload, case.zero, case.layout)
         if case.layout.tp > 1:
             require_splittable(case.workload, self.runtime_options)
         if case.zero.offload_optimizer:

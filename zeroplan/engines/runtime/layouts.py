@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
-from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.layout_setup import RuntimeSetup, require_exchange
+from zeroplan.core.one_bit import NOT_SPLIT
 from zeroplan.core.optimizers import RUNTIME_NAMES, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Precision, Workload
@@ -95,6 +96,19 @@ def require_splittable(workload: Workload, runtime_options: RuntimeOptions) -> N
         raise BadInput(
             "is not done by tensor-parallel ranks", where="labelled_tokens_only", remedy="leave it out, or use --tp 1"
         )
+
+
+def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout) -> None:
+    """Refuse what a 1-bit optimizer cannot be combined with.
+
+    Raises:
+        BadInput: stages 2 and 3, offload, and ranks that hold parts of the model.
+    """
+    if not find_optimizer(workload.optimizer).compresses:
+        return
+    require_exchange(zero.stage, zero.offload_optimizer.device)
+    if parallel.tp * parallel.pp > 1:
+        raise BadInput(NOT_SPLIT.what, where="--optimizer", remedy=NOT_SPLIT.remedy)
 
 
 def require_trainable(workload: Workload) -> None:

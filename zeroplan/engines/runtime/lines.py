@@ -54,6 +54,9 @@ class RuntimeRank:
     uploaded: int = means("elements of 16-bit parameters that go up from memory of their own, as gradients there are wider")
     summed: int = means("elements of the slots in which offloaded gradients are summed over micro batches, or cast")
     swapped: int = means("elements of the pinned buffers between files and the update")
+    exchanged_momentum: int = means("elements whose momentum every rank keeps whole, to exchange it in one bit: whole flats")
+    averaged: int = means("elements of the ranks' mean that this rank compresses: its shards of those flats")
+    message_words: int = means("words of the largest flat's messages, one a rank: a bit an element, and the scales")
     largest_param: int = means("elements of the largest parameter")
     step_scalars: int = means("fp32 scalars of a step (norm, clip factor, overflow flag) and the norm's workspace")
     file_padding: int = means(
@@ -125,6 +128,9 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInpu
         uploaded=_count(rows, Buffer.STAGE_H2D),
         summed=_count(here, Buffer.STAGE_D2H),
         swapped=_count([row for row in rows if row.unit == "optimizer"], Buffer.SWAP_BUFFER),
+        exchanged_momentum=_count(rows, Buffer.OPTIM_ERROR_FEEDBACK),
+        averaged=_count(rows, Buffer.OPTIM_SERVER_ERROR),
+        message_words=layout.message_words,
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
         file_padding=sum(-row.bytes % PAGE for row in rows if row.place is Place.NVME),
@@ -226,11 +232,21 @@ def param_master(c: RuntimeRank) -> int:
     return c.stepped * c.master_bytes if c.masters else 0
 
 
-#: Every state of an optimizer that the runtime steps.
-_STATES = tuple(one for one in STATE_DOCS if any(one in OPTIMIZERS[name].buffers for name in RUNTIME_NAMES))
+#: Every state of an optimizer that the runtime steps, but for the errors of compression, which have lines of their own.
+_STATES = tuple(
+    one
+    for one in STATE_DOCS
+    if one is not Buffer.OPTIM_ERROR_FEEDBACK and any(one in OPTIMIZERS[name].buffers for name in RUNTIME_NAMES)
+)
 
 
-def _add_state_lines(place: Place | Callable[[RuntimeRank], Place], count: Callable[[RuntimeRank], int], suffix: str) -> None:
+def _stepped_here(c: RuntimeRank, buffer: Buffer) -> int:
+    return c.exchanged_momentum if buffer is Buffer.OPTIM_EXP_AVG and c.exchanged_momentum else c.stepped
+
+
+def _add_state_lines(
+    place: Place | Callable[[RuntimeRank], Place], count: Callable[[RuntimeRank, Buffer], int], suffix: str
+) -> None:
     for buffer in _STATES:
 
         def formula(c: RuntimeRank, buffer: Buffer = buffer) -> int:
@@ -238,17 +254,35 @@ def _add_state_lines(place: Place | Callable[[RuntimeRank], Place], count: Calla
                 return 0
             if c.block > 1:
                 state = next(one for one in OPTIMIZERS[c.optimizer].states if one.buffer is buffer)
-                size = fraction(count(c), state.numerator, state.denominator)
+                size = fraction(count(c, buffer), state.numerator, state.denominator)
                 tables = buffer is Buffer.OPTIM_SCALE and place is Place.HBM
                 return size + c.map_words * c.master_bytes if tables else size
-            return count(c) * c.master_bytes
+            return count(c, buffer) * c.master_bytes
 
         formula.__name__ = buffer.value.replace(".", "_") + suffix
         formula.__doc__ = STATE_DOCS[buffer]
         _add(buffer, place, ALWAYS, state=True)(formula)
 
 
-_add_state_lines(Place.HBM, lambda c: c.stepped, "")
+_add_state_lines(Place.HBM, _stepped_here, "")
+
+
+@_add(Buffer.OPTIM_ERROR_FEEDBACK, Place.HBM, ALWAYS, state=True)
+def worker_error(c: RuntimeRank) -> int:
+    """What this rank's compressed momentum left out, kept for the next step (1-bit Adam)."""
+    return c.exchanged_momentum * c.master_bytes
+
+
+@_add(Buffer.OPTIM_SERVER_ERROR, Place.HBM, ALWAYS, state=True)
+def server_error(c: RuntimeRank) -> int:
+    """What the compressed mean of this rank's shards left out, kept for the next step (1-bit Adam)."""
+    return c.averaged * c.master_bytes
+
+
+@_add(Buffer.COMM_ALL_REDUCE, Place.HBM, ALWAYS)
+def messages(c: RuntimeRank) -> int:
+    """The messages of one unit's momentum: those that this rank sends, and those that it receives."""
+    return 2 * c.message_words * c.master_bytes
 
 
 @_add(Buffer.STAGE_D2H, Place.HBM, (Phase.BACKWARD,))
@@ -281,7 +315,7 @@ def param_master_offloaded(c: RuntimeRank) -> int:
     return c.stepped_offloaded * c.master_bytes if c.masters_offloaded else 0
 
 
-_add_state_lines(lambda c: c.offload_place, lambda c: c.stepped_offloaded, "_offloaded")
+_add_state_lines(lambda c: c.offload_place, lambda c, _: c.stepped_offloaded, "_offloaded")
 
 
 @_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)

@@ -3,7 +3,8 @@
 Amounts are those of one rank; those of the host and the disk, which the ranks of a node share, are of all its ranks. Lines of
 the forward and the backward are of one micro batch. What happens once a step beside one of its micro batches is spread evenly
 over them. Bytes on a link are those that one GPU sends in a ring.
-Source: zeroplan_runtime/schedule.py, gradient_reduction.py and optim/step.py.
+Of a 1-bit optimizer they are those after its warm-up.
+Source: zeroplan_runtime/schedule.py, gradient_reduction.py, optim/step.py and optim/momentum_exchange.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.layout import Layout, runtime_buffers
+from zeroplan.core.one_bit import message_words
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -42,6 +44,8 @@ class RuntimeFacts:
     reduced: int = means("elements whose gradients are reduced in each micro batch (stages 2 and 3)")
     reduced_once: int = means("elements whose gradients are reduced once a step (stages 0 and 1)")
     reduced_last: int = means("elements whose reduction has no backward left beside it, over all micro batches of a step")
+    exchanged: int = means("elements whose momentum the ranks exchange in one bit instead of gradients")
+    message_bytes: int = means("bytes of their messages, one a rank: a bit an element, and the scales")
     kept: int = means("elements of gradients that this rank keeps until the step, on the GPU")
     on_gpu: int = means("elements that this rank's optimizer updates on the GPU")
     on_host: int = means("elements that this rank's optimizer updates on the host")
@@ -71,6 +75,8 @@ def runtime_facts(layout: Layout, *, local_ranks: int, one_node: bool) -> Runtim
     params = [row for row in runtime_buffers(layout) if row.buffer in (Buffer.PARAM_SHARD, Buffer.PARAM_FROZEN)]
     at_rest = {place: sum(row.numel for row in params if row.place is place) for place in (Place.PINNED, Place.NVME)}
     each, sent = setup.shards_grads, setup.ranks > 1
+    compressed = [flat for _, flat in trained] if setup.compresses else []
+    reduces = sent and not compressed
     # The root, and of the others the unit that the forward enters first.
     last = sum(flat.full for _, flat in trained[:2]) * (setup.grad_accum if each else 1)
     return RuntimeFacts(
@@ -82,9 +88,11 @@ def runtime_facts(layout: Layout, *, local_ranks: int, one_node: bool) -> Runtim
         units=len(layout.units),
         gathered=every if setup.shards_params and sent else 0,
         gathered_once=trainable if setup.shards_states and not setup.shards_params and sent else 0,
-        reduced=trainable if each and sent else 0,
-        reduced_once=trainable if not each and sent else 0,
-        reduced_last=last if sent else 0,
+        reduced=trainable if each and reduces else 0,
+        reduced_once=trainable if not each and reduces else 0,
+        reduced_last=last if reduces else 0,
+        exchanged=sum(flat.full for flat in compressed),
+        message_bytes=sum(4 * setup.ranks * message_words(flat.shard) for flat in compressed),
         kept=sum(flat.shard if each else flat.full for unit, flat in trained if not unit.offloaded),
         on_gpu=sum(share for unit, share in stepped if not unit.offloaded),
         on_host=away,
@@ -140,6 +148,18 @@ def reduce_gradients(c: RuntimeFacts) -> int:
 def reduce_last(c: RuntimeFacts) -> int:
     """The units whose reduction has no backward left beside it."""
     return fraction(c.reduce_bytes * c.reduced_last, c.steps_before, c.ranks)
+
+
+@_lines.add(_link, Phase.STEP)
+def exchange_momentum(c: RuntimeFacts) -> int:
+    """1-bit Adam after its warm-up: the signs of each rank's momentum, then those of the mean."""
+    return fraction(2 * c.message_bytes, c.steps_before, c.ranks)
+
+
+@_lines.add(Resource.HBM, Phase.STEP)
+def compress_momentum(c: RuntimeFacts) -> int:
+    """The passes beside that exchange: momentum and error are read and written, the gradient is read."""
+    return c.exchanged * (16 + c.grad_bytes)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD)

@@ -133,7 +133,7 @@ class DeepSpeedEngine(Engine):
         self.finish_step()
         self.schedule.grads.boundary = self.is_gradient_accumulation_boundary()
         assert self.optimizer_step is not None
-        self.optimizer_step.next_step = self.progress.applied + 1
+        self.optimizer_step.begin_backward(self.progress.applied + 1)
         self.schedule.root_pre_backward()
         with self.checks.during_backward(boundary=self.schedule.grads.boundary), torch.no_grad():
             for unit, position, param in given:

@@ -121,7 +121,7 @@ def test_what_torchtitan_has_and_no_plan_is_named(titan: Callable[[str], str]) -
     lines = "expert_parallel_degree = 4\nenable_async_tensor_parallel = true\n[compile]\nenable = true\n"
     lines += "[quantize.grouped_mm.float8]\nfqns = ['experts']\n"
     keys = keys_of(read_setup(titan(lines)))
-    assert keys >= {"parallelism.expert_parallel_degree", "parallelism.enable_async_tensor_parallel", "compile.enable"}
+    assert keys >= {"parallelism.expert_parallel_degree", "parallelism.enable_async_tensor_parallel", "compile.components"}
     assert "quantize.grouped_mm.float8.fqns" in keys
     assert "parallelism.expert_parallel_degree" not in keys_of(read_setup(titan("expert_parallel_degree = 1")))
 

@@ -36,6 +36,7 @@ _DEGREES = {"tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicat
                 "checkpoint_policy",
                 "set_to_none",
                 "fp8",
+                "compile",
                 "zero_init",
                 *_DEGREES,
                 *_OF_FILES,

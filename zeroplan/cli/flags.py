@@ -128,6 +128,13 @@ OPTIONS: dict[str, Any] = {
         _WORK,
         metavar="TILES",
     ),
+    "compile": _option(
+        str | None,
+        "--compile",
+        "Parts of the model that torch.compile makes graphs of: blocks (--engine zeroplan, fsdp2 or ddp).",
+        _WORK,
+        metavar="PARTS",
+    ),
     "images": _option(int, "--images", "Images of each sample, for vision-language models. [0]", _WORK),
     "image_size": _option(int | None, "--image-size", "Pixels of an image's side. [by the config]", _WORK, metavar="PIXELS"),
     "labelled_share": _option(

@@ -33,6 +33,7 @@ Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the fa
 @flags.takes_request(
     *flags.DEGREES,
     *flags.NOT_LOOPED,
+    "compile",
     *("params", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "from_scratch", "depth", "alloc_conf"),
     *("checkpoint_policy", "files", "program", "zero_init", "ds_config"),
 )

@@ -60,7 +60,9 @@ class TraceOptions:
     beside them in 16 bits. `images` of `image_size` pixels a side come with each sample. `evaluation`: the forward alone, in
     evaluation mode and without gradients. `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0
     where it is theirs. `fp8`: how linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`). `tiled_mlp`: tiles
-    in which MLPs run (:mod:`zeroplan.trace.tiled`); 0 for none.
+    in which MLPs run (:mod:`zeroplan.trace.tiled`); 0 for none. `compile`: blocks are compiled
+    (:mod:`zeroplan.trace.compiled`). `at`: the only sequences, tokens and LoRA rank that the tape holds for, since compiled
+    graphs are made for one shape; None for any.
     """
 
     attn: Attention = Attention.SDPA
@@ -84,6 +86,8 @@ class TraceOptions:
     target_len: int = 0
     fp8: Float8Recipe | None = None
     tiled_mlp: int = 0
+    compile: bool = False
+    at: tuple[int, int, int] | None = None
 
     @property
     def split_tokens(self) -> int:
@@ -121,6 +125,10 @@ class TraceOptions:
             parts.append(f"fp8-{self.fp8}")
         if self.tiled_mlp:
             parts.append(f"mlp{self.tiled_mlp}")
+        if self.compile:
+            parts.append("compile")
+        if self.at is not None:
+            parts.append("at" + "x".join(map(str, self.at)))
         return "_".join(parts)
 
 
@@ -160,12 +168,15 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         target_len=workload.target_len or 0,
         fp8=workload.fp8,
         tiled_mlp=workload.tiled_mlp,
+        compile=workload.compile is not None,
+        at=None if workload.compile is None else (workload.rows, workload.seq_len or 1, workload.lora_rank or 0),
     )
 
 
 def evaluation_options(workload: Workload, layout: ParallelLayout | None = None) -> TraceOptions:
     """Return the options of an evaluation's forward, which keeps nothing for a backward: whatever the training recomputes or
-    drops, and whatever hooks an engine has on its graph, it runs alike.
+    drops, and whatever hooks an engine has on its graph, it runs alike. It is the eager one of a compiled model, too.
     """
     options = options_for(workload, layout=layout)
-    return replace(options, checkpointing=Checkpointing.NONE, every=1, lora_dropout=False, evaluation=True)
+    plain = replace(options, checkpointing=Checkpointing.NONE, every=1, lora_dropout=False, compile=False, at=None)
+    return replace(plain, evaluation=True)

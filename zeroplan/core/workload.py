@@ -119,6 +119,13 @@ class Reference(StrEnum):
     BASE = "base"  # the trained model without its adapters
 
 
+class Compilation(StrEnum):
+    """What ``torch.compile`` is called on."""
+
+    BLOCKS = "blocks"  # each block by itself, as torchtitan does
+    MODEL = "model"  # the model as a whole, as the HF Trainer does
+
+
 @dataclass(frozen=True, slots=True)
 class Workload:
     """One training job's computation on one rank.
@@ -143,6 +150,7 @@ class Workload:
     `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
     DeepSpeed's ``TiledMLP`` does; 0 for none.
     `sparse_attention` is the attention's sparsity, whatever `attn` says.
+    `compile` is what ``torch.compile`` is called on; None for nothing.
     """
 
     micro_batch: int = 1
@@ -179,6 +187,7 @@ class Workload:
     fp8: Float8Recipe | None = None
     tiled_mlp: int = 0
     sparse_attention: SparseAttention | None = None
+    compile: Compilation | None = None
 
     @property
     def rows(self) -> int:

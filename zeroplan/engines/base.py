@@ -19,7 +19,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.unmodelled import Unmodelled
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -122,6 +122,9 @@ class Engine(ABC):
         tiles_mlps: whether MLPs that run tile by tile (DeepSpeed's ``TiledMLP``) are modelled.
         own_layers: whether it runs layers of its own in place of the model's code. It then writes their tape
             (:meth:`own_tape`) and holds layouts against them itself (:meth:`require_workload`).
+        compiles: whether compiled blocks are modelled, since no hook of the engine lies within one.
+        compiled_whole: how a whole compiled model differs from its compiled blocks, which are counted, and what it does.
+        starts_uncompiled: whether the first micro batch of a compiled model runs as written.
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
 
@@ -145,6 +148,12 @@ class Engine(ABC):
     own_optimizers: ClassVar[bool] = False
     tiles_mlps: ClassVar[bool] = False
     own_layers: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
+    compiled_whole: ClassVar[tuple[Effect, str]] = (
+        Effect.LESS,
+        "graphs of what lies between the units, such as the loss, keep fewer tensors; eager ones are counted",
+    )
+    starts_uncompiled: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 

@@ -49,6 +49,7 @@ class Setup:
         ds_config: what DeepSpeed is given.
         quantize: how a frozen base is kept: ``nf4``, or None for 16 or 32 bits.
         fp8: how linear layers multiply in 8-bit floats (:class:`zeroplan.core.float8.Float8Recipe`); None in 16 or 32 bits.
+        compile: what ``torch.compile`` is called on (:class:`zeroplan.core.workload.Compilation`); None for nothing.
         adapter_dtype: of adapters beside a quantised base, where the program casts them.
         whole_embedding_states: whether an 8-bit optimizer keeps the embeddings' states in fp32.
         accelerate_units: whether accelerate applies ``fully_shard``, with units of its own for embedding, norm and head.
@@ -105,6 +106,7 @@ class Setup:
     ds_config: Mapping[str, Any] | None = None
     quantize: str | None = None
     fp8: str | None = None
+    compile: str | None = None
     adapter_dtype: str | None = None
     whole_embedding_states: bool = False
     accelerate_units: bool = False

@@ -36,6 +36,7 @@ _ASKED_FOR = {
     "fp8": None,
     "tiled_mlp": 0,
     "sparse_attention": None,
+    "compile": None,
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
+from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
 
 if TYPE_CHECKING:
@@ -23,6 +24,9 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     if case.workload.reference is not None and not engine.answers_reference(case):
         says = f"a reference model beside the trained one is not modelled under {engine.name} stage {case.zero.stage}"
         found.setdefault("reference", Unmodelled("reference", Effect.MORE, says))
+    if case.workload.compile is Compilation.MODEL:
+        effect, says = engine.compiled_whole
+        found.setdefault("--compile", Unmodelled("--compile", effect, says))
     work, followed = case.workload, engine.evaluates and tape is not None
     evaluated = followed and tape is not None and tape.evaluation is not None
     if work.lengths and not (followed and tape is not None and tape.shapes):

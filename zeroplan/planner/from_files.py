@@ -11,7 +11,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Reference
+from zeroplan.core.workload import Attention, CheckpointPolicy, DType, OptimizerKind, Precision, Reference
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
@@ -180,6 +180,8 @@ def filled(request: Request, setup: Setup) -> Request:
         changes |= _quantized(setup, changes.get("engine", request.engine), changes["unmodelled"])
     if setup.fp8 is not None and request.fp8 is None:
         changes |= _float8(setup, changes.get("engine", request.engine), changes["unmodelled"])
+    if setup.compile is not None and request.compile is None:
+        changes |= _compiled(setup, changes.get("engine", request.engine), changes["unmodelled"])
     if setup.zero_init is not None and request.zero_init is None:
         changes["zero_init"] = setup.zero_init
     if setup.ds_config is not None:
@@ -231,7 +233,7 @@ def _saving(request: Request, setup: Setup) -> dict[str, Any]:
 def left_out(setup: Setup) -> tuple[Unmodelled, ...]:
     """Return what plans of a setup leave out: what its program's reader says, and what its own engine does not model."""
     engine, found = setup.engine or DEFAULT_ENGINE, setup.unmodelled
-    for said, planned in ((setup.quantize, _quantized), (setup.fp8, _float8)):
+    for said, planned in ((setup.quantize, _quantized), (setup.fp8, _float8), (setup.compile, _compiled)):
         if said is not None:
             found = planned(setup, engine, found).get("unmodelled", found)
     return found
@@ -252,6 +254,23 @@ def _float8(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict
         return {"fp8": setup.fp8}
     key = setup.keys.get("fp8", "fp8")
     return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, "fp8 products; bf16 ones are counted"))}
+
+
+def _compiled(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
+    """Compiled graphs under an engine that plans them; under another, or beside what no graph is traced with, they stand among
+    what is left out.
+    """
+    selective = setup.checkpoint_policy is not None and CheckpointPolicy.parse(setup.checkpoint_policy).selective
+    others = selective or setup.quantize is not None or setup.fp8 is not None or bool(setup.degrees)
+    if find_engine(engine).compiles and not others:
+        return {"compile": setup.compile}
+    return {"unmodelled": (*left_out, without_graphs(setup))}
+
+
+def without_graphs(setup: Setup) -> Unmodelled:
+    """What a plan of a compiled run leaves out that counts its eager graphs."""
+    key = setup.keys.get("compile", "compile")
+    return Unmodelled(key, Effect.UNKNOWN, "compiled graphs keep other tensors than eager ones, which are counted")
 
 
 def _precision(setup: Setup) -> Precision | None:

@@ -72,6 +72,7 @@ class StageOptions(MachineOptions, total=False):
     set_to_none: bool
     fp8: str | None
     tiled_mlp: int
+    compile: str | None
     zero_init: bool | None
     tp: int
     sp: bool
@@ -102,6 +103,7 @@ class VerifyOptions(RunOptions, total=False):
     stage: int | None
     ds_config: str | Path | dict[str, Any] | None
     gradient_checkpointing: bool
+    compile: str | None
     files: Sequence[Any]
     program: str | None
 

@@ -41,6 +41,7 @@ class Request:
     set_to_none: bool = True
     fp8: str | None = None
     tiled_mlp: int = 0
+    compile: str | None = None
     adapter_dtype: str | None = None
     images: int = 0
     image_size: int | None = None

@@ -84,6 +84,12 @@ def resolve(request: Request) -> Resolved:
         raise BadInput(
             f"8-bit products are not modelled under {engine.name}", where="--fp8", remedy="use --engine fsdp2 or ddp"
         )
+    if workload.compile is not None and not engine.compiles:
+        raise BadInput(
+            f"compiled models are not planned under {engine.name}",
+            where="--compile",
+            remedy="use --engine zeroplan, fsdp2 or ddp",
+        )
     if workload.fp8 is not None and cluster.gpu.capability < FLOAT8_CAPABILITY:
         raise BadInput(f"{cluster.gpu.name} has no 8-bit floats", where="--fp8", remedy="leave it out, or name an H100")
     if workload.tiled_mlp and not engine.tiles_mlps:
@@ -120,6 +126,12 @@ def resolve(request: Request) -> Resolved:
     if layout is not None and workload.fp8 is not None:
         raise BadInput(
             "8-bit products are modelled for data parallelism alone", where="--fp8", remedy="leave --tp, --cp and --pp out"
+        )
+    if workload.sparse_attention is not None and workload.compile is not None:
+        raise BadInput("compiled blocks with sparse attention are not planned", where="--compile", remedy="leave it out")
+    if layout is not None and workload.compile is not None:
+        raise BadInput(
+            "compiled models are planned for data parallelism alone", where="--compile", remedy="leave --tp, --cp and --pp out"
         )
     if layout is not None and not engine.own_layers and (said := unmeasured(layout)):
         warnings.append(said)

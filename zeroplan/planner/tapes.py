@@ -89,7 +89,7 @@ def _shapes(tape: Tape, case: Case) -> tuple[ExpandedTape, ...]:
 def _reference(case: Case) -> ExpandedTape:
     """Return the tape of the reference's forward: the model without adapters, checkpointed."""
     work = replace(case.workload, lora_rank=None, lora_targets=(), lora_dropout=False, reference=None, lengths=())
-    work = replace(work, gradient_checkpointing=True, checkpoint_policy="full")
+    work = replace(work, gradient_checkpointing=True, checkpoint_policy="full", compile=None)
     tape = find_tape(case.spec, work) or _traced(case.spec, work, False, None)
     return expand_for(tape, replace(case, workload=work))
 
@@ -118,7 +118,8 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
             tape = _traced(spec, workload, zero3, case.parallel)
-        return expand_for(tape, case, trace=True)
+        expanded = expand_for(tape, case, trace=True)
+        return expanded if workload.compile is None or not engine.starts_uncompiled else _after_eager(expanded, case, zero3)
     except NoTapeError as error:
         if workload.images:  # no formula knows what images keep
             raise BadInput(str(error), where="--images") from error
@@ -127,6 +128,14 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         if workload.images:
             raise
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
+
+
+def _after_eager(tape: ExpandedTape, case: Case, zero3: bool) -> ExpandedTape:
+    """Return the tape behind a micro batch of the model as written."""
+    written = replace(case, workload=replace(case.workload, compile=None, evaluation=None))
+    found = find_tape(case.spec, written.workload, zero3=zero3, layout=case.parallel)
+    stored = _traced(case.spec, written.workload, zero3, case.parallel) if found is None else found
+    return replace(tape, shapes=(*tape.shapes, expand_for(stored, written)))
 
 
 def _require_layers(spec: ModelSpec) -> None:

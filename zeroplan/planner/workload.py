@@ -14,7 +14,7 @@ from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import parse_quantization
 from zeroplan.core.saving import Saver, Saving, StateDict
-from zeroplan.core.workload import Attention, CheckpointPolicy, DType, OptimizerKind, Workload
+from zeroplan.core.workload import Attention, CheckpointPolicy, Compilation, DType, OptimizerKind, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
 from zeroplan.models.spec import ModelSpec
@@ -23,7 +23,7 @@ from zeroplan.planner.request import Request
 DEFAULT_SEQ_LEN = 2048
 #: No count of a workload goes beyond this; it keeps arithmetic and loops sane.
 _MOST = 1 << 31
-_E = TypeVar("_E", DType, Attention, StateDict, Saver)
+_E = TypeVar("_E", DType, Attention, Compilation, StateDict, Saver)
 
 
 def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
@@ -74,6 +74,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         )
     lengths = _lengths(request)
     source, target = both_lengths(request, spec)
+    compiled = _compiled(request)
     recipe = None if request.fp8 is None else _recipe(request.fp8, dtype, adapters=request.lora_rank is not None)
     return Workload(
         micro_batch=request.micro_batch or 1,
@@ -108,8 +109,34 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         lengths=lengths,
         fp8=recipe,
         tiled_mlp=_tiles(request),
+        compile=compiled,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
+
+
+def _compiled(request: Request) -> Compilation | None:
+    """What is compiled.
+
+    Raises:
+        BadInput: beside what no compiled graph is traced with.
+    """
+    if request.compile is None:
+        return None
+    beside = {
+        "--quantize": request.quantize is not None,
+        "--fp8": request.fp8 is not None,
+        "--images": bool(request.images),
+        "--lengths": bool(request.lengths),
+        "--checkpoint-policy": CheckpointPolicy.parse(request.checkpoint_policy).selective,
+    }
+    if hasattr(request.model, "named_parameters"):
+        raise BadInput("live modules are planned as written", where="compile", remedy="leave it out")
+    for flag, given in beside.items():
+        if given:
+            raise BadInput(
+                f"compiled graphs with {flag} are not modelled", where="--compile", remedy="leave one of the two out"
+            )
+    return _one_of(Compilation, request.compile, "--compile")
 
 
 def both_lengths(request: Request, spec: ModelSpec) -> tuple[int | None, int | None]:

@@ -9,7 +9,7 @@ from zeroplan.core.tasks import training_of
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
-from zeroplan.planner.from_files import filled
+from zeroplan.planner.from_files import filled, without_graphs
 from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
@@ -33,6 +33,8 @@ def with_source(request: Request, options: SearchOptions) -> tuple[Request, Sear
     # The split of the batch is the search's, so flags of it bind the search and not the run in use.
     unbound = replace(request, micro_batch=None, grad_accum=None)
     asked = filled(unbound, setup)
+    if asked.compile is not None:  # the search counts kernels of eager graphs
+        asked = replace(asked, compile=None, unmodelled=(*asked.unmodelled, without_graphs(setup)))
     changes = {field.name for field in fields(Request) if getattr(asked, field.name) != getattr(unbound, field.name)}
     try:
         return _free_search(asked, request, options, setup)

@@ -94,6 +94,6 @@ def tape_for(spec: ModelSpec, options: TraceOptions, workload: Workload) -> Tape
     if options.images:
         auto_class = IMAGE_TEXT_TO_TEXT
     tape = traced(spec.config, auto_class, options, workload.micro_batch, seq, workload.lora_rank)
-    if tape.programs[-1].seqs[1] == 0:  # holds for all numbers, not for these alone
+    if options.at is not None or tape.programs[-1].seqs[1] == 0:  # holds for all numbers that the options stand for
         write(spec.config, options, tape)
     return tape

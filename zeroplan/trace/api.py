@@ -137,7 +137,7 @@ def traced(
 ) -> Tape:
     """Trace the tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
     try:
-        if not options.images:  # whose placeholders need a length of their own
+        if not options.images and options.at is None:  # images' placeholders need a length of their own
             return trace_model(config, auto_class, options)
     except (UnlikeError, DoesNotFitError):
         pass

@@ -33,8 +33,9 @@ class ModuleHooks:
         *,
         zero3: bool = False,
         local: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+        left_out: frozenset[int] = frozenset(),
     ) -> None:
-        """Attach the hooks; `local` returns this rank's part of a gradient."""
+        """Attach the hooks, but to modules whose ids are `left_out`; `local` returns this rank's part of a gradient."""
         self._local = local
         self.recorder = recorder
         self.modules = list(model.named_modules())
@@ -45,7 +46,8 @@ class ModuleHooks:
         self._begun: list[tuple[int, int]] = []
         recorder.calls = None if zero3 else CallTree()
         for index, (_, module) in enumerate(self.modules):
-            self._attach(index, module, zero3)
+            if id(module) not in left_out:
+                self._attach(index, module, zero3)
         for index, (_, param) in enumerate(self.params):
             if param.requires_grad:
                 handle = param.register_post_accumulate_grad_hook(self._gradient(index))

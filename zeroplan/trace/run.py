@@ -14,6 +14,7 @@ from torch import nn
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape import Mark
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
+from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.hooks import ModuleHooks
 from zeroplan.trace.known import KnownValues
@@ -59,14 +60,15 @@ def _record(
     outside = [ranks.local(tensor) for tensor in (*model.parameters(), *model.buffers())]
     known = KnownValues() if options.images else None
     recorder = StorageRecorder(outside, unwrapped=ranks.unwrapped, known=known)
-    follower = ModuleHooks(model, recorder, zero3=options.zero3, local=ranks.local)
+    regions = _regions(model, options)
+    follower = ModuleHooks(model, recorder, zero3=options.zero3, local=ranks.local, left_out=regions.inner)
     autocast = torch.bfloat16 if options.arithmetic.autocasts else None
     code = {sys.modules[type(module).__module__] for module in model.modules()} if autocast else ()
     functions = CudaFunctions(autocast, zero3=options.zero3, switching=code, known=known is not None)
     if options.checkpointing is not Checkpointing.NONE:
         checkpoint_blocks(model, options, functions)
     try:
-        with ranks.running(), recorder, functions:
+        with ranks.running(), regions, recorder, functions:
             batch = inputs()
             recorder.mark(Mark.FORWARD_BEGIN)
             with torch.set_grad_enabled(not options.evaluation):
@@ -82,6 +84,11 @@ def _record(
     finally:
         follower.detach()
     return recorder.out
+
+
+def _regions(model: nn.Module, options: TraceOptions) -> CompiledRegions:
+    """The compiled parts of the model; without ``torch.compile`` there are none, and inductor is not imported."""
+    return CompiledRegions(model if options.compile else nn.Module())
 
 
 def _backward(loss: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
+from zeroplan.core.workload import Compilation
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.source import load_source
 from zeroplan.engines.base import Case, Engine
@@ -19,7 +20,7 @@ from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.builtin import builtin_request
 from zeroplan.validate.job import STEPS, job_of
-from zeroplan.validate.machine import find_machine, ranks_to_use
+from zeroplan.validate.machine import VerifyMachine, find_machine, ranks_to_use
 from zeroplan.validate.results import Drift
 from zeroplan.validate.runs import Runs, Say, to_stderr
 
@@ -93,6 +94,7 @@ def verify(
             asked = setup.gpus * (setup.nodes or 1)
     ranks = ranks_to_use(machine, asked)
     cluster = machine.cluster(ranks)
+    _require_compilable(request, machine)
     resolved = resolve(replace(request, gpus=cluster.gpus, nodes=cluster.nodes))
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]
     if not cases:
@@ -120,6 +122,15 @@ def verify(
         within=all(comparison.within for comparison in comparisons),
         comparisons=tuple(comparisons),
     )
+
+
+def _require_compilable(request: Request, machine: VerifyMachine) -> None:
+    if request.compile is None:
+        return
+    if machine.device == "cpu":
+        raise BadInput("compiled plans are of a GPU's graphs", where="--compile", remedy="leave it out on a CPU")
+    if request.compile != Compilation.BLOCKS:
+        raise BadInput(f"verify compiles blocks, no {request.compile}", where="--compile", remedy="use --compile blocks")
 
 
 def _live(model: Any, inputs: Any, options: VerifyOptions) -> LiveModule | None:

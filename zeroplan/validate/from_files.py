@@ -44,6 +44,8 @@ def _not_run(filled: Request, setup: Setup) -> Iterator[str]:
         yield f"quantised base ({setup.keys.get('quantize', 'quantize')})"
     if filled.fp8 is not None or setup.fp8 is not None:
         yield f"8-bit products ({setup.keys.get('fp8', 'fp8')})"
+    if setup.compile is not None:
+        yield f"compiled graphs ({setup.keys.get('compile', 'compile')})"
     if setup.chunked_head and filled.ds_config is None:
         yield "tiled head of TRL"
     if setup.lora_dropout:

@@ -39,6 +39,11 @@ class Ddp(TorchEngine[DdpRank]):
     name = "ddp"
     evaluates = True
     float8 = True
+    compiles = True
+    compiled_whole = (
+        Effect.UNKNOWN,
+        "one graph, or one for each of DDP's buckets; compiled blocks and an eager loss are counted",
+    )
     casts_outputs = True
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True

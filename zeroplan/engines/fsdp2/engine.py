@@ -33,6 +33,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     name = "fsdp2"
     evaluates = True
     float8 = True
+    compiles = True
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     gathers_in_half = True
     tensors_from_operators = False  # FSDP2 resizes storages, which no operator returns

@@ -74,6 +74,8 @@ class Runtime(Engine):
     takes_modules = True
     casts_modules = True
     own_optimizers = True
+    compiles = True
+    starts_uncompiled = True  # its guards of parameters' aliases do not trace
 
     def __init__(self, runtime_options: RuntimeOptions | None = None) -> None:
         self.runtime_options = runtime_options or RuntimeOptions()

@@ -73,14 +73,14 @@ def simulate_rank(
     skipped = 1 if case.workload.dtype is DType.FP16 else 0
     room = config is None or config.max_split_size == UNLIMITED
     recorder = Recorder()
-    expanded = replace(expanded, evaluation=None, shapes=())  # the runtime's own are not modelled
-    tape = computed_tape(
-        case.workload,
-        layout.setup,
-        runtime_options,
-        with_offloaded_inputs(expanded, moved) if moved else expanded,
-        tp=case.layout.tp,
-    )
+
+    def computed(one: ExpandedTape) -> ExpandedTape:
+        one = with_offloaded_inputs(one, moved) if moved else one
+        return computed_tape(case.workload, layout.setup, runtime_options, one, tp=case.layout.tp)
+
+    # An evaluation of the runtime's own, and batches of other lengths, are not modelled; a first one that runs uncompiled is.
+    first = tuple(map(computed, expanded.shapes)) if case.workload.compile is not None else ()
+    tape = replace(computed(replace(expanded, evaluation=None, shapes=())), shapes=first)
     workspace = case.cluster.gpu.workspace
     schedule = RuntimeSchedule(layout, tape, recorder, cublas_workspace=workspace, makes_room=room)
     run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, skipped, workspace, case.workload.detached_loss)

@@ -84,8 +84,12 @@ class Accelerate(Program):
             run.set("engine", "ddp", "distributed_type")
         _layout(run, fsdp_version)
         dynamo = run.block("dynamo_config")
-        if any(dynamo.on(key) for key in dynamo.data):
-            run.leave_out("dynamo_config", UNKNOWN, "compiled graphs keep other tensors than eager ones")
+        said = {key.removeprefix("dynamo_"): key for key in dynamo.data}
+        if "backend" in said and dynamo.on(said["backend"]):
+            regional = "use_regional_compilation" in said and dynamo.on(said["use_regional_compilation"])
+            mode = dynamo.word(said["mode"]) if "mode" in said else None
+            parts = "blocks" if regional else "model"
+            run.take_compile(parts, "dynamo_config", backend=dynamo.word(said["backend"]), mode=mode)
         if run.block("fp8_config").data and mode != "fp8":
             run.assume("fp8_config is not used, since mixed_precision is not fp8")
         return run.setup()

@@ -9,13 +9,12 @@ from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.optimizers import set_optimizer
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_fsdp, set_saving
+from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_compile, set_fsdp, set_saving
 from zeroplan.interop.setups import Setup
 
 MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
 _NOT_MODELLED = {
     "auto_find_batch_size": (LESS, "lowers the batch when memory runs out"),
-    "torch_compile": (UNKNOWN, "compiled graphs keep other tensors than eager ones"),
     "activation_offloading": (LESS, "activations wait on the host between forward and backward"),
     "chunked_cross_entropy": (LESS, "the loss is computed in chunks; all logits are counted"),
     "tiled_mlp": (LESS, "MLPs are computed in tiles"),
@@ -135,6 +134,7 @@ class Axolotl(Program):
         self._adapter(run)
         self._layout(run, fsdp_version)
         run.leave_out_flags(_NOT_MODELLED)
+        set_compile(run)
         for plugin in run.texts("plugins"):
             word = next((word for word in _PLUGINS if f".{word}." in f".{plugin.lower()}."), None)
             if word is not None:

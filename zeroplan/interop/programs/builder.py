@@ -206,6 +206,14 @@ class Builder(Keys):
             if self.on(key):
                 self.leave_out(key, effect, says)
 
+    def take_compile(self, parts: str, key: str, *, backend: str | None, mode: str | None) -> None:
+        """Compile `parts` of the model by inductor as it comes; others, and modes such as CUDA graphs, are left out."""
+        if (backend or "inductor") == "inductor" and (mode or "default") == "default":
+            self.set("compile", parts, key)
+        else:
+            says = f"graphs by {mode if backend in (None, 'inductor') else backend} keep other tensors than eager ones"
+            self.leave_out(key, Effect.UNKNOWN, says[:120])
+
     def ds_config(self, key: str) -> Mapping[str, Any] | None:
         """Read a ds_config: the object itself, its JSON, or the path of one beside this file or from the working folder."""
         value = self.value(key)

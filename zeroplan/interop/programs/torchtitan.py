@@ -90,7 +90,7 @@ class Torchtitan(Program):
         self._layout(run)
         for key in _COMPILED:
             if run.flag(key):
-                run.leave_out(key, UNKNOWN, "compiled graphs keep other tensors than eager ones")
+                self._compile(run, key)
         for key in _CONVERTED:
             if found := run.value(key):
                 run.leave_out(
@@ -184,6 +184,14 @@ class Torchtitan(Program):
             if (found := run.number(key, least=least)) is not None:
                 return found, key
         return None, _NAMES[name][0]
+
+    def _compile(self, run: Builder, key: str) -> None:
+        """Blocks compiled one by one, and the loss. Source: ``apply_compile`` of torchtitan's ``parallelize.py``."""
+        run.take_compile("blocks", key, backend=run.word("compile.backend"), mode=None)
+        run.leave_out("compile.components", LESS, "the compiled loss keeps fewer tensors; the eager one is counted")
+        if run.fields.get("gradient_checkpointing"):
+            says = "blocks checkpoint within their graphs; checkpointing around compiled blocks is counted"
+            run.leave_out("activation_checkpoint", UNKNOWN, says)
 
     def _layout(self, run: Builder) -> None:
         """Set engine and degrees. Without a shard degree it is what the others leave of the ranks."""

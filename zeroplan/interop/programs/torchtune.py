@@ -21,7 +21,6 @@ MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 _DTYPES = {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 _NOT_MODELLED = {
     "enable_activation_offloading": (LESS, "activations wait on the host between forward and backward"),
-    "compile": (LESS, "compiled graphs keep fewer tensors than eager ones"),
     "optimizer_in_bwd": (LESS, "each parameter is stepped in the backward, so gradients never stand together"),
     "tensor_parallel_dim": (UNKNOWN, "ranks share each matrix"),
     "context_parallel_dim": (UNKNOWN, "ranks share each sequence"),
@@ -98,6 +97,8 @@ class Torchtune(Program):
         self._engine(run, words)
         self._adapter(run, model, component)
         run.leave_out_flags(_NOT_MODELLED)
+        if run.on("compile"):  # each layer by itself, and the loss (torchtune, training/_compile.py)
+            run.take_compile("blocks", "compile", backend=None, mode=None)
         run.leave_out("model._component_", UNKNOWN, "torchtune's own model code keeps other tensors than transformers'")
         if "LinearCrossEntropy" in _component(run.value("loss")) or "Chunked" in _component(run.value("loss")):
             run.leave_out("loss._component_", LESS, "the loss is computed in chunks; all logits are counted")

@@ -84,14 +84,11 @@ MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 #: Arguments that move memory and that no field of a Setup holds.
 _NOT_MODELLED: dict[str, tuple[Effect, str]] = {
     "auto_find_batch_size": (LESS, "lowers the batch when memory runs out"),
-    "torch_compile": (UNKNOWN, "compiled graphs keep other tensors than eager ones"),
     "use_liger_kernel": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
     "label_smoothing_factor": (MORE, "the Trainer's label smoother makes log-probabilities of its own"),
     "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
     "parallelism_config": (UNKNOWN, "tensor and context parallelism are not planned"),
     "optim_target_modules": (UNKNOWN, "which layers a low-rank optimizer projects"),
-    "torch_compile_backend": (UNKNOWN, "switches torch_compile on, whose graphs keep other tensors than eager ones"),
-    "torch_compile_mode": (UNKNOWN, "switches torch_compile on, whose graphs keep other tensors than eager ones"),
     "torch_empty_cache_steps": (LESS, "cached blocks are given back every so many steps"),
     "use_cache": (MORE, "keys and values of every layer are cached in the forward, too"),
     "ddp_bucket_cap_mb": (UNKNOWN, "gradients' buckets of another size; DDP's own are counted"),
@@ -147,6 +144,7 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
     else:
         run.set("gradient_checkpointing", again, "gradient_checkpointing")
     run.leave_out_flags(_NOT_MODELLED)
+    set_compile(run)
     _evaluation(run)
     set_saving(run)
     # DeepSpeed's own arguments are a switch and a path.
@@ -202,6 +200,17 @@ def _evaluation(run: Builder) -> None:
         run.assume("evaluation keeps no logits, since no key tells of compute_metrics")
     if run.flag("predict_with_generate"):
         run.leave_out("predict_with_generate", MORE, "generation and its cache of keys and values")
+
+
+def set_compile(run: Builder) -> None:
+    """The model compiled as a whole, where a key switches that on: the backend and the mode do, too.
+
+    Source: transformers 5.17, ``training_args.py`` (``TrainingArguments.__post_init__``).
+    """
+    keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+    asked = [key for key in keys if run.on(key)]
+    if asked:
+        run.take_compile("model", asked[0], backend=run.word(keys[1]), mode=run.word(keys[2]))
 
 
 def set_saving(run: Builder, *more: str) -> None:

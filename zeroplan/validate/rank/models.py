@@ -11,6 +11,7 @@ from zeroplan.core.losses import IGNORED_LABEL, labelled_tokens
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
 from zeroplan.validate.job import VerifyJob
+from zeroplan_runtime.units import find_blocks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flash": "flash_attention_2"}
@@ -58,7 +59,7 @@ def fill(model: nn.Module) -> None:
 
 
 def prepare(job: VerifyJob, model: Any) -> Any:
-    """Add the job's adapters and checkpointing to the model, switch off its key-value cache, and return it."""
+    """Add the job's adapters and checkpointing, compile its blocks, switch off its key-value cache, and return the model."""
     if job.live is not None:
         from zeroplan.validate.live import prepared
 
@@ -73,6 +74,9 @@ def prepare(job: VerifyJob, model: Any) -> Any:
         if job.lora_rank is not None:
             base.enable_input_require_grads()
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if job.compiled:
+        for block in find_blocks(model).values():
+            block.compile()
     return model
 
 

@@ -1,0 +1,76 @@
+"""Plans of the timed cases beside what they used: how far allocated and reserved memory are off.
+
+    python3 -m benchmarks.step.predict [benchmarks/results/step/h200_x4_compiled.jsonl …] [--compiled]
+
+Each row of ``benchmarks.step.compare`` is planned as its command ran it. FSDP2's plans reduce in the dtype that the case
+names. A row whose engine plans nothing compiled is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.rows import GPUS
+from benchmarks.step.case import Case
+from zeroplan.core.errors import BadInput
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "step"
+MODELS = {"llama-1b": "meta-llama/Llama-3.2-1B", "llama-8b": "meta-llama/Llama-3.1-8B"}
+
+
+def request_of(row: dict[str, Any]) -> Request:
+    """Return the request whose one plan predicts this row."""
+    case = Case.parse(row["case"])
+    common: dict[str, Any] = {
+        "model": MODELS[row["shape"]],
+        "micro_batch": row["micro"],
+        "seq_len": row["seq"],
+        "gradient_checkpointing": case.checkpointing,
+        "gpus": row["ranks"],
+        "gpu": GPUS[row["gpu"]],
+        "engine": case.engine,
+        "from_scratch": True,
+        "compile": "blocks" if case.compiled else None,
+    }
+    if case.engine in ("zeroplan", "deepspeed"):
+        return Request(**common, ds_config=case.ds_config(row["micro"], row["ranks"]))
+    return Request(**common, stage=case.stage)
+
+
+def errors(row: dict[str, Any]) -> tuple[float, float] | None:
+    """Return how far the plan's allocated and reserved bytes are off, in per cent; None where nothing is planned."""
+    gpu = estimate_report(request_of(row)).plans[0].gpu
+    if gpu.peak_allocated is None or gpu.peak_reserved is None:
+        return None
+    pairs = ((gpu.peak_allocated, row["peak_allocated"]), (gpu.peak_reserved, row["peak_reserved"]))
+    allocated, reserved = (100 * (planned / used - 1) for planned, used in pairs)
+    return allocated, reserved
+
+
+def main() -> None:
+    """Print a line a row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", type=Path, default=sorted(RESULTS.glob("*.jsonl")))
+    parser.add_argument("--compiled", action="store_true", help="only compiled cases")
+    arguments = parser.parse_args()
+    for path in arguments.files:
+        for row in map(json.loads, path.read_text().splitlines()):
+            if "fault" in row or "peak_reserved" not in row or (arguments.compiled and not Case.parse(row["case"]).compiled):
+                continue
+            name = f"{row['shape']} {row['ranks']} x {row['micro']} {row['case']}"
+            try:
+                found = errors(row)
+            except BadInput as error:
+                print(f"{name:44} {error}")
+                continue
+            off = "no simulated plan" if found is None else f"allocated {found[0]:+6.2f} %   reserved {found[1]:+6.2f} %"
+            print(f"{name:44} {off}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

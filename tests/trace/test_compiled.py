@@ -1,0 +1,177 @@
+"""Compiled blocks: what they keep is what torch.compile keeps, and what they allocate follows from fusion."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.step.predict import errors
+from zeroplan.core.tape import ExpandedTape, Mark, Op
+from zeroplan.core.tape_options import Arithmetic, TraceOptions
+from zeroplan.trace.api import trace_module
+from zeroplan.trace.compiled import CompiledRegions
+from zeroplan.trace.functions import CudaFunctions
+
+STEP_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "step"
+ROWS = 512
+BYTES = ROWS * 64 * 4
+
+
+class Pointwise(nn.Module):
+    """One fused kernel each way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale).sin().exp() + x
+
+
+class Stack(nn.Module):
+    """Blocks of one kind behind a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=False)
+        self.blocks = nn.ModuleList([Pointwise() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def tape_of(*, compiled: bool) -> ExpandedTape:
+    options = TraceOptions(arithmetic=Arithmetic.FP32, compile=compiled)
+    tape = trace_module(Stack(), lambda: {"x": torch.empty(ROWS, 64, device="meta")}, options)
+    return tape.expand(1, 1)
+
+
+def of_blocks(tape: ExpandedTape, half: range) -> list[int]:
+    """Bytes of at least a kilobyte that blocks allocate, in order."""
+    inside = {i for i, module in enumerate(tape.modules) if module.name.startswith("blocks.")}
+    rows = list(zip(tape.op, tape.aux, tape.module, strict=True))
+    return [rows[i][1] for i in half if rows[i][0] == Op.ALLOC and rows[i][2] in inside and rows[i][1] >= 1024]
+
+
+def test_what_is_fused_is_not_allocated() -> None:
+    tape = tape_of(compiled=True)
+    split = next(
+        i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if op == Op.MARK and arg == Mark.FORWARD_END
+    )
+    # Forward: its output alone, since the backward computes sine and exponential again from the input.
+    assert of_blocks(tape, range(split)) == [BYTES] * 3
+    eager = tape_of(compiled=False)
+    assert len(of_blocks(eager, range(len(eager.op)))) > len(of_blocks(tape, range(len(tape.op))))
+
+
+def live_after_forward(tape: ExpandedTape) -> int:
+    sizes: dict[int, int] = {}
+    for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True):
+        if op == Op.ALLOC:
+            sizes[arg] = aux
+        elif op == Op.FREE:
+            del sizes[arg]
+        elif op == Op.MARK and arg == Mark.FORWARD_END:
+            break
+    return sum(sizes.values())
+
+
+def test_the_partitioner_decides_what_is_kept() -> None:
+    compiled, eager = live_after_forward(tape_of(compiled=True)), live_after_forward(tape_of(compiled=False))
+    # Compiled: each block's input, and the batch. In eager mode product, sine's input and exponential besides.
+    assert compiled // BYTES == 4
+    assert eager // BYTES > 6
+
+
+def test_every_event_has_its_end() -> None:
+    tape = tape_of(compiled=True)
+    alive = set()
+    for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True):
+        if op == Op.ALLOC:
+            alive.add(arg)
+        elif op == Op.FREE:
+            alive.remove(arg)
+        elif op == Op.GRAD:
+            alive.remove(aux)
+    assert not alive
+    assert sum(op == Op.GRAD for op in tape.op) == 4
+
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 1,
+    "vocab_size": 64,
+}
+
+
+def saved(run: Callable[[], Any], parameters: set[tuple[int, ...]]) -> Counter[tuple[tuple[int, ...], str]]:
+    """Shapes and dtypes of floating tensors that are kept for the backward, parameters left aside."""
+    found: Counter[tuple[tuple[int, ...], str]] = Counter()
+    known: set[int] = set()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if tensor.is_floating_point() and tuple(tensor.shape) not in parameters and storage not in known:
+            known.add(storage)
+            found[(tensor.numel(),), str(tensor.dtype)] += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        kept = run()
+    del kept
+    return found
+
+
+def test_a_block_keeps_what_torch_compile_keeps() -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+    config = LlamaConfig(**CONFIG)
+    config._attn_implementation = "sdpa"
+    arguments = {"hidden_states": (2, 48, 64), "cos": (1, 48, 16), "sin": (1, 48, 16)}
+
+    def made(device: str) -> tuple[Any, dict[str, torch.Tensor]]:
+        with torch.device(device):
+            block = LlamaDecoderLayer(config, 0).to(torch.bfloat16)
+            tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in arguments.items()}
+        tensors["hidden_states"].requires_grad_()
+        return block, tensors
+
+    def call(block: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        return block(tensors["hidden_states"], position_embeddings=(tensors["cos"], tensors["sin"]), attention_mask=None)
+
+    block, tensors = made("cpu")
+    shapes = {tuple(p.shape) for p in block.parameters()}
+    block.compile(backend="aot_eager_decomp_partition")  # inductor's partitioner, without its kernels
+    call(block, tensors)
+    real = saved(lambda: call(block, tensors), shapes)
+    torch._dynamo.reset()
+
+    block, tensors = made("meta")
+    model = nn.Module()
+    model.layers = nn.ModuleList([block])
+    with CompiledRegions(model), CudaFunctions():
+        call(block, tensors)
+        planned = saved(lambda: call(block, tensors), shapes)
+    assert planned == real
+
+
+def test_plan_of_a_measured_run() -> None:
+    rows = [json.loads(line) for line in (STEP_RESULTS / "h200_x4_compiled.jsonl").read_text().splitlines()]
+    row = next(row for row in rows if row["case"] == "fsdp2:3+compile" and row["shape"] == "llama-1b" and row["micro"] == 1)
+    found = errors(row)
+    assert found is not None
+    assert abs(found[0]) < 0.1, "allocated, per cent"
+    assert abs(found[1]) < 3, "reserved, per cent"

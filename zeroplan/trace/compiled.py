@@ -1,0 +1,149 @@
+"""Compiled blocks of a model: each is traced into a graph, lowered as for a GPU, and run on the meta device as its code says.
+
+Note [Regions]
+    ``block.compile()`` makes one graph of a block's forward and one of its backward. What dynamo would capture is what
+    AOTAutograd traces here by itself: a block of a transformers model has no break in it. Blocks that differ in their weights
+    alone share one graph, as they share one piece of code on a GPU. Gradient checkpointing lies around the compiled block, as
+    transformers' layers have it: the recomputation runs the compiled forward again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from zeroplan.core.tape import TapeModule, blocks_of
+from zeroplan.trace import attention
+
+#: Attributes of modules that number them, and change nothing that they compute without a cache.
+_NUMBERS = frozenset({"layer_idx", "layer_index", "layer_id"})
+
+
+class CompiledRegions:
+    """The compiled parts of a model. Within the context their forwards run compiled.
+
+    Attributes:
+        inner: the ids of the modules within regions, which are not called any more.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._shared: dict[Any, Callable[..., Any]] = {}
+        modules = list(model.named_modules())
+        index = {name: i for i, (name, _) in enumerate(modules)}
+        rows = [TapeModule(n, type(m).__name__, index[n.rpartition(".")[0]] if n else -1) for n, m in modules]
+        self._blocks = [modules[i][1] for i in blocks_of(rows)]
+        self.inner = frozenset(id(m) for block in self._blocks for m in block.modules()) - {id(b) for b in self._blocks}
+
+    def __enter__(self) -> CompiledRegions:
+        for block in self._blocks:
+            block.forward = _CompiledBlock(block, self._shared)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for block in self._blocks:
+            del block.forward
+
+
+class _CompiledBlock:
+    """The forward of one compiled module."""
+
+    def __init__(self, module: nn.Module, shared: dict[Any, Callable[..., Any]]) -> None:
+        self._module, self._shared = module, shared
+        self._forward = module.forward
+        self._kind = _kind_of(module)
+        self._state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        constants = [None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
+        tensors = [leaves[i] for i in places]
+        facts = [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors]
+        key = (self._kind, str(spec), str(constants), str(facts), torch.is_grad_enabled())
+        if key not in self._shared:
+            self._shared[key] = self._compiled(leaves, places, spec, tensors)
+        return self._shared[key](list(self._state.values()), tensors)
+
+    def _compiled(self, leaves: list[Any], places: list[int], spec: Any, tensors: list[torch.Tensor]) -> Callable[..., Any]:
+        """Trace and lower the module; returns its function of its state, and of the tensors among its arguments."""
+        from torch._functorch.aot_autograd import aot_function
+        from torch._guards import TracingContext, tracing
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        from zeroplan.trace import inductor
+
+        module, forward, names = self._module, self._forward, list(self._state)
+        constants = [None if i in places else leaf for i, leaf in enumerate(leaves)]  # the graph outlives its first arguments
+
+        def body(state: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+            whole = list(constants)
+            for place, tensor in zip(places, tensors, strict=True):
+                whole[place] = tensor
+            args, kwargs = pytree.tree_unflatten(whole, spec)
+            with _reparametrize_module(module, dict(zip(names, state, strict=True))):
+                return forward(*args, **kwargs)
+
+        compiled = aot_function(
+            body,
+            fw_compiler=lambda graph, inputs: inductor.lower(graph, inputs),
+            bw_compiler=lambda graph, inputs: inductor.lower(graph, inputs, backward=True),
+            inference_compiler=lambda graph, inputs: inductor.lower(graph, inputs, inference=True),
+            partition_fn=inductor.partition,
+            decompositions=select_decomp_table(),
+            num_params_buffers=len(names),
+        )
+
+        known: dict[int, torch.Tensor] = {}
+        unhooked = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)  # no checkpoint's
+        with _disable_current_modes(), tracing(TracingContext(FakeTensorMode())), _attention_in_graph(), unhooked:
+            compiled(*([_stand_in(t, known) for t in part] for part in (self._state.values(), tensors)))
+        return compiled
+
+
+@contextlib.contextmanager
+def _attention_in_graph() -> Iterator[None]:
+    """While a graph is traced, attention is one operator of it."""
+    from zeroplan.trace.compiled_attention import OpaqueAttention
+
+    def opaque(kernel: str, *operands: Any) -> torch.Tensor:
+        found: torch.Tensor = OpaqueAttention.apply(kernel, *operands, *[None] * (4 - len(operands)))
+        return found
+
+    attention.in_graph = opaque
+    try:
+        yield
+    finally:
+        attention.in_graph = None
+
+
+def _stand_in(tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A tensor like this one, the same for the same."""
+    if id(tensor) not in known:
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        known[id(tensor)] = made.requires_grad_(tensor.requires_grad)
+    return known[id(tensor)]
+
+
+def _kind_of(module: nn.Module) -> str:
+    """All that decides a module's graph: classes, shapes and settings of the modules in it, but not their numbers."""
+    facts: list[object] = []
+    for name, inner in module.named_modules():
+        settings = [(key, _setting(value)) for key, value in vars(inner).items() if key not in _NUMBERS and key[0] != "_"]
+        tensors = [*inner.named_parameters(recurse=False), *inner.named_buffers(recurse=False)]
+        shapes = [(key, tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for key, t in tensors]
+        facts.append((name, type(inner).__qualname__, settings, shapes))
+    return repr(facts)
+
+
+def _setting(value: object) -> object:
+    """A setting by its value where it is plain, else by its identity: what is shared is alike."""
+    plain = isinstance(value, (int, float, str, bool, torch.dtype)) or value is None
+    return value if plain else getattr(value, "__qualname__", None) or id(value)

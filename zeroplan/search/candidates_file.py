@@ -8,6 +8,7 @@ from typing import Any
 from zeroplan.core.documents import parse_json, text_of
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.files import read_bytes
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.planner.from_ds_config import read_run
 from zeroplan.planner.request import Request
 from zeroplan.search.search_options import ResolvedSearch
@@ -17,6 +18,7 @@ from zeroplan.simulate.allocator.config import AllocatorConfig
 _KEYS = ("ds_config", "gradient_checkpointing", "alloc_conf")
 _MOST_BYTES = 16 << 20
 _MOST_LINES = 100_000
+_SHARED = "such layouts are planned by estimate and explain alone; data parallelism is counted"
 
 
 def read_candidates(path: str, resolved: ResolvedSearch, request: Request) -> list[Candidate]:
@@ -88,5 +90,7 @@ def candidate_of(
     run = read_run(asked, resolved.engine, resolved.cluster, resolved.spec)
     resolved.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)
     own = None if run.engine is resolved.engine else run.engine
-    unmodelled = (*resolved.unmodelled, *run.unmodelled)
+    degrees = {"tensor_parallel": run.tp, "sequence_parallel_size": run.ulysses}
+    shared = tuple(Unmodelled(key, Effect.UNKNOWN, _SHARED) for key, degree in degrees.items() if degree > 1)
+    unmodelled = (*resolved.unmodelled, *run.unmodelled, *shared)
     return Candidate(run.zero, run.workload, alloc_conf or request.alloc_conf, index=index, engine=own, unmodelled=unmodelled)

@@ -211,3 +211,16 @@ def test_accelerates_file_says_the_degree() -> None:
     both = {"parallelism_config": sizes | {"parallelism_config_cp_size": 2}}
     with pytest.raises(BadInput, match="sp_size 2 and cp_size 2 exclude each other"):
         read_setup(config | both)
+
+
+def test_a_search_plans_data_parallelism_and_says_so() -> None:
+    """What shares samples or matrices stands among what the row of the file leaves out."""
+    from zeroplan.search.candidates_file import candidate_of
+    from zeroplan.search.search_options import SearchOptions, resolve_search
+
+    request = Request(model=CONFIG, gpus=8, gpu="H100", seq_len=64)
+    resolved = resolve_search(request, SearchOptions())
+    for key, more in (("tensor_parallel", {"autotp_size": 2}), ("sequence_parallel_size", 2)):
+        candidate = candidate_of(ds_config(**{key: more}), resolved, request, False)
+        assert [one.key for one in candidate.unmodelled] == [key]
+    assert not candidate_of(ds_config(), resolved, request, False).unmodelled

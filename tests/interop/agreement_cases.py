@@ -127,6 +127,7 @@ CASES: dict[str, tuple[Config, str | None]] = {
     # what the engine refuses
     "one-bit adam": (job(zero(2), optimizer("OneBitAdam")), "optimizer.one_bit"),
     "made-up optimizer": (job(optimizer("AdamX")), "optimizer.unsupported"),
+    "8-bit adam": (job(optimizer("AdamW8bit")), "optimizer.of_runtime"),
     "lower-case sgd": (job(optimizer("sgd")), "optimizer.unsupported"),
     "max_grad_norm": (job(optimizer("AdamW", max_grad_norm=1.0)), "optimizer.max_grad_norm"),
     "sgd untested": (job(zero(2), optimizer("SGD")), "optimizer.untested"),

@@ -37,7 +37,8 @@ for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             engine.destroy()
             del engine, model
             gc.collect()
-    for name in ("AdamW", "Lamb", "Lion", "SGD"):  # whatever an optimizer needs is the Arena's, also after steps
+    # Whatever an optimizer needs is the Arena's, also after steps.
+    for name in ("AdamW", "AdamW8bit", "AdamW4bit", "Lamb", "Lion", "SGD"):
         before = torch.cuda.memory_allocated()
         model = models.make()
         config = ds_config(2, dtype, optimizer={"type": name, "params": {"lr": 1e-3}})

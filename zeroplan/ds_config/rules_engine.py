@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.optimizers import DEEPSPEED_OPTIMIZERS, torch_optimizers
+from zeroplan.core.optimizers import DEEPSPEED_OPTIMIZERS, RUNTIME_OPTIMIZERS, runtime_type, torch_optimizers
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.findings import At, Severity
 from zeroplan.ds_config.rules import BOTH, Rule, View
@@ -23,6 +23,12 @@ def _unsupported(v: View) -> bool:
     name = v.training.optimizer or ""
     known = name.lower() in DEEPSPEED_OPTIMIZERS or name in torch_optimizers() or _removed(v)
     return bool(name) and not known
+
+
+def _of_runtime(v: View) -> bool:
+    """Whether only the included runtime has an optimizer of that name."""
+    row = RUNTIME_OPTIMIZERS.get((v.training.optimizer or "").lower())
+    return row is not None and bool(runtime_type(row.name)) and _unsupported(v)
 
 
 def _removed(v: View) -> bool:
@@ -186,9 +192,19 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         _OPT,
         _EN,
-        _unsupported,
+        lambda v: _unsupported(v) and not _of_runtime(v),
         "{v.training.optimizer!r} is neither one of DeepSpeed's optimizers nor a class of torch.optim",
         "use AdamW, Adam, Adagrad, Lamb, Lion, Muon, or a torch.optim class by its exact name",
+    ),
+    Rule(
+        "optimizer.of_runtime",
+        _E,
+        At.ENGINE,
+        _OPT,
+        _EN,
+        _of_runtime,
+        "{v.training.optimizer!r} is an optimizer of zeroplan_runtime, of which DeepSpeed has none",
+        "train by zeroplan_runtime (--engine zeroplan), or use AdamW",
     ),
     Rule(
         "optimizer.max_grad_norm",

@@ -6,7 +6,7 @@ Everything is asynchronous on the current stream; the kernels read FACTOR and SK
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -174,8 +174,8 @@ def adam_blockwise(args: BlockwiseArgs) -> None:
     out = None if update.out is None else update.out.dtype
     sizes = (("ZP_BITS", str(kept.bits)), ("ZP_BLOCK", str(kept.block)))
     kernel = _kernel(_index(device), "adam_blockwise.cu", "zp_adam_blockwise", update.grad.dtype, out, config, sizes)
-    # A warp works on a block of elements.
-    grid = max(1, min(-(-count * 32 // (config.threads * config.unroll)), config.blocks * _multiprocessors(_index(device))))
+    # A warp works on a block of elements, so each of its threads on a 32nd.
+    grid = _blocks(replace(config, vector=kept.block // 32), device, update.param.numel())
     tensors = (update.param, update.grad, args.first, args.second, args.scales, update.out, args.maps)
     numbers = (update.beta1, update.one_minus_beta1, update.beta2, update.one_minus_beta2)
     _launch(

@@ -44,10 +44,19 @@ def _on_meta(case: Case) -> Any:
         return model_of(case)
 
 
+def _mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh whose dimensions of one rank communicate with nobody, as torchtitan makes it.
+
+    A group of one rank has a communicator of NCCL like any other: about 300 MiB of the GPU for each.
+    """
+    alone: dict[int | str, Any] = {name: "fake" for name, size in zip(names, shape, strict=True) if size == 1}
+    return init_device_mesh(device.type, shape, mesh_dim_names=names, backend_override=alone)
+
+
 def fsdp2(case: Case, device: torch.device, rank: int, mark: Mark, *, fake: bool) -> Callable[[int], None]:
     """FSDP2 over a mesh as torchtitan lays it out. Returns the step; it takes its number, for the marks."""
     shape = (case.pp, case.dp_replicate, case.dp // case.dp_replicate // case.ep, case.ep, case.cp, case.tp)
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("pp", "replicate", "efsdp", "ep", "cp", "tp"))
+    mesh = _mesh(device, shape, ("pp", "replicate", "efsdp", "ep", "cp", "tp"))
     stage = rank // (case.ranks // case.pp)
     models: list[Any] = stages_on(lambda: _split(case, mesh), case, stage) if case.pp > 1 else [_split(case, mesh)]
     shared = [experts.share_balanced(model, mesh["ep"], device, fake=fake) if case.ep > 1 else [] for model in models]
@@ -180,7 +189,7 @@ def _engine_step(engine: Any, ids: torch.Tensor, case: Case, mark: Mark, context
 
 def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -> Callable[[int], None]:
     """The included runtime on a mesh. The step's attribute ``arena`` is the engine's."""
-    mesh = init_device_mesh(device.type, (case.pp, case.dp, case.tp), mesh_dim_names=("pp", "dp", "tp"))
+    mesh = _mesh(device, (case.pp, case.dp, case.tp), ("pp", "dp", "tp"))
     model = _on_meta(case)
     if case.tp > 1:
         parallelize(model, mesh["tp"], sequence=case.sp)

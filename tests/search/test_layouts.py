@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from zeroplan.core.errors import BadInput
+from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 from zeroplan.report.layouts import layouts_text
 from zeroplan.report.terminal import Terminal
-from zeroplan.search.layouts import LayoutAnswer, _orders, search_layouts, smallest_cluster
+from zeroplan.search.layout_floor import LayoutFloors
+from zeroplan.search.layouts import LayoutAnswer, _between, _orders, search_layouts, smallest_cluster
 
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA = Request(model="meta-llama/Llama-3.1-8B", gpus=8, gpu="H100", seq_len=8192)
@@ -53,16 +57,61 @@ def test_the_fastest_that_fits_is_the_answer() -> None:
     assert text.splitlines()[0] == layouts_text(found, terminal=Terminal(width=None), quiet=True)
 
 
-def test_states_that_exceed_every_card_need_no_simulation(cli: Cli) -> None:
+def test_what_exceeds_the_card_by_counts_alone_is_not_simulated(cli: Cli) -> None:
     code, said, _ = cli("recommend", "meta-llama/Llama-3.1-405B", "--gpu", "H100", "--gpus", "8", "--layouts")
     assert code == 1
     assert "Nothing fits" in said
-    assert "of model states alone" in said
+    assert "20 layouts of 756.0 GiB of 79.1 GiB and more" in said
     code, said, _ = cli("recommend", "meta-llama/Llama-3.1-405B", "--gpu", "H100", "--gpus", "8", "--layouts", "--json")
     answer = json.loads(said)
     assert answer["best"] is None
-    assert all(one["model_states"] > one["usable"] and one["total"] is None for one in answer["tried"])
-    assert any(one["layout"]["dp"] == 8 for one in answer["tried"])
+    assert answer["tried"] == []
+    (cluster,) = answer["too_large"]
+    assert cluster["layouts"] > 10
+    assert cluster["least"] >= 12 * 405e9 / 8 > cluster["usable"]
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees"),
+    [
+        (LLAMA.model, {"stage": 3}),
+        (LLAMA.model, {"stage": 3, "grad_accum": 2, "gradient_checkpointing": True}),
+        (LLAMA.model, {"tp": 4, "sp": True, "stage": 3}),
+        (LLAMA.model, {"pp": 4, "stage": 2, "grad_accum": 4}),
+        (LLAMA.model, {"pp": 8, "stage": 2, "grad_accum": 32, "gradient_checkpointing": True}),
+        (LLAMA.model, {"tp": 2, "pp": 2, "stage": 2, "grad_accum": 8, "gradient_checkpointing": True}),
+        (LLAMA.model, {"stage": 3, "optimizer": "sgd"}),
+        ("deepseek-ai/DeepSeek-V2-Lite", {"ep": 4, "stage": 3, "gradient_checkpointing": True}),
+        ("deepseek-ai/DeepSeek-V2-Lite", {"ep": 2, "pp": 4, "stage": 2, "grad_accum": 16, "gradient_checkpointing": True}),
+    ],
+)
+def test_no_plan_is_below_its_floor(model: str, degrees: dict[str, Any]) -> None:
+    request = replace(LLAMA, model=model, engine="fsdp2", seq_len=512, **degrees)
+    whole = replace(request, tp=1, sp=False, pp=1, ep=1, stage=3)
+    floor = LayoutFloors(resolve(whole).cases[0]).of(request)
+    (plan,) = estimate_report(request).plans
+    assert plan.gpu.peak_allocated is not None
+    assert 0.4 * plan.gpu.peak_allocated < floor < plan.gpu.peak_allocated
+
+
+def test_numbers_of_nodes_between() -> None:
+    assert [list(_between(nodes)) for nodes in (1, 2, 4, 8)] == [[], [], [3], [5, 6, 7]]
+    assert list(_between(16)) == list(range(9, 16))
+    assert list(_between(64)) == list(range(36, 64, 4))
+
+
+def test_the_fewest_nodes_are_asked_for_by_a_question_mark(cli: Cli) -> None:
+    """Llama 3.1 8B needs 16 bytes a parameter: more than one H100 has, and less than two."""
+    asked = ("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "H100", "--seq-len", "1024", "--gradient-checkpointing")
+    code, said, _ = cli(*asked, "--nodes", "?", "--json")
+    assert code == 0
+    answer = json.loads(said)
+    layout = answer["best"]["layout"]
+    assert (answer["best"]["nodes"], layout["dp"] * layout["tp"] * layout["pp"]) == (1, 2)
+    assert "nodes of 8 GPUs are assumed" in answer["warnings"][0]
+    code, _, fault = cli(*asked, "--nodes", "several")
+    assert code == 2
+    assert "--nodes: 'several' is no number" in fault
 
 
 @pytest.mark.parametrize(

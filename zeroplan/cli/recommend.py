@@ -53,6 +53,9 @@ Layouts = Annotated[
 Smallest = Annotated[
     bool, typer.Option("--smallest", rich_help_panel=_SEARCH, help="--layouts on the fewest nodes that train the model.")
 ]
+Nodes = Annotated[
+    str, typer.Option("--nodes", rich_help_panel="Cluster", help="Nodes; ? asks for the fewest, as --smallest.", metavar="N|?")
+]
 Profile = Annotated[str | None, typer.Option("--profile", rich_help_panel=_SEARCH, help="Rates by doctor --calibrate.")]
 NvmePath = Annotated[str, typer.Option("--nvme-path", rich_help_panel=_SEARCH, help="Where swap files may go.")]
 
@@ -89,6 +92,7 @@ Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, he
 def recommend(
     request: Request,
     gradient_checkpointing: Checkpointing = None,
+    nodes: Nodes = "1",
     global_batch: GlobalBatch = None,
     goal: Goal = "throughput",
     candidates: Candidates = None,
@@ -119,7 +123,8 @@ def recommend(
     from zeroplan.search.api import run_search
     from zeroplan.search.search_options import SearchOptions
 
-    request = replace(request, gradient_checkpointing=bool(gradient_checkpointing))
+    smallest = smallest or nodes == "?"
+    request = replace(request, gradient_checkpointing=bool(gradient_checkpointing), nodes=1 if nodes == "?" else _count(nodes))
     options = SearchOptions(
         global_batch=global_batch,
         goal=goal,
@@ -161,6 +166,13 @@ def recommend(
         show(answer_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
     if found.best is None or found.best.plan.undecided:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _count(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise BadInput(f"{text!r} is no number", where="--nodes", remedy="give a whole number, or ? for the fewest") from None
 
 
 def _layouts(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from zeroplan.core.units import format_bytes
@@ -20,12 +19,11 @@ def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = Fals
     lines = terminal.verdict(verdict, best is not None)
     if quiet:
         return "\n".join(lines)
-    if answer.tried:
+    told = _tried(answer)
+    if told:
         lines.append("")
-        lines += terminal.wrap(
-            "Layouts that would be faster need more than the card has:" if best is not None else "What they need:"
-        )
-        for text in _tried(answer):
+        lines += terminal.wrap("Layouts that need more than the card has:" if best is not None else "What they need:")
+        for text in told:
             lines += terminal.wrap(text, indent="  ", hang="    ")
     if best is not None:
         lines.append("")
@@ -61,22 +59,15 @@ def _speed(one: LaidOut) -> str:
     return f"Modelled: {speed}: {spent}."
 
 
-def _tried(answer: LayoutAnswer) -> Iterator[str]:
-    """Yield a line for each layout that was simulated, and one for all of a cluster whose states alone were too large."""
-    too_large: dict[int, list[int]] = {}
-    for one in answer.tried:
-        if one.plan.fits is False and one.plan.gpu.total is None:
-            too_large.setdefault(one.request.nodes, []).append(one.plan.gpu.model_states)
-    for one in answer.tried:
-        states = too_large.get(one.request.nodes, [])
-        if one.plan.fits is False and one.plan.gpu.total is None:
-            if states:
-                where, usable = gpus_text(one.request.nodes, one.request.gpus), format_bytes(one.plan.gpu.usable or 0, digits=1)
-                count = f"{len(states)} layouts" if len(states) > 1 else "1 layout"
-                yield f"{where}: {count} of {format_bytes(min(states), digits=1)} and more of model states alone, of {usable}"
-                states.clear()
-        else:
-            yield f"{_named(one)}: {_need(one)}"
+def _tried(answer: LayoutAnswer) -> list[str]:
+    """Return a line for each layout that was simulated, and one for all of a cluster that need too much by counts alone."""
+    found = []
+    for one in answer.too_large:
+        count = f"{one.layouts} layouts" if one.layouts > 1 else "1 layout"
+        least, usable = (format_bytes(size, digits=1) for size in (one.least, one.usable))
+        where = gpus_text(one.nodes, one.gpus)
+        found.append(f"{where}: {count} of {least} of {usable} and more without activations within blocks")
+    return [*found, *(f"{_named(one)}: {_need(one)}" for one in answer.tried)]
 
 
 def _named(one: LaidOut) -> str:

@@ -1,16 +1,23 @@
 """The fastest layout that fits, by a model of its time: tensor, context, pipeline and expert parallelism beside FSDP2.
 
 Note [Order of layouts]
-    Every layout has a modelled time (:mod:`zeroplan.search.layout_time`), which takes milliseconds, while its memory takes a
-    simulation. So layouts are tried by falling tokens a second, without checkpointing and with it, and the first that fits is
-    the answer. Of two that are modelled alike, the one that shares less comes first: fewer ranks a replica, tensor parallelism
-    before pipeline stages, these before context parallelism.
+    What a layout needs at least (:mod:`zeroplan.search.layout_floor`) takes microseconds; most layouts of a large model exceed
+    the card by that alone. Every other one has a modelled time (:mod:`zeroplan.search.layout_time`), which takes milliseconds,
+    while its memory takes a simulation. So layouts are tried by falling tokens a second, without checkpointing and with it, and
+    the first that fits is the answer. Of two that are modelled alike, the one that shares less comes first: fewer ranks a
+    replica, tensor parallelism before pipeline stages, these before context parallelism.
+
+Note [Smallest cluster]
+    Nodes are doubled until a layout fits. Between that number and its half, whether one fits does not follow from larger or
+    smaller numbers, since degrees have to divide the ranks: the numbers between are tried from the smallest on, all up to 16
+    nodes and beyond that in steps of a sixteenth.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from math import log2
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
@@ -18,6 +25,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.expert_parallel import GROUPED, experts_of
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.progress import working
 from zeroplan.core.rates import rates_of
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
@@ -27,8 +35,9 @@ from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import Resolved, resolve
 from zeroplan.planner.tapes import ExpandedTapes, expand_for
+from zeroplan.search.layout_floor import LayoutFloors
 from zeroplan.search.layout_time import LayoutCost, LayoutTime
-from zeroplan.tapes import find_tape
+from zeroplan.tapes import shipped
 
 #: The engine whose layouts are planned.
 ENGINE = "fsdp2"
@@ -39,6 +48,12 @@ MICRO_BATCHES_A_STAGE = 4
 _MOST_STAGES, _MOST_RING = 16, 16
 #: Tokens that a rank of a ring keeps at least.
 _LEAST_TOKENS = 4096
+#: Ranks that share experts, at most, of which a tape is looked for.
+_MOST_EXPERT_RANKS = 1024
+#: Parts of a number of nodes by which smaller ones differ that are tried.
+_STEPS = 16
+#: GPUs of a node, unless the request says how many.
+_USUAL_NODE = 8
 #: Nodes that are tried at most, where the smallest cluster is asked for.
 MOST_NODES = 1024
 
@@ -50,7 +65,7 @@ class LaidOut:
     Attributes:
         request: the request with the layout's degrees, as ``zeroplan estimate`` takes it.
         layout: the layout.
-        plan: its memory; at formula depth where the model states alone exceed the card.
+        plan: its memory; at formula depth where the model cannot be traced here.
         time: its modelled time.
     """
 
@@ -95,24 +110,46 @@ class LaidOut:
 
 
 @dataclass(frozen=True, slots=True)
+class TooLarge:
+    """Layouts of one cluster that need more than the card by what follows from counts alone.
+
+    Attributes:
+        nodes: of the cluster.
+        gpus: of a node.
+        layouts: how many there are.
+        least: bytes that the worst rank of the smallest of them has at least.
+        usable: bytes of the card.
+    """
+
+    nodes: int
+    gpus: int
+    layouts: int
+    least: int
+    usable: int
+
+
+@dataclass(frozen=True, slots=True)
 class LayoutAnswer:
     """What a search over layouts found.
 
     Attributes:
         best: the fastest layout that fits; None where none does.
-        tried: the layouts that would be faster, the fastest first.
+        tried: the layouts that were simulated and do not fit; of the best one's cluster these would be faster.
+        too_large: by cluster, the layouts that were not simulated.
         warnings: what the plans warn of.
     """
 
     best: LaidOut | None
     tried: tuple[LaidOut, ...]
     warnings: tuple[str, ...] = ()
+    too_large: tuple[TooLarge, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the answer as JSON's values."""
         return {
             "best": None if self.best is None else self.best.to_dict(),
             "tried": [one.to_dict() for one in self.tried],
+            "too_large": [asdict(one) for one in self.too_large],
             "warnings": list(self.warnings),
         }
 
@@ -129,28 +166,13 @@ def search_layouts(request: Request, checkpointing: bool | None = None) -> Layou
     Raises:
         BadInput: a request that no layout can be planned for.
     """
-    request = _asked(request)
-    tried: list[LaidOut] = []
-    warnings: list[str] = []
-    tapes = ExpandedTapes(find_engine(ENGINE))
-    found = [one for again in ((False, True) if checkpointing is None else (checkpointing,)) for one in _timed(request, again)]
-    found.sort(key=lambda one: -one.time.tokens_per_second)
-    too_large: list[ParallelLayout] = []  # layouts whose model states exceed the card
-    for one in found:
-        if one.layout in too_large:
-            continue
-        planned = _planned(one, tapes, warnings)
-        if planned.plan.fits:
-            warnings += [text for text in one.resolved.warnings if text not in warnings]
-            return LayoutAnswer(planned, tuple(tried), tuple(warnings))
-        if planned.plan.fits is False and planned.plan.gpu.total is None:
-            too_large.append(one.layout)
-        tried.append(planned)
-    return LayoutAnswer(None, tuple(tried), tuple(warnings))
+    return _Search(request, checkpointing).on(request.nodes)
 
 
 def smallest_cluster(request: Request, checkpointing: bool | None = None) -> LayoutAnswer:
-    """Return the layout of the fewest nodes, doubled from one on, that trains the model; nodes of the request are not read.
+    """Return the fastest layout of the smallest cluster that trains the model; nodes of the request are not read.
+
+    See Note [Smallest cluster]. Where no number of GPUs is given, nodes of eight are assumed, and parts of one come first.
 
     Args:
         request: the question.
@@ -159,17 +181,121 @@ def smallest_cluster(request: Request, checkpointing: bool | None = None) -> Lay
     Raises:
         BadInput: a request that no layout can be planned for.
     """
+    search = _Search(request, checkpointing)
     tried: list[LaidOut] = []
-    warnings: tuple[str, ...] = ()
-    nodes = 1
-    while nodes <= MOST_NODES:
-        found = search_layouts(replace(request, nodes=nodes), checkpointing)
-        warnings = found.warnings
+    too_large: list[TooLarge] = []
+
+    def on(nodes: int, gpus: int | None = None) -> LayoutAnswer:
+        found = search.on(nodes, gpus)
+        tried.extend(found.tried if found.best is None else ())
+        too_large.extend(found.too_large if found.best is None else ())
+        return found
+
+    def whole(found: LayoutAnswer) -> LayoutAnswer:
+        more = (search.said,) if search.said else ()
+        return replace(
+            found,
+            tried=(*tried, *(found.tried if found.best else ())),
+            too_large=(*too_large, *(found.too_large if found.best else ())),
+            warnings=(*more, *found.warnings),
+        )
+
+    for gpus in _powers(search.gpus // 2) if search.said else ():
+        found = on(1, gpus)
         if found.best is not None:
-            return replace(found, tried=(*tried, *found.tried))
-        tried += found.tried
+            return whole(found)
+    nodes, found = 1, on(1)
+    while found.best is None and nodes < MOST_NODES:
         nodes *= 2
-    return LayoutAnswer(None, tuple(tried), warnings)
+        found = on(nodes)
+    if found.best is not None:
+        for between in _between(nodes):
+            smaller = on(between)
+            if smaller.best is not None:
+                return whole(smaller)
+    return whole(found)
+
+
+def _between(nodes: int) -> range:
+    """Return the numbers of nodes to try between the half of `nodes` and `nodes`. See Note [Smallest cluster]."""
+    step = max(1, nodes // _STEPS)
+    return range(nodes // 2 + step, nodes, step)
+
+
+class _Search:
+    """Searches for layouts of one request on clusters of several sizes.
+
+    Attributes:
+        gpus: of a node.
+        said: what is assumed of the cluster; empty where the request says it.
+    """
+
+    def __init__(self, request: Request, checkpointing: bool | None) -> None:
+        self._request = _asked(request)
+        self._choices = (False, True) if checkpointing is None else (checkpointing,)
+        self.gpus, self.said = self._request.gpus, ""
+        if request.gpus == 1 and self.gpus == 1:
+            self.gpus, self.said = _USUAL_NODE, f"nodes of {_USUAL_NODE} GPUs are assumed; --gpus says otherwise"
+        self._tapes = ExpandedTapes(find_engine(ENGINE))
+        # Where this cannot be, no degree is to blame.
+        alone = [resolve(replace(self._request, nodes=1, gradient_checkpointing=again, stage=3)) for again in self._choices]
+        self._spec, self._rates = alone[0].spec, rates_of(alone[0].cluster.gpu)
+        self._usable = alone[0].cluster.usable_vram or 0
+        self._floors = LayoutFloors(alone[0].cases[0])
+        self._experts = experts_of(self._spec.parameters) if self._spec.model_type in GROUPED else 0
+        self._counted: dict[str, Counts] = {}
+
+    def on(self, nodes: int, gpus: int | None = None) -> LayoutAnswer:
+        """Search on a number of nodes. `gpus` of a node: all, if left out."""
+        asked = replace(self._request, nodes=nodes, gpus=gpus or self.gpus)
+        what = f"layouts on {nodes} nodes" if nodes > 1 else f"layouts on {asked.gpus} GPUs"
+        working(what)
+        kept, floors = [], []
+        for possible in self._possible(asked):
+            floor = self._floors.of(possible)
+            if floor > self._usable:
+                floors.append(floor)
+            else:
+                kept.append(possible)
+        found = []
+        for possible in kept:
+            resolved = self._allowed(possible)
+            if resolved is None:
+                continue
+            states = formula_plan(resolved.engine, resolved.cases[0]).gpu.model_states  # padded
+            if states > self._usable:
+                floors.append(states)
+                continue
+            counts = _counts(resolved, self._counted)
+            found.append(_Timed(possible, resolved, LayoutCost(resolved.cases[0], counts, self._rates).time()))
+        too_large = (TooLarge(nodes, asked.gpus, len(floors), min(floors), self._usable),) if floors else ()
+        found.sort(key=lambda one: -one.time.tokens_per_second)
+        tried: list[LaidOut] = []
+        warnings: list[str] = []
+        for at, one in enumerate(found):
+            working(what, at, len(found))
+            planned = _planned(one, self._tapes, warnings)
+            if planned.plan.fits:
+                warnings += [text for text in one.resolved.warnings if text not in warnings]
+                return LayoutAnswer(planned, tuple(tried), tuple(warnings), too_large)
+            tried.append(planned)
+        return LayoutAnswer(None, tuple(tried), tuple(warnings), too_large)
+
+    def _possible(self, request: Request) -> Iterator[Request]:
+        """Yield a request for each layout whose degrees divide the ranks, in the order of :func:`_orders`."""
+        ranks = request.gpus * request.nodes
+        for again in self._choices:
+            for degrees in _orders(request, self._experts):
+                one = replace(request, gradient_checkpointing=again, **degrees)
+                if ranks % (one.tp * one.cp * one.pp) == 0 and ranks // one.pp % one.ep == 0:
+                    yield one
+
+    def _allowed(self, request: Request) -> Resolved | None:
+        """Resolve a layout; None where the model does not allow it."""
+        try:
+            return resolve(request)
+        except BadInput:
+            return None
 
 
 def _asked(request: Request) -> Request:
@@ -233,42 +359,31 @@ class _Timed:
         return self.resolved.cases[0].layout
 
 
-def _timed(request: Request, again: bool) -> Iterator[_Timed]:
-    """Yield the layouts that the model allows, with checkpointing or without, in the order of :func:`_orders`."""
-    alone = resolve(replace(request, gradient_checkpointing=again, stage=3))  # where this cannot be, no degree is to blame
-    rates = rates_of(alone.cluster.gpu)
-    experts = experts_of(alone.spec.parameters) if alone.spec.model_type in GROUPED else 0
-    counted: dict[str, Counts] = {}
-    for degrees in _orders(request, experts):
-        one = replace(request, gradient_checkpointing=again, **degrees)
-        try:
-            resolved = resolve(one)
-        except BadInput:
-            continue
-        yield _Timed(one, resolved, LayoutCost(resolved.cases[0], _counts(resolved, counted), rates).time())
-
-
 def _counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
-    """Return what a rank's micro batch takes of kernels and bytes, counted on a tape where one is at hand."""
+    """Return what a rank's micro batch takes of kernels and bytes, counted on a shipped tape where there is one.
+
+    What was traced here before must not decide, or the answer would depend on earlier ones. Ranks that share experts do as much
+    whatever their number, so the tape of the nearest number serves, and of a ring's ranks that of as many tokens.
+    """
     case = resolved.cases[0]
-    key = resolved.engine.trace_options(case).key
-    if key not in known:
-        tape = find_tape(case.spec, case.workload, layout=case.parallel)
-        if tape is not None:
-            known[key] = count_tape(expand_for(tape, case))
+    options = resolved.engine.trace_options(case)
+    if options.key not in known:
+        near = sorted(_powers(_MOST_EXPERT_RANKS), key=lambda ranks: (abs(log2(ranks / options.ep)), ranks))
+        shared = [replace(options, ep=ranks) for ranks in near if ranks > 1] if options.ep > 1 else []
+        for one in (options, *shared, replace(options, cp=1)):
+            tape = shipped.find(case.spec, one)
+            if tape is not None:
+                known[options.key] = count_tape(expand_for(tape, case))
+                break
         else:
             tokens = case.workload.rows * (case.workload.seq_len or 0) // (case.layout.cp * case.layout.tp)
-            known[key] = guess_counts(matrices(case.spec), case.workload, tokens)
-    return known[key]
+            known[options.key] = guess_counts(matrices(case.spec), case.workload, tokens)
+    return known[options.key]
 
 
 def _planned(one: _Timed, tapes: ExpandedTapes, warnings: list[str]) -> LaidOut:
-    """Plan one layout; by formulas alone where its model states do not fit."""
+    """Plan one layout."""
     resolved, case = one.resolved, one.resolved.cases[0]
-    usable = case.cluster.usable_vram or 0
     plan = formula_plan(resolved.engine, case)
-    if plan.gpu.model_states <= usable:
-        plan, _ = plan_case(plan, case, resolved, tapes, None, warnings, to_first_miss=True)
-    elif plan.fits is None:
-        plan = plan.model_copy(update={"fits": False})
+    plan, _ = plan_case(plan, case, resolved, tapes, None, warnings, to_first_miss=True)
     return LaidOut(one.request, case.layout, plan, one.time)

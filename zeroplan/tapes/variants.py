@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
 
@@ -52,9 +54,13 @@ TENSOR_PARALLEL = frozenset(
 )
 
 
+#: Of these, those that are shipped for rings of two ranks, too, which a search over layouts asks for from 8,192 tokens on.
+RING = frozenset({"meta-llama/Llama-3.1-70B"})
+
+
 #: Mixtures that are shipped as expert-parallel ranks run them, with the degrees that people use.
 EXPERT_PARALLEL = {
-    "deepseek-ai/DeepSeek-V3": (8, 16, 32, 64),
+    "deepseek-ai/DeepSeek-V3": (2, 4, 8, 16, 32, 64, 128, 256),
     "deepseek-ai/DeepSeek-V2": (8, 16, 32),
     "deepseek-ai/DeepSeek-V2-Lite": (2, 4, 8),
     "Qwen/Qwen3-235B-A22B": (8, 16, 32, 64),
@@ -69,12 +75,13 @@ EXPERT_PARALLEL = {
 
 def variants_of(model: str) -> tuple[TraceOptions, ...]:
     """Return the variants that a catalog model is shipped with: every model's, and those of 2, 4 and 8 tensor-parallel ranks
-    where people run it so: in 16 bits under sdpa, without checkpointing and with it, with split tokens and without. Mixtures
-    have those of expert-parallel ranks.
+    where people run it so: in 16 bits under sdpa, without checkpointing and with it, with split tokens and without. Some have
+    those of a ring's ranks, and mixtures those of expert-parallel ranks.
     """
     both = (_FULL, _NONE)
     shared = [TraceOptions(_SDPA, how, ep=ep) for ep in EXPERT_PARALLEL.get(model, ()) for how in both]
     if model not in TENSOR_PARALLEL:
         return (*variants(), *shared)
     ranks = [TraceOptions(_SDPA, how, tp=tp, sp=sp) for tp in (8, 4, 2) for sp in (True, False) for how in both]
-    return (*variants(), *ranks, *shared)
+    rings = [replace(one, cp=2) for one in (*(TraceOptions(_SDPA, how) for how in both), *ranks)] if model in RING else []
+    return (*variants(), *ranks, *rings, *shared)

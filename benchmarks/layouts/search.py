@@ -1,0 +1,66 @@
+"""CPU seconds and memory of searches over layouts and of large plans: ``python -m benchmarks.layouts.search [--only TEXT]``.
+
+Each command runs in a process of its own with an empty cache of tapes. CPU time, user and system, is what counts: it hardly
+depends on what else the machine does. The compiled allocator should be there, as it is where the package is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from zeroplan.models.load import load_model
+from zeroplan.simulate.allocator import native
+
+#: What is run; of models that no tape is shipped of, CONFIG stands for a file.
+COMMANDS = {
+    "Llama 3.1 70B on 8 × 8 H100, --layouts": (
+        *("recommend", "meta-llama/Llama-3.1-70B", "--gpu", "8xH100", "--nodes", "8", "--seq-len", "8192", "--layouts"),
+    ),
+    "DeepSeek-V3 on the fewest nodes of H200": ("recommend", "deepseek-ai/DeepSeek-V3", "--gpu", "H200", "--nodes", "?"),
+    "DeepSeek-V3 on 2,048 GPUs": (
+        *("estimate", "deepseek-ai/DeepSeek-V3", "--gpu", "8xH200", "--nodes", "256", "--pp", "16", "--ep", "64"),
+        *("--stage", "2", "--engine", "fsdp2", "--grad-accum", "64", "--seq-len", "4096"),
+    ),
+    "an unknown 405B at tp 8 × pp 16": (
+        *("estimate", "CONFIG", "--gpu", "8xH100", "--nodes", "16", "--tp", "8", "--pp", "16", "--stage", "2"),
+        *("--engine", "fsdp2", "--grad-accum", "32", "--seq-len", "8192"),
+    ),
+}
+
+
+def unknown_405b() -> dict[str, object]:
+    """Return the config of Llama 3.1 405B with another number of channels in its MLPs, which no tape is shipped of."""
+    config = dict(load_model("meta-llama/Llama-3.1-405B").config)
+    return config | {"intermediate_size": int(config["intermediate_size"]) - 1024}
+
+
+def main() -> None:
+    """Run the commands one after the other, and print a line each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--only", default="")
+    only = parser.parse_args().only
+    print("allocator:", "compiled" if native.available() else "in Python")
+    for title, words in COMMANDS.items():
+        if only not in title:
+            continue
+        with TemporaryDirectory() as folder:
+            config = Path(folder, "config.json")
+            config.write_text(json.dumps(unknown_405b()))
+            asked = [str(config) if word == "CONFIG" else word for word in words]
+            said = Path(folder, "said.txt")
+            with said.open("w") as out:
+                command = [sys.executable, "-m", "zeroplan", *asked]
+                child = subprocess.Popen(command, env=os.environ | {"XDG_CACHE_HOME": folder}, stdout=out)
+                _, _, used = os.wait4(child.pid, 0)
+            first = next(iter(said.read_text().splitlines()), "no answer")
+        print(f"{title}: {used.ru_utime + used.ru_stime:.1f} s, {used.ru_maxrss / 2**20:.2f} GiB. {first}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

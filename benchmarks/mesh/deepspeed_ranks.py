@@ -13,6 +13,7 @@ import re
 import time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -165,29 +166,32 @@ def _measure(cases: list[Case], rows: Path) -> None:
 
 
 def _on_rank(case: Case, rank: int) -> dict[str, Any]:
-    """Train for some steps on one rank; returns its peaks in bytes, and what the device's memory lost meanwhile."""
+    """Train for some steps on one rank; returns its peaks, and what the card has in use for it at the end, in bytes."""
     import deepspeed
     import torch
     import transformers
 
-    cuda = torch.cuda.is_available()
+    from benchmarks.measure.probe import Device
+
+    card = Device(rank)  # before the process has a context there
+    cuda, before = card.cuda, card.used()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
-    before = 0
     torch.manual_seed(0)  # ranks that share matrices read the same tokens
     if cuda:
         torch.cuda.set_device(device)
-        before = _used_by_the_card(rank)
     else:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled here
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
     config = transformers.AutoConfig.for_model(**case.model)
-    with torch.device(device):
-        made = partial(transformers.AutoModelForCausalLM.from_config, config, dtype=torch.bfloat16, attn_implementation="sdpa")
-        if case.stage == 3:
-            with deepspeed.zero.Init(config_dict_or_path=case.ds_config, dtype=torch.bfloat16):
-                model = made()
-        else:
-            model = made()
+    if case.stage == 3:
+        import_module("torch._dynamo")  # zero.Init replaces torch.tensor, whose signature dynamo checks when first imported
+    whole = (
+        torch.device(device)
+        if case.stage < 3
+        else deepspeed.zero.Init(config_dict_or_path=case.ds_config, dtype=torch.bfloat16)
+    )
+    with whole:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.train()
     model.config.use_cache = False
     if case.checkpointing:
@@ -223,18 +227,10 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
     return {
         "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
         "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
-        "total": _used_by_the_card(rank) - before if cuda else 0,
+        "total": card.used() - before,
         "loss": float(loss.detach()),
         "versions": versions,
     }
-
-
-def _used_by_the_card(rank: int) -> int:
-    """Return the bytes of the card that are in use. The caller is alone on it."""
-    import torch
-
-    free, total = torch.cuda.mem_get_info(rank)
-    return int(total - free)
 
 
 if __name__ == "__main__":

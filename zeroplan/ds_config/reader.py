@@ -370,6 +370,12 @@ def _without_files(reading: Reading, zero: ZeroConfig) -> list[str]:
     return [path for name in _FOR_FILES if (path := f"zero_optimization.offload_param.{name}") in reading.values]
 
 
+_OF_ALL = "changes memory in a way that is not modelled: plans leave it out"
+#: Keys that divide a model or its samples among ranks, and where that is planned.
+_LAYOUTS = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size")
+_OF_LAYOUTS = "ranks share a model or its samples: estimate and explain plan it, a search counts data parallelism alone"
+
+
 def _unmodelled(reading: Reading) -> None:
     """One warning for each key that zeroplan knows and does not model, so that no plan is silently wrong."""
     if reading.for_runtime:
@@ -378,5 +384,5 @@ def _unmodelled(reading: Reading) -> None:
     modelled = {key.path.partition(".")[0] for key in reading.keys if key.effect is MemoryEffect.MEMORY}
     named = (path if (top := path.partition(".")[0]) in modelled else top for path in moved)
     for where in dict.fromkeys(named):
-        what = "changes memory in a way that is not modelled: plans leave it out"
+        what = _OF_ALL if where not in _LAYOUTS else _OF_LAYOUTS
         reading.add(UNMODELLED, Severity.WARNING, where, what, "", "", At.ENGINE)

@@ -15,6 +15,9 @@ from zeroplan.core.errors import BadInput, did_you_mean
 
 DIRECTIONS = ("bidirectional", "unidirectional")
 
+#: transformers' ``model_type`` of the models that the runtime gives block-sparse attention.
+MODEL_TYPES = ("bert", "roberta", "gpt2", "llama")
+
 #: Tokens of a side of the tiles that FlexAttention's kernels compute.
 TILE = 128
 
@@ -28,6 +31,31 @@ class SparsityMode(StrEnum):
     BIGBIRD = "bigbird"
     BSLONGFORMER = "bslongformer"
     LOCAL_SLIDING_WINDOW = "local_sliding_window"
+
+
+@dataclass(frozen=True, slots=True)
+class SparseTables:
+    """What decides the memory of block-sparse attention beside a model's shapes.
+
+    Attributes:
+        block: tokens of a block's side, a tile's at most.
+        by_head: each head has a layout of its own.
+        moves_keys: keys are attended in another order, as copies.
+        moves_queries: queries are, too, where the model is not causal.
+        orders_by_head: the order is each head's own; heads that share keys then leave these as they are.
+    """
+
+    block: int
+    by_head: bool
+    moves_keys: bool
+    moves_queries: bool
+    orders_by_head: bool
+
+    @property
+    def key(self) -> str:
+        """A short name, unique for the tables."""
+        flags = {"h": self.by_head, "k": self.moves_keys, "q": self.moves_queries, "o": self.orders_by_head}
+        return f"sparse{self.block}" + "".join(letter for letter, on in flags.items() if on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +122,18 @@ class SparseAttention:
         return {"mode": str(self.mode), **plain}
 
     @property
+    def tables(self) -> SparseTables:
+        """The sizes of what the kernels read beside the states."""
+        by_head = self.different_layout_per_head and self.mode != SparsityMode.LOCAL_SLIDING_WINDOW
+        return SparseTables(
+            block=min(self.block, TILE),
+            by_head=by_head,
+            moves_keys=self.moves_keys,
+            moves_queries=self.moves_queries,
+            orders_by_head=self.num_different_global_patterns > 1 and self.mode == SparsityMode.FIXED,
+        )
+
+    @property
     def moves_keys(self) -> bool:
         """Whether keys are attended in another order: Note [Order of tokens] of zeroplan_runtime/sparse_attention/tiles.py."""
         return self.mode == SparsityMode.FIXED
@@ -103,10 +143,19 @@ class SparseAttention:
         """Whether queries are, too, where the model is not causal."""
         return self.moves_keys and self.horizontal_global_attention
 
-    @property
-    def differs_by_head(self) -> bool:
-        """Whether each head has tables of its own."""
-        return self.different_layout_per_head and self.mode != SparsityMode.LOCAL_SLIDING_WINDOW
+
+def require_model_type(model_type: str) -> None:
+    """Refuse models whose attention is not known to take it.
+
+    Raises:
+        BadInput: naming the type.
+    """
+    if model_type not in MODEL_TYPES:
+        raise BadInput(
+            f"{model_type or 'this model'} is not supported",
+            where="sparse_attention",
+            remedy=f"it knows {', '.join(MODEL_TYPES)}",
+        )
 
 
 def require_tiles(block: int, tile: int = TILE) -> None:

@@ -8,6 +8,7 @@ from enum import StrEnum
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.quantization import Products
+from zeroplan.core.sparse_attention import SparseTables
 from zeroplan.core.workload import Attention, Precision, Workload
 
 
@@ -62,7 +63,8 @@ class TraceOptions:
     where it is theirs. `fp8`: how linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`). `tiled_mlp`: tiles
     in which MLPs run (:mod:`zeroplan.trace.tiled`); 0 for none. `compile`: blocks are compiled
     (:mod:`zeroplan.trace.compiled`). `at`: the only sequences, tokens and LoRA rank that the tape holds for, since compiled
-    graphs are made for one shape; None for any.
+    graphs are made for one shape; None for any. `sparse`: block-sparse attention, whatever `attn` says
+    (:mod:`zeroplan.trace.sparse_attention`).
     """
 
     attn: Attention = Attention.SDPA
@@ -85,6 +87,7 @@ class TraceOptions:
     evaluation: bool = False
     target_len: int = 0
     fp8: Float8Recipe | None = None
+    sparse: SparseTables | None = None
     tiled_mlp: int = 0
     compile: bool = False
     at: tuple[int, int, int] | None = None
@@ -123,6 +126,8 @@ class TraceOptions:
             parts.append(f"target{self.target_len}")
         if self.fp8 is not None:
             parts.append(f"fp8-{self.fp8}")
+        if self.sparse is not None:
+            parts.append(self.sparse.key)
         if self.tiled_mlp:
             parts.append(f"mlp{self.tiled_mlp}")
         if self.compile:
@@ -167,6 +172,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         image_size=workload.image_size,
         target_len=workload.target_len or 0,
         fp8=workload.fp8,
+        sparse=None if workload.sparse_attention is None else workload.sparse_attention.tables,
         tiled_mlp=workload.tiled_mlp,
         compile=workload.compile is not None,
         at=None if workload.compile is None else (workload.rows, workload.seq_len or 1, workload.lora_rank or 0),

@@ -32,6 +32,7 @@ from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.float8 import convert
 from zeroplan.trace.quantized import adapt, quantize
+from zeroplan.trace.sparse_attention import register_sparse
 from zeroplan.trace.tiled import tile_mlps
 from zeroplan.trace.vision import image_inputs
 
@@ -201,7 +202,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     if auto_class == SEQUENCE_CLASSIFICATION and getattr(built, "pad_token_id", None) is None:
         built.pad_token_id = 0  # a decoder's classifier asks for one to find the last token of each sequence
     dtype = torch.bfloat16 if options.arithmetic.half_model else torch.float32
-    attention = _ATTENTION[options.attn]
+    attention = _ATTENTION[options.attn] if options.sparse is None else register_sparse(options.sparse)
     made = getattr(transformers, auto_class)
     if attention == FLASH:
         register_flash()

@@ -220,7 +220,7 @@ def _cpu_totals(planned: Planned, measured: Measurement, tolerance: float) -> li
 def _same_kernels(planned: Planned) -> bool:
     """Return whether a CPU's kernels keep the tensors that CUDA's keep: fused attention in 16 bits, no dropout."""
     work = planned.case.workload
-    return work.dtype is not DType.FP32 and work.attn is Attention.SDPA and not planned.cpu_differs
+    return work.dtype is not DType.FP32 and work.attn is Attention.SDPA and not (work.sparse_attention or planned.cpu_differs)
 
 
 def _judged(name: str, want: int | None, have: int | None, tolerance: float, note: str, slack: int = 0) -> DriftRow:

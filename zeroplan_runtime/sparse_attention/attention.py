@@ -130,6 +130,8 @@ class _Reorder(torch.autograd.Function):
 
 
 def _moved(states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Laid out as [samples, tokens, heads, width], as projections are: a token's heads move as one piece."""
+    rows = states.transpose(1, 2)
     if len(tokens) == 1:
-        return states.index_select(2, tokens[0])
-    return states.gather(2, tokens.unsqueeze(-1).unsqueeze(0).expand_as(states))
+        return rows.index_select(1, tokens[0]).transpose(1, 2)
+    return rows.gather(1, tokens.t().unsqueeze(-1).unsqueeze(0).expand_as(rows)).transpose(1, 2)

@@ -14,15 +14,12 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.sparse_attention import TILE, require_tiles
+from zeroplan.core.sparse_attention import TILE, require_model_type, require_tiles
 from zeroplan_runtime.sparse_attention.attention import dense_attention, tiled_attention
 from zeroplan_runtime.sparse_attention.sparsity_config import SparsityConfig
 from zeroplan_runtime.sparse_attention.tiles import SparseScores
 
 logger = logging.getLogger("zeroplan_runtime")
-
-#: transformers' ``model_type`` of the models that are known to call attention as this module expects.
-MODEL_TYPES = ("bert", "roberta", "gpt2", "llama")
 
 _WHERE = "sparse attention"
 #: Lengths whose tables are kept.
@@ -67,7 +64,7 @@ def heads_of(model: nn.Module) -> int:
         BadInput: when there is none, or one of an unknown type.
     """
     config = _configs_of(model)[0]
-    _require_type(config)
+    require_model_type(config.model_type)
     return int(config.num_attention_heads)
 
 
@@ -92,13 +89,8 @@ def _is_of_transformers(module: nn.Module) -> bool:
     return loaded is not None and isinstance(module, loaded.PreTrainedModel)
 
 
-def _require_type(config: Any) -> None:
-    if config.model_type not in MODEL_TYPES:
-        raise BadInput(f"{config.model_type} is not supported", where=_WHERE, remedy=f"it knows {', '.join(MODEL_TYPES)}")
-
-
 def _require_known(config: Any, sparsity_config: SparsityConfig) -> None:
-    _require_type(config)
+    require_model_type(config.model_type)
     if getattr(config, "add_cross_attention", False):
         raise BadInput("cross-attention is not supported", where=_WHERE, remedy="use a model without it")
     if config.num_attention_heads != sparsity_config.num_heads:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.parallel import ParallelLayout
@@ -23,7 +22,13 @@ from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime import lines
 from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, offloaded_input_sizes, offloaded_inputs
-from zeroplan.engines.runtime.layouts import layout_of, require_exchangeable, require_splittable, require_trainable
+from zeroplan.engines.runtime.layouts import (
+    layout_of,
+    require_exchangeable,
+    require_sparse_attention,
+    require_splittable,
+    require_trainable,
+)
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
@@ -134,12 +139,8 @@ class Runtime(Engine):
         """
         self.require_runnable(case.zero)
         require_trainable(case.workload)
-        if case.workload.sparse_attention is not None and case.parallel is not None:
-            raise BadInput(
-                "it is not supported where ranks share the model or its tokens",
-                where="sparse_attention",
-                remedy="leave the key out, or --tp, --cp and --pp",
-            )
+        if case.workload.sparse_attention is not None:
+            require_sparse_attention(case)
         require_exchangeable(case.workload, case.zero, case.layout)
         if case.layout.tp > 1:
             require_splittable(case.workload, self.runtime_options)

@@ -11,6 +11,7 @@ from zeroplan.core.layout_setup import RuntimeSetup, require_exchange
 from zeroplan.core.one_bit import NOT_SPLIT
 from zeroplan.core.optimizers import RUNTIME_NAMES, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.sparse_attention import require_model_type
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime import runtime_setup
@@ -20,6 +21,7 @@ from zeroplan.models.spec import ModelSpec, SpecUnit
 
 if TYPE_CHECKING:
     from zeroplan.core.pipeline import Stage
+    from zeroplan.engines.base import Case
 
 
 def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, runtime_options: RuntimeOptions) -> RuntimeSetup:
@@ -96,6 +98,24 @@ def require_splittable(workload: Workload, runtime_options: RuntimeOptions) -> N
         raise BadInput(
             "is not done by tensor-parallel ranks", where="labelled_tokens_only", remedy="leave it out, or use --tp 1"
         )
+
+
+def require_sparse_attention(case: Case) -> None:
+    """Refuse what block-sparse attention is not made for, or not modelled with.
+
+    Raises:
+        BadInput: other models, ranks that share the model or its tokens, and compiled blocks.
+    """
+    where = "sparse_attention"
+    require_model_type(case.spec.model_type)
+    if case.parallel is not None:
+        raise BadInput(
+            "it is not supported where ranks share the model or its tokens",
+            where=where,
+            remedy="leave the key out, or --tp, --cp and --pp",
+        )
+    if case.workload.compile is not None:
+        raise BadInput("it is not modelled in compiled blocks", where=where, remedy="leave the key out, or --compile")
 
 
 def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout) -> None:

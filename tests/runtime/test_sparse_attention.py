@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.flop_counter import FlopCounterMode
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime import sparse_attention
-from zeroplan_runtime.sparse_attention import SparseAttentionUtils, SparseSelfAttention, SparsityConfig
+from zeroplan_runtime.compiled import uncompiled
+from zeroplan_runtime.sparse_attention import SparseAttentionUtils, SparseSelfAttention, SparsityConfig, attention
 from zeroplan_runtime.sparse_attention.attention import dense_attention, reorder, tiled_attention
 from zeroplan_runtime.sparse_attention.tiles import SparseScores, TokenOrder
 
@@ -205,6 +208,21 @@ def test_flex_attention_over_tokens_in_another_order_gives_the_same(name: str) -
     assert scores.keys is not None
     out = tiled_attention(query, key, value, scores, scores.block_mask())
     torch.testing.assert_close(out, plain_attention(query, key, value, kept_scores(config, tokens, causal=causal)))
+
+
+def test_the_kernels_are_compiled_where_an_engine_runs_compiled_functions_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's first micro batch does; all scores of a long sequence would not fit."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    attention._compiled.cache_clear()
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    query, key, value = (each.detach() for each in states(tokens=128))
+    scores = SparseScores.make(LAYOUTS["fixed"], 128, causal=True)
+    with uncompiled(FlopCounterMode(display=False)):
+        out = attention._compiled(False)(query, key, value, block_mask=scores.block_mask())
+    attention._compiled.cache_clear()
+    assert graphs["unique_graphs"] == before + 1
+    torch.testing.assert_close(out, dense_attention(query, key, value, scores.dense_mask()))
 
 
 def test_reordering_moves_the_gradient_back() -> None:

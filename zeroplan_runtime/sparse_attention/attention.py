@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroplan_runtime.sparse_attention.tiles import SparseScores, TokenOrder
 
@@ -87,6 +88,8 @@ def _compiled(autotune: bool) -> Callable[..., Any]:
     """FlexAttention compiled, shape by shape.
 
     As a whole graph, so that what cannot be compiled raises, where torch would otherwise compute all scores without a word.
+    That holds in an engine's first micro batch, too, which runs compiled functions as written and under a dispatch mode that
+    looks at parameters (:func:`zeroplan_runtime.compiled.uncompiled`): here are none, and all scores may not fit.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -96,7 +99,8 @@ def _compiled(autotune: bool) -> Callable[..., Any]:
     def attend(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # within a compiled model it is part of its graph
             return flex_attention(*args, **kwargs)
-        with torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES):
+        limit = torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES)
+        with _disable_current_modes(), torch.compiler.set_stance("default"), limit:
             return compiled(*args, **kwargs)
 
     return attend

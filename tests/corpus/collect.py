@@ -305,6 +305,48 @@ def torchtitan(data: Mapping[str, Any]) -> Expected:
     }
 
 
+def plain_script(text: str) -> str:
+    """A script without comments and empty lines; its arrays stay over their lines."""
+    bare = (re.sub(r"(^|\s)#[^\n]*", "", line).rstrip() for line in text.splitlines())
+    return "\n".join(line for line in bare if line.strip()) + "\n"
+
+
+def megatron_lm(text: str, path: str) -> Expected:
+    """Megatron-LM: megatron/training/arguments.py. Flags are found by their names in the whole text, variables put in."""
+    said = dict(re.findall(r"^(?:export )?(\w+)=([\w.]+)$", text, re.MULTILINE))
+    flags: dict[str, str] = {}
+    separator = r":[ \t]*" if path.endswith(".yaml") else r"[ \t=]+"
+    prefix = r"^[ \t]*" if path.endswith(".yaml") else r"--"
+    for name, value in re.findall(prefix + r"([a-z][\w-]*)(?:" + separator + r"([^\s\\\"')]+))?", text, re.MULTILINE):
+        plain = re.sub(r"^\$\{?(\w+)\}?$", lambda match: said.get(match[1], match[0]), value)
+        flags.setdefault(name.replace("-", "_"), plain)
+    number = {key: int(value) for key, value in flags.items() if re.fullmatch(r"\d+", value)}
+    on = {key for key, value in flags.items() if value.lower() not in ("false", "none")}
+    degrees: dict[str, Any] = {}
+    for field, key in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"), ("ep", "expert")):
+        size = number.get(f"{key}_parallel_size" if key == "context" else f"{key}_model_parallel_size", 1)
+        if size > 1:
+            degrees[field] = size
+    if "sequence_parallel" in on and degrees.get("tp", 1) > 1:
+        degrees["sp"] = True
+    return {
+        "engine": "megatron",
+        "stage": int("use_distributed_optimizer" in on),
+        "micro_batch": number["micro_batch_size"],
+        "seq_len": number.get("seq_length") or number.get("encoder_seq_length"),
+        "dtype": "bf16" if "bf16" in on else "fp16" if "fp16" in on else "fp32",
+        **(
+            {}
+            if any(value.startswith("$") for key, value in flags.items() if "_parallel_size" in key)
+            else {"degrees": degrees}
+        ),
+        **({"global_batch": number["global_batch_size"]} if "global_batch_size" in number else {}),
+        "left_out": sorted(
+            key for key in ("fp8_param_gather", "rampup_batch_size", "activations_checkpoint_method") if key in on
+        ),
+    }
+
+
 def accelerate(data: Mapping[str, Any]) -> Expected:
     """accelerate 1.15: commands/config/config_args.py, utils/dataclasses.py (plugins)."""
     kind = str(data.get("distributed_type", "NO")).upper()
@@ -357,6 +399,13 @@ WANTED = (
     ("litgpt", "Lightning-AI+litgpt", r"config_hub/finetune/.*\.yaml$", 16),
     ("litgpt", "Lightning-AI+litgpt", r"config_hub/pretrain/.*\.yaml$", 3),
     ("torchtitan", "pytorch+torchtitan", r"train_configs/.*\.toml$", 24),
+    (
+        "megatron-lm",
+        "NVIDIA+Megatron-LM",
+        r"examples/(gpt3|llama|mixtral|gptoss|megatron_fsdp)/.*(train|gpt_config).*\.(sh|yaml)$",
+        8,
+    ),
+    ("megatron-lm", "bigcode-project+Megatron-LM", r"examples/pretrain_gpt(?!3).*\.sh$", 8),
     ("hf-trainer", "haotian-liu+LLaVA", r"scripts/.*(finetune|pretrain)[^/]*\.sh$", 12),
     ("hf-trainer", "lm-sys+FastChat", r"scripts/train_vicuna.*\.sh$", 3),
     ("hf-trainer", "huggingface+peft", r"examples/sft/run_peft.*\.sh$", 9),
@@ -449,7 +498,11 @@ def main() -> None:
         if beside:
             row["beside"] = beside
         row["program"] = program
-        if program == "trl":
+        if program == "megatron-lm":
+            if is_script:
+                row["script"] = plain_script(text)
+            row["expected"] = megatron_lm(row.get("script", text), row["path"])
+        elif program == "trl":
             row["expected"] = trl(data, known["trl"])
         elif program == "llama-factory":
             row["expected"] = llama_factory(data, known["llama-factory"])

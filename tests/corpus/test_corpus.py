@@ -1,4 +1,4 @@
-"""Public files of eleven programs, each read as its program reads it: by what ``collect.py`` derived from their sources."""
+"""Public files of twelve programs, each read as its program reads it: by what ``collect.py`` derived from their sources."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ RIGHTLY_REFUSED = (
     "Megatron",
     "no key decides",
     "nothing says how many",
+    "use divisors of",
 )
 
 

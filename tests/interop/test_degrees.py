@@ -177,9 +177,9 @@ def test_accelerates_degrees() -> None:
     assert "parallelism_config.parallelism_config_dp_replicate_size" in keys_of(older)
 
 
-def test_megatrons_command_line_is_refused_by_name(tmp_path: Any) -> None:
+def test_a_script_on_megatron_that_is_not_its_own_is_refused_by_name(tmp_path: Any) -> None:
     script = tmp_path / "run.sh"
     flags = "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 2 --num-layers 32 --micro-batch-size 1 --bf16"
-    script.write_text(f"torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py {flags}\n")
-    with pytest.raises(BadInput, match=r"pretrain_gpt\.py trains by Megatron-LM; no engine here plans that"):
+    script.write_text(f"torchrun --nproc_per_node 8 --nnodes 2 pretrain_vlm.py {flags}\n")
+    with pytest.raises(BadInput, match=r"pretrain_vlm\.py trains by Megatron-LM in a way of its own"):
         read_setup(str(script))

@@ -10,7 +10,7 @@ from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import Mark, Op
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.megatron.chunk import ChunkLayers, chunk_tape
@@ -135,6 +135,44 @@ def _kept(shapes: Shapes, part: ChunkLayers) -> int:
         elif op == Op.FREE:
             now -= sizes[arg]
     raise AssertionError("no backward")
+
+
+#: Korthikanti et al. 2022, table 3 and figure 1: layers, width, heads, pipeline stages, chunks, samples of a micro batch, micro
+#: batches, and the parameters that they print. On A100s of 80 GB they train with sequence parallelism and selective
+#: recomputation, and not without.
+PUBLISHED = {
+    "22B": (48, 6144, 64, 1, 1, 4, 1, 22.0e9),
+    "1T": (128, 25600, 160, 64, 1, 1, 512, 1008.0e9),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_train_as_their_papers_say(name: str) -> None:
+    layers, hidden, heads, stages, chunks, samples, count, parameters = PUBLISHED[name]
+    config = {
+        "model_type": "megatron_gpt",
+        "num_layers": layers,
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "vocab_size": 51200,
+        "max_position_embeddings": 2048,
+        "transformer_impl": "local",
+    }
+    needs = {}
+    for saving in (False, True):
+        spec = load_model({**config, "recompute_granularity": "selective"} if saving else config)
+        assert spec.params == pytest.approx(parameters, rel=0.004)
+        case = Case(
+            spec,
+            Workload(seq_len=2048, micro_batch=samples, grad_accum=count, dtype=DType.FP16),
+            Cluster.of(gpus=8, nodes=stages, gpu="A100-80G"),
+            ZeroConfig.of(0),
+            parallel=ParallelLayout(gpus=8, nodes=stages, tp=8, sp=saving, pp=stages, vpp=chunks),
+        )
+        tape = Megatron().own_tape(case)
+        assert tape is not None
+        needs[saving] = Megatron().simulate(case, tape).peak_reserved
+    assert needs[True] < 80e9 < needs[False]
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -114,7 +114,9 @@ class Megatron(Engine):
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return that nothing of it was measured, which may mean more memory than planned."""
-        return (_NO_MEASUREMENT,)
+        if case.layout.cp == 1:
+            return (_NO_MEASUREMENT,)
+        return (_NO_MEASUREMENT, Unmodelled("--cp", Effect.MORE, "what attention sends round the ranks of a sample"))
 
     def simulates(self, case: Case) -> bool:
         """Return whether its layers are described: not those with experts or latent attention."""

@@ -10,6 +10,7 @@ from zeroplan.interop.programs.ds_config import DsConfigFile
 from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.litgpt import LitGpt
 from zeroplan.interop.programs.llama_factory import LlamaFactory
+from zeroplan.interop.programs.megatron_lm import MegatronLm
 from zeroplan.interop.programs.ms_swift import MsSwift
 from zeroplan.interop.programs.open_instruct import OpenInstruct
 from zeroplan.interop.programs.program import Program
@@ -21,7 +22,7 @@ from zeroplan.interop.programs.trl import Trl
 
 _ALL = (
     *(DsConfigFile(), HfTrainer(), Trl(), LlamaFactory(), Axolotl(), Accelerate(), Torchtune(), OpenInstruct(), MsSwift()),
-    *(LitGpt(), Torchtitan()),
+    *(LitGpt(), Torchtitan(), MegatronLm()),
 )
 #: Every program by the name that ``--program`` takes.
 PROGRAMS: dict[str, Program] = {one.name: one for one in _ALL}
@@ -65,9 +66,9 @@ def owner_of(document: Document) -> Program:
     showing = [one for one in PROGRAMS.values() if one.recognises(document)]
     if not showing and document.command is not None and document.has(*_MEGATRON):
         raise BadInput(
-            f"{document.command.program[:60]} trains by Megatron-LM; no engine here plans that",
+            f"{document.command.program[:60]} trains by Megatron-LM in a way of its own",
             where=document.name,
-            remedy="plan FSDP2 with --tp, --sp, --cp, --pp and the model's config.json",
+            remedy="say --program megatron-lm to read Megatron-LM's own arguments, or plan --engine megatron by flags",
         )
     bases = {one.base for one in showing}
     claiming = [one for one in showing if one.name not in bases]

@@ -18,8 +18,12 @@ _ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|(\w+))")
 #: Continued lines: a shell's backslash, and the caret of Windows.
 _CONTINUED = re.compile(r"(?:\\|[ \t]\^)[ \t]*\r?\n")
-#: An array over several lines; its words become the text of a variable.
-_ARRAY = re.compile(r"^[ \t]*((?:export|local|declare|readonly)[ \t]+(?:-a[ \t]+)?)?(\w+\+?)=\(([^()]*)\)", re.MULTILINE)
+#: An array over several lines; its words become the text of a variable. Quoted words and comments may hold parentheses.
+_ARRAY = re.compile(
+    r"^[ \t]*((?:export|local|declare|readonly)[ \t]+(?:-a[ \t]+)?)?(\w+\+?)="
+    r"\(((?:\"[^\"]*+\"|'[^']*+'|(?<=\s)#[^\n]*+|[^()\"'])*+)\)",
+    re.MULTILINE,
+)
 _POSITIONAL = re.compile(r"\$\{?\d+\}?")
 _QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[[@*]\]\}"')
 _COMMENT = re.compile(r"(^|\s)#[^\n]*")
@@ -47,7 +51,7 @@ RECIPES = (".yaml", ".yml", ".json", ".toml")
 _TRAINING_FLAGS = frozenset(
     (
         *("per_device_train_batch_size", "per_gpu_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
-        *("tensor_model_parallel_size", "pipeline_model_parallel_size"),  # Megatron-LM's
+        *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_attention_heads"),  # Megatron-LM's
         *("gradient_checkpointing", "finetuning_type", "max_train_steps", "train_type", "tuner_type", "lora_r", "lora_rank"),
     )
 )
@@ -117,7 +121,7 @@ def training_command(text: str, name: str) -> Command:
 
 def _commands(text: str, name: str) -> Iterator[Command]:
     variables: dict[str, str] = {}
-    lines = _QUOTED_ARRAY.sub(r"${\1}", _ARRAY.sub(_as_text, _CONTINUED.sub(" ", text))).splitlines()
+    lines = _ARRAY.sub(_as_text, _QUOTED_ARRAY.sub(r"${\1}", _CONTINUED.sub(" ", text))).splitlines()
     if len(lines) > _MOST_LINES:
         raise BadInput(f"holds more than {_MOST_LINES:,} lines", where=name, remedy="give the command alone")
     size = 0

@@ -1,0 +1,115 @@
+"""Megatron-LM's command lines and YAML: what is read, what is named, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zeroplan.core.errors import BadInput
+from zeroplan.interop.readers import read_setup
+from zeroplan.interop.setups import Setup
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+
+BASE = (
+    "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
+    "--micro-batch-size 2 --global-batch-size 32 --vocab-size 4000 --tokenizer-type NullTokenizer --bf16"
+)
+
+
+def script(tmp_path: Any, flags: str, *, head: str = "torchrun --nproc_per_node 8 pretrain_gpt.py") -> str:
+    path = tmp_path / "train.sh"
+    path.write_text(f"{head} {flags}\n")
+    return str(path)
+
+
+def read(tmp_path: Any, more: str = "") -> Setup:
+    return read_setup(script(tmp_path, f"{BASE} {more}"))
+
+
+def named(setup: Setup) -> set[str]:
+    return {one.key for one in setup.unmodelled}
+
+
+def test_arrays_with_comments_quotes_and_conditions_are_read(tmp_path: Any) -> None:
+    path = tmp_path / "train.sh"
+    path.write_text(
+        f"""#!/bin/bash
+GPUS=8
+MODEL_ARGS=(
+    {BASE}  # a comment (with parentheses)
+    --num-experts 8 --moe-router-topk 2
+    --moe-layer-freq "([0]*2+[1]*6)"
+)
+FP8_ARGS=()
+FP8_ARGS+=( "--fp8-format hybrid" )
+torchrun --nproc_per_node $GPUS --nnodes 2 pretrain_gpt.py ${{MODEL_ARGS[@]}} ${{FP8_ARGS[@]}} \\
+    --expert-model-parallel-size 4 --use-distributed-optimizer
+"""
+    )
+    setup = read_setup(str(path))
+    assert isinstance(setup.model, dict)
+    assert setup.model["moe_layer_freq"] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert setup.model["vocab_size"] == 4001  # the tokenizer adds the end of a document
+    assert (setup.gpus, setup.nodes, setup.stage, setup.global_batch) == (8, 2, 1, 32)
+    assert setup.degrees["ep"] == 4
+    assert "fp8_format" in named(setup)
+
+
+def test_switches_and_degrees(tmp_path: Any) -> None:
+    setup = read(
+        tmp_path,
+        "--swiglu --disable-bias-linear --group-query-attention --num-query-groups 4 --no-rope-fusion --normalization RMSNorm "
+        "--use-rotary-position-embeddings --untie-embeddings-and-output-weights --recompute-activations --use-flash-attn "
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 2 --overlap-grad-reduce",
+    )
+    model = setup.model
+    assert isinstance(model, dict)
+    assert model["add_bias_linear"] is False
+    assert model["apply_rope_fusion"] is False
+    assert (model["num_query_groups"], model["position_embedding_type"]) == (4, "rope")
+    assert (model["recompute_granularity"], model["attention_backend"]) == ("selective", "flash")
+    assert setup.degrees == {"tp": 2, "pp": 2, "sp": True, "vpp": 2}
+    assert named(setup) == {setup.keys[name] for name in setup.degrees}
+
+
+def test_names_that_are_not_known_are_listed_and_leave_fits_open(tmp_path: Any) -> None:
+    path = script(tmp_path, f"{BASE} --my-own-memory-trick 3 --log-interval 10 --mtp-num-layers 1")
+    assert {"my_own_memory_trick", "mtp_num_layers"} == named(read_setup(path))
+    report = estimate_report(Request(files=(path,), gpu="8xH100"))
+    assert report.plans[0].fits is None
+    assert {"my_own_memory_trick", "mtp_num_layers", "unmeasured"} <= {one.key for one in report.plans[0].unmodelled}
+    assert report.workload["grad_accum"] == 2
+
+
+def test_yaml_of_two_sections(tmp_path: Any) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "language_model:\n  num_layers: 8\n  hidden_size: 512\n  num_attention_heads: 8\n  activation_func: gelu\n"
+        "model_parallel:\n  tensor_model_parallel_size: 2\n"
+        "micro_batch_size: 2\nseq_length: 256\nmax_position_embeddings: 256\nbf16: true\nuse_distributed_optimizer: true\n"
+    )
+    setup = read_setup(str(path))
+    assert (setup.program, setup.degrees, setup.stage, setup.dtype) == ("megatron-lm", {"tp": 2}, 1, "bf16")
+    assert isinstance(setup.model, dict)
+    assert setup.model["vocab_size"] == 50257
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (BASE.replace("--micro-batch-size 2", ""), "no micro batch"),
+        (BASE.replace("--seq-length 256", ""), "no length"),
+        (f"{BASE} --num-experts 8 --moe-layer-freq x", "no pattern"),
+        (f"{BASE} --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3", "chunks of 3 layers"),
+        (f"{BASE} --num-virtual-stages-per-pipeline-rank 2", "chunks without pipeline stages"),
+        (BASE.replace("--num-layers 8", "--num-layers eight"), "num_layers"),
+    ],
+)
+def test_what_megatron_refuses_is_one_line(tmp_path: Any, flags: str, words: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        read_setup(script(tmp_path, flags))
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -1,0 +1,304 @@
+"""Megatron-LM: command lines of ``pretrain_gpt.py``, and the files of ``--yaml-cfg``.
+
+The model is what the arguments describe (:mod:`zeroplan.models.megatron`). Of arguments that no field holds, those that have no
+part in memory are known by name; all others are listed among what the figures leave out.
+
+Source: Megatron-LM core_v0.16.1, ``megatron/training/arguments.py`` (``validate_args``), ``yaml_arguments.py``,
+``tokenizer/tokenizer.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.builder import Builder
+from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.machine import take_machine
+from zeroplan.interop.programs.program import Program
+from zeroplan.interop.setups import Setup
+from zeroplan.models.megatron import MODEL_TYPE, MegatronModel
+
+MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
+
+_SCRIPT = "pretrain_gpt.py"
+#: Sections of a YAML file.
+_SECTIONS = ("language_model", "model_parallel")
+#: Arguments that switch off what is on by default, with the model's key.
+_SWITCHED_OFF = {
+    "disable_bias_linear": "add_bias_linear",
+    "no_masked_softmax_fusion": "masked_softmax_fusion",
+    "no_bias_dropout_fusion": "bias_dropout_fusion",
+    "no_rope_fusion": "apply_rope_fusion",
+    "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "no_create_attention_mask_in_dataloader": "create_attention_mask_in_dataloader",
+}
+#: Arguments that are a key of the model's under its own name, by what is read.
+_OWN = {one.name: str(one.type) for one in fields(MegatronModel)}
+#: Degrees of parallelism, with a request's fields.
+_DEGREES = {
+    "tensor_model_parallel_size": "tp",
+    "context_parallel_size": "cp",
+    "pipeline_model_parallel_size": "pp",
+    "expert_model_parallel_size": "ep",
+}
+_SPECIAL = ("moe_layer_freq", "recompute_modules", "num_query_groups", "vocab_size", "bias_activation_fusion")
+#: The words of tokenizers that have a vocabulary of their own.
+_VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "BertWordPieceLowerCase": 30522}
+#: What changes memory and is in no figure.
+_NOT_MODELLED = {
+    "fp8_format": (UNKNOWN, "8-bit products, with their copies and scales; 16 bits are counted"),
+    "fp8": (UNKNOWN, "8-bit products, with their copies and scales; 16 bits are counted"),
+    "fp8_param_gather": (UNKNOWN, "8-bit parameters; 16 bits are counted"),
+    "fp4_format": (UNKNOWN, "4-bit products; 16 bits are counted"),
+    "use_megatron_fsdp": (UNKNOWN, "Megatron-FSDP shards parameters and gradients; none is sharded in the figures"),
+    "use_custom_fsdp": (UNKNOWN, "Megatron-FSDP shards parameters and gradients; none is sharded in the figures"),
+    "use_torch_fsdp2": (UNKNOWN, "FSDP2 shards parameters; plan it with --engine fsdp2"),
+    "optimizer_cpu_offload": (LESS, "optimizer states on the host"),
+    "cpu_offloading_num_layers": (LESS, "activations on the host"),
+    "fine_grained_activation_offloading": (LESS, "activations on the host"),
+    "use_precision_aware_optimizer": (LESS, "the optimizer keeps masters and states itself, in other dtypes"),
+    "main_grads_dtype": (UNKNOWN, "gradients of another dtype"),
+    "main_params_dtype": (LESS, "masters of another dtype"),
+    "exp_avg_dtype": (LESS, "moments of another dtype"),
+    "exp_avg_sq_dtype": (LESS, "moments of another dtype"),
+    "mtp_num_layers": (MORE, "layers and logits of multi-token prediction"),
+    "tp_comm_overlap": (MORE, "user buffers of overlapped collectives"),
+    "use_nccl_ub": (MORE, "registered buffers of NCCL"),
+    "distribute_saved_activations": (LESS, "saved inputs are shared by tensor-parallel ranks"),
+    "fp32_residual_connection": (MORE, "a residual stream in fp32"),
+    "cuda_graph_impl": (MORE, "memory pools of CUDA graphs"),
+    "enable_cuda_graph": (MORE, "memory pools of CUDA graphs"),
+    "external_cuda_graph": (MORE, "memory pools of CUDA graphs"),
+    "num_distributed_optimizer_instances": (MORE, "replicas of the distributed optimizer's shards"),
+    "pipeline_model_parallel_layout": (UNKNOWN, "stages by a layout of its own; layers are divided evenly"),
+    "microbatch_group_size_per_vp_stage": (UNKNOWN, "rounds of another size in the interleaved schedule"),
+    "overlap_moe_expert_parallel_comm": (MORE, "one micro batch more in flight"),
+    "delay_wgrad_compute": (MORE, "inputs kept for gradients that are computed later"),
+    "defer_embedding_wgrad_compute": (MORE, "inputs kept for the head's gradient"),
+    "openai_gelu": (UNKNOWN, "another activation"),
+    "squared_relu": (UNKNOWN, "another activation"),
+    "quick_geglu": (UNKNOWN, "another activation"),
+    "window_size": (UNKNOWN, "attention over a window"),
+    "attention_output_gate": (MORE, "a gate behind attention"),
+    "heterogeneous_layers_config_path": (UNKNOWN, "layers that differ"),
+    "spec": (UNKNOWN, "layers by a specification of its own"),
+    "hybrid_override_pattern": (UNKNOWN, "layers of other kinds"),
+    "experimental_attention_variant": (UNKNOWN, "another attention"),
+    "moe_latent_size": (UNKNOWN, "projections around the experts"),
+    "ddp_pad_buckets_for_high_nccl_busbw": (MORE, "buckets with more padding"),
+    "nccl_communicator_config_path": (UNKNOWN, "NCCL's buffers"),
+    "step_batch_size_schedule": (UNKNOWN, "a batch that grows; the last size is planned"),
+    "rampup_batch_size": (UNKNOWN, "a batch that grows; the last size is planned"),
+    "perform_rl_step": (MORE, "rollouts beside training"),
+}
+#: Names that have no part in a GPU's memory: data, logs, checkpoints, learning rates, seeds, and what only runs otherwise.
+_HARMLESS = re.compile(
+    r"(decoupled_)?(min_)?lr(_.*)?|(adam|muon)_.*|weight_decay.*|(start|end)_weight_decay|sgd_momentum|clip_grad|train_.*|valid_.*"
+    r"|test_data_path|eval_(iters|interval)|exit_.*|log_.*|tensorboard_.*|wandb_.*|timing_.*|one_logger.*|no_one_logger|save.*|load.*"
+    r"|no_(save|load)_.*|ckpt_.*|.*dist_ckpt.*|async_save|auto_detect_ckpt_format|finetune|data_.*|mock_data|split|.*_file|tokenizer_.*"
+    r"|num_workers|num_dataset_builder_threads|dataloader_.*|no_mmap_bin_files|seed|init_method.*|rotary_(base|seq_len.*|scaling.*)"
+    r"|use_rope_scaling|rope_(type|scaling_factor)|norm_epsilon|layernorm_epsilon|apply_layernorm_1p|layernorm_zero_centered_gamma"
+    r"|use_mcore_models|bf16|fp16|loss_scale.*|initial_loss_scale|min_loss_scale|hysteresis|distributed_(backend|timeout.*)|local_rank"
+    r"|use_cpu_initialization|lazy_mpu_init|manual_gc.*|empty_unused_memory_level|profile.*|use_pytorch_profiler|nccl_(?!ub|comm).*"
+    r"|no_(async_tensor_model_parallel_allreduce|check_for_nan_in_loss_and_grad|persist_layer_norm|overlap_p2p_communication|align.*)"
+    r"|overlap_(p2p_comm|param_gather)|use_(fused_weight_gradient|checkpoint_args|persistent_ckpt_worker|tp_pp_dp_mapping|dist_ckpt)"
+    r"|ddp_average_in_collective|calculate_per_token_loss|eod_mask_loss|reset_(position_ids|attention_mask)|override_opt.*|skip_train"
+    r"|moe_(aux_loss_coeff|z_loss_coeff|router_(load_balancing_type|pre_softmax|score_function|bias_update_rate|topk_scaling_factor"
+    r"|num_groups|group_topk|enable_expert_bias|dtype|fusion)|per_layer_logging)|apply_query_key_layer_scaling|attention_softmax_in_fp32"
+    r"|rerun_mode|error_injection.*|enable_(ft_package|experimental|gloo_process_groups)|disable_(gloo.*|msc|jit_fuser)|high_priority.*"
+    r"|yaml_cfg|fake_process_group|no_barrier.*|barrier.*|use_sharp|app_tag_.*|iterations_to_skip|no_position_embedding|mscale.*"
+    r"|transformer_pipeline_model_parallel_size|deterministic_mode|te_rng_tracker|cross_entropy_loss_fusion"
+)
+#: What Megatron evaluates of a pattern: lists of zeros and ones, repeated and joined.
+_PATTERN = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
+
+
+class MegatronLm(Program):
+    """Megatron-LM's own training script for decoders of text."""
+
+    name = "megatron-lm"
+    title = "Megatron-LM"
+    version = "core 0.16"
+
+    def recognises(self, document: Document) -> tuple[str, ...]:
+        """Return the script's name on a command line, or the sections of a YAML file."""
+        if document.command is not None:
+            started = document.command.program.rpartition("/")[2]
+            return (started, *document.has(*_OWN, *_NOT_MODELLED, *_DEGREES)) if started == _SCRIPT else ()
+        return _SECTIONS if all(isinstance(document.data.get(name), Mapping) for name in _SECTIONS) else ()
+
+    def could_own(self, document: Document) -> bool:
+        """Return whether a script of another name has its arguments."""
+        return (
+            document.command is not None and len(document.has("tensor_model_parallel_size", "num_layers", "hidden_size")) == 3
+        )
+
+    def read(self, document: Document) -> Setup:
+        """Read the run.
+
+        Raises:
+            BadInput: as of :meth:`Program.read`.
+        """
+        data = dict(map(_apart, *zip(*document.data.items(), strict=True))) if document.data else {}
+        for name in _SECTIONS:
+            section = data.pop(name, None)
+            data |= dict(section) if isinstance(section, Mapping) else {}
+        run = Builder(replace(document, data=data), self.name, self.label)
+        run.set("task", "pretrain")
+        run.set("engine", "megatron")
+        run.set("stage", 1 if run.flag("use_distributed_optimizer") else 0, "use_distributed_optimizer")
+        take_machine(run)
+        self._batch(run)
+        self._precision(run)
+        model = self._model(run)
+        self._layout(run, model)
+        run.set("model", model)
+        self._others(run)
+        return run.setup()
+
+    def _batch(self, run: Builder) -> None:
+        if run.count("micro_batch", "micro_batch_size") is None:
+            raise BadInput("says no micro batch", where=f"{run.name}: micro_batch_size", remedy="give --micro-batch-size")
+        if run.count("seq_len", "seq_length", "encoder_seq_length") is None:
+            raise BadInput("says no length of a sample", where=f"{run.name}: seq_length", remedy="give --seq-length")
+        whole = run.number("global_batch_size")
+        if whole is not None:
+            run.set("global_batch", whole, "global_batch_size")
+
+    def _precision(self, run: Builder) -> None:
+        half = next((name for name in ("bf16", "fp16") if run.flag(name)), None)
+        run.set("dtype", half or "fp32", half or "")
+        name = run.word("optimizer") or "adam"
+        if name not in ("adam", "sgd"):
+            run.leave_out("optimizer", UNKNOWN, f"{name[:40]}; the states of Adam are counted")
+        run.set("optimizer", "sgd_momentum" if name == "sgd" else "adamw", "optimizer")
+
+    def _model(self, run: Builder) -> dict[str, Any]:
+        """Return the model's config: Megatron's names, what is said alone."""
+        found: dict[str, Any] = {"model_type": MODEL_TYPE}
+        for name, kind in _OWN.items():
+            if name in _SPECIAL:
+                continue
+            value = _typed(run, name, kind)
+            if value is not None:
+                found[name] = value
+        for off, name in _SWITCHED_OFF.items():
+            if run.flag(off):
+                found[name] = False
+        if run.flag("use_rotary_position_embeddings"):
+            found["position_embedding_type"] = "rope"
+        if run.flag("recompute_activations"):
+            found["recompute_granularity"] = "selective"
+        if run.flag("use_flash_attn"):
+            found.setdefault("attention_backend", "flash")
+        fused = "no_bias_swiglu_fusion" if run.flag("swiglu") else "no_bias_gelu_fusion"
+        if run.flag(fused):
+            run.leave_out(fused, MORE, "bias and activation by several kernels, each with a tensor")
+        self._queries(run, found)
+        self._experts(run, found)
+        modules = run.texts("recompute_modules") or tuple(str(run.data.get("recompute_modules", "")).split())
+        if modules and found.get("recompute_granularity") == "selective":
+            found["recompute_modules"] = modules
+            if set(modules) - {"core_attn"}:
+                run.leave_out("recompute_modules", LESS, f"{', '.join(sorted(set(modules) - {'core_attn'}))[:80]} run again")
+        if found.get("recompute_granularity") == "full":
+            run.set("gradient_checkpointing", True, "recompute_granularity")
+        found["vocab_size"] = self._vocabulary(run, found)
+        return found
+
+    def _queries(self, run: Builder, found: dict[str, Any]) -> None:
+        groups = run.number("num_query_groups")
+        if run.flag("group_query_attention") or (groups is not None and "group_query_attention" not in run.data):
+            found["num_query_groups"] = groups or 1
+
+    def _experts(self, run: Builder, found: dict[str, Any]) -> None:
+        said, layers = run.value("moe_layer_freq"), found.get("num_layers")
+        if said is None or not found.get("num_experts") or not isinstance(layers, int) or layers > 10_000:
+            return
+        if isinstance(said, int) and said > 0:
+            found["moe_layer_freq"] = [int(layer % said == 0) for layer in range(layers)]
+            return
+        if isinstance(said, list) and all(one in (0, 1) for one in said):
+            found["moe_layer_freq"] = said
+            return
+        text = re.sub(r"\s|^\(|\)$", "", str(said))
+        pattern: list[int] = []
+        for part in text.split("+"):
+            match = _PATTERN.fullmatch(part.strip("()"))
+            if match is None:
+                raise run.bad("moe_layer_freq", "is no pattern of layers", "write ([0]*3+[1]*58), or a number")
+            pattern += [int(one) for one in match[1].split(",")] * int(match[2] or 1)
+        found["moe_layer_freq"] = pattern
+
+    def _vocabulary(self, run: Builder, found: dict[str, Any]) -> int:
+        """Return the number of words: said, or that of a tokenizer that is known by its name."""
+        said = run.number("padded_vocab_size") or run.number("vocab_size")
+        kind = run.text("tokenizer_type")
+        if said is not None:
+            return said + (kind == "NullTokenizer" and not found.get("padded_vocab_size"))
+        known = _VOCABULARIES.get(kind or "GPT2BPETokenizer")
+        if known is not None:
+            run.assume(f"{known:,} words of {kind or 'GPT2BPETokenizer'}")
+            return known
+        run.leave_out("tokenizer_type", UNKNOWN, f"the words of {str(kind)[:40]} are not known; 128,256 are counted")
+        return 128_256
+
+    def _layout(self, run: Builder, model: Mapping[str, Any]) -> None:
+        for key, field in _DEGREES.items():
+            if (found := run.number(key)) is not None and found > 1:
+                run.degree(field, found, key)
+        tp, pp = int(run.degrees.get("tp", 1)), int(run.degrees.get("pp", 1))
+        if run.flag("sequence_parallel") and tp > 1:
+            run.degree("sp", value=True, key="sequence_parallel")
+        experts = run.number("expert_tensor_parallel_size")
+        if model.get("num_experts") and (experts or tp) > 1:
+            run.degree("etp", experts or tp, "expert_tensor_parallel_size")
+        self._chunks(run, model, pp)
+
+    def _chunks(self, run: Builder, model: Mapping[str, Any], pp: int) -> None:
+        chunks, key = run.number("num_virtual_stages_per_pipeline_rank"), "num_virtual_stages_per_pipeline_rank"
+        each = run.number("num_layers_per_virtual_pipeline_stage")
+        layers = model.get("num_layers")
+        if chunks is None and each is not None and isinstance(layers, int):
+            key = "num_layers_per_virtual_pipeline_stage"
+            count = layers + sum(bool(model.get(f"account_for_{part}_in_pipeline_split")) for part in ("embedding", "loss"))
+            if count % (pp * each):
+                raise BadInput(
+                    f"{pp} stages with chunks of {each} layers do not divide {count} layers",
+                    where=f"{run.name}: {key}",
+                    remedy="use a divisor of a stage's layers",
+                )
+            chunks = count // (pp * each)
+        if chunks is not None and chunks > 1 and pp == 1:
+            raise BadInput("chunks without pipeline stages", where=f"{run.name}: {key}", remedy="raise the pipeline's size")
+        if chunks is not None and chunks > 1:
+            run.degree("vpp", chunks, key)
+
+    def _others(self, run: Builder) -> None:
+        """List what is in no figure, by its name; names that Megatron does not have are among them."""
+        run.leave_out_flags(_NOT_MODELLED)
+        if run.amount("rotary_percent") not in (None, 1.0):
+            run.leave_out("rotary_percent", UNKNOWN, "positions of a part of the channels")
+        for key in run.data:
+            if key not in run.read and not _HARMLESS.fullmatch(key) and run.on(key):
+                run.leave_out(key, UNKNOWN, "what it does to memory is not known here")
+
+
+def _apart(key: str, value: Any) -> tuple[str, Any]:
+    """Return name and value of a flag that a script quotes together with its value, which bash splits later on."""
+    name, space, said = key.partition(" ")
+    return (name, said.strip()) if space and value is True else (key, value)
+
+
+def _typed(run: Builder, name: str, kind: str) -> Any:
+    """Read one of the model's keys as the kind that its field has."""
+    if kind == "int":
+        return run.number(name, least=0)
+    if kind == "bool":
+        return run.flag(name)
+    return run.amount(name) if kind == "float" else run.text(name)

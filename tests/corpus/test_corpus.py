@@ -94,6 +94,7 @@ RIGHTLY_REFUSED = (
     "no key decides",
     "nothing says how many",
     "use divisors of",
+    "do not divide the global batch",
 )
 
 

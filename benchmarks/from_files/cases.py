@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent / "cases"
 #: What the programs of the cases are called in a command line.
-_PROGRAM = re.compile(r"(?<!\S)(train\.py|-m trl\.scripts\.\w+)(?= )")
+_PROGRAM = re.compile(r"(?<!\S)((?:train|orpo|cpo)\.py|-m trl\.scripts\.\w+)(?= )")
 _TWO_GPUS = re.compile(r"--nproc_per_node 2")
 _PROCESSES = re.compile(r"^num_processes: (\d+)$", re.MULTILINE)
 

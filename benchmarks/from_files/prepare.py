@@ -31,6 +31,8 @@ _PAD, _BEGIN, _END = "<pad>", "<s>", "</s>"
 #: Words of a long text: above every length that a case asks for, so that all samples are cut to that length.
 _LONG = 2600
 _ROWS = 64
+#: Tokens of a prompt to be completed: what a plan assumes where nothing bounds them.
+_PROMPT = 512
 #: Tokens of a text to be scored, to which the reward trainer adds an end; it drops what is longer than ``max_length``.
 _SCORED = 1023
 
@@ -57,6 +59,8 @@ def main(folder: Path, tiny: bool) -> None:
     write_rows(folder / "data/reward", ({"chosen": text(_SCORED), "rejected": text(_SCORED)} for _ in range(_ROWS)))
     cut = ({"chosen": long()[:_SCORED], "rejected": long()[:_SCORED]} for _ in range(_ROWS))
     write_rows(folder / "data/reward_bytes", cut)
+    write_rows(folder / "data/judged", (judged(lambda _: text(2), long, index) for index in range(_ROWS)))
+    write_rows(folder / "data/prompts", ({"prompt": text(_PROMPT)} for _ in range(_ROWS)))
     write_rows(folder / "data/kto", (judged(text, long, index) for index in range(_ROWS)))
 
 

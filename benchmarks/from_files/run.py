@@ -108,7 +108,8 @@ def start(case: Case, folder: Path, out: Path, port: int, tiny: bool) -> Running
     place = folder / "runs" / case.id
     shutil.rmtree(place, ignore_errors=True)
     shutil.copytree(case.folder, place)
-    shutil.copy(HERE / "train.py", place)
+    for program in ("train.py", "orpo.py", "cpo.py", "rewards.py"):
+        shutil.copy(HERE / program, place)
     for name in ("meta-llama", "Qwen", "data"):
         (place / name).symlink_to((folder / name).resolve())
     if tiny:

@@ -19,7 +19,7 @@ CASES = all_cases()
 #: What a command line says beside its files: the task by the script's name, and with it the head; the machine's size.
 SAID_BY_COMMAND = {
     *("files", "assumed", "keys", "gpus", "nodes", "unmodelled"),
-    *("task", "chunked_head", "pairs", "head", "reference", "lora_dropout"),
+    *("task", "chunked_head", "pairs", "head", "reference", "lora_dropout", "kl_batch", "pair_loss"),
 }
 #: Runs whose causes of misses are modelled, and how far from them the plan of their files may be: allocated and reserved.
 MODELLED = {
@@ -29,12 +29,22 @@ MODELLED = {
     "trainer_fp32_adafactor": (0.002, 0.01),
     "trl_dpo": (0.004, 0.02),
     "trl_dpo_lora": (0.0005, 0.01),
+    "trl_kto": (0.005, 0.07),
     "trl_sft_qlora": (0.0005, 0.08),
 }
 
 
 #: Recipes that any of several trainers could read; the command names the one.
-UNDECIDED = {"trl_kto", "trl_reward", "trl_reward_llama"}
+UNDECIDED = {
+    "trl_orpo",
+    "trl_orpo_lora",
+    "trl_kto",
+    "trl_kto_llama",
+    "trl_kto_lora",
+    "trl_kto_precomputed",
+    "trl_reward",
+    "trl_reward_llama",
+}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

@@ -16,7 +16,7 @@ RUNS = {run.id: run for run in load_cases()}
 #: Runs of shipped tapes that plan in a second or two: full and adapted, DDP, FSDP 1 and DeepSpeed, run and run out.
 SAMPLE = ("alpaca-73", "deepspeed-4953", "fms-14-row-00", "fms-14-row-01", "fms-14-row-04", "fms-14-row-09")
 #: Complete runs that were said to fit and did not, with the cause told in docs/reported.md.
-KNOWN_FALSE_SAFE = {"alpaca-190", "llamafactory-6531-batch-1"}
+KNOWN_FALSE_SAFE = {"alpaca-190", "llamafactory-6531-batch-1"}  # blind
 
 
 def _lines(path: Any) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def test_the_kept_scores_add_up(path: Any) -> None:
     assert [one["id"] for one in kept["runs"]] == list(RUNS)
     complete = [one for one in kept["runs"] if one["complete"]]
     wrong = {one["id"] for one in complete if one["verdict"] == Verdict.FALSE_SAFE}
-    assert wrong <= KNOWN_FALSE_SAFE
+    assert wrong == (KNOWN_FALSE_SAFE if path == BLIND else set())
     assert kept["complete"]["runs"] == len(complete)
     assert kept["complete"]["verdicts"][Verdict.FALSE_SAFE] == len(wrong)
     errors = [figure["error"] for one in complete for figure in one["figures"]]

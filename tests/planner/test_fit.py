@@ -127,3 +127,26 @@ def test_the_plan_states_the_hosts_share() -> None:
     assert (
         estimate_report(Request(model="gpt2", gpu="RTX 4090", cpu_ram=64 * GIB, depth="formula")).cluster["host"] == "desktop"
     )
+
+
+@pytest.mark.parametrize(
+    ("engine", "more", "fits"),
+    [
+        ("fsdp2", {}, True),
+        ("fsdp2", {"pads": True}, None),  # other lengths leave other fragments
+        ("fsdp", {}, None),  # never measured at its limit
+    ],
+)
+def test_a_run_that_has_to_empty_its_cache_fits_where_such_runs_were_measured(
+    engine: str, more: dict[str, Any], fits: bool | None
+) -> None:
+    asked: dict[str, Any] = {"model": "meta-llama/Llama-3.2-1B", "seq_len": 4096, "gpus": 2, "engine": engine, "stage": 3}
+    asked |= more
+    total = the_plan(**asked).gpu.total
+    assert total is not None
+    tight = the_plan(**asked, vram=f"{(total / GIB - 1) * 64 / 63:.2f}G")
+    assert tight.gpu.at_limit
+    assert tight.fits is fits
+    assert [one.key for one in tight.unmodelled] == ([] if fits else ["limit"])
+    roomy = the_plan(**asked, vram=f"{1.2 * total / GIB:.2f}G")
+    assert (roomy.fits, roomy.gpu.at_limit) == (True, False)

@@ -1,48 +1,109 @@
-"""DPO's reference model under DeepSpeed: whole on every rank below stage 3, beside the trained one from its loading on."""
+"""Preference training from flags and files: what passes beside the samples, and what is refused or left open."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.workload import Reference
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
 
-GPT2 = 124_439_808
+LLAMA = "meta-llama/Llama-3.2-1B"
+BASE = Request(model=LLAMA, engine="ddp", gpu="H200", micro_batch=2, seq_len=512, gradient_checkpointing=True)
+#: What TRL's recipe says beside its defaults to be the same run as BASE.
+RECIPE: dict[str, Any] = {
+    "model_name_or_path": LLAMA,
+    "max_length": 512,
+    "per_device_train_batch_size": 2,
+    "trl_version": "1.16",
+    "save_strategy": "no",
+}
 
 
-def plan(stage: int, reference: Reference | None, *, lora_rank: int | None = None) -> MemoryPlan:
-    request = Request(
-        model="openai-community/gpt2", stage=stage, gpus=2, vram="80G", seq_len=256, pairs=True, lora_rank=lora_rank,
-        offload_optimizer="none", offload_param="none", reference=reference,
-    )  # fmt: skip
-    return estimate_report(request).plans[0]
+def the_plan(**asked: Any) -> MemoryPlan:
+    return estimate_report(replace(BASE, **asked)).plans[0]
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_second_model_stands_beside_the_first_in_16_bits(stage: int) -> None:
-    alone, beside = plan(stage, None), plan(stage, Reference.MODEL)
-    (line,) = [one for one in beside.lines if one.buffer == "param.reference"]
-    assert line.bytes == 2 * GPT2
-    assert beside.gpu.model_states - alone.gpu.model_states == line.bytes
-    rounded = beside.gpu.live_after_step - alone.gpu.live_after_step - line.bytes  # blocks that the allocator does not split
-    assert 0 <= rounded < line.bytes // 16
-    assert beside.gpu.phases["load"] >= alone.gpu.phases["load"] + line.bytes
-    assert beside.fits is None  # no run was measured
-    assert [one.key for one in beside.unmodelled] == ["reference"]
+@pytest.mark.parametrize("task", ["dpo", "kto"])
+def test_a_task_without_a_file_is_what_trl_does_by_default(task: str) -> None:
+    flags = the_plan(task=task, detached_loss=True).gpu
+    (file,) = estimate_report(Request(files=[RECIPE], program="trl", task=task, gpu="H200")).plans
+    assert (flags.peak_allocated, flags.peak_reserved) == (file.gpu.peak_allocated, file.gpu.peak_reserved)
 
 
-def test_without_adapters_the_trained_model_answers_itself() -> None:
-    """Its forward without gradients comes after the model's own, and adds nothing between steps."""
-    alone, beside = plan(2, None, lora_rank=8), plan(2, Reference.BASE, lora_rank=8)
-    assert beside.gpu.live_after_step == alone.gpu.live_after_step
-    assert beside.gpu.phases["forward"] >= alone.gpu.phases["forward"]
-    assert beside.fits is None
+def test_kto_passes_twice_the_batches_of_one_sample_each() -> None:
+    """Its reference is a second model, which holds 4 bytes a parameter; the batch for the KL term leaves nothing behind."""
+    kto, dpo, plain = the_plan(task="kto"), the_plan(task="dpo"), the_plan(chunked_head=True)
+    assert kto.gpu.live_after_step is not None
+    assert plain.gpu.live_after_step is not None
+    assert kto.gpu.live_after_step - plain.gpu.live_after_step == pytest.approx(4 * 1_235_814_400, rel=1e-3)
+    assert kto.gpu.peak_allocated is not None
+    assert dpo.gpu.peak_allocated is not None
+    assert kto.gpu.peak_allocated < dpo.gpu.peak_allocated  # whose pass has two samples
+    assert kto.fits is True
 
 
-def test_at_stage_3_the_answer_is_open() -> None:
-    found = plan(3, Reference.MODEL)
-    assert found.fits is None
-    assert [one.key for one in found.unmodelled] == ["reference"]
-    assert not [one for one in found.lines if one.buffer == "param.reference" and one.bytes]
+def test_a_second_batch_at_stage_3_is_left_open() -> None:
+    (plan,) = estimate_report(replace(BASE, engine="deepspeed", stage=3, task="kto", lora_rank=8)).plans
+    assert plan.fits is None
+    assert [one.key for one in plan.unmodelled] == ["reference"]
+
+
+@pytest.mark.torch
+def test_orpo_is_traced_over_whole_logits_and_was_measured_nowhere() -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32_000}
+    orpo, plain = the_plan(model=config, task="orpo"), the_plan(model=config, pairs=True)
+    assert orpo.gpu.peak_allocated is not None
+    assert plain.gpu.peak_allocated is not None
+    fp32 = 4 * 4 * 512 * 32_000
+    # The kernel's gradient beside the logits, which autocast and accelerate made fp32, and the chosen ones' log-softmax.
+    assert orpo.gpu.peak_allocated > 2.5 * fp32
+    assert (orpo.fits, [one.key for one in orpo.unmodelled]) == (None, ["task"])
+
+
+@pytest.mark.parametrize("task", ["grpo", "ppo", "gkd"])
+def test_what_generates_is_refused_by_name(task: str) -> None:
+    with pytest.raises(BadInput, match=f"--task: a step of {task} is not modelled.*use one of dpo.*--from"):
+        the_plan(task=task)
+
+
+def test_sft_is_the_plain_run() -> None:
+    assert the_plan(task="sft") == the_plan()
+
+
+def test_of_grpo_the_head_sees_the_completion_alone_and_generation_is_left_open() -> None:
+    """The hidden states of 256 of 768 tokens are picked: the rest of the plan is that of SFT over as many tokens."""
+    recipe = {key: value for key, value in RECIPE.items() if key != "max_length"}
+    grpo = {**recipe, "max_completion_length": 256, "num_generations": 2}
+    (plan,) = estimate_report(Request(files=[grpo], program="trl", gpu="H200")).plans
+    sft = {**RECIPE, "max_length": 768}
+    shares = {
+        share: estimate_report(Request(files=[sft], program="trl", task="sft", gpu="H200", labelled_share=share)).plans[0]
+        for share in (1.0, 1 / 3)
+    }
+    assert plan.gpu.phases == shares[1 / 3].gpu.phases
+    # The forward ends in the head: fp32 hidden states of the tokens that are not picked, and their part of a tile in bf16.
+    spared = (4 * 2048 + 2 * 32_768) * (2 * 767 - 2 * 256)
+    assert shares[1.0].gpu.phases["forward"] - plan.gpu.phases["forward"] == pytest.approx(spared, rel=0.1)
+    assert (plan.fits, [one.key for one in plan.unmodelled]) == (None, ["task grpo"])
+
+
+@pytest.mark.torch
+def test_llama_factorys_pairs_keep_a_softmax_of_all_logits_and_ask_the_model_without_adapters() -> None:
+    recipe = {"model_name_or_path": LLAMA, "stage": "dpo", "finetuning_type": "lora", "template": "llama3", "dataset": "x"}
+    recipe |= {"cutoff_len": 512, "per_device_train_batch_size": 1, "bf16": True}
+    dpo, simpo = (
+        estimate_report(Request(files=[{**recipe, "pref_loss": loss}], program="llama-factory", gpu="H200")).plans[0]
+        for loss in ("sigmoid", "simpo")
+    )
+    fp32 = 4 * 2 * 512 * 128_256
+    assert simpo.gpu.phases["forward"] - simpo.gpu.phases["step"] > 2 * fp32
+    assert dpo.gpu.phases["forward"] - simpo.gpu.phases["forward"] > fp32  # both samples' logits of a second forward
+    assert [one.key for plan in (dpo, simpo) for one in plan.unmodelled] == ["task", "task"]
+    assert (dpo.fits, simpo.fits) == (None, None)

@@ -45,6 +45,8 @@ def beside(found: MemoryPlan) -> int:
         ("fsdp2", 3, "full", "trainer", 8 * PARAMS, 4 * EMBEDDING),
         ("fsdp2", 3, "full", "loop", 12 * PARAMS + 4 * EMBEDDING, 4 * EMBEDDING),
         ("fsdp2", 3, "sharded", "accelerate", 8 * PARAMS, 0),
+        # The whole model once more on each GPU, the tied weight twice, beside the root, which goes last, without gradients.
+        ("fsdp", 3, "full-gpu", "loop", 4 * (PARAMS + EMBEDDING), 4 * (PARAMS + 2 * EMBEDDING + 2048) - PARAMS),
         # A unit of the root's states, and two parts of it, where the step's gradients were.
         ("fsdp", 3, "full", "accelerate", 8 * PARAMS, 4 * (EMBEDDING + 2048) * 3 // 2 - PARAMS),
         ("deepspeed", 2, "full", "trainer", 4 * 2 * (PARAMS + EMBEDDING), 0),

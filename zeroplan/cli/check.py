@@ -48,7 +48,11 @@ def check(
     if gpus is not None and gpus < 1:
         raise BadInput(f"{gpus} is out of range", where="--gpus", remedy="use 1 or more")
     files, model = _with_model(files)
-    version = request.deepspeed_version or DEEPSPEED_VERSION
+    version = DEEPSPEED_VERSION
+    if request.deepspeed_version is not None:
+        from zeroplan.interop.deepspeed_version import asked_version
+
+        version, _ = asked_version(request.deepspeed_version)
     setup = None
     if len(files) == 1 and _is_ds_config(files[0], program):
         from zeroplan.ds_config.reader import inspect_ds_config

@@ -83,7 +83,7 @@ OPTIONS: dict[str, Any] = {
     "task": _option(
         str | None,
         "--task",
-        "The head: causal-lm, sequence-classification, …; or the run of --from: sft, dpo, kto, … [by the config, or the file]",
+        "The head: causal-lm, sequence-classification, …; or the training: sft, dpo, kto, orpo, … [by the config, or the file]",
         metavar="TASK",
     ),
     "micro_batch": _option(int | None, "--micro-batch", "Samples a GPU and pass. [1]", _WORK),
@@ -140,7 +140,7 @@ OPTIONS: dict[str, Any] = {
     "labelled_share": _option(
         float | None,
         "--labelled-share",
-        "Share of tokens with a label, if the head computes those alone (--engine zeroplan): 0.15.",
+        "Share of tokens with a label, if the head computes those alone (--engine zeroplan, TRL): 0.15.",
         _WORK,
     ),
     "lengths": _option(
@@ -153,7 +153,7 @@ OPTIONS: dict[str, Any] = {
     "save": _option(
         str | None,
         "--save",
-        "Save between steps: sharded, every rank its part, or full, gathered on the first.",
+        "Save between steps: sharded, full (gathered on the first rank), or full-gpu (FSDP 1, on every GPU).",
         _WORK,
         metavar="FORM",
     ),
@@ -194,7 +194,11 @@ OPTIONS: dict[str, Any] = {
     "dp_replicate": _option(int, "--dp-replicate", "Replicas of the group of GPUs that shards (HSDP). [1]", _MESH),
     "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
     "deepspeed_version": _option(
-        str | None, "--deepspeed-version", "The DeepSpeed that runs: 0.14.2. [0.19.8]", _ZERO, metavar="VERSION"
+        str | None,
+        "--deepspeed-version",
+        "The DeepSpeed that runs: 0.14.2, a file that says it, or installed. [by --from's project, else 0.19.8]",
+        _ZERO,
+        metavar="VERSION",
     ),
     "stage": _option(int | None, "--stage", "0 to 3. [all]", _ZERO),
     "offload_optimizer": _option(str | None, "--offload-optimizer", "none, cpu or nvme. [all]", _ZERO),

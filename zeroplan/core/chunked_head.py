@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
-from zeroplan.core.losses import leaves_loss_to_function
+from zeroplan.core.losses import labelled_tokens, leaves_loss_to_function
 from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent
 
 #: Tokens and words of one tile.
@@ -52,15 +52,23 @@ class _Head:
     weight: int
 
 
-def with_chunked_head(tape: ExpandedTape, *, batch: int, seq_len: int) -> ExpandedTape:
-    """Return `tape` with TRL's head over `batch` samples of `seq_len` tokens, or as it is where it has no head of that kind."""
+def with_chunked_head(tape: ExpandedTape, *, batch: int, seq_len: int, share: float | None = None) -> ExpandedTape:
+    """Return `tape` with TRL's head over `batch` samples of `seq_len` tokens, or as it is where it has no head of that kind.
+
+    The head sees the tokens whose next one has a label: a `share` of all, or all.
+    """
     head = _find(tape, batch * seq_len)
     if head is None:
         return tape
-    return tape.with_events(_events(tape, head, batch * (seq_len - 1), batch * seq_len))
+    return tape.with_events(_events(tape, head, _scored(batch, seq_len, share), batch * seq_len))
 
 
-def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int) -> ExpandedTape:
+def _scored(batch: int, seq_len: int, share: float | None) -> int:
+    before_another = batch * (seq_len - 1)
+    return before_another if share is None else min(before_another, labelled_tokens(batch * seq_len, share))
+
+
+def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int, share: float | None = None) -> ExpandedTape:
     """As :func:`with_chunked_head`, for the tape of a forward without gradients, where nothing waits for a backward."""
     found = _logits(tape)
     if found is None:
@@ -78,7 +86,7 @@ def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int) -> Exp
     dropped = {tape.arg[i] for i in span if tape.op[i] == Op.ALLOC}
     outer = [tape.arg[i] for i in span if tape.op[i] == Op.FREE and tape.arg[i] not in dropped]
     write = _Writer(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), module)
-    write.free(*_forward(write, head, batch * (seq_len - 1)), *outer)
+    write.free(*_forward(write, head, _scored(batch, seq_len, share)), *outer)
     replaced = write.taken()
     gone = {(Op.FREE, one) for one in dropped}
     kept = [event for i, event in enumerate(tape.events()) if i >= end and event[:2] not in gone]

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from enum import StrEnum
+from typing import TypeVar
 
 EXIT_OK = 0
 EXIT_DOES_NOT_FIT = 1
 EXIT_BAD_INPUT = 2
 EXIT_OUT_OF_TOLERANCE = 3
+_Member = TypeVar("_Member", bound=StrEnum)
 
 
 class BadInput(ValueError):
@@ -38,3 +41,23 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 3) -> str:
     lowered = {name.lower(): name for name in known}
     near = [lowered[hit] for hit in difflib.get_close_matches(word.lower()[:200], lowered, n=most, cutoff=0.6)]
     return f"did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+
+
+def member_named(kind: type[_Member], text: str, *, where: str, fault: str = "unknown value {}") -> _Member:
+    """Return the member of `kind` that a name stands for, whatever its case.
+
+    Args:
+        kind: the enum, whose own other names are understood as well.
+        text: the name.
+        where: the flag, file or key that gave it.
+        fault: what to say of an unknown one, with ``{}`` for the name.
+
+    Raises:
+        BadInput: an unknown name; the remedy has the nearest ones, or all.
+    """
+    try:
+        return kind(text.strip().lower())
+    except ValueError:
+        names = [member.value for member in kind]
+        remedy = did_you_mean(text, names) or f"use one of {', '.join(names)}"
+        raise BadInput(fault.format(repr(text[:60])), where=where, remedy=remedy) from None

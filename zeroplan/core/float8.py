@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.errors import member_named
 
 #: Compute capability from which ``torch._scaled_mm`` multiplies 8-bit floats.
 FLOAT8_CAPABILITY = (8, 9)
@@ -27,9 +27,4 @@ def parse_recipe(text: str, where: str = "--fp8") -> Float8Recipe:
     Raises:
         BadInput: an unknown name.
     """
-    name = text.strip().lower()
-    try:
-        return Float8Recipe(name)
-    except ValueError:
-        remedy = did_you_mean(name, list(Float8Recipe)) or f"use one of {', '.join(Float8Recipe)}"
-        raise BadInput(f"no recipe is called {text[:40]!r}", where=where, remedy=remedy) from None
+    return member_named(Float8Recipe, text, where=where, fault="no recipe is called {}")

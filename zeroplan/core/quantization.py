@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 
-from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.errors import member_named
 
 #: Elements that share a scale, and scales that share one in turn (double quantisation).
 BLOCK, NESTED_BLOCK = 64, 256
@@ -79,9 +79,4 @@ def parse_quantization(text: str, where: str = "--quantize") -> Quantization:
     Raises:
         BadInput: an unknown name, or a kind whose memory is not modelled.
     """
-    name = text.strip().lower()
-    try:
-        return Quantization(name)
-    except ValueError:
-        remedy = did_you_mean(name, list(Quantization)) or f"use one of {', '.join(Quantization)}"
-        raise BadInput(f"{text[:40]!r} is not modelled", where=where, remedy=remedy) from None
+    return member_named(Quantization, text, where=where, fault="{} is not modelled")

@@ -1,4 +1,5 @@
-"""The tape of preference training: after the model's forward, a reference model's forward without gradients.
+"""The tape of preference training: beside the model's forward, forwards without gradients: a reference model's after it, and
+for KTO's KL term one of the model itself before it.
 
 Without gradients nothing waits for a backward: a block's input dies when the block has returned, and the rest when the model
 has. The tape of a checkpointed forward shows the same, but for those inputs and for what lies outside the blocks; so it is
@@ -15,17 +16,28 @@ from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, blocks_of
 _Event = tuple[int, int, int, int, int]
 
 
-def with_reference(tape: ExpandedTape, reference: ExpandedTape) -> ExpandedTape:
-    """Return `tape` with the forward of `reference`, the tape of a checkpointed forward over the same batch, after its own.
+def with_reference(tape: ExpandedTape, reference: ExpandedTape, *, passes: int = 1) -> ExpandedTape:
+    """Return `tape` with so many forwards of `reference`, the tape of a checkpointed forward over the same batch, after it.
 
     The events of the reference's modules are left out: they are another model's.
     """
-    end = _mark(tape, Mark.FORWARD_END)
+    return _with_forwards(tape, reference, _mark(tape, Mark.FORWARD_END), passes)
+
+
+def with_forward_before(tape: ExpandedTape, forward: ExpandedTape) -> ExpandedTape:
+    """Return `tape` with the forward of another, as in :func:`with_reference`, before its own."""
+    return _with_forwards(tape, forward, 1 + _mark(tape, Mark.FORWARD_BEGIN), 1)
+
+
+def _with_forwards(tape: ExpandedTape, forward: ExpandedTape, at: int, passes: int) -> ExpandedTape:
+    added: list[_Event] = []
     taken = 1 + max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC)
-    added = list(_forward(reference, taken))
+    for _ in range(passes):
+        added += _forward(forward, taken)
+        taken = 1 + max(arg for _, arg, *_ in added)
     columns = [list(column) for column in (tape.op, tape.arg, tape.aux, tape.kind, tape.module)]
     for column, values in zip(columns, zip(*added, strict=True), strict=True):
-        column[end:end] = values
+        column[at:at] = values
     return tape.with_events(zip(*columns, strict=True))
 
 

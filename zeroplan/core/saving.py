@@ -11,6 +11,7 @@ class StateDict(StrEnum):
 
     SHARDED = "sharded"  # every rank writes its own part
     FULL = "full"  # the first rank gathers all and writes it
+    FULL_GPU = "full-gpu"  # every rank gathers all and keeps it on its GPU: FSDP 1's ``state_dict()`` without a StateDictConfig
 
     @classmethod
     def _missing_(cls, value: object) -> StateDict | None:

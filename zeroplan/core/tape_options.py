@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Products
 from zeroplan.core.sparse_attention import SparseTables
 from zeroplan.core.workload import Attention, Precision, Workload
@@ -64,7 +65,8 @@ class TraceOptions:
     in which MLPs run (:mod:`zeroplan.trace.tiled`); 0 for none. `compile`: blocks are compiled
     (:mod:`zeroplan.trace.compiled`). `at`: the only sequences, tokens and LoRA rank that the tape holds for, since compiled
     graphs are made for one shape; None for any. `sparse`: block-sparse attention, whatever `attn` says
-    (:mod:`zeroplan.trace.sparse_attention`).
+    (:mod:`zeroplan.trace.sparse_attention`). With a `pair_loss` a micro batch holds pairs, and the loss is computed over all
+    their logits (:mod:`zeroplan.trace.pair_loss`), in fp32 with `wide_logits`.
     """
 
     attn: Attention = Attention.SDPA
@@ -91,6 +93,8 @@ class TraceOptions:
     tiled_mlp: int = 0
     compile: bool = False
     at: tuple[int, int, int] | None = None
+    pair_loss: PairLoss | None = None
+    wide_logits: bool = False
 
     @property
     def split_tokens(self) -> int:
@@ -134,6 +138,8 @@ class TraceOptions:
             parts.append("compile")
         if self.at is not None:
             parts.append("at" + "x".join(map(str, self.at)))
+        if self.pair_loss is not None:
+            parts.append(f"pairs-{self.pair_loss}" + ("-fp32" if self.wide_logits else ""))
         return "_".join(parts)
 
 
@@ -176,6 +182,8 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         tiled_mlp=workload.tiled_mlp,
         compile=workload.compile is not None,
         at=None if workload.compile is None else (workload.rows, workload.seq_len or 1, workload.lora_rank or 0),
+        pair_loss=workload.pair_loss,
+        wide_logits=workload.wide_logits,
     )
 
 
@@ -185,4 +193,4 @@ def evaluation_options(workload: Workload, layout: ParallelLayout | None = None)
     """
     options = options_for(workload, layout=layout)
     plain = replace(options, checkpointing=Checkpointing.NONE, every=1, lora_dropout=False, compile=False, at=None)
-    return replace(plain, evaluation=True)
+    return replace(plain, evaluation=True, pair_loss=None)

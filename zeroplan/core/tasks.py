@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any
 
-from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.errors import member_named
 
 
 class Task(StrEnum):
@@ -35,7 +35,10 @@ _ENDINGS = {
 
 #: What a run does with a language model, by the names that programs' files have for it.
 TRAININGS = frozenset(
-    ("pretrain", "sft", "dpo", "kto", "reward", "grpo", "rloo", "ppo", "orpo", "cpo", "bco", "gkd", "distillation")
+    (
+        *("pretrain", "sft", "dpo", "ipo", "kto", "reward", "grpo", "rloo", "ppo", "orpo", "cpo", "simpo", "bco", "gkd"),
+        "distillation",
+    )
 )
 
 
@@ -51,11 +54,7 @@ def parse_task(text: str, where: str = "--task") -> Task:
     Raises:
         BadInput: an unknown name.
     """
-    try:
-        return Task(text.strip().lower().replace("_", "-"))
-    except ValueError:
-        remedy = did_you_mean(text, list(Task)) or f"use one of {', '.join(Task)}"
-        raise BadInput(f"unknown task {text[:60]!r}", where=where, remedy=remedy) from None
+    return member_named(Task, text.replace("_", "-"), where=where, fault="unknown task {}")
 
 
 def with_task(config: Mapping[str, Any], task: Task) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
+from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Quantization
 from zeroplan.core.saving import Saving
 from zeroplan.core.sparse_attention import SparseAttention
@@ -142,10 +143,13 @@ class Workload:
     optimizer keeps the states of embeddings in fp32, which the HF Trainer asks of it. `accelerate_units` means that accelerate
     applies ``fully_shard``: to the embedding, and to the final norm with the head, too. `one_unit` means that FSDP 1 wraps the
     model as a whole, without units in it. `pairs` means that a sample is a chosen and a rejected one, which pass together;
-    `reference` what is asked beside the trained model. `images` of `image_size` pixels a side come with each sample of a
+    `reference` what is asked beside the trained model. `kl_batch` means that a second batch of the same size passes through
+    both without gradients, KTO's for its KL term; `pair_loss` that pairs meet in a loss over all their logits, which
+    `wide_logits` says are fp32 there. `images` of `image_size` pixels a side come with each sample of a
     vision-language model; None is the size of its config. `labelled_share` of the tokens have a label, where the head sees
     those alone; None where it sees all. `evaluation` runs between two steps, and `saving` is done there; None for none.
     `lengths` are those of samples that a batch is padded to the longest of, cut at `seq_len`; empty where all have that length.
+    `pads` means that each batch is padded to its longest sample, of which nothing but the most, `seq_len`, is known.
     `target_len` is the length of an encoder-decoder's targets; None where it is `seq_len`, that of its sources.
     `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
     DeepSpeed's ``TiledMLP`` does; 0 for none.
@@ -177,12 +181,16 @@ class Workload:
     one_unit: bool = False
     pairs: bool = False
     reference: Reference | None = None
+    kl_batch: bool = False
+    pair_loss: PairLoss | None = None
+    wide_logits: bool = False
     images: int = 0
     image_size: int | None = None
     labelled_share: float | None = None
     evaluation: Evaluation | None = None
     saving: Saving | None = None
     lengths: tuple[int, ...] = ()
+    pads: bool = False
     target_len: int | None = None
     fp8: Float8Recipe | None = None
     tiled_mlp: int = 0

@@ -116,6 +116,8 @@ class Engine(ABC):
         keeps_gradients: whether gradients that stay between steps (``zero_grad(set_to_none=False)``) are modelled.
         casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
             (accelerate's ``convert_outputs_to_fp32``).
+        keeps_full_state: whether its state dict can leave the whole model on every GPU (``StateDict.FULL_GPU``).
+        pair_losses: whether it is known in which dtype a loss outside the model gets its logits.
         float8: whether linear layers that multiply in 8-bit floats are modelled.
         own_optimizers: whether it steps optimizers that nothing else makes from their names
             (:attr:`~zeroplan.core.optimizer_row.Optimizer.runtime_only`).
@@ -144,6 +146,8 @@ class Engine(ABC):
     keeps_gradients: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
     casts_outputs: ClassVar[bool] = False
+    keeps_full_state: ClassVar[bool] = False
+    pair_losses: ClassVar[bool] = False
     float8: ClassVar[bool] = False
     own_optimizers: ClassVar[bool] = False
     tiles_mlps: ClassVar[bool] = False
@@ -244,7 +248,7 @@ class Engine(ABC):
         Raises:
             BadInput: what the engine does not do.
         """
-        if workload.labelled_share is not None:
+        if workload.labelled_share is not None and not workload.chunked_head:
             raise BadInput(
                 f"{self.name} computes the logits of all tokens", where="--labelled-share", remedy="use --engine zeroplan"
             )

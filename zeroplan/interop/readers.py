@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.versions import parse_version
+from zeroplan.core.zero_config import DEEPSPEED_VERSION
+from zeroplan.interop.deepspeed_version import version_beside
 from zeroplan.interop.programs.accelerate import launch_document
 from zeroplan.interop.programs.document import Document, find_beside, load_document
 from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named
@@ -72,10 +75,22 @@ def read_setups(sources: Sequence[Any], program: str | None = None, task: str | 
         launcher = program is not None and _launcher_owns(document)
         setups.append(read_setup(source, None if launcher else program, task))
     setup = join(setups)
+    if setup.ds_config is not None:
+        setup = _with_version(setup, sources)
     if task is not None and setup.task != task:
         said = f"says {setup.task}" if setup.task else f"is a file of {setup.title}, which does not know of tasks"
         raise BadInput(f"{setup.files[0]} {said}", where="--task", remedy="change one of the two")
     return setup
+
+
+def _with_version(setup: Setup, sources: Sequence[Any]) -> Setup:
+    """Return the setup with the version of DeepSpeed that the project of its files pins, where it does."""
+    folders = dict.fromkeys(Path(source).parent for source in sources if isinstance(source, str | Path))
+    found = next((pinned for folder in folders if (pinned := version_beside(folder)) is not None), None)
+    if found is None or parse_version(found[0]) == parse_version(DEEPSPEED_VERSION):
+        return setup
+    version, name = found
+    return replace(setup, deepspeed_version=version, assumed=(*setup.assumed, f"DeepSpeed {version}, which {name} pins"))
 
 
 def _launcher_owns(document: Document) -> bool:

@@ -47,6 +47,7 @@ class Setup:
         replicates: whether ranks beyond `dp_shard` are replicas; else the program refuses them.
         global_batch: samples a step of all ranks together, where accumulation follows from it.
         ds_config: what DeepSpeed is given.
+        deepspeed_version: that the file's project pins.
         quantize: how a frozen base is kept: ``nf4``, or None for 16 or 32 bits.
         fp8: how linear layers multiply in 8-bit floats (:class:`zeroplan.core.float8.Float8Recipe`); None in 16 or 32 bits.
         compile: what ``torch.compile`` is called on (:class:`zeroplan.core.workload.Compilation`); None for nothing.
@@ -57,7 +58,10 @@ class Setup:
         pairs: whether a chosen and a rejected sample pass together.
         head: the task whose head the model has, where it is not the one of its own checkpoint.
         reference: ``model`` or ``base``: what is asked beside the trained model; None for nothing.
+        kl_batch: whether a second batch passes for KTO's KL term.
+        pair_loss: how pairs meet in a loss over all their logits (:class:`zeroplan.core.preferences.PairLoss`); None elsewhere.
         chunked_head: whether TRL computes head and loss together in tiles.
+        labelled_share: of the tokens that have a label, where the head sees those alone.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
         eval_batch: samples a GPU and pass of an evaluation between steps; None without one.
         saves: whether the run saves between steps, where its file says so.
@@ -65,6 +69,7 @@ class Setup:
         saver: whose code saves: ``trainer``, ``accelerate``, …; None for a loop of one's own.
         save_only_model: whether no optimizer states are saved.
         fsdp_version: 1 where FSDP is the older one, whose `engine` is ``fsdp`` if that plans the run.
+        pads: whether the program pads each batch to its longest sample, at most `seq_len`, so that lengths vary.
         zero_init: whether the model is built under ``deepspeed.zero.Init``; None where nothing says.
         keys: the key that said each field.
         assumed: what the program's defaults decide, one clause each.
@@ -104,6 +109,7 @@ class Setup:
     replicates: bool = False
     global_batch: int | None = None
     ds_config: Mapping[str, Any] | None = None
+    deepspeed_version: str | None = None
     quantize: str | None = None
     fp8: str | None = None
     compile: str | None = None
@@ -114,7 +120,10 @@ class Setup:
     pairs: bool = False
     head: str | None = None
     reference: str | None = None
+    kl_batch: bool = False
+    pair_loss: str | None = None
     chunked_head: bool = False
+    labelled_share: float | None = None
     detached_loss: bool = False
     eval_batch: int | None = None
     saves: bool = False
@@ -122,6 +131,7 @@ class Setup:
     saver: str | None = None
     save_only_model: bool = False
     fsdp_version: int | None = None
+    pads: bool = False
     zero_init: bool | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()

@@ -64,7 +64,8 @@ class LogEvent:
 class Stated:
     """Settings of the run that its log states: each is None where no line does.
 
-    `micro_batch` samples a GPU and pass, `grad_accum` passes a step, `world_size` ranks, `trainable` parameters.
+    `micro_batch` samples a GPU and pass, `grad_accum` passes a step, `world_size` ranks, `trainable` parameters; `deepspeed` is
+    the engine's version.
     """
 
     micro_batch: int | None = None
@@ -73,3 +74,4 @@ class Stated:
     trainable: int | None = None
     stage: int | None = None
     dtype: str | None = None
+    deepspeed: str | None = None

@@ -17,6 +17,11 @@ from dataclasses import dataclass
 
 from zeroplan.logs.events import LogEventKind
 
+#: DeepSpeed's version, as its start and ``ds_report`` print it.
+DEEPSPEED_SAID = re.compile(
+    r"DeepSpeed info: version=(\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)|^deepspeed info \.+ (\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)",
+    re.MULTILINE,
+)
 _UNITS = {"bytes": 1, "b": 1, "kb": 1 << 10, "kib": 1 << 10, "mib": 1 << 20, "mb": 1 << 20, "gib": 1 << 30, "gb": 1 << 30}
 _UNITS |= {"tib": 1 << 40, "tb": 1 << 40}
 _SIZE = r"([\d.]+) ?([kKMGT]i?B|bytes)"

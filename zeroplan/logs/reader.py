@@ -10,7 +10,17 @@ from dataclasses import dataclass, field
 
 from zeroplan.core.files import read_tail
 from zeroplan.logs.events import LogEvent, LogEventKind, Stated
-from zeroplan.logs.patterns import ends_traceback, frames_in, gpu_of, has_finite_loss, kind_of, loss_in, rank_of, sizes_in
+from zeroplan.logs.patterns import (
+    DEEPSPEED_SAID,
+    ends_traceback,
+    frames_in,
+    gpu_of,
+    has_finite_loss,
+    kind_of,
+    loss_in,
+    rank_of,
+    sizes_in,
+)
 
 #: Of a longer log the end is read: that is where runs die.
 MOST_BYTES = 64 << 20
@@ -85,6 +95,7 @@ class _Pass:
     stated: dict[str, int] = field(default_factory=dict)
     steps: list[float] = field(default_factory=list)
     dtype: str | None = None
+    deepspeed: str | None = None
     loss: float = 0.0  # the last that is not 0
     last_finite: int = 0
     zeros: list[LogEvent] = field(default_factory=list)  # the losses of exactly 0 since then
@@ -119,7 +130,7 @@ def parse_log(text: str, *, skipped: int = 0) -> Log:
     if len(state.zeros) >= _ZEROS:
         state.events += state.zeros
     events = tuple(sorted(state.events, key=lambda event: event.line))
-    stated = Stated(**state.stated, dtype=state.dtype)
+    stated = Stated(**state.stated, dtype=state.dtype, deepspeed=state.deepspeed)
     return Log(events, stated, tuple(state.steps), len(lines), skipped, state.last_finite)
 
 
@@ -173,6 +184,8 @@ def _state_facts(state: _Pass, line: str) -> None:
             state.stated[name] = int(next(group for group in match.groups() if group).replace(",", ""))
     if state.dtype is None and (match := _DTYPE.search(line)):
         state.dtype = "bf16" if match[1] else "fp16"
+    if state.deepspeed is None and "eep" in line and (match := DEEPSPEED_SAID.search(line)):
+        state.deepspeed = match[1] or match[2]
     for regex, invert in ((_SECONDS, False), (_PER_SECOND, True)):
         if match := regex.search(line):
             value = _number(match[1])

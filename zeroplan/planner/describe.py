@@ -26,6 +26,9 @@ _ASKED_FOR = {
     "one_unit": False,
     "pairs": False,
     "reference": None,
+    "kl_batch": False,
+    "pair_loss": None,
+    "wide_logits": False,
     "images": 0,
     "image_size": None,
     "labelled_share": None,
@@ -40,11 +43,14 @@ _ASKED_FOR = {
 }
 
 
+#: What decides no figure, but whether one at the limit of its card is a promise.
+_UNTOLD = ("pads",)
+
+
 def describe_workload(workload: Workload) -> dict[str, Any]:
     """Return the workload as the report's JSON shows it; what no run has unless it asks for it stands only where it does."""
-    shown = [
-        name for name in Workload.__dataclass_fields__ if name not in _ASKED_FOR or getattr(workload, name) != _ASKED_FOR[name]
-    ]
+    named = [name for name in Workload.__dataclass_fields__ if name not in _UNTOLD]
+    shown = [name for name in named if name not in _ASKED_FOR or getattr(workload, name) != _ASKED_FOR[name]]
     told = {name: _plain(getattr(workload, name)) for name in shown}
     if workload.lengths:
         told["lengths"] = {"mean": sum(workload.lengths) / len(workload.lengths), "max": max(workload.lengths)}

@@ -48,7 +48,7 @@ def evaluation_tape(case: Case, tape: ExpandedTape, *, trace: bool) -> Evaluatio
     if work.evaluation.kept and not logits:
         return None
     if work.chunked_head:
-        forward = with_chunked_forward(forward, batch=rows, seq_len=seq)
+        forward = with_chunked_forward(forward, batch=rows, seq_len=seq, share=work.labelled_share)
     casts = work.evaluation.casts and work.precision is not Precision.PURE
     returned = logits * _FP32 // work.dtype.bytes if casts else logits
     ranks = case.layout.dp

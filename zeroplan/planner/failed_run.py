@@ -8,6 +8,7 @@ from zeroplan.core.gpus import DRIVER_RESERVE
 from zeroplan.core.plan import MemoryPlan, Relief, Report
 from zeroplan.core.units import GIB
 from zeroplan.core.zero_config import OffloadDevice
+from zeroplan.engines.registry import DEFAULT_ENGINE
 from zeroplan.logs.events import Stated
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
@@ -70,6 +71,9 @@ def plan_of_log(request: Request, stated: Stated, *, card: int | None, allowed: 
         for name in ("offload_optimizer", "offload_param"):
             if getattr(request, name) is None:
                 changes[name] = OffloadDevice.NONE.value
+    if stated.deepspeed is not None and request.engine == DEFAULT_ENGINE and request.deepspeed_version is None:
+        changes["deepspeed_version"] = stated.deepspeed
+        taken.append(f"DeepSpeed {stated.deepspeed}")
     if stated.world_size is not None and request.gpus * request.nodes != stated.world_size:
         if request.gpus == request.nodes == 1:
             changes["gpus"] = stated.world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from zeroplan.core.buffers import Phase
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 #: The key of what no formula counts.
 ACTIVATIONS = "activations"
+#: The key of what decides at a card's limit.
+LIMIT = "limit"
 
 
 def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) -> tuple[Unmodelled, ...]:
@@ -21,12 +24,17 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     model. `tape` is what the figures were simulated with: it holds the evaluation and other lengths of batches, where they are.
     """
     found = {one.key: one for one in (*case.unmodelled, *engine.unmodelled(case))}
-    if case.workload.reference is not None and not engine.answers_reference(case):
-        says = f"a reference model beside the trained one is not modelled under {engine.name} stage {case.zero.stage}"
+    if (case.workload.reference is not None or case.workload.kl_batch) and not engine.answers_reference(case):
+        what = "a reference model beside the trained one" if case.workload.reference is not None else "a second forward for KTO"
+        says = f"{what} is not modelled under {engine.name} stage {case.zero.stage}"
         found.setdefault("reference", Unmodelled("reference", Effect.MORE, says))
     if case.workload.compile is Compilation.MODEL:
         effect, says = engine.compiled_whole
         found.setdefault("--compile", Unmodelled("--compile", effect, says))
+    if case.workload.pair_loss is not None:
+        unknown = f"the dtype in which {engine.name} hands the logits to the loss"
+        says = "the loss over whole logits was measured on no GPU" if engine.pair_losses else unknown
+        found.setdefault("task", Unmodelled("task", Effect.UNKNOWN, says))
     work, followed = case.workload, engine.evaluates and tape is not None
     evaluated = followed and tape is not None and tape.evaluation is not None
     if work.lengths and not (followed and tape is not None and tape.shapes):
@@ -37,6 +45,28 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     if work.saving is not None and (says := engine.unsaved(case)):
         found.setdefault("saving", Unmodelled("saving", Effect.MORE, says))
     return tuple(found.values())
+
+
+def unsure_at_limit(engine: Engine, case: Case, phase: str) -> tuple[Unmodelled, ...]:
+    """Return what the figures leave out of a run at its card's limit, where the allocator empties its cache to get through.
+
+    There fragments decide that no figure holds: those of batches of other lengths, and of engines and phases whose fragments
+    no measured run has shown.
+
+    Args:
+        engine: the engine.
+        case: the run.
+        phase: in which it peaks.
+    """
+    if case.workload.pads:
+        says = "batches are padded to lengths that nothing tells, and fragments of theirs can be too much; give --lengths"
+    elif not engine.measured:
+        says = f"no run of {engine.name} at the limit of its card was measured"
+    elif phase in (Phase.SAVE.value, Phase.EVALUATION.value):
+        says = f"no {phase} at the limit of the card was measured"
+    else:
+        return ()
+    return (Unmodelled(LIMIT, Effect.MORE, f"the run fills the card, and gets through by emptying its cache: {says}"),)
 
 
 def misfits(case: Case, *, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:
@@ -78,8 +108,10 @@ def judged(
 def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
     """Return the action that would tell whether a plan fits that leaves this out."""
     named = [one.key for one in unmodelled]
-    keys = [key for key in named if key not in (ACTIVATIONS, UNMEASURED)]
+    keys = [key for key in named if key not in (ACTIVATIONS, LIMIT, UNMEASURED)]
     parts = [simulate] if simulate else []
+    if LIMIT in named:
+        parts.append("leave the card more room: a smaller micro batch, a shorter length or more GPUs")
     if UNMEASURED in named:
         parts.append("run a few steps of the program itself, and read torch.cuda.max_memory_reserved")
     if keys:

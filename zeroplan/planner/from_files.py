@@ -9,6 +9,7 @@ from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.preferences import PairLoss
 from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, CheckpointPolicy, DType, OptimizerKind, Precision, Reference
@@ -170,11 +171,16 @@ def filled(request: Request, setup: Setup) -> Request:
     for field in ("whole_embedding_states", "accelerate_units", "one_unit"):
         changes[field] = getattr(setup, field)
     changes |= {"lora_dropout": setup.lora_dropout, "detached_loss": setup.detached_loss}
+    if setup.deepspeed_version is not None and changes.get("engine", request.engine) == DEFAULT_ENGINE:
+        changes["deepspeed_version"] = request.deepspeed_version or setup.deepspeed_version
+    if setup.labelled_share is not None and request.labelled_share is None:
+        changes["labelled_share"] = setup.labelled_share
+    changes["pads"] = setup.pads and request.lengths is None
     if setup.saves:
         changes |= _saving(request, setup)
     if setup.head is not None and request.task is None and request.params is None:
         changes["task"] = setup.head
-    if setup.pairs:
+    if setup.pairs or setup.reference is not None or setup.kl_batch:
         changes |= _pairs(setup, changes["unmodelled"])
     if setup.quantize is not None:
         changes |= _quantized(setup, changes.get("engine", request.engine), changes["unmodelled"])
@@ -204,11 +210,16 @@ def _reads_ds_config_itself(request: Request, setup: Setup) -> bool:
 
 
 def _pairs(setup: Setup, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
-    """Pairs, and what is asked beside the model; a quantised model without its adapters stands among what is left out."""
+    """What passes beside plain samples; a quantised model without its adapters stands among what is left out."""
+    passes: dict[str, Any] = {
+        "pairs": setup.pairs,
+        "kl_batch": setup.kl_batch,
+        "pair_loss": None if setup.pair_loss is None else PairLoss(setup.pair_loss),
+    }
     if setup.reference is None or setup.quantize is None:
-        return {"pairs": True, "reference": None if setup.reference is None else Reference(setup.reference)}
+        return passes | {"reference": None if setup.reference is None else Reference(setup.reference)}
     says = "the forward of the quantised model without adapters"
-    return {"pairs": True, "unmodelled": (*left_out, Unmodelled(f"task {setup.task}", Effect.MORE, says))}
+    return passes | {"unmodelled": (*left_out, Unmodelled(f"task {setup.task}", Effect.MORE, says))}
 
 
 def _saving(request: Request, setup: Setup) -> dict[str, Any]:

@@ -78,3 +78,11 @@ def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: Al
             released = CacheRelease.most(CacheRelease.of(run, case.workload.grad_accum, page) for run in runs)
             return RunOnCard(limited, (min(low, top), top + doubt), released)
     return RunOnCard(simulation, (low, max(high, usable + 1)))
+
+
+def at_its_limit(case: Case, simulation: Simulation, outside: Outside) -> bool:
+    """Return whether a run under the card's limit leaves it less than the error of reserved memory, which fragments decide."""
+    usable = case.cluster.usable_vram
+    reserved = simulation.peak_reserved
+    needed = reserved + outside.total + outside.spread + round(RESERVED_SPREAD * reserved)
+    return usable is not None and needed > usable

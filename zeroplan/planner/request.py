@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision, Reference
 from zeroplan.engines.registry import DEFAULT_ENGINE
@@ -93,6 +94,9 @@ class Request:
     whole_embedding_states: bool = False
     accelerate_units: bool = False
     one_unit: bool = False
+    pads: bool = False
     pairs: bool = False
     reference: Reference | None = None
+    kl_batch: bool = False
+    pair_loss: PairLoss | None = None
     unmodelled: tuple[Unmodelled, ...] = ()

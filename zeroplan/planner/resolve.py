@@ -20,6 +20,7 @@ from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured
 from zeroplan.planner.quantized_checkpoint import base_of
 from zeroplan.planner.request import Request
+from zeroplan.planner.training_task import with_training_task
 from zeroplan.planner.workload import workload_of
 
 DEPTHS = ("formula", "simulated")
@@ -45,11 +46,17 @@ def resolve(request: Request) -> Resolved:
     Raises:
         BadInput: the first value that cannot be used.
     """
+    request = with_training_task(request)
     if request.depth is not None and request.depth not in DEPTHS:
         raise BadInput(f"unknown depth {request.depth!r}", where="--depth", remedy=f"use one of {', '.join(DEPTHS)}")
     engine = find_engine(request.engine)
+    warnings: list[str] = []
     if request.deepspeed_version is not None:
-        engine = engine.at_version(request.deepspeed_version)
+        from zeroplan.interop.deepspeed_version import asked_version
+
+        version, stated = asked_version(request.deepspeed_version)
+        engine = engine.at_version(version)
+        warnings += [f"DeepSpeed {engine.version}, as {stated} says"] if stated else []
     cluster = Cluster.of(
         gpus=request.gpus,
         nodes=request.nodes,
@@ -60,7 +67,6 @@ def resolve(request: Request) -> Resolved:
         host=request.host,
     )
     spec = _model(request)
-    warnings: list[str] = []
     checkpoint = base_of(spec, request.quantize, adapters=request.lora_rank is not None, supported=engine.quantized_bases)
     unmodelled = request.unmodelled
     if checkpoint is not None:

@@ -11,9 +11,9 @@ from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation, phase_of_mark
-from zeroplan.planner.fit import judged, left_out
+from zeroplan.planner.fit import judged, left_out, unsure_at_limit
 from zeroplan.planner.host import host_memory
-from zeroplan.planner.limit import run_on_card
+from zeroplan.planner.limit import at_its_limit, run_on_card
 from zeroplan.planner.peak import peak_shares
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
@@ -101,6 +101,8 @@ def simulated_plan(
     )
     cpu = host_memory(simulation, rss, ranks=local, workload=case.workload)
     unmodelled = left_out(engine, case, tape=tape)
+    if simulation is not unlimited and at_its_limit(case, simulation, outside):
+        unmodelled += unsure_at_limit(engine, case, phase)
     fit = judged(case, unmodelled, gpu=high, cpu=cpu.per_node, nvme=formula.nvme.per_node)
     plan = formula.model_copy(
         update={

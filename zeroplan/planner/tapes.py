@@ -9,7 +9,7 @@ from zeroplan.core.chunked_head import with_chunked_head
 from zeroplan.core.errors import BadInput
 from zeroplan.core.lengths import padded_batches
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.reference_forward import with_reference
+from zeroplan.core.reference_forward import with_forward_before, with_reference
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_format import Tape
 from zeroplan.core.tape_options import options_for
@@ -61,13 +61,18 @@ def expand_for(tape: Tape, case: Case, *, trace: bool = False) -> ExpandedTape:
     """
     work = case.workload
     seq = (work.seq_len or 1) // options_for(work, layout=case.layout).split_tokens
-    expanded = tape.expand(work.rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
-    expanded = with_chunked_head(expanded, batch=work.rows, seq_len=seq) if work.chunked_head else expanded
+    rows = work.micro_batch if work.pair_loss is not None else work.rows  # that tape counts pairs
+    expanded = tape.expand(rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
+    if work.chunked_head:
+        expanded = with_chunked_head(expanded, batch=work.rows, seq_len=seq, share=work.labelled_share)
+    if work.kl_batch:
+        expanded = with_forward_before(expanded, _without_gradients(case))
     if work.reference is not None:
-        expanded = with_reference(expanded, _reference(case))
+        base = replace(case, workload=replace(work, lora_rank=None, lora_targets=(), lora_dropout=False))
+        expanded = with_reference(expanded, _without_gradients(base), passes=2 if work.kl_batch else 1)
     if work.lengths:
         expanded = replace(expanded, shapes=_shapes(tape, case))
-    if work.evaluation is None or work.reference is not None:
+    if work.evaluation is None or work.reference is not None or work.kl_batch or work.pair_loss is not None:
         return expanded
     return replace(expanded, evaluation=evaluation_tape(case, expanded, trace=trace))
 
@@ -86,9 +91,9 @@ def _shapes(tape: Tape, case: Case) -> tuple[ExpandedTape, ...]:
     return tuple(known[length] for length in padded_batches(work.lengths, work.rows, cut=work.seq_len)[:-1])
 
 
-def _reference(case: Case) -> ExpandedTape:
-    """Return the tape of the reference's forward: the model without adapters, checkpointed."""
-    work = replace(case.workload, lora_rank=None, lora_targets=(), lora_dropout=False, reference=None, lengths=())
+def _without_gradients(case: Case) -> ExpandedTape:
+    """Return the tape whose forward stands for one without gradients over the case's batch: checkpointed."""
+    work = replace(case.workload, reference=None, kl_batch=False, lengths=(), evaluation=None)
     work = replace(work, gradient_checkpointing=True, checkpoint_policy="full", compile=None)
     tape = find_tape(case.spec, work) or _traced(case.spec, work, False, None)
     return expand_for(tape, replace(case, workload=work))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from zeroplan.core.errors import BadInput
+from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.float8 import Float8Recipe, parse_recipe
 from zeroplan.core.images import require_images
@@ -14,7 +14,7 @@ from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import parse_quantization
 from zeroplan.core.saving import Saver, Saving, StateDict
-from zeroplan.core.workload import Attention, CheckpointPolicy, Compilation, DType, OptimizerKind, Workload
+from zeroplan.core.workload import Attention, CheckpointPolicy, Compilation, DType, OptimizerKind, Precision, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
 from zeroplan.models.spec import ModelSpec
@@ -23,6 +23,8 @@ from zeroplan.planner.request import Request
 DEFAULT_SEQ_LEN = 2048
 #: No count of a workload goes beyond this; it keeps arithmetic and loops sane.
 _MOST = 1 << 31
+#: Divisions of dtypes whose arithmetic no wrapper casts.
+_UNCAST = (Precision.PURE, Precision.FP32)
 _E = TypeVar("_E", DType, Attention, Compilation, StateDict, Saver)
 
 
@@ -73,8 +75,11 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
             "a policy without checkpointing", where="--checkpoint-policy", remedy="give --gradient-checkpointing as well"
         )
     lengths = _lengths(request)
+    precision = request.precision or engine.precision(dtype)
     source, target = both_lengths(request, spec)
     compiled = _compiled(request)
+    if compiled is not None and request.pair_loss is not None:
+        raise BadInput("compiled blocks below a loss over pairs are not modelled", where="--compile", remedy="leave it out")
     recipe = None if request.fp8 is None else _recipe(request.fp8, dtype, adapters=request.lora_rank is not None)
     return Workload(
         micro_batch=request.micro_batch or 1,
@@ -82,7 +87,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         target_len=target,
         grad_accum=request.grad_accum or 1,
         dtype=dtype,
-        precision=request.precision or engine.precision(dtype),
+        precision=precision,
         optimizer=optimizer.name,
         optimizer_kind=request.optimizer_kind or (OptimizerKind.FUSED if optimizer.fused else OptimizerKind.FOREACH),
         attn=_one_of(Attention, request.attn, "--attn"),
@@ -101,12 +106,16 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         one_unit=request.one_unit,
         pairs=request.pairs,
         reference=request.reference,
+        kl_batch=request.kl_batch,
+        pair_loss=request.pair_loss,
+        wide_logits=request.pair_loss is not None and engine.casts_outputs and precision not in _UNCAST,
         images=request.images,
         image_size=request.image_size,
         labelled_share=request.labelled_share,
         evaluation=_evaluation(request, engine),
-        saving=_saving(request),
+        saving=_saving(request, engine),
         lengths=lengths,
+        pads=request.pads,
         fp8=recipe,
         tiled_mlp=_tiles(request),
         compile=compiled,
@@ -225,19 +234,24 @@ def _evaluation(request: Request, engine: Engine) -> Evaluation | None:
     return Evaluation(request.eval_batch, request.eval_logits, casts=engine.casts_outputs)
 
 
-def _saving(request: Request) -> Saving | None:
+def _saving(request: Request, engine: Engine) -> Saving | None:
     """Return what is saved between steps.
 
     Raises:
-        BadInput: an unknown form or program, or a saver where nothing is saved.
+        BadInput: an unknown form or program, a form that the engine does not have, or a saver where nothing is saved.
     """
     if request.save is None:
         for where, given in (("--save-by", request.save_by), ("--save-only-model", request.save_only_model)):
             if given:
                 raise BadInput("nothing is saved", where=where, remedy="give --save sharded or --save full as well")
         return None
+    form = _one_of(StateDict, request.save, "--save")
+    if form is StateDict.FULL_GPU and not engine.keeps_full_state:
+        raise BadInput(
+            f"{engine.name} keeps no whole state dict on its GPUs", where="--save", remedy="use --save full, or --engine fsdp"
+        )
     return Saving(
-        _one_of(StateDict, request.save, "--save"),
+        form,
         _one_of(Saver, request.save_by or Saver.LOOP, "--save-by"),
         optimizer=not request.save_only_model,
     )
@@ -258,7 +272,4 @@ def sequence_length(asked: int | None, spec: ModelSpec) -> int:
 
 
 def _one_of(kind: type[_E], text: str, where: str) -> _E:
-    try:
-        return kind(text.strip().lower())
-    except ValueError:
-        raise BadInput(f"unknown value {text[:60]!r}", where=where, remedy=f"use one of {', '.join(kind)}") from None
+    return member_named(kind, text, where=where)

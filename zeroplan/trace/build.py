@@ -31,6 +31,7 @@ from zeroplan.core.workload import Attention
 from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.float8 import convert
+from zeroplan.trace.pair_loss import pairs_of
 from zeroplan.trace.quantized import adapt, quantize
 from zeroplan.trace.sparse_attention import register_sparse
 from zeroplan.trace.tiled import tile_mlps
@@ -296,6 +297,8 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
         return _audio(config, auto_class, point, dtype)
     if auto_class == MULTIPLE_CHOICE:
         return {"input_ids": tokens(point.batch, 2, point.seq), "labels": tokens(point.batch)}
+    if options.pair_loss is not None:
+        return {**pairs_of(point.batch, point.seq)}
     ids = tokens(point.batch, point.seq)
     if auto_class == IMAGE_TEXT_TO_TEXT and config.get("model_type") == "gemma3":
         return {"input_ids": ids, "token_type_ids": tokens(point.batch, point.seq), "labels": ids}

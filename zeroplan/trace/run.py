@@ -18,6 +18,7 @@ from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.hooks import ModuleHooks
 from zeroplan.trace.known import KnownValues
+from zeroplan.trace.pair_loss import loss_of_pairs
 from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording, StorageRecorder
 from zeroplan.trace.selective import checkpoint_every, contexts
@@ -72,7 +73,10 @@ def _record(
             batch = inputs()
             recorder.mark(Mark.FORWARD_BEGIN)
             with torch.set_grad_enabled(not options.evaluation):
-                loss = loss_of(model(**batch), required=needs_loss)
+                if options.pair_loss is not None:
+                    loss = loss_of_pairs(model, batch, options.pair_loss, wide=options.wide_logits)
+                else:
+                    loss = loss_of(model(**batch), required=needs_loss)
             functions.drop_casts()
             recorder.mark(Mark.FORWARD_END)
             recorder.mark(Mark.BACKWARD_BEGIN)

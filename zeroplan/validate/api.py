@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
+from zeroplan.core.preferences import PLAIN_TASKS
+from zeroplan.core.tasks import training_of
 from zeroplan.core.workload import Compilation
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.source import load_source
@@ -92,6 +94,9 @@ def verify(
         say(setup.line)
         if asked is None and setup.gpus is not None:
             asked = setup.gpus * (setup.nodes or 1)
+    task = training_of(request.task)
+    if task not in (None, *PLAIN_TASKS):
+        raise BadInput(f"verify's loop does no step of {task}", where="--task", remedy="leave it out")
     ranks = ranks_to_use(machine, asked)
     cluster = machine.cluster(ranks)
     _require_compilable(request, machine)

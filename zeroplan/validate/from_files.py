@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.preferences import PLAIN_TASKS
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.from_files import with_files
 from zeroplan.planner.request import Request
-
-#: Tasks whose step is one forward and backward of one model.
-_PLAIN_TASKS = ("", "sft", "pretrain")
 
 
 def with_runnable_files(request: Request) -> tuple[Request, Setup]:
@@ -38,7 +36,7 @@ def with_runnable_files(request: Request) -> tuple[Request, Setup]:
 
 
 def _not_run(filled: Request, setup: Setup) -> Iterator[str]:
-    if setup.task not in _PLAIN_TASKS:
+    if setup.task not in ("", *PLAIN_TASKS):
         yield f"step of {setup.task}"
     if filled.quantize is not None or setup.quantize is not None:
         yield f"quantised base ({setup.keys.get('quantize', 'quantize')})"

@@ -45,6 +45,7 @@ class Ddp(TorchEngine[DdpRank]):
         "one graph, or one for each of DDP's buckets; compiled blocks and an eager loss are counted",
     )
     casts_outputs = True
+    pair_losses = True
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True
     quantized_bases = True

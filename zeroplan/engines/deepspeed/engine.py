@@ -75,6 +75,7 @@ class DeepSpeed(Engine):
     whole_vocabulary = True
     tiles_mlps = True
     measured = True
+    pair_losses = True
     step_buffers_coexist = True
     dialect = Dialect.DEEPSPEED
     trainer = "zeroplan.engines.deepspeed.trainer:build"

@@ -31,6 +31,8 @@ class Fsdp(TorchEngine[FsdpRank]):
     name = "fsdp"
     evaluates = True
     casts_outputs = True
+    pair_losses = True
+    keeps_full_state = True
     measured = False
     gathers_in_half = True
 

@@ -10,6 +10,9 @@ Note [FSDP 1's saves]
     ``optim_state_dict`` gathers, for either form, each state of a unit as a whole: one buffer of the unit's size, and beside it
     this rank's part joined, the last one until the next is there (_optim_utils.py, _allgather_orig_param_states). The full form
     copies it to the first rank's host, the sharded one each parameter's chunk to every rank's.
+    Without a StateDictConfig ``state_dict`` is full, on every rank's GPU: each unit's parameters are cloned there before
+    it is resharded, the root's last (_full_post_state_dict_hook, ``clone``), and all clones stay until the dict is dropped.
+    Scripts that gather by ``model.state_dict()`` and then copy do that (Stanford Alpaca's safe_save_model_for_hf_trainer).
     Without shards (NO_SHARD, or one rank) the full form clones every parameter on the first rank's GPU.
     A tied weight is copied once for each name that it has in the state dict.
 """
@@ -30,8 +33,10 @@ def parts_of_save(rank: FsdpRank, saving: Saving) -> tuple[Written, ...]:
         tensors = [rank.width(p) * count for p, count in enumerate(rank.numel)]
         tensors += [rank.whole_states_of(p) // max(1, len(rank.optimizer.states)) for p in stepped]
         return (Written(0, max(tensors)),)
-    if saving.state_dict is StateDict.FULL:
+    if saving.state_dict is not StateDict.SHARDED:
         weights = sum(rank.width(p) * rank.numel[p] for p in rank.parameters.entries)
+        if saving.state_dict is StateDict.FULL_GPU:
+            return (Written(0, weights),)  # copied to the host once all are there
         with_root = weights + (rank.bytes_of("") * rank.flat("") if "" in rank.units else 0)
         states = sum(rank.whole_states_of(p) for p in stepped)
         together = weights + states if saving.saver is Saver.LOOP else states
@@ -46,16 +51,18 @@ def record_save(rank: FsdpRank, saving: Saving, recorder: Recorder) -> None:
     """Record what saving allocates and frees on the first rank's GPU. See Note [FSDP 1's saves]."""
     alloc, free = recorder.alloc, recorder.free
     if not rank.sharded:
-        clones = [alloc(rank.width(p) * rank.numel[p], Buffer.PARAM_FULL, note=p) for p in rank.parameters.entries]
-        for handle in clones:
+        for handle in [alloc(rank.width(p) * rank.numel[p], Buffer.PARAM_FULL, note=p) for p in rank.parameters.entries]:
             free(handle)
         return
     full = saving.state_dict is StateDict.FULL
-    if "" in rank.units:
-        _unshard(rank, "", recorder, full=full)
-    else:
-        for block in _inside(rank, ""):
-            _unshard(rank, block, recorder, full=full)
+    clones: list[int] = []
+    for unit in [""] if "" in rank.units else _inside(rank, ""):
+        if saving.state_dict is StateDict.FULL_GPU:
+            _clone(rank, unit, recorder, clones)
+        else:
+            _unshard(rank, unit, recorder, full=full)
+    for handle in clones:
+        free(handle)
     if saving.optimizer:
         for unit in rank.trained_units:
             _gather_states(rank, unit, recorder, chunks=not full)
@@ -84,6 +91,16 @@ def _unshard(rank: FsdpRank, unit: str, recorder: Recorder, *, full: bool) -> No
     else:
         for p in rank.units[unit]:
             recorder.free(recorder.alloc(rank.width(p) * rank.chunk_of(p), Buffer.PARAM_SHARD, note=p))
+    recorder.free(whole)
+
+
+def _clone(rank: FsdpRank, unit: str, recorder: Recorder, clones: list[int]) -> None:
+    """Unshard a unit while those inside it are done, and add clones of its parameters to `clones`."""
+    whole = recorder.alloc(rank.bytes_of(unit) * rank.padded(unit), Buffer.PARAM_FULL)
+    for one in _inside(rank, unit):
+        _clone(rank, one, recorder, clones)
+    entries = [p for p in rank.parameters.entries if p in rank.units[unit]]
+    clones += [recorder.alloc(rank.width(p) * rank.numel[p], Buffer.PARAM_FULL, note=p) for p in entries]
     recorder.free(whole)
 
 

@@ -23,6 +23,8 @@ _SPEAKING = re.compile(
     r"|unsloth|liger|galore|freeze|frozen|spectrum|_degree|(tp|sp|cp|pp|ep)_size|packing|lora|adapter|peft|flash|attn|attention"
     r"|checkpointing|compile|max_(seq|source|target|model)?_?len|seq_len|block_size|memory|budget|vision|image|moe|expert"
 )
+#: Keys by which programs lay samples end to end, up to one length.
+_PACKED = ("packing", "neat_packing", "sample_packing", "streaming")
 _SPEAKING_VALUE = re.compile(r"q?lora|dora|[48]_?bit|int[48]|nf4|fp8|dpo|kto|orpo|grpo|ppo|rm|reward")
 #: Keys that are not the program's are listed up to this number.
 _MOST_UNKNOWN = 20
@@ -250,6 +252,8 @@ class Builder(Keys):
                 _SPEAKING.search(key.lower()) or _SPEAKING_VALUE.fullmatch(str(self.data[key]).strip().lower())
             ):
                 self.leave_out(key, Effect.UNKNOWN, f"is no key of {self.title.rpartition(' ')[0]}, and it speaks of memory")
+        if "seq_len" in self.fields and self.fields.get("task") != "pretrain":
+            self.fields.setdefault("pads", not any(self.on(key) for key in _PACKED))
         return Setup(
             program=self.program,
             title=self.title,

@@ -6,6 +6,7 @@ Source: LLaMA-Factory 0.9.6, ``src/llamafactory/hparams/``, ``model/adapter.py``
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
@@ -127,9 +128,27 @@ class LlamaFactory(Program):
             run.set("optimizer", "muon", "use_muon")
             run.set("optimizer_kind", None)
         task = run.fields["task"]
-        if task in _TASKS:
+        if task == "dpo" and not run.document.has("ref_model") and self._pairs(run):
+            pass
+        elif task in _TASKS:
             run.leave_out("stage", *_TASKS[task])
         return run.setup("hf-trainer", "llama-factory")
+
+    def _pairs(self, run: Builder) -> bool:
+        """Set pairs through a loss of all logits; returns whether all of it is known, which a second model's dtype is not.
+
+        ORPO and SimPO ask no reference; else it is the model without adapters.
+        """
+        alone = run.word("pref_loss") in ("orpo", "simpo")
+        adapters = run.fields.get("lora_rank") is not None
+        if not alone and not adapters:
+            return False
+        run.set("pairs", True)
+        run.set("pair_loss", PairLoss.SOFTMAX.value)
+        if not alone:
+            run.set("reference", "base")
+        run.assume("pref_loss sigmoid" if run.word("pref_loss") is None else "all pairs are as long as cutoff_len")
+        return True
 
     def _method(self, run: Builder) -> None:
         """Set what is trained, and the dtype in which the base weights are kept."""

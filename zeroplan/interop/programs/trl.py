@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.preferences import PLANNED, PairLoss, passes_of
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder
@@ -57,15 +58,13 @@ _WORDS = re.compile(r"(?<![a-z])(sft|dpo|grpo|kto|orpo|cpo|simpo|reward|rm|rloo|
 _SAME = {"rm": "reward", "simpo": "cpo"}
 #: What each task holds beside one forward and backward of one model on micro batch × length.
 _TASKS: dict[str, tuple[Effect, str]] = {
-    "kto": (Effect.MORE, "completions pass a second time for the KL term, and a reference model is held"),
-    "grpo": (Effect.MORE, "generation, its cache, and the log-probabilities of a group of completions"),
-    "rloo": (Effect.MORE, "generation, its cache, and the log-probabilities of a group of completions"),
+    "grpo": (Effect.MORE, "generation and its cache"),
+    "rloo": (Effect.MORE, "generation and its cache"),
     "ppo": (Effect.MORE, "generation, a value model, a reward model and a reference model"),
-    "orpo": (Effect.MORE, "chosen and rejected samples pass together"),
-    "cpo": (Effect.MORE, "chosen and rejected samples pass together"),
     "bco": (Effect.MORE, "a reference model beside the trained one"),
     "gkd": (Effect.MORE, "a teacher beside the trained model, and generation"),
 }
+_GATHERS = "TRL's head gathers its sharded weight by itself"
 #: Tasks whose samples are bounded by ``max_length``, 1,024 by default since TRL 0.14; the rest add prompt and completion.
 _COMPLETION_TASKS = ("grpo", "rloo", "ppo")
 _NOT_MODELLED = {
@@ -149,17 +148,17 @@ class Trl(Program):
         run.leave_out_flags(_NOT_MODELLED)
         if run.flag("packing") and run.word("packing_strategy") != "wrapped" and run.fields.get("attn") != "flash":
             run.leave_out("packing", Effect.MORE, "packed samples are one row, whose mask grows with the square of its length")
-        if task == "dpo":
-            _preference(run)
-        elif task == "reward":
-            _reward(run)
+        if task in PLANNED:
+            _preference(run, task)
         elif task in _TASKS:
+            if run.amount("beta"):
+                run.set("reference", "base" if run.fields.get("lora_rank") is not None else "model")
             effect, says = _TASKS[task]
             run.leave_out(f"task {task}", effect, says + _beside(run))
         elif not run.amount("label_smoothing_factor"):
             run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
             if run.data.get("fsdp"):
-                run.leave_out("fsdp", Effect.UNKNOWN, "TRL's head gathers its sharded weight by itself")
+                run.leave_out("fsdp", Effect.UNKNOWN, _GATHERS)
         return run.setup("hf-trainer", "trl")
 
 
@@ -171,26 +170,26 @@ def _beside(run: Builder) -> str:
     return f"; vLLM takes {0.3 if share is None else share:.0%} of each GPU for itself"
 
 
-def _preference(run: Builder) -> None:
-    """Set DPO: pairs through TRL's head, beside a second model, the model without adapters, or log-probabilities of before."""
-    run.set("pairs", True)
-    run.set("chunked_head", True)
-    _without_dropout(run)
-    run.assume("all tokens of a pair count, its prompt's too")
-    if run.data.get("fsdp"):
-        run.leave_out("fsdp", Effect.UNKNOWN, "TRL's head gathers its sharded weight by itself")
+def _preference(run: Builder, task: str) -> None:
+    """Set what passes beside plain samples: pairs, a reference or a second batch, and TRL's head or a loss of all logits."""
+    adapters = run.fields.get("lora_rank") is not None
+    passes = passes_of(task, adapters=adapters)
     if run.flag("precompute_ref_log_probs"):
-        return
-    run.set("reference", "base" if run.fields.get("lora_rank") is not None else "model")
-
-
-def _reward(run: Builder) -> None:
-    """Set the reward trainer: pairs through a head with one score for each sample."""
-    run.set("pairs", True)
-    run.set("head", "sequence-classification")
+        passes.pop("reference", None)
+    if task == "kto" and run.word("loss_type") == "apo_zero_unpaired":
+        passes.pop("kl_batch")
+    if task == "cpo" and (run.amount("cpo_alpha") == 0 or run.word("loss_type") == "alphapo"):
+        passes["pair_loss"] = PairLoss.RANKING.value
+    for field, value in passes.items():
+        run.set(field, value)
     _without_dropout(run)
-    if run.fields.get("lora_rank") is not None:
-        run.leave_out("task reward", Effect.MORE, "the head for scores is trained whole beside the adapters")
+    if task == "reward":
+        if adapters:
+            run.leave_out("task reward", Effect.MORE, "the head for scores is trained whole beside the adapters")
+        return
+    run.assume(f"all tokens of a {'pair' if run.fields.get('pairs') else 'sample'} count, its prompt's too")
+    if run.data.get("fsdp") and run.fields.get("chunked_head"):
+        run.leave_out("fsdp", Effect.UNKNOWN, _GATHERS)
 
 
 def _without_dropout(run: Builder) -> None:
@@ -260,6 +259,9 @@ def _length(run: Builder, task: str) -> None:
             prompt = 512
             run.assume("prompts of 512 tokens: nothing bounds them")
         run.set("seq_len", prompt + answer, "max_completion_length")
+        if task != "ppo":  # TRL's head over the completion alone
+            run.set("chunked_head", True)
+            run.set("labelled_share", answer / (prompt + answer))
         return
     for key in ("max_length", "max_seq_length"):
         if run.number(key) is not None:

@@ -1,0 +1,1 @@
+python cpo.py --config recipe.yaml

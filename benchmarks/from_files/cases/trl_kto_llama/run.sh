@@ -1,0 +1,1 @@
+python -m trl.scripts.kto --config recipe.yaml

@@ -1,0 +1,1 @@
+python orpo.py --config recipe.yaml

@@ -155,6 +155,23 @@ def test_a_state_that_is_written_is_rounded(tmp_path: Path) -> None:
         other.load_checkpoint(tmp_path)
 
 
+def test_a_universal_checkpoint_of_another_optimizer_is_rounded(tmp_path: Path) -> None:
+    def make(kind: str, seed: int = 0) -> zeroplan_runtime.Engine:
+        chosen = ds_config(0, "bf16", optimizer={"type": kind, "params": {"lr": 1e-2}})
+        return zeroplan_runtime.initialize(model=models.make(seed), config=chosen, device="cpu")[0]
+
+    wide, narrow, back = make("AdamW"), make(KINDS[8], 5), make("AdamW", 7)
+    go_on(wide, 0, 4)
+    wide.save_checkpoint(tmp_path / "wide")
+    load_universal_checkpoint(narrow, to_universal(tmp_path / "wide", tmp_path / "of_wide"))
+    narrow.save_checkpoint(tmp_path / "narrow")
+    load_universal_checkpoint(back, to_universal(tmp_path / "narrow", tmp_path / "of_narrow"))
+    first, second, third = states_of(wide), states_of(narrow), states_of(back)
+    for name, value in first.items():
+        assert float((second[name] - value).norm()) <= (0.0 if name.endswith("master") else 0.03) * float(value.norm()), name
+        assert torch.equal(third[name], second[name]), name  # what codes stand for
+
+
 def learn(kind: str, steps: int = 150) -> list[float]:
     """Losses on one batch, which a model of this size learns by heart."""
     chosen = ds_config(0, "bf16", optimizer={"type": kind, "params": {"lr": 3e-3}})

@@ -34,12 +34,12 @@ def measure_limits(arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
     import torch
 
     from benchmarks.offload.limits import Limits, forward_and_backward
-    from benchmarks.step.engines import llama
+    from benchmarks.step.engines import model_of
 
     device = join(rank)
     limits = Limits.measure(device, arguments.probe_bytes)
     found: dict[str, Any] = {"memory": limits.memory, "down": limits.down, "up": limits.up}
-    model = llama(arguments.shape, torch.bfloat16, device, checkpointing="+ckpt" in arguments.cases)
+    model = model_of(arguments.shape, torch.bfloat16, device, checkpointing="+ckpt" in arguments.cases)
     params = sum(p.numel() for p in model.parameters())
     tokens = [batch(n, rank, arguments).to(device) for n in range(arguments.steps)]
     compute = forward_and_backward(model, tokens)

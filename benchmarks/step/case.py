@@ -17,7 +17,10 @@ def _shape(name: str) -> dict[str, Any]:
     return {key: value for key, value in entry.config.items() if key not in ("model_type", "architectures")}
 
 
-#: Shapes by name, as values of transformers' LlamaConfig: two of the catalog's, and a toy for CPUs.
+#: The model type of a shape, where it is no Llama.
+MODEL_TYPES = {"qwen3-moe-small": "qwen3_moe", "toy-moe": "qwen3_moe"}
+#: Shapes by name, as values of transformers' configs: two of the catalog's, a mixture of experts with fewer blocks and experts
+#: than the catalog's (3.1 B parameters), and toys for CPUs.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": _shape("meta-llama/Llama-3.2-1B"),
     "llama-8b": _shape("meta-llama/Llama-3.1-8B"),
@@ -30,6 +33,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,
+    },
+    "qwen3-moe-small": _shape("Qwen/Qwen3-30B-A3B") | {"num_hidden_layers": 8, "num_experts": 64, "max_window_layers": 8},
+    "toy-moe": _shape("Qwen/Qwen3-30B-A3B")
+    | {
+        "vocab_size": 512,
+        "head_dim": 16,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "max_window_layers": 2,
     },
 }
 

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.step.case import ADAMW, CLIP, SHAPES, Case
+from benchmarks.step.case import ADAMW, CLIP, MODEL_TYPES, SHAPES, Case
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
 
-def llama(shape: str, dtype: torch.dtype, device: torch.device, *, checkpointing: bool = False) -> Any:
+def model_of(shape: str, dtype: torch.dtype, device: torch.device, *, checkpointing: bool = False) -> Any:
     """Build the model of `shape` with random weights, the same on every rank and for every engine."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = LlamaConfig(**SHAPES[shape], use_cache=False)
+    values = {**SHAPES[shape], "use_cache": False}
+    config = AutoConfig.for_model(MODEL_TYPES.get(shape, "llama"), **values)
     torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
@@ -34,7 +35,7 @@ def llama(shape: str, dtype: torch.dtype, device: torch.device, *, checkpointing
 def build(case: Case, shape: str, micro: int, device: torch.device) -> tuple[Step, Any]:
     """Build one training step on this rank's token ids [micro, seq], giving the loss; and what keeps the engine alive."""
     dtype = torch.bfloat16 if case.engine in ("zeroplan", "deepspeed") else torch.float32
-    model = llama(shape, dtype, device, checkpointing=case.checkpointing)
+    model = model_of(shape, dtype, device, checkpointing=case.checkpointing)
     if case.compiled:
         for block in model.model.layers:
             block.compile()

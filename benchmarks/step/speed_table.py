@@ -71,7 +71,7 @@ def active_flops(shape: str, seq: int) -> int:
     )
     router = hidden * experts
     parameters = layers * (attention + mlp + router) + hidden * config["vocab_size"]
-    return 6 * parameters + 12 * layers * heads * width * seq
+    return int(6 * parameters + 12 * layers * heads * width * seq)
 
 
 def matmul_tflops(device: Any) -> float:
@@ -86,7 +86,8 @@ def matmul_tflops(device: Any) -> float:
         a @ b
     end.record()
     torch.cuda.synchronize()
-    return round(2 * _SIDE**3 * _TIMES / begin.elapsed_time(end) / 1e9, 1)
+    milliseconds: float = begin.elapsed_time(end)
+    return round(2 * _SIDE**3 * _TIMES / milliseconds / 1e9, 1)
 
 
 def run(case: Case, arguments: argparse.Namespace, rank: int) -> dict[str, Any]:

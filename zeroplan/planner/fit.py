@@ -11,6 +11,7 @@ from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
 
 if TYPE_CHECKING:
+    from zeroplan.core.evaluation import Evaluation
     from zeroplan.core.tape import ExpandedTape
 
 #: The key of what no formula counts.
@@ -39,7 +40,7 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     evaluated = followed and tape is not None and tape.evaluation is not None
     if work.lengths and not (followed and tape is not None and tape.shapes):
         found.setdefault("lengths", Unmodelled("lengths", Effect.MORE, "what is reserved when batches differ in length"))
-    if work.evaluation is not None and not evaluated and (work.evaluation.kept or work.evaluation.batch > work.micro_batch):
+    if work.evaluation is not None and not evaluated and _may_need_more(case, work.evaluation):
         says = f"an evaluation with {work.evaluation.batch} samples a GPU is in no figure"
         found.setdefault("evaluation", Unmodelled("evaluation", Effect.MORE, says))
     if work.saving is not None and (says := engine.unsaved(case)):
@@ -67,6 +68,13 @@ def unsure_at_limit(engine: Engine, case: Case, phase: str) -> tuple[Unmodelled,
     else:
         return ()
     return (Unmodelled(LIMIT, Effect.MORE, f"the run fills the card, and gets through by emptying its cache: {says}"),)
+
+
+def _may_need_more(case: Case, evaluation: Evaluation) -> bool:
+    """Return whether an evaluation's forward may need more than the training's: with more samples, with logits that stay, or
+    with whole samples where the training's ranks share each (accelerate 1.15, accelerator.py: ``disable_in_eval``).
+    """
+    return bool(evaluation.kept) or evaluation.batch * case.layout.ulysses > case.workload.micro_batch
 
 
 def misfits(case: Case, *, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:

@@ -26,8 +26,10 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setup
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.fit import left_out
 from zeroplan.planner.from_files import with_files
 from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
 from zeroplan.simulate.allocator.events import AllocatorOp
 from zeroplan.simulate.timeline import _OP_MASK
 from zeroplan.tapes import can_trace
@@ -187,6 +189,14 @@ def test_gradients_travel_in_a_dtype_of_their_own_key() -> None:
         for parallel, expected in ((layout, width), (None, 2)):
             rank = engine.ledger(Case(load_model(CONFIG), workload, Cluster(gpus=8), zero, parallel=parallel))[1]
             assert rank.comm_bytes == expected
+
+
+def test_an_evaluation_of_whole_samples_leaves_the_answer_open() -> None:
+    """accelerate runs it without the exchange, so that a rank has all tokens of its samples."""
+    for ulysses, left in ((2, True), (1, False)):
+        request = asked(ulysses=ulysses, stage=2, offload_optimizer="none", eval_batch=1)
+        (case,) = resolve(request).cases
+        assert ("evaluation" in [one.key for one in left_out(find_engine("deepspeed"), case)]) == left
 
 
 def test_another_version_leaves_the_answer_open() -> None:

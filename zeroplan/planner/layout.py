@@ -165,6 +165,8 @@ def _require_ulysses(layout: ParallelLayout, spec: ModelSpec, workload: Workload
     if (workload.seq_len or 0) % ranks:
         what = f"ulysses {ranks} does not divide the {workload.seq_len:,} tokens of a sample"
         raise BadInput(what, where=where, remedy=f"use a --seq-len that {ranks} divides")
+    if workload.pairs or workload.reference is not None:
+        raise BadInput("pairs of samples and references are not modelled with Ulysses", where=where, remedy="leave it at 1")
     if workload.attn is Attention.EAGER:
         raise BadInput(
             "DeepSpeed's Ulysses drops masks, which eager attention needs", where="--attn", remedy="use sdpa or flash"

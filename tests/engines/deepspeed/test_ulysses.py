@@ -132,6 +132,7 @@ def test_states_are_sharded_over_all_ranks() -> None:
         ),
         ({"ulysses": 8, "seq_len": 60}, "ulysses 8 does not divide the 60 tokens of a sample"),
         ({"ulysses": 2, "attn": "eager"}, "drops masks, which eager attention needs"),
+        ({"ulysses": 2, "pairs": True}, "pairs of samples and references are not modelled with Ulysses"),
         ({"ulysses": 2, "tp": 2}, "beside data parallelism alone"),
         ({"ulysses": 2, "lengths": "50,64"}, "different lengths are not modelled with --ulysses"),
         ({"ulysses": 2, "engine": "fsdp2"}, "and no ulysses"),

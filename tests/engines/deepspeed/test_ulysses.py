@@ -200,6 +200,11 @@ def test_an_evaluation_of_whole_samples_leaves_the_answer_open() -> None:
         assert ("evaluation" in [one.key for one in left_out(find_engine("deepspeed"), case)]) == left
 
 
+def test_trls_own_head_leaves_the_answer_open() -> None:
+    (plan,) = estimate_report(asked(ulysses=2, stage=2, offload_optimizer="none", chunked_head=True)).plans
+    assert (plan.fits, "loss" in [one.key for one in plan.unmodelled]) == (None, True)
+
+
 def test_another_version_leaves_the_answer_open() -> None:
     (plan,) = estimate_report(asked(ulysses=2, stage=2, offload_optimizer="none", deepspeed_version="0.18.0")).plans
     assert "--ulysses" in [one.key for one in plan.unmodelled]

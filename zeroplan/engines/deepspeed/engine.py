@@ -63,6 +63,7 @@ _UNMODELLED_DEGREES = {
     "ep": "AutoEP and its MoE layers are",
 }
 _DIVIDED = "at stage 3 DeepSpeed gathers and divides each layer when the engine is made, which is in no figure"
+_WHOLE_LOGITS = "all logits of a rank's tokens, if TRL computes head and loss apart where ranks share samples"
 _TILES = "stage 3 fetches and releases an MLP's layers for every tile, which was not compared with DeepSpeed's order"
 _SUPER_OFFLOAD = "gradients and states move between GPU and host in buckets of their own"
 
@@ -180,6 +181,8 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
         if case.workload.reference is not None and self.answers_reference(case):
             found.append(Unmodelled("reference", Effect.UNKNOWN, _REFERENCE))
+        if case.layout.ulysses > 1 and case.workload.chunked_head:
+            found.append(Unmodelled("loss", Effect.MORE, _WHOLE_LOGITS))
         if case.layout.ulysses > 1 and self.version != DEEPSPEED_VERSION:
             found.append(Unmodelled("--ulysses", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s exchange was read"))
         if case.workload.tiled_mlp and case.zero.stage == 3:

@@ -18,7 +18,7 @@ from zeroplan.planner.request import Request
     "zeroplan explain gpt2 --stage 3 --line optim.exp_avg",
     "zeroplan explain --from train.yaml",
 )
-@flags.takes_request("pp", "vpp", "schedule", "cpu_ram", "nvme", "host", "from_scratch", "alloc_conf")
+@flags.takes_request("cpu_ram", "nvme", "host", "from_scratch", "alloc_conf")
 def explain(
     request: Request,
     line: Annotated[str | None, typer.Option("--line", help="One buffer or line only: optim.exp_avg.")] = None,

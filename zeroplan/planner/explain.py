@@ -16,6 +16,7 @@ from zeroplan.planner.resolve import resolve
 
 if TYPE_CHECKING:
     from zeroplan.planner.tapes import ExpandedTapes
+    from zeroplan.simulate.timeline import Timeline
 
 _NAME = re.compile(r"[a-z][a-z_0-9]*")
 
@@ -29,16 +30,35 @@ class Derivation:
 
 
 @dataclass(frozen=True, slots=True)
+class StageNote:
+    """One pipeline rank.
+
+    Attributes:
+        rank: its place in the pipeline, counted from 0.
+        blocks: of each of its chunks, the first block and the one behind the last.
+        in_flight: the most micro batches, of all chunks together, that have run a forward and not its backward.
+        peak_allocated: bytes; None at formula depth.
+    """
+
+    rank: int
+    blocks: tuple[tuple[int, int], ...]
+    in_flight: int
+    peak_allocated: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Explanation:
-    """One configuration's lines, derived."""
+    """One configuration's lines, derived; of a pipeline those of one rank, which `stage` describes."""
 
     engine: str
     label: str
     derivations: tuple[Derivation, ...]
+    stage: StageNote | None = None
 
 
 def explain(request: Request, line: str | None = None) -> list[Explanation]:
-    """Derive every line of the request's plans, or only those whose buffer or line is named `line`.
+    """Derive every line of the request's plans, or only those whose buffer or line is named `line`. Of a pipeline every rank is
+    derived, the one that allocates the most first.
 
     Raises:
         BadInput: a value that cannot be used, or a line that no plan has.
@@ -49,7 +69,10 @@ def explain(request: Request, line: str | None = None) -> list[Explanation]:
         from zeroplan.planner.tapes import ExpandedTapes
 
         tapes = ExpandedTapes(resolved.engine)
-    every = [_explain(resolved.engine, case, tapes) for case in resolved.cases]
+    every: list[Explanation] = []
+    for case in resolved.cases:
+        ranks = [_explain(resolved.engine, replace(case, pp_rank=rank), tapes) for rank in range(case.layout.pp)]
+        every += sorted(ranks, key=_needed, reverse=True)
     out = [replace(e, derivations=tuple(d for d in e.derivations if line in (None, *d.item.names))) for e in every]
     if not any(e.derivations for e in out):
         known = sorted({name for e in every for d in e.derivations for name in d.item.names})
@@ -70,11 +93,42 @@ def _explain(engine: Engine, case: Case, tapes: ExpandedTapes | None) -> Explana
         known = ((name, getattr(facts, name, None)) for name in names)
         values = tuple((name, value, meanings.get(name, "")) for name, value in known if isinstance(value, int))
         derivations.append(Derivation(item, values))
-    if tapes is not None:
-        derivations += _at_the_peak(engine, case, tapes, {d.item.buffer for d in derivations if d.item.place is Place.HBM})
+    timeline = None if tapes is None else _timeline(engine, case, tapes)
+    if timeline is not None:
+        derivations += _at_the_peak(engine, case, timeline, {d.item.buffer for d in derivations if d.item.place is Place.HBM})
     zero = case.zero
     label = f"stage {zero.stage}, optimizer {zero.offload_optimizer.device}, parameters {zero.offload_param.device}"
-    return Explanation(f"{engine.name} {engine.version}", label, tuple(derivations))
+    stage = None if case.layout.pp == 1 else _stage(engine, case, timeline)
+    return Explanation(f"{engine.name} {engine.version}", label, tuple(derivations), stage)
+
+
+def _stage(engine: Engine, case: Case, timeline: Timeline | None) -> StageNote:
+    from zeroplan.core.pipeline_order import PipelineOrder, in_flight, schedule_of
+
+    layout = case.layout
+    order = PipelineOrder(schedule_of(case.pipeline), case.pp_rank, layout.pp, layout.vpp, case.workload.grad_accum)
+    (flying,) = in_flight((action._replace(chunk=0) for action in order.actions()), 1)  # of all chunks together
+    return StageNote(case.pp_rank, engine.blocks(case), flying, None if timeline is None else timeline.peak_allocated)
+
+
+def _needed(one: Explanation) -> int:
+    """Return what a pipeline rank allocates at most, or, where that is not known, what it keeps on the GPU."""
+    if one.stage is not None and one.stage.peak_allocated is not None:
+        return one.stage.peak_allocated
+    return sum(d.item.bytes for d in one.derivations if d.item.place is Place.HBM)
+
+
+def _timeline(engine: Engine, case: Case, tapes: ExpandedTapes) -> Timeline | None:
+    """Return the simulated run; None where there is no tape."""
+    from zeroplan.planner.tapes import NoTapeError
+
+    if not engine.simulates(case):
+        return None
+    try:
+        tape = tapes.of(case)
+    except NoTapeError:
+        return None
+    return engine.simulate(case, tape).timeline
 
 
 #: The purpose of buffers that have no formula.
@@ -92,16 +146,10 @@ _PURPOSES = {
 }
 
 
-def _at_the_peak(engine: Engine, case: Case, tapes: ExpandedTapes, known: set[Buffer]) -> list[Derivation]:
-    """The buffers without a formula that are alive at the peak of allocated memory; none where there is no tape."""
+def _at_the_peak(engine: Engine, case: Case, timeline: Timeline, known: set[Buffer]) -> list[Derivation]:
+    """Return the buffers without a formula that are alive at the peak of allocated memory."""
     from zeroplan.engines.simulation import phase_of_mark
-    from zeroplan.planner.tapes import NoTapeError
 
-    try:
-        tape = tapes.of(case)
-    except NoTapeError:
-        return []
-    timeline = engine.simulate(case, tape).timeline
     phase: Phase = phase_of_mark(timeline.peak_mark())
     batch, length, samples = case.workload.micro_batch, case.workload.seq_len or 1, "micro_batch"
     if phase is Phase.EVALUATION and case.workload.evaluation is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Place
@@ -17,7 +18,8 @@ def verdict(explanations: Sequence[Explanation]) -> str:
     """Return what there is most of on the GPU, with its formula, and how many lines there are."""
     lines = [one.item for explanation in explanations for one in explanation.derivations]
     count = f"{len(lines)} line" if len(lines) == 1 else f"{len(lines)} lines"
-    plans = f" in {len(explanations)} configurations" if len(explanations) > 1 else ""
+    what = "configurations" if explanations[0].stage is None else "pipeline ranks"
+    plans = f" in {len(explanations)} {what}" if len(explanations) > 1 else ""
     top = max(lines, key=lambda item: (item.place is Place.HBM, item.bytes))
     return f"Largest of {count}{plans}: {top.buffer.value}, {format_bytes(top.bytes)} = {top.formula}."
 
@@ -28,7 +30,8 @@ def explanation_text(explanations: Sequence[Explanation], terminal: Terminal = P
     if quiet:
         return "\n".join(out)
     for explanation in explanations:
-        out += ["", *map(terminal.bold, terminal.wrap(f"{explanation.engine}, {explanation.label}: bytes of one rank"))]
+        heading = f"{explanation.engine}, {explanation.label}: bytes of {_rank(explanation)}"
+        out += ["", *map(terminal.bold, terminal.wrap(heading))]
         values: dict[str, str] = {}
         for derivation in explanation.derivations:
             item = derivation.item
@@ -39,6 +42,17 @@ def explanation_text(explanations: Sequence[Explanation], terminal: Terminal = P
             values |= {name: f"{name} = {value:,}" + (f": {text}" if text else "") for name, value, text in derivation.values}
         out += ["", terminal.bold("With"), *terminal.items(list(values.values()), mark="  ")] if values else []
     return "\n".join(out)
+
+
+def _rank(explanation: Explanation) -> str:
+    """Name the rank: of a pipeline its place, its blocks, what is in flight, and its peak."""
+    stage = explanation.stage
+    if stage is None:
+        return "one rank"
+    blocks = " and ".join(f"{first}–{end - 1}" for first, end in stage.blocks)
+    peak = "" if stage.peak_allocated is None else f", peak {format_bytes(stage.peak_allocated)} allocated"
+    flying = f"{stage.in_flight} micro batches" if stage.in_flight > 1 else "1 micro batch"
+    return f"pipeline rank {stage.rank}, blocks {blocks}, {flying} in flight at most{peak}"
 
 
 def explanation_json(explanations: Iterable[Explanation]) -> list[dict[str, object]]:
@@ -60,6 +74,7 @@ def explanation_json(explanations: Iterable[Explanation]) -> list[dict[str, obje
                 }
                 for d in explanation.derivations
             ],
+            **({} if explanation.stage is None else {"pipeline_rank": asdict(explanation.stage)}),
         }
         for explanation in explanations
     ]

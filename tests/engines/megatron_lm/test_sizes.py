@@ -10,7 +10,7 @@ from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import Mark, Op
-from zeroplan.core.workload import DType, Workload
+from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.megatron.chunk import ChunkLayers, chunk_tape
@@ -198,6 +198,40 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(config: dict[str, Any],
         tape = engine.own_tape(case)
         assert tape is not None
         assert ledger_and_schedule_differ(case, engine, tape) == {}
+
+
+def test_the_heads_stand_in_gradient_is_kept_with_transformer_engine() -> None:
+    """One for each shape of a weight: q, k and v; the output's; both of the MLP; the head."""
+    _, rank = Megatron().ledger(_case(LLAMA, tp=2))
+    shapes = {(512, 512), (512, 256), (1024, 512), (2048, 512)}
+    assert rank.stand_in_bytes == sum(2 * rows * columns for rows, columns in shapes)
+    _, rank = Megatron().ledger(_case({**LLAMA, "transformer_impl": "local"}, tp=2))
+    assert rank.stand_in_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "work"),
+    [
+        (MOE, {"ep": 4}, {}),
+        (MLA, {}, {}),
+        ({**LLAMA, "num_query_groups": 2}, {"tp": 4}, {}),
+        (LLAMA, {}, {"dtype": DType.FP32, "precision": Precision.FP32}),
+    ],
+)
+def test_what_is_not_described_has_states_and_no_activations(
+    config: dict[str, Any], layout: dict[str, Any], work: dict[str, Any]
+) -> None:
+    case = _case(config, work=work, **layout)
+    assert not Megatron().simulates(case)
+    assert Megatron().own_tape(case) is None
+    assert _states(case) > 0
+
+
+def test_what_may_need_more_is_named() -> None:
+    engine = Megatron()
+    assert [one.key for one in engine.unmodelled(_case(LLAMA))] == ["unmeasured"]
+    found = engine.unmodelled(_case({**LLAMA, "attention_backend": "unfused"}, cp=2))
+    assert [one.key for one in found] == ["unmeasured", "--cp", "--attention-backend"]
 
 
 def test_stages_hold_one_micro_batch_less_each() -> None:

@@ -114,14 +114,24 @@ class Megatron(Engine):
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return that nothing of it was measured, which may mean more memory than planned."""
-        if case.layout.cp == 1:
-            return (_NO_MEASUREMENT,)
-        return (_NO_MEASUREMENT, Unmodelled("--cp", Effect.MORE, "what attention sends round the ranks of a sample"))
+        found = [_NO_MEASUREMENT]
+        if case.layout.cp > 1:
+            found.append(Unmodelled("--cp", Effect.MORE, "what attention sends round the ranks of a sample"))
+        model = self._model(case)
+        if model is not None and model.uses_engine and self._scores(case, model):
+            says = "TransformerEngine's own unfused attention; Megatron's is in the figures"
+            found.append(Unmodelled("--attention-backend", Effect.UNKNOWN, says))
+        return tuple(found)
 
     def simulates(self, case: Case) -> bool:
-        """Return whether its layers are described: not those with experts or latent attention."""
+        """Return whether its layers are described: not those with experts or latent attention, in fp32, or with fewer groups of
+        queries than tensor-parallel ranks, which gather what they share.
+        """
         model = self._model(case)
-        return model is None or not (model.num_experts or model.multi_latent_attention)
+        if model is None:
+            return True
+        shared = model.num_query_groups < case.layout.tp
+        return not (model.num_experts or model.multi_latent_attention or shared or case.workload.dtype is DType.FP32)
 
     # --- memory -----------------------------------------------------------------------------------------------------------
 
@@ -171,12 +181,17 @@ class Megatron(Engine):
             pp_rank=case.pp_rank,
         )
 
+    @staticmethod
+    def _scores(case: Case, model: MegatronModel) -> bool:
+        """Return whether attention keeps all scores."""
+        unfused = model.attention_backend in ("unfused", "local") or case.workload.attn is Attention.EAGER
+        return not model.uses_engine or unfused
+
     def _shapes(self, case: Case, model: MegatronModel) -> Shapes:
         from zeroplan.engines.megatron.layers import Shapes
 
         work, layout = case.workload, case.layout
         backend = model.attention_backend
-        scored = not model.uses_engine or backend in ("unfused", "local") or work.attn is Attention.EAGER
         return Shapes(
             model=model,
             micro_batch=work.rows,
@@ -184,7 +199,7 @@ class Megatron(Engine):
             tp=layout.tp,
             sequence=layout.sp,
             element=work.dtype.bytes,
-            flash=not scored,
+            flash=not self._scores(case, model),
             cudnn=backend == "fused" or (backend == "auto" and case.cluster.gpu.capability >= _CUDNN),
         )
 

@@ -108,6 +108,7 @@ class Shapes:
             gathers=self.tokens * width * self.element if self.sequence else 0,
             fused=self.model.gradient_accumulation_fusion,
             engine=self.model.uses_engine,
+            keeps=self.model.uses_engine,
             element=self.element,
         )
 
@@ -121,6 +122,7 @@ class Shapes:
             scatters=whole // self.tp if self.sequence else 0,
             fused=self.model.gradient_accumulation_fusion,
             engine=self.model.uses_engine,
+            keeps=self.model.uses_engine,
             element=self.element,
         )
 

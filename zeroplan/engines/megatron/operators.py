@@ -48,6 +48,7 @@ class Linear:
         scatters: bytes of its output's part (row-wise, with sequence parallelism); 0 for none.
         fused: whether the weight's gradient is added to the gradient buffer by the product itself.
         engine: whether it is TransformerEngine's; else Megatron's own.
+        keeps: whether its stand-in for a fused gradient is TransformerEngine's, which has one for each shape and keeps it.
         element: bytes of one element.
     """
 
@@ -59,6 +60,7 @@ class Linear:
     scatters: int = 0
     fused: bool = True
     engine: bool = True
+    keeps: bool = True
     element: int = 2
 
     @property
@@ -176,7 +178,7 @@ def _linear_backward(w: TapeWriter, sizes: Linear, size: int) -> Gradients:
     grads: Gradients = []
     if not sizes.fused:
         grads.append(w.empty(sizes.weight, Kind.GRAD))
-    elif sizes.engine:
+    elif sizes.keeps:
         w.keep(("stand-in", sizes.shape), sizes.weight)  # for each shape one, so that DDP's hook runs in the same thread
     else:
         grads.append(w.empty(sizes.weight, Kind.GRAD))  # a stand-in as well, but made anew

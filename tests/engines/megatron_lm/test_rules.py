@@ -6,10 +6,15 @@ from typing import Any
 
 import pytest
 
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.megatron.engine import Megatron
 from zeroplan.engines.megatron.rules import layers_of, require_valid
+from zeroplan.models.load import load_model
 from zeroplan.models.megatron import MegatronModel
 
 BASE: dict[str, Any] = {
@@ -92,3 +97,10 @@ def test_layers_go_to_stages_and_chunks_as_in_megatron() -> None:
     assert [len(layers_of(counted, layout, rank)[0].layers) for rank in range(4)] == [1, 2, 2, 1]
     uneven = MegatronModel.of({**BASE, "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3})
     assert [len(layers_of(uneven, layout, rank)[0].layers) for rank in range(4)] == [1, 2, 2, 3]
+
+
+def test_a_model_that_megatron_core_has_no_layers_for_is_refused_by_name() -> None:
+    config = {"model_type": "t5", "num_layers": 1, "d_model": 64}
+    case = Case(load_model(config), Workload(seq_len=64), Cluster(), ZeroConfig.of(1))
+    with pytest.raises(BadInput, match="Megatron-LM's form of t5 is not modelled; of llama"):
+        Megatron().require_workload(case)

@@ -105,7 +105,7 @@ class Megatron(Engine):
                 raise BadInput("not modelled under Megatron-LM", where=where, remedy="leave it out")
         model = self._model(case)
         if model is None:
-            if case.parallel is not None:
+            if case.parallel is not None or case.spec.config:
                 require_known(case.spec.model_type)
             return
         from zeroplan.engines.megatron.rules import require_valid

@@ -20,6 +20,9 @@ from zeroplan_runtime.sparse_attention.tiles import SparseScores, TokenOrder
 #: Shapes that the kernels may be compiled for in one process; torch's own limit is 8.
 _MOST_SHAPES = 64
 
+#: Queries of fewer than 128 tokens would get a kernel for decoding.
+_KERNEL_OPTIONS = {"FORCE_USE_FLEX_ATTENTION": True}
+
 #: Changes a score, given its sample, head, query and key.
 ScoreMod = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -53,7 +56,16 @@ def tiled_attention(
         key, value = reorder(key, scores.keys), reorder(value, scores.keys)
     attend = _compiled(autotune) if query.is_cuda else _uncompiled()
     grouped = key.shape[1] != query.shape[1]
-    out: torch.Tensor = attend(query, key, value, score_mod=score_mod, block_mask=block_mask, scale=scale, enable_gqa=grouped)
+    out: torch.Tensor = attend(
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=grouped,
+        kernel_options=_KERNEL_OPTIONS,
+    )
     if scores.queries is not None:
         out = reorder(out, TokenOrder(scores.queries.places, scores.queries.tokens))
     return out

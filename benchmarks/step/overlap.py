@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 Interval = tuple[float, float]
+#: Words in the names of kernels: cuBLAS's and CUTLASS's products, and the fused attention's.
+_KINDS = {"products": ("gemm", "nvjet", "xmma", "cutlass"), "attention": ("flash", "fmha", "sdpa")}
 
 
 def profile_step(step: Callable[[], Any], trace: Path | None) -> dict[str, float]:
-    """Milliseconds of one `step` on this device: communication, the part hidden behind computation, computation, idle."""
+    """Milliseconds of one `step` on this device: communication, the part hidden behind computation, computation, of it matrix
+    products and attention, and idle.
+    """
     import torch
     from torch.profiler import ProfilerActivity
 
@@ -24,6 +28,12 @@ def profile_step(step: Callable[[], Any], trace: Path | None) -> dict[str, float
         nccl: union([(e.time_range.start, e.time_range.end) for e in kernels if ("nccl" in e.name.lower()) is nccl])
         for nccl in (True, False)
     }
+    named = {
+        what: length(
+            union([(e.time_range.start, e.time_range.end) for e in kernels if any(w in e.name.lower() for w in words)])
+        )
+        for what, words in _KINDS.items()
+    }
     communication, computation = length(spans[True]), length(spans[False])
     busy = length(union(spans[True] + spans[False]))
     whole = max((b for _, b in spans[False]), default=0.0) - min((a for a, _ in spans[False]), default=0.0)
@@ -32,6 +42,7 @@ def profile_step(step: Callable[[], Any], trace: Path | None) -> dict[str, float
         "hidden_ms": round((communication + computation - busy) / 1e3, 3),
         "computation_ms": round(computation / 1e3, 3),
         "idle_ms": round(max(whole - busy, 0.0) / 1e3, 3),
+        **{f"{what}_ms": round(took / 1e3, 3) for what, took in named.items()},
     }
 
 

@@ -112,6 +112,21 @@ def with_mfu(row: dict[str, Any]) -> dict[str, Any]:
     return row
 
 
+def where_it_goes(row: dict[str, Any]) -> str:
+    """A line: the rate of model FLOPs beside the card's limits, and what a profiled step's time went to."""
+    parts = [f"{row['case']:24} {row['model_tflops']:7.1f} TFLOP/s"]
+    if "of_matmul" in row:
+        parts.append(f"{row['of_matmul']:.1%} of the {row['matmul_tflops']} of its products")
+    if "mfu" in row:
+        parts.append(f"MFU {row['mfu']:.1%}")
+    if "computation_ms" in row:
+        other = row["computation_ms"] - row["products_ms"] - row["attention_ms"]
+        shown = row["communication_ms"] - row["hidden_ms"]
+        parts.append(f"products {row['products_ms']} ms, attention {row['attention_ms']}, other kernels {other:.1f}")
+        parts.append(f"communication that shows {shown:.1f}, idle {row['idle_ms']}")
+    return "; ".join(parts)
+
+
 def main() -> int:
     """Run the next case, or all that are left."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -124,7 +139,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--timeout", type=float, default=240)
     arguments = parser.parse_args()
-    arguments.profile, arguments.traces = "", False
+    arguments.traces = False
     done = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
     known = {(row["shape"], row["micro"], row["case"], row["ranks"]) for row in done}
     wanted = [cell for cell in cells(arguments.ranks) if not arguments.only or cell.shape in arguments.only.split(",")]
@@ -132,11 +147,12 @@ def main() -> int:
     if not left:
         for shape, micro in dict.fromkeys((cell.shape, cell.micro) for cell in wanted):
             print(f"{shape}, micro batch {micro}")
-            print("\n".join(table([row for row in done if (row["shape"], row["micro"]) == (shape, micro)])))
+            rows = [row for row in done if (row["shape"], row["micro"]) == (shape, micro)]
+            print("\n".join([*table(rows), *map(where_it_goes, (row for row in rows if "fault" not in row))]))
         return EXIT_DONE
     warm(",".join(cell.case for cell in left))
     for cell in left if arguments.all else left[:1]:
-        arguments.shape, arguments.micro = cell.shape, cell.micro
+        arguments.shape, arguments.micro, arguments.profile = cell.shape, cell.micro, cell.case
         case = Case.parse(cell.case)
         found = run_ranks(partial(run, case, arguments), arguments.ranks, timeout=arguments.timeout, gpus=arguments.gpus)
         fault = failure(found)

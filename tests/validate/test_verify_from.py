@@ -51,7 +51,7 @@ def test_the_trainers_arguments_are_run_and_equal_the_plan(tmp_path: Path, cli: 
     [
         ({"model_name_or_path": "m", "packing": False, "max_length": 64}, "no tiled head of TRL"),
         ({"model_name_or_path": "m", "beta": 0.1, "max_length": 64, "dataset_num_proc": 1}, "no step of dpo"),
-        ({**ARGUMENTS, "torch_compile": True}, "no torch_compile"),
+        ({**ARGUMENTS, "torch_compile": True}, "no compiled graphs"),
         ({**ARGUMENTS, "torch_dtype": "bfloat16"}, r"no weights in bf16 \(torch_dtype\)"),
     ],
 )

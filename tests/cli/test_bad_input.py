@@ -56,7 +56,7 @@ CASES: dict[str, tuple[list[str], str]] = {
     "ddp does not shard": ([LLAMA, "--engine", "ddp", "--stage", "3"], "ddp"),
     "unknown dtype": ([LLAMA, "--dtype", "int8"], "bf16"),
     "unknown optimizer": ([LLAMA, "--optimizer", "adamx"], "adam"),
-    "unknown attention": ([LLAMA, "--attn", "fast"], "sdpa"),
+    "unknown attention": ([LLAMA, "--attn", "fast"], "flash"),
     "unknown depth": ([LLAMA, "--depth", "deep"], "formula"),
     "unknown format": ([LLAMA, "--format", "xml"], "csv"),
     "zero micro batch": ([LLAMA, "--micro-batch", "0"], "--micro-batch"),

@@ -17,7 +17,7 @@ _OF_FILES = {
     *("whole_embedding_states", "accelerate_units", "one_unit", "pads", "pairs", "reference", "kl_batch", "pair_loss"),
 }
 #: Degrees of parallelism that a search does not take.
-_DEGREES = {"tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate"}
+_DEGREES = {"tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate"}
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,7 @@ _DEGREES = {"tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicat
                 "set_to_none",
                 "fp8",
                 "compile",
+                "tiled_mlp",
                 "zero_init",
                 *_DEGREES,
                 *_OF_FILES,

@@ -139,6 +139,8 @@ def resolve(request: Request) -> Resolved:
         raise BadInput(
             "compiled models are planned for data parallelism alone", where="--compile", remedy="leave --tp, --cp and --pp out"
         )
+    if workload.tiled_mlp:
+        warnings.append("--tiled-mlp: as DeepSpeed's source has it, but not measured on a GPU")
     if layout is not None and not engine.own_layers and (said := unmeasured(layout)):
         warnings.append(said)
     every = [

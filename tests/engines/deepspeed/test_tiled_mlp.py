@@ -71,6 +71,11 @@ def test_what_is_not_modelled_is_one_line(given: dict[str, Any], said: str) -> N
         estimate_report(asked(depth="formula", **given))
 
 
+def test_a_plan_says_that_no_gpu_has_measured_it() -> None:
+    warnings = estimate_report(asked(depth="formula", offload_optimizer="none", tiled_mlp=2)).warnings
+    assert any("--tiled-mlp" in said and "not measured on a GPU" in said for said in warnings)
+
+
 def test_stage_3_leaves_the_answer_open() -> None:
     (plan,) = estimate_report(asked(depth="formula", stage=3, offload_optimizer="none", tiled_mlp=2)).plans
     assert plan.fits is None

@@ -54,7 +54,7 @@ class Rank:
 
     def frozen(self) -> None:
         """Steps with the second moment that stays."""
-        kernels.frozen_adam(self.param, self.momentum, self.second, step=9, freeze_step=5, param_out=self.out, **HYPER)
+        kernels.frozen_adam(self.param, self.momentum, self.second, step=9, second_step=5, param_out=self.out, **HYPER)
 
     def adamw(self) -> None:
         """Steps AdamW."""

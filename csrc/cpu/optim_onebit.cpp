@@ -109,8 +109,11 @@ ZEROPLAN_API void zeroplan_sign_unpack(const ZeroplanSigns* a, float* values, in
     over_blocks(a->ranks, a->shard, threads, [&](size_t chunk, size_t block, size_t begin, size_t count) {
         const Place from = place(a->messages + chunk * static_cast<size_t>(a->words), a->shard, block);
         float* out = values + chunk * static_cast<size_t>(a->shard) + begin;
-        const float scale = *from.scale;
-        for (size_t i = 0; i < count; ++i) out[i] = from.signs[i / 8] >> (i % 8) & 1 ? scale : -scale;
+        const float scale = *from.scale, decay = a->beta1, gain = a->one_minus_beta1;
+        for (size_t i = 0; i < count; ++i) {
+            const float value = from.signs[i / 8] >> (i % 8) & 1 ? scale : -scale;
+            out[i] = decay == 0.0f ? value : out[i] * decay + value * gain;
+        }
     });
 }
 

@@ -101,9 +101,11 @@ extern "C" __global__ void __launch_bounds__(1024)
     if (inside && !zp::skips(scalars)) zp::write<zp::per_thread>(error + at.element, c);
 }
 
-// m = the values of messages[ranks][words], chunk by chunk. One thread block for each scale of each chunk.
+// m = decay m + (1 - decay) the values of messages[ranks][words], chunk by chunk; with decay 0, those values. One thread block
+// for each scale of each chunk.
 extern "C" __global__ void __launch_bounds__(1024)
-    zp_sign_unpack(const unsigned int* messages, float* m, long long shard, long long words, const zp::Scalars* scalars) {
+    zp_sign_unpack(const unsigned int* messages, float* m, long long shard, long long words, const zp::Scalars* scalars,
+                   float decay, float gain) {
     const zp::Position at = zp::position(shard);
     if (at.element >= shard || zp::skips(scalars)) return;
     const zp::u32* from = messages + at.chunk * words;
@@ -112,7 +114,14 @@ extern "C" __global__ void __launch_bounds__(1024)
     float values[zp::per_thread];
 #pragma unroll
     for (int k = 0; k < zp::per_thread; ++k) values[k] = zp::signed_scale(signs, k, scale);
-    zp::write<zp::per_thread>(m + at.chunk * shard + at.element, values);
+    float* to = m + at.chunk * shard + at.element;
+    if (decay != 0.0f) {
+        float before[zp::per_thread];
+        zp::read<zp::per_thread>(to, before);
+#pragma unroll
+        for (int k = 0; k < zp::per_thread; ++k) values[k] = before[k] * decay + values[k] * gain;
+    }
+    zp::write<zp::per_thread>(to, values);
 }
 
 namespace zp {

@@ -251,7 +251,7 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
     one_bit.sign_pack(flat, flat.bfloat16(), flat, messages, ranks=2, beta1=0.9, scalars=scalars)
     one_bit.sign_average(messages, flat[: 64 * 200], messages[: message_words(64 * 200)], ranks=2)
     one_bit.sign_unpack(messages, flat, ranks=2)
-    one_bit.frozen_adam(p, m, v, lr=0.1, step=2, freeze_step=1, param_out=out)
+    one_bit.frozen_adam(p, m, v, lr=0.1, step=2, second_step=1, param_out=out)
     declared = {}
     for path in nvrtc.sources().glob("*.cu"):
         for name, parameters in re.findall(r"__global__[^{;]*?(zp_\w+)\(([^)]*)\)", path.read_text(), re.S):

@@ -54,13 +54,15 @@ def test_a_rank_packs_its_momentum_for_every_rank(target: str, shard: int, dtype
         kernels.sign_pack(
             momentum.to(device), grad.to(device), left, messages, ranks=ranks, beta1=beta1, scalars=scalars.to(device)
         )
-        unpacked = torch.empty(ranks * shard, device=device)
+        unpacked, mixed = torch.empty(ranks * shard, device=device), momentum.to(device, copy=True)
         kernels.sign_unpack(messages, unpacked, ranks=ranks)
+        kernels.sign_unpack(messages, mixed, ranks=ranks, decay=beta1)
     wanted = [compressed(chunk) for chunk in c.reshape(ranks, shard)]
     for (message, _), got in zip(wanted, messages.view(ranks, -1), strict=True):
         assert message_bytes(got, shard) == message
     values = np.concatenate([values for _, values in wanted])
     assert same_bits(unpacked, torch.from_numpy(values))
+    assert same_bits(mixed, torch.from_numpy(m * np.float32(beta1) + values * np.float32(1 - beta1)))
     assert same_bits(left, torch.from_numpy(c - values))
 
 
@@ -100,7 +102,7 @@ def test_a_skipped_step_changes_neither_errors_nor_momentum(target: str) -> None
         kernels.sign_average(messages, server, messages[: message_words(shard)], ranks=2, scalars=scalars)
         kernels.sign_unpack(messages, momentum, ranks=2, scalars=scalars)
         param, out = momentum.clone(), torch.zeros(2 * shard, dtype=torch.bfloat16, device=device)
-        kernels.frozen_adam(param, worker, worker, lr=1.0, step=3, freeze_step=2, param_out=out, scalars=scalars)
+        kernels.frozen_adam(param, worker, worker, lr=1.0, step=3, second_step=2, param_out=out, scalars=scalars)
     for one, old in zip((momentum, worker, server), before, strict=True):
         assert same_bits(one, old)
     assert same_bits(param, before[0])
@@ -122,7 +124,7 @@ def test_adam_with_a_second_moment_that_stays(target: str, out: torch.dtype | No
     n = SCALE_BLOCK + 7
     p, m, v = randn(n, 0), randn(n, 1), randn(n, 2).square()
     v[::5] = 0.0
-    hyper = {"lr": 1e-2, "step": 7, "freeze_step": 4, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    hyper = {"lr": 1e-2, "step": 7, "second_step": 4, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
     wide = [one.double() for one in (p, m, v)]
     root = (wide[2] / (1 - 0.95**4)).sqrt() + 1e-6
     step = torch.where(wide[2] == 0, 0.0, wide[1] / (1 - 0.9**7) / root)

@@ -29,6 +29,11 @@ def config_of(stage: int, dtype: str = "fp32", freeze_step: int = FREEZE, **chan
     return ds_config(stage, dtype, optimizer={"type": "OneBitAdam", "params": params}, **changes)
 
 
+def zero_one_config(stage: int, freeze_step: int = 6, updates: int = 2, **changes: Any) -> dict[str, Any]:
+    params = {**ADAMW["params"], "var_freeze_step": freeze_step, "var_update_scaler": updates}
+    return ds_config(stage, optimizer={"type": "ZeroOneAdam", "params": params}, **changes)
+
+
 def start(group: dist.ProcessGroup, config: dict[str, Any], model: nn.Module | None = None) -> Engine:
     model = models.make() if model is None else model
     return zeroplan_runtime.initialize(model=model, config=config, group=group, device="cpu")[0]
@@ -96,19 +101,20 @@ class Simulation:
                     whole[begin : begin + numel] = params[name].grad.view(-1)
         return made
 
+    def root2(self, number: int) -> float:
+        return 1 / math.sqrt(1 - 0.999**FREEZE)
+
     @torch.no_grad()
-    def step(self, number: int) -> None:
+    def added(self, number: int, decay: float) -> list[torch.Tensor]:
+        """The compressed mean of decay · momentum + (1 − decay) · gradient, by unit."""
         with torch.enable_grad():
             grads = [self.gradients(number, rank) for rank in range(self.ranks)]
-        rate, keep = 1e-2 / (1 - 0.9 ** (number + 1)), 1 - 1e-2 * 0.1
-        root2 = 1 / math.sqrt(1 - 0.999**FREEZE)
+        made = []
         for u, (flat, state) in enumerate(zip(self.flats, self.states, strict=True)):
-            used = torch.zeros(flat.full)
-            for begin, numel in zip(flat.offsets, flat.numels, strict=True):
-                used[begin : begin + numel] = 1
+            used = self.used(u)
             sent = []
             for rank in range(self.ranks):
-                c = state["momentum"] * 0.9 + grads[rank][u] * (1 - 0.9) + self.worker[u][rank]
+                c = state["momentum"] * decay + grads[rank][u] * (1 - decay) + self.worker[u][rank]
                 sent.append(torch.cat([compress(chunk) for chunk in c.split(flat.shard)]))
                 self.worker[u][rank] = (c - sent[-1]) * used
             means = []
@@ -120,10 +126,30 @@ class Simulation:
                 c = mean * (1 / self.ranks) + self.server[u][rank]
                 means.append(compress(c))
                 self.server[u][rank] = (c - means[-1]) * used[part]
-            m = state["momentum"] = torch.cat(means) * used
-            v = state["optim.exp_avg_sq"]
-            direction = torch.where(v == 0, 0.0, m / (v.double().sqrt().float() * root2 + 1e-8))
-            state["master"] = state["master"] * keep - direction * rate
+            made.append(torch.cat(means) * used)
+        return made
+
+    def used(self, u: int) -> torch.Tensor:
+        """1 where parameters are, 0 in the padding."""
+        flat = self.flats[u]
+        made = torch.zeros(flat.full)
+        for begin, numel in zip(flat.offsets, flat.numels, strict=True):
+            made[begin : begin + numel] = 1
+        return made
+
+    def apply(self, u: int, number: int) -> None:
+        """Adam's step with the present moments."""
+        state = self.states[u]
+        rate, keep = 1e-2 / (1 - 0.9 ** (number + 1)), 1 - 1e-2 * 0.1
+        v = state["optim.exp_avg_sq"]
+        denominator = v.double().sqrt().float() * self.root2(number) + 1e-8
+        direction = torch.where(v == 0, 0.0, state["momentum"] / denominator)
+        state["master"] = state["master"] * keep - direction * rate
+
+    def step(self, number: int) -> None:
+        for u, momentum in enumerate(self.added(number, 0.9)):
+            self.states[u]["momentum"] = momentum
+            self.apply(u, number)
 
 
 def train_twice(group: dist.ProcessGroup, config: dict[str, Any]) -> dict[str, Any]:
@@ -157,6 +183,67 @@ def test_the_compression_stage_equals_a_simulation(pool: RankPool, ranks: int) -
             assert found["server"].any() or rank > 0  # a late shard may be all padding
 
 
+class ZeroOneSimulation(Simulation):
+    """0/1 Adam (Lu et al. 2022, algorithm 1) without local steps, κ = 2 and f = 6: the second moment is updated in steps 1, 2,
+    4 and 6, the gradient compressed in 3 and 5, the momentum from 7 on.
+    """
+
+    UPDATES = (1, 2, 4, 6)
+
+    def step(self, number: int) -> None:
+        if number + 1 > 6:
+            if number + 1 == 7:  # errors of gradients are none of momentum
+                self.worker = [[torch.zeros_like(one) for one in unit] for unit in self.worker]
+                self.server = [[torch.zeros_like(one) for one in unit] for unit in self.server]
+            super().step(number)
+        elif number + 1 in self.UPDATES:
+            self.update(number)
+        else:
+            self.exchange_gradients(number)
+
+    def root2(self, number: int) -> float:
+        done = sum(one <= number + 1 for one in self.UPDATES)
+        return 1 / math.sqrt(1 - 0.999**done)
+
+    def exchange_gradients(self, number: int) -> None:
+        before = [state["momentum"] for state in self.states]
+        for state in self.states:
+            state["momentum"] = torch.zeros_like(state["momentum"])
+        means = self.added(number, 0.0)
+        for u, (state, m) in enumerate(zip(self.states, before, strict=True)):
+            state["momentum"] = torch.where(state["optim.exp_avg_sq"] == 0, 0.0, m * 0.9 + means[u] * (1 - 0.9))
+            self.apply(u, number)
+
+    @torch.no_grad()
+    def update(self, number: int) -> None:
+        with torch.enable_grad():
+            grads = [self.gradients(number, rank) for rank in range(self.ranks)]
+        for u, state in enumerate(self.states):
+            g = sum(grads[rank][u] for rank in range(self.ranks)) / self.ranks
+            state["momentum"] = state["momentum"] * 0.9 + g * (1 - 0.9)
+            state["optim.exp_avg_sq"] = state["optim.exp_avg_sq"] * 0.999 + g * (1 - 0.999) * g
+            self.apply(u, number)
+
+
+def train_from_the_start(group: dist.ProcessGroup, config: dict[str, Any]) -> dict[str, Any]:
+    engine = start(group, config)
+    first = states_of(engine)
+    run(engine, group, range(STEPS))
+    return {"first": first, "last": states_of(engine), "layout": engine.model_states.layout}
+
+
+def test_zero_one_adam_equals_a_simulation(pool: RankPool) -> None:
+    results = pool.run(2, train_from_the_start, zero_one_config(0))
+    plain = ZeroOneSimulation(2, results[0]["layout"], [dict(state) for state in results[0]["first"]])
+    for number in range(STEPS):
+        plain.step(number)
+    for u, state in enumerate(plain.states):
+        for rank, result in enumerate(results):
+            for key in ("master", "momentum", "optim.exp_avg_sq"):
+                assert torch.equal(result["last"][u][key], state[key]), (u, rank, key)
+            assert torch.equal(result["last"][u]["worker"], plain.worker[u][rank]), (u, rank)
+
+
 def test_the_warm_up_is_adam_and_stage_1_equals_stage_0(pool: RankPool) -> None:
     ranks = 2
     whole, adam = (pool.run(ranks, train, config, None, FREEZE) for config in (config_of(0), ds_config(0)))
@@ -167,6 +254,8 @@ def test_the_warm_up_is_adam_and_stage_1_equals_stage_0(pool: RankPool) -> None:
         assert [rank["losses"] for rank in zero] == [rank["losses"] for rank in one], changes
         assert all(torch.equal(value, zero[0]["params"][name]) for name, value in one[0]["params"].items()), changes
         assert zero[0]["norm"] == one[1]["norm"]
+    zero, one = (pool.run(ranks, train, zero_one_config(stage), None, STEPS) for stage in (0, 1))
+    assert [rank["losses"] for rank in zero] == [rank["losses"] for rank in one]
 
 
 def test_one_rank_has_nothing_to_compress(pool: RankPool) -> None:
@@ -241,8 +330,11 @@ def test_learns_as_well_as_adam(pool: RankPool) -> None:
     adam = pool.run(2, learn, ds_config(0, scheduler=schedule), steps)[0]
     mine = pool.run(2, learn, config_of(0, freeze_step=60, scheduler=schedule), steps)[0]
     untrained = pool.run(2, learn, ds_config(0), 0)[0]
+    fewer = zero_one_config(0, freeze_step=120, updates=16, scheduler=schedule)
+    other = pool.run(2, learn, fewer, steps)[0]
     assert adam < 0.85 * untrained
     assert mine < 1.01 * adam
+    assert other < 1.01 * adam
 
 
 # ---------------------------------------------------------------------- faults and checkpoints
@@ -306,6 +398,7 @@ def test_a_checkpoint_resumes_both_errors(pool: RankPool, tmp_path: Path) -> Non
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": 0}}}, "not a whole number of 1 or more"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_steps": 10}}}, "unknown key 'freeze_steps'"),
         ({"optimizer": {"type": "OneBitAdam", "params": {"amsgrad": True}}}, "'amsgrad' is not supported"),
+        ({"optimizer": {"type": "ZeroOneAdam", "params": {"local_step_clipper": 16}}}, "local steps let each rank"),
     ],
 )
 def test_refused(changes: dict[str, Any], message: str) -> None:

@@ -65,7 +65,9 @@ class RuntimeSetup:
     @property
     def states(self) -> tuple[Buffer, ...]:
         """The optimizer's states, but for the errors of compression; see :meth:`state_elements` for their sizes."""
-        return tuple(one for one in OPTIMIZERS[self.optimizer].buffers if one is not Buffer.OPTIM_ERROR_FEEDBACK)
+        row = OPTIMIZERS[self.optimizer]
+        left_out = (Buffer.OPTIM_ERROR_FEEDBACK, *(row.runtime.leaves_out if row.runtime is not None else ()))
+        return tuple(one for one in row.buffers if one not in left_out)
 
     @property
     def compresses(self) -> bool:

@@ -168,7 +168,9 @@ class RuntimeKernel:
         block: elements that share one scale of a quantised state; 1 where the states are fp32. Parameters and shards begin on
             multiples of it, so a block's elements are the same at any number of ranks.
         type: its value of ``optimizer.type``, for an optimizer that today's DeepSpeed builds from no config.
-        alike: hyperparameters that all parameter groups must have alike.
+        exchange: hyperparameters that say when the ranks exchange signs, for an optimizer that compresses. All parameter groups
+            must have them and ``betas`` alike, and the kernel takes none of them.
+        leaves_out: states of the row that only DeepSpeed's class keeps.
     """
 
     kernel: str
@@ -192,7 +194,8 @@ class RuntimeKernel:
         """Words of 4 bytes of the tables by which the two moments are quantised: levels, and bins to find them by."""
         return 2 * (2**self.bits + MAP_BINS) if self.quantised else 0
 
-    alike: tuple[str, ...] = ()
+    exchange: tuple[str, ...] = ()
+    leaves_out: tuple[Buffer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,11 +139,41 @@ _ROWS = (
         (*_ADAM, State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
         "Tang et al. 2021, algorithm 1",
         aliases=("1bitadam", "1-bit-adam"),
-        deepspeed=tuple(DeepSpeedType(name, removed=True) for name in ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")),
+        deepspeed=(DeepSpeedType("OneBitAdam", removed=True),),
         runtime=RuntimeKernel(
-            "onebitadam", {**_ADAM_DEFAULTS, "freeze_step": 100_000}, alike=("betas", "freeze_step"), type="OneBitAdam"
+            "adamw", {**_ADAM_DEFAULTS, "freeze_step": 100_000}, exchange=("freeze_step",), type="OneBitAdam"
         ),
         warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit Adam: planned is what earlier ones allocated",
+    ),
+    Optimizer(
+        "zerooneadam",
+        (*_ADAM, State(Buffer.OPTIM_ERROR_FEEDBACK, 1), State(Buffer.OPTIM_MOMENTUM, 1, key="momentum_accumulator")),
+        "Lu et al. 2022, algorithm 1",
+        aliases=("01adam", "0/1-adam", "zero-one-adam"),
+        deepspeed=(DeepSpeedType("ZeroOneAdam", removed=True),),
+        runtime=RuntimeKernel(
+            "adamw",
+            {
+                **_ADAM_DEFAULTS,
+                "var_freeze_step": 100_000,
+                "var_update_scaler": 16,
+                "local_step_scaler": 32_678,
+                "local_step_clipper": 1,
+            },
+            exchange=("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+            type="ZeroOneAdam",
+            leaves_out=(Buffer.OPTIM_MOMENTUM,),
+        ),
+        warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 0/1 Adam: planned is what earlier ones allocated",
+    ),
+    Optimizer(
+        "onebitlamb",
+        # A second moment that stays, and a fresh one that tells how far it is off.
+        (_EXP_AVG, State(Buffer.OPTIM_EXP_AVG_SQ, 2), State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
+        "Li et al. 2021, algorithm 1",
+        aliases=("1bitlamb", "1-bit-lamb"),
+        deepspeed=(DeepSpeedType("OneBitLamb", removed=True),),
+        warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit LAMB: planned is what earlier ones allocated",
     ),
     Optimizer(
         "lion",

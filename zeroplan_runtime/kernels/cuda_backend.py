@@ -365,10 +365,11 @@ def sign_average(args: SignArgs, error: torch.Tensor, message: torch.Tensor) -> 
     _signs(args, "average", 1, torch.float32, *pointers, args.shard, args.words, *share)
 
 
-def sign_unpack(args: SignArgs, values: torch.Tensor) -> None:
-    """Writes the values of the messages."""
+def sign_unpack(args: SignArgs, values: torch.Tensor, decay: float) -> None:
+    """Writes the values of the messages; see :func:`.one_bit.sign_unpack`."""
     pointers = map(_pointer, (args.messages, values))
-    _signs(args, "unpack", args.ranks, torch.float32, *pointers, args.shard, args.words, _pointer(args.scalars))
+    numbers = (_f(decay), _f(1 - decay))
+    _signs(args, "unpack", args.ranks, torch.float32, *pointers, args.shard, args.words, _pointer(args.scalars), *numbers)
 
 
 def _signs(args: SignArgs, what: str, chunks: int, grad: torch.dtype, *arguments: object) -> None:

@@ -56,6 +56,7 @@ def adamw(
     weight_decay: float = 0.01,
     decoupled: bool = True,
     bias_correction: bool = True,
+    second_step: int | None = None,
     param_out: torch.Tensor | None = None,
     scalars: torch.Tensor | None = None,
 ) -> None:
@@ -63,9 +64,11 @@ def adamw(
     L2.
 
     g ← factor·g (+ λp if not decoupled), m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)g²,
-    p ← (1 − ηλ)p − η/(1−β₁ᵗ) · m / (√v / √(1−β₂ᵗ) + ε), where t is `step`, counted from 1.
+    p ← (1 − ηλ)p − η/(1−β₁ᵗ) · m / (√v / √(1−β₂ˢ) + ε), where t is `step`, counted from 1, and s is `second_step`, the number
+    of steps that have updated v, t by default.
     """
-    correction1, correction2 = bias_corrections(step, *betas, wanted=bias_correction)
+    correction1, _ = bias_corrections(step, *betas, wanted=bias_correction)
+    _, correction2 = bias_corrections(step if second_step is None else second_step, *betas, wanted=bias_correction)
     args = _checked(
         param,
         scalars,

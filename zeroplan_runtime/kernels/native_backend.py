@@ -244,9 +244,10 @@ def sign_average(args: SignArgs, error: torch.Tensor, message: torch.Tensor) -> 
     _loaded().zeroplan_sign_average(ctypes.byref(_signs(args, error)), _pointer(message), 1 / args.ranks, _threads())
 
 
-def sign_unpack(args: SignArgs, values: torch.Tensor) -> None:
-    """Writes the values of the messages."""
+def sign_unpack(args: SignArgs, values: torch.Tensor, decay: float) -> None:
+    """Writes the values of the messages; see :func:`.one_bit.sign_unpack`."""
     signs = _signs(args, None)
+    signs.beta1, signs.one_minus_beta1 = decay, 1 - decay
     if not signs.skip:
         _loaded().zeroplan_sign_unpack(ctypes.byref(signs), _pointer(values), _threads())
 

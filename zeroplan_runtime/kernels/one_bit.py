@@ -92,14 +92,16 @@ def sign_average(
 
 
 @torch.no_grad()
-def sign_unpack(messages: torch.Tensor, values: torch.Tensor, *, ranks: int, scalars: torch.Tensor | None = None) -> None:
-    """Writes the values of one message a rank to `values`, fp32 [ranks × shard].
+def sign_unpack(
+    messages: torch.Tensor, values: torch.Tensor, *, ranks: int, decay: float = 0.0, scalars: torch.Tensor | None = None
+) -> None:
+    """Writes what one message a rank says to `values`, fp32 [ranks × shard]; with `decay` β, values ← β·values + (1−β)·that.
 
     Raises:
         ValueError: for tensors that do not fit together.
     """
     args = _checked(messages, ranks, values.numel() // ranks, scalars, values=values)
-    backend(messages.device).sign_unpack(args, values)
+    backend(messages.device).sign_unpack(args, values, decay)
 
 
 @torch.no_grad()
@@ -110,7 +112,7 @@ def frozen_adam(
     *,
     lr: float,
     step: int,
-    freeze_step: int,
+    second_step: int,
     betas: Betas = (0.9, 0.999),
     eps: float = 1e-8,
     weight_decay: float = 0.0,
@@ -118,9 +120,10 @@ def frozen_adam(
     param_out: torch.Tensor | None = None,
     scalars: torch.Tensor | None = None,
 ) -> None:
-    """Steps AdamW with a first moment that is given and a second moment that stays as step `freeze_step` left it.
+    """Steps AdamW with moments that are given.
 
-    p ← (1 − ηλ)p − η/(1−β₁ᵗ) · m / (√v / √(1−β₂ᶠ) + ε) with t = `step` and f = `freeze_step`; where v is 0, m counts as 0.
+    p ← (1 − ηλ)p − η/(1−β₁ᵗ) · m / (√v / √(1−β₂ˢ) + ε) with t = `step` and s = `second_step`, the number of steps that have
+    updated v. Where v is 0, m counts as 0.
 
     Args:
         param: fp32 [n], updated in place.
@@ -129,10 +132,10 @@ def frozen_adam(
         scalars: the step's; only SKIP counts.
 
     Raises:
-        ValueError: for tensors that do not fit together, and a step or `freeze_step` below 1.
+        ValueError: for tensors that do not fit together, and steps below 1.
     """
     correction1 = bias_corrections(step, *betas, wanted=bias_correction)[0]
-    correction2 = bias_corrections(freeze_step, *betas, wanted=bias_correction)[1]
+    correction2 = bias_corrections(second_step, *betas, wanted=bias_correction)[1]
     args = UpdateArgs(
         param=param,
         grad=None,

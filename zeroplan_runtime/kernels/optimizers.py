@@ -30,20 +30,6 @@ def _adamw(
     adamw(master, grad, states[0], states[1], step=step, **keywords)
 
 
-def _onebitadam(
-    master: torch.Tensor,
-    grad: torch.Tensor,
-    states: Sequence[torch.Tensor],
-    segments: TensorSegments | None,
-    reduce: Reduce | None,
-    *,
-    step: int,
-    **keywords: Any,
-) -> None:
-    warm_up = {key: value for key, value in keywords.items() if key != "freeze_step"}
-    adamw(master, grad, states[0], states[1], step=step, decoupled=True, **warm_up)
-
-
 def _lion(
     master: torch.Tensor,
     grad: torch.Tensor,
@@ -101,7 +87,6 @@ UPDATES: dict[str, Update] = {
     "lamb": _lamb,
     "lion": _lion,
     "nadam": nadam,
-    "onebitadam": _onebitadam,
     "radam": radam,
     "rmsprop": rmsprop,
     "rprop": rprop,

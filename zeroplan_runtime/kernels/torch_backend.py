@@ -225,12 +225,13 @@ def sign_average(args: SignArgs, error: torch.Tensor, message: torch.Tensor) -> 
         error.copy_(left)
 
 
-def sign_unpack(args: SignArgs, values: torch.Tensor) -> None:
-    """Writes the values of the messages."""
+def sign_unpack(args: SignArgs, values: torch.Tensor, decay: float) -> None:
+    """Writes the values of the messages; see :func:`.one_bit.sign_unpack`."""
     if args.scalars is not None and bool(args.scalars[SKIP]):
         return
     for message, chunk in zip(args.messages.view(args.ranks, -1), values.view(args.ranks, -1), strict=True):
-        chunk.copy_(_values(message, args.shard))
+        found = _values(message, args.shard)
+        chunk.copy_(chunk * decay + found * (1 - decay) if decay else found)
 
 
 def frozen_adam(args: UpdateArgs) -> None:

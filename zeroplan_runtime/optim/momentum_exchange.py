@@ -1,4 +1,4 @@
-"""Averages the ranks' momentum in one bit an element: the compression stage of 1-bit Adam (Tang et al. 2021, algorithm 1).
+"""Averages the ranks' momentum or gradients in one bit an element (Tang et al. 2021, algorithm 1).
 
 Two collectives a unit: an all-to-all of the signs of what each rank has, and an all-gather of the signs of the mean. What both
 compressions leave out stays in two errors, which the next step adds.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import torch
 
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.one_bit import message_words
 from zeroplan_runtime import kernels
 from zeroplan_runtime.model_states import ModelStates
+from zeroplan_runtime.optim.compression_schedule import CompressionStep, Exchanged
 from zeroplan_runtime.unit_state import UnitState
 
 
@@ -25,8 +27,17 @@ class MomentumExchange:
         self._model_states, self._comm = model_states, model_states.comm
         self._is_whole = False  # every rank's momentum is current in all elements
 
-    def begin(self) -> None:
-        """Makes every unit's momentum whole on every rank, before the first exchange after a warm-up or a load."""
+    def begin(self, step: CompressionStep) -> None:
+        """Prepares for the exchanges of a step, which follow for each unit.
+
+        Momentum is made whole on every rank before the first time that it is exchanged after another step or a load. Errors of
+        gradients are none of momentum, so both begin at zero with it.
+        """
+        if step.begins:
+            self._model_states.forget_errors()
+        if step.exchanged is not Exchanged.SIGNS_OF_MOMENTUM:
+            self.was_written()
+            return
         setup = self._model_states.setup
         for unit in self._model_states.units if setup.shards_states and not self._is_whole else ():
             if unit.exchanged is not None and unit.trainable is not None:
@@ -35,14 +46,15 @@ class MomentumExchange:
         self._is_whole = True
 
     def was_written(self) -> None:
-        """Notes that each rank's momentum is current in the rank's share only: a warm-up step or a load has written it."""
+        """Notes that each rank's momentum is current in the rank's share only: another step or a load has written it."""
         self._is_whole = False
 
-    def exchange(self, unit: UnitState, beta1: float, scalars: torch.Tensor | None) -> None:
-        """Adds this rank's gradients to the unit's momentum and averages it over the ranks.
+    def exchange(self, unit: UnitState, what: Exchanged, beta1: float, scalars: torch.Tensor | None) -> None:
+        """Adds this rank's gradients to the unit's momentum, and averages one of the two over the ranks.
 
         Args:
             unit: the unit, with gradients that were not reduced.
+            what: the sum is averaged, or the gradients are before they are added.
             beta1: the momentum's decay.
             scalars: the step's, with the gradients' factor; where they say so, nothing is changed.
         """
@@ -54,11 +66,16 @@ class MomentumExchange:
         sent, received = (one[: ranks * words] for one in self._model_states.messages)
         mine = sent[self._comm.rank * words : (self._comm.rank + 1) * words]
         kept = unit.exchanged
-        kernels.sign_pack(kept.momentum, unit.grad_full, kept.worker_error, sent, ranks=ranks, beta1=beta1, scalars=scalars)
+        kept_part, decay = (beta1, 0.0) if what is Exchanged.SIGNS_OF_MOMENTUM else (0.0, beta1)
+        kernels.sign_pack(kept.momentum, unit.grad_full, kept.worker_error, sent, ranks=ranks, beta1=kept_part, scalars=scalars)
         self._comm.record_collective(2 * unit.index + 1)
         self._comm.all_to_all(received, sent)
         kernels.sign_average(received, kept.server_error, mine, ranks=ranks, scalars=scalars)
         self._comm.all_gather(sent, mine)
-        kernels.sign_unpack(sent, kept.momentum, ranks=ranks, scalars=scalars)
+        kernels.sign_unpack(sent, kept.momentum, ranks=ranks, decay=decay, scalars=scalars)
+        if what is Exchanged.SIGNS_OF_GRADIENT:
+            # One bit has no zero, and the next step may be Adam's own: its quotient has no bound where v is 0.
+            exp_avg, exp_avg_sq = (unit.optim_states[b] for b in (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ))
+            exp_avg.masked_fill_(exp_avg_sq == 0, 0.0)
         if kept.padding:
             torch._foreach_zero_(kept.padding)

@@ -16,6 +16,7 @@ from zeroplan.core.layout import Flat
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.update_request import UpdateRequest
+from zeroplan_runtime.optim.compression_schedule import CompressionStep
 from zeroplan_runtime.optim.momentum_exchange import MomentumExchange
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.replicas import replicated_runs
@@ -88,6 +89,7 @@ class OptimizerStep:
         self._hyperparameters: list[dict[str, Any]] = []  # each group's, of this step
         self._early: list[dict[str, Any]] | None = None  # those of updates that have begun in the backward
         self.host: HostOptimizer | None = None
+        self._compression: CompressionStep | None = None  # of the present gradients
         self.exchange = MomentumExchange(self.model_states) if self.model_states.setup.compresses else None
         self.slices = [
             [] if unit.trainable is None or unit.layout.offloaded else self.group_slices(unit, unit.param_16bit)
@@ -105,7 +107,8 @@ class OptimizerStep:
     def begin_backward(self, number: int) -> None:
         """Prepares for the gradients of the applied step `number`, from 1."""
         self.next_step = number
-        self.schedule.grads.keeps_own = self.exchange is not None and number > self.optimizer.freeze_step
+        self._compression = None if self.exchange is None else self.optimizer.compression(number)
+        self.schedule.grads.keeps_own = self._compression is not None and self._compression.compresses
 
     def states_were_written(self) -> None:
         """Notes that the optimizer's states were loaded, or written by the user."""
@@ -114,7 +117,7 @@ class OptimizerStep:
 
     def has_errors(self, applied: int) -> bool:
         """Returns whether compression has left errors after so many applied steps."""
-        return self.exchange is not None and applied > self.optimizer.freeze_step
+        return self.exchange is not None and any(self.optimizer.compression(n).compresses for n in range(1, applied + 1))
 
     def _early_request(self) -> UpdateRequest:
         self._early = self._early or self._read()
@@ -198,16 +201,13 @@ class OptimizerStep:
             request = UpdateRequest(number, hyperparameters, None if scalars is None else result.scalars)
             self.host.step(request, (self.schedule.compute_stream, self.schedule.all_gather_stream))
         # In the order in which the next forward needs the units. See Note [Places] in model_states.
-        exchanges = self.exchange if self.schedule.grads.keeps_own else None
-        if exchanges is not None:
-            exchanges.begin()
-        elif self.exchange is not None:
-            self.exchange.was_written()
+        if self.exchange is not None and self._compression is not None:
+            self.exchange.begin(self._compression)
         for unit, slices in zip(self.model_states.units, self.slices, strict=True):
             if unit.trainable is None:
                 continue
-            if exchanges is not None:
-                exchanges.exchange(unit, hyperparameters[0]["betas"][0], scalars)
+            if self.exchange is not None and self._compression is not None and self._compression.compresses:
+                self.exchange.exchange(unit, self._compression.exchanged, hyperparameters[0]["betas"][0], scalars)
             for part in slices:
                 self.update(part, hyperparameters[part.group], number, scalars)
             if unit.offloaded is None:
@@ -308,6 +308,8 @@ class OptimizerStep:
         if hyper.pop("maximize", False):
             grad.neg_()  # nothing reads it after the update
         common: dict[str, Any] = {"param_out": part.param, "scalars": scalars}
+        if self._compression is not None:
+            hyper["second_step"] = self._compression.second_step
         if self.schedule.grads.keeps_own:
             exp_avg, exp_avg_sq = part.states
             kernels.frozen_adam(master, exp_avg, exp_avg_sq, step=number, **hyper, **common)

@@ -13,6 +13,7 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.optimizer_row import Optimizer, RuntimeKernel
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS, torch_row, variant_of, why_no_kernel
 from zeroplan_runtime import kernels
+from zeroplan_runtime.optim.compression_schedule import SCHEDULES, CompressionStep
 
 #: Keys of torch's and DeepSpeed's optimizers that only choose an implementation.
 _IGNORED = frozenset(
@@ -62,6 +63,12 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise BadInput(f"unknown key {key!r} for {kind}", where="optimizer.params", remedy=did_you_mean(key, known))
             if key in known:
                 _check(key, value, known[key])
+        if hyper.get("local_step_clipper", 1) > 1:
+            raise BadInput(
+                "local steps let each rank have other parameters, which this runtime does not do",
+                where="optimizer.params.local_step_clipper",
+                remedy="set it to 1",
+            )
         self.kind, self.decoupled = kind, decoupled
         self._take_step: Callable[[], None] | None = None
         self._drop_grads: Callable[[], None] | None = None
@@ -131,7 +138,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for key, kept in self._options.items():
             if values.get(key):
                 self._require_states(group, values, key, kept=kept)
-        for key in kernel.alike:
+        for key in ("betas", *kernel.exchange) if kernel.exchange else ():
             if values[key] != self.param_groups[0][key]:
                 raise BadInput(
                     f"{key} is {values[key]} but {self.param_groups[0][key]} in the first group, and a unit's momentum is "
@@ -139,7 +146,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
                     where=f"optimizer.param_groups[{group}]",
                     remedy="give all groups the same",
                 )
-        given = (key for key in kernel.defaults if key in values and self._options.get(key, True))
+        given = (
+            key for key in kernel.defaults if key in values and key not in kernel.exchange and self._options.get(key, True)
+        )
         hyper = {kernel.kernel_names.get(key, key): values[key] for key in given}
         hyper["lr"] = float(hyper["lr"])
         if kernel.decoupled:
@@ -149,10 +158,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._taken[group] = hyper
         return hyper
 
-    @property
-    def freeze_step(self) -> int:
-        """The last applied step of the warm-up of an optimizer that has one."""
-        return int(self.param_groups[0]["freeze_step"])
+    def compression(self, number: int) -> CompressionStep:
+        """What the ranks exchange in applied step `number`, from 1, of an optimizer that compresses."""
+        return SCHEDULES[self.kernel.exchange[0]](number, self.param_groups[0])
 
     def _require_states(self, group: int, values: dict[str, Any], key: str, *, kept: bool) -> None:
         if not kept:

@@ -1,0 +1,74 @@
+"""What the ranks exchange in each step of an optimizer that compresses, by its hyperparameters and the step's number alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+
+class Exchanged(Enum):
+    """What the ranks average in a step."""
+
+    GRADIENT = "gradient"  # as ever, in its own dtype
+    SIGNS_OF_GRADIENT = "signs of gradient"  # in one bit an element; the second moment stays
+    SIGNS_OF_MOMENTUM = "signs of momentum"  # in one bit an element; the second moment stays
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionStep:
+    """One step.
+
+    Attributes:
+        exchanged: what the ranks average.
+        second_step: how many steps have updated the second moment, this one included.
+        begins: it is the first that exchanges momentum.
+    """
+
+    exchanged: Exchanged
+    second_step: int
+    begins: bool = False
+
+    @property
+    def compresses(self) -> bool:
+        """Whether gradients stay each rank's own, and one bit an element is exchanged."""
+        return self.exchanged is not Exchanged.GRADIENT
+
+
+def _one_bit_adam(step: int, hyper: Mapping[str, Any]) -> CompressionStep:
+    """1-bit Adam (Tang et al. 2021, algorithm 1): Adam up to ``freeze_step``."""
+    freeze = int(hyper["freeze_step"])
+    if step <= freeze:
+        return CompressionStep(Exchanged.GRADIENT, step)
+    return CompressionStep(Exchanged.SIGNS_OF_MOMENTUM, freeze, begins=step == freeze + 1)
+
+
+def _zero_one_adam(step: int, hyper: Mapping[str, Any]) -> CompressionStep:
+    """0/1 Adam (Lu et al. 2022, algorithm 1) without local steps.
+
+    The second moment is updated every step at first, and half as often after each ``var_update_scaler`` updates (κ, section 6);
+    in between the gradient's signs are exchanged, after ``var_freeze_step`` the momentum's.
+    """
+    freeze, times = int(hyper["var_freeze_step"]), int(hyper["var_update_scaler"])
+    frozen, now = step > freeze, min(step, freeze)
+    done, count, interval = 0, 0, 1
+    while True:
+        first = (done // interval + 1) * interval
+        last = first + (times - 1) * interval
+        if now <= last:
+            count += max(0, (now - first) // interval + 1)
+            break
+        done, count, interval = last, count + times, 2 * interval
+    if frozen:
+        return CompressionStep(Exchanged.SIGNS_OF_MOMENTUM, count, begins=step == freeze + 1)
+    updates = now % interval == 0 and now >= first
+    return CompressionStep(Exchanged.GRADIENT if updates else Exchanged.SIGNS_OF_GRADIENT, count)
+
+
+#: What is exchanged in applied step number n, from 1, with these hyperparameters; by the one that names the warm-up's last
+#: step, the first of the row's ``exchange``.
+SCHEDULES: dict[str, Callable[[int, Mapping[str, Any]], CompressionStep]] = {
+    "freeze_step": _one_bit_adam,
+    "var_freeze_step": _zero_one_adam,
+}

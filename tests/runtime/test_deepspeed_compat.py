@@ -281,7 +281,9 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 import deepspeed.comm as dist
 from deepspeed.comm import all_reduce
+from deepspeed.ops.sparse_attention import FixedSparsityConfig, SparseAttentionUtils, SparseSelfAttention
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+assert SparseSelfAttention(FixedSparsityConfig(2), max_seq_length=64).get_layout(64).shape == (2, 4, 4)
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 data = torch.utils.data.TensorDataset(torch.randn(11, 3), torch.randn(11, 1))

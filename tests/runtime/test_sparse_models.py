@@ -167,6 +167,10 @@ def test_longer_positions_repeat_the_old_ones(kind: str) -> None:
     assert torch.equal(table[: len(old)], old)
     assert torch.equal(table[len(old)], old[kept])
     assert model(input_ids=torch.full((1, 190), 5)).last_hidden_state.shape[1] == 190
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(model, 200, FixedSparsityConfig(HEADS))
+    assert model.config._attn_implementation.startswith("zeroplan_sparse")
+    assert model.config.max_position_embeddings == 200 + kept
+    assert model(input_ids=torch.full((1, 190), 5)).last_hidden_state.shape[1] == 190
     with pytest.raises(BadInput, match="100 positions, where the model has 200"):
         SparseAttentionUtils.extend_position_embedding(model, 100)
     with pytest.raises(BadInput, match="gpt2 is not supported"):
@@ -228,6 +232,7 @@ def test_a_section_that_cannot_be_is_refused() -> None:
         start(make("bert"), blok=16)
     with pytest.raises(BadInput, match="Linear holds no model of transformers"):
         start(nn.Linear(2, 2), mode="fixed")
+    start(nn.Linear(2, 2), enabled=False)
 
 
 def test_each_mode_of_the_section_makes_its_class() -> None:

@@ -77,11 +77,11 @@ def _walk_section(reading: Reading, section: Section, data: Mapping[str, Any]) -
             _open_key(reading, section, where, value)
         elif where in REMOVED and not reading.for_runtime and still_known(where, reading.version):
             _key_of_old(reading, where, value)
+        elif where in REMOVED and reading.for_runtime and isinstance(value, Mapping) and value.get("enabled") is False:
+            reading.keys.append(KeyReport(where, MemoryEffect.REMOVED, value))
+            reading.ignored.append(where)
         elif where in REMOVED and "." not in name and not (reading.for_runtime and key is not None):
             reading.keys.append(KeyReport(where, MemoryEffect.REMOVED, value))
-            if reading.for_runtime and isinstance(value, Mapping) and value.get("enabled") is False:
-                reading.ignored.append(where)
-                continue
             what = "was removed from DeepSpeed, which refuses the key"
             reading.add("key.removed", Severity.ERROR, where, what, f"{_REMOVE}: {REMOVED[where]}", "runtime/config.py")
         elif key is None:

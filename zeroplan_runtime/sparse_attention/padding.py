@@ -14,6 +14,11 @@ from torch import nn
 from torch.nn import functional
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.sparse_attention.models import use_sparse_attention
+from zeroplan_runtime.sparse_attention.sparsity_config import SparsityConfig
+
+#: The first rows of RoBERTa's position embeddings, which stand for padding.
+_PADDING_ROWS = 2
 
 
 class PaddedInputs(NamedTuple):
@@ -100,7 +105,7 @@ class SparseAttentionUtils:
         if kind not in ("bert", "roberta"):
             raise BadInput(f"{kind} is not supported", where="extend_position_embedding", remedy="it knows bert, roberta")
         table: nn.Embedding = base.embeddings.position_embeddings
-        kept = 2 if kind == "roberta" else 0
+        kept = _PADDING_ROWS if kind == "roberta" else 0
         old = table.weight.data[kept:]
         if max_position <= len(old):
             raise BadInput(
@@ -112,6 +117,20 @@ class SparseAttentionUtils:
         base.embeddings.position_ids = torch.arange(len(table.weight), device=old.device).unsqueeze(0)
         base.embeddings.token_type_ids = torch.zeros_like(base.embeddings.position_ids)
         model.config.max_position_embeddings = len(table.weight)
+        return model
+
+    @staticmethod
+    def replace_model_self_attention_with_sparse_self_attention(
+        model: Any, max_position: int, sparsity_config: SparsityConfig
+    ) -> Any:
+        """Gives a model block-sparse attention, as :func:`.models.use_sparse_attention` does, and notes its positions in its
+        config; returns the model.
+
+        Raises:
+            BadInput: as that function.
+        """
+        use_sparse_attention(model, sparsity_config)
+        model.config.max_position_embeddings = max_position + (_PADDING_ROWS if model.config.model_type == "roberta" else 0)
         return model
 
     @staticmethod

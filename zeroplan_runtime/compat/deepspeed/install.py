@@ -47,6 +47,7 @@ _SOURCES: Mapping[str, Sequence[Any]] = {
     "deepspeed.ops.lion": (ops,),
     "deepspeed.ops.aio": (ops,),
     "deepspeed.ops.op_builder": (ops,),
+    "deepspeed.ops.sparse_attention": ("zeroplan_runtime.sparse_attention",),
     "deepspeed.runtime": (),
     "deepspeed.runtime.config": (config,),
     "deepspeed.runtime.constants": (config,),

@@ -60,10 +60,11 @@ def test_fewer_tensors_are_kept_and_the_answer_says_how() -> None:
     assert phases[1] < phases[0]
 
 
-def test_a_whole_model_under_ddp_is_of_unknown_fit() -> None:
-    plan = planned(engine="ddp", gpus=2, compile="model").plans[0]
-    assert plan.fits is None
-    assert [(one.key, one.effect.value) for one in plan.unmodelled] == [("--compile", "unknown")]
+def test_what_no_gpu_has_measured_is_of_unknown_fit() -> None:
+    for how, effect in (("model", "unknown"), ("blocks", "more")):
+        plan = planned(engine="ddp", gpus=2, compile=how).plans[0]
+        assert plan.fits is None
+        assert [(one.key, one.effect.value) for one in plan.unmodelled] == [("--compile", effect)]
 
 
 def test_the_runtimes_first_micro_batch_needs_what_an_eager_one_needs() -> None:

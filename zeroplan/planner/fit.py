@@ -36,6 +36,8 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
         unknown = f"the dtype in which {engine.name} hands the logits to the loss"
         says = "the loss over whole logits was measured on no GPU" if engine.pair_losses else unknown
         found.setdefault("task", Unmodelled("task", Effect.UNKNOWN, says))
+    elif case.workload.compile is not None and (what := _unmeasured_graphs(case, tape)):
+        found.setdefault("--compile", Unmodelled("--compile", Effect.MORE, f"no GPU has measured compiled blocks with {what}"))
     work, followed = case.workload, engine.evaluates and tape is not None
     evaluated = followed and tape is not None and tape.evaluation is not None
     if work.lengths and not (followed and tape is not None and tape.shapes):
@@ -75,6 +77,14 @@ def _may_need_more(case: Case, evaluation: Evaluation) -> bool:
     with whole samples where the training's ranks share each (accelerate 1.15, accelerator.py: ``disable_in_eval``).
     """
     return bool(evaluation.kept) or evaluation.batch * case.layout.ulysses > case.workload.micro_batch
+
+
+def _unmeasured_graphs(case: Case, tape: ExpandedTape | None) -> str:
+    """Return what compiled blocks hold that no measured ones did; empty for nothing."""
+    if case.workload.lora_rank is not None:
+        return "adapters"
+    experts = tape is not None and any("Experts" in module.type for module in tape.modules)
+    return "experts" if experts else ""
 
 
 def misfits(case: Case, *, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:

@@ -127,6 +127,8 @@ def resolve(request: Request) -> Resolved:
         warnings.append(row.warning)
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
+    if workload.compile is not None and engine.starts_uncompiled:
+        warnings.append("the first micro batch of a compiled model runs uncompiled; the peaks hold it")
     zero_init = request.zero_init is not False
     layout = layout_of(request, cluster, spec, workload, whole_vocabulary=engine.whole_vocabulary, own_layers=engine.own_layers)
     if layout is not None and workload.fp8 is not None:

@@ -56,4 +56,6 @@ def work_text(work: Mapping[str, Any]) -> str:
         text += f" · LoRA rank {work['lora_rank']}"
     if work.get("quantize"):
         text += f" · {work['quantize']} base"
+    if work.get("compile"):
+        text += f" · {work['compile']} compiled"
     return text + (" · checkpointing" if work.get("gradient_checkpointing") else "")

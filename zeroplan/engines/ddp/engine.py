@@ -12,7 +12,7 @@ from zeroplan.core.parameters import Parameters
 from zeroplan.core.quantization import Quantization
 from zeroplan.core.units import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.workload import Compilation, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.ddp.lines import LEDGER
@@ -73,7 +73,9 @@ class Ddp(TorchEngine[DdpRank]):
         return True
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Return the outliers of LLM.int8(): how many columns have some is up to the data."""
+        """Return the outliers of LLM.int8(), since how many columns have some is up to the data, and compiled blocks."""
+        if case.workload.compile is Compilation.BLOCKS:
+            return (Unmodelled("--compile", Effect.MORE, "no GPU has measured compiled blocks under autocast"),)
         if case.workload.quantize is not Quantization.INT8:
             return ()
         says = "columns with outliers, whose number is up to the data, are kept once more"

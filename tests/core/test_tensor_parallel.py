@@ -87,12 +87,12 @@ def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("degrees", "named"), [({"cp": 2}, "--cp"), ({"pp": 2, "vpp": 2, "grad_accum": 2}, "--vpp"), ({"tp": 2}, "")]
+    ("degrees", "named"), [({"cp": 2}, ""), ({"pp": 2, "vpp": 2, "grad_accum": 2}, "--vpp"), ({"tp": 2}, "")]
 )
-def test_what_was_not_measured_says_so(degrees: dict[str, int], named: str) -> None:
+def test_what_was_not_met_closely_says_so(degrees: dict[str, int], named: str) -> None:
     config = CONFIG | {"num_hidden_layers": 8}
     asked = Request(**{"model": config, "gpus": 8, "engine": "fsdp2", "stage": 2, "depth": "formula", "seq_len": 64} | degrees)  # type: ignore[arg-type]
-    said = [text for text in estimate_report(asked).warnings if "not measured on a GPU" in text]
+    said = [text for text in estimate_report(asked).warnings if "measured" in text]
     assert bool(said) == bool(named)
     assert all(named in text for text in said)
 

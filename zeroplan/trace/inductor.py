@@ -191,7 +191,8 @@ def _lower(graph: Any, mode: Any, inputs: list[Any], backward: bool, inference: 
     visible: list[int] = []
     if facts is not None and not backward:
         first = facts.num_mutated_inp_runtime_indices
-        visible = list(range(first, first + facts.num_outputs))
+        made = pytree.arg_tree_leaves(*output.args)
+        visible = [at for at in range(first, first + facts.num_outputs) if isinstance(made[at], torch.fx.Node)]
     output.meta["user_visible_output_idxs"] = visible
     post_grad.view_to_reshape(graph)
     _propagate(graph, mode, inputs)

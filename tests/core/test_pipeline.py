@@ -61,6 +61,8 @@ def test_stages_share_the_parameters() -> None:
         ({}, {"pp": 2, "tp": 2, "sp": True}, "sequence parallelism on pipeline stages is not modelled"),
         ({}, {"pp": 2, "schedule": "zero-bubble"}, "the zero-bubble schedule is not modelled"),
         ({}, {"pp": 4, "grad_accum": 3}, "1f1b over 4 stages takes 4 micro batches or more, and not 3"),
+        ({}, {"pp": 2, "schedule": "ZBV"}, "the ZBV schedule is not modelled"),
+        ({}, {"pp": 2, "schedule": "DualPipeV"}, "DualPipeV is not modelled: it halves the backward"),
         ({}, {"pp": 2, "schedule": "interleaved"}, "the interleaved schedule is 1f1b with several chunks a rank"),
         ({}, {"pp": 4, "vpp": 4, "grad_accum": 8}, "16 pipeline stages leave one without any of the 8 blocks"),
         ({}, {"pp": 2, "vpp": 2, "grad_accum": 9}, "the 4 rounds of the interleaved schedule do not divide 9 micro batches"),

@@ -33,6 +33,9 @@ class PipelineSchedule(StrEnum):
 _REFUSED = {
     "interleaved": ("the interleaved schedule is 1f1b with several chunks a rank", "use --schedule 1f1b --vpp 2"),
     "zero-bubble": ("the zero-bubble schedule is not modelled: it halves the backward, which is traced whole", "use 1f1b"),
+    "zbv": ("the ZBV schedule is not modelled: it halves the backward, which is traced whole", "use 1f1b"),
+    "dualpipe": ("DualPipe is not modelled: it halves the backward, which is traced whole, and runs both ways", "use 1f1b"),
+    "dualpipev": ("DualPipeV is not modelled: it halves the backward, which is traced whole, and runs both ways", "use 1f1b"),
 }
 
 
@@ -42,8 +45,8 @@ def schedule_of(name: str) -> PipelineSchedule:
     Raises:
         BadInput: a schedule that is unknown or not modelled.
     """
-    if name in _REFUSED:
-        what, remedy = _REFUSED[name]
+    if name.lower() in _REFUSED:
+        what, remedy = _REFUSED[name.lower()]
         raise BadInput(what, where="--schedule", remedy=remedy)
     try:
         return PipelineSchedule(name)

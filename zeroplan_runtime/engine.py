@@ -14,6 +14,7 @@ from torch import nn
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
+from zeroplan.core.layout_setup import require_exchange
 from zeroplan.core.one_bit import NOT_SPLIT
 from zeroplan.core.optimizers import STATELESS
 from zeroplan.core.zero_config import OffloadOptimizer
@@ -106,6 +107,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         groups = groups_of(model, optimizer)
         self._frozen_here = freeze_outside(model, groups) if groups else []
         zero = config.zero if optimizer is not None else replace(config.zero, offload_optimizer=OffloadOptimizer())
+        if optimizer is not None and optimizer.row.compresses:
+            require_exchange(zero.stage, zero.offload_optimizer.device)
         if optimizer is not None and zero.offload_optimizer:
             require_offloadable(optimizer.kind, zero)
         setup = runtime_setup(

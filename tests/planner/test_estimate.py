@@ -224,6 +224,12 @@ def test_a_removed_optimizer_is_planned_with_a_warning() -> None:
     assert not estimate_report(Request(params=10**9, depth="formula")).warnings
 
 
+def test_the_runtime_steps_a_removed_optimizer_where_ranks_keep_their_gradients() -> None:
+    report = estimate_report(Request(params=10**9, optimizer="onebitadam", engine="zeroplan", depth="formula", gpus=4))
+    assert {(plan.stage, plan.offload_optimizer) for plan in report.plans} == {(0, "none"), (1, "none")}
+    assert not any("no longer has" in warning for warning in report.warnings)
+
+
 def test_a_card_without_bf16_is_said() -> None:
     asked = Request(model="openai-community/gpt2", gpu="T4", stage=2, depth="formula")
     assert any("T4 has no bf16 arithmetic" in said for said in estimate_report(asked).warnings)

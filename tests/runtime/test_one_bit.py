@@ -20,6 +20,7 @@ from tests.runtime.train import ADAMW, ds_config, train
 from zeroplan.core.errors import BadInput
 from zeroplan.core.one_bit import SCALE_BLOCK
 from zeroplan_runtime.engine import Engine
+from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 
 FREEZE, STEPS = 3, 8
 
@@ -404,6 +405,14 @@ def test_a_checkpoint_resumes_both_errors(pool: RankPool, tmp_path: Path) -> Non
 def test_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(BadInput, match=message):
         zeroplan_runtime.initialize(model=models.make(), config={**config_of(0), **changes}, device="cpu")
+
+
+def test_refused_for_an_optimizer_that_is_handed_over() -> None:
+    config = {key: value for key, value in config_of(2).items() if key != "optimizer"}
+    with pytest.raises(BadInput, match="no rank keeps gradients of its own"):
+        zeroplan_runtime.initialize(
+            model=models.make(), config=config, optimizer=lambda params: ZeroOptimizer(params, "onebitadam", {}), device="cpu"
+        )
 
 
 def with_groups(group: dist.ProcessGroup) -> str:

@@ -59,8 +59,6 @@ class RuntimeSetup:
             raise BadInput(f"ranks {self.ranks}, accumulation {self.grad_accum} and ring {self.block_slots} are too small")
         if self.optimizer not in RUNTIME_NAMES:
             raise BadInput(f"unknown optimizer {self.optimizer!r}", remedy=f"use one of {', '.join(RUNTIME_NAMES)}")
-        if OPTIMIZERS[self.optimizer].compresses:
-            require_exchange(self.stage, self.offload_optimizer)
 
     @property
     def states(self) -> tuple[Buffer, ...]:

@@ -37,6 +37,10 @@ NOT_SHARDED = OneBitRefusal(
 NOT_OFFLOADED = OneBitRefusal(
     "1-bit optimizers exchange momentum between GPUs, and cannot be offloaded", "use AdamW, or keep the optimizer on the device"
 )
+#: Why 0/1 Adam's local steps are refused.
+NO_LOCAL_STEPS = OneBitRefusal(
+    "local steps let each rank have other parameters, which zeroplan_runtime does not do", "set it to 1"
+)
 #: Why a mesh of model-parallel ranks is refused.
 NOT_SPLIT = OneBitRefusal(
     "1-bit optimizers would round what ranks of tp or pp hold alike in different ways", "use AdamW, or data parallelism alone"

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout
-from zeroplan.core.one_bit import NOT_OFFLOADED, NOT_SHARDED
+from zeroplan.core.one_bit import NO_LOCAL_STEPS, NOT_OFFLOADED, NOT_SHARDED
 from zeroplan.core.optimizers import find_optimizer, optimizer_of_type
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -45,6 +45,11 @@ def _no_folder(v: View) -> bool:
 def _compresses(v: View) -> bool:
     row = optimizer_of_type(v.training.optimizer or "")
     return row is not None and row.compresses
+
+
+def _steps_locally(v: View) -> bool:
+    most = v.training.optimizer_params.get("local_step_clipper", 1)
+    return _compresses(v) and isinstance(most, int | float) and most > 1
 
 
 def _nameless(v: View, section: str) -> bool:
@@ -237,6 +242,17 @@ RUNTIME_REFUSALS: tuple[Rule, ...] = (
         lambda v: _compresses(v) and v.zero.stage >= 2,
         NOT_SHARDED.what,
         NOT_SHARDED.remedy,
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.local_steps",
+        Severity.ERROR,
+        At.ENGINE,
+        "optimizer.params.local_step_clipper",
+        "",
+        _steps_locally,
+        NO_LOCAL_STEPS.what,
+        NO_LOCAL_STEPS.remedy,
         _OF_RUNTIME,
     ),
     Rule(

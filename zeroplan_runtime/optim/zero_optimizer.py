@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.one_bit import NO_LOCAL_STEPS
 from zeroplan.core.optimizer_row import Optimizer, RuntimeKernel
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS, torch_row, variant_of, why_no_kernel
 from zeroplan_runtime import kernels
@@ -64,11 +65,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if key in known:
                 _check(key, value, known[key])
         if hyper.get("local_step_clipper", 1) > 1:
-            raise BadInput(
-                "local steps let each rank have other parameters, which this runtime does not do",
-                where="optimizer.params.local_step_clipper",
-                remedy="set it to 1",
-            )
+            raise BadInput(NO_LOCAL_STEPS.what, where="optimizer.params.local_step_clipper", remedy=NO_LOCAL_STEPS.remedy)
         self.kind, self.decoupled = kind, decoupled
         self._take_step: Callable[[], None] | None = None
         self._drop_grads: Callable[[], None] | None = None

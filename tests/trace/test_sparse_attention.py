@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +129,10 @@ def test_what_is_not_supported_is_told() -> None:
         plan(engine="deepspeed")
     with pytest.raises(BadInput, match="num_global_blocks: 3 does not divide"):
         plan(section={"mode": "fixed", "num_global_blocks": 3})
+
+
+def test_a_search_does_not_leave_it_out(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({**FILE, "sparse_attention": {}}))
+    with pytest.raises(BadInput, match="neither the time nor the memory of block-sparse attention has been measured"):
+        zeroplan.recommend(LLAMA, source=str(file), engine="zeroplan", vram="80G")

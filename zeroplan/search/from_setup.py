@@ -51,6 +51,12 @@ def _free_search(
     plain = replace(options, source=None, candidates=None)
     resolved = resolve_search(asked, plain)
     candidate = _candidate(setup, asked, resolved)
+    if candidate.workload.sparse_attention is not None:
+        raise BadInput(
+            "neither the time nor the memory of block-sparse attention has been measured",
+            where="sparse_attention",
+            remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out",
+        )
     engine = candidate.engine or resolved.engine
     memory = Memory(engine, resolved.spec, resolved.cluster, depth=request.depth)
     cost = CostModel(engine, resolved.spec, resolved.cluster, resolved.rates)

@@ -40,6 +40,8 @@ def run_ranks(
     Returns:
         One dict a rank, in order: ``{"value": …}``, or ``{"fault": …}`` with the exception or signal that ended it.
     """
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        raise SystemExit("an import has initialised CUDA, which a forked rank cannot use: leave torchao out, which does so")
     sys.stdout.flush()
     sys.stderr.flush()
     gc.collect()

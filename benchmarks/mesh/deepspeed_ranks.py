@@ -130,7 +130,9 @@ def _compare(cases: list[Case], rows: Path, *, now: bool) -> None:
             print(case.id, row.get("fault", "not measured"))
             continue
         told = figures(case) if now else kept[case.id]
-        parts = [f"{n} {told[n] / 2**20:.1f} / {row[n] / 2**20:.1f} MiB {told[n] / row[n] - 1:+.2%}" for n in _SHOWN]
+        parts = [
+            f"{n} {told[n] / 2**20:.1f} / {row[n] / 2**20:.1f} MiB {told[n] / row[n] - 1:+.2%}" for n in _SHOWN if n in row
+        ]
         print(case.id, *parts)
 
 

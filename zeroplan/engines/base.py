@@ -19,6 +19,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -118,6 +119,7 @@ class Engine(ABC):
             (accelerate's ``convert_outputs_to_fp32``).
         keeps_full_state: whether its state dict can leave the whole model on every GPU (``StateDict.FULL_GPU``).
         pair_losses: whether it is known in which dtype a loss outside the model gets its logits.
+        measured_pair_losses: those that runs on a GPU have measured.
         float8: whether linear layers that multiply in 8-bit floats are modelled.
         own_optimizers: whether it steps optimizers that nothing else makes from their names
             (:attr:`~zeroplan.core.optimizer_row.Optimizer.runtime_only`).
@@ -148,6 +150,7 @@ class Engine(ABC):
     casts_outputs: ClassVar[bool] = False
     keeps_full_state: ClassVar[bool] = False
     pair_losses: ClassVar[bool] = False
+    measured_pair_losses: ClassVar[frozenset[PairLoss]] = frozenset()
     float8: ClassVar[bool] = False
     own_optimizers: ClassVar[bool] = False
     tiles_mlps: ClassVar[bool] = False

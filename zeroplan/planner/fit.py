@@ -32,7 +32,7 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     if case.workload.compile is Compilation.MODEL:
         effect, says = engine.compiled_whole
         found.setdefault("--compile", Unmodelled("--compile", effect, says))
-    if case.workload.pair_loss is not None:
+    if case.workload.pair_loss not in (None, *engine.measured_pair_losses):
         unknown = f"the dtype in which {engine.name} hands the logits to the loss"
         says = "the loss over whole logits was measured on no GPU" if engine.pair_losses else unknown
         found.setdefault("task", Unmodelled("task", Effect.UNKNOWN, says))

@@ -9,6 +9,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Quantization
 from zeroplan.core.units import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
@@ -46,6 +47,7 @@ class Ddp(TorchEngine[DdpRank]):
     )
     casts_outputs = True
     pair_losses = True
+    measured_pair_losses = frozenset({PairLoss.RANKING, PairLoss.RANKING_AND_NLL})
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True
     quantized_bases = True

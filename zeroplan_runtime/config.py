@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.workload import DType
@@ -42,6 +43,7 @@ class RuntimeConfig:
         flops_profiler: the given keys of the section of that name, where it is enabled; else None.
         monitors: the given keys of ``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled.
         sparse_attention: the section of that name; None without it.
+        curriculum: of sequence lengths; None without one.
         without_effect: paths of keys that change nothing here.
     """
 
@@ -58,6 +60,7 @@ class RuntimeConfig:
     monitors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     flops_profiler: Mapping[str, Any] | None = None
     sparse_attention: SparseAttention | None = None
+    curriculum: Curriculum | None = None
     without_effect: tuple[str, ...] = ()
 
     @property
@@ -116,6 +119,7 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
         monitors={name: _given(config, name) for name in MONITORS if config.values.get(f"{name}.enabled")},
         flops_profiler=_given(config, "flops_profiler") if config.values.get("flops_profiler.enabled") else None,
         sparse_attention=config.sparse_attention,
+        curriculum=config.curriculum,
         without_effect=config.ignored,
     )
 

@@ -205,6 +205,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.schedule.root_pre_forward()
         if self.settings.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.settings.dtype])
+        if self.curriculum is not None and self.module.training:
+            args, kwargs = self.curriculum.cut(args, kwargs, self.progress.global_steps + 1)
         self.replicas.compare_inputs(args, kwargs)
         if self.monitor is not None and torch.is_grad_enabled():
             self.monitor.saw_inputs(args, kwargs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
+from zeroplan.core.curriculum import CurriculumKind
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.optim.scaler import LossScaler
@@ -100,3 +103,30 @@ class EngineGetters(EngineParts):
     def zero_optimization_stage(self) -> int:
         """Returns the ZeRO stage."""
         return self.settings.zero.stage
+
+    def curriculum_enabled_legacy(self) -> bool:
+        """Returns whether the config asks for a curriculum by sequence length."""
+        return self.curriculum is not None
+
+    def curriculum_seqlen(self) -> int | None:
+        """Returns the tokens of a sample in the last training forward, or before it in the shortest; None without a curriculum.
+
+        It is what DeepSpeed's legacy engine gave the model's forward under this name. Batches may be shorter.
+        """
+        return self.curriculum.current if self.curriculum is not None else None
+
+    def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
+        """Sets the function of a curriculum whose ``schedule_type`` is custom. Call it again after a restart.
+
+        Args:
+            schedule_func_dict: by the metric, ``seqlen``, a function of the step, counted from 1, that gives tokens.
+
+        Raises:
+            BadInput: without such a curriculum, and for other metrics.
+        """
+        where = "engine.set_custom_curriculum_learning_schedule"
+        if self.curriculum is None or self.curriculum.schedule.schedule_type != CurriculumKind.CUSTOM:
+            raise BadInput("the config has no custom schedule", where=where, remedy='write "schedule_type": "custom"')
+        if set(schedule_func_dict) != {"seqlen"}:
+            raise BadInput("it takes one function, by the name seqlen", where=where, remedy="give {'seqlen': function}")
+        self.curriculum.custom = schedule_func_dict["seqlen"]

@@ -12,6 +12,7 @@ from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.checks import EngineChecks
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig
+from zeroplan_runtime.curriculum import SequenceCurriculum
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.monitors.flops import FlopsProfiler
@@ -46,6 +47,7 @@ class EngineParts(nn.Module):
         host: updates on the host; None where the device updates.
         monitor: writes what a step shows; None where the config asks for none, and on all ranks but the first.
         flops_profiler: counts a step's FLOPs; None where the config asks for none, and on all ranks but the first.
+        curriculum: cuts the sequences of training batches; None where the config asks for none.
         last_step: the result of the last step; None before it.
     """
 
@@ -67,6 +69,7 @@ class EngineParts(nn.Module):
     host: HostOptimizer | None
     monitor: Monitor | None = None
     flops_profiler: FlopsProfiler | None = None
+    curriculum: SequenceCurriculum | None = None
     last_step: StepResult | None
 
     def finish_step(self) -> None:

@@ -128,7 +128,7 @@ def test_aio_matters_for_files(aio: dict[str, Any], said: str) -> None:
         {"zeroplan": {"delay": 2}},
         {"zeroplan": {"nvme_in_memory": "no"}},
         {"zeroplan": [1]},
-        {"data_efficiency": {}},
+        {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}},
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": ""}}},
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
         {"zero_optimization": {"stage": 0, "cpu_offload": True}},

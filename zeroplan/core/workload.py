@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
+from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.float8 import Float8Recipe
@@ -153,7 +154,8 @@ class Workload:
     `target_len` is the length of an encoder-decoder's targets; None where it is `seq_len`, that of its sources.
     `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
     DeepSpeed's ``TiledMLP`` does; 0 for none.
-    `sparse_attention` is the attention's sparsity, whatever `attn` says.
+    `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
+    tokens in the first steps.
     `compile` is what ``torch.compile`` is called on; None for nothing.
     """
 
@@ -195,6 +197,7 @@ class Workload:
     fp8: Float8Recipe | None = None
     tiled_mlp: int = 0
     sparse_attention: SparseAttention | None = None
+    curriculum: Curriculum | None = None
     compile: Compilation | None = None
 
     @property

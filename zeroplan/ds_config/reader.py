@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Unmodelled
@@ -25,6 +26,7 @@ from zeroplan.core.zero_config import (
     ZeroConfig,
 )
 from zeroplan.ds_config.batch import Batch, resolve_batch
+from zeroplan.ds_config.curriculum import read_curriculum
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
 from zeroplan.ds_config.reading import KeyReport, Reading
@@ -59,6 +61,7 @@ class DsConfig:
         ignored: paths of keys that the runtime knows and that change nothing there.
         values: coerced values by canonical path.
         sparse_attention: the section of that name, where the runtime reads it; None without one.
+        curriculum: of sequence lengths, where the runtime reads one; None without.
     """
 
     zero: ZeroConfig
@@ -72,6 +75,7 @@ class DsConfig:
     values: Mapping[str, Any] = field(default_factory=dict)
     runtime_options: RuntimeOptions = field(default_factory=RuntimeOptions)
     sparse_attention: SparseAttention | None = None
+    curriculum: Curriculum | None = None
 
     def of_severity(self, *severities: Severity) -> list[Finding]:
         """Return the findings of these severities."""
@@ -126,7 +130,10 @@ class DsConfig:
         """
         pure = self.zero.bf16_master_weights_and_grads and self.zero.bf16_optimizer_states
         found = self.training.workload(base, pure=pure, given=given)
-        return found if self.sparse_attention is None else replace(found, sparse_attention=self.sparse_attention)
+        longest = self.curriculum.longest if self.curriculum is not None else None
+        if longest is not None and found.seq_len is not None:
+            found = replace(found, seq_len=min(found.seq_len, longest))
+        return replace(found, sparse_attention=self.sparse_attention, curriculum=self.curriculum)
 
 
 def inspect_ds_config(
@@ -168,7 +175,7 @@ def inspect_ds_config(
     zero = replace(_zero(older_defaults(version) | reading.values), deepspeed=version)
     training = _training(reading, micro, accum, train)
     runtime_options = RuntimeOptions(**_attrs(reading.values, "zeroplan"))
-    sparse = _sparse_attention(reading)
+    sparse, curriculum = _sparse_attention(reading), read_curriculum(reading)
     if reading.for_runtime:
         _impossible(reading, zero)
     reading.findings += run_rules(View(zero, training, reading.values, tuple(reading.autos), runtime_options), dialect)
@@ -185,6 +192,7 @@ def inspect_ds_config(
         values=reading.values,
         runtime_options=runtime_options,
         sparse_attention=sparse,
+        curriculum=curriculum,
     )
 
 

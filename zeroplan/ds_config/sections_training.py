@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.zero_config import ActivationCheckpointing, Aio, ZeroConfig
 from zeroplan.ds_config.coercion import ValueKind
-from zeroplan.ds_config.schema import BOOL, HONOURED, IGNORED, INT, REFUSED, STR, Mode, free, mem, other, section
+from zeroplan.ds_config.schema import BOOL, FLOAT, HONOURED, IGNORED, INT, REFUSED, STR, Mode, free, mem, other, section
 
 FP16 = section(
     "fp16",
@@ -129,6 +129,29 @@ SPARSE_ATTENTION = section(
     holder=SparseAttention,
 )
 
+#: DeepSpeed removed it in 0.19.8; the included runtime has it (:mod:`zeroplan.ds_config.curriculum`).
+CURRICULUM = section(
+    "curriculum_learning",
+    Mode.PLAIN,
+    "runtime/config.py",
+    mem("enabled", BOOL, "", default=False, deepspeed=REFUSED, runtime=HONOURED),
+    mem("curriculum_type", STR, "", deepspeed=REFUSED, runtime=HONOURED, note="seqlen"),
+    mem("min_difficulty", INT, "", deepspeed=REFUSED, runtime=HONOURED, note="tokens"),
+    mem("max_difficulty", INT, "", deepspeed=REFUSED, runtime=HONOURED, note="tokens"),
+    mem("schedule_type", STR, "", deepspeed=REFUSED, runtime=HONOURED),
+    mem("schedule_config", ValueKind.SECTION, "", deepspeed=REFUSED, runtime=HONOURED),
+)
+CURRICULUM_SCHEDULE = section(
+    "curriculum_learning.schedule_config",
+    Mode.PLAIN,
+    "runtime/data_pipeline/curriculum_scheduler.py",
+    mem("total_curriculum_step", INT, "", deepspeed=REFUSED, runtime=HONOURED),
+    mem("difficulty_step", INT, "", deepspeed=REFUSED, runtime=HONOURED),
+    mem("root_degree", FLOAT, "", deepspeed=REFUSED, runtime=HONOURED),
+    mem("difficulty", ValueKind.LIST, "", deepspeed=REFUSED, runtime=HONOURED),
+    mem("max_step", ValueKind.LIST, "", deepspeed=REFUSED, runtime=HONOURED),
+)
+
 TRAINING = (
     FP16,
     BF16,
@@ -141,4 +164,6 @@ TRAINING = (
     ACTIVATION_CHECKPOINTING,
     AIO,
     SPARSE_ATTENTION,
+    CURRICULUM,
+    CURRICULUM_SCHEDULE,
 )

@@ -39,6 +39,7 @@ _ASKED_FOR = {
     "fp8": None,
     "tiled_mlp": 0,
     "sparse_attention": None,
+    "curriculum": None,
     "compile": None,
 }
 

@@ -210,6 +210,8 @@ def _require_optimizer(engine: EngineParts, state: dict[str, Any], path: Path, *
 def _take_over(engine: EngineParts, state: dict[str, Any], *, optimizer: bool, schedule: bool) -> None:
     """Continues from the checkpoint's counts, hyperparameters and schedule."""
     engine.progress.load_state_dict(state["progress"])
+    if engine.curriculum is not None:
+        engine.curriculum.load_state_dict(state.get("curriculum"))
     if optimizer and engine.optimizer is not None:
         engine.optimizer.take_hyperparameters(state["groups"])
     if schedule and engine.lr_scheduler is not None and state["schedule"] is not None:

@@ -146,6 +146,7 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: 
         "groups": encode([{k: v for k, v in group.items() if k != "params"} for group in groups], "optimizer.param_groups"),
         "progress": engine.progress.state_dict(),
         "schedule": encode(engine.lr_scheduler.state_dict(), "lr_scheduler") if engine.lr_scheduler is not None else None,
+        "curriculum": engine.curriculum.state_dict() if engine.curriculum is not None else None,
         "client_state": encode(client_state or {}, "client_state"),
         "model": {**_names(engine), "without_frozen": not frozen},
     }

@@ -28,6 +28,7 @@ from zeroplan.engines.runtime.layouts import (
     require_sparse_attention,
     require_splittable,
     require_trainable,
+    require_whole_samples,
 )
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.ledger.line import Ledger
@@ -65,6 +66,8 @@ NOT_MEASURED = "what the runtime does on a mesh beside its own buffers, which no
 
 #: What a plan says of block-sparse attention.
 SPARSE_NOT_MEASURED = "what its compiled kernels allocate, and their compilation takes of the host, which no GPU has measured"
+#: What the figures leave out of a curriculum: blocks that served shorter sequences do not serve longer ones.
+GROWING = "what is reserved when sequences grow, and an evaluation of longer ones"
 
 
 class Runtime(Engine):
@@ -129,6 +132,8 @@ class Runtime(Engine):
             found.append(Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED))
         if case.workload.sparse_attention is not None:
             found.append(Unmodelled("sparse_attention", Effect.UNKNOWN, SPARSE_NOT_MEASURED))
+        if case.workload.curriculum is not None:
+            found.append(Unmodelled("curriculum_learning", Effect.MORE, GROWING))
         return tuple(found)
 
     def require_workload(self, case: Case) -> None:
@@ -141,6 +146,8 @@ class Runtime(Engine):
         require_trainable(case.workload)
         if case.workload.sparse_attention is not None:
             require_sparse_attention(case)
+        if case.workload.curriculum is not None:
+            require_whole_samples(case)
         require_exchangeable(case.workload, case.zero, case.layout)
         if case.layout.tp > 1:
             require_splittable(case.workload, self.runtime_options)
@@ -210,6 +217,8 @@ class Runtime(Engine):
             found["optimizer"] = {"type": own_type}
         if workload.sparse_attention is not None:
             found["sparse_attention"] = workload.sparse_attention.as_section()
+        if workload.curriculum is not None:
+            found["curriculum_learning"] = workload.curriculum.as_section()
         return {**found, "zeroplan": changed} if changed else found
 
     def forms(self) -> Mapping[str, Form]:

@@ -118,6 +118,18 @@ def require_sparse_attention(case: Case) -> None:
         raise BadInput("it is not modelled in compiled blocks", where=where, remedy="leave the key out, or --compile")
 
 
+def require_whole_samples(case: Case) -> None:
+    """Refuse a curriculum by sequence length where ranks share samples or layers, as the runtime does.
+
+    Raises:
+        BadInput: naming the degree.
+    """
+    for name in ("cp", "pp"):
+        if getattr(case.layout, name) > 1:
+            what = f"it is not supported with {name}"
+            raise BadInput(what, where="curriculum_learning", remedy=f"leave the section out, or --{name}")
+
+
 def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout) -> None:
     """Refuse what a 1-bit optimizer cannot be combined with.
 

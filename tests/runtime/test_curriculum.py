@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -209,7 +210,7 @@ LLAMA = "meta-llama/Llama-3.2-1B"
 FILE = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
 
 
-def test_a_plan_peaks_at_the_longest_and_leaves_the_fit_open() -> None:
+def test_a_plan_peaks_at_the_longest_and_leaves_the_fit_open(tmp_path: Path) -> None:
     def plan(seq_len: int, **section: Any) -> Any:
         return zeroplan.estimate(LLAMA, ds_config={**FILE, **section}, engine="zeroplan", vram="80G", seq_len=seq_len)[0]
 
@@ -223,3 +224,7 @@ def test_a_plan_peaks_at_the_longest_and_leaves_the_fit_open() -> None:
         zeroplan.estimate(LLAMA, ds_config={**FILE, **section}, engine="deepspeed")
     with pytest.raises(BadInput, match="curriculum_learning: it is not supported with cp"):
         zeroplan.estimate(LLAMA, ds_config={**FILE, **section}, engine="zeroplan", gpus=2, cp=2)
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps({**FILE, **section}))
+    with pytest.raises(BadInput, match="curriculum_learning: what is reserved as the sequences"):
+        zeroplan.recommend(LLAMA, source=str(file), engine="zeroplan", vram="80G")

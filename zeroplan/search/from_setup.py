@@ -57,6 +57,12 @@ def _free_search(
             where="sparse_attention",
             remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out",
         )
+    if candidate.workload.curriculum is not None:
+        raise BadInput(
+            "what is reserved as the sequences of a curriculum grow is in no figure, nor is the time of the shorter steps",
+            where="curriculum_learning",
+            remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out",
+        )
     engine = candidate.engine or resolved.engine
     memory = Memory(engine, resolved.spec, resolved.cluster, depth=request.depth)
     cost = CostModel(engine, resolved.spec, resolved.cluster, resolved.rates)

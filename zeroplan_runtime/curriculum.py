@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.curriculum import Curriculum, CurriculumKind
+from zeroplan.core.curriculum import CURRICULUM_LEARNING, Curriculum, CurriculumKind
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.pytree import map_tensors, tensors_of
 
-_WHERE = "curriculum_learning"
+_WHERE = CURRICULUM_LEARNING
 
 
 class SequenceCurriculum:

@@ -220,10 +220,13 @@ def test_a_plan_peaks_at_the_longest_and_leaves_the_fit_open(tmp_path: Path) -> 
     assert plan(256, **section).gpu.peak_allocated == plan(256).gpu.peak_allocated
     assert (found.fits, short.fits) == (None, True)
     assert [one.key for one in found.unmodelled] == ["curriculum_learning"]
+    assert found.settle == "train until the curriculum's longest step, and read torch.cuda.max_memory_reserved"
     with pytest.raises(BadInput, match="DeepSpeed, which refuses the key; remove it: use data_efficiency"):
         zeroplan.estimate(LLAMA, ds_config={**FILE, **section}, engine="deepspeed")
     with pytest.raises(BadInput, match="curriculum_learning: it is not supported with cp"):
         zeroplan.estimate(LLAMA, ds_config={**FILE, **section}, engine="zeroplan", gpus=2, cp=2)
+    with pytest.raises(BadInput, match="a few steps of a curriculum are its shortest"):
+        zeroplan.verify(LLAMA, ds_config={**FILE, **section}, engine="zeroplan", seq_len=1024)
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps({**FILE, **section}))
     with pytest.raises(BadInput, match="curriculum_learning: what is reserved as the sequences"):

@@ -13,6 +13,9 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
 
+#: The legacy section's name, and the key of what plans leave out of a curriculum in either spelling.
+CURRICULUM_LEARNING = "curriculum_learning"
+
 
 class CurriculumKind(StrEnum):
     """Schedules by their names in a ds_config (``schedule_type``)."""

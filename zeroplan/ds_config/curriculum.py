@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zeroplan.core.curriculum import CURRICULUM_LEARNING as LEGACY
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.ds_config.findings import Severity
 from zeroplan.ds_config.reading import Reading
 
-LEGACY = "curriculum_learning"
 DATA_EFFICIENCY = "data_efficiency"
 _SAMPLING = f"{DATA_EFFICIENCY}.data_sampling"
 _METRICS = f"{_SAMPLING}.curriculum_learning.curriculum_metrics"

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
@@ -126,12 +127,14 @@ def judged(
 def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
     """Return the action that would tell whether a plan fits that leaves this out."""
     named = [one.key for one in unmodelled]
-    keys = [key for key in named if key not in (ACTIVATIONS, LIMIT, UNMEASURED)]
+    keys = [key for key in named if key not in (ACTIVATIONS, LIMIT, UNMEASURED, CURRICULUM_LEARNING)]
     parts = [simulate] if simulate else []
     if LIMIT in named:
         parts.append("leave the card more room: a smaller micro batch, a shorter length or more GPUs")
     if UNMEASURED in named:
         parts.append("run a few steps of the program itself, and read torch.cuda.max_memory_reserved")
+    if CURRICULUM_LEARNING in named:  # verify's few steps would be the shortest
+        parts.append("train until the curriculum's longest step, and read torch.cuda.max_memory_reserved")
     if keys:
         parts.append(
             f"measure a few steps with {', '.join(keys)} by zeroplan verify, or leave {'it' if len(keys) == 1 else 'them'} out"

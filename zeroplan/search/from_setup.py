@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import training_of
 from zeroplan.core.zero_config import ZeroConfig
@@ -60,7 +61,7 @@ def _free_search(
     if candidate.workload.curriculum is not None:
         raise BadInput(
             "what is reserved as the sequences of a curriculum grow is in no figure, nor is the time of the shorter steps",
-            where="curriculum_learning",
+            where=CURRICULUM_LEARNING,
             remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out",
         )
     engine = candidate.engine or resolved.engine

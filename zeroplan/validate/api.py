@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
+from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.preferences import PLAIN_TASKS
@@ -101,6 +102,12 @@ def verify(
     cluster = machine.cluster(ranks)
     _require_compilable(request, machine)
     resolved = resolve(replace(request, gpus=cluster.gpus, nodes=cluster.nodes))
+    if resolved.workload.curriculum is not None:
+        raise BadInput(
+            "a few steps of a curriculum are its shortest, and plans are of its longest",
+            where=CURRICULUM_LEARNING,
+            remedy=f"leave the section out, with --seq-len {resolved.workload.seq_len}",
+        )
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]
     if not cases:
         raise BadInput("NVMe without a folder", where="--offload-optimizer", remedy="give nvme_path in a --ds-config")

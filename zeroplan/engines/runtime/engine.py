@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.parallel import ParallelLayout
@@ -133,7 +134,7 @@ class Runtime(Engine):
         if case.workload.sparse_attention is not None:
             found.append(Unmodelled("sparse_attention", Effect.UNKNOWN, SPARSE_NOT_MEASURED))
         if case.workload.curriculum is not None:
-            found.append(Unmodelled("curriculum_learning", Effect.MORE, GROWING))
+            found.append(Unmodelled(CURRICULUM_LEARNING, Effect.MORE, GROWING))
         return tuple(found)
 
     def require_workload(self, case: Case) -> None:
@@ -218,7 +219,7 @@ class Runtime(Engine):
         if workload.sparse_attention is not None:
             found["sparse_attention"] = workload.sparse_attention.as_section()
         if workload.curriculum is not None:
-            found["curriculum_learning"] = workload.curriculum.as_section()
+            found[CURRICULUM_LEARNING] = workload.curriculum.as_section()
         return {**found, "zeroplan": changed} if changed else found
 
     def forms(self) -> Mapping[str, Form]:

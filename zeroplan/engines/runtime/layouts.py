@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup, require_exchange
@@ -127,7 +128,7 @@ def require_whole_samples(case: Case) -> None:
     for name in ("cp", "pp"):
         if getattr(case.layout, name) > 1:
             what = f"it is not supported with {name}"
-            raise BadInput(what, where="curriculum_learning", remedy=f"leave the section out, or --{name}")
+            raise BadInput(what, where=CURRICULUM_LEARNING, remedy=f"leave the section out, or --{name}")
 
 
 def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout) -> None:

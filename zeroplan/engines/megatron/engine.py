@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled
 from zeroplan.core.workload import Attention, DType, Precision
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
     from zeroplan.models.spec import ModelSpec
     from zeroplan.simulate.allocator.config import AllocatorConfig
 
-#: The optimizers whose states Megatron's optimizers make in fp32 for each element, by their rows.
-_OPTIMIZERS = ("adamw", "adam", "sgd", "sgd_momentum")
+_MOST_STATES = 2
 #: From which capability TransformerEngine prefers cuDNN's attention to FlashAttention's.
 _CUDNN = (9, 0)
 _NO_MEASUREMENT = Unmodelled(
@@ -84,7 +84,9 @@ class Megatron(Engine):
             BadInput: the first of them.
         """
         work = case.workload
-        if work.optimizer not in _OPTIMIZERS:
+        row = find_optimizer(work.optimizer)
+        # Megatron's are TransformerEngine's and Apex's fused Adam and SGD, with two states or one, or none.
+        if row.torch is None or not row.torch.fused or len(row.states) > _MOST_STATES:
             raise BadInput(
                 f"{work.optimizer} under Megatron-LM is not modelled", where="--optimizer", remedy="use adamw or sgd"
             )

@@ -15,6 +15,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
+from zeroplan.core.optimizers import OPTIMIZERS, STATELESS, known_optimizer
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
@@ -173,10 +175,14 @@ class MegatronLm(Program):
     def _precision(self, run: Builder) -> None:
         half = next((name for name in ("bf16", "fp16") if run.flag(name)), None)
         run.set("dtype", half or "fp32", half or "")
-        name = run.word("optimizer") or "adam"
-        if name not in ("adam", "sgd"):
+        name = run.word("optimizer") or DEFAULT_OPTIMIZER
+        row = OPTIMIZERS.get(known_optimizer(name))
+        if row is not None and row.name == STATELESS:
+            run.set("optimizer", row.variants["momentum"], "optimizer")
+            return
+        if row is None or row.torch is None or not row.torch.fused:
             run.leave_out("optimizer", UNKNOWN, f"{name[:40]}; the states of Adam are counted")
-        run.set("optimizer", "sgd_momentum" if name == "sgd" else "adamw", "optimizer")
+        run.set("optimizer", DEFAULT_OPTIMIZER, "optimizer")
 
     def _model(self, run: Builder) -> dict[str, Any]:
         """Return the model's config: Megatron's names, what is said alone."""

@@ -2,7 +2,8 @@
 
 DeepSpeed's legacy engine handed the length to the model's forward as ``curriculum_seqlen``, and the user's model cut its own
 inputs. Here the engine cuts: every tensor [batch, tokens] of a training forward becomes [batch, length]. A forward in
-evaluation mode sees whole sequences.
+evaluation mode and without gradients sees whole sequences; one with gradients is a training's, since transformers loads models
+in evaluation mode and people train them so.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.schedule.root_pre_forward()
         if self.settings.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.settings.dtype])
-        if self.curriculum is not None and self.module.training:
+        if self.curriculum is not None and (self.module.training or torch.is_grad_enabled()):
             args, kwargs = self.curriculum.cut(args, kwargs, self.progress.global_steps + 1)
         self.replicas.compare_inputs(args, kwargs)
         if self.monitor is not None and torch.is_grad_enabled():

@@ -165,6 +165,7 @@ def train_cut(group: dist.ProcessGroup, stage: int, folder: str) -> dict[str, An
         whole = engine(models.batch(9, 0, 0)).item()
         plain = engine.module(models.batch(9, 0, 0)).item() if stage < 3 else whole
         shorter = engine(models.batch(9, 0, 0)[:, :6]).item()
+    loaded = engine(models.batch(9, 0, 0)).item()  # in evaluation mode, with gradients
     resumed = start(group, stage, **legacy(SHORT))
     resumed.load_checkpoint(folder)
     after = (resumed.curriculum_seqlen(), steps(resumed, 3, 6))
@@ -173,7 +174,7 @@ def train_cut(group: dist.ProcessGroup, stage: int, folder: str) -> dict[str, An
         for micro in range(2):
             beforehand.append(other.backward(other(models.batch(number, micro, 0)[:, :length])).item())
             other.step()
-    return {"losses": losses, "beforehand": beforehand, "after": after, "evaluated": (whole, plain, shorter)}
+    return {"losses": losses, "beforehand": beforehand, "after": after, "evaluated": (whole, plain, shorter, loaded)}
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -181,8 +182,9 @@ def test_a_training_is_that_of_cut_batches_and_resumes(pool: RankPool, tmp_path:
     for found in pool.run(2, train_cut, stage, str(tmp_path)):
         assert found["losses"] == found["beforehand"]
         assert found["after"] == (4, found["losses"][6:])
-        whole, plain, shorter = found["evaluated"]
+        whole, plain, shorter, loaded = found["evaluated"]
         assert whole == plain != shorter
+        assert loaded == pytest.approx(shorter, rel=1e-5)
 
 
 def test_a_custom_schedule_is_a_function_of_the_step_that_stops_at_the_longest() -> None:

@@ -128,8 +128,10 @@ class Runtime(Engine):
         and block-sparse attention.
         """
         found = []
-        if case.parallel is not None:
-            flag = next(f"--{name}" for name in ("tp", "cp", "pp") if getattr(case.layout, name) > 1)
+        layout = case.layout if case.parallel is not None else None
+        # Two GPUs measured tp at stage 2, whose parameters stay as those of stages 0 and 1 do.
+        if layout is not None and (layout.cp > 1 or layout.pp > 1 or case.zero.stage == 3):
+            flag = next(f"--{name}" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1)
             found.append(Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED))
         if case.workload.sparse_attention is not None:
             found.append(Unmodelled("sparse_attention", Effect.UNKNOWN, SPARSE_NOT_MEASURED))

@@ -182,7 +182,7 @@ def axolotl(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> Expected:
     again = data.get("gradient_checkpointing")
     fsdp = data.get("fsdp_config") or {}
     inside = _true(fsdp.get("activation_checkpointing") or fsdp.get("fsdp_activation_checkpointing"))
-    names = ("load_in_4bit", "load_in_8bit", "rl", "unfrozen_parameters", "lora_modules_to_save", "torch_compile", "qat")
+    names = ("load_in_4bit", "load_in_8bit", "rl", "unfrozen_parameters", "lora_modules_to_save", "qat")
     return {
         "micro_batch": _whole(said["micro_batch_size"]),
         "grad_accum": _whole(said["gradient_accumulation_steps"]),
@@ -193,6 +193,7 @@ def axolotl(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> Expected:
         "engine": "deepspeed" if data.get("deepspeed") else "fsdp2" if data.get("fsdp") or fsdp else "ddp",
         "method": ("qlora" if bits else "lora") if known else adapter or "full",
         "lora_rank": _whole(data.get("lora_r")) if known else None,
+        **({"compile": "model"} if data.get("torch_compile") else {}),
         "left_out": [key for key in names if data.get(key) and not (key.startswith("load_in") and not known)],
     }
 
@@ -213,7 +214,8 @@ def torchtune(data: Mapping[str, Any], path: str) -> Expected:
         "engine": "ddp" if single else "fsdp2",
         "method": ("qlora" if builder.startswith("qlora_") else "lora") if lora else "full",
         "lora_rank": model.get("lora_rank") if lora else None,
-        "left_out": [key for key in ("compile", "optimizer_in_bwd", "enable_activation_offloading") if _true(data.get(key))],
+        **({"compile": "blocks"} if _true(data.get("compile")) else {}),
+        "left_out": [key for key in ("optimizer_in_bwd", "enable_activation_offloading") if _true(data.get(key))],
     }
 
 
@@ -296,8 +298,8 @@ def torchtitan(data: Mapping[str, Any]) -> Expected:
         "dtype": "bf16",
         "gradient_checkpointing": mode in ("full", "selective"),
         "degrees": degrees,
+        **({"compile": "blocks"} if data.get("compile", {}).get("enable") else {}),
         "left_out": [
-            *(["compile.enable"] if data.get("compile", {}).get("enable") else []),
             *(["model.converters"] if data.get("model", {}).get("converters") else []),
             *(["parallelism.expert_parallel_degree"] if layout.get("expert_parallel_degree", 1) > 1 else []),
             *(["validation.enable"] if data.get("validation", {}).get("enable") else []),

@@ -67,6 +67,8 @@ LAYOUTS: tuple[Words, ...] = (
     ("--engine", "zeroplan", "--stage", "3", "--offload-optimizer", "nvme"),
     ("--engine", "fsdp", "--stage", "2"),
     ("--engine", "fsdp", "--stage", "3"),
+    ("--engine", "megatron", "--stage", "0"),
+    ("--engine", "megatron", "--stage", "1"),
 )  # fmt: skip
 
 #: Layouts that every model is asked for.
@@ -86,7 +88,7 @@ OPTIMIZERS = (
     "adamw", "adam", "adamw8bit", "lamb", "onebitadam", "lion", "adagrad", "adafactor", "muon", "nadam", "radam", "adamax",
     "rmsprop", "adadelta", "sgd", "sgd_momentum", "adamw_amsgrad", "adam_amsgrad", "rmsprop_momentum", "rmsprop_centered",
     "rmsprop_centered_momentum", "asgd", "rprop",
-    "adafactor_transformers", "adamw4bit",
+    "adafactor_transformers", "adamw4bit", "zerooneadam", "onebitlamb",
 )  # fmt: skip
 ALIASES = ("fusedadam", "adamw_torch_fused", "paged_adamw_8bit", "FusedLion", "1-bit-adam", "sgdm")
 

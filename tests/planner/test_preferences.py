@@ -54,7 +54,7 @@ def test_a_second_batch_at_stage_3_is_left_open() -> None:
 
 
 @pytest.mark.torch
-def test_orpo_is_traced_over_whole_logits_and_was_measured_nowhere() -> None:
+def test_orpo_is_traced_over_whole_logits_and_measured_under_ddp() -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 32_000}
@@ -64,7 +64,9 @@ def test_orpo_is_traced_over_whole_logits_and_was_measured_nowhere() -> None:
     fp32 = 4 * 4 * 512 * 32_000
     # The kernel's gradient beside the logits, which autocast and accelerate made fp32, and the chosen ones' log-softmax.
     assert orpo.gpu.peak_allocated > 2.5 * fp32
-    assert (orpo.fits, [one.key for one in orpo.unmodelled]) == (None, ["task"])
+    assert (orpo.fits, orpo.unmodelled) == (True, ())
+    sharded = the_plan(model=config, task="orpo", engine="deepspeed", stage=2)
+    assert (sharded.fits, [one.key for one in sharded.unmodelled]) == (None, ["task"])
 
 
 @pytest.mark.parametrize("task", ["grpo", "ppo", "gkd"])

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import may_add
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.findings import Severity
@@ -369,3 +370,26 @@ class TestWrapper:
     def test_stage_0_with_another_accumulation_dtype(self) -> None:
         with pytest.raises(BadInput, match="stage 0 cannot accumulate"):
             wrapper(ZeroConfig.of(0, grad_accum_dtype=DType.FP32), DType.BF16)
+
+
+@pytest.mark.parametrize(
+    ("stage", "half", "params", "named"),
+    [
+        (0, True, {"torch_adam": True, "fused": True}, ["optimizer.params.torch_adam"]),
+        (0, True, {"torch_adam": True}, []),
+        (0, False, {"torch_adam": True, "fused": True}, []),
+        (2, True, {"torch_adam": True, "fused": True}, []),
+    ],
+)
+def test_torchs_fused_adam_at_stage_0_is_told_from_deepspeeds(
+    stage: int, half: bool, params: dict[str, bool], named: list[str]
+) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": half},
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, **params}},
+    }
+    left_out = read_ds_config(config).unmodelled
+    assert [one.key for one in left_out] == named
+    assert not may_add(left_out)

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ ASKED = [
     ("estimate", "--params", "7B", "--vram", "80G", "--gpus", "8", "--nodes", "2"),
     ("estimate", GPT2, "--vram", "24", "--ds-config", "my files/ds.json"),
     ("estimate", GPT2, "--vram", "24", "--from", "my files/ds.json", "--cpu-ram", "64", "--optimizer", "lion"),
+    ("estimate", GPT2, "--vram", "24", "--ds-config", "my files/curriculum.json", "--engine", "zeroplan", "--depth", "formula"),
     ("recommend", GPT2, "--vram", "24", "--depth", "formula"),
     ("recommend", GPT2, "--vram", "24", "--depth", "formula", "--engine", "ddp"),
     ("recommend", GPT2, "--vram", "24", "--depth", "formula", "--engine", "fsdp2"),
@@ -53,8 +55,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "my files").mkdir()
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     (tmp_path / "my files" / "ds.json").write_text(json.dumps(config))
+    schedule = {"schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 100, "difficulty_step": 8}}
+    grows = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 512} | schedule
+    config |= {"curriculum_learning": grows, "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}}}
+    (tmp_path / "my files" / "curriculum.json").write_text(json.dumps(config))
     (tmp_path / "train.log").write_text(OOM)
     return tmp_path
 

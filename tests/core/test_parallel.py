@@ -59,6 +59,8 @@ def test_the_groups_hold_every_rank_once(gpus: int, nodes: int, tp: int, cp: int
     ("degrees", "said"),
     [
         ({"tp": 3}, "tp: tp 3 does not divide 2 × 4 = 8 ranks"),
+        ({"pp": 3}, "pp: pp 3 does not divide 2 × 4 = 8 ranks"),
+        ({"ulysses": 3}, "ulysses: ulysses 3 does not divide 2 × 4 = 8 ranks"),
         ({"tp": 4, "cp": 2, "pp": 2}, "tp 4 × cp 2 × pp 2 = 16 does not divide 2 × 4 = 8 ranks"),
         ({"tp": 2, "dp_replicate": 3}, "dp_replicate 3 does not divide the 4 data-parallel ranks"),
         ({"pp": 2, "ep": 8}, "ep 8 does not divide the 4 ranks of one stage and replica"),

@@ -60,11 +60,12 @@ def estimate(
     if as_json:
         show(_json(answer, peak=peak))
     else:
+        from zeroplan.planner.describe import UNSEARCHED
         from zeroplan.report.plans import report_text
         from zeroplan.report.terminal import Terminal
 
         terminal = Terminal.here(wide=wide)
-        following = flags.recommend_words(request)
+        following = [] if any(name in report.workload for name in UNSEARCHED) else flags.recommend_words(request)
         if report.setup is not None and style not in ("csv", "html"):
             show("\n".join(terminal.wrap(report.setup["says"])))
         show(report_text(report, style, terminal=terminal, quiet=quiet, next_command=following))

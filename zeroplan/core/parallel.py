@@ -81,9 +81,10 @@ class ParallelLayout:
         for name in names:
             product *= getattr(self, name)
         if total % product:
-            factors = " × ".join(f"{name} {getattr(self, name)}" for name in names if getattr(self, name) > 1)
+            said = [name for name in names if getattr(self, name) > 1]
+            factors = " × ".join(f"{name} {getattr(self, name)}" for name in said)
             shown = factors if " × " not in factors else f"{factors} = {product}"
-            raise BadInput(f"{shown} does not divide {what}", where=names[0], remedy=f"use divisors of {total}")
+            raise BadInput(f"{shown} does not divide {what}", where=said[0], remedy=f"use divisors of {total}")
 
     @property
     def world_size(self) -> int:

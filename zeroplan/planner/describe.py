@@ -44,6 +44,9 @@ _ASKED_FOR = {
 }
 
 
+#: What no search models, in time or memory (search/from_setup.py refuses each): nothing to go on to.
+UNSEARCHED = ("sparse_attention", "curriculum")
+
 #: What decides no figure, but whether one at the limit of its card is a promise.
 _UNTOLD = ("pads",)
 

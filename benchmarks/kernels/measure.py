@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.step.timing import command
 from zeroplan_runtime.kernels import backends, blockwise, functional
 from zeroplan_runtime.kernels.cuda_backend import KERNEL_CONFIGS, KernelConfig
 
@@ -107,7 +108,9 @@ def machine(device: torch.device) -> dict[str, Any]:
             named[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    made: dict[str, Any] = {"python": platform.python_version(), **named, "command": " ".join(["python", *sys.argv])}
+    spec = sys.modules["__main__"].__spec__
+    started = command(spec.name if spec else Path(sys.argv[0]).stem)
+    made: dict[str, Any] = {"python": platform.python_version(), **named, "command": started}
     if device.type == "cuda":
         made |= {"gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
     else:

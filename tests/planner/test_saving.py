@@ -145,3 +145,10 @@ def test_axolotl_saves_by_the_epoch_and_accelerates_file_says_in_which_form(tmp_
     assert report.workload["saving"] == {"state_dict": "full", "saver": "trainer", "optimizer": True}
     with pytest.raises(BadInput, match="full"):
         estimate_report(Request(files=(str(recipe), str(launcher)), save="sharded"))
+
+
+def test_fsdp_1_makes_the_model_on_every_ranks_host_pretrained_or_not() -> None:
+    made, other = plan(engine="fsdp", stage=3), plan(engine="fsdp2", stage=3)
+    assert made.cpu.peak_phase == "weights"
+    assert made.cpu.per_node == made.cpu.phases["weights"] >= 4 * 4 * PARAMS
+    assert other.cpu.per_node < 4 * 4 * PARAMS

@@ -62,13 +62,15 @@ class HostPhase:
 class CheckpointPhase:
     """Saving, resuming or reading weights: bytes at its peak on the GPU (0: not told) and of the engine's on every rank's host.
 
-    `host_once` are those on one rank's host beside.
+    `host_once` are those on one rank's host beside. `inevitable`: reading weights counts where none are read, too, since the
+    model is made on the host.
     """
 
     phase: Phase
     gpu: int
     host: int
     host_once: int = 0
+    inevitable: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,12 +32,13 @@ class TorchEngine(Engine, Generic[R]):
 
     Attributes:
         gathers_in_half: whether every parameter, adapters included, is gathered in the dtype of the arithmetic.
-
+        made_on_host: whether a model is made whole on every rank's host, pretrained or not.
     """
 
     version = TORCH_GPU
     measured = True
     gathers_in_half = False
+    made_on_host = False
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return the options of a trace, with parameters in the dtype in which they are gathered."""
@@ -102,7 +103,7 @@ class TorchEngine(Engine, Generic[R]):
         host = self.host(rank)
         beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
         read = rank.original_bytes * rank.trainable + rank.frozen_bytes * rank.frozen
-        weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + read)
+        weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + read, inevitable=self.made_on_host)
         saving = case.workload.saving
         if saving is None:
             return HostRun(host, (weights,))

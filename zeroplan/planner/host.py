@@ -32,7 +32,8 @@ def host_memory(simulation: Simulation | HostRun, rss: Mapping[Phase, int], *, r
         before = _LOADED_BY[one.phase]
         peak = _checkpoint(one, rss[before], on_host.get(before), ranks)
         peaks.append(peak)
-        if (one.phase is Phase.WEIGHTS and not workload.from_scratch) or (one.phase is Phase.SAVE and workload.saving):
+        made = one.phase is Phase.WEIGHTS and (one.inevitable or not workload.from_scratch)
+        if made or (one.phase is Phase.SAVE and workload.saving):
             counted.append(peak)
     most = max(counted, key=lambda peak: peak.bytes)
     return CpuMemory(

@@ -35,6 +35,7 @@ class Fsdp(TorchEngine[FsdpRank]):
     keeps_full_state = True
     measured = False
     gathers_in_half = True
+    made_on_host = True
 
     def options(self) -> list[ZeroConfig]:
         """Return NO_SHARD, SHARD_GRAD_OP and FULL_SHARD."""

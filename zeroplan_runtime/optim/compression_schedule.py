@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Exchanged(Enum):
-    """What the ranks average in a step."""
+    """What the ranks average in a step: gradients in their own dtype, or gradients or momenta in one bit an element."""
 
     GRADIENT = "gradient"  # as ever, in its own dtype
     SIGNS_OF_GRADIENT = "signs of gradient"  # in one bit an element; the second moment stays

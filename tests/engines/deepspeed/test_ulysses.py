@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engines.deepspeed.beside_deepspeed import assert_same_events
 from tests.engines.deepspeed.test_auto_tp import CONFIG, QWEN2, QWEN3
 from tests.engines.test_contract import ledger_and_schedule_differ
-from tests.patience import PATIENCE
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -50,15 +48,7 @@ CASES = [
 @pytest.mark.skipif(not find_spec("deepspeed") or not can_trace(), reason="needs DeepSpeed, torch and transformers")
 def test_our_rank_allocates_what_deepspeeds_class_does(tmp_path: Path, warm_python: Path) -> None:
     """The same events, storages and parameters, in the same order."""
-    path = tmp_path / "cases.json"
-    path.write_text(json.dumps(CASES))
-    script = Path(__file__).parent / "run_ulysses.py"
-    done = subprocess.run([warm_python, str(script), str(path)], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    rows = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert [row["id"] for row in rows] == [case["id"] for case in CASES], done.stderr[-2000:]
-    for row in rows:
-        for what, ours, theirs in zip(("op", "arg", "aux", "bytes", "shapes"), row["ours"], row["theirs"], strict=True):
-            assert ours == theirs, f"{row['id']}: {what}"
+    assert_same_events("run_ulysses.py", CASES, tmp_path, warm_python)
 
 
 def tape_and_case(stage: int, layout: ParallelLayout) -> tuple[Any, Case]:

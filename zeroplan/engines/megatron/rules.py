@@ -68,7 +68,7 @@ def _widths(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterato
 
 
 def _layers(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterator[RefusedArgument]:
-    """What pipeline stages cannot share."""
+    """Yield why the layers cannot be divided into these stages and chunks."""
     pp, vpp = layout.pp, layout.vpp
     count = m.num_layers + m.account_for_embedding_in_pipeline_split + m.account_for_loss_in_pipeline_split
     uneven = (m.decoder_first_pipeline_num_layers > 0) + (m.decoder_last_pipeline_num_layers > 0)

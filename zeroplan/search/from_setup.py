@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import training_of
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
+from zeroplan.planner.describe import UNSEARCHED
 from zeroplan.planner.from_files import filled, without_graphs
 from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
@@ -52,18 +52,9 @@ def _free_search(
     plain = replace(options, source=None, candidates=None)
     resolved = resolve_search(asked, plain)
     candidate = _candidate(setup, asked, resolved)
-    if candidate.workload.sparse_attention is not None:
-        raise BadInput(
-            "neither the time nor the memory of block-sparse attention has been measured",
-            where="sparse_attention",
-            remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out",
-        )
-    if candidate.workload.curriculum is not None:
-        raise BadInput(
-            "what is reserved as the sequences of a curriculum grow is in no figure, nor is the time of the shorter steps",
-            where=CURRICULUM_LEARNING,
-            remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out",
-        )
+    for name, (key, says) in UNSEARCHED.items():
+        if getattr(candidate.workload, name) is not None:
+            raise BadInput(says, where=key, remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out")
     engine = candidate.engine or resolved.engine
     memory = Memory(engine, resolved.spec, resolved.cluster, depth=request.depth)
     cost = CostModel(engine, resolved.spec, resolved.cluster, resolved.rates)

@@ -81,7 +81,7 @@ class FsdpSchedule(EngineSchedule):
         self.position: dict[int, int] = {}
         self.in_backward = False
         self.reduces = True
-        self.stepped = self.stepped_since = self.begun = False
+        self.stepped = self.begun = False
 
     def _homes(self, tape: ExpandedTape) -> list[int]:
         """The module of each parameter's unit: its block, an adapter's own module, or -1 for the root."""
@@ -295,13 +295,9 @@ class FsdpSchedule(EngineSchedule):
         self._complete_reductions()
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
-        self.stepped_since = True
 
     def _free_stepped(self) -> None:
-        """Free the gradients of the step before."""
-        if not self.stepped_since:
-            return
-        self.stepped_since = False
+        """Free the gradients of the step before: parts are reduced in the last micro batch before a step alone."""
         for unit in self.units.values():
             if unit.reduced >= 0:
                 self.free(unit.reduced)

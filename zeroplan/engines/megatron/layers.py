@@ -8,6 +8,7 @@ Sources: Megatron-Core 0.16.1, ``megatron/core/models/gpt/gpt_model.py``, ``mega
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -202,33 +203,29 @@ def _with_positions(w: TapeWriter, s: Shapes, x: Value) -> Value:
 def layer(w: TapeWriter, s: Shapes, number: int, x: Value) -> Value:
     """A transformer layer without experts."""
     with w.module(f"decoder.layers.{number}", "TransformerLayer", block=True):
-        x = _attention_half(w, s, x)
-        return _mlp_half(w, s, x)
+        x = _half(w, s, x, norm="input_layernorm", name="self_attention", kind="SelfAttention", run=_attention)
+        return _half(w, s, x, norm="pre_mlp_layernorm", name="mlp", kind="MLP", run=_mlp)
 
 
-def _attention_half(w: TapeWriter, s: Shapes, residual: Value) -> Value:
+def _half(
+    w: TapeWriter,
+    s: Shapes,
+    residual: Value,
+    *,
+    norm: str,
+    name: str,
+    kind: str,
+    run: Callable[[TapeWriter, Shapes, Value], Value],
+) -> Value:
+    """Normalize, run one half of a layer, and add its output to what came in."""
     model = s.model
     bias = model.hidden_size * s.element if model.add_bias_linear else 0
     normed = None
     if not model.uses_engine:
-        with w.module("input_layernorm", model.normalization):
+        with w.module(norm, model.normalization):
             normed = ops.normalize(w, residual, s.norm)
-    with w.module("self_attention", "SelfAttention"):
-        out = _attention(w, s, residual if normed is None else normed)
-    mixed = ops.add(w, out, residual, bias=bias, dropout=model.hidden_dropout > 0, element=s.element)
-    del normed, out
-    return mixed
-
-
-def _mlp_half(w: TapeWriter, s: Shapes, residual: Value) -> Value:
-    model = s.model
-    bias = model.hidden_size * s.element if model.add_bias_linear else 0
-    normed = None
-    if not model.uses_engine:
-        with w.module("pre_mlp_layernorm", model.normalization):
-            normed = ops.normalize(w, residual, s.norm)
-    with w.module("mlp", "MLP"):
-        out = _mlp(w, s, residual if normed is None else normed)
+    with w.module(name, kind):
+        out = run(w, s, residual if normed is None else normed)
     mixed = ops.add(w, out, residual, bias=bias, dropout=model.hidden_dropout > 0, element=s.element)
     del normed, out
     return mixed

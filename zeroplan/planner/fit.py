@@ -30,13 +30,13 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
         what = "a reference model beside the trained one" if case.workload.reference is not None else "a second forward for KTO"
         says = f"{what} is not modelled under {engine.name} stage {case.zero.stage}"
         found.setdefault("reference", Unmodelled("reference", Effect.MORE, says))
-    if case.workload.compile is Compilation.MODEL:
-        effect, says = engine.compiled_whole
-        found.setdefault("--compile", Unmodelled("--compile", effect, says))
     if case.workload.pair_loss not in (None, *engine.measured_pair_losses):
         unknown = f"the dtype in which {engine.name} hands the logits to the loss"
         says = "the loss over whole logits was measured on no GPU" if engine.pair_losses else unknown
         found.setdefault("task", Unmodelled("task", Effect.UNKNOWN, says))
+    if case.workload.compile is Compilation.MODEL:
+        effect, says = engine.compiled_whole
+        found.setdefault("--compile", Unmodelled("--compile", effect, says))
     elif case.workload.compile is not None and (what := _unmeasured_graphs(case, tape)):
         found.setdefault("--compile", Unmodelled("--compile", Effect.MORE, f"no GPU has measured compiled blocks with {what}"))
     work, followed = case.workload, engine.evaluates and tape is not None

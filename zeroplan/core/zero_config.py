@@ -126,8 +126,8 @@ class ZeroConfig:
 
     Names are DeepSpeed's (without the ``stage3_`` prefix). `overlap_comm` None leaves the choice to DeepSpeed; read
     :attr:`overlaps_comm`. `communication_data_type` and `grad_accum_dtype` None follow the model's dtype, and so does
-    `seq_parallel_communication_data_type`, as from NCCL 2.27.3 (torch 2.8) on. `deepspeed` is the version that reads the
-    config; it is no key.
+    `seq_parallel_communication_data_type`, whose default is fp32. `deepspeed` is the version that reads the config; it is no
+    key.
     """
 
     stage: int = 0
@@ -171,7 +171,7 @@ class ZeroConfig:
     prescale_gradients: bool = False
     gradient_predivide_factor: float = 1.0
     communication_data_type: DType | None = None
-    seq_parallel_communication_data_type: DType | None = None
+    seq_parallel_communication_data_type: DType | None = DType.FP32
     grad_accum_dtype: DType | None = None
     fp16_master_weights_and_grads: bool = False
     bf16_master_weights_and_grads: bool = False

@@ -292,7 +292,7 @@ def _zero(values: Mapping[str, Any]) -> ZeroConfig:
     )
 
 
-_NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None}
+_NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None} | {"seq_parallel_communication_data_type"}
 
 
 def _sparse_attention(reading: Reading) -> SparseAttention | None:

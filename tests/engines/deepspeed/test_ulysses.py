@@ -19,6 +19,7 @@ from zeroplan.core.tape import Kind, Op
 from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setup
@@ -172,7 +173,10 @@ def test_auto_ep_divides_ranks_and_experts() -> None:
 
 
 def test_gradients_travel_in_a_dtype_of_their_own_key() -> None:
-    """It takes the place of communication_data_type, which DeepSpeed overwrites."""
+    """It takes the place of communication_data_type, which DeepSpeed overwrites; a null follows the model, silence is fp32."""
+    keys = ({"seq_parallel_communication_data_type": None}, {})
+    read = [read_ds_config(key).zero.seq_parallel_communication_data_type for key in keys]
+    assert read == [None, DType.FP32]
     engine, layout = find_engine("deepspeed"), ParallelLayout(gpus=8, ulysses=2)
     for key, width in ((None, 2), (DType.FP32, 4)):
         zero = ZeroConfig(stage=3, communication_data_type=DType.FP16, seq_parallel_communication_data_type=key)

@@ -18,6 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.published.page import published
 from benchmarks.recommend.page import measured
 from benchmarks.step.page import runtime_speed
 from benchmarks.verified import verify_measured
@@ -312,6 +313,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "runtime_speed.md": runtime_speed,
     "verify_measured.md": verify_measured,
     "recommend_measured.md": measured,
+    "published.md": published,
 }
 
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.published.rows import kept
 from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import Mark, Op
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
-from zeroplan.engines.megatron.chunk import ChunkLayers, chunk_tape
+from zeroplan.engines.megatron.chunk import ChunkLayers
 from zeroplan.engines.megatron.engine import Megatron
 from zeroplan.engines.megatron.layers import Shapes
 from zeroplan.ledger.line import evaluate
@@ -119,60 +119,8 @@ def test_flash_layers_keep_by_hand() -> None:
 
 
 def _kept_by_a_layer(shapes: Shapes) -> int:
-    two, three = (_kept(shapes, ChunkLayers(tuple(range(1, 1 + count)), False, False)) for count in (2, 3))
+    two, three = (kept(shapes, ChunkLayers(tuple(range(1, 1 + count)), False, False)) for count in (2, 3))
     return three - two
-
-
-def _kept(shapes: Shapes, part: ChunkLayers) -> int:
-    tape = chunk_tape(shapes, part).tape
-    now, sizes = 0, {}
-    for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True):
-        if op == Op.MARK and arg == Mark.BACKWARD_BEGIN:
-            return now
-        if op == Op.ALLOC:
-            sizes[arg] = aux
-            now += aux
-        elif op == Op.FREE:
-            now -= sizes[arg]
-    raise AssertionError("no backward")
-
-
-#: Korthikanti et al. 2022, table 3 and figure 1: layers, width, heads, pipeline stages, chunks, samples of a micro batch, micro
-#: batches, and the parameters that they print. On A100s of 80 GB they train with sequence parallelism and selective
-#: recomputation, and not without.
-PUBLISHED = {
-    "22B": (48, 6144, 64, 1, 1, 4, 1, 22.0e9),
-    "1T": (128, 25600, 160, 64, 1, 1, 512, 1008.0e9),
-}
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_models_train_as_their_papers_say(name: str) -> None:
-    layers, hidden, heads, stages, chunks, samples, count, parameters = PUBLISHED[name]
-    config = {
-        "model_type": "megatron_gpt",
-        "num_layers": layers,
-        "hidden_size": hidden,
-        "num_attention_heads": heads,
-        "vocab_size": 51200,
-        "max_position_embeddings": 2048,
-        "transformer_impl": "local",
-    }
-    needs = {}
-    for saving in (False, True):
-        spec = load_model({**config, "recompute_granularity": "selective"} if saving else config)
-        assert spec.params == pytest.approx(parameters, rel=0.004)
-        case = Case(
-            spec,
-            Workload(seq_len=2048, micro_batch=samples, grad_accum=count, dtype=DType.FP16),
-            Cluster.of(gpus=8, nodes=stages, gpu="A100-80G"),
-            ZeroConfig.of(0),
-            parallel=ParallelLayout(gpus=8, nodes=stages, tp=8, sp=saving, pp=stages, vpp=chunks),
-        )
-        tape = Megatron().own_tape(case)
-        assert tape is not None
-        needs[saving] = Megatron().simulate(case, tape).peak_reserved
-    assert needs[True] < 80e9 < needs[False]
 
 
 @pytest.mark.parametrize("stage", [0, 1])
@@ -238,7 +186,7 @@ def test_stages_hold_one_micro_batch_less_each() -> None:
     """1F1B: stage i of p has p − i micro batches in flight, each with the layers' saved tensors and its input."""
     model = MegatronModel.of({**LLAMA, "create_attention_mask_in_dataloader": False})
     shapes = Shapes(model=model, micro_batch=1, seq=256, cudnn=True)
-    each = _kept(shapes, ChunkLayers((2, 3), False, False))
+    each = kept(shapes, ChunkLayers((2, 3), False, False))
     peaks = {}
     for rank in (1, 2):
         case = _case({**LLAMA, "create_attention_mask_in_dataloader": False}, pp=4)

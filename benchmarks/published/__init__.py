@@ -1,0 +1,1 @@
+"""Figures that papers print of memory, each beside what zeroplan plans for the same run."""

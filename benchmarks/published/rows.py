@@ -96,7 +96,7 @@ def _model(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _states(fields: dict[str, Any]) -> float:
     """Model states of one GPU, in GB."""
-    return estimate_report(_request(fields)).plans[0].gpu.model_states / 1e9
+    return float(estimate_report(_request(fields)).plans[0].gpu.model_states / 1e9)
 
 
 def _largest(fields: dict[str, Any]) -> float:
@@ -127,7 +127,7 @@ def _total(fields: dict[str, Any]) -> float:
 
 def _disk(fields: dict[str, Any]) -> float:
     """Files of one node, in TB."""
-    return estimate_report(_request(fields)).plans[0].nvme.per_node / 1e12
+    return float(estimate_report(_request(fields)).plans[0].nvme.per_node / 1e12)
 
 
 def _layer(fields: dict[str, Any]) -> float:
@@ -137,7 +137,7 @@ def _layer(fields: dict[str, Any]) -> float:
     layout = ParallelLayout(gpus=tp, tp=tp, sp=fields["sp"])
     shapes = Shapes(model=model, micro_batch=rows, seq=fields["seq_len"], tp=layout.tp, sequence=layout.sp, flash=False)
     two, three = (kept(shapes, ChunkLayers(tuple(range(1, 1 + count)), False, False)) for count in (2, 3))
-    return (three - two) / (fields["seq_len"] * rows * model.hidden_size)
+    return (three - two) / float(fields["seq_len"] * rows * model.hidden_size)
 
 
 def _saving(fields: dict[str, Any]) -> float:

@@ -110,7 +110,7 @@ def _largest(fields: dict[str, Any]) -> float:
             below = middle
         else:
             above = middle
-    return below * shares / 1e9
+    return float(below * shares / 1e9)
 
 
 def _parameters(fields: dict[str, Any]) -> float:

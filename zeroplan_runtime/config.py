@@ -13,6 +13,7 @@ from typing import Any
 
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
+from zeroplan.core.layer_drop import ProgressiveLayerDrop
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
@@ -44,6 +45,7 @@ class RuntimeConfig:
         monitors: the given keys of ``tensorboard``, ``wandb`` and ``csv_monitor``, where they are enabled.
         sparse_attention: the section of that name; None without it.
         curriculum: of sequence lengths; None without one.
+        layer_drop: progressive layer dropping; None without it.
         without_effect: paths of keys that change nothing here.
     """
 
@@ -61,6 +63,7 @@ class RuntimeConfig:
     flops_profiler: Mapping[str, Any] | None = None
     sparse_attention: SparseAttention | None = None
     curriculum: Curriculum | None = None
+    layer_drop: ProgressiveLayerDrop | None = None
     without_effect: tuple[str, ...] = ()
 
     @property
@@ -120,6 +123,7 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
         flops_profiler=_given(config, "flops_profiler") if config.values.get("flops_profiler.enabled") else None,
         sparse_attention=config.sparse_attention,
         curriculum=config.curriculum,
+        layer_drop=config.layer_drop,
         without_effect=config.ignored,
     )
 

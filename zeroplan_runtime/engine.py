@@ -40,6 +40,7 @@ from zeroplan_runtime.engine_getters import EngineGetters
 from zeroplan_runtime.full_tensors import full_params
 from zeroplan_runtime.gradient_hooks import attach_gradient_hooks
 from zeroplan_runtime.labelled_tokens import LabelledTokens, attach_labelled_tokens
+from zeroplan_runtime.layer_drop import make_layer_drop
 from zeroplan_runtime.local_tensors import local_of, put_values
 from zeroplan_runtime.loss import attach_fused_loss
 from zeroplan_runtime.mesh import MeshRanks
@@ -147,6 +148,9 @@ class Engine(EngineGetters, EngineCheckpoints):
             from zeroplan_runtime.sparse_attention.section import attach_sparse_attention
 
             self._undo.append(attach_sparse_attention(model, config.sparse_attention, ranks))
+        self.layer_drop = make_layer_drop(config.layer_drop, model, self.schedule, ranks)
+        if self.layer_drop is not None:
+            self._undo.append(self.layer_drop.remove)
         picks: dict[nn.Module, LabelledTokens] = {}
         if config.runtime_options.labelled_tokens_only:
             self._undo.append(attach_labelled_tokens(model, picks))
@@ -202,6 +206,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         """
         self.checks.require_usable("engine")
         self.checks.require_parameters()
+        self._drop_layers(self.progress.global_steps, in_forward=True)
         self.schedule.root_pre_forward()
         if self.settings.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.settings.dtype])
@@ -262,6 +267,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         if self.optimizer_step is not None:
             self.optimizer_step.begin_backward(self.progress.applied + 1)
         self.arena.phase = Phase.BACKWARD
+        self._drop_layers(self.progress.global_steps)
         self.schedule.root_pre_backward()
         during = self.checks.during_backward(boundary=boundary)
         with during, self.activity.inside(), self._audited(), self._counted(backward=True):
@@ -305,6 +311,11 @@ class Engine(EngineGetters, EngineCheckpoints):
             yield
         finally:
             self._in_no_sync, self.progress.boundary = False, boundary
+
+    def _drop_layers(self, step: int, *, in_forward: bool = False) -> None:
+        """Chooses the layers of the step after `step` others; a forward for evaluation, or without gradients, keeps all."""
+        if self.layer_drop is not None:
+            self.layer_drop.choose(step, active=self.module.training and (torch.is_grad_enabled() or not in_forward))
 
     def _reduces_once(self) -> bool:
         """Returns whether reduced gradients cannot be added to, because updates on the host use them at once."""
@@ -357,6 +368,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             result = self.optimizer_step.step(self.progress.applied + 1, self.scaler.scale)
             self.writes.stepped()
             self.schedule.grads.has_grads = False
+            self._drop_layers(self.progress.global_steps + 1)
             self.schedule.prefetch_forward()
         if self.schedule.has_aliases and self.host is not None:
             self.host.early_request = None  # an update in the backward would change what an alias shows before the step

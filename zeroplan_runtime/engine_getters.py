@@ -104,6 +104,14 @@ class EngineGetters(EngineParts):
         """Returns the ZeRO stage."""
         return self.settings.zero.stage
 
+    def pld_enabled(self) -> bool:
+        """Returns whether the config asks for progressive layer dropping."""
+        return self.layer_drop is not None
+
+    def get_pld_theta(self) -> float | None:
+        """Returns θ of the last forward or step; None without progressive layer dropping."""
+        return self.layer_drop.theta if self.layer_drop is not None else None
+
     def curriculum_enabled_legacy(self) -> bool:
         """Returns whether the config asks for a curriculum by sequence length."""
         return self.curriculum is not None

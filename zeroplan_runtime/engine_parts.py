@@ -13,6 +13,7 @@ from zeroplan_runtime.checks import EngineChecks
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.curriculum import SequenceCurriculum
+from zeroplan_runtime.layer_drop import LayerDrop
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.monitors.flops import FlopsProfiler
@@ -48,6 +49,7 @@ class EngineParts(nn.Module):
         monitor: writes what a step shows; None where the config asks for none, and on all ranks but the first.
         flops_profiler: counts a step's FLOPs; None where the config asks for none, and on all ranks but the first.
         curriculum: cuts the sequences of training batches; None where the config asks for none.
+        layer_drop: leaves blocks out of steps; None where the config asks for none.
         last_step: the result of the last step; None before it.
     """
 
@@ -70,6 +72,7 @@ class EngineParts(nn.Module):
     monitor: Monitor | None = None
     flops_profiler: FlopsProfiler | None = None
     curriculum: SequenceCurriculum | None = None
+    layer_drop: LayerDrop | None = None
     last_step: StepResult | None
 
     def finish_step(self) -> None:

@@ -13,12 +13,32 @@ class ExecutionOrder:
     """The unit that followed each unit in the last forward (`next_in_forward`) and in the last backward (`next_in_backward`).
 
     Both begin with the order in which the modules are defined.
+
+    Attributes:
+        left_out: units that the present step does not run. They keep their places in both orders.
     """
 
     def __init__(self, units: Sequence[UnitState]) -> None:
         self.units = units
+        self.left_out: frozenset[UnitState] = frozenset()
         self.next_in_forward = dict(pairwise(units))
         self.next_in_backward = {later: earlier for earlier, later in pairwise(unit for unit in units if not unit.is_root)}
+
+    def after_in_forward(self, unit: UnitState) -> UnitState | None:
+        """The unit that is expected after `unit` in a forward."""
+        return self._kept(self.next_in_forward, unit)
+
+    def after_in_backward(self, unit: UnitState) -> UnitState | None:
+        """The unit that is expected after `unit` in a backward."""
+        return self._kept(self.next_in_backward, unit)
+
+    def _kept(self, following: Mapping[UnitState, UnitState], unit: UnitState) -> UnitState | None:
+        found = following.get(unit)
+        for _ in self.left_out:  # the recorded order may have a loop
+            if found is None or found not in self.left_out:
+                break
+            found = following.get(found)
+        return found
 
     def of_forward(self) -> list[UnitState]:
         """Every unit, in the order in which the next forward will probably need them."""
@@ -38,6 +58,8 @@ class ExecutionOrder:
         """
         held = {slot.name: (slot.holder, slot.is_current) for slot in slots}
         for upcoming in self._ahead(unit, backward=backward, grad_enabled=grad_enabled):
+            if upcoming in self.left_out:
+                continue
             slot = upcoming.param_slot.name
             holder, is_current = held[slot]
             if upcoming.in_files and not (holder is upcoming and is_current):

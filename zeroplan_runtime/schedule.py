@@ -138,7 +138,15 @@ class Schedule:
         self.grads.slots_are_due = any(slot.buffer.is_allocated for slot in self.model_states.grad_slots.values())
         self.in_engine_backward = False
 
+    def leave_out(self, units: frozenset[UnitState]) -> None:
+        """Notes that the next forward and backward do not run these units, though their modules are called."""
+        self._execution_order.left_out = units
+
     def _pre_forward(self, unit: UnitState, _module: torch.nn.Module, _args: Any) -> None:
+        if unit in self._execution_order.left_out:
+            if not self._in_backward:
+                self._follow(unit)
+            return
         self._in_forward.add(unit)
         if self._in_backward:  # gradient checkpointing recomputes the unit
             self.pre_backward(unit, recompute=True)
@@ -151,13 +159,19 @@ class Schedule:
         if self.aliases is not None:
             self.aliases.begin_forward(unit)
         unit.param_slot.in_use = not unit.is_root
+        self._follow(unit)
+        unit.forward_count += 1
+        self._prefetch_unshard(self._execution_order.after_in_forward(unit))
+
+    def _follow(self, unit: UnitState) -> None:
+        """Notes the unit that the forward has reached."""
         if self._last is not None and self._last is not unit:
             self._execution_order.next_in_forward[self._last] = unit
         self._last = unit
-        unit.forward_count += 1
-        self._prefetch_unshard(self._execution_order.next_in_forward.get(unit))
 
     def _post_forward(self, unit: UnitState, _module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if unit in self._execution_order.left_out:
+            return
         self._in_forward.discard(unit)
         if torch.is_grad_enabled():
             self._watch_outputs(unit, (args, kwargs), output)
@@ -172,7 +186,7 @@ class Schedule:
                 self.aliases.end_forward(unit, guarded=self.keeps_guard)
         self._reshard(unit)
         if not unit.is_root:  # the root's forward ends after all others
-            self._unshard_deferred(self._execution_order.next_in_forward.get(unit))
+            self._unshard_deferred(self._execution_order.after_in_forward(unit))
         if self.grads.slots_are_due and unit.layout.shape.kind is not UnitKind.WIDE:
             self.grads.free_slots()
 
@@ -297,7 +311,7 @@ class Schedule:
         while upcoming is not None and upcoming.param_slot.name not in taken and not _has_pending_update(upcoming):
             self.unshard(upcoming)
             taken.add(upcoming.param_slot.name)
-            upcoming = self._execution_order.next_in_forward.get(upcoming)
+            upcoming = self._execution_order.after_in_forward(upcoming)
 
     @contextmanager
     def unsharded(self, unit: UnitState) -> Iterator[None]:
@@ -401,7 +415,7 @@ class Schedule:
             return
         self._record_progress("backward", unit)
         before, self._current = self._current, None if unit.is_root else unit
-        if before is not None and not unit.is_root:
+        if before is not None and not unit.is_root and not self._execution_order.left_out:
             self._execution_order.next_in_backward[before] = unit
         if before is not None:
             self._post_backward(before)
@@ -411,7 +425,7 @@ class Schedule:
             if not self.keeps_guard:
                 self.guard.open(unit)
             unit.param_slot.in_use = not unit.is_root
-        following = self._execution_order.next_in_backward.get(unit)
+        following = self._execution_order.after_in_backward(unit)
         if following is not None and following.gathers_in_backward:
             self._prefetch_unshard(following)
 

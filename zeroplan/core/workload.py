@@ -11,6 +11,7 @@ from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.layer_drop import ProgressiveLayerDrop
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Quantization
@@ -155,7 +156,7 @@ class Workload:
     `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
     DeepSpeed's ``TiledMLP`` does; 0 for none.
     `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
-    tokens in the first steps.
+    tokens in the first steps. `layer_drop` leaves blocks out of later steps.
     `compile` is what ``torch.compile`` is called on; None for nothing.
     """
 
@@ -198,6 +199,7 @@ class Workload:
     tiled_mlp: int = 0
     sparse_attention: SparseAttention | None = None
     curriculum: Curriculum | None = None
+    layer_drop: ProgressiveLayerDrop | None = None
     compile: Compilation | None = None
 
     @property

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
+from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import parse_version
@@ -44,6 +45,7 @@ from zeroplan.ds_config.wrappers import Wrapper, wrapper
 
 #: The id of a finding about a key that zeroplan knows and does not model.
 UNMODELLED = "key.unmodelled"
+_Held = TypeVar("_Held")
 _ORDER = {Severity.ERROR: 0, Severity.OPEN: 1, Severity.WARNING: 2, Severity.NOTE: 3}
 
 
@@ -62,6 +64,7 @@ class DsConfig:
         values: coerced values by canonical path.
         sparse_attention: the section of that name, where the runtime reads it; None without one.
         curriculum: of sequence lengths, where the runtime reads one; None without.
+        layer_drop: progressive layer dropping, where the runtime reads it; None without.
     """
 
     zero: ZeroConfig
@@ -76,6 +79,7 @@ class DsConfig:
     runtime_options: RuntimeOptions = field(default_factory=RuntimeOptions)
     sparse_attention: SparseAttention | None = None
     curriculum: Curriculum | None = None
+    layer_drop: ProgressiveLayerDrop | None = None
 
     def of_severity(self, *severities: Severity) -> list[Finding]:
         """Return the findings of these severities."""
@@ -139,7 +143,7 @@ class DsConfig:
         longest = self.curriculum.longest if self.curriculum is not None else None
         if longest is not None and found.seq_len is not None:
             found = replace(found, seq_len=min(found.seq_len, longest))
-        return replace(found, sparse_attention=self.sparse_attention, curriculum=self.curriculum)
+        return replace(found, sparse_attention=self.sparse_attention, curriculum=self.curriculum, layer_drop=self.layer_drop)
 
 
 def inspect_ds_config(
@@ -181,7 +185,7 @@ def inspect_ds_config(
     zero = replace(_zero(older_defaults(version) | reading.values), deepspeed=version)
     training = _training(reading, micro, accum, train)
     runtime_options = RuntimeOptions(**_attrs(reading.values, "zeroplan"))
-    sparse, curriculum = _sparse_attention(reading), read_curriculum(reading)
+    sparse, curriculum, layer_drop = _sparse_attention(reading), read_curriculum(reading), _layer_drop(reading)
     if reading.for_runtime:
         _impossible(reading, zero)
     reading.findings += run_rules(View(zero, training, reading.values, tuple(reading.autos), runtime_options), dialect)
@@ -199,6 +203,7 @@ def inspect_ds_config(
         runtime_options=runtime_options,
         sparse_attention=sparse,
         curriculum=curriculum,
+        layer_drop=layer_drop,
     )
 
 
@@ -296,15 +301,27 @@ _NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None} | {"seq_pa
 
 
 def _sparse_attention(reading: Reading) -> SparseAttention | None:
-    """Return the section as the runtime takes it; None without one, and where it is impossible, which becomes an error."""
+    """Return the section as the runtime takes it; None without one."""
     if not (reading.for_runtime and "sparse_attention" in reading.values):
         return None
-    given = _attrs(reading.values, "sparse_attention")
-    given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
+    return _held(reading, "sparse_attention", SparseAttention)
+
+
+def _layer_drop(reading: Reading) -> ProgressiveLayerDrop | None:
+    """Return the section as the runtime takes it; None without one, or where it is not enabled."""
+    if not (reading.for_runtime and reading.values.get(f"{LAYER_DROP}.enabled")):
+        return None
+    return _held(reading, LAYER_DROP, ProgressiveLayerDrop)
+
+
+def _held(reading: Reading, name: str, kind: type[_Held]) -> _Held | None:
+    """Return the section `name` in its class; None where it is impossible, which becomes an error."""
+    given = _attrs(reading.values, name)
+    given |= {key: tuple(value) for key, value in given.items() if isinstance(value, list)}
     try:
-        return SparseAttention(**given)
+        return kind(**given)
     except BadInput as fault:
-        reading.add("sparse_attention.impossible", Severity.ERROR, f"sparse_attention.{fault.where}", fault.what, fault.remedy)
+        reading.add(f"{name}.impossible", Severity.ERROR, f"{name}.{fault.where}", fault.what, fault.remedy)
         return None
 
 

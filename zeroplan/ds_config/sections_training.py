@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.zero_config import ActivationCheckpointing, Aio, ZeroConfig
 from zeroplan.ds_config.coercion import ValueKind
@@ -152,6 +153,17 @@ CURRICULUM_SCHEDULE = section(
     mem("max_step", ValueKind.LIST, "", deepspeed=REFUSED, runtime=HONOURED),
 )
 
+#: DeepSpeed removed it in 0.19.8; the included runtime has it. Defaults are those of DeepSpeed's ``ProgressiveLayerDrop``.
+PROGRESSIVE_LAYER_DROP = section(
+    LAYER_DROP,
+    Mode.PLAIN,
+    "runtime/config.py",
+    mem("enabled", BOOL, "", default=False, deepspeed=REFUSED, runtime=HONOURED),
+    mem("theta", FLOAT, deepspeed=REFUSED, runtime=HONOURED),
+    mem("gamma", FLOAT, deepspeed=REFUSED, runtime=HONOURED),
+    holder=ProgressiveLayerDrop,
+)
+
 TRAINING = (
     FP16,
     BF16,
@@ -166,4 +178,5 @@ TRAINING = (
     SPARSE_ATTENTION,
     CURRICULUM,
     CURRICULUM_SCHEDULE,
+    PROGRESSIVE_LAYER_DROP,
 )

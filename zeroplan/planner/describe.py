@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.saving import Saving
 from zeroplan.core.sparse_attention import SparseAttention
@@ -41,6 +42,7 @@ _ASKED_FOR = {
     "tiled_mlp": 0,
     "sparse_attention": None,
     "curriculum": None,
+    "layer_drop": None,
     "compile": None,
 }
 
@@ -52,6 +54,7 @@ UNSEARCHED = {
         CURRICULUM_LEARNING,
         "what is reserved as the sequences of a curriculum grow is in no figure, nor is the time of the shorter steps",
     ),
+    "layer_drop": (LAYER_DROP, "the time of steps with fewer layers is in no figure, nor is what is reserved as layers differ"),
 }
 
 #: What decides no figure, but whether one at the limit of its card is a promise.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
+from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
@@ -127,7 +128,7 @@ def judged(
 def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
     """Return the action that would tell whether a plan fits that leaves this out."""
     named = [one.key for one in unmodelled]
-    keys = [key for key in named if key not in (ACTIVATIONS, LIMIT, UNMEASURED, CURRICULUM_LEARNING)]
+    keys = [key for key in named if key not in (ACTIVATIONS, LIMIT, UNMEASURED, CURRICULUM_LEARNING, LAYER_DROP)]
     parts = [simulate] if simulate else []
     if LIMIT in named:
         parts.append("leave the card more room: a smaller micro batch, a shorter length or more GPUs")
@@ -135,6 +136,8 @@ def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
         parts.append("run a few steps of the program itself, and read torch.cuda.max_memory_reserved")
     if CURRICULUM_LEARNING in named:  # verify's few steps would be the shortest
         parts.append("train until the curriculum's longest step, and read torch.cuda.max_memory_reserved")
+    if LAYER_DROP in named:  # verify's few steps would keep all layers
+        parts.append("train until theta is low, and read torch.cuda.max_memory_reserved")
     if keys:
         parts.append(
             f"measure a few steps with {', '.join(keys)} by zeroplan verify, or leave {'it' if len(keys) == 1 else 'them'} out"

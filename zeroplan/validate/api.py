@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput
+from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.preferences import PLAIN_TASKS
 from zeroplan.core.tasks import training_of
@@ -108,6 +109,9 @@ def verify(
             where=CURRICULUM_LEARNING,
             remedy=f"leave the section out, with --seq-len {resolved.workload.seq_len}",
         )
+    if resolved.workload.layer_drop is not None:
+        what = "steps may leave layers out, and plans are of all layers"
+        raise BadInput(what, where=LAYER_DROP, remedy="leave the section out")
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]
     if not cases:
         raise BadInput("NVMe without a folder", where="--offload-optimizer", remedy="give nvme_path in a --ds-config")

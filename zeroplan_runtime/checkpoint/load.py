@@ -212,6 +212,8 @@ def _take_over(engine: EngineParts, state: dict[str, Any], *, optimizer: bool, s
     engine.progress.load_state_dict(state["progress"])
     if engine.curriculum is not None:
         engine.curriculum.load_state_dict(state.get("curriculum"))
+    if engine.layer_drop is not None:
+        engine.layer_drop.load_state_dict(state.get("layer_drop"))
     if optimizer and engine.optimizer is not None:
         engine.optimizer.take_hyperparameters(state["groups"])
     if schedule and engine.lr_scheduler is not None and state["schedule"] is not None:

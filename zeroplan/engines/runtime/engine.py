@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
+from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.parallel import ParallelLayout
@@ -25,6 +26,7 @@ from zeroplan.engines.runtime import lines
 from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, offloaded_input_sizes, offloaded_inputs
 from zeroplan.engines.runtime.layouts import (
     layout_of,
+    require_droppable,
     require_exchangeable,
     require_sparse_attention,
     require_splittable,
@@ -69,6 +71,8 @@ NOT_MEASURED = "what the runtime does on a mesh beside its own buffers, which no
 SPARSE_NOT_MEASURED = "what its compiled kernels allocate, and their compilation takes of the host, which no GPU has measured"
 #: What the figures leave out of a curriculum: blocks that served shorter sequences do not serve longer ones.
 GROWING = "what is reserved when sequences grow, and an evaluation of longer ones"
+#: What the figures, which are of a step of all layers, leave out of layer dropping.
+DROPPING = "what is reserved as the layers of steps differ, and one hidden state more in the backward of a layer that is scaled"
 
 
 class Runtime(Engine):
@@ -137,6 +141,8 @@ class Runtime(Engine):
             found.append(Unmodelled("sparse_attention", Effect.UNKNOWN, SPARSE_NOT_MEASURED))
         if case.workload.curriculum is not None:
             found.append(Unmodelled(CURRICULUM_LEARNING, Effect.MORE, GROWING))
+        if case.workload.layer_drop is not None:
+            found.append(Unmodelled(LAYER_DROP, Effect.MORE, DROPPING))
         return tuple(found)
 
     def require_workload(self, case: Case) -> None:
@@ -151,6 +157,8 @@ class Runtime(Engine):
             require_sparse_attention(case)
         if case.workload.curriculum is not None:
             require_whole_samples(case)
+        if case.workload.layer_drop is not None:
+            require_droppable(case)
         require_exchangeable(case.workload, case.zero, case.layout)
         if case.layout.tp > 1:
             require_splittable(case.workload, self.runtime_options)
@@ -222,6 +230,8 @@ class Runtime(Engine):
             found["sparse_attention"] = workload.sparse_attention.as_section()
         if workload.curriculum is not None:
             found[CURRICULUM_LEARNING] = workload.curriculum.as_section()
+        if workload.layer_drop is not None:
+            found[LAYER_DROP] = workload.layer_drop.as_section()
         return {**found, "zeroplan": changed} if changed else found
 
     def forms(self) -> Mapping[str, Form]:

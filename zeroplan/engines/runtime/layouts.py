@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup, require_exchange
 from zeroplan.core.one_bit import NOT_SPLIT
@@ -129,6 +130,24 @@ def require_whole_samples(case: Case) -> None:
         if getattr(case.layout, name) > 1:
             what = f"it is not supported with {name}"
             raise BadInput(what, where=CURRICULUM_LEARNING, remedy=f"leave the section out, or --{name}")
+
+
+def require_droppable(case: Case) -> None:
+    """Refuse layer dropping where the runtime does, and in compiled blocks.
+
+    Raises:
+        BadInput: two stacks of blocks, ranks that hold parts of the model, and compiled blocks.
+    """
+    for name in ("tp", "pp"):
+        if getattr(case.layout, name) > 1:
+            what = f"it is not supported with {name}"
+            raise BadInput(what, where=LAYER_DROP, remedy=f"leave the section out, or --{name}")
+    stacks = {unit.name.rpartition(".")[0] for unit in case.spec.units if unit.block}
+    if len(stacks) > 1:
+        what = f"it is known for one stack of blocks, and the model has {', '.join(sorted(stacks))}"
+        raise BadInput(what, where=LAYER_DROP, remedy="leave the section out")
+    if case.workload.compile is not None:
+        raise BadInput("blocks that may be left out are not compiled", where=LAYER_DROP, remedy="leave it out, or --compile")
 
 
 def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout) -> None:

@@ -1,4 +1,4 @@
-"""Plans of the timed cases beside what they used: how far allocated and reserved memory are off.
+"""Plans of the timed cases beside what they used: how far allocated and reserved memory, and the time of a step, are off.
 
     python3 -m benchmarks.step.predict [benchmarks/results/step/h200_x4_compiled.jsonl …] [--compiled]
 
@@ -18,9 +18,14 @@ from unittest import mock
 from benchmarks.rows import GPUS
 from benchmarks.step.case import Case
 from zeroplan.core.errors import BadInput
+from zeroplan.core.rates import rates_of
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
+from zeroplan.search.cost import CostModel
+from zeroplan.search.memory import Memory
+from zeroplan.search.space import Candidate
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "step"
 MODELS = {"llama-1b": "meta-llama/Llama-3.2-1B", "llama-8b": "meta-llama/Llama-3.1-8B"}
@@ -57,6 +62,16 @@ def errors(row: dict[str, Any]) -> tuple[float, float] | None:
     return allocated, reserved
 
 
+def time_error(row: dict[str, Any]) -> float:
+    """Return how far the predicted time of a step is off, in per cent: kernels are counted on the plan's own tape."""
+    resolved = resolve(request_of(row))
+    case = resolved.cases[0]
+    memory = Memory(resolved.engine, case.spec, case.cluster)
+    cost = CostModel(resolved.engine, case.spec, case.cluster, rates_of(case.cluster.gpu))
+    counts = memory.counts(Candidate(case.zero, case.workload))
+    return 100 * (1000 * cost.step_time(case.workload, case.zero, counts).total / float(row["step_ms"]) - 1)
+
+
 def main() -> None:
     """Print a line a row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -74,6 +89,7 @@ def main() -> None:
                 print(f"{name:44} {error}")
                 continue
             off = "no simulated plan" if found is None else f"allocated {found[0]:+6.2f} %   reserved {found[1]:+6.2f} %"
+            off += f"   time {time_error(row):+6.1f} %"
             print(f"{name:44} {off}", flush=True)
 
 

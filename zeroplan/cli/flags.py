@@ -38,6 +38,18 @@ Style = Annotated[str, typer.Option("--format", callback=_style, help="plain, gi
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, in lines of any length.")]
 
 
+#: Of the verbs that search.
+SearchedCompile = Annotated[
+    str | None,
+    typer.Option(
+        "--compile",
+        rich_help_panel="Workload",
+        metavar="PARTS",
+        help="Parts that torch.compile makes graphs of: blocks, model, or auto: blocks where that is faster.",
+    ),
+]
+
+
 def _quiet(quiet: bool) -> bool:
     """Show no progress either."""
     if quiet:
@@ -281,6 +293,7 @@ _FOR_RECOMMEND = (
         "save_by",
         "save_only_model",
         "from_scratch",
+        "compile",
     ),
     *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "engine", "deepspeed_version", "trust_remote_code"),
 )

@@ -86,12 +86,11 @@ Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, he
 
 
 @verb("zeroplan recommend meta-llama/Llama-3.1-8B --gpu 4xA100 -o ds_config.json", "zeroplan recommend --gpu RTX4090")
-@flags.takes_request(
-    *flags.DEGREES, "ds_config", "checkpoint_policy", "files", "program", "zero_init", "fp8", "tiled_mlp", "compile"
-)
+@flags.takes_request(*flags.DEGREES, "ds_config", "checkpoint_policy", "files", "program", "zero_init", "fp8", "tiled_mlp")
 def recommend(
     request: Request,
     gradient_checkpointing: Checkpointing = None,
+    compile: flags.SearchedCompile = None,
     nodes: Nodes = "1",
     global_batch: GlobalBatch = None,
     goal: Goal = "throughput",
@@ -125,6 +124,7 @@ def recommend(
 
     smallest = smallest or nodes == "?"
     request = replace(request, gradient_checkpointing=bool(gradient_checkpointing), nodes=1 if nodes == "?" else _count(nodes))
+    request = replace(request, compile=compile)
     options = SearchOptions(
         global_batch=global_batch,
         goal=goal,
@@ -137,7 +137,7 @@ def recommend(
     )
     if layouts or smallest:
         given = {"--global-batch": global_batch, "--candidates": candidates, "--from": source, "--profile": profile}
-        given |= {"--output": output, "--form": form, "--new-script": new_script, "--html": html}
+        given |= {"--compile": compile, "--output": output, "--form": form, "--new-script": new_script, "--html": html}
         _layouts(request, gradient_checkpointing, given, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
         return
     target = _target(request, output, form, launcher, script, new_script, hosts)

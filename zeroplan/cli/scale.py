@@ -46,13 +46,14 @@ Svg = Annotated[str | None, typer.Option("--svg", help="Write the pictures alone
 
 @verb("zeroplan scale meta-llama/Llama-3.1-8B --gpu H100", "zeroplan scale gpt2-xl --gpus 1..64 --gpu V100-32G --stage 3")
 @flags.takes_request(
-    *flags.DEGREES, "nodes", "ds_config", "checkpoint_policy", "files", "program", "zero_init", "fp8", "tiled_mlp", "compile"
+    *flags.DEGREES, "nodes", "ds_config", "checkpoint_policy", "files", "program", "zero_init", "fp8", "tiled_mlp"
 )
 def scale(
     request: Request,
     gpus: Ranks = "8..1024",
     gpus_per_node: PerNode = None,
     gradient_checkpointing: Checkpointing = None,
+    compile: flags.SearchedCompile = None,
     global_batch: GlobalBatch = None,
     stage: Stage = None,
     offload_optimizer: OffloadOptimizer = None,
@@ -80,6 +81,7 @@ def scale(
     request = replace(
         request,
         gradient_checkpointing=bool(gradient_checkpointing),
+        compile=compile,
         stage=stage,
         offload_optimizer=offload_optimizer,
         offload_param=offload_param,

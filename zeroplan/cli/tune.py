@@ -33,7 +33,6 @@ Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the fa
 @flags.takes_request(
     *flags.DEGREES,
     *flags.NOT_LOOPED,
-    "compile",
     *("params", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "from_scratch", "depth", "alloc_conf"),
     *("checkpoint_policy", "files", "program", "zero_init", "ds_config"),
 )
@@ -41,6 +40,7 @@ def tune(
     request: Request,
     engine: EngineName = "zeroplan",
     gradient_checkpointing: Checkpointing = None,
+    compile: flags.SearchedCompile = None,
     gpus: Ranks = None,
     runs: Runs = 5,
     steps: Steps = 6,
@@ -76,6 +76,7 @@ def tune(
         engine=engine,
         gpus=gpus,
         gradient_checkpointing=gradient_checkpointing,
+        compile=compile,
         **given,
     )
     config = None if found.best is None else found.best.recommendation.ds_config()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zeroplan.core.units import format_bytes, format_count, format_gib
+from zeroplan.core.workload import Workload
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, unmodelled_notes
@@ -66,7 +67,7 @@ def answer_text(
         table = ranking_table(answer.ranking, style) if wide else narrow_ranking(answer.ranking, terminal)
         lines += [table, "", *map(terminal.dim, terminal.wrap(_LEGEND if wide else _SHORT_LEGEND))]
     if best is not None and best.reasons:
-        name = name_of(best.zero, best.workload.gradient_checkpointing)
+        name = name_of(best.zero, best.workload)
         lines += ["", terminal.bold(f"Why {name}"), *terminal.items(best.reasons)]
     if best is None:
         lines += _changes(answer, terminal)
@@ -106,6 +107,7 @@ def described(one: Recommendation) -> str:
     """Name a configuration: ``"ZeRO-2, optimizer on cpu, checkpointing, micro batch 4 × 8 accumulated"``."""
     work = one.workload
     text = plan_name(one.plan) + (", checkpointing" if work.gradient_checkpointing else "")
+    text += f", {work.compile} compiled" if work.compile is not None else ""
     return f"{text}, micro batch {work.micro_batch}" + (f" × {work.grad_accum} accumulated" if work.grad_accum > 1 else "")
 
 
@@ -135,13 +137,24 @@ def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[lis
                 offload_text(one.plan),
                 f"{work.micro_batch} × {work.grad_accum}",
                 "yes" if work.gradient_checkpointing else "no",
+                *compiled_cells(work, ranking),
                 f"{one.tokens_per_second:,.0f}",
                 format_gib(gpu.interval[1] if gpu.interval else gpu.needed, digits=1),
                 format_gib(one.plan.cpu.per_node, digits=0),
                 fits_text(one.plan),
             ]
         )
-    return ["", "ZeRO", "offload", "batch", "ckpt", "tokens/s", "GPU", "host", "fits"], rows
+    return ["", "ZeRO", "offload", "batch", "ckpt", *compiled_header(ranking), "tokens/s", "GPU", "host", "fits"], rows
+
+
+def compiled_header(ranking: Iterable[Recommendation]) -> list[str]:
+    """The header of what is compiled, for a table of which some row has anything."""
+    return ["compiled"] if any(one.workload.compile is not None for one in ranking) else []
+
+
+def compiled_cells(work: Workload, ranking: Iterable[Recommendation]) -> list[str]:
+    """A row's cell below :func:`compiled_header`."""
+    return ["no" if work.compile is None else work.compile.value for _ in compiled_header(ranking)]
 
 
 def record(one: Recommendation) -> dict[str, Any]:
@@ -153,6 +166,7 @@ def record(one: Recommendation) -> dict[str, Any]:
         "micro_batch": work.micro_batch,
         "grad_accum": work.grad_accum,
         "gradient_checkpointing": work.gradient_checkpointing,
+        **({} if work.compile is None else {"compile": work.compile.value}),
         "alloc_conf": one.alloc_conf,
         **plan_record(one.plan),
     }
@@ -177,6 +191,7 @@ def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> 
         "offload",
         "micro × accum",
         "ckpt",
+        *compiled_header(ranking),
         "tokens/s",
         "s a step",
         "total",
@@ -195,6 +210,7 @@ def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> 
                 offload_text(one.plan),
                 f"{work.micro_batch} × {work.grad_accum}",
                 "yes" if work.gradient_checkpointing else "no",
+                *compiled_cells(work, ranking),
                 f"{one.tokens_per_second:,.0f}",
                 f"{one.step_seconds:.3g}",
                 format_gib(plan.gpu.total),
@@ -229,6 +245,7 @@ def asked_text(answer: SearchResult) -> str:
         text += f", {host_text(cluster.cpu_ram, cluster.usable_cpu_ram or 0, cluster.host.name)}"
     batch = f"global batch {answer.global_batch} × " if answer.global_batch else "sequences of "
     text += f" · {batch}{work.seq_len} tokens · {work.dtype} {work.optimizer}"
+    text += f" · {work.compile} compiled" if work.compile is not None else ""
     return text + (f" · LoRA rank {work.lora_rank}" if work.lora_rank else "")
 
 
@@ -239,7 +256,7 @@ def _sentence(one: Recommendation) -> str:
     fits = {True: "fits", False: "does not fit", None: unknown}[one.fits]
     work = one.workload
     return (
-        f"{name_of(one.zero, work.gradient_checkpointing)}, {work.micro_batch} × {work.grad_accum}: {need}, {fits}, "
+        f"{name_of(one.zero, work)}, {work.micro_batch} × {work.grad_accum}: {need}, {fits}, "
         f"{one.tokens_per_second:,.0f} tokens/s"
     )
 
@@ -285,4 +302,5 @@ def _lines(one: Recommendation) -> list[str]:
         optimizer = config.get("optimizer")
         own = {"optimizer": {"type": optimizer["type"]}} if isinstance(optimizer, dict) and "type" in optimizer else {}
         lines = dump_ds_config({**config, **own}).splitlines()
-    return [*lines, f"gradient_checkpointing: {str(work.gradient_checkpointing).lower()}"]
+    compiled = [] if work.compile is None else [f"compile: {work.compile}"]
+    return [*lines, f"gradient_checkpointing: {str(work.gradient_checkpointing).lower()}", *compiled]

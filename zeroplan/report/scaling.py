@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zeroplan.core.units import format_bytes, format_gib
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import notes, offload_text, unmodelled_notes
-from zeroplan.report.recommendation import described
+from zeroplan.report.recommendation import compiled_cells, compiled_header, described
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import fit_text, lacks_of, unknown_text
@@ -120,6 +120,8 @@ def _changes(before: Recommendation, after: Recommendation) -> list[str]:
         found.append(f"micro batch {one.micro_batch} becomes {two.micro_batch}")
     if one.gradient_checkpointing != two.gradient_checkpointing:
         found.append("blocks are checkpointed" if two.gradient_checkpointing else "no block is recomputed")
+    if one.compile != two.compile:
+        found.append("no graph is compiled" if two.compile is None else f"{two.compile} are compiled")
     if (here := offload_text(before.plan)) != (there := offload_text(after.plan)):
         found.append(f"offload: {here} becomes {there}")
     if before.zero.stage != after.zero.stage:
@@ -138,7 +140,8 @@ def scaling_table(found: Scaling, style: str = "plain", *, width: int | None = N
     Raises:
         BadInput: an unknown `style`.
     """
-    headers = ["GPUs", "ZeRO", "offload", "ckpt", "batch", "most", "states", "GPU", "tokens/s", "speed"]
+    compiled = compiled_header([point.shown for point in found.points])
+    headers = ["GPUs", "ZeRO", "offload", "ckpt", *compiled, "batch", "most", "states", "GPU", "tokens/s", "speed"]
     return render(headers, [_row(found, point) for point in found.points], style, width=width)
 
 
@@ -150,6 +153,7 @@ def _row(found: Scaling, point: ScalePoint) -> list[str]:
         str(one.zero.stage),
         offload_text(one.plan),
         "yes" if work.gradient_checkpointing else "no",
+        *compiled_cells(work, [point.shown for point in found.points]),
         str(work.micro_batch) + (f" × {work.grad_accum}" if work.grad_accum > 1 else ""),
         "-" if point.largest_micro_batch is None else str(point.largest_micro_batch),
         format_gib(gpu.model_states, digits=1),
@@ -167,4 +171,5 @@ def heading(found: Scaling) -> str:
     text += f" of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
     batch = f"global batch {found.global_batch} × " if found.global_batch else "sequences of "
     text += f" · {batch}{work.seq_len} tokens · {work.dtype} {work.optimizer}"
+    text += f" · {work.compile} compiled" if work.compile is not None else ""
     return text + (f" · LoRA rank {work.lora_rank}" if work.lora_rank else "")

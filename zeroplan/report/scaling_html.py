@@ -109,6 +109,7 @@ def _what(point: ScalePoint) -> str:
     one = point.shown
     offload = "" if (words := offload_text(one.plan)) == "none" else f", offload {words}"
     again = ", checkpointing" if one.workload.gradient_checkpointing else ""
+    again += f", {one.workload.compile} compiled" if one.workload.compile is not None else ""
     return f"{point.ranks:,} GPUs: ZeRO-{one.zero.stage}{offload}{again}, micro batch {one.workload.micro_batch}"
 
 

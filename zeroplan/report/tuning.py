@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from zeroplan.core.units import format_gib
 from zeroplan.report.plans import notes, offload_text
-from zeroplan.report.recommendation import described
+from zeroplan.report.recommendation import compiled_cells, compiled_header, described
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
+from zeroplan.search.results import Recommendation
 from zeroplan.tuning.results import Tuned, Tuning
 
 
@@ -17,8 +18,9 @@ def tuning_text(found: Tuning, terminal: Terminal = PLAIN, *, quiet: bool = Fals
         return "\n".join(lines)
     machine, params = found.machine, found.model["params"]
     lines += ["", *terminal.wrap(f"{found.model['name']}: {params:,} parameters · {machine['ranks']} × {machine['name']}"), ""]
-    headers = ["ZeRO", "offload", "batch", "ckpt", "predicted", "measured", "GPU", "run"]
-    table = render(headers, [_row(one) for one in found.ranking], "plain", width=terminal.width).splitlines()
+    chosen = [one.recommendation for one in found.ranking]
+    headers = ["ZeRO", "offload", "batch", "ckpt", *compiled_header(chosen), "predicted", "measured", "GPU", "run"]
+    table = render(headers, [_row(one, chosen) for one in found.ranking], "plain", width=terminal.width).splitlines()
     lines += [terminal.bold(table[0]), *table[1:], ""]
     lines += map(terminal.dim, terminal.wrap("predicted, measured: tokens/s. GPU: GiB that the process held."))
     died = [f"{described(one.recommendation)}: {one.trial.says}" for one in found.ranking if one.trial and one.trial.says]
@@ -40,13 +42,14 @@ def verdict(found: Tuning) -> str:
     return f"{text} {gain:.2f} × as fast as the one predicted to be."
 
 
-def _row(one: Tuned) -> list[str]:
+def _row(one: Tuned, ranking: list[Recommendation]) -> list[str]:
     chosen, trial, measured = one.recommendation, one.trial, one.tokens_per_second
     return [
         str(chosen.zero.stage),
         offload_text(chosen.plan),
         f"{chosen.workload.micro_batch} × {chosen.workload.grad_accum}",
         "yes" if chosen.workload.gradient_checkpointing else "no",
+        *compiled_cells(chosen.workload, ranking),
         f"{chosen.tokens_per_second:,.0f}",
         "" if measured is None else f"{measured:,.0f}",
         "" if trial is None or trial.total is None else format_gib(trial.total, digits=1),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zeroplan.core.errors import BadInput
 from zeroplan.engines.base import Engine
 from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
@@ -13,7 +14,7 @@ from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
 from zeroplan.search.recommend import least_memory, order_of, rank_all, search, simplest_first
 from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
-from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
+from zeroplan.search.search_options import AUTO, ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
 
@@ -26,6 +27,8 @@ def run_search(request: Request, options: SearchOptions | None = None) -> Search
     """
     options = options or SearchOptions()
     current = None
+    if request.compile == AUTO and (options.candidates is not None or options.source is not None):
+        raise BadInput("is a choice of the search's own", where="--compile auto", remedy="write blocks, or leave it out")
     if options.source is not None:
         from zeroplan.search.from_setup import with_source
 

@@ -88,6 +88,8 @@ def overview(request: Request, options: SearchOptions | None = None) -> Overview
     """
     if request.quantize is not None:
         raise BadInput("is the base of one model", where="--quantize", remedy="name the model")
+    if request.compile is not None:
+        raise BadInput("makes graphs of one model", where="--compile", remedy="name the model")
     options = options or SearchOptions()
     entries = sorted((entry for entry in catalog.entries() if entry.pretrained), key=lambda e: -e.params)
     smallest = resolve_search(replace(request, model=entries[-1].id), options)

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import training_of
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.describe import UNSEARCHED
@@ -32,10 +33,8 @@ def with_source(request: Request, options: SearchOptions) -> tuple[Request, Sear
     sources = list(options.source) if isinstance(options.source, list | tuple) else [options.source]
     setup = read_setups(sources, options.program, training_of(request.task))
     # The split of the batch is the search's, so flags of it bind the search and not the run in use.
-    unbound = replace(request, micro_batch=None, grad_accum=None)
+    unbound = replace(request, micro_batch=None, grad_accum=None, compile=None)
     asked = filled(unbound, setup)
-    if asked.compile is not None:  # the search counts kernels of eager graphs
-        asked = replace(asked, compile=None, unmodelled=(*asked.unmodelled, without_graphs(setup)))
     changes = {field.name for field in fields(Request) if getattr(asked, field.name) != getattr(unbound, field.name)}
     try:
         return _free_search(asked, request, options, setup)
@@ -76,6 +75,10 @@ def _free_search(
         precision=None,
         gradient_checkpointing=False,
     )
+    if request.compile is not None:
+        free = replace(free, compile=request.compile)
+    elif asked.compile is not None and not find_engine(request.engine).compiles:
+        free = replace(free, compile=None, unmodelled=(*asked.unmodelled, without_graphs(setup)))
     said = [setup.line, *(f"{one.key}: {one.says}" for one in setup.unmodelled)]
     notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
     return free, replace(plain, global_batch=batch, notes=notes), current

@@ -253,7 +253,8 @@ class Memory:
         return line[0] + line[1] * micro
 
     def _tape_key(self, candidate: Candidate) -> str:
-        return f"{candidate.workload.gradient_checkpointing} {candidate.zero.stage == 3}"
+        work = candidate.workload
+        return f"{work.gradient_checkpointing} {work.compile} {candidate.zero.stage == 3}"
 
     def _stream(self, candidate: Candidate, micro_batch: int) -> ExpandedTape | None:
         workload: Workload = replace(candidate.workload, micro_batch=micro_batch, grad_accum=1)

@@ -34,12 +34,13 @@ _BOUND = {
 }
 
 
-def name_of(zero: ZeroConfig, checkpointing: bool | None = None) -> str:
-    """Name a configuration: ``"ZeRO-3, optimizer on cpu, checkpointing"``."""
+def name_of(zero: ZeroConfig, workload: Workload | None = None) -> str:
+    """Name a configuration: ``"ZeRO-3, optimizer on cpu, checkpointing, blocks compiled"``."""
     device = zero.offload_param.device if zero.offloads_param else OffloadDevice.NONE
     text = sharding_text(zero.stage, zero.offload_optimizer.device, device)
-    if checkpointing is not None:
-        text += ", checkpointing" if checkpointing else ", no checkpointing"
+    if workload is not None:
+        text += ", checkpointing" if workload.gradient_checkpointing else ", no checkpointing"
+        text += f", {workload.compile} compiled" if workload.compile is not None else ""
     return text
 
 
@@ -54,7 +55,7 @@ def choice(ranking: Sequence[Ranked]) -> list[str]:
     for one in ranking[1:]:
         gain = one.time.tokens_per_second / speed - 1
         if one.on_edge is best.on_edge and round(1000 * gain):
-            name = name_of(one.candidate.zero, one.candidate.workload.gradient_checkpointing)
+            name = name_of(one.candidate.zero, one.candidate.workload)
             said += [f"{name} would be {100 * gain:.1f} % faster, and is less simple"] if gain > 0 else []
     return said
 
@@ -83,7 +84,7 @@ def _faster_that_do_not_fit(
     said = []
     for floor, speed, candidate in sorted(lightest.values(), key=lambda entry: entry[0])[:most]:
         gain = f"{100 * (speed / best.time.tokens_per_second - 1):.0f} % faster"
-        name = name_of(candidate.zero, candidate.workload.gradient_checkpointing)
+        name = name_of(candidate.zero, candidate.workload)
         if floor > limit:
             said.append(
                 f"{name} would be {gain} and needs at least {format_bytes(floor)} a GPU of {format_bytes(limit)} usable"
@@ -98,7 +99,7 @@ def _faster_that_do_not_fit(
 
 
 def _costs(best: Ranked, memory: Memory, cost: CostModel) -> list[str]:
-    """Say what each offload and checkpointing add to a step, all else alike."""
+    """Say what each offload, checkpointing and compiled graphs add to a step, all else alike."""
     candidate, total = best.candidate, best.time.total
     zero, workload = candidate.zero, candidate.workload
 
@@ -124,6 +125,10 @@ def _costs(best: Ranked, memory: Memory, cost: CostModel) -> list[str]:
         said.append(
             f"checkpointing costs {_seconds(gained)} of {_seconds(total)} a step and saves at least {format_bytes(need)}"
         )
+    if workload.compile is not None:
+        eager = replace(candidate, workload=replace(workload, compile=None))
+        gained = cost.step_time(eager.workload, zero, memory.counts(eager)).total - total
+        said.append(f"compiled graphs save {_seconds(gained)} a step, as their kernels are counted")
     return said
 
 
@@ -171,7 +176,7 @@ def what_more_buys(
         if gain < 1.02:
             said.append(f"{what} would gain nothing")
             continue
-        name = name_of(found.candidate.zero, found.candidate.workload.gradient_checkpointing)
+        name = name_of(found.candidate.zero, found.candidate.workload)
         said.append(f"{what} would make it {gain:.2f} × as fast ({name}, micro batch {found.candidate.workload.micro_batch})")
     return said
 
@@ -192,7 +197,7 @@ def _best_on(
 
 def label_of(zero: ZeroConfig, workload: Workload) -> str:
     """Name a configuration as its point does: ``"ZeRO-3, checkpointing, micro batch 2"``."""
-    return f"{name_of(zero, workload.gradient_checkpointing)}, micro batch {workload.micro_batch}"
+    return f"{name_of(zero, workload)}, micro batch {workload.micro_batch}"
 
 
 def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, cost: CostModel) -> list[Point]:

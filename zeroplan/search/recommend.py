@@ -20,7 +20,7 @@ from zeroplan.search.cost import CostModel, StepTime
 from zeroplan.search.memory import Memory
 from zeroplan.search.space import Candidate
 
-#: Families (stage, offloads, checkpointing) that an answer shows.
+#: Families (stage, offloads, checkpointing, what is compiled) that an answer shows.
 SHOWN = 5
 #: Simulations that an answer may take: about two seconds' worth for a model of 32 blocks.
 MOST_SIMULATIONS = 48
@@ -57,14 +57,14 @@ class Ranked:
         return spare is not None and spare < HEADROOM
 
     @property
-    def complexity(self) -> tuple[int, int, bool, bool, int, int]:
+    def complexity(self) -> tuple[int, int, bool, int, int, int]:
         """The order of equally fast configurations: offload, recomputation, settings beside the file, the stage, its knobs."""
         zero, devices = self.candidate.zero, list(OffloadDevice)
         return (
             devices.index(zero.offload_param.device) if zero.offloads_param else 0,
             devices.index(zero.offload_optimizer.device),
             self.candidate.workload.gradient_checkpointing,
-            bool(self.candidate.alloc_conf),
+            bool(self.candidate.alloc_conf) + (self.candidate.workload.compile is not None),
             zero.stage,
             self.candidate.effort,
         )

@@ -77,6 +77,7 @@ class Recommendation(Printable):
             "micro_batch": self.workload.micro_batch,
             "grad_accum": self.workload.grad_accum,
             "gradient_checkpointing": self.workload.gradient_checkpointing,
+            **({} if self.workload.compile is None else {"compile": self.workload.compile.value}),
             "alloc_conf": self.alloc_conf,
             "time": {
                 "forward": self.time.forward,

@@ -57,6 +57,7 @@ class ScaleOptions(RunOptions, total=False):
     alloc_conf: str
     stage: int | None
     gradient_checkpointing: bool | None
+    compile: str | None
     global_batch: int | None
     profile: str | os.PathLike[str] | None
     nvme_path: str

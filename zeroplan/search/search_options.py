@@ -13,16 +13,20 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import Rates, profile_path, rates_of, read_profile
 from zeroplan.core.units import GIB
 from zeroplan.core.unmodelled import Unmodelled
-from zeroplan.core.workload import DType, Workload
-from zeroplan.engines.base import Engine
+from zeroplan.core.workload import Compilation, DType, Workload
+from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.formula import FORMULA
 from zeroplan.planner.options import MachineOptions
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
 from zeroplan.search.recommend import SHOWN
 from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
 
 GOALS = ("throughput", "memory")
+#: The value of ``--compile`` that searches with compiled blocks and without.
+AUTO = "auto"
 #: Host memory a GPU that is assumed where none is given.
 ASSUMED_HOST = 64 * GIB
 
@@ -64,6 +68,7 @@ class RecommendOptions(MachineOptions, total=False):
 
     stage: int | None
     gradient_checkpointing: bool | None
+    compile: str | None
     global_batch: int | None
     goal: str
     candidates: Sequence[Candidate] | str | None
@@ -78,7 +83,11 @@ class RecommendOptions(MachineOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSearch:
-    """A request with everything that a search needs: the model, its workload, the cluster, the engine and the rates."""
+    """A request with everything that a search needs: the model, its workload, the cluster, the engine and the rates.
+
+    Attributes:
+        compilations: what the candidates compile; None for nothing.
+    """
 
     spec: ModelSpec
     workload: Workload
@@ -87,6 +96,7 @@ class ResolvedSearch:
     rates: Rates
     warnings: list[str] = field(default_factory=list)
     unmodelled: tuple[Unmodelled, ...] = ()
+    compilations: tuple[Compilation | None, ...] = (None,)
 
 
 def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
@@ -97,7 +107,10 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
     """
     if options.goal not in GOALS:
         raise BadInput(f"unknown goal {options.goal[:40]!r}", where="--goal", remedy=f"use one of {', '.join(GOALS)}")
-    resolved = resolve(replace(request, stage=None, offload_optimizer=None, offload_param=None, ds_config=None))
+    free = replace(request, stage=None, offload_optimizer=None, offload_param=None, ds_config=None)
+    if request.compile == AUTO:
+        free = replace(free, compile=Compilation.BLOCKS.value)
+    resolved = resolve(free)
     cluster, warnings = resolved.cluster, list(resolved.warnings)
     if cluster.vram is None and options.candidates is None:
         raise BadInput("no GPU memory is given", where="--vram", remedy="give --vram 24G, or a card: --gpu A100-80G")
@@ -111,7 +124,30 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
     rates = _rates(cluster, options, warnings)
     if request.gpu is None:
         warnings.append(f"speeds are those of an {cluster.gpu.name}; name the card by --gpu")
-    return ResolvedSearch(spec, workload, cluster, resolved.engine, rates, warnings, resolved.unmodelled)
+    compilations: tuple[Compilation | None, ...] = (workload.compile,)
+    if workload.compile is not None:
+        compilations = _compilations(request, replace(resolved.cases[0], workload=workload), resolved.engine, warnings)
+        workload = replace(workload, compile=compilations[0])
+    return ResolvedSearch(spec, workload, cluster, resolved.engine, rates, warnings, resolved.unmodelled, compilations)
+
+
+def _compilations(request: Request, case: Case, engine: Engine, warnings: list[str]) -> tuple[Compilation | None, ...]:
+    """What candidates compile: what is asked for; for ``auto`` nothing, or blocks where they can be traced.
+
+    Raises:
+        BadInput: without a tape, whose kernels tell what a compiled step takes.
+    """
+    if request.depth == FORMULA or not case.spec.config:
+        where = "at formula depth" if request.depth == FORMULA else "of a bare count"
+        raise BadInput(f"no compiled graph is known {where}", where="--compile", remedy="leave it out, or name the model")
+    if request.compile == AUTO:
+        try:
+            expanded_tape_of(engine, case)
+        except NoTapeError as error:
+            warnings.append(f"nothing is compiled: {error}")
+            return (None,)
+    warnings.append("compilation itself takes a minute or more before the first steps, which no time here holds")
+    return (None, case.workload.compile) if request.compile == AUTO else (case.workload.compile,)
 
 
 def _rates(cluster: Cluster, options: SearchOptions, warnings: list[str]) -> Rates:
@@ -155,4 +191,5 @@ def candidates_of(resolved: ResolvedSearch, request: Request, options: SearchOpt
     )
     again = (False, True) if options.gradient_checkpointing is None else (options.gradient_checkpointing,)
     confs = (request.alloc_conf,) if request.alloc_conf else resolved.engine.alloc_confs
-    return list(all_candidates(zeros, resolved.workload, splits, again, confs, resolved.unmodelled))
+    left_out, compiled = resolved.unmodelled, resolved.compilations
+    return list(all_candidates(zeros, resolved.workload, splits, again, confs, left_out, compiled))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Unmodelled
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import Compilation, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Engine
 
@@ -42,10 +43,11 @@ class Candidate:
     unmodelled: tuple[Unmodelled, ...] = ()
 
     @property
-    def family(self) -> tuple[int, str, str, bool]:
-        """The candidate's stage, offloads and checkpointing. A table shows one row of each family."""
-        zero = self.zero
-        return (zero.stage, zero.offload_optimizer.device, zero.offload_param.device, self.workload.gradient_checkpointing)
+    def family(self) -> tuple[int, str, str, bool, Compilation | None]:
+        """The candidate's stage, offloads, checkpointing and what is compiled. A table shows one row of each family."""
+        zero, work = self.zero, self.workload
+        devices = (zero.offload_optimizer.device, zero.offload_param.device)
+        return (zero.stage, *devices, work.gradient_checkpointing, work.compile)
 
 
 def batch_splits(
@@ -86,11 +88,12 @@ def all_candidates(
     checkpointing: tuple[bool, ...],
     alloc_confs: tuple[str, ...],
     unmodelled: tuple[Unmodelled, ...] = (),
+    compilations: tuple[Compilation | None, ...] = (None,),
 ) -> Iterator[Candidate]:
     """Yield the product of all choices, in a fixed order."""
-    for again in checkpointing:
+    for again, compiled in product(checkpointing, compilations):
         for micro, accum in splits:
-            workload = replace(base, micro_batch=micro, grad_accum=accum, gradient_checkpointing=again)
+            workload = replace(base, micro_batch=micro, grad_accum=accum, gradient_checkpointing=again, compile=compiled)
             for zero, effort in zeros:
                 for conf in alloc_confs:
                     yield Candidate(zero, workload, conf, effort + bool(conf), unmodelled=unmodelled)

@@ -18,6 +18,7 @@ from typing import Any, Unpack
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.units import GIB
+from zeroplan.core.workload import Compilation
 from zeroplan.engines.registry import DEFAULT_VERIFIED
 from zeroplan.planner.options import require_known
 from zeroplan.planner.request import Request
@@ -81,6 +82,10 @@ def tune(
         raise BadInput("starts its own ranks", where="tune", remedy="call it without torchrun")
     ranks = ranks_to_use(machine, options.get("gpus"))
     given: dict[str, Any] = {name: value for name, value in options.items() if name != "gpus" and value is not None}
+    if options.get("compile") is not None and machine.device == "cpu":
+        raise BadInput("compiled plans are of a GPU's graphs", where="--compile", remedy="leave it out on a CPU")
+    if options.get("compile") == Compilation.MODEL:
+        raise BadInput("verify's loop compiles blocks", where="--compile", remedy="use --compile blocks or auto")
     again = given.pop("gradient_checkpointing", None)
     search = SearchOptions(global_batch=global_batch, gradient_checkpointing=again, shown=candidates, explain=False)
     request = Request(**{"engine": DEFAULT_VERIFIED, "from_scratch": True, **given}, model=model, **_described(machine, ranks))
@@ -133,6 +138,7 @@ def _measured(
     """Run one configuration by :func:`zeroplan.verify`. Its memory is not judged here: a tuning asks for the time."""
     work, config = one.workload, one.ds_config()
     decided: dict[str, Any] = {"gradient_checkpointing": work.gradient_checkpointing}
+    decided["compile"] = None if work.compile is None else work.compile.value
     if config is None:
         decided |= {"stage": one.zero.stage, "micro_batch": work.micro_batch, "grad_accum": work.grad_accum}
         decided |= {"offload_optimizer": one.plan.offload_optimizer, "offload_param": one.plan.offload_param}

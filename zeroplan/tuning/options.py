@@ -11,3 +11,4 @@ class TuneOptions(RunOptions, total=False):
     gpus: int | None
     stage: int | None
     gradient_checkpointing: bool | None
+    compile: str | None

@@ -113,6 +113,7 @@ def key_of(one: Recommendation) -> str:
         "batch": [work.micro_batch, work.grad_accum],
         "gradient_checkpointing": work.gradient_checkpointing,
         "alloc_conf": one.alloc_conf,
+        **({} if work.compile is None else {"compile": work.compile.value}),
     }
     return sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
 

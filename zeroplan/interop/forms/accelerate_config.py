@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.workload import DType, Workload
+from zeroplan.core.workload import Compilation, DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 
 
@@ -44,8 +44,17 @@ def accelerate_fsdp2(zero: ZeroConfig, workload: Workload, cluster: Cluster) -> 
             "fsdp_version": 2,
         },
         "mixed_precision": "no" if workload.dtype is DType.FP32 else workload.dtype.value,
+        **_dynamo(workload),
         **_machines(cluster),
     }
+
+
+def _dynamo(workload: Workload) -> dict[str, Any]:
+    """What accelerate compiles as it prepares the model: repeated blocks one by one, or all of it."""
+    if workload.compile is None:
+        return {}
+    regional = workload.compile is Compilation.BLOCKS
+    return {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": regional}}
 
 
 def accelerate_ranks(cluster: Cluster) -> dict[str, Any]:

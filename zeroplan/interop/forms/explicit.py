@@ -12,7 +12,14 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import dump_ds_config, write_ds_config
 from zeroplan.interop.forms.accelerate_config import accelerate_deepspeed, accelerate_ranks
 from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles
-from zeroplan.interop.forms.program import adapter_files, must_adapt, must_bring_optimizer, must_checkpoint, must_load
+from zeroplan.interop.forms.program import (
+    adapter_files,
+    must_adapt,
+    must_bring_optimizer,
+    must_checkpoint,
+    must_compile,
+    must_load,
+)
 from zeroplan.interop.forms.scripts.accelerate import deepspeed_script as accelerate_script
 from zeroplan.interop.forms.scripts.deepspeed import deepspeed_script
 from zeroplan.interop.forms.scripts.runtime import runtime_script
@@ -39,7 +46,13 @@ def _explicit(one: Configuration) -> FormFiles:
         {one.output: dump_ds_config(one.explicit), **adapter_files(one), **started},
         ("--deepspeed_config", one.output),
         accelerate_config=next(iter(started), ""),
-        program_must=(*must_load(one), *must_adapt(one), *must_checkpoint(one), *must_bring_optimizer(one)),
+        program_must=(
+            *must_load(one),
+            *must_adapt(one),
+            *must_checkpoint(one),
+            *must_compile(one, "engine.compile()"),
+            *must_bring_optimizer(one),
+        ),
         notes=(no_learning_rate("optimizer.params.lr"),),
     )
 

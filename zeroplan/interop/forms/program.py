@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.workload import Attention, Workload
+from zeroplan.core.workload import Attention, Compilation, Workload
 from zeroplan.interop.forms.configuration import Configuration, json_text
 
 #: Without reentrant checkpointing no input needs a gradient, and hooks of ZeRO and FSDP see every recomputation.
@@ -62,6 +62,15 @@ def must_checkpoint(one: Configuration) -> tuple[str, ...]:
     if one.workload.gradient_checkpointing:
         return ('call model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})',)
     return ("leave gradient checkpointing off",)
+
+
+def must_compile(one: Configuration, whole: str) -> tuple[str, ...]:
+    """Return a sentence on ``torch.compile``, where anything is compiled; `whole` is the call that compiles the whole model."""
+    if one.workload.compile is None:
+        return ()
+    if one.workload.compile is Compilation.MODEL:
+        return (f"compile the model: {whole}",)
+    return ("compile each block of the model, before it is wrapped: block.compile()",)
 
 
 def must_bring_optimizer(one: Configuration) -> tuple[str, ...]:

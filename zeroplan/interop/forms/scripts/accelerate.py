@@ -87,7 +87,8 @@ def fsdp2_script(one: Configuration) -> str:
         one,
         begin.replace("@optimizer", torch_optimizer(one.workload, sharded=True)) + _LOOP.replace("@clip", _CLIP),
         others=tuple(others),
-        checkpoints=False,  # accelerate's file does
+        checkpoints=False,  # accelerate's file does, and compiles
+        compiles=False,
         dtype=DType.FP32,
         learning_rate="the optimizer's default holds until you write lr=…",
     )

@@ -8,7 +8,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import Quantization
-from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.workload import Compilation, DType, Precision, Workload
 from zeroplan.interop.forms.configuration import Configuration
 from zeroplan.interop.forms.program import attention, folder_of
 
@@ -22,6 +22,14 @@ _CLASSES = (CAUSAL_LM, SEQ2SEQ_LM, MASKED_LM)
 #: Further arguments of ``from_pretrained`` for a quantised base, by names that stand before it.
 _QUANTIZED = ", **quantized"
 _DTYPES = {DType.BF16: "torch.bfloat16", DType.FP16: "torch.float16", DType.FP32: "torch.float32"}
+
+#: Blocks of one kind share a graph, whatever wraps them later.
+_COMPILED_BLOCKS = (
+    'base = model.get_base_model() if hasattr(model, "get_base_model") else model',
+    "for module in model.modules():",
+    "    if type(module).__name__ in base._no_split_modules:",
+    "        module.compile()",
+)
 
 _HEAD = Template('''"""Trains $place as planned: $planned.
 
@@ -84,6 +92,7 @@ def script(
     checkpoints: bool = True,
     adapts: bool = True,
     builds_empty: bool = False,
+    compiles: bool = True,
     dtype: DType | None = None,
     learning_rate: str = "the optimizer's default holds until you write optimizer.params.lr",
 ) -> str:
@@ -96,6 +105,7 @@ def script(
         others: import statements of other packages.
         checkpoints: whether the script switches gradient checkpointing on itself, where it is planned.
         adapts: whether the script adds the adapters itself, where there are any.
+        compiles: whether the script compiles blocks itself, where that is planned.
         builds_empty: whether the script also builds the model without reading its weights.
         dtype: of the parameters as loaded; None for that of the workload.
         learning_rate: whose holds.
@@ -126,7 +136,9 @@ def script(
         seq_len=work.seq_len,
         steps=_TRIAL_STEPS,
         parameters="weights: bool = True" if builds_empty else "",
-        build=_build(one, dtype or work.dtype, checkpoints=checkpoints, adapts=adapts, builds_empty=builds_empty),
+        build=_build(
+            one, dtype or work.dtype, checkpoints=checkpoints, adapts=adapts, builds_empty=builds_empty, compiles=compiles
+        ),
     )
     return f'{head}{_REPORT}\n\n{loop.strip()}\n\n\nif __name__ == "__main__":\n    main()\n'
 
@@ -154,10 +166,11 @@ def _import_order(line: str) -> tuple[bool, str]:
 def _planned(one: Configuration) -> str:
     work = one.workload
     batch = f"{work.micro_batch} x {work.grad_accum} sequences a GPU and step"
-    return f"{work.dtype}, {batch}, checkpointing {'on' if work.gradient_checkpointing else 'off'}"
+    compiled = f", {work.compile} compiled" if work.compile is not None else ""
+    return f"{work.dtype}, {batch}, checkpointing {'on' if work.gradient_checkpointing else 'off'}{compiled}"
 
 
-def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool, builds_empty: bool) -> str:
+def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool, builds_empty: bool, compiles: bool) -> str:
     work, auto = one.workload, one.model.auto_class
     asked = f'dtype={_DTYPES[dtype]}, attn_implementation="{attention(work)}"'
     loaded = f"model = {auto}.from_pretrained(MODEL, {asked}{_QUANTIZED if work.quantize is not None else ''})"
@@ -176,6 +189,8 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
     if work.lora_rank is not None and adapts:
         lora = f"LoraConfig.from_pretrained({folder_of(one)!r})"
         lines.append(f"model = get_peft_model(model, {lora}, autocast_adapter_dtype=False)")
+    if work.compile is Compilation.BLOCKS and compiles:
+        lines += _COMPILED_BLOCKS
     return "\n".join(f"    {line}" for line in lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zeroplan.core.workload import Compilation
 from zeroplan.interop.forms.configuration import Configuration
 from zeroplan.interop.forms.scripts.parts import TRAIN_BY_ENGINE, script
 
@@ -25,4 +26,6 @@ def runtime_script(one: Configuration) -> str:
     Raises:
         BadInput: a model that no script can be written for.
     """
-    return script(one, _LOOP, standard=("import argparse", "import json"), others=("import zeroplan_runtime",))
+    whole = _LOOP.replace(TRAIN_BY_ENGINE, "    engine.compile()\n" + TRAIN_BY_ENGINE)
+    loop = whole if one.workload.compile is Compilation.MODEL else _LOOP
+    return script(one, loop, standard=("import argparse", "import json"), others=("import zeroplan_runtime",))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.workload import DType
+from zeroplan.core.workload import Compilation, DType
 from zeroplan.interop.forms.configuration import Configuration
 from zeroplan.interop.forms.scripts.parts import arithmetic, script, torch_optimizer
 
@@ -18,7 +18,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     model = wrapped(device)
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+@compile    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = @optimizer
     ranks = dist.get_world_size()
     vocabulary = getattr(model, "module", model).config.get_text_config().vocab_size
@@ -130,6 +130,7 @@ def ddp_script(one: Configuration) -> str:
 def _torch_script(one: Configuration, wrap: str, others: tuple[str, ...], autocast: str, *, sharded: bool = False) -> str:
     work = one.workload
     loop = _LOOP.replace("@micro", str(work.micro_batch)).replace("@accum", str(work.grad_accum))
+    loop = loop.replace("@compile", "    model.compile()\n" if work.compile is Compilation.MODEL else "")
     loop = (
         loop.replace("@wrap", wrap).replace("@optimizer", torch_optimizer(work, sharded=sharded)).replace("@autocast", autocast)
     )

@@ -183,14 +183,8 @@ def _stand_ins() -> Any:
             return Kernel.apply(x, self.weight, self.bias)
 
     from megatron.core.fusions import fused_bias_swiglu
-    from megatron.core.models import backends
-    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import random
-    from megatron.core.transformer import transformer_block
 
-    for module in (gpt_layer_specs, backends):
-        module.WrappedTorchNorm = module.LNImpl = Norm
-    transformer_block.LayerNormImpl = Norm
     fused_bias_swiglu.swiglu = lambda y: y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
     fused_bias_swiglu.swiglu_back = lambda g, y: torch.empty_like(y)
     for name, module in list(sys.modules.items()):
@@ -204,52 +198,20 @@ def _stand_ins() -> Any:
 
 def _model(run: Run) -> Any:
     import torch
-    import torch.nn.functional as F
-    from megatron.core.models.gpt.gpt_model import GPTModel
 
-    _stand_ins()
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from benchmarks.megatron.core import gpt_model, transformer_config, use_norm
 
-    m = run.model
-    config = TransformerConfig(
-        num_layers=m.num_layers,
-        hidden_size=m.hidden_size,
-        num_attention_heads=m.num_attention_heads,
-        num_query_groups=m.num_query_groups,
-        ffn_hidden_size=m.ffn_hidden_size,
+    use_norm(_stand_ins())
+    config = transformer_config(
+        run.model,
         tensor_model_parallel_size=run.tp,
         pipeline_model_parallel_size=1 if run.pp_rank is None else 2,
         sequence_parallel=run.sp,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
         perform_initialization=False,
-        gated_linear_unit=m.swiglu,
-        activation_func=F.silu if m.swiglu else F.gelu,
-        add_bias_linear=False,
-        normalization=m.normalization,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         bias_dropout_fusion=False,
-        bias_activation_fusion=m.swiglu,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-        recompute_granularity=m.recompute_granularity or None,
-        recompute_method=m.recompute_method or None,
-        recompute_num_layers=m.recompute_num_layers or None,
+        bias_activation_fusion=run.model.swiglu,
     )
-    model = GPTModel(
-        config,
-        get_gpt_layer_local_spec(normalization=m.normalization),
-        vocab_size=m.vocab_size,
-        max_sequence_length=run.seq,
-        pre_process=run.part.embeds,
-        post_process=run.part.ends,
-        parallel_output=True,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type=m.position_embedding_type,
-    )
+    model = gpt_model(run.model, config, run.seq, embeds=run.part.embeds, ends=run.part.ends)
     return model.to(device="meta", dtype=torch.bfloat16)
 
 

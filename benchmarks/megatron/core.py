@@ -1,0 +1,64 @@
+"""Megatron-Core's GPT model of a described one: its TransformerConfig, its own layers (the local specification), its class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models import backends
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from zeroplan.models.megatron import MegatronModel
+
+
+def transformer_config(model: MegatronModel, **parallel: Any) -> TransformerConfig:
+    """Return the config of a model in bf16. `parallel` are further arguments of TransformerConfig, its degrees among them."""
+    same = [
+        *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
+        *("add_bias_linear", "add_qkv_bias", "normalization", "hidden_dropout", "attention_dropout", "qk_layernorm"),
+        *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion"),
+        "cross_entropy_loss_fusion",
+    ]
+    given: dict[str, Any] = {name: getattr(model, name) for name in same}
+    given |= {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "gated_linear_unit": model.swiglu,
+        "activation_func": F.silu if model.swiglu else F.gelu,
+        "apply_rope_fusion": False,
+        "recompute_granularity": model.recompute_granularity or None,
+        "recompute_method": model.recompute_method or None,
+        "recompute_num_layers": model.recompute_num_layers or None,
+        "recompute_modules": list(model.recompute_modules),
+    }
+    return TransformerConfig(**(given | parallel))
+
+
+def use_norm(norm: Any) -> None:
+    """Have Megatron-Core's own layers use this class as their norm, where it looks for Apex's."""
+    for module in (gpt_layer_specs, backends):
+        module.WrappedTorchNorm = module.LNImpl = norm
+    transformer_block.LayerNormImpl = norm
+
+
+def gpt_model(
+    model: MegatronModel, config: TransformerConfig, seq_len: int, *, embeds: bool, ends: bool, vp_stage: int | None = None
+) -> Any:
+    """Return a stage's or a chunk's part of the model."""
+    return GPTModel(
+        config,
+        gpt_layer_specs.get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm),
+        vocab_size=model.padded(config.tensor_model_parallel_size),
+        max_sequence_length=seq_len,
+        pre_process=embeds,
+        post_process=ends,
+        parallel_output=True,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        position_embedding_type=model.position_embedding_type,
+        vp_stage=vp_stage,
+    )

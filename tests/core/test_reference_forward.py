@@ -37,6 +37,10 @@ def alive_at(tape: ExpandedTape, mark: Mark) -> tuple[int, int]:
     raise AssertionError(mark)
 
 
+def hooked_at(tape: ExpandedTape, mark: Mark) -> int:
+    return next(i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if (op, arg) == (Op.MARK, mark))
+
+
 def test_the_references_forward_leaves_nothing_and_keeps_one_blocks_worth() -> None:
     model, reference = tape_of(checkpointed=False), tape_of(checkpointed=True)
     both = with_reference(model, reference)
@@ -49,4 +53,9 @@ def test_the_references_forward_leaves_nothing_and_keeps_one_blocks_worth() -> N
     # Its sixteen checkpointed inputs are never there at once, so it peaks below the checkpointed forward.
     hidden = 2 * BATCH * SEQ * 2048
     assert beside <= kept + alone - 13 * hidden
+    hooked = with_reference(model, reference, hooked=True)
+    begin, end = (hooked_at(hooked, mark) for mark in (Mark.REFERENCE_BEGIN, Mark.REFERENCE_END))
+    entered = [arg for op, arg in zip(hooked.op[begin:end], hooked.arg[begin:end], strict=True) if op == Op.ENTER]
+    assert len(entered) == len(set(entered)) == hooked.op[begin:end].count(Op.EXIT)  # no block is recomputed there
+    assert {reference.modules[module].type for module in entered} >= {"LlamaForCausalLM", "LlamaDecoderLayer", "Linear"}
     assert [op for op in both.op if op not in (Op.ALLOC, Op.FREE)] == [op for op in model.op if op not in (Op.ALLOC, Op.FREE)]

@@ -29,8 +29,10 @@ MODELLED = {
     "trainer_fp32_adafactor": (0.002, 0.01),
     "trl_dpo": (0.004, 0.02),
     "trl_dpo_lora": (0.0005, 0.01),
+    "trl_dpo_zero3": (0.0002, 0.01),
     "trl_kto": (0.005, 0.07),
     "trl_sft_qlora": (0.0005, 0.08),
+    "trl_sft_zero3": (0.0001, 0.02),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
+from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
 
@@ -47,10 +48,45 @@ def test_kto_passes_twice_the_batches_of_one_sample_each() -> None:
     assert kto.fits is True
 
 
-def test_a_second_batch_at_stage_3_is_left_open() -> None:
-    (plan,) = estimate_report(replace(BASE, engine="deepspeed", stage=3, task="kto", lora_rank=8)).plans
+@pytest.mark.parametrize("task", ["kto", "dpo"])
+def test_a_second_forward_of_the_same_engine_at_stage_3_is_left_open(task: str) -> None:
+    (plan,) = estimate_report(replace(BASE, engine="deepspeed", stage=3, task=task, lora_rank=8)).plans
     assert plan.fits is None
     assert [one.key for one in plan.unmodelled] == ["reference"]
+
+
+def test_a_reference_at_stage_3_is_sharded_and_gathers_as_far_as_its_own_config_lets_it() -> None:
+    two = replace(BASE, engine="deepspeed", gpus=2, stage=3)
+    asked, alone = (
+        estimate_report(replace(two, **said)).plans[0] for said in ({"task": "dpo"}, {"pairs": True, "chunked_head": True})
+    )
+    assert asked.fits is True
+    assert asked.gpu.live_after_step is not None
+    assert alone.gpu.live_after_step is not None
+    persistent = 2 * 33 * 2048  # the norms, which no step of an optimizer releases
+    assert asked.gpu.live_after_step - alone.gpu.live_after_step == 1_235_814_400 + persistent
+    bounded = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}}}
+    zero = {"stage": 3, "stage3_max_live_parameters": 1, "stage3_prefetch_bucket_size": 0}
+    one_by_one = replace(two, task="dpo", stage=None, micro_batch=None, ds_config=bounded | {"zero_optimization": zero})
+    (plan,) = estimate_report(one_by_one).plans
+    # Of two models' sixteen layers, no more than those at work are gathered.
+    assert asked.gpu.phases["forward"] - plan.gpu.phases["forward"] > 2 * 1_000_000_000
+
+
+def test_what_the_trainer_fills_in_is_not_there_when_the_reference_is_made() -> None:
+    said = {
+        "stage": 3,
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": 7,
+        "reduce_bucket_size": "auto",
+    }
+    said |= {"offload_optimizer": {"device": "cpu"}}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": said}
+    zero = read_ds_config(config, hidden_size=64).zero
+    assert (zero.prefetch_bucket_size, zero.reduce_bucket_size) == (int(0.9 * 64 * 64), 64 * 64)
+    before = zero.before_training
+    assert (before.prefetch_bucket_size, before.reduce_bucket_size) == (50_000_000, 500_000_000)
+    assert (before.param_persistence_threshold, before.offloads_optimizer, before.stage) == (7, False, 3)
 
 
 @pytest.mark.torch

@@ -7,12 +7,12 @@ and large. Source: TRL 1.16, ``trainer/utils.py`` (``add_fused_lm_head``), ``ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from zeroplan.core.losses import labelled_tokens, leaves_loss_to_function
-from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent
+from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent, TapeModule
 
 #: Tokens and words of one tile.
 _TOKENS, _WORDS = 4096, 32_768
@@ -66,6 +66,16 @@ def with_chunked_head(tape: ExpandedTape, *, batch: int, seq_len: int, share: fl
 def _scored(batch: int, seq_len: int, share: float | None) -> int:
     before_another = batch * (seq_len - 1)
     return before_another if share is None else min(before_another, labelled_tokens(batch * seq_len, share))
+
+
+def chunked_head_of(modules: Sequence[TapeModule]) -> int:
+    """Return the index of the linear layer whose weight TRL's head multiplies with; -1 for a model of another kind."""
+    owned = (
+        index
+        for index, one in enumerate(modules)
+        if one.parent >= 0 and one.type == "Linear" and leaves_loss_to_function(modules[one.parent].type)
+    )
+    return next(owned, -1)
 
 
 def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int, share: float | None = None) -> ExpandedTape:

@@ -53,6 +53,8 @@ class Mark(IntEnum):
     FORWARD_END = 1
     BACKWARD_BEGIN = 2
     BACKWARD_END = 3
+    REFERENCE_BEGIN = 4  # until the next mark, modules are those of a reference model, which an engine shards, too
+    REFERENCE_END = 5
 
 
 class Kind(IntEnum):

@@ -127,7 +127,8 @@ class ZeroConfig:
     Names are DeepSpeed's (without the ``stage3_`` prefix). `overlap_comm` None leaves the choice to DeepSpeed; read
     :attr:`overlaps_comm`. `communication_data_type` and `grad_accum_dtype` None follow the model's dtype, and so does
     `seq_parallel_communication_data_type`, whose default is fp32. `deepspeed` is the version that reads the config; it is no
-    key.
+    key, nor is `filled_later`: the fields at ``auto`` that the HF Trainer fills from the hidden size when training begins, so
+    that an engine made before it (:attr:`before_training`) has their defaults.
     """
 
     stage: int = 0
@@ -184,6 +185,7 @@ class ZeroConfig:
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     aio: Aio = field(default_factory=Aio)
     deepspeed: Version = NEWEST_DEEPSPEED
+    filled_later: tuple[str, ...] = ()
 
     def __hash__(self) -> int:
         """Hash the fields in which the candidates of a search differ. To hash all of them takes most of a floor's time."""
@@ -262,6 +264,12 @@ class ZeroConfig:
     def overlaps_comm(self) -> bool:
         """`overlap_comm` as DeepSpeed resolves it: on at stage 3, off below, unless set (zero/config.py)."""
         return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+
+    @property
+    def before_training(self) -> ZeroConfig:
+        """The config of an engine without an optimizer that a trainer makes before training begins."""
+        defaults = {f.name: f.default for f in fields(self) if f.name in self.filled_later}
+        return replace(self, offload_optimizer=OffloadOptimizer(), filled_later=(), **defaults)
 
     @property
     def offloads_optimizer(self) -> bool:

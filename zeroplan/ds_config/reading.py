@@ -37,6 +37,7 @@ class Reading:
         keys: what is known of each key of the file, in its order.
         findings: what is wrong or worth knowing.
         autos: canonical paths that stand at ``auto`` and that nothing filled.
+        filled_later: names of the keys at ``auto`` that the HF Trainer derives from the hidden size.
         ignored: paths, as written, of keys that the dialect's program knows and ignores.
         fill: canonical paths and values for what the file leaves open.
         hidden_size: of the model, for the buckets that the HF Trainer derives from it; None where unknown.
@@ -48,6 +49,7 @@ class Reading:
     keys: list[KeyReport] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
     autos: list[str] = field(default_factory=list)
+    filled_later: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     fill: Mapping[str, Any] = field(default_factory=dict)
     hidden_size: int | None = None

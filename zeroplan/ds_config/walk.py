@@ -340,6 +340,7 @@ def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: M
         derived = hf_bucket(canonical, reading.hidden_size)
         if derived is not None:
             reading.values[canonical] = derived
+            reading.filled_later.append(canonical.rpartition(".")[2])
             what = f"auto: the HF Trainer puts {derived:,} here (hidden size {reading.hidden_size:,})"
             reading.add("auto.derived", Severity.NOTE, where, what, "", "transformers integrations/deepspeed.py")
             return

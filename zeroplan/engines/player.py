@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import EvaluationTape, ExpandedTape, Op
+from zeroplan.core.tape import EvaluationTape, ExpandedTape, Mark, Op
 from zeroplan.engines.script import WORKSPACE, Cue, Script, Scripts
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
@@ -57,6 +57,12 @@ class EngineSchedule:
     def exit(self, module: int) -> None:
         """A module's forward has returned."""
 
+    def reference_begin(self) -> None:
+        """A reference model's forward begins, whose modules are entered and left until :meth:`reference_end`."""
+
+    def reference_end(self) -> None:
+        """A reference model's forward has returned."""
+
     def backward_begin(self, boundary: bool) -> None:
         """A micro batch's backward begins; `boundary` says that an optimizer step follows it."""
 
@@ -98,7 +104,9 @@ class CuePlayer:
             Op.EXIT: schedule.exit,
             Op.BWD_ENTER: schedule.backward_enter,
             Op.BWD_EXIT: schedule.backward_exit,
+            Op.MARK: self._reference,
         }
+        self.schedule = schedule
         recorder.follow(event_blocks)
 
     def run(self, cues: Sequence[Cue]) -> None:
@@ -113,6 +121,12 @@ class CuePlayer:
                 self._workspace(arg, aux)
             elif op is not None:
                 hooks[op](arg)
+
+    def _reference(self, mark: int) -> None:
+        if mark == Mark.REFERENCE_BEGIN:
+            self.schedule.reference_begin()
+        else:
+            self.schedule.reference_end()
 
     def _workspace(self, index: int, module: int) -> None:
         """A workspace is allocated by the first call and never freed."""

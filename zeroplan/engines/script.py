@@ -38,7 +38,8 @@ class Cue(NamedTuple):
 
     Attributes:
         event_block: what is recorded first, by its number; None for nothing.
-        op: a module hook or GRAD of :class:`zeroplan.core.tape.Op`, or WORKSPACE; None at the end.
+        op: a module hook or GRAD of :class:`zeroplan.core.tape.Op`, MARK where a reference begins or ends, or WORKSPACE; None
+            at the end.
         arg: as in the tape's event.
         aux: as in the tape's event.
     """
@@ -187,12 +188,16 @@ def _adds_bias(module: TapeModule, tape: ExpandedTape, *, own_linear: bool) -> b
 _HOOKS = frozenset({Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT, Op.MARK})
 
 
+#: The marks that a cue is made of.
+_REFERENCE = frozenset({int(Mark.REFERENCE_BEGIN), int(Mark.REFERENCE_END)})
+
+
 def cues_of(
     tape: ExpandedTape, half: range, workspaces: list[tuple[int, int, int]], modules: bool, event_blocks: EventBlocks
 ) -> tuple[Cue, ...]:
     """The cues of one half of a tape, with module hooks only if `modules`; its event blocks are added to `event_blocks`."""
     buffers = [BUFFER_OF_KIND[Kind(kind)] for kind in range(len(Kind))]
-    alloc, free, silent = int(Op.ALLOC), int(Op.FREE), frozenset({Op.MARK}) if modules else _HOOKS
+    alloc, free, silent = int(Op.ALLOC), int(Op.FREE), frozenset() if modules else _HOOKS
     cues: list[Cue] = []
     at = half.start
     for end, *workspace in (*workspaces, (half.stop, -1, -1)):
@@ -203,7 +208,7 @@ def cues_of(
                 event_blocks.alloc(arg, aux, buffers[kind], module)
             elif op == free:
                 event_blocks.free(arg)
-            elif op not in silent:
+            elif op not in silent and (op != Op.MARK or arg in _REFERENCE):
                 cues.append(Cue(event_blocks.close(), op, arg, aux))
         if end < half.stop or workspace[0] >= 0:
             cues.append(Cue(event_blocks.close(), WORKSPACE, *workspace))

@@ -67,13 +67,12 @@ def _plan(engine: Engine, change: _Change, case: Case, tape: ExpandedTape) -> Me
         return None
     same = change.case.workload == case.workload and engine.trace_options(change.case) == engine.trace_options(case)
     if not same:
-        stored = find_tape(
-            change.case.spec, change.case.workload, zero3=engine.trace_options(change.case).zero3, layout=case.parallel
-        )
+        zero3 = engine.trace_options(change.case).zero3
+        stored = find_tape(change.case.spec, change.case.workload, zero3=zero3, layout=case.parallel)
         if stored is None:
             return None
         try:
-            tape = expand_for(stored, change.case)
+            tape = expand_for(stored, change.case, zero3=zero3)
         except BadInput:  # the tape was traced for other numbers
             return None
     return simulated_plan(formula_plan(engine, change.case), engine, change.case, tape, change.config).plan

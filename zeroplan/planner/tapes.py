@@ -14,7 +14,7 @@ from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_format import Tape
 from zeroplan.core.tape_options import options_for
 from zeroplan.core.tape_sizes import KernelDevice
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import Reference, Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.evaluation import evaluation_tape
@@ -48,13 +48,14 @@ def _traced(spec: ModelSpec, workload: Workload, zero3: bool, layout: ParallelLa
         raise NoTapeError(f"{spec.name} cannot be traced ({type(error).__name__}: {text})") from error
 
 
-def expand_for(tape: Tape, case: Case, *, trace: bool = False) -> ExpandedTape:
+def expand_for(tape: Tape, case: Case, *, trace: bool = False, zero3: bool = False) -> ExpandedTape:
     """Expand a tape for a case's micro batch, sequence length, LoRA rank and GPU, with the forward of its evaluation.
 
     Args:
         tape: the tape.
         case: the numbers.
         trace: trace the evaluation's forward where it is not at hand; else the tape comes without it.
+        zero3: the tape is one of stage 3, which a reference model is sharded by, too.
 
     Raises:
         BadInput: when the tape was traced for other numbers.
@@ -69,15 +70,16 @@ def expand_for(tape: Tape, case: Case, *, trace: bool = False) -> ExpandedTape:
         expanded = with_forward_before(expanded, _without_gradients(case))
     if work.reference is not None:
         base = replace(case, workload=replace(work, lora_rank=None, lora_targets=(), lora_dropout=False))
-        expanded = with_reference(expanded, _without_gradients(base), passes=2 if work.kl_batch else 1)
+        passes, hooked = 2 if work.kl_batch else 1, zero3 and work.reference is Reference.MODEL
+        expanded = with_reference(expanded, _without_gradients(base, zero3=hooked), passes=passes, hooked=hooked)
     if work.lengths:
-        expanded = replace(expanded, shapes=_shapes(tape, case))
+        expanded = replace(expanded, shapes=_shapes(tape, case, zero3=zero3))
     if work.evaluation is None or work.reference is not None or work.kl_batch or work.pair_loss is not None:
         return expanded
     return replace(expanded, evaluation=evaluation_tape(case, expanded, trace=trace))
 
 
-def _shapes(tape: Tape, case: Case) -> tuple[ExpandedTape, ...]:
+def _shapes(tape: Tape, case: Case, *, zero3: bool) -> tuple[ExpandedTape, ...]:
     """Return the micro batches of other lengths that come before the longest; none for a tape of one length."""
     known: dict[int, ExpandedTape] = {}
     work = case.workload
@@ -85,17 +87,17 @@ def _shapes(tape: Tape, case: Case) -> tuple[ExpandedTape, ...]:
         for length in padded_batches(work.lengths, work.rows, cut=work.seq_len)[:-1]:
             if length not in known:
                 shorter = replace(work, seq_len=length, lengths=(), evaluation=None)
-                known[length] = expand_for(tape, replace(case, workload=shorter))
+                known[length] = expand_for(tape, replace(case, workload=shorter), zero3=zero3)
     except BadInput:
         return ()
     return tuple(known[length] for length in padded_batches(work.lengths, work.rows, cut=work.seq_len)[:-1])
 
 
-def _without_gradients(case: Case) -> ExpandedTape:
+def _without_gradients(case: Case, *, zero3: bool = False) -> ExpandedTape:
     """Return the tape whose forward stands for one without gradients over the case's batch: checkpointed."""
     work = replace(case.workload, reference=None, kl_batch=False, lengths=(), evaluation=None)
     work = replace(work, gradient_checkpointing=True, checkpoint_policy="full", compile=None)
-    tape = find_tape(case.spec, work) or _traced(case.spec, work, False, None)
+    tape = find_tape(case.spec, work, zero3=zero3) or _traced(case.spec, work, zero3, None)
     return expand_for(tape, replace(case, workload=work))
 
 
@@ -123,7 +125,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
             tape = _traced(spec, workload, zero3, case.parallel)
-        expanded = expand_for(tape, case, trace=True)
+        expanded = expand_for(tape, case, trace=True, zero3=zero3)
         return expanded if workload.compile is None or not engine.starts_uncompiled else _after_eager(expanded, case, zero3)
     except NoTapeError as error:
         if workload.images:  # no formula knows what images keep

@@ -271,7 +271,8 @@ class Memory:
     def _tape(self, case: Case) -> ExpandedTape:
         if self.trace:
             return expanded_tape_of(self.engine, case)
-        tape = find_tape(case.spec, case.workload, zero3=self.engine.trace_options(case).zero3, plain=True)
+        zero3 = self.engine.trace_options(case).zero3
+        tape = find_tape(case.spec, case.workload, zero3=zero3, plain=True)
         if tape is None:
             raise NoTapeError(f"no tape of {case.spec.name} is at hand")
-        return expand_for(tape, case)
+        return expand_for(tape, case, zero3=zero3)

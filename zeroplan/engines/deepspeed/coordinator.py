@@ -83,6 +83,8 @@ class Coordinator:
         rank: whose parameters.
         recorder: where allocations go.
         module_params: what each module fetches: its own parameters, or all below it where it is a leaf module.
+        read_by: modules that never run, whose parameters another module reads in its forward.
+        waiting: the frees of another model that wait for the same stream; None where there is none.
     """
 
     def __init__(
@@ -90,16 +92,20 @@ class Coordinator:
         rank: DeepSpeedRank,
         recorder: Recorder,
         module_params: Sequence[Sequence[int]],
+        read_by: Mapping[int, int] | None = None,
+        waiting: DeferredFrees | None = None,
     ) -> None:
         zero = rank.zero
         self.rank, self.recorder = rank, recorder
         self.alloc = recorder.alloc
         self.module_params = [sorted(set(ps)) for ps in module_params]
+        self.read_by = read_by or {}
         self.persistent = frozenset(rank.persistent_params)
         self.on_host = zero.offloads_param  # whether shards are in host memory
         self.copies_shards = self.on_host or any(travel != rank.param_bytes for travel in rank.gather_of)
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
-        self.deferred_frees = DeferredFrees(recorder, FETCHES_BEHIND if rank.device_lags else 0)
+        self.alone = waiting is None
+        self.deferred_frees = waiting or DeferredFrees(recorder, FETCHES_BEHIND if rank.device_lags else 0)
         recorder.deferred_frees = self.deferred_frees if rank.device_lags else None
         self.frozen_stay = rank.does(Knob.FROZEN_STAY_FOR_BACKWARD)
         self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
@@ -138,11 +144,16 @@ class Coordinator:
             else:
                 self.recorded = []
         self.queue = self.step = self.live = 0
-        self.deferred_frees.begin()
+        if self.alone:
+            self.deferred_frees.begin()
         self.fetched_at = [_NEVER] * len(self.fetched_at)
 
     def fetch(self, module: int, *, forward: bool, recomputing: bool = False) -> None:
         """Gather the module's parameters, wait for them, and prefetch those of later modules (fetch_sub_module)."""
+        if module in self.read_by:
+            if forward:
+                self._read(self.read_by[module], self.module_params[module])
+            return
         self.deferred_frees.tick()
         if self.trace is None and self.recorded is not None:
             self.recorded.append(module)
@@ -166,6 +177,22 @@ class Coordinator:
         if self.trace is not None:
             self._prefetch(params, self.trace)
         self.step += 1
+
+    def _read(self, module: int, params: Iterable[int]) -> None:
+        """Gather parameters that `module` reads beside its own, where they are not there; from then on it fetches them, too.
+
+        They are gathered on the stream of the computation, and their number counts only when they go.
+        Source: zero/parameter_offload.py, ZeROOrderedDict.__getitem__; partition_parameters.py, _allgather_params_sequential
+        """
+        for p in params:
+            if self.status[p] != _ABSENT:
+                continue
+            self.module_params[module] = sorted({*self.module_params[module], p})
+            whole = self.rank.param_bytes * self.rank.shards[p] * self.rank.ranks
+            self.blocks[p] = (self.alloc(whole, Buffer.PARAM_FULL, note=p), COMPUTE)
+            if self.on_host:
+                self.recorder.free(self.alloc(self.rank.param_bytes * self.rank.shards[p], Buffer.STAGE_H2D, note=p))
+            self.status[p] = _AVAILABLE
 
     def _prefetch(self, params: Sequence[int], trace: _Trace) -> None:
         uses, fetched_at, step = trace.uses, self.fetched_at, self.step
@@ -194,6 +221,8 @@ class Coordinator:
 
     def release(self, module: int, *, forward: bool) -> None:
         """Free the module's parameters that no later module is about to use (release_sub_module)."""
+        if module in self.read_by:
+            return
         params: Iterable[int] = self.module_params[module]
         going: set[int] | frozenset[int] = self._leaving(module) if self.trace is not None else frozenset(params)
         if not forward:

@@ -13,7 +13,7 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import parse_version, version_text
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import Reference, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
@@ -179,7 +179,7 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("zero_optimization.zenflow", Effect.MORE, _ZENFLOW))
         if zero.offload_optimizer.super_offload and zero.stage == 3:
             found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
-        if case.workload.reference is not None and self.answers_reference(case):
+        if case.workload.reference is not None and self.answers_reference(case) and case.zero.stage < 3:
             found.append(Unmodelled("reference", Effect.UNKNOWN, _REFERENCE))
         if case.layout.ulysses > 1 and case.workload.chunked_head:
             found.append(Unmodelled("loss", Effect.MORE, _WHOLE_LOGITS))
@@ -197,11 +197,17 @@ class DeepSpeed(Engine):
         return version_remark(case.zero, case.workload)
 
     def answers_reference(self, case: Case) -> bool:
-        """Return whether the reference is whole on every rank, as TRL makes it below stage 3, where it shards it instead.
+        """Return whether the reference is one that TRL makes below stage 3, whole on every rank, or sharded beside a model that
+        stage 3 shards over all ranks and leaves on the GPU.
 
-        Source: TRL 1.16, models/utils.py, prepare_deepspeed
+        With adapters the reference is a second forward of the same engine, which breaks its trace, and so is KTO's for its KL
+        term. Source: TRL 1.16, models/utils.py, prepare_deepspeed
         """
-        return case.zero.stage < 3
+        work, zero = case.workload, case.zero
+        if zero.stage < 3:
+            return True
+        plain = case.zero_init and not zero.offloads_param and zero.zero_hpz_partition_size == 1
+        return plain and work.reference is Reference.MODEL and not work.kl_batch
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""

@@ -63,7 +63,8 @@ def param_full(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.PARAM_REFERENCE, Place.HBM, ALWAYS, state=True)
 def param_reference(c: DeepSpeedRank) -> int:
-    """A frozen reference model of the same size, whole and in the model's dtype: an engine of stage 0 without an optimizer.
+    """A frozen reference model of the same size in the model's dtype: whole, as an engine of stage 0 without an optimizer, or
+    this rank's part of each parameter at stage 3.
 
     Source: TRL 1.16, models/utils.py, prepare_deepspeed
     """

@@ -100,8 +100,17 @@ class DeepSpeedRank(SteppedGroups):
 
     @cached_property
     def reference(self) -> int:
-        """Elements of a reference model that lies whole beside the trained one; at stage 3 its trainer shards it."""
-        return sum(self.numel) if self.workload.reference is Reference.MODEL and self.stage < 3 else 0
+        """This rank's elements of a reference model beside the trained one: all, and at stage 3 parts of each parameter."""
+        if self.workload.reference is not Reference.MODEL:
+            return 0
+        return sum(self.shards) if self.stage == 3 else sum(self.numel)
+
+    def of_reference(self) -> DeepSpeedRank:
+        """Return the rank as the reference's engine at stage 3 sees it, whose config lacks what training fills in.
+
+        Source: TRL 1.16, models/utils.py, prepare_deepspeed, whose own ``zero_optimization.*`` keys no DeepSpeed reads
+        """
+        return replace(self, zero=self.zero.before_training)
 
     @cached_property
     def frozen_numel(self) -> list[int]:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.chunked_head import chunked_head_of
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.rates import rates_of
 from zeroplan.core.tape import ExpandedTape
@@ -91,9 +92,11 @@ class Simulator:
 
     def _lag(self, case: Case, tape: ExpandedTape, rank: DeepSpeedRank) -> DeviceLag:
         workload, gpu = case.workload, case.cluster.gpu
-        unhooked = tuple(inside_of(tape.modules, leaf_modules(tape.modules, rank.numel, case.zero)))
+        unhooked = inside_of(tape.modules, leaf_modules(tape.modules, rank.numel, case.zero))
+        if workload.chunked_head and (head := chunked_head_of(tape.modules)) >= 0:
+            unhooked[head] = True  # TRL never runs the module
         fp32 = workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST
-        key = (tape, gpu, fp32, unhooked)
+        key = (tape, gpu, fp32, tuple(unhooked))
         known = self._lags.get(key)
         if known is None:
             tokens = workload.micro_batch * (workload.seq_len or 1) // case.layout.ulysses

@@ -6,6 +6,7 @@ Functions named in brackets are those of DeepSpeed 0.19.8's runtime/zero/stage3.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.chunked_head import chunked_head_of
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
@@ -14,6 +15,7 @@ from zeroplan.engines.deepspeed.checkpoint import gathers_weights
 from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.deepspeed.reference import build_reference, reference_coordinator
 from zeroplan.engines.deepspeed.saved_weights import saved_weights
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.recorder import Recorder
@@ -46,7 +48,10 @@ class Stage3(DeepSpeedSchedule):
             for m, module in enumerate(modules)
         ]
         self.leaf_of = {p: m for m in leaves for p in fetched[m]}
-        self.coordinator = Coordinator(rank, recorder, fetched)
+        head = chunked_head_of(modules) if rank.workload.chunked_head else -1
+        self.coordinator = Coordinator(rank, recorder, fetched, {head: modules[head].parent} if head >= 0 else {})
+        self.reference = reference_coordinator(rank, recorder, self.coordinator) if rank.reference else None
+        self.asked: Coordinator | None = None  # the reference's, while it runs
         self.twins: list[int] = []  # second owners of tied parameters, alive until they are collected
         self.own: dict[int, int] = {}  # gradients that own a block
         self.leaf_grads: dict[int, list[int]] = {m: [] for m in leaves}
@@ -83,6 +88,8 @@ class Stage3(DeepSpeedSchedule):
                         self.params[p] = part
                 seen.add(p)
                 self.free(handle)
+        if self.reference is not None:
+            self.twins += build_reference(self.rank, self.recorder)
 
     def _make_shard(self, p: int) -> int | None:
         """Allocate hpZ's secondary shard, then this rank's own (partition_parameters.py, _partition)."""
@@ -195,16 +202,34 @@ class Stage3(DeepSpeedSchedule):
 
     def enter(self, module: int) -> None:
         """Fetch a module's parameters before its forward or its recomputation."""
-        if not self.inside_leaf[module]:
+        if self.inside_leaf[module]:
+            return
+        if self.asked is not None:
+            self.asked.fetch(module, forward=True)
+        else:
             self.coordinator.fetch(module, forward=True, recomputing=self.backward)
 
     def exit(self, module: int) -> None:
         """Release a module's parameters after its forward."""
+        if self.asked is not None:
+            if not self.inside_leaf[module]:
+                self.asked.release(module, forward=True)
+            return
         saved = (self.saves.recomputation if self.backward else self.saves.forward).get(module)
         if saved and not self.evaluating:
             self.coordinator.save(module, saved)
         if not self.inside_leaf[module]:
             self.coordinator.release(module, forward=True)
+
+    def reference_begin(self) -> None:
+        """Begin the reference's own trace anew."""
+        self.asked = self.reference
+        if self.reference is not None:
+            self.reference.begin()
+
+    def reference_end(self) -> None:
+        """The modules that follow are the trained model's."""
+        self.asked = None
 
     def backward_begin(self, boundary: bool) -> None:
         """Note whether a step follows this backward."""

@@ -268,7 +268,7 @@ class ZeroConfig:
     @property
     def before_training(self) -> ZeroConfig:
         """The config of an engine without an optimizer that a trainer makes before training begins."""
-        defaults = {f.name: f.default for f in fields(self) if f.name in self.filled_later}
+        defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in self.filled_later}
         return replace(self, offload_optimizer=OffloadOptimizer(), filled_later=(), **defaults)
 
     @property

@@ -106,7 +106,7 @@ class CuePlayer:
             Op.BWD_EXIT: schedule.backward_exit,
             Op.MARK: self._reference,
         }
-        self.schedule = schedule
+        self.references = {Mark.REFERENCE_BEGIN: schedule.reference_begin, Mark.REFERENCE_END: schedule.reference_end}
         recorder.follow(event_blocks)
 
     def run(self, cues: Sequence[Cue]) -> None:
@@ -123,10 +123,7 @@ class CuePlayer:
                 hooks[op](arg)
 
     def _reference(self, mark: int) -> None:
-        if mark == Mark.REFERENCE_BEGIN:
-            self.schedule.reference_begin()
-        else:
-            self.schedule.reference_end()
+        self.references[Mark(mark)]()
 
     def _workspace(self, index: int, module: int) -> None:
         """A workspace is allocated by the first call and never freed."""

@@ -372,8 +372,12 @@ class Schedule:
 
     def keeps_values(self, unit: UnitState) -> bool:
         """Returns whether a graph that is built outside `unit`'s forward finds its parameters as they are now in its
-        backward.
+        backward. One that is built within the unit's backward, by a checkpoint inside its forward, does.
         """
+        in_backward = self.in_engine_backward and unit.param_slot.holder is unit and unit.param_slot.in_use
+        return in_backward or self._keeps_values(unit)
+
+    def _keeps_values(self, unit: UnitState) -> bool:
         return unit.is_root or not self.setup.shards_params or unit in self._in_forward
 
     # ------------------------------------------------------------------ backward
@@ -382,7 +386,7 @@ class Schedule:
         """Prepares a micro batch's backward; also clears what an interrupted backward left."""
         self.in_engine_backward = True
         for unit in self.model_states.units:
-            if self.keeps_values(unit) and not self.keeps_guard:  # at stage 3 the others open as the backward reaches them
+            if self._keeps_values(unit) and not self.keeps_guard:  # at stage 3 the others open as the backward reaches them
                 self.guard.open(unit)
         self.grads.begin_backward()
 
@@ -390,7 +394,7 @@ class Schedule:
         if self.in_engine_backward:
             self.pre_backward(unit)
         else:  # torch.autograd.grad() reads the parameters but must leave no gradients in ours
-            if torch.is_grad_enabled() and not self.keeps_values(unit):
+            if torch.is_grad_enabled() and not self._keeps_values(unit):
                 raise BadInput(
                     f"gradients of gradients would use the parameters of unit {unit.name!r} when they are gone",
                     where="stage 3",

@@ -38,7 +38,7 @@ class OffloadCase(Case):
         """Read the case that `text` names."""
         head, *options = text.split("+")
         engine, stage, what = head.split(":")
-        flags = ("r32" in options, "ckpt" in options, "compile" in options)
+        flags = ("r32" in options, "ckpt" in options, "compile" in options, "within" in options)
         return cls(engine, int(stage), *flags, what, "free" in options, "delayed" in options, nvme_path)
 
     def __str__(self) -> str:

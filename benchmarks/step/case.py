@@ -54,11 +54,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``ENGINE:STAGE[+r32][+ckpt][+compile]``, as in ``zeroplan:3+r32``.
+    """``ENGINE:STAGE[+r32][+ckpt][+compile|+within]``, as in ``zeroplan:3+r32``.
 
     `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not) or ddp (stage 0; stage 1
     with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16. `compiled`: each block is
-    compiled by ``torch.compile``, as torchtitan does.
+    compiled by ``torch.compile``; `within`: with its checkpoint inside the graph, as torchtitan does.
     """
 
     engine: str
@@ -66,16 +66,24 @@ class Case:
     fp32_reduce: bool
     checkpointing: bool
     compiled: bool = False
+    within: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Case:
         """Return the case that `text` names."""
         head, *options = text.split("+")
         engine, _, stage = head.partition(":")
-        return cls(engine, int(stage), "r32" in options, "ckpt" in options, "compile" in options)
+        return cls(
+            engine,
+            int(stage),
+            "r32" in options,
+            "ckpt" in options,
+            bool({"compile", "within"} & {*options}),
+            "within" in options,
+        )
 
     def __str__(self) -> str:
-        return f"{self.engine}:{self.group}{'+compile' * self.compiled}"
+        return f"{self.engine}:{self.group}{('+within' if self.within else '+compile') * self.compiled}"
 
     @property
     def group(self) -> str:
@@ -84,8 +92,8 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The engine, and whether its blocks are compiled."""
-        return f"{self.engine}{', compiled' * self.compiled}"
+        """The engine, and how its blocks are compiled."""
+        return f"{self.engine}{', compiled' * self.compiled}{', checkpoints within' * self.within}"
 
     def is_beside(self, other: Case) -> bool:
         """Return whether `other` is another engine that does the same work."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.step.case import ADAMW, CLIP, MODEL_TYPES, SHAPES, Case
+from zeroplan_runtime.regional_compilation import compile_blocks
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 
@@ -36,7 +37,9 @@ def build(case: Case, shape: str, micro: int, device: torch.device) -> tuple[Ste
     """Build one training step on this rank's token ids [micro, seq], giving the loss; and what keeps the engine alive."""
     dtype = torch.bfloat16 if case.engine in ("zeroplan", "deepspeed") else torch.float32
     model = model_of(shape, dtype, device, checkpointing=case.checkpointing)
-    if case.compiled:
+    if case.within:
+        compile_blocks(model)
+    elif case.compiled:
         for block in model.model.layers:
             block.compile()
     return {"zeroplan": _zeroplan, "deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[case.engine](

@@ -43,7 +43,7 @@ def request_of(row: dict[str, Any]) -> Request:
         "gpu": GPUS[row["gpu"]],
         "engine": case.engine,
         "from_scratch": True,
-        "compile": "blocks" if case.compiled else None,
+        "compile": ("checkpointed-blocks" if case.within else "blocks") if case.compiled else None,
     }
     if case.engine in ("zeroplan", "deepspeed"):
         return Request(**common, ds_config=case.ds_config(row["micro"], row["ranks"]))

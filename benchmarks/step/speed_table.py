@@ -52,7 +52,7 @@ def cells(ranks: int) -> list[Cell]:
         Cell(shape, micro, f"{engine}{options}{compiled}")
         for shape, micro, options in grid
         for engine in (f"zeroplan:{stage}", peer)
-        for compiled in ("+compile", "")
+        for compiled in (*(["+within"] if options == _CHECKPOINTED else []), "+compile", "")
     ]
 
 

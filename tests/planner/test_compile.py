@@ -38,7 +38,7 @@ def planned(**fields: Any) -> Report:
         ({"engine": "ddp", "lora_rank": 4, "quantize": "nf4"}, "with --quantize"),
         ({"engine": "fsdp2", "gpus": 4, "tp": 2}, "data parallelism alone"),
         ({"engine": "fsdp2", "gradient_checkpointing": True, "checkpoint_policy": "selective"}, "with --checkpoint-policy"),
-        ({"engine": "fsdp2", "compile": "layers"}, "use one of blocks, model"),
+        ({"engine": "fsdp2", "compile": "layers"}, "use one of blocks, checkpointed-blocks, model"),
     ],
 )
 def test_what_no_graph_is_traced_with_is_refused(fields: dict[str, Any], said: str) -> None:
@@ -119,7 +119,7 @@ def test_a_file_brings_what_it_compiles() -> None:
 
 def test_the_speed_table_names_each_case_once_and_counts_flops() -> None:
     two = cells(2)
-    assert len(two) == len(set(two)) == 44
+    assert len(two) == len(set(two)) == 58
     assert {cell.shape for cell in two} == {"llama-1b", "llama-8b", "qwen3-moe-small"}
     # toy: two blocks of 64 x (2 x 64 + 2 x 32) and 3 x 64 x 128 weights, a head of 64 x 512; 4 heads of 16 see 128 tokens.
     weights = 2 * (64 * 192 + 3 * 64 * 128) + 64 * 512

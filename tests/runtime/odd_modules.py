@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import rnn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH = 8
 
@@ -76,6 +77,21 @@ class OwnFunction(nn.Module):
 
 class OwnKeptFunction(OwnFunction):
     function = Kept
+
+
+class Recomputing(nn.Module):
+    """A part of its forward is recomputed in the backward, as its own method and not as a module."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.reentrant = linear(), linear(), reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = checkpoint(self.hidden, x, use_reentrant=self.reentrant)
+        return y * self.up.bias
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).tanh()) @ self.up.weight
 
 
 def linear() -> nn.Linear:

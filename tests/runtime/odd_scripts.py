@@ -29,6 +29,7 @@ from tests.runtime.odd_modules import (
     OwnKeptFunction,
     Packed,
     Peeking,
+    Recomputing,
     Recurrent,
     Remembering,
     Shared,
@@ -78,6 +79,16 @@ def a_function_of_its_own(t: Any) -> Any:
 
 @script(blocks(OwnKeptFunction), refused="3")
 def a_function_that_keeps_an_alias(t: Any) -> Any:
+    return steps(t)
+
+
+@script(blocks(lambda: Recomputing(reentrant=False)))
+def a_checkpoint_within_a_forward(t: Any) -> Any:
+    return steps(t)
+
+
+@script(blocks(lambda: Recomputing(reentrant=True)))
+def a_reentrant_checkpoint_within_a_forward(t: Any) -> Any:
     return steps(t)
 
 

@@ -21,6 +21,10 @@ def steps(group: dist.ProcessGroup, stage: int, how: str, backend: str, model: d
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     made = models.make(**model)
+    if how == "checkpointed":
+        for block in made.blocks:
+            block.gradient_checkpointing = True
+        zeroplan_runtime.compile_blocks(made, backend=backend)
     given = torch.compile(made, backend=backend) if how == "wrapped" else made
     config = ds_config(stage, optimizer={"type": "SGD", "params": {"lr": 0.1}})
     engine, *_ = zeroplan_runtime.initialize(model=given, config=config, group=group, device="cpu")  # type: ignore[arg-type]
@@ -80,6 +84,12 @@ def test_compiled_equals_eager(pool: RankPool, stage: int, ways: tuple[str, ...]
 def test_compiled_backwards(pool: RankPool, stage: int, how: str, model: dict[str, Any]) -> None:
     """With graphs of the backward, too, which save and read parameters; and with checkpointing in the graphs."""
     pool.run(2, compare, stage, "aot_eager", (how,), {"depth": 2, **model})
+
+
+def test_checkpoints_within_graphs(pool: RankPool) -> None:
+    """One graph of every kind of block, whose backward recomputes: no hook and no checkpoint breaks it."""
+    found = pool.run(2, compare, 3, "aot_eager", ("checkpointed",), {"depth": 4})[0]
+    assert found == {"checkpointed": [0, 2, 2]}
 
 
 def test_one_graph_serves_every_block(pool: RankPool) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -17,6 +18,7 @@ from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.trace.api import trace_module
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
+from zeroplan_runtime import compile_blocks
 
 STEP_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "step"
 ROWS = 512
@@ -134,7 +136,8 @@ def saved(run: Callable[[], Any], parameters: set[tuple[int, ...]]) -> Counter[t
     return found
 
 
-def test_a_block_keeps_what_torch_compile_keeps() -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_block_keeps_what_torch_compile_keeps(recomputes: bool) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -154,7 +157,10 @@ def test_a_block_keeps_what_torch_compile_keeps() -> None:
 
     block, tensors = made("cpu")
     shapes = {tuple(p.shape) for p in block.parameters()}
-    block.compile(backend="aot_eager_decomp_partition")  # inductor's partitioner, without its kernels
+    owner = nn.Module()
+    owner.layers = nn.ModuleList([block, block.__class__(config, 1)])
+    block.gradient_checkpointing = recomputes
+    compile_blocks(owner, backend="aot_eager_decomp_partition")  # inductor's partitioner, without its kernels
     call(block, tensors)
     real = saved(lambda: call(block, tensors), shapes)
     torch._dynamo.reset()
@@ -162,10 +168,11 @@ def test_a_block_keeps_what_torch_compile_keeps() -> None:
     block, tensors = made("meta")
     model = nn.Module()
     model.layers = nn.ModuleList([block])
-    with CompiledRegions(model), CudaFunctions():
+    with CompiledRegions(model, every=int(recomputes)), CudaFunctions():
         call(block, tensors)
         planned = saved(lambda: call(block, tensors), shapes)
     assert planned == real
+    assert (sum(real.values()) < 4) == recomputes  # the hidden states and the rotary embedding alone
 
 
 def test_plan_of_a_measured_run() -> None:

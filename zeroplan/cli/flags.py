@@ -143,7 +143,8 @@ OPTIONS: dict[str, Any] = {
     "compile": _option(
         str | None,
         "--compile",
-        "Parts of the model that torch.compile makes graphs of: blocks (--engine zeroplan, fsdp2 or ddp).",
+        "Parts of the model that torch.compile makes graphs of: blocks, checkpointed-blocks (which recompute within their "
+        "graphs) or model (--engine zeroplan, fsdp2 or ddp).",
         _WORK,
         metavar="PARTS",
     ),

@@ -10,7 +10,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Products
 from zeroplan.core.sparse_attention import SparseTables
-from zeroplan.core.workload import Attention, Precision, Workload
+from zeroplan.core.workload import Attention, Compilation, Precision, Workload
 
 
 class Arithmetic(StrEnum):
@@ -38,6 +38,7 @@ class Arithmetic(StrEnum):
 class Checkpointing(StrEnum):
     """The activations that the backward recomputes, and the way of torch that does it.
 
+    IN_GRAPH recomputes within the backward graphs of compiled blocks (:mod:`zeroplan.trace.compiled`).
     SELECTIVE keeps the outputs of matrix products and attention within blocks, ALTERNATE those of every second product
     (:mod:`zeroplan.trace.selective`).
     """
@@ -45,6 +46,7 @@ class Checkpointing(StrEnum):
     NONE = "none"
     NON_REENTRANT = "ckpt"
     REENTRANT = "ckpt-reentrant"
+    IN_GRAPH = "ckpt-graph"
     SELECTIVE = "ckpt-selective"
     ALTERNATE = "ckpt-op"
 
@@ -157,7 +159,8 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
     checkpointing = Checkpointing.NONE
     if policy is not None:
         kept = Checkpointing.ALTERNATE if policy.alternate else Checkpointing.SELECTIVE
-        checkpointing = kept if policy.selective else Checkpointing.NON_REENTRANT
+        whole = Checkpointing.IN_GRAPH if workload.compile is Compilation.CHECKPOINTED else Checkpointing.NON_REENTRANT
+        checkpointing = kept if policy.selective else whole
     return TraceOptions(
         attn=workload.attn,
         checkpointing=checkpointing,

@@ -125,7 +125,8 @@ class Reference(StrEnum):
 class Compilation(StrEnum):
     """What ``torch.compile`` is called on."""
 
-    BLOCKS = "blocks"  # each block by itself, as torchtitan does
+    BLOCKS = "blocks"  # each block by itself, within its checkpoint
+    CHECKPOINTED = "checkpointed-blocks"  # each block with its checkpoint, as torchtitan does
     MODEL = "model"  # the model as a whole, as the HF Trainer does
 
 

@@ -4,13 +4,15 @@ Note [Regions]
     ``block.compile()`` makes one graph of a block's forward and one of its backward. What dynamo would capture is what
     AOTAutograd traces here by itself: a block of a transformers model has no break in it. Blocks that differ in their weights
     alone share one graph, as they share one piece of code on a GPU. Gradient checkpointing lies around the compiled block, as
-    transformers' layers have it: the recomputation runs the compiled forward again.
+    transformers' layers have it, and the recomputation runs the compiled forward again; or within, as in torchtitan: then the
+    backward graph recomputes, and only what it reads.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +35,9 @@ class CompiledRegions:
         inner: the ids of the modules within regions, which are not called any more.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, every: int = 0) -> None:
+        """Compile the blocks; each `every`-th checkpoints within its graph, none with 0."""
+        self._every = every
         self._shared: dict[Any, Callable[..., Any]] = {}
         modules = list(model.named_modules())
         index = {name: i for i, (name, _) in enumerate(modules)}
@@ -42,8 +46,9 @@ class CompiledRegions:
         self.inner = frozenset(id(m) for block in self._blocks for m in block.modules()) - {id(b) for b in self._blocks}
 
     def __enter__(self) -> CompiledRegions:
-        for block in self._blocks:
-            block.forward = _CompiledBlock(block, self._shared)
+        for number, block in enumerate(self._blocks, 1):
+            recomputes = self._every > 0 and number % self._every == 0
+            block.forward = _CompiledBlock(block, self._shared, recomputes=recomputes)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -54,8 +59,8 @@ class CompiledRegions:
 class _CompiledBlock:
     """The forward of one compiled module."""
 
-    def __init__(self, module: nn.Module, shared: dict[Any, Callable[..., Any]]) -> None:
-        self._module, self._shared = module, shared
+    def __init__(self, module: nn.Module, shared: dict[Any, Callable[..., Any]], *, recomputes: bool) -> None:
+        self._module, self._shared, self._recomputes = module, shared, recomputes
         self._forward = module.forward
         self._kind = _kind_of(module)
         self._state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
@@ -66,7 +71,7 @@ class _CompiledBlock:
         constants = [None if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves]
         tensors = [leaves[i] for i in places]
         facts = [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors]
-        key = (self._kind, str(spec), str(constants), str(facts), torch.is_grad_enabled())
+        key = (self._kind, str(spec), str(constants), str(facts), torch.is_grad_enabled(), self._recomputes)
         if key not in self._shared:
             self._shared[key] = self._compiled(leaves, places, spec, tensors)
         return self._shared[key](list(self._state.values()), tensors)
@@ -96,7 +101,7 @@ class _CompiledBlock:
             fw_compiler=lambda graph, inputs: inductor.lower(graph, inputs),
             bw_compiler=lambda graph, inputs: inductor.lower(graph, inputs, backward=True),
             inference_compiler=lambda graph, inputs: inductor.lower(graph, inputs, inference=True),
-            partition_fn=inductor.partition,
+            partition_fn=partial(inductor.partition, recomputes=self._recomputes),
             decompositions=select_decomp_table(),
             num_params_buffers=len(names),
         )

@@ -29,6 +29,7 @@ import torch
 from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 from zeroplan.trace import compiled_attention
 
@@ -146,12 +147,20 @@ def _values(graph: Any) -> list[Any]:
     return [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
 
 
-def partition(graph: Any, _inputs: Sequence[Any], **kwargs: Any) -> tuple[Any, Any]:
-    """Split a joint graph into forward and backward, as inductor does for a GPU (``compile_fx.partition_fn``)."""
+def partition(graph: Any, _inputs: Sequence[Any], *, recomputes: bool = False, **kwargs: Any) -> tuple[Any, Any]:
+    """Split a joint graph into forward and backward, as inductor does for a GPU (``compile_fx.partition_fn``).
+
+    With `recomputes` the whole forward lies in one checkpoint: each of its nodes bears the mark that dynamo gives it
+    (``TagActivationCheckpoint.tag_nodes`` in ``torch/_higher_order_ops/wrap.py``).
+    """
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.compile_fx import _recursive_joint_graph_passes
     from torch._inductor.virtualized import V
 
+    if recomputes:
+        for node in graph.graph.nodes:
+            if node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward":
+                node.meta |= {"recompute": CheckpointPolicy.PREFER_RECOMPUTE, "ac_graph_id": 0}
     with torch._C.DisableTorchFunction(), torch.no_grad(), fake_gpu(), V.set_fake_mode(_move(graph, _CPU)):
         graph = _recursive_joint_graph_passes(graph, input_device=_CPU)
         _move(graph, _CUDA)

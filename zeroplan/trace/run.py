@@ -66,7 +66,7 @@ def _record(
     autocast = torch.bfloat16 if options.arithmetic.autocasts else None
     code = {sys.modules[type(module).__module__] for module in model.modules()} if autocast else ()
     functions = CudaFunctions(autocast, zero3=options.zero3, switching=code, known=known is not None)
-    if options.checkpointing is not Checkpointing.NONE:
+    if options.checkpointing not in (Checkpointing.NONE, Checkpointing.IN_GRAPH):
         checkpoint_blocks(model, options, functions)
     try:
         with ranks.running(), regions, recorder, functions:
@@ -92,7 +92,8 @@ def _record(
 
 def _regions(model: nn.Module, options: TraceOptions) -> CompiledRegions:
     """The compiled parts of the model; without ``torch.compile`` there are none, and inductor is not imported."""
-    return CompiledRegions(model if options.compile else nn.Module())
+    every = options.every if options.checkpointing is Checkpointing.IN_GRAPH else 0
+    return CompiledRegions(model if options.compile else nn.Module(), every=every)
 
 
 def _backward(loss: torch.Tensor) -> None:

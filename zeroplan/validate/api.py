@@ -145,7 +145,7 @@ def _require_compilable(request: Request, machine: VerifyMachine) -> None:
         return
     if machine.device == "cpu":
         raise BadInput("compiled plans are of a GPU's graphs", where="--compile", remedy="leave it out on a CPU")
-    if request.compile != Compilation.BLOCKS:
+    if request.compile == Compilation.MODEL:
         raise BadInput(f"verify compiles blocks, no {request.compile}", where="--compile", remedy="use --compile blocks")
 
 

@@ -28,7 +28,7 @@ class VerifyJob:
         engine_path: the engine's class, as :func:`zeroplan.engines.registry.engine_path` gives it.
         model: a transformers config.
         ds_config: what the engine's :meth:`~zeroplan.engines.base.Engine.run_config` returned.
-        compiled: whether each block is compiled.
+        compiled: how the blocks are compiled (:class:`zeroplan.core.workload.Compilation`); None where they are not.
         steps: optimizer steps.
         timeout: seconds without progress after which a rank gives up.
         live: the user's own module in place of `model`. It is handed to other processes in a file.
@@ -52,7 +52,7 @@ class VerifyJob:
     timeout: float
     labelled_share: float | None = None
     target_len: int | None = None
-    compiled: bool = False
+    compiled: str | None = None
     ds_config: dict[str, Any] = field(default_factory=dict)
     live: LiveModule | None = None
 
@@ -122,7 +122,7 @@ def job_of(
         timeout=timeout,
         labelled_share=work.labelled_share,
         target_len=work.target_len,
-        compiled=work.compile is not None,
+        compiled=work.compile,
         ds_config=engine.run_config(case, raw, timeout),
         live=live,
     )

@@ -76,7 +76,7 @@ class Ddp(TorchEngine[DdpRank]):
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return the outliers of LLM.int8(), since how many columns have some is up to the data, and compiled blocks."""
-        if case.workload.compile is Compilation.BLOCKS:
+        if case.workload.compile in (Compilation.BLOCKS, Compilation.CHECKPOINTED):
             return (Unmodelled("--compile", Effect.MORE, "no GPU has measured compiled blocks under autocast"),)
         if case.workload.quantize is not Quantization.INT8:
             return ()

@@ -187,11 +187,9 @@ class Torchtitan(Program):
 
     def _compile(self, run: Builder, key: str) -> None:
         """Blocks compiled one by one, and the loss. Source: ``apply_compile`` of torchtitan's ``parallelize.py``."""
-        run.take_compile("blocks", key, backend=run.word("compile.backend"), mode=None)
+        parts = "checkpointed-blocks" if run.fields.get("gradient_checkpointing") else "blocks"
+        run.take_compile(parts, key, backend=run.word("compile.backend"), mode=None)
         run.leave_out("compile.components", LESS, "the compiled loss keeps fewer tensors; the eager one is counted")
-        if run.fields.get("gradient_checkpointing"):
-            says = "blocks checkpoint within their graphs; checkpointing around compiled blocks is counted"
-            run.leave_out("activation_checkpoint", UNKNOWN, says)
 
     def _layout(self, run: Builder) -> None:
         """Set engine and degrees. Without a shard degree it is what the others leave of the ranks."""

@@ -9,8 +9,9 @@ from torch import nn
 
 from zeroplan.core.losses import IGNORED_LABEL, labelled_tokens
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
-from zeroplan.core.workload import Attention
+from zeroplan.core.workload import Attention, Compilation
 from zeroplan.validate.job import VerifyJob
+from zeroplan_runtime.regional_compilation import compile_blocks
 from zeroplan_runtime.units import find_blocks
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -74,7 +75,9 @@ def prepare(job: VerifyJob, model: Any) -> Any:
         if job.lora_rank is not None:
             base.enable_input_require_grads()
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if job.compiled:
+    if job.compiled == Compilation.CHECKPOINTED:
+        compile_blocks(model)
+    elif job.compiled is not None:
         for block in find_blocks(model).values():
             block.compile()
     return model

@@ -14,6 +14,7 @@ from typing import Any
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layer_drop import ProgressiveLayerDrop
+from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
@@ -46,6 +47,7 @@ class RuntimeConfig:
         sparse_attention: the section of that name; None without it.
         curriculum: of sequence lengths; None without one.
         layer_drop: progressive layer dropping; None without it.
+        quantize_training: the section of that name; None without it.
         without_effect: paths of keys that change nothing here.
     """
 
@@ -64,6 +66,7 @@ class RuntimeConfig:
     sparse_attention: SparseAttention | None = None
     curriculum: Curriculum | None = None
     layer_drop: ProgressiveLayerDrop | None = None
+    quantize_training: QuantizeTraining | None = None
     without_effect: tuple[str, ...] = ()
 
     @property
@@ -124,6 +127,7 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
         sparse_attention=config.sparse_attention,
         curriculum=config.curriculum,
         layer_drop=config.layer_drop,
+        quantize_training=config.quantize_training,
         without_effect=config.ignored,
     )
 

@@ -53,6 +53,7 @@ from zeroplan_runtime.parameter_aliases import ParameterAliases
 from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.pytree import cast_tensors
+from zeroplan_runtime.quantize_training import require_quantisable
 from zeroplan_runtime.replicas import Replicas, require_distributed
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.shared_memory import require_own_memory, warn_of_aliases
@@ -119,7 +120,10 @@ class Engine(EngineGetters, EngineCheckpoints):
             dtype=config.dtype,
             optimizer=optimizer.row_with_states.name if optimizer is not None else STATELESS,
             grad_accum=config.grad_accum,
+            quantize_training=config.quantize_training if optimizer is not None else None,
         )
+        if setup.quantize_training is not None:
+            require_quantisable(setup, ranks)
         if setup.takes_norms and ranks.tp is not None:
             raise BadInput(
                 "it steps by the norms of whole tensors, of which ranks of tp have parts",
@@ -369,6 +373,8 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.writes.stepped()
             self.schedule.grads.has_grads = False
             self._drop_layers(self.progress.global_steps + 1)
+            if self.model_states.quantiser is not None:
+                self.model_states.quantiser.step = self.progress.global_steps + 1
             self.schedule.prefetch_forward()
         if self.schedule.has_aliases and self.host is not None:
             self.host.early_request = None  # an update in the backward would change what an alias shows before the step

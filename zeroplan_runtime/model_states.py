@@ -32,6 +32,7 @@ from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.offload.nvme import NvmeOffload
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
 from zeroplan_runtime.offload.param_swapper import ParamSwapper
+from zeroplan_runtime.quantize_training import WeightQuantiser
 from zeroplan_runtime.streams import Event, Stream
 from zeroplan_runtime.unit_state import AccumSlot, ExchangedMomentum, FlatParam, GradSlot, ParamSlot, UnitState
 from zeroplan_runtime.units import Unit, reads_params_in_backward
@@ -56,6 +57,7 @@ class ModelStates:
         norm_workspace: scratch of the norm's kernel.
         update_workspaces: where an update without a kernel works, on the ``device`` and, for offloaded units, on the ``host``.
         maps: the tables on the device by which states are quantised in blocks; None where they are not, or all offloaded.
+        quantiser: rounds the weights where they are unsharded; None where the setup asks for none.
         messages: what is sent and what is received of a unit's momentum, fp32 words; none unless the optimizer compresses.
         staging: memory in which parts of large gradients are cast before their reduction.
         host_tensors: the pinned buffers of offload, by Buffer and unit.
@@ -82,6 +84,7 @@ class ModelStates:
         self.host_tensors = {key: tensor for key, tensor in carved.items() if key[0] in _PINNED_BUFFERS}
         self.staging = resizable.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.update_workspaces = {where: carved[buffer, where] for buffer, where in carved if buffer is Buffer.OPTIM_TEMP}
+        self.quantiser: WeightQuantiser | None = None
         self.maps = carved.get((Buffer.OPTIM_SCALE, "maps"))
         if self.maps is not None:
             kernel = OPTIMIZERS[setup.optimizer].runtime
@@ -92,6 +95,10 @@ class ModelStates:
         norms = carved[Buffer.OPTIM_NORM, "step"]
         self.scalars, self.squares = norms[:STEP_SCALARS], norms[STEP_SCALARS:]
         self.units = [self._unit(i, unit, carved) for i, unit in enumerate(units)]
+        if setup.quantize_training is not None:
+            workspace = carved.get((Buffer.PARAM_TEMP, "quantize_training"))
+            if workspace is not None:
+                self.quantiser = WeightQuantiser(setup.quantize_training, self.units, workspace)
         for state in self.units:
             if state.layout.grad_slot is not None:
                 state.grad_slot = self.grad_slots[state.layout.grad_slot]
@@ -240,7 +247,7 @@ class ModelStates:
         for slot in self.param_slots.values():
             slot.tensor = nothing
         self.scalars = self.squares = self.norm_workspace = nothing
-        self.maps = None
+        self.maps = self.quantiser = None
         self.update_workspaces.clear()
         self.messages.clear()
         if self.nvme is not None:

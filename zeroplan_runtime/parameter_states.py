@@ -16,7 +16,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime import kernels
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.local_tensors import local_of
-from zeroplan_runtime.parameter_values import write_value
+from zeroplan_runtime.parameter_values import require_writable, write_value
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 #: The name of the master among the keys of the optimizer's states.
@@ -72,8 +72,10 @@ class ParameterStates:
         """Writes this rank's part of a state of `param`; every rank must call it for a master.
 
         Raises:
-            BadInput: when `value` has another number of elements.
+            BadInput: when `value` has another number of elements, and for a master of a weight that is rounded.
         """
+        if key == MASTER:
+            require_writable(self._engine, param)
         self._engine.drain()
         unit, _, begin, end, _ = self._part(param)
         self._require_numel(value, end - begin, "the rank's part")

@@ -11,6 +11,7 @@ from torch import nn
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.engine_parts import EngineParts
+from zeroplan_runtime.parameter_writes import rounded_weights
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 
@@ -36,6 +37,17 @@ def whole_value(engine: EngineParts, param: nn.Parameter) -> Iterator[torch.Tens
         yield flat.views(flat.full)[position]
 
 
+def require_writable(engine: EngineParts, param: nn.Parameter) -> None:
+    """Refuses writes to weights that are rounded from their masters.
+
+    Raises:
+        BadInput: where the config rounds weights.
+    """
+    if engine.model_states.quantiser is not None:
+        unit, flat, position = place_of(engine, param)
+        raise rounded_weights(unit.layout.shape.params[flat.layout.params[position]].name)
+
+
 @torch.no_grad()
 def write_value(engine: EngineParts, param: nn.Parameter, value: torch.Tensor) -> None:
     """Writes `value`, the same on every rank, to the master, the shard and the unsharded memory of `param`.
@@ -47,6 +59,7 @@ def write_value(engine: EngineParts, param: nn.Parameter, value: torch.Tensor) -
     states, layout = engine.model_states, flat.layout
     if value.numel() != layout.numels[position]:
         raise BadInput(f"{value.numel()} values for a parameter of {layout.numels[position]}", where="value")
+    require_writable(engine, param)
     if states.setup.delayed_update:
         raise BadInput("a parameter cannot be written while updates are delayed", where="zeroplan.delayed_update")
     engine.drain()

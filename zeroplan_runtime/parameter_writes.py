@@ -81,6 +81,8 @@ class ParameterWrites:
                 self._keep_one(self._places[i])
 
     def _keep_one(self, place: _Place) -> None:
+        if self._model_states.quantiser is not None:
+            raise rounded_weights(place.unit.layout.shape.params[place.flat.layout.params[place.position]].name)
         if not place.copies or self._model_states.setup.delayed_update:
             name = place.unit.layout.shape.params[place.flat.layout.params[place.position]].name
             raise BadInput(
@@ -90,6 +92,15 @@ class ParameterWrites:
             )
         for copy in place.copies:
             self._model_states.fill_shard(copy, place.flat.layout, place.position, local_of(place.param), changed=True)
+
+
+def rounded_weights(name: str) -> BadInput:
+    """The error for a write to a weight that is rounded from its master."""
+    return BadInput(
+        f"parameter {name!r} was written to, but its weights are rounded anew from the masters",
+        where="quantize_training",
+        remedy="write before initialize(), or use engine.load_checkpoint()",
+    )
 
 
 def _places(unit: UnitState) -> Iterator[_Place]:

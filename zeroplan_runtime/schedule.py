@@ -102,7 +102,8 @@ class Schedule:
         self.aliases: ForwardAliases | None = None
         self._in_forward: set[UnitState] = set()
         self._reads_on: int | None = None  # the stream that waits for all unshards since the last step
-        self.hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or self.setup.shards_params
+        renews = self.setup.shards_params or model_states.quantiser is not None
+        self.hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or renews
         if self.hooked:
             for unit in units:
                 self._hook(unit)
@@ -240,13 +241,18 @@ class Schedule:
         if unit.in_files:
             shards = {buffer: flat.shard for buffer, flat in unit.flats_by_buffer()}
             self.model_states.param_swapper.fetch(self._upcoming_reads(unit), shards, self.all_gather_stream)
+        quantiser = self.model_states.quantiser
         with self.all_gather_stream.as_current():
+            if quantiser is not None and unit.param_16bit is not None and unit.master is not None:
+                unit.param_16bit.copy_(unit.master)  # below stage 3 it holds what was rounded before, if a step was skipped
             if unit.trainable is not None:
                 if self.setup.casts_masters and unit.master is not None:
                     unit.trainable.shard.copy_(unit.master)
                 self._all_gather(unit, unit.trainable)
             if unit.frozen is not None and slot.holder is not unit:
                 self._all_gather(unit, unit.frozen)
+            if quantiser is not None:
+                quantiser.round(unit)
         slot.ready.record(self.all_gather_stream)
         slot.holder, slot.is_current = unit, True
         self.comm.record_collective(2 * unit.index)
@@ -257,7 +263,7 @@ class Schedule:
         if unit.layout.param_place is Place.PINNED:
             shard = flat.part
             shard.copy_(flat.shard, non_blocking=True)
-        if self.comm.world_size > 1:
+        if self.comm.world_size > 1 and self.setup.shards_states:
             self.comm.all_gather(flat.full, shard)
 
     def _prefetch_unshard(self, unit: UnitState | None) -> None:
@@ -290,7 +296,8 @@ class Schedule:
         Its next all-gather waits for this update only and may run beside the updates of later units.
         """
         unit.updated.record(self.compute_stream)
-        if self.setup.shards_states and unit.trainable is not None and unit.param_slot.holder is unit:
+        renewed = self.setup.shards_states or self.model_states.quantiser is not None
+        if renewed and unit.trainable is not None and unit.param_slot.holder is unit:
             unit.param_slot.is_current = False
 
     def prefetch_forward(self) -> None:

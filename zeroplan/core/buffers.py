@@ -20,6 +20,7 @@ class Buffer(StrEnum):
     PARAM_FROZEN = "param.frozen"  # parameters without gradient
     PARAM_MASTER = "param.master"  # the optimizer's own copy, usually fp32
     PARAM_SECONDARY = "param.secondary"  # hpZ's second shard, within a node
+    PARAM_TEMP = "param.temp"  # where weights are rounded to fewer bits
 
     # Gradients
     GRAD_FULL = "grad.full"  # whole, one per parameter, as the backward makes it

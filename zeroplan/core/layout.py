@@ -422,6 +422,9 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
         rows += [OwnedBuffer(Buffer.OPTIM_SERVER_ERROR, name, flat.shard, DType.FP32) for name, flat in flats]
         words = layout.message_words
         rows += [OwnedBuffer(Buffer.COMM_ALL_REDUCE, what, words, DType.FP32) for what in ("sent", "received")]
+    if setup.quantize_training is not None and units:
+        words = setup.quantize_training.words(max(unit.shape.params[i].numel for unit in units for i in _trained(unit)))
+        rows.append(OwnedBuffer(Buffer.PARAM_TEMP, "quantize_training", words, DType.FP32))
     if setup.takes_norms:
         tables = ((u.shape.name, layout.segments(u).words) for u in layout.units if u.trainable)
         rows += [OwnedBuffer(Buffer.OPTIM_TRUST, name, words, DType.FP32) for name, words in tables]
@@ -433,6 +436,11 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "step", STEP_SCALARS + len(layout.units), DType.FP32))
     rows.append(OwnedBuffer(Buffer.OPTIM_NORM, "workspace", NORM_WORKSPACE, DType.FP32))
     return rows
+
+
+def _trained(unit: UnitLayout) -> tuple[int, ...]:
+    """The trained parameters of a unit, by their place among all of it."""
+    return unit.trainable.params if unit.trainable is not None else ()
 
 
 def _param_rows(layout: Layout) -> list[OwnedBuffer]:

@@ -10,6 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.one_bit import NOT_OFFLOADED, NOT_SHARDED
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
+from zeroplan.core.quantize_training import QUANTIZE_TRAINING, QuantizeTraining
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
 
@@ -33,6 +34,7 @@ class RuntimeSetup:
     `accum_dtype` that of the reduced shard.
     `optimizer` is one of :data:`~zeroplan.core.optimizers.RUNTIME_NAMES`.
     `params_in_host` are the elements of parameters in files that stay in host memory.
+    `quantize_training` rounds the unsharded weights.
     """
 
     ranks: int = 1
@@ -51,6 +53,7 @@ class RuntimeSetup:
     param_buffer_numel: int = 100_000_000
     params_in_host: int = 0
     delayed_update: bool = False
+    quantize_training: QuantizeTraining | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -195,3 +198,17 @@ def require_exchange(stage: int, offload: OffloadDevice) -> None:
         raise BadInput(NOT_SHARDED.what, where="optimizer", remedy=NOT_SHARDED.remedy)
     if offload is not OffloadDevice.NONE:
         raise BadInput(NOT_OFFLOADED.what, where="offload_optimizer", remedy=NOT_OFFLOADED.remedy)
+
+
+def require_masters(dtype: DType, stage: int, offload: OffloadDevice) -> None:
+    """Refuse what keeps no masters beside the weights on the device, from which these are rounded anew after each step.
+
+    Raises:
+        BadInput: fp32, and an optimizer that is offloaded below stage 3.
+    """
+    if dtype is DType.FP32:
+        what = "weights in fp32 are their own masters, which rounding would lose"
+        raise BadInput(what, where=QUANTIZE_TRAINING, remedy="use bf16 or fp16")
+    if stage < 3 and offload is not OffloadDevice.NONE:
+        what = "below stage 3 the masters of an offloaded optimizer are not where weights are rounded"
+        raise BadInput(what, where=QUANTIZE_TRAINING, remedy="use stage 3, or keep the optimizer on the device")

@@ -15,6 +15,7 @@ from zeroplan.core.layer_drop import ProgressiveLayerDrop
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Quantization
+from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.core.saving import Saving
 from zeroplan.core.sparse_attention import SparseAttention
 
@@ -158,6 +159,7 @@ class Workload:
     DeepSpeed's ``TiledMLP`` does; 0 for none.
     `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
     tokens in the first steps. `layer_drop` leaves blocks out of later steps.
+    `quantize_training` rounds weights to fewer bits.
     `compile` is what ``torch.compile`` is called on; None for nothing.
     """
 
@@ -201,6 +203,7 @@ class Workload:
     sparse_attention: SparseAttention | None = None
     curriculum: Curriculum | None = None
     layer_drop: ProgressiveLayerDrop | None = None
+    quantize_training: QuantizeTraining | None = None
     compile: Compilation | None = None
 
     @property

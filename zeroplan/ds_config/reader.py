@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
+from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import parse_version
@@ -30,6 +31,7 @@ from zeroplan.ds_config.batch import Batch, resolve_batch
 from zeroplan.ds_config.curriculum import read_curriculum
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
+from zeroplan.ds_config.quantize_training import read_quantize_training
 from zeroplan.ds_config.reading import KeyReport, Reading
 from zeroplan.ds_config.rulebook import run_rules
 from zeroplan.ds_config.rules import View
@@ -65,6 +67,7 @@ class DsConfig:
         sparse_attention: the section of that name, where the runtime reads it; None without one.
         curriculum: of sequence lengths, where the runtime reads one; None without.
         layer_drop: progressive layer dropping, where the runtime reads it; None without.
+        quantize_training: the section of that name, likewise.
     """
 
     zero: ZeroConfig
@@ -80,6 +83,7 @@ class DsConfig:
     sparse_attention: SparseAttention | None = None
     curriculum: Curriculum | None = None
     layer_drop: ProgressiveLayerDrop | None = None
+    quantize_training: QuantizeTraining | None = None
 
     def of_severity(self, *severities: Severity) -> list[Finding]:
         """Return the findings of these severities."""
@@ -143,7 +147,8 @@ class DsConfig:
         longest = self.curriculum.longest if self.curriculum is not None else None
         if longest is not None and found.seq_len is not None:
             found = replace(found, seq_len=min(found.seq_len, longest))
-        return replace(found, sparse_attention=self.sparse_attention, curriculum=self.curriculum, layer_drop=self.layer_drop)
+        techniques = {"sparse_attention", "curriculum", "layer_drop", "quantize_training"}
+        return replace(found, **{name: getattr(self, name) for name in techniques})
 
 
 def inspect_ds_config(
@@ -187,6 +192,7 @@ def inspect_ds_config(
     training = _training(reading, micro, accum, train)
     runtime_options = RuntimeOptions(**_attrs(reading.values, "zeroplan"))
     sparse, curriculum, layer_drop = _sparse_attention(reading), read_curriculum(reading), _layer_drop(reading)
+    quantize_training = read_quantize_training(reading)
     if reading.for_runtime:
         _impossible(reading, zero)
     reading.findings += run_rules(View(zero, training, reading.values, tuple(reading.autos), runtime_options), dialect)
@@ -205,6 +211,7 @@ def inspect_ds_config(
         sparse_attention=sparse,
         curriculum=curriculum,
         layer_drop=layer_drop,
+        quantize_training=quantize_training,
     )
 
 

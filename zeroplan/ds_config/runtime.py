@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 
 
 def runtime_setup(
-    zero: ZeroConfig, runtime_options: RuntimeOptions, *, ranks: int, dtype: DType, optimizer: str, grad_accum: int
+    zero: ZeroConfig,
+    runtime_options: RuntimeOptions,
+    *,
+    ranks: int,
+    dtype: DType,
+    optimizer: str,
+    grad_accum: int,
+    quantize_training: QuantizeTraining | None = None,
 ) -> RuntimeSetup:
     """Return what decides the runtime's own buffers beside the shapes.
 
@@ -23,6 +31,7 @@ def runtime_setup(
         dtype: of the model's parameters.
         optimizer: by the name of its row of states.
         grad_accum: micro batches a step.
+        quantize_training: the section of that name; None without it.
 
     Raises:
         BadInput: a stage that does not exist, counts below their least, or an optimizer that the runtime does not have.
@@ -46,4 +55,5 @@ def runtime_setup(
         param_buffer_numel=params.buffer_size,
         params_in_host=params.max_in_cpu,
         delayed_update=runtime_options.delayed_update > 0,
+        quantize_training=quantize_training,
     )

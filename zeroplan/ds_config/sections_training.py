@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
+from zeroplan.core.quantize_training import QUANTIZE_TRAINING, QuantizeTraining
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.zero_config import ActivationCheckpointing, Aio, ZeroConfig
 from zeroplan.ds_config.coercion import ValueKind
@@ -164,6 +165,58 @@ PROGRESSIVE_LAYER_DROP = section(
     holder=ProgressiveLayerDrop,
 )
 
+_MOQ = {"deepspeed": REFUSED, "runtime": HONOURED}
+#: DeepSpeed removed it in 0.19.7; the included runtime has it (:mod:`zeroplan.ds_config.quantize_training`).
+QUANTIZE = (
+    section(
+        QUANTIZE_TRAINING,
+        Mode.PLAIN,
+        "runtime/config.py",
+        mem("enabled", BOOL, "", default=False, **_MOQ),
+        mem("quantize_groups", INT, **_MOQ),
+        mem("quantize_type", STR, "", **_MOQ),
+        *(
+            mem(name, ValueKind.SECTION, "", **_MOQ)
+            for name in ("quantize_bits", "quantize_schedule", "quantize_algo", "fp16_mixed_quantize", "eigenvalue")
+        ),
+        free("quantize_verbose", BOOL, False, deepspeed=REFUSED),
+        free("quantizer_kernel", BOOL, False, deepspeed=REFUSED),
+        holder=QuantizeTraining,
+    ),
+    section(
+        f"{QUANTIZE_TRAINING}.quantize_bits",
+        Mode.PLAIN,
+        "runtime/config.py",
+        mem("start_bits", INT, **_MOQ),
+        mem("target_bits", INT, **_MOQ),
+        holder=QuantizeTraining,
+    ),
+    section(
+        f"{QUANTIZE_TRAINING}.quantize_schedule",
+        Mode.PLAIN,
+        "runtime/config.py",
+        mem("quantize_period", INT, **_MOQ, note="steps"),
+        mem("schedule_offset", INT, **_MOQ, note="steps"),
+        holder=QuantizeTraining,
+    ),
+    section(
+        f"{QUANTIZE_TRAINING}.quantize_algo",
+        Mode.PLAIN,
+        "runtime/config.py",
+        mem("q_type", STR, **_MOQ),
+        mem("rounding", STR, **_MOQ),
+        holder=QuantizeTraining,
+    ),
+    section(
+        f"{QUANTIZE_TRAINING}.fp16_mixed_quantize",
+        Mode.PLAIN,
+        "runtime/config.py",
+        mem("enabled", BOOL, "", default=False, **_MOQ),
+        mem("quantize_change_ratio", FLOAT, "", default=0.001, **_MOQ),
+    ),
+    section(f"{QUANTIZE_TRAINING}.eigenvalue", Mode.OPEN, "runtime/config.py"),
+)
+
 TRAINING = (
     FP16,
     BF16,
@@ -179,4 +232,5 @@ TRAINING = (
     CURRICULUM,
     CURRICULUM_SCHEDULE,
     PROGRESSIVE_LAYER_DROP,
+    *QUANTIZE,
 )

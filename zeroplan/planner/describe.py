@@ -9,6 +9,7 @@ from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.quantize_training import QUANTIZE_TRAINING
 from zeroplan.core.saving import Saving
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.workload import Workload
@@ -43,6 +44,7 @@ _ASKED_FOR = {
     "sparse_attention": None,
     "curriculum": None,
     "layer_drop": None,
+    "quantize_training": None,
     "compile": None,
 }
 
@@ -54,6 +56,7 @@ UNSEARCHED = {
         CURRICULUM_LEARNING,
         "what is reserved as the sequences of a curriculum grow is in no figure, nor is the time of the shorter steps",
     ),
+    "quantize_training": (QUANTIZE_TRAINING, "the time that rounding the weights takes is in no figure"),
     "layer_drop": (LAYER_DROP, "the time of steps with fewer layers is in no figure, nor is what is reserved as layers differ"),
 }
 

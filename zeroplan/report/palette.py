@@ -53,6 +53,7 @@ COLORS: dict[Buffer, str] = {
     Buffer.ACTIVATION_TEMP: "#fbc15e",
     Buffer.OPTIM_TEMP: "#c9a7e8",
     Buffer.OPTIM_TRUST: "#d5baed",
+    Buffer.PARAM_TEMP: "#d0c2ea",
     Buffer.OPTIM_NORM: "#e0cdf2",
     Buffer.INIT_TEMP: "#c8d0d9",
 }

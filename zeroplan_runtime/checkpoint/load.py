@@ -97,6 +97,8 @@ def load_checkpoint(
                 _read_into_files(checkpoint, unit, optimizer=optimizer)
             if optimizer and not checkpoint.has_errors:
                 _forget_errors(engine, checkpoint)
+            if engine.model_states.quantiser is not None and not load_module_only:
+                engine.model_states.quantiser.step = checkpoint.state["progress"]["global_steps"]
             _refresh(engine)
             if not load_module_only:
                 _take_over(engine, checkpoint.state, optimizer=optimizer, schedule=load_lr_scheduler_states)

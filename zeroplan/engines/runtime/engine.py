@@ -14,6 +14,7 @@ from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.quantize_training import QUANTIZE_TRAINING
 from zeroplan.core.saving import Saver, StateDict
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Workload
@@ -28,6 +29,7 @@ from zeroplan.engines.runtime.layouts import (
     layout_of,
     require_droppable,
     require_exchangeable,
+    require_quantisable,
     require_sparse_attention,
     require_splittable,
     require_trainable,
@@ -73,6 +75,9 @@ SPARSE_NOT_MEASURED = "what its compiled kernels allocate, and their compilation
 GROWING = "what is reserved when sequences grow, and an evaluation of longer ones"
 #: What the figures, which are of a step of all layers, leave out of layer dropping.
 DROPPING = "what is reserved as the layers of steps differ, and one hidden state more in the backward of a layer that is scaled"
+
+#: What the figures leave out of a mixture of quantization.
+ROUNDING = "what torch's reductions take beside the memory in which weights are rounded, which no GPU has measured"
 
 
 class Runtime(Engine):
@@ -143,6 +148,8 @@ class Runtime(Engine):
             found.append(Unmodelled(CURRICULUM_LEARNING, Effect.MORE, GROWING))
         if case.workload.layer_drop is not None:
             found.append(Unmodelled(LAYER_DROP, Effect.MORE, DROPPING))
+        if case.workload.quantize_training is not None:
+            found.append(Unmodelled(QUANTIZE_TRAINING, Effect.MORE, ROUNDING))
         return tuple(found)
 
     def require_workload(self, case: Case) -> None:
@@ -159,6 +166,8 @@ class Runtime(Engine):
             require_whole_samples(case)
         if case.workload.layer_drop is not None:
             require_droppable(case)
+        if case.workload.quantize_training is not None:
+            require_quantisable(case)
         require_exchangeable(case.workload, case.zero, case.layout)
         if case.layout.tp > 1:
             require_splittable(case.workload, self.runtime_options)
@@ -232,6 +241,8 @@ class Runtime(Engine):
             found[CURRICULUM_LEARNING] = workload.curriculum.as_section()
         if workload.layer_drop is not None:
             found[LAYER_DROP] = workload.layer_drop.as_section()
+        if workload.quantize_training is not None:
+            found[QUANTIZE_TRAINING] = workload.quantize_training.as_section()
         return {**found, "zeroplan": changed} if changed else found
 
     def forms(self) -> Mapping[str, Form]:

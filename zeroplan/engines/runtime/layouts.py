@@ -9,10 +9,11 @@ from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
-from zeroplan.core.layout_setup import RuntimeSetup, require_exchange
+from zeroplan.core.layout_setup import RuntimeSetup, require_exchange, require_masters
 from zeroplan.core.one_bit import NOT_SPLIT
 from zeroplan.core.optimizers import RUNTIME_NAMES, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.quantize_training import QUANTIZE_TRAINING
 from zeroplan.core.sparse_attention import require_model_type
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -35,6 +36,7 @@ def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, run
         dtype=workload.dtype,
         optimizer=workload.optimizer,
         grad_accum=workload.grad_accum,
+        quantize_training=workload.quantize_training,
     )
 
 
@@ -148,6 +150,19 @@ def require_droppable(case: Case) -> None:
         raise BadInput(what, where=LAYER_DROP, remedy="leave the section out")
     if case.workload.compile is not None:
         raise BadInput("blocks that may be left out are not compiled", where=LAYER_DROP, remedy="leave it out, or --compile")
+
+
+def require_quantisable(case: Case) -> None:
+    """Refuse a mixture of quantization where the runtime does, or is not modelled with.
+
+    Raises:
+        BadInput: as :func:`~zeroplan.core.layout_setup.require_masters`, and for ranks that hold parts of the model.
+    """
+    require_masters(case.workload.dtype, case.zero.stage, case.zero.offload_optimizer.device)
+    for name in ("tp", "pp"):
+        if getattr(case.layout, name) > 1:
+            what = f"it is not supported with {name}"
+            raise BadInput(what, where=QUANTIZE_TRAINING, remedy=f"leave the section out, or --{name}")
 
 
 def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout) -> None:

@@ -68,6 +68,7 @@ class RuntimeRank:
     micro_batch: int = means("samples a rank and pass")
     seq_len: int = means("tokens a sample")
     hidden: int = means("elements of one token's hidden state")
+    rounded: int = means("fp32 words in which weights are rounded (quantize_training)")
     trust_words: int = means("words of LAMB's tables: two sums a tensor and a tile, and where each tile begins and ends")
     map_words: int = means("words of the tables by which 8- and 4-bit states are quantised: levels, and bins to find them by")
     update_temp: int = means("elements of the temporaries of an update without a kernel: two of up to 1 Mi")
@@ -140,6 +141,7 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInpu
         hidden=inputs.hidden,
         trust_words=_count(rows, Buffer.OPTIM_TRUST),
         map_words=_count([row for row in rows if row.unit == "maps"], Buffer.OPTIM_SCALE),
+        rounded=_count(rows, Buffer.PARAM_TEMP),
         update_temp=_count(here, Buffer.OPTIM_TEMP),
         update_temp_offloaded=_count(rows, Buffer.OPTIM_TEMP) - _count(here, Buffer.OPTIM_TEMP),
         param_bytes=setup.param_dtype.bytes,
@@ -340,6 +342,12 @@ def checkpointed_inputs(c: RuntimeRank) -> int:
 def optim_norm(c: RuntimeRank) -> int:
     """The step's scalars, which the update kernels read on the device, and the norm's partial sums."""
     return c.step_scalars * c.master_bytes
+
+
+@_add(Buffer.PARAM_TEMP, Place.HBM, ALWAYS)
+def rounded_weights(c: RuntimeRank) -> int:
+    """Where weights are rounded to fewer bits: a part of one, noise of stochastic rounding, and bounds of groups."""
+    return c.rounded * c.master_bytes
 
 
 @_add(Buffer.OPTIM_TEMP, Place.HBM, ALWAYS)

@@ -73,7 +73,8 @@ class RuntimeSchedule(EngineSchedule):
         self.staging = transient.get((Buffer.COMM_REDUCE_SCATTER, "staging"))
         self.slots = {name: SlotRun(transient[Buffer.GRAD_FULL, name]) for name in layout.grad_slots}
         self.sums = {name: transient[Buffer.STAGE_D2H, name] for name in layout.sum_slots}
-        self.hooked = self.setup.ranks > 1 or any(unit.offloaded for unit in layout.units)
+        rounds = self.setup.quantize_training is not None
+        self.hooked = self.setup.ranks > 1 or rounds or any(unit.offloaded for unit in layout.units)
         self.units: list[UnitRun] = []
         by_param: dict[str, UnitRun] = {}
         by_module: dict[str, UnitRun] = {}

@@ -69,7 +69,8 @@ def test_a_base_that_is_not_modelled_is_named(changes: dict[str, Any], says: str
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"), [({"lora_rank": None}, "--lora-rank is not given"), ({"engine": "fsdp2"}, "only --engine ddp")]
+    ("changes", "says"),
+    [({"lora_rank": None}, "--lora-rank is not given"), ({"engine": "zeroplan"}, "this engine models no such base")],
 )
 def test_a_base_without_adapters_or_engine_is_named(changes: dict[str, Any], says: str) -> None:
     found = resolved(NF4, **changes)
@@ -100,3 +101,8 @@ def test_another_format_than_the_checkpoint_is_refused() -> None:
     for said in (NF4, {"quant_method": "gptq"}):
         with pytest.raises(BadInput, match="quantised already"):
             resolved(said, quantize="int8")
+
+
+def test_a_base_in_bytes_is_whole_under_fsdp2() -> None:
+    assert resolved(NF4, engine="fsdp2").workload.whole_base
+    assert not resolved(NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, engine="fsdp2").workload.whole_base

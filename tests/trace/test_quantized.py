@@ -69,7 +69,7 @@ def test_each_product_takes_the_whole_weight_for_a_while() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"engine": "deepspeed"}, "not modelled under deepspeed"),
+        ({"engine": "zeroplan"}, "not modelled under zeroplan"),
         ({"lora_rank": None}, "a quantised base is frozen"),
         ({"quantize": "nf3"}, "'nf3' is not modelled"),
         ({"model": "openai-community/gpt2"}, "transposed linear layers"),

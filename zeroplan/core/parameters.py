@@ -7,7 +7,8 @@ plays a tape, read the same numbers. A test holds that both lists agree for the 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -24,6 +25,7 @@ class Parameters:
         modules: indices of the parameters that each module owns, module by module. A tied parameter is in every owner.
         embeddings: which ones are the table of an embedding.
         quantized: which ones are kept in fewer bits where the workload quantises the base.
+        weights: shapes of the weights, where `shapes` tells how quantised ones are stored; else empty.
         stand_in: the list is one stand-in of a model of which only the number of parameters is known.
         largest_layer: elements of the largest layer, where that is known of such a model.
     """
@@ -36,6 +38,7 @@ class Parameters:
     modules: tuple[tuple[int, ...], ...]
     embeddings: tuple[bool, ...] = ()
     quantized: tuple[bool, ...] = ()
+    weights: tuple[tuple[int, ...], ...] = ()
     stand_in: bool = False
     largest_layer: int | None = None
 
@@ -66,6 +69,13 @@ class Parameters:
     def packed(self) -> tuple[int, ...]:
         """Indices of those that are quantised."""
         return tuple(p for p, on in enumerate(self.quantized) if on)
+
+    def stored(self, stored_shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Parameters:
+        """Return the list with quantised weights in the shapes in which they are stored."""
+        shapes = list(self.shapes)
+        for p in self.packed:
+            shapes[p] = stored_shape(shapes[p])
+        return replace(self, shapes=tuple(shapes), weights=self.shapes)
 
     @cached_property
     def total(self) -> int:

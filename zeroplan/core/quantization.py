@@ -67,6 +67,18 @@ class Quantization(StrEnum):
             return (packed, _FP32 * scales, _FP32 * _LEVELS)
         return (packed, scales, _FP32 * -(-scales // NESTED_BLOCK), _FP32 * _LEVELS, _FP32)
 
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of one weight's values in a 16-bit dtype (``bnb_4bit_quant_storage``), in which engines shard and gather them.
+
+        Bytes are stored as they are; values in 4 bits may lose an odd byte at their end, as they do in bitsandbytes.
+        """
+        numel = math.prod(shape)
+        return (-(-numel // 2) if self is Quantization.INT8 else (numel + 1) // 4, 1)
+
+    def states_of_weight(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Bytes of each block that scales one weight of shape ``(out, in)``; the layer holds them, whole."""
+        return self.blocks_of_weight(shape)[1:]
+
     @property
     def shared_bytes(self) -> int:
         """Bytes of what all layers share."""

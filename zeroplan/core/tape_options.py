@@ -176,7 +176,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         whole_vocabulary=layout is not None and layout.whole_vocabulary,
         quantized=None if workload.quantize is None else workload.quantize.products,
         lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
-        half_adapters=workload.quantize is not None and workload.adapter_bytes == 2,
+        half_adapters=workload.quantize is not None and workload.adapter_bytes == 2 and arithmetic is not Arithmetic.HALF,
         images=workload.images,
         image_size=workload.image_size,
         target_len=workload.target_len or 0,

@@ -143,7 +143,8 @@ class Workload:
     default before 2.0). `chunked_head` means that TRL computes head and loss together in tiles
     (:mod:`zeroplan.core.chunked_head`), `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
     keeps the loss without its graph, as the HF Trainer does. `adapter_dtype` is that of adapters beside a quantised base; None
-    for what the precision says, which is fp32 under autocast, as peft makes them. `whole_embedding_states` means that an 8-bit
+    for what the precision says, which is fp32 under autocast, as peft makes them. `whole_base` means that a quantised base is
+    stored in bytes, which FSDP 2's units leave out. `whole_embedding_states` means that an 8-bit
     optimizer keeps the states of embeddings in fp32, which the HF Trainer asks of it. `accelerate_units` means that accelerate
     applies ``fully_shard``: to the embedding, and to the final norm with the head, too. `one_unit` means that FSDP 1 wraps the
     model as a whole, without units in it. `pairs` means that a sample is a chosen and a rejected one, which pass together;
@@ -182,6 +183,7 @@ class Workload:
     lora_dropout: bool = False
     detached_loss: bool = False
     adapter_dtype: DType | None = None
+    whole_base: bool = False
     whole_embedding_states: bool = False
     accelerate_units: bool = False
     one_unit: bool = False

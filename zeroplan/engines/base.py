@@ -200,6 +200,10 @@ class Engine(ABC):
         """Return which dtypes the model, its masters and the arithmetic have when ``--dtype`` asks for `dtype`."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.MIXED
 
+    def base_precision(self, dtype: DType) -> Precision:
+        """Return the same for adapters beside a quantised base."""
+        return self.precision(dtype)
+
     def for_optimizer(self, zero: ZeroConfig, optimizer: str) -> ZeroConfig:
         """Return `zero` with the keys that the engine demands before it runs an optimizer, a row's name in the optimizer table.
 

@@ -65,6 +65,20 @@ class Rank:
         return self.parameters.numel
 
     @cached_property
+    def quant_states(self) -> tuple[int, ...]:
+        """Bytes of each block that scales a quantised base's stored weights: attributes of layers, whole on every rank."""
+        quantize, weights = self.workload.quantize, self.parameters.weights
+        if quantize is None or not weights:
+            return ()
+        shared = (quantize.shared_bytes,) if quantize.shared_bytes else ()
+        return (*shared, *(nbytes for p in self.parameters.packed for nbytes in quantize.states_of_weight(weights[p])))
+
+    @cached_property
+    def quant_states_bytes(self) -> int:
+        """Bytes of the scales of a quantised base's weights, and of the tables of their levels."""
+        return sum(self.quant_states)
+
+    @cached_property
     def params(self) -> int:
         """Elements of the whole model."""
         return self.parameters.total

@@ -11,6 +11,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.versions import TORCH_GPU
+from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.models.spec import ModelSpec
@@ -44,8 +45,12 @@ class TorchEngine(Engine, Generic[R]):
         """Return the options of a trace, with parameters in the dtype in which they are gathered."""
         options = super().trace_options(case)
         if self.gathers_in_half and options.arithmetic is Arithmetic.HALF_AUTOCAST:
-            return replace(options, arithmetic=Arithmetic.HALF)
+            return replace(options, arithmetic=Arithmetic.HALF, half_adapters=False)
         return options
+
+    def base_precision(self, dtype: DType) -> Precision:
+        """Return 16 bits for all but the adapters where weights are sharded: a unit's frozen parameters have one dtype."""
+        return Precision.HALF_AUTOCAST if self.gathers_in_half else self.precision(dtype)
 
     @abstractmethod
     def rank(self, case: Case, parameters: Parameters) -> R:

@@ -51,6 +51,7 @@ class Setup:
         quantize: how a frozen base is kept: ``nf4``, or None for 16 or 32 bits.
         fp8: how linear layers multiply in 8-bit floats (:class:`zeroplan.core.float8.Float8Recipe`); None in 16 or 32 bits.
         compile: what ``torch.compile`` is called on (:class:`zeroplan.core.workload.Compilation`); None for nothing.
+        whole_base: whether 4-bit weights are stored in bytes, which FSDP does not shard.
         adapter_dtype: of adapters beside a quantised base, where the program casts them.
         whole_embedding_states: whether an 8-bit optimizer keeps the embeddings' states in fp32.
         accelerate_units: whether accelerate applies ``fully_shard``, with units of its own for embedding, norm and head.
@@ -113,6 +114,7 @@ class Setup:
     quantize: str | None = None
     fp8: str | None = None
     compile: str | None = None
+    whole_base: bool = False
     adapter_dtype: str | None = None
     whole_embedding_states: bool = False
     accelerate_units: bool = False

@@ -24,6 +24,7 @@ _ASKED_FOR = {
     "lora_dropout": False,
     "detached_loss": False,
     "adapter_dtype": None,
+    "whole_base": False,
     "whole_embedding_states": False,
     "accelerate_units": False,
     "one_unit": False,

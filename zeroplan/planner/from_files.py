@@ -251,12 +251,21 @@ def left_out(setup: Setup) -> tuple[Unmodelled, ...]:
 
 
 def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
-    """The quantised base under an engine that plans it; under another it stands among what is left out."""
-    if find_engine(engine).quantized_bases and setup.lora_rank is not None:
-        return {"quantize": setup.quantize, "adapter_dtype": setup.adapter_dtype}
+    """The quantised base under an engine that plans it; under another, or offloaded, it stands among what is left out."""
+    if find_engine(engine).quantized_bases and setup.lora_rank is not None and not setup.degrees and not _offloads_base(setup):
+        adapters = {"adapter_dtype": setup.adapter_dtype, "whole_base": setup.whole_base}
+        return {"quantize": setup.quantize} | adapters
     key = setup.keys.get("quantize", "quantize")
     says = f"base weights in {setup.quantize} are counted in 16 bits, and their dequantised copies are not"
     return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, says))}
+
+
+def _offloads_base(setup: Setup) -> bool:
+    """Whether parameters are on the host, where no plan has a quantised base."""
+    zero = (setup.ds_config or {}).get("zero_optimization")
+    said = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    device = said.get("device") if isinstance(said, Mapping) else said
+    return setup.offload_param not in (None, "none") or device not in (None, "none", False)
 
 
 def _float8(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:

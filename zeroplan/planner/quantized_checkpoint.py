@@ -40,12 +40,14 @@ class Checkpoint:
     Attributes:
         method: the name that transformers knows; empty where none is given.
         quantize: the base that adapters would stand beside, where it is modelled.
+        in_bytes: whether the values of that base are stored in bytes, which FSDP does not shard.
         left_out: what the plan of a checkpoint in this form leaves out, if `quantize` is None.
     """
 
     method: str
     quantize: Quantization | None
     left_out: tuple[Unmodelled, ...] = ()
+    in_bytes: bool = False
 
 
 def read_checkpoint(config: Mapping[str, Any]) -> Checkpoint | None:
@@ -97,7 +99,7 @@ def base_of(spec: ModelSpec, asked: str | None, *, adapters: bool, supported: bo
     if not why and not adapters:
         why = "--lora-rank is not given: transformers trains adapters alone over such a base"
     elif not why and not supported:
-        why = "only --engine ddp models such a base"
+        why = "this engine models no such base"
     if not why:
         return found
     says = f"the checkpoint's weights are kept in {found.quantize}, and 16 bits are counted, since {why}"
@@ -138,7 +140,8 @@ def _bitsandbytes(said: Mapping[str, Any], bits: int | None) -> Checkpoint:
     if unknown:
         says = f"the checkpoint's weights are quantised (bitsandbytes), and {unknown}; those of a dequantised one are counted"
         return Checkpoint(_BITSANDBYTES, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
-    return Checkpoint(_BITSANDBYTES, Quantization(name))
+    in_bytes = bits == 4 and _plain(said.get("bnb_4bit_quant_storage") or "uint8") in ("uint8", "int8")
+    return Checkpoint(_BITSANDBYTES, Quantization(name), in_bytes=in_bytes)
 
 
 def _plain(dtype: Any) -> str:

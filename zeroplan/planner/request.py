@@ -44,6 +44,7 @@ class Request:
     tiled_mlp: int = 0
     compile: str | None = None
     adapter_dtype: str | None = None
+    whole_base: bool = False
     images: int = 0
     image_size: int | None = None
     labelled_share: float | None = None

@@ -71,7 +71,7 @@ def resolve(request: Request) -> Resolved:
     unmodelled = request.unmodelled
     if checkpoint is not None:
         unmodelled += checkpoint.left_out
-        request = replace(request, quantize=checkpoint.quantize)
+        request = replace(request, quantize=checkpoint.quantize, whole_base=request.whole_base or checkpoint.in_bytes)
     if request.ds_config is None:
         workload = workload_of(request, engine, spec)
         zeros = [engine.for_optimizer(zero, workload.optimizer) for zero in _zeros(request, engine)]
@@ -105,7 +105,9 @@ def resolve(request: Request) -> Resolved:
     if workload.quantize is not None:
         if not engine.quantized_bases:
             raise BadInput(
-                f"a quantised base is not modelled under {engine.name}", where="--quantize", remedy="use --engine ddp"
+                f"a quantised base is not modelled under {engine.name}",
+                where="--quantize",
+                remedy="use --engine ddp, fsdp2 or deepspeed",
             )
         from zeroplan.models.quantized import with_quantized_base
 
@@ -129,8 +131,14 @@ def resolve(request: Request) -> Resolved:
         warnings.append(missing)
     if workload.compile is not None and engine.starts_uncompiled:
         warnings.append("the first micro batch of a compiled model runs uncompiled; the peaks hold it")
-    zero_init = request.zero_init is not False
+    zero_init = request.zero_init is not False and workload.quantize is None  # transformers makes no quantised model under it
     layout = layout_of(request, cluster, spec, workload, whole_vocabulary=engine.whole_vocabulary, own_layers=engine.own_layers)
+    if layout is not None and workload.quantize is not None:
+        raise BadInput(
+            "quantised bases are modelled for data parallelism alone",
+            where="--quantize",
+            remedy="leave the other degrees out",
+        )
     if layout is not None and workload.fp8 is not None:
         raise BadInput(
             "8-bit products are modelled for data parallelism alone", where="--fp8", remedy="leave --tp, --cp and --pp out"

@@ -75,7 +75,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
             "a policy without checkpointing", where="--checkpoint-policy", remedy="give --gradient-checkpointing as well"
         )
     lengths = _lengths(request)
-    precision = request.precision or engine.precision(dtype)
+    precision = request.precision or (engine.precision(dtype) if quantization is None else engine.base_precision(dtype))
     source, target = both_lengths(request, spec)
     compiled = _compiled(request)
     if compiled is not None and request.pair_loss is not None:
@@ -119,6 +119,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         fp8=recipe,
         tiled_mlp=_tiles(request),
         compile=compiled,
+        whole_base=request.whole_base and quantization is not None,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
 

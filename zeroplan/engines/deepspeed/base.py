@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.workload import OptimizerKind
+from zeroplan.core.workload import DType, OptimizerKind
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.engines.player import EngineSchedule
@@ -49,13 +49,33 @@ class DeepSpeedSchedule(EngineSchedule):
                     twins.append(handle)
                 else:
                     self.params[p] = handle
+        for nbytes in self.rank.quant_states:
+            self.alloc(nbytes, Buffer.PARAM_FROZEN)
         self.free_all(twins)
+        if self.rank.quant_states:  # prepare_model_for_kbit_training
+            quantized = set(self.rank.parameters.packed)
+            self._recast([p for p in self.params if p not in quantized], DType.FP32.bytes)
 
     def add_adapters(self) -> None:
-        """Allocate the parameters that peft adds to the built model, whole and on the GPU."""
+        """Allocate the parameters that peft adds to the built model, whole and on the GPU.
+
+        Beside a quantised base they are made in fp32, and DeepSpeed casts them with all that is not quantised.
+        """
+        prepared = bool(self.rank.quant_states)
+        width = DType.FP32.bytes if prepared else self.rank.param_bytes
         for p, added in enumerate(self.rank.parameters.adapters):
             if added:
-                self.params[p] = self.alloc(self.rank.param_bytes * self.rank.numel[p], self._param_buffer(p), note=p)
+                self.params[p] = self.alloc(width * self.rank.numel[p], self._param_buffer(p), note=p)
+        if prepared:
+            quantized = set(self.rank.parameters.packed)
+            self._recast([p for p in sorted(self.params) if p not in quantized], self.rank.param_bytes)
+
+    def _recast(self, params: Iterable[int], width: int) -> None:
+        """Put another dtype's copy in the place of each parameter."""
+        for p in params:
+            cast = self.alloc(width * self.rank.numel[p], self._param_buffer(p), note=p)
+            self.free(self.params[p])
+            self.params[p] = cast
 
     def _param_buffer(self, p: int) -> Buffer:
         return Buffer.PARAM_FULL if self.rank.parameters.trainable[p] else Buffer.PARAM_FROZEN

@@ -21,6 +21,7 @@ from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.saved_weights import saved_elements
 from zeroplan.engines.deepspeed.versions import as_wrapped, require_wrapper, unmodelled_by_version, version_remark
+from zeroplan.engines.quantized_base import require_stored, unmeasured
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
@@ -73,6 +74,7 @@ class DeepSpeed(Engine):
 
     name = "deepspeed"
     evaluates = True
+    quantized_bases = True
     whole_vocabulary = True
     tiles_mlps = True
     measured = True
@@ -154,6 +156,8 @@ class DeepSpeed(Engine):
             BadInput: naming the conflict.
         """
         require_wrapper(case.zero, case.workload)
+        if case.workload.quantize is not None:
+            _require_base(case)
         optimizer = find_optimizer(case.workload.optimizer)
         if case.zero.stage and not optimizer.zero:
             raise BadInput(
@@ -189,6 +193,7 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("--tiled-mlp", Effect.UNKNOWN, _TILES))
         if case.layout.tp > 1 and case.zero.stage == 3:
             found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
+        found += unmeasured(case.workload, self.name)
         frozen = not all(case.spec.parameters.trainable)
         return (*found, *unmodelled_by_version(zero, case.workload, frozen=frozen))
 
@@ -281,6 +286,24 @@ class DeepSpeed(Engine):
 
         optimizer = optimizer_section(case.workload.optimizer) if "optimizer" not in (ds_config or {}) else None
         return write_ds_config(case.zero, case.workload, world_size=case.layout.dp, optimizer=optimizer, source=ds_config)
+
+
+def _require_base(case: Case) -> None:
+    """Refuse quantised bases in what DeepSpeed would not partition, or would cast.
+
+    Raises:
+        BadInput: int8 at stage 3, offloaded parameters, or an arithmetic in which the module is not cast to 16 bits.
+    """
+    if case.zero.stage == 3:
+        require_stored(case.workload, "stage 3")
+    if case.workload.param_bytes != 2:
+        raise BadInput(
+            "beside a quantised base DeepSpeed is modelled with bf16 or fp16 alone", where="--dtype", remedy="use --dtype bf16"
+        )
+    if case.zero.offloads_param:
+        raise BadInput(
+            "a quantised base that is offloaded is not modelled", where="--offload-param", remedy="leave it on the GPU"
+        )
 
 
 def _as_wrapped(case: Case) -> Case:

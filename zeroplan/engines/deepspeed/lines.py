@@ -117,6 +117,12 @@ def param_frozen(c: DeepSpeedRank) -> int:
     return c.param_bytes * c.frozen_sharded if c.param_device is OffloadDevice.NONE else 0
 
 
+@_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
+def quant_states(c: DeepSpeedRank) -> int:
+    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded]."""
+    return c.quant_states_bytes
+
+
 @_add(Buffer.PARAM_FROZEN, Place.PINNED, ALWAYS, state=True)
 def param_frozen_host(c: DeepSpeedRank) -> int:
     """Offloaded parameters without gradient, each in a pinned block of its own; those in files have none."""

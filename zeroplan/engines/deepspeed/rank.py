@@ -20,6 +20,7 @@ from zeroplan.engines.deepspeed.groups import padded, persistent
 from zeroplan.engines.deepspeed.resolved_config import resolve_config
 from zeroplan.engines.deepspeed.stepped_groups import SteppedGroups
 from zeroplan.engines.deepspeed.versions import Knob
+from zeroplan.engines.quantized_base import stored
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import means
 
@@ -390,7 +391,7 @@ def deepspeed_rank(
         **resolve_config(workload, zero).values(),
         workload=workload,
         zero=zero,
-        parameters=parameters,
+        parameters=stored(parameters, workload),
         layout=layout,
         rank=rank,
         cublas_workspace=gpu.workspace if gpu is not None else 0,

@@ -14,6 +14,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp.lines import LEDGER
 from zeroplan.engines.fsdp.rank import FsdpRank
+from zeroplan.engines.quantized_base import require_stored, stored, unmeasured
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -30,6 +31,7 @@ class Fsdp(TorchEngine[FsdpRank]):
 
     name = "fsdp"
     evaluates = True
+    quantized_bases = True
     casts_outputs = True
     pair_losses = True
     keeps_full_state = True
@@ -61,11 +63,18 @@ class Fsdp(TorchEngine[FsdpRank]):
             )
 
     def require_workload(self, case: Case) -> None:
-        """Refuse optimizers that need whole matrices.
+        """Refuse optimizers that need whole matrices, and quantised bases that no flat parameter holds.
 
         Raises:
-            BadInput: Muon.
+            BadInput: Muon, an int8 base, or one that is stored in bytes.
         """
+        require_stored(case.workload, "FSDP 1")
+        if case.workload.quantize is not None and case.workload.whole_base:
+            raise BadInput(
+                "FSDP 1 flattens no integers, in which the base's 4-bit weights are stored",
+                where="bnb_4bit_quant_storage",
+                remedy="set it to bfloat16, or use FSDP 2",
+            )
         if find_optimizer(case.workload.optimizer).rest:
             raise BadInput(
                 f"{case.workload.optimizer} steps matrices, of which FSDP 1's ranks hold parts in flat form",
@@ -77,10 +86,11 @@ class Fsdp(TorchEngine[FsdpRank]):
         """Return what the allocator reserves beside the figure for adapters: a measured run reserved a third more (row X05 of
         ``benchmarks/ground_truth/tasks.jsonl``), and the cause is not known.
         """
+        found = unmeasured(case.workload, "FSDP 1")
         if case.workload.lora_rank is None or not self.rank(case, case.parameters).sharded:
-            return ()
+            return found
         says = "adapters' units come and go in an order that reserves up to a third more than the figure"
-        return (Unmodelled("--engine fsdp", Effect.MORE, says),)
+        return (*found, Unmodelled("--engine fsdp", Effect.MORE, says))
 
     def unsaved(self, case: Case) -> str:
         """Return what is not modelled of saving: also Lightning's way."""
@@ -99,7 +109,7 @@ class Fsdp(TorchEngine[FsdpRank]):
         """Return rank 0; one rank alone is not sharded, whatever the strategy."""
         return FsdpRank(
             workload=case.workload,
-            parameters=parameters,
+            parameters=stored(parameters, case.workload),
             layout=case.layout,
             cublas_workspace=case.cluster.gpu.workspace,
             sharded=case.zero.stage > 0 and case.layout.shard_group > 1,

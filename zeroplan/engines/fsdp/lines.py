@@ -21,6 +21,12 @@ def param_shard(c: FsdpRank) -> int:
     return c.original_bytes * c.part_trained + c.frozen_bytes * c.part_frozen
 
 
+@_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
+def quant_states(c: FsdpRank) -> int:
+    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded]."""
+    return c.quant_states_bytes
+
+
 @_add(Buffer.GRAD_SHARD, Place.HBM, FROM_FIRST_STEP, state=True)
 def grad_shard(c: FsdpRank) -> int:
     """Reduced gradients in the parameters' own dtype, until the next forward begins.
@@ -45,14 +51,14 @@ def root_full(c: FsdpRank) -> int:
 
     Source: _runtime_utils.py, _post_forward_reshard
     """
-    return c.param_bytes * c.root_unit if c.sharded or c.casts else 0
+    return c.param_bytes * c.root_unit if c.sharded or c.casts_root else 0
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, _COMPUTING)
 def blocks_full(c: FsdpRank) -> int:
     """Two blocks in flight, the one that runs and the one that is gathered ahead; without resharding, all."""
     if not c.sharded:
-        return c.param_bytes * c.largest_unit if c.casts else 0
+        return c.param_bytes * c.largest_unit if c.casts_blocks else 0
     return 2 * c.param_bytes * c.largest_unit if c.reshard else c.param_bytes * c.gathered_blocks
 
 

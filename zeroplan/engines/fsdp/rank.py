@@ -36,10 +36,19 @@ class FsdpRank(TorchRank):
         """Bytes of one gathered parameter."""
         return self.workload.dtype.bytes
 
+    def casts(self, unit: str) -> bool:
+        """Return whether a unit is gathered in another dtype than it is kept in."""
+        return self.bytes_of(unit) != self.param_bytes
+
     @cached_property
-    def casts(self) -> bool:
-        """Whether parameters are gathered in another dtype than they are kept in."""
-        return self.param_bytes != self.original_bytes
+    def casts_root(self) -> bool:
+        """Whether the root is gathered in another dtype than it is kept in."""
+        return "" in self.units and self.casts("")
+
+    @cached_property
+    def casts_blocks(self) -> bool:
+        """Whether a block is gathered in another dtype than it is kept in."""
+        return any(self.casts(unit) for unit in self.units if unit)
 
     @cached_property
     def units(self) -> dict[str, list[int]]:

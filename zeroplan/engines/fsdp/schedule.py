@@ -101,9 +101,14 @@ class FsdpSchedule(EngineSchedule):
         Source: _init_utils.py, _init_param_handle_from_module; _flat_param.py, FlatParamHandle.shard
         """
         rank = self.rank
+        there = {}
+        if rank.quant_states:  # a quantised base is on the GPU already, with all that stands beside it
+            there = {p: self.alloc(rank.width(p) * count, Buffer.PARAM_FULL) for p, count in enumerate(rank.numel)}
+            for nbytes in rank.quant_states:
+                self.alloc(nbytes, Buffer.PARAM_FULL)
         for unit in sorted(self.units.values(), key=lambda unit: not unit.name):
-            width = rank.bytes_of(unit.name)
-            moved = [self.alloc(width * rank.numel[p], Buffer.PARAM_FULL) for p in rank.units[unit.name]]
+            width, params = rank.bytes_of(unit.name), rank.units[unit.name]
+            moved = [there[p] if there else self.alloc(width * rank.numel[p], Buffer.PARAM_FULL) for p in params]
             flat = self.alloc(width * rank.flat(unit.name), Buffer.PARAM_SHARD)
             if rank.sharded:
                 self.alloc(width * rank.shard(unit.name), Buffer.PARAM_SHARD)
@@ -120,10 +125,11 @@ class FsdpSchedule(EngineSchedule):
         rank = self.rank
         for unit in sorted(self.units.values(), key=lambda unit: bool(unit.name)):
             shard, whole = rank.shard(unit.name), rank.padded(unit.name)
-            sizes = [rank.param_bytes * shard] if rank.casts else []
+            casts = rank.casts(unit.name)
+            sizes = [rank.param_bytes * shard] if casts else []
             if rank.sharded:
                 sizes.append(rank.param_bytes * whole)
-                sizes += [rank.bytes_of(unit.name) * whole] if rank.casts else []
+                sizes += [rank.bytes_of(unit.name) * whole] if casts else []
             for nbytes in sizes:
                 self.free(self.alloc(nbytes, Buffer.PARAM_FULL))
 
@@ -131,13 +137,14 @@ class FsdpSchedule(EngineSchedule):
 
     def _unshard(self, unit: FlatUnit) -> None:
         rank = self.rank
-        if unit.whole >= 0 or not (rank.sharded or rank.casts):
+        casts = rank.casts(unit.name)
+        if unit.whole >= 0 or not (rank.sharded or casts):
             return
         if not rank.sharded:  # the cast itself is what the unit computes with
             unit.whole = self.alloc(rank.param_bytes * rank.flat(unit.name), Buffer.PARAM_FULL, stream=CAST)
             return
         cast = _NONE
-        if rank.casts:
+        if casts:
             cast = self.alloc(rank.param_bytes * rank.shard(unit.name), Buffer.COMM_ALL_GATHER, stream=CAST)
         unit.whole = self.alloc(rank.param_bytes * rank.padded(unit.name), Buffer.PARAM_FULL, stream=GATHER)
         if cast >= 0:
@@ -223,7 +230,7 @@ class FsdpSchedule(EngineSchedule):
 
     def _post_backward(self, unit: FlatUnit) -> None:
         rank = self.rank
-        lasts = not rank.sharded and not rank.casts  # reduced in place
+        lasts = not rank.sharded and not rank.casts(unit.name)  # reduced in place
         what = Buffer.GRAD_SHARD if lasts else Buffer.GRAD_FULL
         joined = self.alloc(rank.param_bytes * rank.flat(unit.name), what, stream=GATHER)
         for handle in unit.grads.values():
@@ -246,20 +253,20 @@ class FsdpSchedule(EngineSchedule):
             if rank.padded(unit.name) != rank.flat(unit.name):
                 padded = self.alloc(rank.param_bytes * rank.padded(unit.name), Buffer.COMM_REDUCE_SCATTER, stream=REDUCE)
             received = self.alloc(rank.param_bytes * rank.shard(unit.name), Buffer.GRAD_SHARD, stream=REDUCE)
-            part = self._in_own_dtype(received, rank.shard(unit.name))
+            part = self._in_own_dtype(unit, received, rank.shard(unit.name))
             if padded >= 0:
                 self.free(padded)
             self._free_reduced(unit.flat_grad)
-        elif rank.casts:
-            part = self._in_own_dtype(_NONE, rank.flat(unit.name))
+        elif rank.casts(unit.name):
+            part = self._in_own_dtype(unit, _NONE, rank.flat(unit.name))
             self._free_reduced(unit.flat_grad)
         else:
             part = unit.flat_grad  # reduced in place
         unit.flat_grad, unit.reduced = _NONE, part
 
-    def _in_own_dtype(self, gradient: int, count: int) -> int:
+    def _in_own_dtype(self, unit: FlatUnit, gradient: int, count: int) -> int:
         """Return the gradient cast to the parameters' dtype."""
-        if not self.rank.casts:
+        if not self.rank.casts(unit.name):
             return gradient
         cast = self.alloc(self.rank.original_bytes * count, Buffer.GRAD_SHARD, stream=REDUCE)
         if gradient >= 0:

@@ -15,6 +15,7 @@ from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp2.lines import LEDGER
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
+from zeroplan.engines.quantized_base import require_stored, stored, unmeasured
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -33,6 +34,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     name = "fsdp2"
     evaluates = True
     float8 = True
+    quantized_bases = True
     compiles = True
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     gathers_in_half = True
@@ -77,11 +79,16 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def require_workload(self, case: Case) -> None:
-        """Refuse what does not run, or is not modelled, on pipeline stages.
+        """Refuse what does not run, or is not modelled, on pipeline stages, and quantised bases that are not sharded.
 
         Raises:
-            BadInput: resharding after the forward.
+            BadInput: resharding after the forward, or a base that FSDP2 takes no part of.
         """
+        require_stored(case.workload, "FSDP2")
+        if case.workload.quantize is not None and case.zero.offloads_param:
+            raise BadInput(
+                "a quantised base that is offloaded is not modelled", where="--offload-param", remedy="leave it on the GPU"
+            )
         if case.layout.pp > 1 and case.zero.stage == 3:
             raise BadInput(
                 "on a pipeline stage fsdp2 keeps parameters gathered for all micro batches of a step",
@@ -90,11 +97,17 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Return Adafactor where matrices are shared: its row and column sums of distributed tensors were not measured."""
+        """Return a quantised base, and Adafactor where matrices are shared: its row and column sums of distributed tensors
+        were not measured.
+        """
+        found = unmeasured(case.workload, self.name)
         factored = any(state.factored for state in find_optimizer(case.workload.optimizer).states)
         if not factored or case.layout.shard_group == 1:
-            return ()
-        return (Unmodelled("--optimizer", Effect.UNKNOWN, "Adafactor's factors of sharded matrices; whole states are counted"),)
+            return found
+        return (
+            *found,
+            Unmodelled("--optimizer", Effect.UNKNOWN, "Adafactor's factors of sharded matrices; whole states are counted"),
+        )
 
     def unsaved(self, case: Case) -> str:
         """Return what is not modelled of saving: also Lightning's way."""
@@ -116,7 +129,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             parameters = stage_parameters(parameters, chunks)
         return Fsdp2Rank(
             workload=case.workload,
-            parameters=parameters,
+            parameters=stored(parameters, case.workload),
             layout=case.layout,
             cublas_workspace=case.cluster.gpu.workspace,
             reshard=case.zero.stage == 3,

@@ -30,6 +30,12 @@ def param_shard_host(c: Fsdp2Rank) -> int:
     return c.param_blocks
 
 
+@_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
+def quant_states(c: Fsdp2Rank) -> int:
+    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded]."""
+    return c.quant_states_bytes
+
+
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_shard(c: Fsdp2Rank) -> int:
     """Reduced gradients in the original dtype, until zero_grad."""

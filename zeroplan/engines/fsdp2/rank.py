@@ -78,6 +78,11 @@ class Fsdp2Rank(TorchRank):
         """The dimension in which the shared experts are sharded."""
         return sharded_dimension(self.layout, experts_of(self.parameters) * self.layout.ep)
 
+    @cached_property
+    def ignored(self) -> frozenset[int]:
+        """The parameters that no unit holds: quantised weights that are stored in bytes (``ignored_params``)."""
+        return frozenset(self.parameters.packed if self.workload.quantize is not None and self.workload.whole_base else ())
+
     def group_of(self, param: int) -> int:
         """Return the number of ranks over which a parameter is sharded."""
         return self.layout.expert_shard_group if param in self.shared_experts else self.ranks
@@ -92,6 +97,8 @@ class Fsdp2Rank(TorchRank):
 
     def _chunk(self, param: int, shape: tuple[int, ...]) -> int:
         ranks, count = self.group_of(param), self.numel[param]
+        if param in self.ignored:
+            return count
         if param in self.shared_experts and self.expert_dimension:
             return count // ranks  # only even splits of other dimensions are allowed
         return -(-shape[0] // ranks) * (count // shape[0]) if shape and shape[0] else count
@@ -129,8 +136,9 @@ class Fsdp2Rank(TorchRank):
     def _units(self) -> dict[str, int]:
         """Elements of each block, and of the root under an empty name."""
         found: dict[str, int] = {}
-        for block, count in zip(self.parameters.blocks, self.numel, strict=True):
-            found[block] = found.get(block, 0) + count
+        for p, block in enumerate(self.parameters.blocks):
+            if p not in self.ignored:
+                found[block] = found.get(block, 0) + self.numel[p]
         return found
 
     @cached_property

@@ -97,6 +97,8 @@ class Fsdp2Schedule(EngineSchedule):
         self.home = block_of_each(tape.modules, len(tape.params))
         rank = self.rank
         for p, home in enumerate(self.home):
+            if p in rank.ignored:
+                continue
             if p in rank.shared_experts:
                 experts = Group([], home, rank.layout.expert_shard_group, rows=not rank.expert_dimension)
                 self.experts.setdefault(home, experts).params.append(p)
@@ -115,8 +117,14 @@ class Fsdp2Schedule(EngineSchedule):
     # --- building ---------------------------------------------------------------------------------------------------------
 
     def build(self) -> None:
-        """Allocate the shards on the GPU, those of a tied parameter twice; under CPUOffloadPolicy they are on the host."""
+        """Allocate the shards on the GPU, those of a tied parameter twice; under CPUOffloadPolicy they are on the host.
+
+        A quantised base is whole on the GPU first, with all that stands beside it.
+        """
         if self.rank.offload:
+            return
+        if self.rank.quant_states:
+            self._shard_made_model()
             return
         made: set[int] = set()
         for owned in self.rank.parameters.modules:
@@ -125,6 +133,20 @@ class Fsdp2Schedule(EngineSchedule):
                 if p in made:
                     self.free(block)
                 made.add(p)
+
+    def _shard_made_model(self) -> None:
+        """Make the whole model on the GPU, then shard one parameter after another, block by block and the root's last.
+
+        Source: _fsdp_param.py, _init_sharded_param
+        """
+        rank = self.rank
+        whole = {p: self.alloc(rank.width(p) * count, Buffer.PARAM_FULL, note=p) for p, count in enumerate(rank.numel)}
+        for nbytes in rank.quant_states:
+            self.alloc(nbytes, Buffer.PARAM_FULL)
+        for group in sorted(self.groups.values(), key=lambda group: group.module < 0):
+            for p in group.params:
+                self.alloc(rank.width(p) * rank.chunks[p], Buffer.PARAM_SHARD, note=p)
+                self.free(whole[p])
 
     def groups_of(self, module: int) -> tuple[Group, ...]:
         """Return a module's groups, in the order in which they are gathered."""

@@ -8,6 +8,8 @@ from zeroplan.models.lora_targets import PEFT_DEFAULT, is_pattern
 
 _FLASH = ("flash", "fa2", "fa3", "kernels-community/flash", "kernels-community/vllm-flash")
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
+#: Values of ``bnb_4bit_quant_storage`` that are no floats.
+BYTES = ("uint8", "int8")
 _ALL = ("all", "all-linear", "auto", ".*", "default")
 
 
@@ -45,7 +47,9 @@ def set_weights_dtype(run: Builder, *, default: str) -> None:
         raise run.bad(key, "is no dtype that weights are loaded in", "write bfloat16, float16, float32 or auto")
 
 
-def set_quantisation(run: Builder, key: str, bits: int | str, *, nested: bool, by: str = "bitsandbytes") -> None:
+def set_quantisation(
+    run: Builder, key: str, bits: int | str, *, nested: bool, by: str = "bitsandbytes", stored_in_bytes: bool = False
+) -> None:
     """Set how the base weights are kept: what bitsandbytes quantises is planned, under engines that can; the rest is left out.
 
     Args:
@@ -54,9 +58,11 @@ def set_quantisation(run: Builder, key: str, bits: int | str, *, nested: bool, b
         bits: as the file says it.
         nested: whether the scales are quantised in turn.
         by: who quantises.
+        stored_in_bytes: whether 4-bit weights lie in bytes, bitsandbytes' default, which FSDP does not shard; else in floats.
     """
     if str(bits) in ("4", "8") and by in ("bitsandbytes", "bnb"):
         run.set("quantize", "int8" if str(bits) == "8" else "nf4" if nested else "nf4-single", key)
+        run.set("whole_base", stored_in_bytes)
         return
     run.leave_out(
         key, Effect.UNKNOWN, f"base weights in {bits} bits by {by[:20]} are counted in 16, and their dequantised copies are not"

@@ -10,7 +10,7 @@ from typing import Any
 from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
+from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.program import Program
@@ -139,7 +139,9 @@ class MsSwift(Program):
         if bits:
             key = "quant_bits" if "quant_bits" in run.data else "quantization_bit"
             nested = run.flag("bnb_4bit_use_double_quant") is not False
-            set_quantisation(run, key, str(bits), nested=nested, by=run.word("quant_method") or "bnb")
+            stored_in_bytes = (run.word("bnb_4bit_quant_storage") or "uint8") in BYTES
+            by = run.word("quant_method") or "bnb"
+            set_quantisation(run, key, str(bits), nested=nested, by=by, stored_in_bytes=stored_in_bytes)
         if method in ("lora", "longlora", "adalora"):
             regex = run.text("target_regex")
             if regex:

@@ -10,7 +10,7 @@ import re
 from zeroplan.core.errors import BadInput
 from zeroplan.core.preferences import PLANNED, PairLoss, passes_of
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation, set_weights_dtype
+from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of, names_in, only_of, telling_of_others
@@ -137,7 +137,13 @@ class Trl(Program):
             )
             if quantised is not None:
                 bits = 4 if quantised == "load_in_4bit" else 8
-                set_quantisation(run, quantised, bits, nested=bool(run.flag("use_bnb_nested_quant")))
+                set_quantisation(
+                    run,
+                    quantised,
+                    bits,
+                    nested=bool(run.flag("use_bnb_nested_quant")),
+                    stored_in_bytes=(run.word("bnb_4bit_quant_storage") or "uint8") in BYTES,
+                )
                 run.set("adapter_dtype", "bf16")  # as the paper on QLoRA has it; in every trainer's __init__
         else:
             if quantised:

@@ -1,0 +1,128 @@
+"""A quantised base under FSDP: what ranks hold of it equals what torch's own wrappers hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.errors import BadInput
+from zeroplan.core.quantization import Quantization
+from zeroplan.engines.fsdp.rank import FsdpRank
+from zeroplan.engines.fsdp2.rank import Fsdp2Rank
+from zeroplan.ledger.line import evaluate
+from zeroplan.planner.estimate import estimate_report, estimate_runs
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
+
+if TYPE_CHECKING:
+    from tests.runtime.ranks import RankPool
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 6,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
+ASKED: dict[str, Any] = {
+    "model": LLAMA,
+    "gpu": "H200",
+    "gpus": 2,
+    "stage": 3,
+    "lora_rank": 8,
+    "quantize": "nf4",
+    "seq_len": 600,
+    "micro_batch": 2,
+}
+MATRICES = [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
+#: Elements of one block's weights as they are stored, its norms, and its adapters; of embedding and head; the final norm.
+STORED = sum(rows * columns for rows, columns in MATRICES) // 4
+NORMS, TABLES, LAST_NORM = 2 * 256, 2 * 1000 * 256, 256
+ADAPTERS = 8 * sum(rows + columns for rows, columns in MATRICES)
+STATES = 6 * sum(sum(Quantization.NF4.states_of_weight(shape)) for shape in MATRICES) + 1024
+
+
+def test_a_weight_is_stored_in_16_bit_numbers() -> None:
+    """7 × 13 values take 46 bytes, which are 23 numbers; an odd byte at the end is lost."""
+    assert Quantization.NF4.stored_shape((7, 13)) == (23, 1)
+    assert Quantization.NF4.stored_shape((3, 3)) == (2, 1)
+    assert Quantization.NF4.states_of_weight((128, 64)) == (128, 4, 64, 4)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "fsdp2"])
+def test_parts_by_hand(engine: str) -> None:
+    """Half of all, adapters in fp32 and the rest in 16 bits; scales whole on both ranks."""
+    case = resolve(Request(**ASKED, engine=engine)).cases[0]
+    items = evaluate(*resolve(Request(**ASKED, engine=engine)).engine.ledger(case))
+    shards = sum(item.bytes for item in items if item.buffer is Buffer.PARAM_SHARD)
+    assert shards == (4 * 6 * ADAPTERS + 2 * (6 * (STORED + NORMS) + TABLES + LAST_NORM)) // 2
+    assert STATES in [item.bytes for item in items if item.buffer is Buffer.PARAM_FULL]
+
+
+@pytest.mark.parametrize(("stage", "shares"), [(2, 1), (3, 2)])
+def test_deepspeed_by_hand(stage: int, shares: int) -> None:
+    """All in 16 bits: whole below stage 3, where the base is partitioned as it is stored."""
+    resolved = resolve(Request(**{**ASKED, "engine": "deepspeed", "stage": stage}))
+    (case,) = resolved.cases
+    frozen = [item.bytes for item in evaluate(*resolved.engine.ledger(case)) if item.buffer is Buffer.PARAM_FROZEN]
+    assert frozen == [2 * (6 * (STORED + NORMS) + TABLES + LAST_NORM) // shares, STATES]
+    assert not case.zero_init
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "deepspeed"])
+def test_the_whole_quantised_model_is_there_before_it_is_sharded(engine: str) -> None:
+    (run,) = estimate_runs(Request(**ASKED, engine=engine, depth="simulated")).runs
+    assert run is not None
+    whole = 2 * 6 * STORED + STATES
+    marks = run.simulation.timeline.marks
+    assert marks[0].peak >= whole + 2 * TABLES
+    blocks = 512 * 6 * 7 * 12  # each is rounded up to 512 bytes
+    assert marks[-1].allocated == pytest.approx(run.plan.gpu.live_after_step, abs=blocks)
+    assert run.plan.fits is None  # until a GPU has measured it
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"engine": "fsdp", "quantize": "int8"}, "FSDP 1 cannot shard int8"),
+        ({"engine": "fsdp2", "quantize": "int8"}, "FSDP2 cannot shard int8"),
+        ({"engine": "deepspeed", "quantize": "int8"}, "stage 3 cannot shard int8"),
+        ({"engine": "fsdp", "whole_base": True}, "FSDP 1 flattens no integers"),
+        ({"engine": "fsdp2", "dtype": "fp32"}, "sharded in 16 bits, not in fp32"),
+        ({"engine": "deepspeed", "offload_param": "cpu"}, "offloaded is not modelled"),
+        ({"engine": "deepspeed", "ulysses": 2}, "data parallelism alone"),
+    ],
+)
+def test_what_does_not_run_is_refused(changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadInput, match=says):
+        estimate_report(Request(**{**ASKED, **changes}))
+
+
+def test_weights_that_are_stored_in_bytes_stay_whole_under_fsdp2() -> None:
+    (sharded,) = estimate_report(Request(**ASKED, engine="fsdp2", depth="formula")).plans
+    (whole,) = estimate_report(Request(**ASKED, engine="fsdp2", depth="formula", whole_base=True)).plans
+    assert whole.gpu.model_states - sharded.gpu.model_states == 6 * STORED
+
+
+def test_ranks_hold_what_torch_shards(pool: RankPool) -> None:
+    """FSDP 1's flat parameters and FSDP2's parts on three ranks, to the element, after a step."""
+    pytest.importorskip("peft")
+    from tests.engines.torch.quantized_on_ranks import LLAMA as SMALL
+    from tests.engines.torch.quantized_on_ranks import LORA_RANK, fsdp1_units, fsdp2_parts, short
+
+    asked = {**ASKED, "model": SMALL, "lora_rank": LORA_RANK, "seq_len": 12, "gpus": 3}
+
+    def planned(engine: str) -> Any:
+        resolved = resolve(Request(**asked, engine=engine))
+        case = resolved.cases[0]
+        return resolved.engine.rank(case, case.parameters)  # type: ignore[attr-defined]
+
+    one: FsdpRank = planned("fsdp")
+    names = [short(name) for name in one.parameters.names]
+    expected = {
+        frozenset(names[p] for p in params): (one.shard(unit), one.padded(unit), one.bytes_of(unit))
+        for unit, params in one.units.items()
+    }
+    first, *_ = pool.run(3, fsdp1_units)
+    assert first == expected
+    two: Fsdp2Rank = planned("fsdp2")
+    parts, *_ = pool.run(3, fsdp2_parts)
+    assert parts == {name: (two.chunks[p], two.width(p)) for p, name in enumerate(names)}

@@ -1,0 +1,55 @@
+"""A quantised base under an engine that shards: its weights as they are stored, and what the engine does not shard.
+
+Note [Quantised bases that are sharded]
+    bitsandbytes keeps a weight's 4-bit values in one column of another dtype: of bytes, or with ``bnb_4bit_quant_storage`` of
+    16-bit numbers. To FSDP and to ZeRO this column is a frozen parameter like any other: it is sharded, gathered and freed in
+    quantised form. Its scales are attributes of the layer, and lie whole on every rank. FSDP flattens and shards floats alone:
+    FSDP 1 refuses bytes, and accelerate leaves them out of FSDP 2's units. DeepSpeed partitions either.
+    ``from_pretrained`` quantises on each rank's own GPU, also where stage 3 would have made the model under ``zero.Init``: the
+    whole quantised model is there before anything is sharded.
+    What is not quantised is in 16 bits: FSDP 1 flattens one dtype a unit, and DeepSpeed casts the module.
+    Source: bitsandbytes 0.50 (``quantize_4bit``, ``fix_4bit_weight_quant_state_from_module``); accelerate 1.15,
+    ``utils/fsdp_utils.py`` (``fsdp2_prepare_model``); torch 2.13, ``fsdp/_flat_param.py`` (``_validate_tensors_to_flatten``);
+    transformers 5.17, ``modeling_utils.py`` (``get_init_context``), ``quantizers/quantizer_bnb_4bit.py``
+    (``update_device_map``).
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.parameters import Parameters
+from zeroplan.core.quantization import Quantization
+from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.workload import Workload
+
+
+def unmeasured(workload: Workload, engine: str) -> tuple[Unmodelled, ...]:
+    """Return that no GPU has measured a quantised base under the engine; nothing without one."""
+    if workload.quantize is None:
+        return ()
+    return (Unmodelled("--quantize", Effect.MORE, f"no GPU has measured a quantised base under {engine}"),)
+
+
+def stored(parameters: Parameters, workload: Workload) -> Parameters:
+    """Return the parameters as an engine that shards sees them: quantised weights in the shape in which they are stored."""
+    if workload.quantize is None or not parameters.packed:
+        return parameters
+    return parameters.stored(workload.quantize.stored_shape)
+
+
+def require_stored(workload: Workload, engine: str) -> None:
+    """Refuse a quantised base in a format, or beside an arithmetic, in which the engine does not shard it.
+
+    Raises:
+        BadInput: int8, whose layers keep the whole weight beside the parameter, or fp32, which no 4-bit column is kept in.
+    """
+    if workload.quantize is Quantization.INT8:
+        raise BadInput(
+            f"{engine} cannot shard int8 weights, of which each layer keeps the whole beside its parameter",
+            where="--quantize",
+            remedy="use nf4, or --engine ddp",
+        )
+    if workload.quantize is not None and workload.dtype.bytes != 2:
+        raise BadInput(
+            f"a quantised base is sharded in 16 bits, not in {workload.dtype}", where="--dtype", remedy="use --dtype bf16"
+        )

@@ -9,7 +9,6 @@ from typing import Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.engines.registry import find_engine
 from zeroplan.models import catalog
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.planner.fit import ACTIVATIONS
@@ -55,7 +54,7 @@ METHODS = (
 )
 #: By model, whether adapters are trained, and the base's format.
 Known = dict[tuple[str, bool, str | None], Memory]
-#: The engine of a quantised base, where the asked one models none.
+#: The engine of a quantised base.
 _QUANTIZED_ENGINE = "ddp"
 
 
@@ -127,9 +126,8 @@ def _largest(
 
 
 def engine_of(method: Method, request: Request) -> str:
-    """Return the engine that trains by the method: the one asked for, unless it models no quantised base."""
-    fits = method.quantize is None or find_engine(request.engine).quantized_bases
-    return request.engine if fits else _QUANTIZED_ENGINE
+    """Return the engine that trains by the method: the one asked for, or the one whose quantised bases a GPU has measured."""
+    return request.engine if method.quantize is None else _QUANTIZED_ENGINE
 
 
 def _resolved(

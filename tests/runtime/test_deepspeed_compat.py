@@ -282,8 +282,11 @@ from deepspeed.runtime.zero.offload_config import OffloadDeviceEnum
 import deepspeed.comm as dist
 from deepspeed.comm import all_reduce
 from deepspeed.ops.sparse_attention import FixedSparsityConfig, SparseAttentionUtils, SparseSelfAttention
+from deepspeed.ops.transformer import DeepSpeedTransformerConfig, DeepSpeedTransformerLayer
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 assert SparseSelfAttention(FixedSparsityConfig(2), max_seq_length=64).get_layout(64).shape == (2, 4, 4)
+layer = DeepSpeedTransformerLayer(DeepSpeedTransformerConfig(2, 16, -1, 2, 0.1, 0.1, 1, 0.02))
+assert layer(torch.ones(2, 5, 16), torch.zeros(2, 1, 1, 5)).shape == (2, 5, 16)
 torch.manual_seed(0)
 model = torch.nn.Linear(3, 1)
 data = torch.utils.data.TensorDataset(torch.randn(11, 3), torch.randn(11, 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
@@ -27,12 +28,13 @@ def spec_from_module(module: Any, *, name: str | None = None) -> ModelSpec:
     config = _config_of(module)
     model_type = config.get("model_type")
     kind = type(module).__name__
-    return ModelSpec(
-        name or str(config.get("_name_or_path") or kind)[:200],
-        units_from_module(module),
-        "module",
-        model_type if isinstance(model_type, str) else "",
-        config,
+    spec = ModelSpec(name or str(config.get("_name_or_path") or kind)[:200], units_from_module(module), "module")
+    if spec.has_fused_layers:
+        return spec  # its config would be traced with other layers
+    return replace(
+        spec,
+        model_type=model_type if isinstance(model_type, str) else "",
+        config=config,
         auto_class=_auto_class(kind, str(model_type)),
     )
 

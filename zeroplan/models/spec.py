@@ -16,6 +16,9 @@ from typing import Any
 
 from zeroplan.core.parameters import Parameters
 
+#: The parameter of DeepSpeed's transformer layer that holds the weights of query, key and value.
+FUSED_WEIGHT = "attn_qkvw"
+
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
@@ -152,6 +155,12 @@ class ModelSpec:
     def trainable(self) -> int:
         """Elements of the parameters that receive a gradient."""
         return sum(t.numel * u.count for u in self.units for t in u.tensors if t.tied_to is None and t.trainable)
+
+    @cached_property
+    def has_fused_layers(self) -> bool:
+        """Whether a module has layers that are not its config's: DeepSpeed's transformer layer, or ours in its place."""
+        names = (tensor.name for unit in self.units for tensor in unit.tensors) if self.source == "module" else ()
+        return any(name.rpartition(".")[2] == FUSED_WEIGHT for name in names)
 
     @property
     def frozen(self) -> int:

@@ -48,6 +48,8 @@ _SOURCES: Mapping[str, Sequence[Any]] = {
     "deepspeed.ops.aio": (ops,),
     "deepspeed.ops.op_builder": (ops,),
     "deepspeed.ops.sparse_attention": ("zeroplan_runtime.sparse_attention",),
+    "deepspeed.ops.transformer": ("zeroplan_runtime.transformer",),
+    "deepspeed.ops.transformer.transformer": ("zeroplan_runtime.transformer",),
     "deepspeed.runtime": (),
     "deepspeed.runtime.config": (config,),
     "deepspeed.runtime.constants": (config,),

@@ -1,0 +1,160 @@
+"""The layer in BERT and RoBERTa of transformers: their weights are copied in, and out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroplan.core.errors import BadInput
+from zeroplan_runtime.transformer.config import DeepSpeedTransformerConfig
+from zeroplan_runtime.transformer.layer import DeepSpeedTransformerLayer
+
+_WHERE = "use_transformer_layer"
+#: transformers' layers that compute what this one does, by module.
+_KNOWN = {
+    "transformers.models.bert.modeling_bert": "BertLayer",
+    "transformers.models.roberta.modeling_roberta": "RobertaLayer",
+    "transformers.models.xlm_roberta.modeling_xlm_roberta": "XLMRobertaLayer",
+}
+#: torch's name of each activation of transformers that is a GELU.
+_GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+#: Arguments that follow from the model.
+_OF_MODEL = frozenset(
+    ("hidden_size", "intermediate_size", "heads", "num_hidden_layers", "layer_norm_eps", "pre_layer_norm", "return_tuple")
+)
+
+
+def use_transformer_layer(model: nn.Module, **options: Any) -> Callable[[], None]:
+    """Gives BERT and RoBERTa of transformers in `model` fused layers, with the weights of their own.
+
+    Call it before the model goes to an engine or an optimizer: parameters are others. A checkpoint has the layers' names; for
+    one of transformers' call what is returned, which gives the model its own layers with the weights as they are then.
+
+    Args:
+        model: holds one or more models of transformers.
+        **options: arguments of :class:`DeepSpeedTransformerConfig` that do not follow from the model, such as
+            ``normalize_invertible``, ``gelu_checkpoint`` and ``attn_dropout_checkpoint``. Dropout ratios are the model's where
+            they are not given.
+
+    Returns:
+        A function that gives the model its own layers again.
+
+    Raises:
+        BadInput: for a model without such layers, one that is a decoder, another activation than GELU, and options that the
+            config does not have or that follow from the model.
+    """
+    found = [(parent, name, layer) for parent in model.modules() for name, layer in parent.named_children() if _is_known(layer)]
+    if not found:
+        known = ", ".join(sorted(_KNOWN.values()))
+        raise BadInput(
+            f"{type(model).__name__} has none of the layers {known}", where=_WHERE, remedy="use it for BERT or RoBERTa"
+        )
+    made = [(parent, name, layer, _fused(layer, len(found), options)) for parent, name, layer in found]
+    for parent, name, _, fused in made:
+        parent.add_module(name, fused)
+
+    def restore() -> None:
+        for parent, name, layer, fused in made:
+            _copy(layer, fused, out=True)
+            parent.add_module(name, layer.train(fused.training))
+
+    return restore
+
+
+def _is_known(module: nn.Module) -> bool:
+    kind = type(module)
+    return _KNOWN.get(kind.__module__) == kind.__name__
+
+
+def _fused(layer: Any, layers: int, options: dict[str, Any]) -> DeepSpeedTransformerLayer:
+    """A fused layer with this layer's weights."""
+    for name in sorted(_OF_MODEL & options.keys()):
+        raise BadInput("it follows from the model", where=f"{_WHERE}: {name}", remedy="leave it out")
+    config = layer.attention.self.config
+    if layer.is_decoder:
+        raise BadInput("a decoder is not supported", where=_WHERE, remedy="use a model with is_decoder false")
+    if config.hidden_act not in _GELUS:
+        known = ", ".join(sorted(_GELUS))
+        raise BadInput(f"hidden_act {config.hidden_act!r} is not one of {known}", where=_WHERE, remedy="use a model with GELU")
+    given = {
+        "attn_dropout_ratio": layer.attention.self.dropout.p,
+        "hidden_dropout_ratio": layer.output.dropout.p,
+        "initializer_range": config.initializer_range,
+        "gelu_approximate": _GELUS[config.hidden_act],
+        "training": layer.training,
+        **options,
+    }
+    wanted = DeepSpeedTransformerConfig.from_dict(
+        {
+            **given,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "heads": config.num_attention_heads,
+            "num_hidden_layers": layers,
+            "layer_norm_eps": config.layer_norm_eps,
+            "pre_layer_norm": False,
+        }
+    )
+    weight = layer.attention.self.query.weight
+    with torch.device(weight.device):
+        fused: DeepSpeedTransformerLayer = _class_for(type(layer))(wanted)
+    fused = fused.to(weight.dtype)
+    _copy(layer, fused, out=False)
+    return fused
+
+
+@cache
+def _class_for(own: type[nn.Module]) -> type[DeepSpeedTransformerLayer]:
+    """The layer as a class of transformers', which gives it gradient checkpointing and lets hidden states be recorded."""
+
+    class Fused(DeepSpeedTransformerLayer, own):  # type: ignore[misc, valid-type]
+        def forward(
+            self,
+            hidden_states: torch.Tensor,
+            attention_mask: torch.Tensor | None = None,
+            encoder_hidden_states: torch.Tensor | None = None,
+            encoder_attention_mask: torch.Tensor | None = None,
+            past_key_values: Any = None,
+            **others: Any,
+        ) -> Any:
+            """Returns the output, given what transformers' encoders give their layers."""
+            return DeepSpeedTransformerLayer.forward(
+                self,
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states=encoder_hidden_states,
+                encoder_attention_mask=encoder_attention_mask,
+                past_key_value=past_key_values,
+            )
+
+    Fused.__name__ = Fused.__qualname__ = f"Fused{own.__name__}"
+    return Fused
+
+
+@torch.no_grad()
+def _copy(layer: Any, fused: DeepSpeedTransformerLayer, *, out: bool) -> None:
+    """Copies the weights of a layer into the fused one, or `out` of it."""
+    attention = layer.attention.self
+    projections = (attention.query, attention.key, attention.value)
+    pairs = [
+        (fused.attn_qkvw.chunk(3), [each.weight for each in projections]),
+        (fused.attn_qkvb.chunk(3), [each.bias for each in projections]),
+    ]
+    for weight, bias, module in (
+        (fused.attn_ow, fused.attn_ob, layer.attention.output.dense),
+        (fused.attn_nw, fused.attn_nb, layer.attention.output.LayerNorm),
+        (fused.inter_w, fused.inter_b, layer.intermediate.dense),
+        (fused.output_w, fused.output_b, layer.output.dense),
+        (fused.norm_w, fused.norm_b, layer.output.LayerNorm),
+    ):
+        pairs.append(([weight, bias], [module.weight, module.bias]))
+    for inside, outside in pairs:
+        for one, other in zip(inside, outside, strict=True):
+            if out:
+                other.data = one.detach().clone()  # on the device and in the dtype where the fused layer has gone
+            else:
+                one.copy_(other)

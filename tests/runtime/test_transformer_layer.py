@@ -175,6 +175,22 @@ def test_what_is_kept_is_the_formula(pre: bool, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("pre", [False, True])
+def test_a_gradient_need_not_lie_in_order(pre: bool) -> None:
+    """A sum's is one number, expanded; a transposed product's has other strides."""
+    hidden, seen = batch()
+    layer = layer_of(pre_layer_norm=pre)
+    weights = torch.randn(HIDDEN, TOKENS, SAMPLES, generator=torch.Generator().manual_seed(2))
+    for loss in (lambda out: out.sum(), lambda out: (out.permute(2, 1, 0) * weights.to(out.dtype)).sum()):
+        found, expected = (
+            torch.autograd.grad(loss(out), [hidden, *layer.parameters()])
+            for out in (layer(hidden, seen), reference(layer, hidden, seen, None))
+        )
+        scale = max(float(each.norm()) for each in expected)
+        for one, other in zip(found, expected, strict=True):  # post-LN, a sum's gradient is nearly nothing
+            assert float((one.double() - other.double()).norm()) < 2e-5 * scale
+
+
+@pytest.mark.parametrize("pre", [False, True])
 def test_without_dropout_nothing_is_drawn_and_nothing_kept_for_it(pre: bool) -> None:
     hidden, seen = batch()
     layer = layer_of(pre_layer_norm=pre)

@@ -103,7 +103,7 @@ class Projections(Function):
         """Returns the gradients of the hidden states, of weight and bias, and of the norm."""
         rows, weight, norm_weight, norm_shift, rstd, hidden, mean = ctx.saved_tensors
         columns = rows.shape[1]
-        residual = _rows(grads[3])
+        residual = _rows(grads[3].contiguous())
         grad_weight, grad_bias = torch.empty_like(weight), weight.new_empty(3 * columns)
         grad_rows = residual if norm_weight is None else None
         for i, grad in enumerate(grads[:3]):
@@ -201,16 +201,17 @@ class OutputAndFeedForward(Function):
         seed, last_out = rest
         flags: LayerFlags = ctx.flags
         drops = flags.dropout(seed, 0), flags.dropout(seed, 1)
-        grad = _rows(grad)
+        grad = _rows(grad.contiguous())
         of_norm: tuple[torch.Tensor | None, ...] = (None, None)
         if norm_weight is None:
             grad_sum = grad
             grad_product, grad_output_bias = kernels.add_backward(grad, drops[1])
         else:
             saved, shift = (last_sum, None) if last_out is None else (_rows(last_out), norm_shift)
-            grad_sum, *of_norm, grad_product, grad_output_bias = kernels.norm_backward(
+            grad_sum, *norms, grad_product, grad_output_bias = kernels.norm_backward(
                 grad, saved, last_mean, last_rstd, norm_weight, shift, dropout=drops[1]
             )
+            of_norm = tuple(norms)
         if active is None:
             active = kernels.bias_gelu(inner, inter_bias, flags.approximate)
         grad_output_weight = torch.mm(grad_product.t(), active)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -101,13 +101,14 @@ class DeepSpeedTransformerLayer(nn.Module):
         self,
         hidden_states: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        head_mask: None = None,
-        layer_head_mask: None = None,
-        encoder_hidden_states: None = None,
-        encoder_attention_mask: None = None,
-        past_key_value: None = None,
+        head_mask: torch.Tensor | None = None,
+        layer_head_mask: torch.Tensor | None = None,
+        encoder_hidden_states: torch.Tensor | None = None,
+        encoder_attention_mask: torch.Tensor | None = None,
+        past_key_value: Any = None,
         output_attentions: bool = False,
-        grads: None = None,
+        grads: Any = None,
+        **others: Any,
     ) -> torch.Tensor | tuple[torch.Tensor]:
         """Returns the output [samples, tokens, hidden]; a tuple of it with ``return_tuple``.
 
@@ -122,6 +123,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             past_key_value: not supported.
             output_attentions: not supported.
             grads: not supported: read ``.grad``.
+            **others: what transformers' encoders tell their layers beside these; of it a cache is refused.
 
         Raises:
             BadInput: for what is not supported, and hidden states of another width or in another dtype.
@@ -132,6 +134,7 @@ class DeepSpeedTransformerLayer(nn.Module):
             ("encoder_hidden_states", encoder_hidden_states),
             ("encoder_attention_mask", encoder_attention_mask),
             ("past_key_value", past_key_value),
+            ("past_key_values", others.get("past_key_values")),
             ("output_attentions", output_attentions or None),
             ("grads", grads),
         ):

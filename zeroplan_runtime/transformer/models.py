@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ _KNOWN = {
 }
 #: torch's name of each activation of transformers that is a GELU.
 _GELUS = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
+#: The classes that have been made, by name.
+_CLASSES: dict[str, type[DeepSpeedTransformerLayer]] = {}
 #: Arguments that follow from the model.
 _OF_MODEL = frozenset(
     ("hidden_size", "intermediate_size", "heads", "num_hidden_layers", "layer_norm_eps", "pre_layer_norm", "return_tuple")
@@ -99,40 +100,21 @@ def _fused(layer: Any, layers: int, options: dict[str, Any]) -> DeepSpeedTransfo
             "pre_layer_norm": False,
         }
     )
+    own: type[nn.Module] = type(layer)
     weight = layer.attention.self.query.weight
     with torch.device(weight.device):
-        fused: DeepSpeedTransformerLayer = _class_for(type(layer))(wanted)
+        fused: DeepSpeedTransformerLayer = _class_for(own)(wanted)
     fused = fused.to(weight.dtype)
     _copy(layer, fused, out=False)
     return fused
 
 
-@cache
 def _class_for(own: type[nn.Module]) -> type[DeepSpeedTransformerLayer]:
     """The layer as a class of transformers', which gives it gradient checkpointing and lets hidden states be recorded."""
-
-    class Fused(DeepSpeedTransformerLayer, own):  # type: ignore[misc, valid-type]
-        def forward(
-            self,
-            hidden_states: torch.Tensor,
-            attention_mask: torch.Tensor | None = None,
-            encoder_hidden_states: torch.Tensor | None = None,
-            encoder_attention_mask: torch.Tensor | None = None,
-            past_key_values: Any = None,
-            **others: Any,
-        ) -> Any:
-            """Returns the output, given what transformers' encoders give their layers."""
-            return DeepSpeedTransformerLayer.forward(
-                self,
-                hidden_states,
-                attention_mask,
-                encoder_hidden_states=encoder_hidden_states,
-                encoder_attention_mask=encoder_attention_mask,
-                past_key_value=past_key_values,
-            )
-
-    Fused.__name__ = Fused.__qualname__ = f"Fused{own.__name__}"
-    return Fused
+    name = f"Fused{own.__name__}"
+    if name not in _CLASSES:
+        _CLASSES[name] = type(name, (DeepSpeedTransformerLayer, own), {})
+    return _CLASSES[name]
 
 
 @torch.no_grad()
@@ -140,7 +122,7 @@ def _copy(layer: Any, fused: DeepSpeedTransformerLayer, *, out: bool) -> None:
     """Copies the weights of a layer into the fused one, or `out` of it."""
     attention = layer.attention.self
     projections = (attention.query, attention.key, attention.value)
-    pairs = [
+    pairs: list[tuple[Sequence[torch.Tensor], Sequence[Any]]] = [
         (fused.attn_qkvw.chunk(3), [each.weight for each in projections]),
         (fused.attn_qkvb.chunk(3), [each.bias for each in projections]),
     ]

@@ -65,7 +65,7 @@ def _prepare(spec: Spec, model: Any) -> Any:
         from peft import LoraConfig, get_peft_model
 
         lora = LoraConfig(r=spec.lora_rank, lora_alpha=32, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
-        if spec.quantize is not None:
+        if spec.quantize is not None and spec.engine in ("ddp", "deepspeed"):  # FSDP shards one dtype beside the adapters
             from peft import prepare_model_for_kbit_training
 
             how = {"use_gradient_checkpointing": spec.checkpointing, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
@@ -84,7 +84,9 @@ def _deepspeed(spec: Spec, probe: Probe, device: torch.device) -> Trained:
 
     deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo")
     config, dtype = spec.ds_config(), DTYPES[spec.dtype]
-    if spec.stage == 3:
+    if spec.quantize is not None:
+        model = _quantized(spec, device)
+    elif spec.stage == 3:
         # zero.Init replaces torch.tensor, whose signature dynamo checks when first imported.
         import_module("torch._dynamo")
 
@@ -120,8 +122,11 @@ def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     _init_process_group(device, host=spec.offload)
-    with torch.device("meta"):
-        model = _prepare(spec, _from_config(spec, torch.float32))
+    if spec.quantize is not None:
+        model = _prepare(spec, _quantized(spec, device))
+    else:
+        with torch.device("meta"):
+            model = _prepare(spec, _from_config(spec, torch.float32))
     if spec.fp8 is not None:
         _convert(model, spec.fp8)
     options: dict[str, Any] = {
@@ -135,6 +140,8 @@ def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
         if type(module).__name__.endswith(_BLOCKS):
             fully_shard(module, **options)
     fully_shard(model, **options)
+    if spec.quantize is not None:
+        return _torch_loop(spec, probe, device, model)
     model.to_empty(device="cpu" if spec.offload else device)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -150,7 +157,7 @@ def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     _init_process_group(device)
-    model = _prepare(spec, _from_config(spec, torch.float32))
+    model = _prepare(spec, _from_config(spec, torch.float32) if spec.quantize is None else _quantized(spec, device))
     blocks = {type(module) for module in model.modules() if type(module).__name__.endswith(_BLOCKS)}
     dtype = DTYPES[spec.dtype]
     policy: Any = ModuleWrapPolicy(blocks)
@@ -171,7 +178,10 @@ def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
 
 
 def _quantized(spec: Spec, device: torch.device) -> Any:
-    """A bf16 model whose linear layers, but for the head, are kept in 4 or 8 bits, as transformers loads one."""
+    """A bf16 model whose linear layers, but for the head, are kept in 4 or 8 bits, as transformers loads one.
+
+    What is sharded stores its 4 bits in the run's dtype (``bnb_4bit_quant_storage``).
+    """
     import bitsandbytes
     from transformers.initialization import no_init_weights
 
@@ -180,6 +190,7 @@ def _quantized(spec: Spec, device: torch.device) -> Any:
     head = model.get_output_embeddings()
     levels, _, single = str(spec.quantize).partition("-")
     eight = spec.quantize == "int8"
+    storage = torch.uint8 if spec.engine == "ddp" else DTYPES[spec.dtype]
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is not torch.nn.Linear or child is head:
@@ -190,10 +201,9 @@ def _quantized(spec: Spec, device: torch.device) -> Any:
                 made = bitsandbytes.nn.Linear8bitLt(*shape, has_fp16_weights=False, threshold=6.0, device="meta")
                 kept = bitsandbytes.nn.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
             else:
-                made = bitsandbytes.nn.Linear4bit(*shape, DTYPES[spec.dtype], quant_type=levels, device="meta")
-                kept = bitsandbytes.nn.Params4bit(
-                    weight, requires_grad=False, quant_type=levels, compress_statistics=not single
-                )
+                stored = {"quant_type": levels, "compress_statistics": not single, "quant_storage": storage}
+                made = bitsandbytes.nn.Linear4bit(*shape, DTYPES[spec.dtype], device="meta", **stored)
+                kept = bitsandbytes.nn.Params4bit(weight, requires_grad=False, module=made, **stored)
             made.weight = kept.to(device)
             made.bias = child.bias
             setattr(module, name, made)

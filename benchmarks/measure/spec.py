@@ -48,7 +48,7 @@ class Spec:
     task: str | None = None  # another head than the config's
     images: int = 0  # of each sample, for vision-language models
     image_size: int | None = None  # pixels of a side; None: the config's
-    quantize: str | None = None  # ddp: a quantised base: nf4, fp4, nf4-single, fp4-single or int8
+    quantize: str | None = None  # a quantised base: nf4, fp4, nf4-single, fp4-single; under ddp int8 too
     target_len: int | None = None  # of an encoder-decoder, where it is not seq_len
     save: str | None = None  # after the steps, by a loop's own calls: sharded or full; two more steps follow
     fp8: str | None = None  # fsdp2, ddp: a recipe of torchao, over the layers that accelerate picks

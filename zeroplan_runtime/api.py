@@ -63,7 +63,7 @@ def initialize(
             :func:`zeroplan_runtime.units.find_blocks`.
         group: the process group of the ranks that share the model; all ranks by default.
         mesh: in place of `group`, all ranks by what they share. Its dimensions are named ``dp`` (or ``dp_shard``), ``cp``,
-            ``tp`` and ``pp``; see Note [Mesh] in :mod:`zeroplan_runtime.mesh`.
+            ``ep``, ``tp`` and ``pp``; see Note [Mesh] in :mod:`zeroplan_runtime.mesh`.
         device: this rank's device; by default CUDA device ``LOCAL_RANK``, or the CPU without a GPU.
 
     Returns:

@@ -90,12 +90,18 @@ class Communicator:
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Fills `whole` [ranks × n] with every rank's `shard` [n], which may be this rank's part of `whole`."""
+        if self.world_size == 1:
+            _copy(whole, shard)
+            return
         self._count(shard, self.world_size - 1)
         with self.naming_lost_ranks("gather"), _let_go(whole, shard):
             _all_gather(whole, shard, group=self.group)
 
     def reduce_scatter(self, shard: torch.Tensor, whole: torch.Tensor) -> None:
         """Writes this rank's part of the mean of `whole` [ranks × n] to `shard` [n], which may be that part of `whole`."""
+        if self.world_size == 1:
+            _copy(shard, whole)
+            return
         self._count(shard, self.world_size - 1)
         with self.naming_lost_ranks("reduce"), _let_go(shard, whole):
             _reduce_scatter(shard, whole, op=dist.ReduceOp.AVG, group=self.group)
@@ -119,6 +125,8 @@ class Communicator:
         self._all_reduce(values, dist.ReduceOp.MAX)
 
     def _all_reduce(self, values: torch.Tensor, operation: Any) -> None:
+        if self.world_size == 1:
+            return
         self._count(values, 2 * (self.world_size - 1) / self.world_size)
         with self.naming_lost_ranks("reduce"), _let_go(values):
             dist.all_reduce(values, op=operation, group=self.group)
@@ -157,6 +165,11 @@ class Communicator:
         if self.world_size > 1:
             with self.naming_lost_ranks("meet"):
                 dist.barrier(self.group)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import UnitKind
 from zeroplan.core.layout_setup import require_exchange
-from zeroplan.core.one_bit import NOT_SPLIT
 from zeroplan.core.optimizers import STATELESS
 from zeroplan.core.zero_config import OffloadOptimizer
 from zeroplan.ds_config.rules_runtime import require_offloadable
@@ -54,7 +53,7 @@ from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.pytree import cast_tensors
 from zeroplan_runtime.quantize_training import require_quantisable
-from zeroplan_runtime.replicas import Replicas, require_distributed
+from zeroplan_runtime.replicas import Replicas, is_shared_by, require_distributed, require_divisible
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.shared_memory import require_own_memory, warn_of_aliases
 from zeroplan_runtime.state_dict_hooks import StateDictHooks
@@ -121,22 +120,17 @@ class Engine(EngineGetters, EngineCheckpoints):
             optimizer=optimizer.row_with_states.name if optimizer is not None else STATELESS,
             grad_accum=config.grad_accum,
             quantize_training=config.quantize_training if optimizer is not None else None,
+            ep=ranks.degrees.get("ep", 1),
         )
         if setup.quantize_training is not None:
             require_quantisable(setup, ranks)
-        if setup.takes_norms and ranks.tp is not None:
-            raise BadInput(
-                "it steps by the norms of whole tensors, of which ranks of tp have parts",
-                where=f"optimizer {setup.optimizer}",
-                remedy="use AdamW, or a mesh without tp",
-            )
-        if setup.compresses and ranks.model:
-            raise BadInput(NOT_SPLIT.what, where=f"optimizer {setup.optimizer}", remedy=NOT_SPLIT.remedy)
+        require_divisible(setup, ranks.degrees)
         self.arena = Arena(device)
         dtype = DTYPES[config.dtype]
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
             cast_floating(model, dtype)
-        units = find_units(model, groups, policy=policy, wide_numel=config.runtime_options.wide_numel)
+        shared = is_shared_by(ranks.mesh["ep"]) if ranks.ep is not None and ranks.mesh is not None else None
+        units = find_units(model, groups, policy=policy, wide_numel=config.runtime_options.wide_numel, experts=shared)
         files = make_nvme_offload(zero, in_memory=config.runtime_options.nvme_in_memory)
         self.model_states = ModelStates(units, setup, ranks, self.arena, files)
         for module in model.modules():

@@ -52,12 +52,16 @@ def attach_gradient_hooks(schedule: Schedule, *, direct: bool = True) -> Callabl
     if direct:
         for unit in schedule.model_states.units:
             for module in unit.module.modules():
-                if is_plain_linear(module) and id(module.weight) in places and "forward" not in vars(module):
-                    target = GradientTarget(schedule, places[id(module.weight)], module.weight, module.bias)
-                    vars(module)["_gradient_target"] = target
-                    # One function, or graphs could not serve several blocks.
-                    module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
-                    changed.append(module)
+                if not is_plain_linear(module) or id(module.weight) not in places or "forward" in vars(module):
+                    continue
+                place = places[id(module.weight)]
+                if schedule.model_states.grad_scale(place[0]) != 1.0:
+                    continue
+                target = GradientTarget(schedule, place, module.weight, module.bias)
+                vars(module)["_gradient_target"] = target
+                # One function, or graphs could not serve several blocks.
+                module.forward = MethodType(_forward, module)  # type: ignore[method-assign]
+                changed.append(module)
 
     def detach() -> None:
         for handle in handles:

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from zeroplan.core.layout import UnitKind
+from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.streams import Event, Stream
@@ -102,7 +102,8 @@ class GradientReduction:
         assert unit.grad_full is not None
         self.wait()
         if self.setup.shards_states:  # only this rank's shard is averaged
-            mean = unit.grad * self.comm.world_size
+            assert unit.trainable is not None
+            mean = unit.grad * unit.trainable.layout.ranks
             unit.grad_full.zero_()
             unit.grad.copy_(mean)
         unit.grad_received = bytearray([RECEIVED_NOW]) * len(unit.grad_received)  # also what other ranks received
@@ -120,10 +121,13 @@ class GradientReduction:
         self.acquire(unit)
         if grad.is_sparse:
             grad = grad.to_dense()
+        view, scale = unit.grad_views[position], self.model_states.grad_scale(unit)
         if unit.grad_received[position]:
-            unit.grad_views[position].add_(grad)
+            view.add_(grad, alpha=scale)
+        elif scale != 1.0:
+            torch.mul(grad, scale, out=view)
         else:
-            unit.grad_views[position].copy_(grad)
+            view.copy_(grad)
         unit.grad_received[position] = RECEIVED_NOW
 
     def reduce(self, unit: UnitState, *, last: bool = False) -> None:
@@ -150,7 +154,7 @@ class GradientReduction:
         if self.keeps_own:
             return
         staging = self.model_states.staging
-        if staging is not None and not staging.is_allocated and unit.layout.shape.kind is not UnitKind.BLOCK:
+        if staging is not None and not staging.is_allocated and not unit.layout.shape.in_ring:
             staging.alloc()
         done = self.reduce_stream
         self.comm.record_collective(2 * unit.index + 1)
@@ -178,7 +182,7 @@ class GradientReduction:
         if self.comm.world_size > 1:
             arrived = self.model_states.local_shard(unit.grad_full, unit.trainable.layout)
             with self.reduce_stream.as_current():
-                self.comm.reduce_scatter(arrived, unit.grad_full)
+                self.model_states.comm_of(unit.trainable.layout).reduce_scatter(arrived, unit.grad_full)
         measure = partial(self.measure, unit) if self.measure is not None else None
         return self.host.offload_grad(
             unit.offloaded, arrived, self.reduce_stream, boundary=self.boundary, last=last, measure=measure
@@ -187,39 +191,42 @@ class GradientReduction:
     def _reduce_on_device(self, unit: UnitState) -> None:
         assert unit.grad is not None
         assert unit.grad_full is not None
+        assert unit.trainable is not None
+        comm = self.model_states.comm_of(unit.trainable.layout)
         if not self.setup.shards_grads:
             if self.setup.shards_states:
-                self.comm.reduce_scatter(unit.grad, unit.grad_full)
+                comm.reduce_scatter(unit.grad, unit.grad_full)
             else:
-                self.comm.all_reduce_mean(unit.grad_full)
+                comm.all_reduce_mean(unit.grad_full)
             unit.averaged = True
-        elif self.model_states.staging is None or unit.layout.shape.kind is UnitKind.BLOCK:
-            self._reduce_scatter(unit, unit.grad_full, unit.grad)
+        elif self.model_states.staging is None or unit.layout.shape.in_ring:
+            self._reduce_scatter(comm, unit, unit.grad_full, unit.grad)
         else:
             # Part by part of every rank's shard, cast in the staging buffer: see Note [Layout] in core/layout.
-            count, staging, piece = self.comm.world_size, self.model_states.staging.tensor, self.model_states.layout.piece
+            count, staging, piece = comm.world_size, self.model_states.staging.tensor, self.model_states.layout.piece
             shards = unit.grad_full.view(count, -1)
             for begin in range(0, shards.shape[1], piece):
                 part = shards[:, begin : begin + piece]
                 whole = staging[: part.numel()]
                 whole.view(count, -1).copy_(part)
-                self._reduce_scatter(unit, whole, unit.grad[begin : begin + piece])
+                self._reduce_scatter(comm, unit, whole, unit.grad[begin : begin + piece])
         unit.accumulated = True
 
-    def _reduce_scatter(self, unit: UnitState, whole: torch.Tensor, share: torch.Tensor) -> None:
+    def _reduce_scatter(self, comm: Communicator, unit: UnitState, whole: torch.Tensor, share: torch.Tensor) -> None:
         """Reduce-scatters `whole` and adds this rank's part of the mean to `share`, or copies it there if it is the first.
 
         Args:
+            comm: the ranks that hold other shards.
             unit: the unit; tells whether earlier micro batches are in `share`.
             whole: [ranks × n] elements; overwritten where the dtypes differ or `share` holds a sum.
             share: [n] elements of this rank's gradients.
         """
         if not unit.accumulated and share.dtype == whole.dtype:
-            self.comm.reduce_scatter(share, whole)
+            comm.reduce_scatter(share, whole)
             return
-        first = self.comm.rank * share.numel()
+        first = comm.rank * share.numel()
         arrived = whole[first : first + share.numel()]  # in place: the collective sends this part before it writes it
-        self.comm.reduce_scatter(arrived, whole)
+        comm.reduce_scatter(arrived, whole)
         if unit.accumulated:
             share.add_(arrived)
         else:

@@ -119,8 +119,8 @@ def make_layer_drop(
     """
     if rule is None:
         return None
-    if ranks.model:
-        names = ", ".join(ranks.model)
+    if ranks.degrees:
+        names = ", ".join(ranks.degrees)
         raise BadInput(f"it is not supported with {names}", where=LAYER_DROP, remedy="use a mesh of dp and cp")
     blocks = find_blocks(model)
     if len(blocks) < 2 or len({name.rpartition(".")[0] for name in blocks}) > 1 or len(set(map(type, blocks.values()))) > 1:

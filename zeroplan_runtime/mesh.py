@@ -7,6 +7,11 @@ Note [Mesh]
     collectives of ``tp`` and ``pp`` are torch's own (``parallelize_module``, ``torch.distributed.pipelining``); the engine adds
     the gradients' sum of squares over them, so that norm, clip factor and skipped steps are the whole model's.
 
+    ``ep`` is a data dimension, too: its ranks see other samples, and ZeRO shards over them what they have alike. Of experts,
+    which they divide, each shards its part over the ranks that have the same, those of the other data dimensions. The exchange
+    of tokens is :mod:`zeroplan_runtime.expert_parallel`'s. The loss is the mean over all these ranks, and an expert's gradient
+    is that of the tokens of its ``ep`` ranks; so it is divided by their number (:meth:`ModelStates.grad_scale`).
+
     What several ranks of ``tp`` hold alike (norms, the biases of row-wise layers) gets equal gradients on all of them, if the
     layers around it are parallelized as torch means them to be. :mod:`zeroplan_runtime.replicas` checks it.
 """
@@ -27,7 +32,7 @@ from zeroplan_runtime.comm import Communicator
 SAMPLES = ("dp", "dp_shard")
 #: Dimensions that divide the model.
 MODEL = ("pp", "tp")
-_KNOWN = (*SAMPLES, "cp", *MODEL)
+_KNOWN = (*SAMPLES, "cp", "ep", *MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,9 @@ class MeshRanks:
 
     Attributes:
         world: all ranks of the run.
-        shard: the ranks that hold the same part of the model, over which ZeRO shards.
+        shard: the ranks that hold the same part of the model but for experts, over which ZeRO shards.
+        experts: those of them that also hold the same experts.
+        ep: those of them that share the experts; None where there is one.
         samples: the number of ranks, of one model replica each, that see different samples.
         sample: this rank's place among them.
         model: by dimension, the ranks that hold other parts; dimensions of one rank are left out.
@@ -51,12 +58,14 @@ class MeshRanks:
     model: Mapping[str, Communicator] = field(default_factory=dict)
     coordinate: Mapping[str, int] = field(default_factory=dict)
     mesh: DeviceMesh | None = None
+    experts: Communicator = field(default_factory=Communicator.alone)
+    ep: Communicator | None = None
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None) -> MeshRanks:
         """The ranks of data parallelism alone."""
         comm = Communicator(group)
-        return cls(comm, comm, comm.world_size, comm.rank)
+        return cls(comm, comm, comm.world_size, comm.rank, experts=comm)
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh) -> MeshRanks:
@@ -74,15 +83,23 @@ class MeshRanks:
         data = tuple(name for name in sizes if name not in MODEL)
         samples = next((name for name in data if name in SAMPLES), None)
         shard = Communicator(_group(mesh, data)) if data else Communicator.alone()
+        ep, experts = None, shard
+        if (shared := sizes.get("ep", 1)) > 1:
+            _require_alone(sizes)
+            ep, beside = Communicator(mesh.get_group("ep")), tuple(name for name in data if name != "ep")
+            wide = any(sizes[name] > 1 for name in beside)
+            experts = Communicator(_group(mesh, beside)) if wide else Communicator.alone()
         model = {name: Communicator(mesh.get_group(name)) for name in MODEL if sizes.get(name, 1) > 1}
         return cls(
             world,
             shard,
-            sizes[samples] if samples else 1,
-            place[samples] if samples else 0,
+            (sizes[samples] if samples else 1) * shared,
+            (place[samples] if samples else 0) * shared + place.get("ep", 0),
             model,
             {name: place[name] for name in model},
             mesh,
+            experts,
+            ep,
         )
 
     @property
@@ -106,9 +123,15 @@ class MeshRanks:
         return ".".join(f"{name}{place}" for name, place in self.coordinate.items()) + "/" if self.coordinate else ""
 
     @property
+    def expert_part(self) -> str:
+        """The name of the part that this rank has of what is shared by experts."""
+        return f"ep{self.ep.rank}/" if self.ep is not None else self.part
+
+    @property
     def degrees(self) -> dict[str, int]:
-        """The sizes of the dimensions that divide the model."""
-        return {name: comm.world_size for name, comm in self.model.items()}
+        """The sizes of the dimensions that divide the model or its experts."""
+        shared = {"ep": self.ep.world_size} if self.ep is not None else {}
+        return {name: comm.world_size for name, comm in self.model.items()} | shared
 
     @property
     def leads_stage(self) -> bool:
@@ -141,9 +164,7 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
             continue
         if name == "dp_replicate" and size > 1:
             what, remedy = "replicas of the shards (dp_replicate) are not supported", "shard over all data-parallel ranks"
-        elif name == "ep" and size > 1:
-            what, remedy = "expert parallelism (ep) is not supported", "keep all experts on each rank"
-        elif name in ("dp_replicate", "ep"):
+        elif name == "dp_replicate":
             continue
         else:
             what, remedy = f"dimension {name!r} is unknown", f"name it one of {known}"
@@ -151,6 +172,17 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     if all(name in sizes for name in SAMPLES):
         raise BadInput("it has dp and dp_shard", where="mesh", remedy="give one of the two")
     return sizes
+
+
+def _require_alone(sizes: dict[str, int]) -> None:
+    """Refuses dimensions beside ``ep`` and those of samples.
+
+    Raises:
+        BadInput: naming the first.
+    """
+    for name in ("cp", *MODEL):
+        if sizes.get(name, 1) > 1:
+            raise BadInput(f"ep and {name} together are not supported", where="mesh", remedy="leave one of them out")
 
 
 def _group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup:

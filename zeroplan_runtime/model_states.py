@@ -17,15 +17,17 @@ Note [Places]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import torch
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, plan_layout, runtime_buffers
+from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, UnitKind, plan_layout, runtime_buffers
 from zeroplan.core.layout_setup import RuntimeSetup as Setup
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan_runtime.arena import Arena
+from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.kernels import map_words
 from zeroplan_runtime.local_tensors import local_of, put_values
 from zeroplan_runtime.mesh import MeshRanks
@@ -51,6 +53,8 @@ class ModelStates:
         make_nvme: makes the swap files once the layout is known; None where there are none.
 
     Attributes:
+        units: all units, a block's experts behind it.
+        leaders: those that the order of a step is made of: all but the experts, which follow their block.
         comm: those of them that hold the same part of the model, over which it is sharded.
         scalars: fp32, the step's scalars (see ``kernels.SQUARES`` and the following names).
         squares: fp32 [units], the sum of squares of each unit's gradients.
@@ -99,6 +103,10 @@ class ModelStates:
             workspace = carved.get((Buffer.PARAM_TEMP, "quantize_training"))
             if workspace is not None:
                 self.quantiser = WeightQuantiser(setup.quantize_training, self.units, workspace)
+        for block, experts in pairwise(self.units):
+            if experts.layout.shape.kind is UnitKind.EXPERTS:
+                block.experts = experts
+        self.leaders = [unit for unit in self.units if unit.layout.shape.kind is not UnitKind.EXPERTS]
         for state in self.units:
             if state.layout.grad_slot is not None:
                 state.grad_slot = self.grad_slots[state.layout.grad_slot]
@@ -260,15 +268,29 @@ class ModelStates:
             if unit.exchanged is not None:
                 unit.exchanged.forget_errors()
 
+    def comm_of(self, flat: Flat) -> Communicator:
+        """Returns the ranks over which `flat` is sharded: those that hold the same part of the model, or the same experts."""
+        return self.comm if flat.ranks == self.comm.world_size else self.ranks.experts
+
+    def grad_scale(self, unit: UnitState) -> float:
+        """Returns the factor on each gradient of `unit`: see Note [Mesh] in mesh."""
+        return 1 / self.setup.ep if unit.layout.shape.kind is UnitKind.EXPERTS else 1.0
+
+    def part_of(self, unit: UnitState) -> str:
+        """Returns the name of the part that this rank's shard group has of the parameters of `unit`; see :class:`MeshRanks`."""
+        return self.ranks.expert_part if unit.layout.shape.kind is UnitKind.EXPERTS else self.ranks.part
+
     def local_shard(self, full: torch.Tensor, flat: Flat) -> torch.Tensor:
         """Returns this rank's shard of `full`, an unsharded flat."""
-        return full[self.comm.rank * flat.shard : (self.comm.rank + 1) * flat.shard]
+        rank = self.comm_of(flat).rank
+        return full[rank * flat.shard : (rank + 1) * flat.shard]
 
     def owned_range(self, flat: Flat) -> tuple[int, int]:
         """Returns ``(start, end)``, in elements, of the part of a trainable flat that this rank's optimizer owns."""
         if not self.setup.shards_states:
             return 0, flat.full
-        return self.comm.rank * flat.shard, (self.comm.rank + 1) * flat.shard
+        rank = self.comm_of(flat).rank
+        return rank * flat.shard, (rank + 1) * flat.shard
 
     @torch.no_grad()
     def _init_params(self, unit: UnitState) -> None:
@@ -285,9 +307,10 @@ class ModelStates:
                 if not param.is_floating_point():
                     raise BadInput(f"parameter {name!r} has dtype {param.dtype}, which cannot be cast", where="model")
                 value = local_of(param).detach().to(self.arena.device)
-                if self.comm.world_size > 1:
+                comm = self.comm_of(flat.layout)
+                if comm.world_size > 1:
                     value = value.contiguous()
-                    self.comm.broadcast(value)
+                    comm.broadcast(value)
                 view.copy_(value)
                 if flat is unit.trainable and master is not None and master is not flat.shard:
                     self.fill_shard(master, flat.layout, i, value)

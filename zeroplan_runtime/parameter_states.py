@@ -166,8 +166,9 @@ class ParameterStates:
         if not self._states.setup.shards_states:
             begin, numel = flat.layout.offsets[position], flat.layout.numels[position]
             return unit, flat, begin, begin + numel, 0
-        start, end = flat.layout.overlap(position, self._states.comm.rank)
-        base = flat.layout.offsets[position] - self._states.comm.rank * flat.layout.shard
+        rank = self._states.comm_of(flat.layout).rank
+        start, end = flat.layout.overlap(position, rank)
+        base = flat.layout.offsets[position] - rank * flat.layout.shard
         return (unit, flat, base + start, base + end, start) if start < end else (unit, flat, 0, 0, 0)
 
     def _buffer(self, key: str) -> Buffer:
@@ -219,11 +220,11 @@ class ParameterStates:
         return _Blocks(self._states.state_slice(unit, buffer, part), scales, (kept.first, kept.second)[which])
 
     def _gather(self, param: nn.Parameter, part: torch.Tensor) -> torch.Tensor:
-        _, _, begin, end, first = self._part(param)
+        _, flat, begin, end, first = self._part(param)
         whole = torch.zeros(local_of(param).numel(), dtype=torch.float32, device=self._engine.device)
         whole[first : first + end - begin].copy_(part)
-        if self._states.setup.shards_states and self._states.comm.world_size > 1:
-            self._states.comm.all_reduce_sum(whole)
+        if self._states.setup.shards_states:
+            self._states.comm_of(flat.layout).all_reduce_sum(whole)
         return whole.view(local_of(param).shape)
 
     def _is_unreduced(self, unit: UnitState) -> bool:

@@ -89,7 +89,8 @@ def write_value(engine: EngineParts, param: nn.Parameter, value: torch.Tensor) -
 
 def _fill(engine: EngineParts, shard: torch.Tensor, flat: FlatParam, position: int, value: torch.Tensor) -> None:
     """Copies this rank's part of `value` to its shard, of a trained or a frozen flat."""
-    start, end = flat.layout.overlap(position, engine.comm.rank)
-    first = flat.layout.offsets[position] - engine.comm.rank * flat.layout.shard
+    rank = engine.model_states.comm_of(flat.layout).rank
+    start, end = flat.layout.overlap(position, rank)
+    first = flat.layout.offsets[position] - rank * flat.layout.shard
     if start < end:
         shard[first + start : first + end].copy_(value.reshape(-1)[start:end])

@@ -27,11 +27,11 @@ def require_quantisable(setup: RuntimeSetup, ranks: MeshRanks) -> None:
     """Refuses what has no masters on the device, and ranks that hold parts of a weight.
 
     Raises:
-        BadInput: as :func:`zeroplan.core.layout_setup.require_masters`, and for meshes with tp or pp.
+        BadInput: as :func:`zeroplan.core.layout_setup.require_masters`, and for meshes with tp, pp or ep.
     """
     require_masters(setup.param_dtype, setup.stage, setup.offload_optimizer)
-    if ranks.model:
-        names = ", ".join(ranks.model)
+    if ranks.degrees:
+        names = ", ".join(ranks.degrees)
         raise BadInput(f"it is not supported with {names}", where=QUANTIZE_TRAINING, remedy="use a mesh of dp and cp")
 
 

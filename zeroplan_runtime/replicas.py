@@ -8,14 +8,19 @@ in the first forward and gradients in the first step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import align
+from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.one_bit import NOT_EXPERTS, NOT_SPLIT
+from zeroplan.core.zero_config import OffloadDevice
 from zeroplan_runtime.gradient_reduction import GradientReduction
 from zeroplan_runtime.local_tensors import is_distributed, is_split, local_of, placed_plainly
 from zeroplan_runtime.mesh import MeshRanks
@@ -29,7 +34,7 @@ TOLERANCE = 1e-2
 
 
 def require_distributed(model: nn.Module, ranks: MeshRanks) -> None:
-    """Checks that what is distributed in `model` is so over the mesh's tensor-parallel ranks.
+    """Checks that what is distributed in `model` is so over the mesh's tensor-parallel ranks, or over those that share experts.
 
     Raises:
         BadInput: with the name of a parameter or buffer, and for models that transformers has split.
@@ -41,31 +46,63 @@ def require_distributed(model: nn.Module, ranks: MeshRanks) -> None:
             where="model",
             remedy="load it without tp_plan, and split it by torch's parallelize_module",
         )
-    tp = ranks.mesh["tp"] if ranks.mesh is not None and "tp" in (ranks.mesh.mesh_dim_names or ()) else None
+    names = (ranks.mesh.mesh_dim_names or ()) if ranks.mesh is not None else ()
+    tp, ep = (ranks.mesh[name] if ranks.mesh is not None and name in names else None for name in ("tp", "ep"))
+    if ranks.ep is not None and not any(is_distributed(one) and one.device_mesh == ep for one in model.parameters()):
+        raise BadInput(
+            "no experts are distributed over mesh['ep']",
+            where="model",
+            remedy="call zeroplan_runtime.share_experts(model, mesh['ep']) before, or leave ep out of the mesh",
+        )
     for name, param in model.named_parameters():
         if not is_distributed(param):
             continue
-        if tp is None or param.device_mesh != tp:
+        if param.device_mesh not in [one for one in (tp, ep) if one is not None]:
             raise BadInput(
                 f"{name!r} is distributed over {param.device_mesh}",
                 where="model",
-                remedy="distribute it over mesh['tp'], and leave sharding over data-parallel ranks to the engine",
+                remedy="distribute it over mesh['tp'], or experts over mesh['ep'], and leave other sharding to the engine",
             )
-        if not placed_plainly(param):
+        if not placed_plainly(param) or (param.device_mesh == ep and param.placements != (Shard(0),)):
             raise BadInput(
                 f"{name!r} is placed as {param.placements}",
                 where="model",
-                remedy="use torch's parallel styles, which place parameters as Shard or Replicate",
+                remedy="use torch's parallel styles, which place parameters as Shard or Replicate, and Shard(0) for experts",
             )
         if not local_of(param).numel():
             raise BadInput(
-                f"{name!r}, of shape {tuple(param.shape)}, leaves nothing for rank {ranks.coordinate.get('tp', 0)} of tp",
+                f"{name!r}, of shape {tuple(param.shape)}, leaves nothing for rank {param.device_mesh.get_local_rank()}",
                 where="model",
-                remedy="leave it whole, or use fewer tensor-parallel ranks",
+                remedy="leave it whole, or use fewer of these ranks",
             )
     for name, buffer in model.named_buffers():
         if is_distributed(buffer):
             raise BadInput(f"buffer {name!r} is a DTensor", where="model", remedy="keep buffers whole on every rank")
+
+
+def is_shared_by(ep: DeviceMesh) -> Callable[[torch.Tensor], bool]:
+    """Returns a function that tells whether a parameter is one of experts that the ranks of `ep` share."""
+    return lambda param: is_distributed(param) and param.device_mesh == ep
+
+
+def require_divisible(setup: RuntimeSetup, degrees: Mapping[str, int]) -> None:
+    """Refuses what is not done by ranks that hold parts of the model: `degrees`, by dimension of the mesh.
+
+    Raises:
+        BadInput: optimizers that step by whole tensors' norms or exchange signs, and with experts states in files.
+    """
+    where, divided = f"optimizer {setup.optimizer}", next((name for name in ("tp", "ep") if name in degrees), None)
+    if setup.takes_norms and divided is not None:
+        raise BadInput(
+            f"it steps by the norms of whole tensors, of which ranks of {divided} have parts",
+            where=where,
+            remedy=f"use AdamW, or a mesh without {divided}",
+        )
+    if setup.compresses and degrees:
+        refusal = NOT_EXPERTS if "ep" in degrees else NOT_SPLIT
+        raise BadInput(refusal.what, where=where, remedy=refusal.remedy)
+    if setup.ep > 1 and OffloadDevice.NVME in (setup.offload_optimizer, setup.offload_param):
+        raise BadInput("files are not supported with ep", where="device nvme", remedy="use cpu, or a mesh without ep")
 
 
 def replicated_runs(model_states: ModelStates, unit: UnitState) -> list[tuple[int, int]]:

@@ -91,7 +91,7 @@ class Schedule:
         self._grad_enabled = False  # in this forward, so a backward is expected
         self._current: UnitState | None = None
         units = model_states.units
-        self._execution_order = ExecutionOrder(units)
+        self._execution_order = ExecutionOrder(model_states.leaders)
         self._last: UnitState | None = None
         for unit in units:
             unit.updated.record(self.compute_stream)  # ModelStates filled the shards on this stream
@@ -105,7 +105,7 @@ class Schedule:
         renews = self.setup.shards_params or model_states.quantiser is not None
         self.hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or renews
         if self.hooked:
-            for unit in units:
+            for unit in model_states.leaders:
                 self._hook(unit)
 
     def _hook(self, unit: UnitState) -> None:
@@ -148,21 +148,26 @@ class Schedule:
             if not self._in_backward:
                 self._follow(unit)
             return
-        self._in_forward.add(unit)
+        self._in_forward.update(unit.parts)
         if self._in_backward:  # gradient checkpointing recomputes the unit
             self.pre_backward(unit, recompute=True)
             return
         self._record_progress("forward", unit)
+        for part in unit.parts:
+            self._enter(part)
+            if self.aliases is not None:
+                self.aliases.begin_forward(part)
+            part.forward_count += 1
+        self._follow(unit)
+        self._prefetch_unshard(self._execution_order.after_in_forward(unit))
+
+    def _enter(self, unit: UnitState) -> None:
+        """Makes the parameters of `unit` ready for its forward or its backward, in a slot of its own."""
         self.unshard(unit)
         unit.param_slot.ready.wait(self.compute_stream)
         if not self.keeps_guard:
             self.guard.open(unit)
-        if self.aliases is not None:
-            self.aliases.begin_forward(unit)
         unit.param_slot.in_use = not unit.is_root
-        self._follow(unit)
-        unit.forward_count += 1
-        self._prefetch_unshard(self._execution_order.after_in_forward(unit))
 
     def _follow(self, unit: UnitState) -> None:
         """Notes the unit that the forward has reached."""
@@ -173,19 +178,20 @@ class Schedule:
     def _post_forward(self, unit: UnitState, _module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         if unit in self._execution_order.left_out:
             return
-        self._in_forward.discard(unit)
+        self._in_forward.difference_update(unit.parts)
         if torch.is_grad_enabled():
             self._watch_outputs(unit, (args, kwargs), output)
         if self._in_backward:
             return
-        if self.setup.shards_params:
-            if self.keep_writes is not None:
-                self.keep_writes(unit)
-            if not unit.is_root:
-                self.guard.guard_outputs(unit, output)
-            if self.aliases is not None:
-                self.aliases.end_forward(unit, guarded=self.keeps_guard)
-        self._reshard(unit)
+        for part in unit.parts:
+            if self.setup.shards_params:
+                if self.keep_writes is not None:
+                    self.keep_writes(part)
+                if not unit.is_root:
+                    self.guard.guard_outputs(part, output)
+                if self.aliases is not None:
+                    self.aliases.end_forward(part, guarded=self.keeps_guard)
+            self._reshard(part)
         if not unit.is_root:  # the root's forward ends after all others
             self._unshard_deferred(self._execution_order.after_in_forward(unit))
         if self.grads.slots_are_due and unit.layout.shape.kind is not UnitKind.WIDE:
@@ -263,23 +269,20 @@ class Schedule:
         if unit.layout.param_place is Place.PINNED:
             shard = flat.part
             shard.copy_(flat.shard, non_blocking=True)
-        if self.comm.world_size > 1 and self.setup.shards_states:
-            self.comm.all_gather(flat.full, shard)
+        if self.setup.shards_states:
+            self.model_states.comm_of(flat.layout).all_gather(flat.full, shard)
 
     def _prefetch_unshard(self, unit: UnitState | None) -> None:
         """Unshards `unit` ahead of its use, unless the host would wait for it: see Note [Host waits]."""
-        if (
-            unit is not None
-            and _can_use_slot(unit)
-            and not _has_pending_update(unit)
-            and (self._in_backward or not unit.in_files)
-        ):
-            self.unshard(unit)
+        for part in unit.parts if unit is not None else ():
+            if _can_use_slot(part) and not _has_pending_update(part) and (self._in_backward or not part.in_files):
+                self.unshard(part)
 
     def _unshard_deferred(self, unit: UnitState | None) -> None:
         """Unshards a unit that the host must wait for; called when the previous unit has been launched."""
-        if unit is not None and _can_use_slot(unit) and (_has_pending_update(unit) or unit.in_files):
-            self.unshard(unit)
+        for part in unit.parts if unit is not None else ():
+            if _can_use_slot(part) and (_has_pending_update(part) or part.in_files):
+                self.unshard(part)
 
     def _read_ahead(self) -> None:
         """Queues the reads of the parameters in files that the next forward needs first."""
@@ -307,7 +310,7 @@ class Schedule:
         if not self.hooked:
             return
         if not self.setup.shards_params:
-            for unit in self.model_states.units:
+            for unit in self.model_states.leaders:
                 self._prefetch_unshard(unit)
             if self.has_aliases:
                 self.wait_for_unshard()
@@ -317,6 +320,7 @@ class Schedule:
         upcoming: UnitState | None = self.model_states.units[0]
         while upcoming is not None and upcoming.param_slot.name not in taken and not _has_pending_update(upcoming):
             self.unshard(upcoming)
+            self._prefetch_unshard(upcoming)  # the experts beside it
             taken.add(upcoming.param_slot.name)
             upcoming = self._execution_order.after_in_forward(upcoming)
 
@@ -342,9 +346,10 @@ class Schedule:
         if self._reads_on == stream:
             return
         for unit in self._execution_order.of_forward():  # as ranks would that do not read
-            if not self.setup.shards_params:
-                self.unshard(unit)
-            unit.param_slot.ready.wait(self.compute_stream)
+            for part in unit.parts:
+                if not self.setup.shards_params:
+                    self.unshard(part)
+                part.param_slot.ready.wait(self.compute_stream)
         self._reads_on = stream
 
     def before_read(self, unit: UnitState, name: str) -> None:
@@ -407,11 +412,12 @@ class Schedule:
                     where="stage 3",
                     remedy="take create_graph=True back, or use stage 2",
                 )
-            self.unshard(unit)
-            unit.param_slot.ready.wait(self.compute_stream)
-            if unit.guarded:
-                self.guard.open(unit)
-                torch.autograd.Variable._execution_engine.queue_callback(partial(self.guard.close, unit))
+            for part in unit.parts:
+                self.unshard(part)
+                part.param_slot.ready.wait(self.compute_stream)
+                if part.guarded:
+                    self.guard.open(part)
+                    torch.autograd.Variable._execution_engine.queue_callback(partial(self.guard.close, part))
 
     def pre_backward(self, unit: UnitState, *, recompute: bool = False) -> None:
         """Starts the backward of `unit` and ends that of the unit before it: see Note [Backward of a unit].
@@ -431,18 +437,16 @@ class Schedule:
         if before is not None:
             self._post_backward(before)
         if unit.gathers_in_backward or recompute:
-            self.unshard(unit)
-            unit.param_slot.ready.wait(self.compute_stream)
-            if not self.keeps_guard:
-                self.guard.open(unit)
-            unit.param_slot.in_use = not unit.is_root
+            for part in unit.parts:
+                self._enter(part)
         following = self._execution_order.after_in_backward(unit)
         if following is not None and following.gathers_in_backward:
             self._prefetch_unshard(following)
 
     def _post_backward(self, unit: UnitState) -> None:
-        self._reshard(unit)
-        self.grads.post_backward(unit)
+        for part in unit.parts:
+            self._reshard(part)
+            self.grads.post_backward(part)
 
     def root_post_backward(self) -> None:
         """Ends a micro batch's backward: reduces the gradients that have not been reduced."""

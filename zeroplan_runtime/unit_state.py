@@ -148,6 +148,7 @@ class UnitState:
         offloaded: the host's side of the unit, where its optimizer is offloaded.
         exchanged: what its momentum is exchanged with; None unless the optimizer compresses.
         lamb_workspace: memory for LAMB's tables of tensors and norms.
+        experts: the unit of the module's experts, where ranks share them: Note [Experts] in core/layout.
     """
 
     index: int
@@ -177,6 +178,12 @@ class UnitState:
     optim_states: dict[Buffer, torch.Tensor] = field(default_factory=dict)
     lamb_workspace: torch.Tensor | None = None
     exchanged: ExchangedMomentum | None = None
+    experts: UnitState | None = None
+
+    @property
+    def parts(self) -> tuple[UnitState, ...]:
+        """This unit and that of its module's experts: what is gathered and resharded around the module's forward."""
+        return (self,) if self.experts is None else (self, self.experts)
 
     @property
     def name(self) -> str:

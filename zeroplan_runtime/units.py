@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import WIDE_NUMEL, ParamShape, UnitKind, UnitShape
+from zeroplan.core.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape
 from zeroplan_runtime.local_tensors import local_of
 
 Policy = Callable[[str, nn.Module], bool]
@@ -75,6 +75,7 @@ def find_units(
     *,
     policy: Policy | None = None,
     wide_numel: int = WIDE_NUMEL,
+    experts: Callable[[nn.Parameter], bool] | None = None,
 ) -> list[Unit]:
     """Divides the model's parameters into units, each parameter in exactly one.
 
@@ -82,10 +83,15 @@ def find_units(
         model: the whole model.
         groups: the optimizer group of each trainable parameter, by the parameter's ``id``; 0 where absent.
         policy: which modules are blocks; see :func:`find_blocks`.
+        experts: whether a parameter is one of experts that ranks share; None where they share none.
         wide_numel: embeddings and linear layers outside the blocks with at least this many elements become units.
 
     Returns:
-        The units: the root first, which has all other parameters, then the others in the order of definition.
+        The units: the root first, which has all other parameters, then the others in the order of definition, a block's
+        experts behind it.
+
+    Raises:
+        BadInput: for shared experts outside the blocks.
     """
     groups = groups or {}
     names: dict[int, str] = {}
@@ -117,12 +123,20 @@ def find_units(
     units = []
     for home in order:
         kind, module = homes[home] if home else (UnitKind.ROOT, model)
-        if members[home]:
-            shapes = tuple(
-                ParamShape(names[k], local_of(params[k]).numel(), params[k].requires_grad, groups.get(k, 0))
-                for k in members[home]
+        shared = [key for key in members[home] if experts is not None and experts(params[key])]
+        own = [key for key in members[home] if key not in shared]
+        if shared and (kind is not UnitKind.BLOCK or not own):
+            raise BadInput(
+                f"{names[shared[0]]!r} is one of experts that ranks share, and in no block with other parameters",
+                where="policy",
+                remedy="give a policy that takes the blocks around the experts",
             )
-            units.append(Unit(UnitShape(home or "root", kind, shapes), module, tuple(params[k] for k in members[home])))
+        for name, what, keys in ((home or "root", kind, own), (f"{home}{EXPERTS_SUFFIX}", UnitKind.EXPERTS, shared)):
+            if keys:
+                shapes = tuple(
+                    ParamShape(names[k], local_of(params[k]).numel(), params[k].requires_grad, groups.get(k, 0)) for k in keys
+                )
+                units.append(Unit(UnitShape(name, what, shapes), module, tuple(params[k] for k in keys)))
     return units
 
 

@@ -1,14 +1,7 @@
-"""The experts of one expert-parallel rank, whose router spreads tokens evenly, as programs that measure force it.
-
-Note [Forced balance]
-    An untrained router sends each rank another number of tokens at each step. A measurement that can be held against a plan
-    wants the plan's case, so each token takes the experts that follow one another: all experts get as many tokens. The
-    router itself runs, and its weights and their gradients are kept. torchtitan has the same as ``moe_force_load_balance``.
-"""
+"""The experts of one expert-parallel rank, whose router spreads tokens evenly, as programs that measure force it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,12 +11,14 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from zeroplan.engines.runtime.trainer_mesh import balance
 from zeroplan.trace.expert_parallel import share_experts
+from zeroplan_runtime.expert_parallel import grouped_experts
 from zeroplan_runtime.units import find_blocks
 
 
 def share_balanced(model: nn.Module, mesh: DeviceMesh, device: torch.device, *, fake: bool) -> list[nn.Module]:
-    """Leave this rank's experts in a model, with a forced balance. Returns the modules of experts. See Note [Forced balance].
+    """Leave this rank's experts in a model, with a forced balance. Returns the modules of experts.
 
     Args:
         model: a model of transformers with experts, on the meta device.
@@ -32,25 +27,11 @@ def share_balanced(model: nn.Module, mesh: DeviceMesh, device: torch.device, *, 
         fake: whether the other ranks are fake. These then have as many tokens for each expert as this one.
     """
     share_experts(model, mesh.get_group())
-    found = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "down_proj")]
-    for module in found:
-        module.forward = _balanced(module.forward, module.num_experts, device)  # type: ignore[arg-type]
+    balance(model, device)
     if fake:
         told = mock.patch.object(collectives, "all_to_all_single", lambda tensor, *_: tensor.clone())
         told.start()
-    return found
-
-
-def _balanced(forward: Callable[..., torch.Tensor], experts: int, device: torch.device) -> Callable[..., torch.Tensor]:
-    kept: dict[torch.Size, torch.Tensor] = {}
-
-    def balanced(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        shape = top_k_index.shape
-        if shape not in kept:
-            kept[shape] = (torch.arange(shape.numel(), device=device) % experts).view(shape)
-        return forward(hidden_states, kept[shape], top_k_weights)
-
-    return balanced
+    return grouped_experts(model)
 
 
 def shard_blocks(model: nn.Module, experts: list[nn.Module], options: dict[str, Any], expert_mesh: DeviceMesh) -> None:

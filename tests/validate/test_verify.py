@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import ROOT
+from tests.core.test_expert_parallel import CONFIG as MIXTURE
 from tests.patience import PATIENCE
 from tests.validate.small import CONFIG
 from tests.validate.test_compare import measured, planned, result
@@ -52,6 +53,22 @@ def test_the_built_in_set_is_exact_at_every_stage(cli: Cli) -> None:
     text = drift_text(drift)
     assert "8 of 8 as planned: owned buffers equal" in text
     assert "unattributed" in text
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
+def test_ranks_that_share_experts_are_as_planned() -> None:
+    model = {**MIXTURE, "moe_intermediate_size": 64, "vocab_size": 4096}  # the peak is beside the logits, on a CPU, too
+    drift = verify(model, ep=2, gpus=2, stage=3, micro_batch=2, seq_len=64, steps=2, progress=lambda _: None)
+    one = drift.comparisons[0]
+    assert drift.within, one.verdict
+    assert one.measurement.owned
+    assert sum(row.judged == "exact" for row in one.rows) >= 6
+
+
+def test_only_degrees_that_an_engine_is_run_with_are_taken() -> None:
+    with pytest.raises(BadInput, match="verify does not run fsdp2 with ep"):
+        verify(MIXTURE, ep=2, gpus=2, stage=3, engine="fsdp2", seq_len=64)
 
 
 def test_outside_the_tolerance_exits_with_3(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,11 @@ Note [Layout]
 
     One rank alone has nothing to shard: whole and shard are the same bytes at every stage.
 
+Note [Experts]
+    Where ranks share experts, a block's experts are a unit beside the block's: their flats are sharded over the ranks that
+    hold the same experts, by collectives of their own. They are gathered, reduced and updated with the block, and take turns
+    in a ring of their own. Also where one rank alone holds them they pass through it, as a cast or a copy.
+
 Note [Lifetimes]
     Parameters, masters and states stand from the initialisation on. Gradients come and go, so that none lies beside the
     logits, where a step's memory peaks. What the optimizer reads (a unit's shard, or its whole gradients where they are kept)
@@ -98,11 +103,16 @@ LEAST_MOVED_BYTES = 512
 SWAP_SLOTS = 3
 
 
+#: What the name of a block's unit of experts ends with.
+EXPERTS_SUFFIX = ".experts"
+
+
 class UnitKind(StrEnum):
     """Kinds of units; the kind decides which slots a unit uses."""
 
     BLOCK = "block"  # takes turns in the ring
     WIDE = "wide"  # a large embedding or head; all of them share one slot
+    EXPERTS = "experts"  # a block's experts that ranks share; take turns in a ring of their own: Note [Experts]
     ROOT = "root"  # everything else; gathered from the forward's begin to the backward's end
 
 
@@ -123,6 +133,11 @@ class UnitShape:
     name: str
     kind: UnitKind
     params: tuple[ParamShape, ...]
+
+    @property
+    def in_ring(self) -> bool:
+        """Whether it takes turns with others of its kind, so that gradients in its slot are in the reduction's dtype."""
+        return self.kind in (UnitKind.BLOCK, UnitKind.EXPERTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,9 +242,9 @@ class Layout:
         """Elements of each slot for whole gradients."""
         return _slot_sizes((u.grad_slot, u.trainable.full) for u in self.units if u.trainable)
 
-    def grad_slot_dtype(self, kind: UnitKind) -> DType:
-        """Return the dtype that whole gradients have in the slot of a unit of this kind."""
-        return self.setup.reduce_dtype if kind is UnitKind.BLOCK else self.setup.wide_grad_dtype
+    def grad_slot_dtype(self, shape: UnitShape) -> DType:
+        """Return the dtype that whole gradients have in the slot of a unit."""
+        return self.setup.reduce_dtype if shape.in_ring else self.setup.wide_grad_dtype
 
     @cached_property
     def piece(self) -> int:
@@ -237,7 +252,7 @@ class Layout:
         shards = [
             u.trainable.shard
             for u in self.units
-            if u.trainable and u.grad_slot and self.grad_slot_dtype(u.shape.kind) is not self.setup.reduce_dtype
+            if u.trainable and u.grad_slot and self.grad_slot_dtype(u.shape) is not self.setup.reduce_dtype
         ]
         return min(max(shards, default=0), align(STAGING_NUMEL // self.setup.ranks))
 
@@ -346,14 +361,17 @@ def flat_of(shape: UnitShape, ranks: int, *, trainable: bool, to: int = ALIGN) -
 def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
     """Flats, shards and slots for `shapes`, which stand in the order of the forward."""
     units, turn = [], 0
-    flats = [flat_of(shape, setup.ranks, trainable=True, to=max(ALIGN, setup.block)) for shape in shapes]
-    fixed = [flat_of(shape, setup.ranks, trainable=False) for shape in shapes]
+    ranks = [setup.expert_ranks if shape.kind is UnitKind.EXPERTS else setup.ranks for shape in shapes]
+    flats = [flat_of(s, n, trainable=True, to=max(ALIGN, setup.block)) for s, n in zip(shapes, ranks, strict=True)]
+    fixed = [flat_of(shape, n, trainable=False) for shape, n in zip(shapes, ranks, strict=True)]
     places = _optimizer_places([flat.used if flat else 0 for flat in flats], setup)
     rests = _param_places([sum(flat.shard for flat in pair if flat) for pair in zip(flats, fixed, strict=True)], setup)
     for shape, trainable, frozen, place, rest in zip(shapes, flats, fixed, places, rests, strict=True):
         slot = str(shape.kind)
         if shape.kind is UnitKind.BLOCK:
             slot, turn = f"ring.{turn % setup.block_slots}", turn + 1
+        elif shape.kind is UnitKind.EXPERTS:  # it follows its block
+            slot = f"experts.{(turn - 1) % setup.block_slots}"
         units.append(
             UnitLayout(
                 shape,
@@ -473,7 +491,7 @@ def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
     else:
         whole = setup.whole_grad_dtype
         rows = [OwnedBuffer(setup.kept_grad, name, flat.full, whole, phases=kept) for name, flat in stay]
-    dtypes = {u.grad_slot: layout.grad_slot_dtype(u.shape.kind) for u in layout.units}
+    dtypes = {u.grad_slot: layout.grad_slot_dtype(u.shape) for u in layout.units}
     rows += [OwnedBuffer(Buffer.GRAD_FULL, slot, numel, dtypes[slot], phases=passing) for slot, numel in slots]
     if layout.piece:
         staging = layout.piece * setup.ranks

@@ -35,9 +35,11 @@ class RuntimeSetup:
     `optimizer` is one of :data:`~zeroplan.core.optimizers.RUNTIME_NAMES`.
     `params_in_host` are the elements of parameters in files that stay in host memory.
     `quantize_training` rounds the unsharded weights.
+    `ep` of the `ranks` share a block's experts: an expert's parameters have :attr:`expert_ranks`.
     """
 
     ranks: int = 1
+    ep: int = 1
     stage: int = 0
     param_dtype: DType = DType.BF16
     reduce_dtype: DType = DType.BF16
@@ -60,8 +62,15 @@ class RuntimeSetup:
             raise BadInput(f"stage {self.stage} does not exist", remedy="use 0, 1, 2 or 3")
         if self.ranks < 1 or self.grad_accum < 1 or self.block_slots < 2:
             raise BadInput(f"ranks {self.ranks}, accumulation {self.grad_accum} and ring {self.block_slots} are too small")
+        if self.ranks % self.ep:
+            raise BadInput(f"ep {self.ep} does not divide the {self.ranks} data-parallel ranks")
         if self.optimizer not in RUNTIME_NAMES:
             raise BadInput(f"unknown optimizer {self.optimizer!r}", remedy=f"use one of {', '.join(RUNTIME_NAMES)}")
+
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks that hold the same experts."""
+        return self.ranks // self.ep
 
     @property
     def states(self) -> tuple[Buffer, ...]:

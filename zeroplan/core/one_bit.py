@@ -45,6 +45,11 @@ NO_LOCAL_STEPS = OneBitRefusal(
 NOT_SPLIT = OneBitRefusal(
     "1-bit optimizers would round what ranks of tp or pp hold alike in different ways", "use AdamW, or data parallelism alone"
 )
+#: Why shared experts are refused.
+NOT_EXPERTS = OneBitRefusal(
+    "1-bit optimizers exchange momentum over all data-parallel ranks, and those of ep have other experts",
+    "use AdamW, or leave ep at 1",
+)
 
 
 def scales_of(shard: int) -> int:

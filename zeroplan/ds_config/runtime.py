@@ -18,6 +18,7 @@ def runtime_setup(
     optimizer: str,
     grad_accum: int,
     quantize_training: QuantizeTraining | None = None,
+    ep: int = 1,
 ) -> RuntimeSetup:
     """Return what decides the runtime's own buffers beside the shapes.
 
@@ -32,6 +33,7 @@ def runtime_setup(
         optimizer: by the name of its row of states.
         grad_accum: micro batches a step.
         quantize_training: the section of that name; None without it.
+        ep: those of them that share a block's experts.
 
     Raises:
         BadInput: a stage that does not exist, counts below their least, or an optimizer that the runtime does not have.
@@ -40,6 +42,7 @@ def runtime_setup(
     states, params = zero.offload_optimizer, zero.offload_param
     return RuntimeSetup(
         ranks=ranks,
+        ep=ep,
         stage=zero.stage,
         param_dtype=dtype,
         reduce_dtype=reduce,

@@ -110,6 +110,7 @@ class Engine(ABC):
         tensors_from_operators: whether torch's operators return every tensor that the engine makes, so that ``verify`` can
             count them on a CPU.
         binds_device: whether ranks join NCCL bound to their GPU, which makes the communicator at once.
+        verified_degrees: those of a layout that ``verify`` runs the engine with, beside data parallelism.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
         quantized_bases: whether adapters beside a quantised base are modelled.
         evaluates: whether an evaluation between steps and micro batches of other lengths are modelled.
@@ -142,6 +143,7 @@ class Engine(ABC):
     tensors_from_operators: ClassVar[bool] = True
     binds_device: ClassVar[bool] = True
     takes_modules: ClassVar[bool] = False
+    verified_degrees: ClassVar[tuple[str, ...]] = ()
     casts_modules: ClassVar[bool] = False
     quantized_bases: ClassVar[bool] = False
     whole_vocabulary: ClassVar[bool] = False

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 
 if TYPE_CHECKING:
     import torch
@@ -67,6 +68,8 @@ class TrainingRun:
         make_model: makes the model.
         prepare: adds adapters and checkpointing to the model, and returns it.
         loss_of: the loss in what the model's forward returned.
+        layout: how the ranks divide the work; data parallelism alone but for engines that run others
+            (:attr:`~zeroplan.engines.base.Engine.verified_degrees`).
     """
 
     stage: int
@@ -80,6 +83,7 @@ class TrainingRun:
     make_model: ModelMaker
     prepare: Callable[[Any], Any]
     loss_of: Callable[[Any], torch.Tensor]
+    layout: ParallelLayout
 
 
 @dataclass(frozen=True, slots=True)

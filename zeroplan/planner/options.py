@@ -104,6 +104,7 @@ class VerifyOptions(RunOptions, total=False):
     ds_config: str | Path | dict[str, Any] | None
     gradient_checkpointing: bool
     compile: str | None
+    ep: int
     files: Sequence[Any]
     program: str | None
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_class_of
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import engine_path
 
@@ -31,6 +32,8 @@ class VerifyJob:
         compiled: how the blocks are compiled (:class:`zeroplan.core.workload.Compilation`); None where they are not.
         steps: optimizer steps.
         timeout: seconds without progress after which a rank gives up.
+        ranks: the ranks of the run.
+        ep: those of them that share the experts of a layer.
         live: the user's own module in place of `model`. It is handed to other processes in a file.
     """
 
@@ -53,8 +56,15 @@ class VerifyJob:
     labelled_share: float | None = None
     target_len: int | None = None
     compiled: str | None = None
+    ranks: int = 1
+    ep: int = 1
     ds_config: dict[str, Any] = field(default_factory=dict)
     live: LiveModule | None = None
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """How the ranks divide the work."""
+        return ParallelLayout(self.ranks, ep=self.ep)
 
     @property
     def swap_folders(self) -> tuple[str, ...]:
@@ -97,6 +107,7 @@ def job_of(
         BadInput: when the model has no config to build it from, or the engine cannot run the case.
     """
     engine.require_verifiable(case.zero)
+    _require_verified(engine, case.layout)
     spec, work = case.spec, case.workload
     if live is None and not spec.config:
         remedy = "give a hub id, a folder or a config.json"
@@ -123,9 +134,24 @@ def job_of(
         labelled_share=work.labelled_share,
         target_len=work.target_len,
         compiled=work.compile,
+        ranks=case.layout.world_size,
+        ep=case.layout.ep,
         ds_config=engine.run_config(case, raw, timeout),
         live=live,
     )
+
+
+def _require_verified(engine: Engine, layout: ParallelLayout) -> None:
+    """Refuse layouts that the engine's trainer does not run.
+
+    Raises:
+        BadInput: naming the first degree above 1.
+    """
+    for name in ("tp", "cp", "ulysses", "pp", "ep", "dp_replicate"):
+        if getattr(layout, name) > 1 and name not in engine.verified_degrees:
+            raise BadInput(
+                f"verify does not run {engine.name} with {name}", where=f"--{name.replace('_', '-')}", remedy="leave it at 1"
+            )
 
 
 def ended_early(result: Mapping[str, Any]) -> bool:

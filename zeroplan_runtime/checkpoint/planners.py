@@ -196,14 +196,14 @@ def _of_flat(
     count: Callable[[int], int] = int,
 ) -> Iterator[StateShard]:
     """`count` gives the tensor's elements for a number of elements of the flat, of which the tensor holds whole blocks."""
-    rank = model_states.comm.rank
+    rank = model_states.comm_of(flat.layout).rank
     base = 0 if whole else rank * flat.layout.shard
     for position, (i, offset, numel) in enumerate(
         zip(flat.layout.params, flat.layout.offsets, flat.layout.numels, strict=True)
     ):
         start, end = (0, numel) if whole and loading else flat.layout.overlap(position, rank)
         if start < end:
-            name = f"{model_states.ranks.part}{kind}/{unit.layout.shape.params[i].name}"
+            name = f"{model_states.part_of(unit)}{kind}/{unit.layout.shape.params[i].name}"
             tensor = source.part(count(offset + start - base), count(offset + end - base))
             yield StateShard(name, count(numel), count(start), count(end) - count(start), source.dtype, tensor)
 
@@ -243,20 +243,19 @@ def check_metadata(
             of the checkpoint that the model lacks.
     """
     states = model_states.setup.states if optimizer else ()
-    shapes = [shape for unit in model_states.units for shape in unit.layout.shape.params if shape.numel]
-    shapes = [shape for shape in shapes if shape.trainable or frozen]
-    part = model_states.ranks.part
-    needed = {f"{part}param/{s.name}": s.numel for s in shapes if not s.trainable}
+    shapes = [(model_states.part_of(unit), s) for unit in model_states.units for s in unit.layout.shape.params if s.numel]
+    shapes = [(part, shape) for part, shape in shapes if shape.trainable or frozen]
+    needed = {f"{part}param/{s.name}": s.numel for part, s in shapes if not s.trainable}
     needed |= {
         f"{part}{_kind(buffer)}/{s.name}": _count(model_states, buffer)(s.numel)
-        for s in shapes
+        for part, s in shapes
         if s.trainable
         for buffer in (Buffer.PARAM_MASTER, *states)
     }
     if errors:
         workers = [f"{Buffer.OPTIM_ERROR_FEEDBACK}/{rank}" for rank in range(model_states.comm.world_size)]
         kinds = [Buffer.OPTIM_SERVER_ERROR.value, *workers]
-        needed |= {f"{part}{kind}/{s.name}": s.numel for s in shapes if s.trainable for kind in kinds}
+        needed |= {f"{part}{kind}/{s.name}": s.numel for part, s in shapes if s.trainable for kind in kinds}
     needed |= {one.name: one.numel for one in buffers}
     stored = metadata.state_dict_metadata
     remedy = "build the model that was saved"
@@ -270,8 +269,9 @@ def check_metadata(
                 where="load_checkpoint",
                 remedy=remedy,
             )
+    known = tuple(f"{part}{kind}/" for part in {part for part, _ in shapes} for kind in ("master", "param"))
     for name in stored:
-        if name not in needed and name.startswith((f"{part}master/", f"{part}param/")):
+        if name not in needed and name.startswith(known):
             raise BadInput(f"the checkpoint has {name!r}, which this model lacks", where="load_checkpoint", remedy=remedy)
 
 

@@ -143,7 +143,7 @@ def load_universal_checkpoint(
             unless the disk fails in between.
     """
     folder = Path(folder)
-    if engine.ranks.model:
+    if engine.ranks.degrees:
         raise BadInput(
             "an engine whose ranks hold parts of the model loads no universal checkpoint",
             where=str(folder),

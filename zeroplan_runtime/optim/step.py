@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import Flat
+from zeroplan.core.layout import Flat, UnitKind
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.update_request import UpdateRequest
@@ -219,7 +219,8 @@ class OptimizerStep:
     def _measure(self, loss_scale: float) -> torch.Tensor | None:
         """The scalars, filled on the device; None where the gradients need no factor and the step cannot be skipped."""
         scalars = self.model_states.scalars
-        sums = self.model_states.setup.shards_states or self.model_states.ranks.model or self.schedule.grads.keeps_own
+        ranks = self.model_states.ranks
+        sums = self.model_states.setup.shards_states or ranks.model or ranks.ep or self.schedule.grads.keeps_own
         if self.clip or self.may_skip:
             for unit in self.model_states.units:
                 grad = unit.grad_full if self.schedule.grads.keeps_own else unit.grad
@@ -251,10 +252,13 @@ class OptimizerStep:
     def measure(self, unit: UnitState, grad: torch.Tensor) -> None:
         """Writes the sum of squares of `grad`, the gradients of `unit`, for the norm.
 
-        What tensor-parallel ranks hold alike counts once over all of them.
+        What tensor-parallel ranks hold alike counts once over all of them, and so does at stage 0 what ranks with other experts
+        hold alike.
         """
         squares, workspace = self.model_states.squares[unit.index :], self.model_states.norm_workspace
         kernels.squares(grad, squares, workspace=workspace)
+        if self._sums_over_experts and unit.layout.shape.kind is not UnitKind.EXPERTS:
+            squares[0].div_(self.model_states.setup.ep)
         replicas = self.model_states.ranks.replicas
         if replicas > 1:
             once = self.model_states.scalars[kernels.ORDER + 2 :]  # a word that the step does not use
@@ -272,7 +276,15 @@ class OptimizerStep:
             self.model_states.comm.all_reduce_mean(values)
         elif self.model_states.setup.shards_states:
             self.model_states.comm.all_reduce_sum(values)
+        elif self._sums_over_experts:
+            assert self.model_states.ranks.ep is not None
+            self.model_states.ranks.ep.all_reduce_sum(values)
         self.model_states.ranks.sum_over_model(values)
+
+    @property
+    def _sums_over_experts(self) -> bool:
+        """Whether each rank has the whole gradients of its experts: the others' are of other ranks only."""
+        return self.model_states.ranks.ep is not None and not self.model_states.setup.shards_states
 
     def read_hyperparameters(self) -> None:
         """Reads the groups' hyperparameters, for the next :meth:`step`.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
+from zeroplan.core.errors import BadInput
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.optimizers import runtime_type
@@ -90,6 +91,7 @@ class Runtime(Engine):
     dialect = Dialect.RUNTIME
     trainer = "zeroplan.engines.runtime.trainer:build"
     takes_modules = True
+    verified_degrees = ("ep",)
     casts_modules = True
     own_optimizers = True
     compiles = True
@@ -121,12 +123,15 @@ class Runtime(Engine):
         require_runnable(zero, self.runtime_options)
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what the runtime does not do, or is not modelled, beside tensor, context and pipeline parallelism.
+        """Refuse what the runtime does not do, or is not modelled, beside tensor, context, pipeline and expert parallelism.
 
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp"))
+        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "ep"))
+        for name in ("tp", "cp", "pp"):
+            if layout.ep > 1 and getattr(layout, name) > 1:
+                raise BadInput(f"the runtime has no ep and {name} together", where=name, remedy="leave one of them at 1")
 
     def simulates(self, case: Case) -> bool:
         """Return whether the case has no pipeline stages, of which only the runtime's own buffers are planned."""
@@ -139,8 +144,8 @@ class Runtime(Engine):
         found = []
         layout = case.layout if case.parallel is not None else None
         # Two GPUs measured tp at stage 2, whose parameters stay as those of stages 0 and 1 do.
-        if layout is not None and (layout.cp > 1 or layout.pp > 1 or case.zero.stage == 3):
-            flag = next(f"--{name}" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1)
+        if layout is not None and (max(layout.cp, layout.pp, layout.ep) > 1 or case.zero.stage == 3):
+            flag = next(f"--{name}" for name in ("pp", "cp", "ep", "tp") if getattr(layout, name) > 1)
             found.append(Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED))
         if case.workload.sparse_attention is not None:
             found.append(Unmodelled("sparse_attention", Effect.UNKNOWN, SPARSE_NOT_MEASURED))
@@ -169,8 +174,7 @@ class Runtime(Engine):
         if case.workload.quantize_training is not None:
             require_quantisable(case)
         require_exchangeable(case.workload, case.zero, case.layout)
-        if case.layout.tp > 1:
-            require_splittable(case.workload, self.runtime_options)
+        require_splittable(case, self.runtime_options)
         if case.zero.offload_optimizer:
             require_offloadable(case.workload.optimizer, case.zero)
 

@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup, require_exchange, require_masters
-from zeroplan.core.one_bit import NOT_SPLIT
+from zeroplan.core.one_bit import NOT_EXPERTS, NOT_SPLIT
 from zeroplan.core.optimizers import RUNTIME_NAMES, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.quantize_training import QUANTIZE_TRAINING
 from zeroplan.core.sparse_attention import require_model_type
 from zeroplan.core.workload import DType, Precision, Workload
-from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.runtime import runtime_setup
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.runtime.units import unit_shapes
@@ -37,25 +38,27 @@ def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, run
         optimizer=workload.optimizer,
         grad_accum=workload.grad_accum,
         quantize_training=workload.quantize_training,
+        ep=parallel.ep,
     )
 
 
 @lru_cache(maxsize=64)
 def _shapes(
-    units: tuple[SpecUnit, ...], model_type: str, wide_numel: int, tp: int, chunks: tuple[Stage, ...]
+    units: tuple[SpecUnit, ...], model_type: str, wide_numel: int, tp: int, ep: int, chunks: tuple[Stage, ...]
 ) -> tuple[UnitShape, ...]:
     spec = ModelSpec("", units, "units", model_type)
-    return tuple(unit_shapes(spec, wide_numel=wide_numel, held=_held(spec, tp, chunks)))
+    return tuple(unit_shapes(spec, wide_numel=wide_numel, held=_held(spec, tp, ep, chunks), shares_experts=ep > 1))
 
 
-def _held(spec: ModelSpec, tp: int, chunks: tuple[Stage, ...]) -> dict[str, int] | None:
+def _held(spec: ModelSpec, tp: int, ep: int, chunks: tuple[Stage, ...]) -> dict[str, int] | None:
     """Return the elements of each parameter that a rank holds; None where it holds the whole model."""
-    if tp == 1 and not chunks:
+    if tp == ep == 1 and not chunks:
         return None
+    from zeroplan.core.expert_parallel import with_local_experts
     from zeroplan.core.pipeline import stage_parameters
     from zeroplan.core.tensor_parallel import local_parameters
 
-    parameters = local_parameters(spec.parameters, spec.model_type, tp)
+    parameters = with_local_experts(local_parameters(spec.parameters, spec.model_type, tp), ep)
     if chunks:
         parameters = stage_parameters(parameters, chunks)
     return dict(zip(parameters.names, parameters.numel, strict=True))
@@ -80,25 +83,32 @@ def layout_of(
         chunks: the pipeline stages that the rank has; none without a pipeline.
     """
     return plan_layout(
-        _shapes(spec.units, spec.model_type, runtime_options.wide_numel, parallel.tp, chunks),
+        _shapes(spec.units, spec.model_type, runtime_options.wide_numel, parallel.tp, parallel.ep, chunks),
         setup_of(workload, zero, parallel, runtime_options),
     )
 
 
-def require_splittable(workload: Workload, runtime_options: RuntimeOptions) -> None:
-    """Refuse what the runtime does not do with tensor-parallel ranks.
+def require_splittable(case: Case, runtime_options: RuntimeOptions) -> None:
+    """Refuse what the runtime does not do with ranks that share matrices or experts.
 
     Raises:
-        BadInput: optimizers that step by whole tensors' norms, and the head over labelled tokens.
+        BadInput: optimizers that step by whole tensors' norms, the head over labelled tokens with `tp`, and files with `ep`.
     """
-    kernel = find_optimizer(workload.optimizer).runtime
+    if case.layout.tp > 1 and experts_of(case.spec.parameters):
+        raise BadInput("the runtime has no tp of mixtures", where="--tp", remedy="use --ep, or --engine fsdp2")
+    divided = next((name for name in ("tp", "ep") if getattr(case.layout, name) > 1), None)
+    if divided is None:
+        return
+    kernel = find_optimizer(case.workload.optimizer).runtime
     if kernel is not None and kernel.takes_norms:
         raise BadInput(
-            f"{workload.optimizer} steps by the norms of whole tensors, of which ranks of tp have parts",
+            f"{case.workload.optimizer} steps by the norms of whole tensors, of which ranks of {divided} have parts",
             where="--optimizer",
-            remedy="use adamw, or --tp 1",
+            remedy=f"use adamw, or --{divided} 1",
         )
-    if runtime_options.labelled_tokens_only:
+    if divided == "ep" and OffloadDevice.NVME in (case.zero.offload_optimizer.device, case.zero.offload_param.device):
+        raise BadInput("files are not supported with ep", where="--ep", remedy="offload to the cpu, or leave --ep at 1")
+    if divided == "tp" and runtime_options.labelled_tokens_only:
         raise BadInput(
             "is not done by tensor-parallel ranks", where="labelled_tokens_only", remedy="leave it out, or use --tp 1"
         )
@@ -140,7 +150,7 @@ def require_droppable(case: Case) -> None:
     Raises:
         BadInput: two stacks of blocks, ranks that hold parts of the model, and compiled blocks.
     """
-    for name in ("tp", "pp"):
+    for name in ("tp", "pp", "ep"):
         if getattr(case.layout, name) > 1:
             what = f"it is not supported with {name}"
             raise BadInput(what, where=LAYER_DROP, remedy=f"leave the section out, or --{name}")
@@ -159,7 +169,7 @@ def require_quantisable(case: Case) -> None:
         BadInput: as :func:`~zeroplan.core.layout_setup.require_masters`, and for ranks that hold parts of the model.
     """
     require_masters(case.workload.dtype, case.zero.stage, case.zero.offload_optimizer.device)
-    for name in ("tp", "pp"):
+    for name in ("tp", "pp", "ep"):
         if getattr(case.layout, name) > 1:
             what = f"it is not supported with {name}"
             raise BadInput(what, where=QUANTIZE_TRAINING, remedy=f"leave the section out, or --{name}")
@@ -174,8 +184,9 @@ def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: Paralle
     if not find_optimizer(workload.optimizer).compresses:
         return
     require_exchange(zero.stage, zero.offload_optimizer.device)
-    if parallel.tp * parallel.pp > 1:
-        raise BadInput(NOT_SPLIT.what, where="--optimizer", remedy=NOT_SPLIT.remedy)
+    if parallel.tp * parallel.pp * parallel.ep > 1:
+        refusal = NOT_EXPERTS if parallel.ep > 1 else NOT_SPLIT
+        raise BadInput(refusal.what, where="--optimizer", remedy=refusal.remedy)
 
 
 def require_trainable(workload: Workload) -> None:

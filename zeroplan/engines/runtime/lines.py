@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
-from zeroplan.core.layout import PAGE, Layout, OwnedBuffer, UnitKind, runtime_buffers
+from zeroplan.core.layout import PAGE, Layout, OwnedBuffer, runtime_buffers
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.engines.runtime.checkpoints import OffloadedInputSizes
 from zeroplan.ledger.derive import fraction
@@ -98,7 +98,7 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInpu
     """Sum up the rows that the Arena allocates on one rank."""
     setup, rows = layout.setup, runtime_buffers(layout)
     kept = [unit for unit in layout.units if not unit.offloaded]
-    ring = {unit.grad_slot for unit in layout.units if unit.shape.kind is UnitKind.BLOCK}
+    ring = {unit.grad_slot for unit in layout.units if unit.shape.in_ring}
     here = [row for row in rows if row.place is Place.HBM]
     in_memory = [row for row in rows if row.place is not Place.NVME]
     in_files = [row for row in rows if row.place is Place.NVME]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout import Layout, OwnedBuffer, UnitKind, runtime_buffers
+from zeroplan.core.layout import EXPERTS_SUFFIX, Layout, OwnedBuffer, UnitKind, runtime_buffers
 from zeroplan.core.tape import ExpandedTape, Mark, Op, TapeEvent
 from zeroplan.engines.player import EngineSchedule
 from zeroplan.engines.runtime.units import PEFT_PREFIX
@@ -40,13 +40,14 @@ class TransientBuffer:
 class UnitRun:
     """One unit with gradients in a run: what is kept of them until the step, and the slot of the whole ones."""
 
-    kind: UnitKind
+    in_ring: bool
     kept: TransientBuffer | None  # None where they leave for the host
     slot: SlotRun | None
     sums: TransientBuffer | None = None  # where they are summed before they do
     visits: int = 0  # forwards in this micro batch
     landed: bool = False  # some gradient came in this micro batch
     reduced: bool = False
+    experts: UnitRun | None = None  # those of its module, where ranks share them
 
 
 @dataclass(slots=True, eq=False)
@@ -84,9 +85,12 @@ class RuntimeSchedule(EngineSchedule):
             slot = self.slots[unit.grad_slot] if unit.grad_slot is not None else None
             sums = self.sums.get(unit.grad_slot or "") if unit.offloaded else None
             kept = None if unit.offloaded else transient[self.setup.kept_grad, unit.shape.name]
-            run = UnitRun(unit.shape.kind, kept, slot, sums)
+            run = UnitRun(unit.shape.in_ring, kept, slot, sums)
             self.units.append(run)
-            by_module[unit.shape.name] = run
+            if unit.shape.kind is not UnitKind.EXPERTS:
+                by_module[unit.shape.name] = run
+            elif (block := by_module.get(unit.shape.name.removesuffix(EXPERTS_SUFFIX))) is not None:
+                block.experts = run
             by_param.update((param.name, run) for param in unit.shape.params)
         self.of_param = [by_param.get(param.name.removeprefix(PEFT_PREFIX)) for param in tape.params]
         self.of_module = [by_module.get(module.name.removeprefix(PEFT_PREFIX)) for module in tape.modules]
@@ -184,8 +188,9 @@ class RuntimeSchedule(EngineSchedule):
             self._finish(before)
 
     def _finish(self, unit: UnitRun) -> None:
-        if unit.landed and (unit.visits == 1 or unit.slot is not None):
-            self._reduce(unit)
+        for part in (unit, unit.experts):
+            if part is not None and part.landed and (unit.visits == 1 or part.slot is not None):
+                self._reduce(part)
 
     def _acquire(self, unit: UnitRun) -> None:
         slot = unit.slot
@@ -207,7 +212,7 @@ class RuntimeSchedule(EngineSchedule):
             self._take(unit.kept)
         if unit.sums is not None:
             self._take(unit.sums)
-        if self.staging is not None and unit.kind is not UnitKind.BLOCK:
+        if self.staging is not None and not unit.in_ring:
             self._take(self.staging)
         if unit.slot is not None:
             unit.slot.holder = None

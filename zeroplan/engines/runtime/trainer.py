@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zeroplan_runtime
 from zeroplan.core.buffers import Place
+from zeroplan.engines.runtime.trainer_mesh import lay_out
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.engines.torch_trainer import engine_step
 from zeroplan.engines.verification import Row, Trainer, TrainingRun
@@ -13,7 +14,8 @@ def build(run: TrainingRun) -> Trainer:
     """Build the engine with ``zeroplan_runtime.initialize``."""
     model = run.prepare(run.make_model(run.dtype, cheap=True))
     run.mark("load", "init")
-    engine, *_ = zeroplan_runtime.initialize(model=model, config=dict(run.ds_config), device=run.device)
+    mesh = lay_out(model, run.layout, run.device)
+    engine, *_ = zeroplan_runtime.initialize(model=model, config=dict(run.ds_config), device=run.device, mesh=mesh)
     run.mark("init", "forward")
     engine.arena.on_resize = run.count
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from zeroplan.core.layout import WIDE_NUMEL, ParamShape, UnitKind, UnitShape
+from zeroplan.core.errors import BadInput
+from zeroplan.core.expert_parallel import is_expert
+from zeroplan.core.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape
 from zeroplan.models.spec import ModelSpec, Tensor
 
 #: Kinds of tensors whose modules may be units of their own: plain embeddings and linear layers.
@@ -23,7 +25,9 @@ _OWN_CLASSES = {
 _ROOT = ""
 
 
-def unit_shapes(spec: ModelSpec, *, wide_numel: int = WIDE_NUMEL, held: Mapping[str, int] | None = None) -> list[UnitShape]:
+def unit_shapes(
+    spec: ModelSpec, *, wide_numel: int = WIDE_NUMEL, held: Mapping[str, int] | None = None, shares_experts: bool = False
+) -> list[UnitShape]:
     """Assign every parameter of the model to exactly one unit: the root first, the others in order of definition.
 
     Blocks are the members of every stack of two or more; an embedding or linear layer outside them with at least
@@ -34,6 +38,10 @@ def unit_shapes(spec: ModelSpec, *, wide_numel: int = WIDE_NUMEL, held: Mapping[
         wide_numel: see above.
         held: the elements that one rank holds of each parameter, by name, where it holds parts of some or lacks others (tensor
             and pipeline parallelism); None where it holds all.
+        shares_experts: the experts of a block are a unit behind the block's.
+
+    Raises:
+        BadInput: for shared experts that are in no block of a stack.
     """
     tensors = _held(list(_placed(spec)), held)
     homes = _homes(tensors, wide_numel, _OWN_CLASSES.get(spec.model_type, ""))
@@ -44,11 +52,18 @@ def unit_shapes(spec: ModelSpec, *, wide_numel: int = WIDE_NUMEL, held: Mapping[
         members.setdefault(home, [])
         if tensor.tied_to is None:
             members[_ROOT if name in shared else home].append(ParamShape(name, tensor.numel, tensor.trainable))
-    return [
-        UnitShape(home or "root", homes[home] if home else UnitKind.ROOT, tuple(params))
-        for home, params in members.items()
-        if params
-    ]
+    made = []
+    for home, params in members.items():
+        experts = tuple(param for param in params if shares_experts and is_expert(param.name))
+        own = tuple(param for param in params if param not in experts)
+        kind = homes[home] if home else UnitKind.ROOT
+        if experts and (kind is not UnitKind.BLOCK or not own):
+            raise BadInput(
+                f"{experts[0].name!r} is an expert's, and in no stack of blocks", where="--ep", remedy="leave it at 1"
+            )
+        parts = ((home or "root", kind, own), (f"{home}{EXPERTS_SUFFIX}", UnitKind.EXPERTS, experts))
+        made += [UnitShape(name, what, held) for name, what, held in parts if held]
+    return made
 
 
 def _placed(spec: ModelSpec) -> Iterator[tuple[str, str, Tensor]]:

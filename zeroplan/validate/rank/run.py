@@ -110,6 +110,7 @@ def _trainer(
             make_model=partial(make_model, job),
             prepare=partial(prepare, job),
             loss_of=loss_of,
+            layout=job.layout,
         )
     )
 

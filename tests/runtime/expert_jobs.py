@@ -1,0 +1,147 @@
+"""Training a small mixture of experts whose experts ranks share, as calls that a pool of four ranks runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import zeroplan_runtime
+from tests.runtime import models
+from tests.runtime.mesh_jobs import mesh_of
+from tests.runtime.train import ds_config
+from zeroplan.core.errors import BadInput
+
+#: Its first block has a plain MLP.
+MIXTURE = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts_per_tok": 2,
+    "mlp_only_layers": [0],
+    "max_position_embeddings": 32,
+    "tie_word_embeddings": False,
+}
+
+
+class Mixture(Qwen3MoeForCausalLM):
+    """A causal language model of transformers that gives its loss."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        loss: torch.Tensor = super().forward(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+def mixture(seed: int = 0, *, remat: bool = False, **changes: Any) -> nn.Module:
+    """The model, the same on every rank."""
+    torch.manual_seed(seed)
+    model = Mixture(Qwen3MoeConfig(**MIXTURE, loss_type="ForCausalLM", **{"num_experts": 4, **changes}))
+    if remat:
+        model.gradient_checkpointing_enable()
+    return model.train()
+
+
+def train_shared(
+    _group: dist.ProcessGroup, cases: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]], steps: int
+) -> list[dict[str, Any]]:
+    """Trains for each (config, mesh, model) in turn: losses, the parameters, the norms and the Arena's rows."""
+    found = []
+    for config, sizes, options in cases:
+        mesh = mesh_of(**sizes)
+        model = zeroplan_runtime.share_experts(mixture(**options), mesh["ep"])
+        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu")
+        losses, norms = [], []
+        for number in range(steps):
+            total = 0.0
+            for micro in range(engine.gradient_accumulation_steps()):
+                total += engine.backward(engine(models.batch(number, micro, dist.get_rank()))).item()
+                engine.step()
+            losses.append(total)
+            norms.append(engine.get_global_grad_norm())
+        found.append(
+            {
+                "losses": losses,
+                "norms": norms,
+                "params": engine.module_state_dict(),
+                "rows": engine.arena.measurement(),
+                "samples": engine.train_batch_size(),
+            }
+        )
+        engine.destroy()
+    return found
+
+
+def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
+    """What is said to whoever shares experts as the engine does not."""
+    mesh = mesh_of(dp=2, ep=2)
+
+    def run(model: nn.Module, *, mesh: DeviceMesh | None = mesh, **changes: Any) -> None:
+        zeroplan_runtime.initialize(model=model, config=ds_config(2, **changes), mesh=mesh, device="cpu")
+
+    def shared() -> nn.Module:
+        return zeroplan_runtime.share_experts(mixture(), mesh["ep"])
+
+    tried = {
+        "whole": lambda: run(mixture()),
+        "no mesh": lambda: run(shared(), mesh=None),
+        "tp": lambda: run(mixture(), mesh=mesh_of(tp=2, ep=2)),
+        "lamb": lambda: run(shared(), optimizer={"type": "LAMB", "params": {"lr": 1e-3}}),
+        "one bit": lambda: run(
+            shared(), optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}}, zero_optimization={"stage": 1}
+        ),
+        "no experts": lambda: zeroplan_runtime.share_experts(models.make(), mesh["ep"]),
+        "not divided": lambda: zeroplan_runtime.share_experts(mixture(num_experts=6), mesh_of(ep=4)["ep"]),
+    }
+    said = {}
+    for name, act in tried.items():
+        try:
+            act()
+            said[name] = "nothing"
+        except BadInput as fault:
+            said[name] = str(fault)
+    return said
+
+
+def resume(_group: dist.ProcessGroup, folder: str) -> dict[str, Any]:
+    """Trains four steps on 2 × 2 ranks and saves after the second; resumes on 1 × 2 at another stage, and tries 4 × 1."""
+    small = DeviceMesh("cpu", torch.arange(2).view(1, 2), mesh_dim_names=("dp", "ep"))  # every rank makes its groups
+
+    def make(mesh: DeviceMesh, stage: int, seed: int, **changes: Any) -> Any:
+        model = zeroplan_runtime.share_experts(mixture(seed), mesh["ep"])
+        config = ds_config(stage, gradient_clipping=0.5, **changes)
+        return zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu")[0]
+
+    engine = make(mesh_of(dp=2, ep=2), 2, 0)
+    for number in range(4):
+        if number == 2:
+            engine.save_checkpoint(folder, client_state={"at": 2})
+        engine.backward(engine(models.batch(number, 0, dist.get_rank())))
+        engine.step()
+    expected = engine.module_state_dict()
+    engine.save_16bit_model(folder + "/export")
+    engine.destroy()
+    said = ""
+    try:
+        make(mesh_of(ep=4), 2, 1).load_checkpoint(folder)
+    except BadInput as fault:
+        said = str(fault)
+    if small.get_coordinate() is None:
+        return {"said": said}
+    engine = make(small, 3, 1, gradient_accumulation_steps=2)  # one group reads the samples of two
+    _, state = engine.load_checkpoint(folder)
+    for number in range(2, 4):
+        for group in range(2):
+            engine.backward(engine(models.batch(number, 0, 2 * group + dist.get_rank())))
+            engine.step()
+    found = engine.module_state_dict()
+    far = max(float((found[name] - expected[name]).abs().max()) for name in expected) if expected is not None else 0.0
+    return {"said": said, "state": state, "far": far, "steps": engine.global_steps}

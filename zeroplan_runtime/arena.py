@@ -182,10 +182,10 @@ class Arena:
         }
 
     def empty_cache(self) -> None:
-        """Returns the cached segments of the model's original parameters to the device.
+        """Returns cached segments to the device: of the model's original parameters, or of what will not come again.
 
         Activations in those segments would leave holes between them; if the model was made on the device, the segments are as
-        large as the model.
+        large as the model. The host waits for the device.
         """
         if self.device.type == "cuda":
             torch.cuda.empty_cache()

@@ -5,18 +5,32 @@ Note [Hooks under torch.compile]
     classes of parameters, none of which can be part of a graph. ``torch.compiler.disable`` keeps dynamo out, but imports it,
     which takes more than a second; so hooks are wrapped only once somebody else has imported it. The computation of each unit
     is then a graph of its own, whether the model is compiled as a whole or block by block.
+
+Note [What the uncompiled micro batch leaves]
+    The first micro batch is checked, which is done uncompiled, and holds what an eager one holds. The allocator would keep its
+    segments for good, though compiled micro batches need fewer and other ones. So they are given back once, before the first
+    compiled forward. That waits for the device, and changes no later step.
+
+Note [CUDA graphs]
+    Their replays would find every parameter where it was, since slots keep their addresses. But what a graph made lies in a
+    memory pool of the graphs' own as long as they live: activations and a backward's gradients would lie beside the buffers
+    that the runtime frees for them, and a forward that gradient checkpointing runs again would replay between two backwards.
+    No plan has that memory and no GPU has run it: modes with CUDA graphs are refused.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+from zeroplan.core.errors import BadInput
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -46,6 +60,40 @@ def keep_out_of_graphs(handles: Iterable[RemovableHandle]) -> None:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:
             hooks[handle.id] = _Opaque(hooks[handle.id])
+
+
+def compile_units(model: nn.Module, blocks: Sequence[nn.Module], *, whole: bool, args: Any, kwargs: Any) -> None:
+    """Compiles each block in place and, if `whole` or where there is none, the model around them.
+
+    Gradient checkpointing keeps dynamo away from what it wraps, so blocks are compiled by themselves. A graph over several
+    would hold the gradients of all of them until its backward ends, so `whole` is for models whose units hooks part.
+    """
+    for block in blocks:
+        block.compile(*args, **kwargs)
+    if whole or not blocks:
+        model.compile(*args, **kwargs)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Returns whether a module of the model, or the model itself, runs compiled."""
+    return any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules())
+
+
+def refuse_cuda_graphs(model: nn.Module) -> None:
+    """Refuses a model, or modules of it, that were compiled with CUDA graphs. See Note [CUDA graphs].
+
+    Raises:
+        BadInput: naming the module.
+    """
+    for name, module in model.named_modules():
+        compiled = module if module._compiled_call_impl is None else module._compiled_call_impl
+        settings = getattr(compiled, "get_compiler_config", lambda: None)()
+        if settings and settings.get("triton.cudagraphs"):
+            raise BadInput(
+                "CUDA graphs keep activations and gradients in a memory pool of their own, which the runtime cannot free",
+                where=f"torch.compile of {name or type(module).__name__}",
+                remedy="leave mode out, or use max-autotune-no-cudagraphs",
+            )
 
 
 @contextmanager

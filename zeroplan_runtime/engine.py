@@ -13,7 +13,6 @@ from torch import nn
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import UnitKind
 from zeroplan.core.layout_setup import require_exchange
 from zeroplan.core.optimizers import STATELESS
 from zeroplan.core.zero_config import OffloadOptimizer
@@ -32,7 +31,7 @@ from zeroplan_runtime.checks import (
     require_model,
 )
 from zeroplan_runtime.chunked_cross_entropy import attach_chunked_cross_entropy
-from zeroplan_runtime.compiled import outside_graphs, uncompiled
+from zeroplan_runtime.compiled import compile_units, is_compiled, outside_graphs, refuse_cuda_graphs, uncompiled
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.engine_checkpoints import EngineCheckpoints
 from zeroplan_runtime.engine_getters import EngineGetters
@@ -100,6 +99,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._pending_result: StepResult | None = None
         self._audit: Audit | None = None
         self._watches_aliases = True
+        self._ran_uncompiled = False
 
         require_model(model, comm.world_size, on_mesh=ranks.mesh is not None)
         require_distributed(model, ranks)
@@ -156,8 +156,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             self._undo.append(attach_chunked_cross_entropy(model, config.runtime_options.chunked_cross_entropy, picks))
         self.activations: ActivationOffload | None = None
         if zero.activation_checkpointing.cpu_checkpointing:
-            blocks = [unit.module for unit in self.model_states.units if unit.layout.shape.kind is UnitKind.BLOCK]
-            self.activations = ActivationOffload(blocks, self.arena)
+            self.activations = ActivationOffload(self.model_states.blocks, self.arena)
             self._undo.append(self.activations.remove)
         self.checks = EngineChecks(model, self.model_states)
         self.state_dict_hooks = StateDictHooks(
@@ -184,7 +183,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             optimizer.attach(take_step=self.step, drop_grads=self.zero_grad)
         self.arena.empty_cache()
         self.arena.allocate_workspaces(dtype)
-        self.arena.reserve_segment(unit.grad_buffer for unit in self.model_states.units if unit.grad_buffer is not None)
+        self.model_states.reserve_gradients()
         self.checks.claim_parameters()
         self.schedule.guard.close_all()
         self._aliases = ParameterAliases(self.model_states, self.schedule.guard, self._own_tensors())
@@ -281,8 +280,15 @@ class Engine(EngineGetters, EngineCheckpoints):
         return make_schedule(self, kind, loss_fn, **options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the model in place, as ``model.compile(...)`` does, by ``torch.compile`` and with its arguments."""
-        self.module.compile(*args, **kwargs)
+        """Compiles the model in place, as ``model.compile(...)`` does, by ``torch.compile`` and with its arguments.
+
+        Each block is a graph of its own, and what lies between them is compiled where hooks on the units part it.
+
+        Raises:
+            BadInput: for a mode with CUDA graphs.
+        """
+        compile_units(self.module, self.model_states.blocks, whole=self.schedule.hooked, args=args, kwargs=kwargs)
+        refuse_cuda_graphs(self.module)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -336,7 +342,12 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.schedule.guard.watch()
         if not self.schedule.keeps_guard:
             self._audit = None
+            if self._ran_uncompiled and is_compiled(self.module):
+                refuse_cuda_graphs(self.module)
+                self.model_states.release_cache()  # see Note [What the uncompiled micro batch leaves] in compiled.py
+            self._ran_uncompiled = False
             return nullcontext()
+        self._ran_uncompiled = True
         if audits and self._audit is None:
             self._audit = Audit(self.model_states)
         return uncompiled(self._audit if self._audit is not None else nullcontext())

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from zeroplan.core.losses import IGNORED_LABEL, leaves_loss_to_function
+from zeroplan_runtime.compiled import outside_graphs
 from zeroplan_runtime.kernels import cross_entropy, cross_entropy_grad
 from zeroplan_runtime.local_tensors import is_distributed
 
@@ -43,6 +44,7 @@ def _has_own_loss(module: nn.Module) -> bool:
     return is_causal and isinstance(getattr(kind, "loss_function", None), property) and "_loss_function" not in vars(module)
 
 
+@outside_graphs
 def causal_lm_loss(
     logits: torch.Tensor,
     labels: torch.Tensor,

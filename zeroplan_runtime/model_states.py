@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
@@ -189,6 +190,21 @@ class ModelStates:
             return unit.optim_states[buffer][part]
         begin, end = (self.setup.state_elements(buffer, at)[0] for at in (part.start, part.stop))
         return unit.optim_states[buffer][begin:end]
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The modules that are repeated, each a unit."""
+        return [unit.module for unit in self.units if unit.layout.shape.kind is UnitKind.BLOCK]
+
+    def reserve_gradients(self) -> None:
+        """Makes the allocator cache a segment for the gradients that are kept until the step, but for those that are there."""
+        kept = [unit.grad_buffer for unit in self.units if unit.grad_buffer is not None]
+        self.arena.reserve_segment(buffer for buffer in kept if not buffer.is_allocated)
+
+    def release_cache(self) -> None:
+        """Gives back what the allocator caches, and has it cache the gradients' segment anew. The host waits for the device."""
+        self.arena.empty_cache()
+        self.reserve_gradients()
 
     def alloc_grad(self, unit: UnitState) -> None:
         """Allocates the gradients of `unit` that live until the step."""

@@ -4,7 +4,7 @@
 
 Each row of ``benchmarks.step.compare`` is planned as its command ran it, but for FSDP2's reduction, which plans have in fp32.
 A row's allocated peak is over the timed steps, so the plan's leaves the runtime's first micro batch out, which runs uncompiled
-since rows say so (`uncompiled_first`); what that one reserved stays.
+since rows say so (`uncompiled_first`). What that one reserved stays, but where the runtime gives it back (`released_first`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def errors(row: dict[str, Any]) -> tuple[float, float] | None:
     """Return how far the plan's allocated and reserved bytes are off, in per cent; None where nothing is planned."""
     with mock.patch.object(Runtime, "starts_uncompiled", False):
         timed = estimate_report(request_of(row)).plans[0].gpu
-    whole = estimate_report(request_of(row)).plans[0].gpu if row.get("uncompiled_first") else timed
+    stays = row.get("uncompiled_first") and not row.get("released_first")
+    whole = estimate_report(request_of(row)).plans[0].gpu if stays else timed
     if timed.peak_allocated is None or whole.peak_reserved is None:
         return None
     pairs = ((timed.peak_allocated, row["peak_allocated"]), (whole.peak_reserved, row["peak_reserved"]))

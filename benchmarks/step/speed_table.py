@@ -158,8 +158,10 @@ def main() -> int:
         fault = failure(found)
         row = {"case": cell.case, "ranks": arguments.ranks, "shape": cell.shape, "micro": cell.micro, "seq": arguments.seq}
         row |= {"fault": fault} if fault else summary(case, arguments, [one["value"] for one in found])
+        checked = case.compiled and case.engine == "zeroplan"  # its first micro batch, which runs uncompiled
         row |= {
-            "uncompiled_first": case.compiled and case.engine == "zeroplan",
+            "uncompiled_first": checked,
+            "released_first": checked,
             "versions": versions(),
             "command": command("benchmarks.step.speed_table"),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.planner.tapes import expanded_tape_of
 
 TINY: dict[str, Any] = {**SHAPES["toy"], "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
@@ -74,6 +76,22 @@ def test_the_runtimes_first_micro_batch_needs_what_an_eager_one_needs() -> None:
     assert compiled.activations is not None
     assert eager.activations is not None
     assert compiled.activations < eager.activations
+
+
+def test_what_the_first_micro_batch_reserves_is_given_back() -> None:
+    # As large as the allocator's segments of 20 MiB do not hide.
+    request = Request(model=TINY, micro_batch=64, seq_len=256, gpus=2, engine="zeroplan", stage=3, compile="blocks")
+    resolved = resolve(request)
+    case = resolved.cases[0]
+    tape = expanded_tape_of(resolved.engine, case)
+    marks = resolved.engine.simulate(case, tape).runs[0].marks
+    first = max(mark.peak_reserved for mark in marks[: 1 + [mark.name for mark in marks].index("step0")])
+    later = [mark.peak_reserved for mark in marks if mark.name in ("bwd", "step1", "step2")][2:]
+    assert later
+    alone = resolved.engine.simulate(case, replace(tape, shapes=())).runs[0]
+    assert max(later) < first
+    assert max(later) == alone.peak_reserved  # as if there had been no other
+    assert resolved.engine.simulate(case, tape).runs[0].peak_reserved == first
 
 
 TRAINER = {"output_dir": "o", "learning_rate": 1e-4, "bf16": True}

@@ -101,6 +101,7 @@ class RuntimeSchedule(EngineSchedule):
         self.in_backward = False
         self.slots_due = False
         self.current: UnitRun | None = None
+        self.uncompiled, self.forwards = len(tape.shapes), 0
 
     # --- building -------------------------------------------------------------------------------------------------------
 
@@ -119,14 +120,24 @@ class RuntimeSchedule(EngineSchedule):
         self.recorder.empty_cache()
         for _ in range(2 if self.cublas_workspace else 0):
             self.recorder.alloc(self.cublas_workspace, Buffer.WORKSPACE)
-        if self.makes_room:
-            room = sum(unit.kept.row.bytes for unit in self.units if unit.kept is not None)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Let the allocator cache a segment for the kept gradients that are not there."""
+        room = sum(unit.kept.row.bytes for unit in self.units if unit.kept is not None and unit.kept.block < 0)
+        if self.makes_room and room:
             self.recorder.free(self.recorder.alloc(room, Buffer.INIT_TEMP))
 
     # --- forward --------------------------------------------------------------------------------------------------------
 
     def forward_begin(self) -> None:
-        """Note whether the last backward left slots that this forward is to free."""
+        """Note whether the last backward left slots that this forward is to free. The first compiled forward gives back what
+        the uncompiled ones before it left in the cache.
+        """
+        if self.uncompiled and self.forwards == self.uncompiled:
+            self.recorder.empty_cache()
+            self._make_room()
+        self.forwards += 1
         self.in_backward = False
         self.current = None
         self.slots_due = any(slot.buffer.block >= 0 for slot in self.slots.values())

@@ -80,7 +80,7 @@ def scores_of(kind: str, tokens: int, given: argparse.Namespace) -> SparseScores
     """Return a kind's scores as a GPU attends them."""
     config, causal = config_of(kind, given.heads)
     scores = SparseScores.make(config, tokens, causal=causal, tile=given.tile)
-    return scores.reordered(queries=config.moves_queries, keys=config.moves_keys).to(torch.device("cuda"))
+    return scores.for_kernels(queries=config.moves_queries, keys=config.moves_keys).to(torch.device("cuda"))
 
 
 def states(tokens: int, given: argparse.Namespace) -> list[torch.Tensor]:

@@ -103,7 +103,7 @@ LENGTHS = (512, 584)  # the second fills neither a tile nor, but at 8 tokens, a 
 def moved(config: SparsityConfig, tokens: int, *, causal: bool) -> SparseScores:
     """The scores in the order in which a GPU attends them."""
     scores = SparseScores.make(config, tokens, causal=causal)
-    return scores.reordered(queries=config.moves_queries, keys=config.moves_keys)
+    return scores.for_kernels(queries=config.moves_queries, keys=config.moves_keys)
 
 
 def kept_scores(config: SparsityConfig, tokens: int, *, causal: bool) -> torch.Tensor:
@@ -128,6 +128,33 @@ def test_tiles_and_their_lookup_give_the_layouts_scores(name: str, causal: bool)
         theirs = create_block_mask(plain.block_mask().mask_mod, 1, len(plain.table), tokens, tokens, device="cpu")
         for field in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
             assert torch.equal(getattr(plain.block_mask(), field), getattr(theirs, field)), field
+
+
+@pytest.mark.parametrize(
+    ("name", "patterns"),
+    [
+        ("fixed", {"windows", "columns"}),
+        ("horizontal", {"windows", "columns", "rows"}),
+        ("past", {"windows", "columns", "past"}),
+        ("bigbird", {"band", "columns", "rows", "extras"}),
+        ("window", {"windows", "extras", "past"}),
+        ("dense", {"windows"}),
+    ],
+)
+def test_a_layouts_rules_are_its_patterns(name: str, patterns: set[str]) -> None:
+    rules = moved(LAYOUTS[name], 2048, causal=False).rules
+    assert rules is not None
+    flags = {"band": rules.band >= 0, "extras": rules.extras > 0, "windows": rules.windows, "past": rules.past}
+    flags |= {"rows": rules.rows, "columns": rules.columns}
+    found = {key for key, on in flags.items() if on}
+    assert found == patterns
+
+
+def test_a_layout_of_many_single_blocks_is_looked_up() -> None:
+    table = torch.rand(1, 16, 16, generator=torch.Generator().manual_seed(0)) < 0.5
+    scores = SparseScores.of_layouts(table, 16, 256, causal=False).for_kernels(queries=False, keys=False)
+    assert scores.rules is None
+    assert torch.equal(computed(scores, scores.block_mask(), 1), scores.dense_mask())
 
 
 def test_padding_leaves_out_keys_and_whole_tiles() -> None:

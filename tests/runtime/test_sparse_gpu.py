@@ -46,7 +46,7 @@ def error(one: torch.Tensor, other: torch.Tensor) -> float:
 def test_the_kernels_give_what_a_plain_reference_gives(name: str, dtype: torch.dtype) -> None:
     config, causal, tokens = LAYOUTS[name], name == "past", 584
     scores = SparseScores.make(config, tokens, causal=causal)
-    scores = scores.reordered(queries=config.moves_queries, keys=config.moves_keys).to(torch.device("cuda"))
+    scores = scores.for_kernels(queries=config.moves_queries, keys=config.moves_keys).to(torch.device("cuda"))
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, 2, tokens, 64, generator=generator).to(dtype) for _ in range(4)]
     padding = torch.ones(2, tokens, dtype=torch.bool)

@@ -94,9 +94,10 @@ def test_tables_are_the_runtimes_to_the_byte(section: dict[str, Any], causal: bo
     for tokens in (512, 1000):
         planned = _tables_of(known.tables, tokens, HEADS, causal=causal, shares_keys=False)
         scores = SparseScores.make(config, tokens, causal=causal)
-        scores = scores.reordered(queries=config.moves_queries, keys=config.moves_keys)
+        scores = scores.for_kernels(queries=config.moves_queries, keys=config.moves_keys)
         mask = scores.block_mask()
-        made = [scores.table]
+        assert scores.rules is not None
+        made = [scores.table, scores.rules.numbers]
         for side in ("kv", "full_kv", "q", "full_q"):
             made += [getattr(mask, f"{side}_num_blocks"), getattr(mask, f"{side}_indices")]
         assert [each.nbytes for each in planned.mask] == [each.nbytes for each in made]

@@ -21,6 +21,10 @@ MODEL_TYPES = ("bert", "roberta", "gpt2", "llama")
 #: Tokens of a side of the tiles that FlexAttention's kernels compute.
 TILE = 128
 
+#: Single blocks of a row that a layout's rules can name, and numbers (int32) of a token that rules keep (``rules.py``).
+RULE_EXTRAS = 4
+RULE_NUMBERS = 6 + RULE_EXTRAS
+
 
 class SparsityMode(StrEnum):
     """Kinds of block-sparse attention by their names in a ds_config; the last is not one of DeepSpeed's."""

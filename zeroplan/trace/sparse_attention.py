@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.sparse_attention import TILE, SparseTables
+from zeroplan.core.sparse_attention import RULE_NUMBERS, TILE, SparseTables
 from zeroplan.trace.attention import kernel
 
 
@@ -97,8 +97,8 @@ def register_sparse(tables: SparseTables) -> str:
 
 
 def _tables_of(tables: SparseTables, tokens: int, heads: int, *, causal: bool, shares_keys: bool) -> _Tables:
-    """Allocate the tables of `tokens` tokens: which blocks exist, the tiles by queries and by keys, partial and full, and
-    orders with their inverses.
+    """Allocate the tables of `tokens` tokens: which blocks exist, the rules' numbers, the tiles by queries and by keys, partial
+    and full, and orders with their inverses.
     """
     layouts = heads if tables.by_head else 1
     blocks, tiles = -(-tokens // tables.block), -(-tokens // TILE)
@@ -106,7 +106,7 @@ def _tables_of(tables: SparseTables, tokens: int, heads: int, *, causal: bool, s
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    mask = [empty(layouts, blocks, blocks, dtype=torch.bool)]
+    mask = [empty(layouts, blocks, blocks, dtype=torch.bool), empty(layouts, RULE_NUMBERS, tokens, dtype=torch.int32)]
     for _ in range(4):
         mask += [empty(layouts, tiles, dtype=torch.int32), empty(layouts, tiles, tiles, dtype=torch.int32)]
 

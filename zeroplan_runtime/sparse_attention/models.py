@@ -158,9 +158,9 @@ class SparseInterface:
             config = self.sparsity_config
             made = SparseScores.make(config, tokens, causal=causal, tile=self.tile)
             if device.type == "cuda":
-                moved = made.reordered(queries=config.moves_queries, keys=config.moves_keys)
+                moved = made.for_kernels(queries=config.moves_queries, keys=config.moves_keys)
                 if self.shares_keys and moved.keys is not None and len(moved.keys.tokens) > 1:
-                    moved = made.reordered(queries=config.moves_queries, keys=False)  # heads of a group want other orders
+                    moved = made.for_kernels(queries=config.moves_queries, keys=False)  # heads of a group want other orders
                 made = moved.to(device)
             self._scores[key] = made
         return self._scores[key]

@@ -132,7 +132,7 @@ class SparseSelfAttention(nn.Module):
         if key not in self._scores:
             config = self.sparsity_config
             found = SparseScores.of_layouts(layouts.cpu(), config.block, length, causal=False)
-            moved = found.reordered(queries=config.moves_queries, keys=config.moves_keys)
+            moved = found.for_kernels(queries=config.moves_queries, keys=config.moves_keys)
             self._scores[key] = moved.to(layouts.device)
         return self._scores[key]
 

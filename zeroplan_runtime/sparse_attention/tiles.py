@@ -2,7 +2,7 @@
 
 FlexAttention's kernels compute tiles of 128 × 128 scores: the kernels that torch picks for Hopper take no smaller ones in the
 backward, unless they are tuned at run time. Blocks of 16, 32 or 64 tokens are smaller. So a tile is computed where any of its
-blocks exists, and within it each score looks its block up.
+blocks exists, and within it each score asks the layout's rules, or looks its block up where it has none.
 
 Note [Order of tokens]
     Fixed's global columns lie one in each window of 64 tokens, so that every tile of 128 keys holds one, and every tile would
@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional
 
 from zeroplan.core.sparse_attention import TILE, require_tiles
+from zeroplan_runtime.sparse_attention.rules import LayoutRules, rules_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -73,6 +74,7 @@ class SparseScores:
         causal: no token sees a later one.
         queries, keys: the order of the tokens; None where they stand as they are.
         tile: tokens of a tile's side.
+        rules: what says whether a block exists, where it needs no table.
     """
 
     table: torch.Tensor
@@ -82,6 +84,7 @@ class SparseScores:
     queries: TokenOrder | None = None
     keys: TokenOrder | None = None
     tile: int = TILE
+    rules: LayoutRules | None = None
 
     @classmethod
     def make(cls, config: SparsityConfig, tokens: int, *, causal: bool, tile: int = TILE) -> SparseScores:
@@ -115,7 +118,8 @@ class SparseScores:
     def to(self, device: torch.device) -> SparseScores:
         """Returns the scores with their tables on a device."""
         queries, keys = (order and order.to(device) for order in (self.queries, self.keys))
-        return replace(self, table=self.table.to(device), queries=queries, keys=keys)
+        rules = self.rules and self.rules.to(device)
+        return replace(self, table=self.table.to(device), queries=queries, keys=keys, rules=rules)
 
     # ---- all scores at once, for devices without the kernels ---------------------------------------------------------
     def dense_mask(self) -> torch.Tensor:
@@ -167,8 +171,9 @@ class SparseScores:
         blocks = functional.pad(blocks, (0, short, 0, short), value=padding)
         return functional.max_pool2d(blocks, each)
 
-    def reordered(self, *, queries: bool, keys: bool) -> SparseScores:
-        """Returns the scores, on the CPU, with tokens in another order; see Note [Order of tokens].
+    def for_kernels(self, *, queries: bool, keys: bool) -> SparseScores:
+        """Returns the scores, on the CPU, as kernels take them: with the layout's rules, if it has any, and with tokens in
+        another order. See Note [Order of tokens], and Note [Rules] of :mod:`.rules`.
 
         Args:
             queries: move queries that see most keys to the front; not those of causal attention, where early ones see few.
@@ -186,7 +191,13 @@ class SparseScores:
             order = self._front(self.table.sum(2) > _SEEN_BY_MOST * blocks)
             table = table.gather(1, order.unsqueeze(2).expand_as(table))
             moved_q = TokenOrder.of_blocks(order, self.block, self.tokens)
-        return replace(self, table=table, queries=moved_q, keys=moved_k)
+        return replace(self, table=table, queries=moved_q, keys=moved_k)._with_rules()
+
+    def _with_rules(self) -> SparseScores:
+        token_queries, token_keys = (each // self.block for each in self._positions())
+        first = slice(None, None, self.block)
+        rules = rules_of(self.table, token_queries[:, first], token_keys[:, first], token_queries, token_keys)
+        return replace(self, rules=rules)
 
     @property
     def computed_tiles(self) -> float:
@@ -249,10 +260,12 @@ class SparseScores:
         shared = table[0]
         query_at, key_at = self.token_functions()
 
-        def exists(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        def looked_up(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
             return table[h, q // block, k // block] if by_head else shared[q // block, k // block]
 
-        tests: list[MaskMod] = [exists]
+        by_rules = self.rules.test() if self.rules is not None else None
+        exists: MaskMod = looked_up if by_rules is None else lambda b, h, q, k: by_rules(h, q, k)
+        tests = [exists]
         if self.causal:
             tests.append(lambda b, h, q, k: query_at(h, q) >= key_at(h, k))
         if padding is not None:

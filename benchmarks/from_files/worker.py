@@ -7,6 +7,7 @@ since the mark before. An error's last line stands in ``error``.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import runpy
@@ -35,6 +36,8 @@ def main(result: Path, arguments: list[str]) -> int:
         torch.zeros(1, device="cuda")
     context = gpu.used() - before
     _mark_steps(probe)
+    if any("grpo" in word or "rloo" in word for word in arguments):
+        _mark_generation(probe)
     started = time.monotonic()
     error = ""
     try:
@@ -52,9 +55,7 @@ def main(result: Path, arguments: list[str]) -> int:
         "error": error,
         "steps": sum(mark["at"] == "stepped" for mark in marks),
         "peak_allocated": max(mark.get("peak", 0) for mark in marks),
-        "peak_allocated_training": max(
-            (mark.get("peak", 0) for mark in marks if mark["at"] in ("before step", "stepped")), default=0
-        ),
+        "peak_allocated_training": max((mark.get("peak", 0) for mark in marks if mark["at"] != "end"), default=0),
         "peak_reserved": max(mark.get("reserved_peak", 0) for mark in marks),
         "nvml_process": gpu.used_by_process(),
         "nvml_used": gpu.used() - before,
@@ -80,6 +81,22 @@ def _run(arguments: list[str]) -> None:
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
         runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _mark_generation(probe: Probe) -> None:
+    """Mark the memory before and after each generation of a model of transformers."""
+    from transformers import GenerationMixin
+
+    generate = GenerationMixin.generate
+
+    @functools.wraps(generate)
+    def marked(*args: Any, **kwargs: Any) -> Any:
+        probe.mark("before generation")
+        found = generate(*args, **kwargs)
+        probe.mark("generated")
+        return found
+
+    GenerationMixin.generate = marked
 
 
 def _mark_steps(probe: Probe) -> None:

@@ -25,13 +25,16 @@ SAID_BY_COMMAND = {
 MODELLED = {
     "accelerate_fsdp1": (0.0005, 0.03),
     "accelerate_fsdp2": (0.0005, 0.05),
-    "trainer_8bit": (0.0005, 0.01),
-    "trainer_fp32_adafactor": (0.002, 0.01),
+    "ddp_command_line": (0.0005, 0.02),
+    "trainer_8bit": (0.0005, 0.001),
+    "trainer_adamw_torch": (0.0005, 0.001),
+    "trainer_fp32_adafactor": (0.0005, 0.001),
     "trl_dpo": (0.004, 0.02),
     "trl_dpo_lora": (0.0005, 0.01),
     "trl_dpo_zero3": (0.0002, 0.01),
     "trl_kto": (0.005, 0.07),
-    "trl_sft_qlora": (0.0005, 0.08),
+    "trl_sft_lora": (0.0005, 0.001),
+    "trl_sft_qlora": (0.0005, 0.002),
     "trl_sft_zero3": (0.0001, 0.02),
 }
 

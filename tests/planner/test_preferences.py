@@ -115,7 +115,7 @@ def test_sft_is_the_plain_run() -> None:
     assert the_plan(task="sft") == the_plan()
 
 
-def test_of_grpo_the_head_sees_the_completion_alone_and_generation_is_left_open() -> None:
+def test_of_grpo_the_head_sees_the_completion_alone_behind_what_it_generates() -> None:
     """The hidden states of 256 of 768 tokens are picked: the rest of the plan is that of SFT over as many tokens."""
     recipe = {key: value for key, value in RECIPE.items() if key != "max_length"}
     grpo = {**recipe, "max_completion_length": 256, "num_generations": 2}
@@ -125,11 +125,12 @@ def test_of_grpo_the_head_sees_the_completion_alone_and_generation_is_left_open(
         share: estimate_report(Request(files=[sft], program="trl", task="sft", gpu="H200", labelled_share=share)).plans[0]
         for share in (1.0, 1 / 3)
     }
-    assert plan.gpu.phases == shares[1 / 3].gpu.phases
+    training = {phase: nbytes for phase, nbytes in plan.gpu.phases.items() if phase != "generation"}
+    assert training == pytest.approx(shares[1 / 3].gpu.phases, rel=1e-3)  # other blocks are cut
     # The forward ends in the head: fp32 hidden states of the tokens that are not picked, and their part of a tile in bf16.
     spared = (4 * 2048 + 2 * 32_768) * (2 * 767 - 2 * 256)
     assert shares[1.0].gpu.phases["forward"] - plan.gpu.phases["forward"] == pytest.approx(spared, rel=0.1)
-    assert (plan.fits, [one.key for one in plan.unmodelled]) == (None, ["task grpo"])
+    assert (plan.fits, [one.key for one in plan.unmodelled]) == (None, ["generation"])
 
 
 @pytest.mark.torch

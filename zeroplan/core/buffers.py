@@ -95,6 +95,7 @@ class Phase(StrEnum):
     BACKWARD = "backward"
     STEP = "step"
     EVALUATION = "evaluation"  # between two steps
+    GENERATION = "generation"  # of completions, before a step
     SAVE = "save"
     RESUME = "resume"  # a checkpoint is loaded, between initialisation and the first forward
     WEIGHTS = "weights"  # in place of LOAD: pretrained weights are read into host memory

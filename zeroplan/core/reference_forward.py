@@ -52,6 +52,11 @@ def _mark(tape: ExpandedTape, mark: Mark) -> int:
     return next(i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if op == Op.MARK and arg == mark)
 
 
+def forward_without_gradients(tape: ExpandedTape) -> Iterator[_Event]:
+    """Yield the events of a forward without gradients, those of its modules too, from the tape of a checkpointed one."""
+    return _forward(tape, 0, hooked=True)
+
+
 _BEGIN = (int(Op.MARK), int(Mark.REFERENCE_BEGIN), 0, 0, -1)
 _END = (int(Op.MARK), int(Mark.REFERENCE_END), 0, 0, -1)
 

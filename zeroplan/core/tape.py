@@ -124,7 +124,8 @@ class ExpandedTape:
     `kind` and `module` describe ALLOC events (the innermost module running, -1 outside any) and are 0 and -1 elsewhere.
     Nobody changes a tape after it is expanded, so what follows from its columns is computed once, when it is first asked for.
     A tape is equal to itself alone: caches hold it as a key without comparing its columns.
-    `evaluation` is the forward of another batch, which the same modules run between two steps. `shapes` are the micro
+    `evaluation` is the forward of another batch, which the same modules run between two steps; `generation` what they generate
+    before each. `shapes` are the micro
     batches of the first steps where batches differ in length; this tape is the last of them.
     """
 
@@ -137,6 +138,7 @@ class ExpandedTape:
     module: list[int] = field(default_factory=list)
     evaluation: EvaluationTape | None = None
     shapes: tuple[ExpandedTape, ...] = ()
+    generation: ExpandedTape | None = None
 
     def __len__(self) -> int:
         return len(self.op)
@@ -146,8 +148,9 @@ class ExpandedTape:
         return zip(self.op, self.arg, self.aux, self.kind, self.module, strict=True)
 
     def with_events(self, events: Iterable[TapeEvent]) -> ExpandedTape:
-        """Return a tape of the same modules, parameters and evaluation with other events."""
-        tape = ExpandedTape(self.modules, self.params, evaluation=self.evaluation, shapes=self.shapes)
+        """Return a tape of the same modules, parameters and tapes beside it with other events."""
+        beside = {"evaluation": self.evaluation, "shapes": self.shapes, "generation": self.generation}
+        tape = ExpandedTape(self.modules, self.params, **beside)  # type: ignore[arg-type]
         columns = (tape.op, tape.arg, tape.aux, tape.kind, tape.module)
         for event in events:
             for column, value in zip(columns, event, strict=True):
@@ -202,8 +205,9 @@ class ExpandedTape:
 
     @property
     def played_beside(self) -> tuple[ExpandedTape, ...]:
-        """The tapes that are played with this one: its shapes, then its evaluation's forward."""
-        return self.shapes if self.evaluation is None else (*self.shapes, self.evaluation.forward)
+        """The tapes that are played with this one: its shapes, its evaluation's forward, then what is generated."""
+        evaluation = () if self.evaluation is None else (self.evaluation.forward,)
+        return (*self.shapes, *evaluation, *(() if self.generation is None else (self.generation,)))
 
     def first_storage(self, place: int) -> int:
         """The number from which the storages of :attr:`played_beside` at `place` count on."""
@@ -214,7 +218,9 @@ class ExpandedTape:
         """A hash of all that is not a size: two tapes of equal shape hold the same events in the same order."""
         columns = (tuple(self.op), tuple(self.arg), tuple(self.kind), tuple(self.module))
         evaluation = None if self.evaluation is None else self.evaluation.shape
-        return hash((columns, self.modules, self.params, evaluation, tuple(tape.shape for tape in self.shapes)))
+        generation = None if self.generation is None else self.generation.shape
+        shapes = tuple(tape.shape for tape in self.shapes)
+        return hash((columns, self.modules, self.params, evaluation, shapes, generation))
 
 
 def blocks_of(modules: Sequence[TapeModule]) -> list[int]:

@@ -11,6 +11,7 @@ from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.generation import Generation
 from zeroplan.core.layer_drop import ProgressiveLayerDrop
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.preferences import PairLoss
@@ -161,7 +162,9 @@ class Workload:
     `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
     tokens in the first steps. `layer_drop` leaves blocks out of later steps.
     `quantize_training` rounds weights to fewer bits.
-    `compile` is what ``torch.compile`` is called on; None for nothing.
+    `compile` is what ``torch.compile`` is called on; None for nothing. `generation` is what the model generates before each
+    step, on the GPUs that train; None for nothing. `moved` means that the model is made on the host and then moved to the GPU,
+    where a tied weight is one from the beginning; made on the GPU, its second owner's goes when the tie is made.
     """
 
     micro_batch: int = 1
@@ -207,6 +210,8 @@ class Workload:
     layer_drop: ProgressiveLayerDrop | None = None
     quantize_training: QuantizeTraining | None = None
     compile: Compilation | None = None
+    generation: Generation | None = None
+    moved: bool = False
 
     @property
     def rows(self) -> int:

@@ -114,6 +114,7 @@ class Engine(ABC):
         takes_modules: whether ``verify`` may hand the engine a user's own module.
         quantized_bases: whether adapters beside a quantised base are modelled.
         evaluates: whether an evaluation between steps and micro batches of other lengths are modelled.
+        generates: whether completions that the model generates between steps are modelled.
         whole_vocabulary: whether its tensor-parallel ranks gather the logits (:class:`~zeroplan.core.parallel.ParallelLayout`).
         keeps_gradients: whether gradients that stay between steps (``zero_grad(set_to_none=False)``) are modelled.
         casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
@@ -149,6 +150,7 @@ class Engine(ABC):
     whole_vocabulary: ClassVar[bool] = False
     keeps_gradients: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
+    generates: ClassVar[bool] = False
     casts_outputs: ClassVar[bool] = False
     keeps_full_state: ClassVar[bool] = False
     pair_losses: ClassVar[bool] = False

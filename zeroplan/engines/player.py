@@ -88,6 +88,12 @@ class EngineSchedule:
     def evaluation_end(self) -> None:
         """A forward of an evaluation has returned."""
 
+    def generation_begin(self) -> None:
+        """The program generates by the model, before a step."""
+
+    def generation_end(self) -> None:
+        """It has generated."""
+
     def save(self) -> None:
         """The program saves, between two steps, what the workload says."""
 
@@ -165,9 +171,9 @@ def play(
 ) -> None:
     """Records a whole run: build, initialisation, and `run.steps` steps, each event block of it ended by a mark.
 
-    Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for every micro batch and ``step0``, ``step1``, … A tape's
-    evaluation comes after those steps, ended by the mark ``eval``, then a save, ended by ``save``; two more steps follow, which
-    repeat.
+    Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for every micro batch and ``step0``, ``step1``, …; before each
+    step's, ``gen`` where the program generates. A tape's evaluation comes after those steps, ended by the mark ``eval``, then a
+    save, ended by ``save``; two more steps follow, which repeat.
 
     Args:
         run: how much is played.
@@ -200,6 +206,11 @@ def play(
         if run.saves and step == steps:
             schedule.save()
             recorder.mark("save")
+        if script.generation:
+            schedule.generation_begin()
+            player.run(script.generation)
+            schedule.generation_end()
+            recorder.mark("gen")
         previous, kept = kept, []
         for micro in range(played):
             boundary = micro == played - 1

@@ -62,6 +62,7 @@ class Script:
         event_blocks: what the cues' numbers stand for.
         evaluation: the cues of an evaluation's forward, the batch's own storages included; empty without one.
         shapes: the micro batches that come before this one, of other lengths.
+        generation: the cues of what is generated before a step, which no hook follows; empty without any.
     """
 
     forward: tuple[Cue, ...]
@@ -71,6 +72,7 @@ class Script:
     event_blocks: EventBlocks
     evaluation: tuple[Cue, ...] = ()
     shapes: tuple[Script, ...] = ()
+    generation: tuple[Cue, ...] = ()
 
 
 class Scripts:
@@ -109,7 +111,12 @@ def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
         _micro_batch(_renumbered(shape, tape.first_storage(at)), event_blocks, modules=modules, own_linear=own_linear)
         for at, shape in enumerate(tape.shapes)
     ]
-    return replace(script, evaluation=_evaluation_cues(tape, modules, event_blocks), shapes=tuple(shapes))
+    return replace(
+        script,
+        evaluation=_evaluation_cues(tape, modules, event_blocks),
+        shapes=tuple(shapes),
+        generation=_generation_cues(tape, event_blocks),
+    )
 
 
 def _micro_batch(tape: ExpandedTape, event_blocks: EventBlocks, *, modules: bool, own_linear: bool) -> Script:
@@ -138,6 +145,14 @@ def _evaluation_cues(tape: ExpandedTape, modules: bool, event_blocks: EventBlock
         return ()
     forward = _renumbered(tape.evaluation.forward, tape.first_storage(len(tape.shapes)))
     return cues_of(forward, range(len(forward)), [], modules, event_blocks)
+
+
+def _generation_cues(tape: ExpandedTape, event_blocks: EventBlocks) -> tuple[Cue, ...]:
+    if tape.generation is None:
+        return ()
+    last = len(tape.played_beside) - 1
+    events = _renumbered(tape.generation, tape.first_storage(last))
+    return cues_of(events, range(len(events)), [], False, event_blocks)
 
 
 def _renumbered(tape: ExpandedTape, first: int) -> ExpandedTape:

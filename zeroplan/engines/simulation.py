@@ -20,12 +20,13 @@ _PHASE_OF_MARK = {
     "fwd": Phase.FORWARD,
     "bwd": Phase.BACKWARD,
     "eval": Phase.EVALUATION,
+    "gen": Phase.GENERATION,
     "save": Phase.SAVE,
 }
 
 
 def phase_of_mark(name: str) -> Phase:
-    """Return the phase that a mark ends: ``model``, ``init``, ``fwd``, ``bwd``, ``eval``, ``save``, or a step."""
+    """Return the phase that a mark ends: ``model``, ``init``, ``fwd``, ``bwd``, ``eval``, ``gen``, ``save``, or a step."""
     return _PHASE_OF_MARK.get(name, Phase.STEP)
 
 

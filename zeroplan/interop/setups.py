@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zeroplan.core.generation import Generation
 from zeroplan.core.unmodelled import Unmodelled
 
 
@@ -61,6 +62,8 @@ class Setup:
         reference: ``model`` or ``base``: what is asked beside the trained model; None for nothing.
         kl_batch: whether a second batch passes for KTO's KL term.
         pair_loss: how pairs meet in a loss over all their logits (:class:`zeroplan.core.preferences.PairLoss`); None elsewhere.
+        moved: whether the model is made on the host and then moved to its GPU.
+        generation: what the model generates before each step (:class:`zeroplan.core.generation.Generation`); None for nothing.
         chunked_head: whether TRL computes head and loss together in tiles.
         labelled_share: of the tokens that have a label, where the head sees those alone.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
@@ -124,6 +127,8 @@ class Setup:
     reference: str | None = None
     kl_batch: bool = False
     pair_loss: str | None = None
+    generation: Generation | None = None
+    moved: bool = False
     chunked_head: bool = False
     labelled_share: float | None = None
     detached_loss: bool = False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.generation import Generation
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.quantize_training import QUANTIZE_TRAINING
@@ -37,6 +38,8 @@ _ASKED_FOR = {
     "image_size": None,
     "labelled_share": None,
     "evaluation": None,
+    "generation": None,
+    "moved": False,
     "saving": None,
     "lengths": (),
     "target_len": None,
@@ -119,6 +122,8 @@ def describe_setup(setup: Setup) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Evaluation):
         return {"batch": value.batch, "kept": value.kept}
+    if isinstance(value, Generation):
+        return {"prompt": value.prompt, "completion": value.completion}
     if isinstance(value, Saving):
         return {"state_dict": value.state_dict.value, "saver": value.saver.value, "optimizer": value.optimizer}
     if isinstance(value, SparseAttention):

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = "activations"
 #: The key of layers of DeepSpeed's transformer kind.
 FUSED_LAYER = "DeepSpeedTransformerLayer"
+_GENERATED = "generation is counted, but two measured runs of GRPO reserved 4 % more than their plans"
 #: The key of what decides at a card's limit.
 LIMIT = "limit"
 
@@ -52,6 +53,11 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     if work.evaluation is not None and not evaluated and _may_need_more(case, work.evaluation):
         says = f"an evaluation with {work.evaluation.batch} samples a GPU is in no figure"
         found.setdefault("evaluation", Unmodelled("evaluation", Effect.MORE, says))
+    if work.generation is not None:
+        counted = engine.generates and tape is not None and tape.generation is not None
+        says = _GENERATED if counted else "the completions that are generated before a step, and their cache, are in no figure"
+        effect = Effect.UNKNOWN if counted else Effect.MORE
+        found.setdefault("generation", Unmodelled("generation", effect, says))
     if work.saving is not None and (says := engine.unsaved(case)):
         found.setdefault("saving", Unmodelled("saving", Effect.MORE, says))
     return tuple(found.values())

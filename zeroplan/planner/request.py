@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroplan.core.generation import Generation
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision, Reference
@@ -100,4 +101,6 @@ class Request:
     reference: Reference | None = None
     kl_batch: bool = False
     pair_loss: PairLoss | None = None
+    generation: Generation | None = None
+    moved: bool = False
     unmodelled: tuple[Unmodelled, ...] = ()

@@ -18,6 +18,7 @@ from zeroplan.core.workload import Reference, Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.evaluation import evaluation_tape
+from zeroplan.planner.generation import generated, known_cache
 from zeroplan.tapes import find_tape, get_tape
 
 #: Layers that are simulated at most, several stacks' together: each is played, so time and memory grow with them. Published
@@ -72,6 +73,8 @@ def expand_for(tape: Tape, case: Case, *, trace: bool = False, zero3: bool = Fal
         base = replace(case, workload=replace(work, lora_rank=None, lora_targets=(), lora_dropout=False))
         passes, hooked = 2 if work.kl_batch else 1, zero3 and work.reference is Reference.MODEL
         expanded = with_reference(expanded, _without_gradients(base, zero3=hooked), passes=passes, hooked=hooked)
+    if work.generation is not None:
+        expanded = replace(expanded, generation=_generated(case))
     if work.lengths:
         expanded = replace(expanded, shapes=_shapes(tape, case, zero3=zero3))
     if work.evaluation is None or work.reference is not None or work.kl_batch or work.pair_loss is not None:
@@ -93,9 +96,19 @@ def _shapes(tape: Tape, case: Case, *, zero3: bool) -> tuple[ExpandedTape, ...]:
     return tuple(known[length] for length in padded_batches(work.lengths, work.rows, cut=work.seq_len)[:-1])
 
 
+def _generated(case: Case) -> ExpandedTape | None:
+    """Return the events of what the case generates before a step; None where the model's cache is of another kind."""
+    work = case.workload
+    if work.generation is None or not known_cache(case):
+        return None
+    rows = work.generation.rows(work.micro_batch, work.grad_accum, case.layout.dp)
+    prompts = replace(work, micro_batch=rows, seq_len=work.generation.prompt, pairs=False, chunked_head=False)
+    return generated(case, _without_gradients(replace(case, workload=prompts)))
+
+
 def _without_gradients(case: Case, *, zero3: bool = False) -> ExpandedTape:
     """Return the tape whose forward stands for one without gradients over the case's batch: checkpointed."""
-    work = replace(case.workload, reference=None, kl_batch=False, lengths=(), evaluation=None)
+    work = replace(case.workload, reference=None, kl_batch=False, lengths=(), evaluation=None, generation=None)
     work = replace(work, gradient_checkpointing=True, checkpoint_policy="full", compile=None)
     tape = find_tape(case.spec, work, zero3=zero3) or _traced(case.spec, work, zero3, None)
     return expand_for(tape, replace(case, workload=work))

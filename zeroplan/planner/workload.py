@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 from zeroplan.core.errors import BadInput, member_named
@@ -114,6 +115,8 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         labelled_share=request.labelled_share,
         evaluation=_evaluation(request, engine),
         saving=_saving(request, engine),
+        moved=request.moved,
+        generation=None if request.generation is None else replace(request.generation, casts=engine.casts_outputs),
         lengths=lengths,
         pads=request.pads,
         fp8=recipe,

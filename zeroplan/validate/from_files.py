@@ -29,7 +29,7 @@ def with_runnable_files(request: Request) -> tuple[Request, Setup]:
             where=setup.files[0],
             remedy="put zeroplan.callback.ZeroplanCallback into the program's own run, or give flags in place of --from",
         )
-    plain = replace(filled, optimizer_kind=None, detached_loss=False, zero_init=None, unmodelled=(), task=None)
+    plain = replace(filled, optimizer_kind=None, detached_loss=False, moved=False, zero_init=None, unmodelled=(), task=None)
     # The loop neither evaluates nor saves.
     plain = replace(plain, eval_batch=None, eval_logits=0, save=None, save_by=None, save_only_model=False)
     return plain, setup

@@ -39,6 +39,7 @@ class Ddp(TorchEngine[DdpRank]):
 
     name = "ddp"
     evaluates = True
+    generates = True
     float8 = True
     compiles = True
     compiled_whole = (

@@ -40,6 +40,8 @@ class DdpSchedule(EngineSchedule):
             self.alloc(quantize.shared_bytes, Buffer.PARAM_FULL)
         for owned in self.rank.parameters.modules:
             for p in owned:
+                if p in made and self.rank.workload.moved:
+                    continue
                 blocks = [self.alloc(nbytes, Buffer.PARAM_FULL, note=p) for nbytes in self.rank.kept(p)]
                 if p in made:
                     for block in blocks:

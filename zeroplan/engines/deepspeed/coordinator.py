@@ -272,6 +272,30 @@ class Coordinator:
             self.active[p].clear()
             self._release(p)
 
+    def gather_all(self) -> None:
+        """Gather all parameters on the computation's stream, after what is on its way (partition_parameters.py,
+        GatheredParameters).
+        """
+        for gather in dict.fromkeys(self.inflight.values()):
+            self._wait(gather)
+        self.inflight.clear()
+        every = range(len(self.status))
+        absent = [p for p in every if self.status[p] == _ABSENT]
+        if self.on_host:
+            copies = [self.alloc(self.rank.param_bytes * self.rank.shards[p], Buffer.STAGE_H2D, note=p) for p in absent]
+        for p in absent:
+            whole = self.rank.param_bytes * self.rank.shards[p] * self.rank.ranks
+            if self.rank.ranks > 1 or self.on_host:
+                self.blocks[p] = (self.alloc(whole, Buffer.PARAM_FULL, note=p), COMPUTE)
+            self.status[p] = _AVAILABLE
+        if self.on_host:
+            for copy in copies:
+                self.recorder.free(copy)
+
+    def forget_trace(self) -> None:
+        """Void the trace: the next forward records another, and the one after it uses that (_invalidate_trace)."""
+        self.trace = self.recorded = None
+
     def gather_persistent(self) -> None:
         """Gather the persistent parameters after the step, each into a block of its own (stage3.py, _post_step)."""
         self.deferred_frees.complete_all()

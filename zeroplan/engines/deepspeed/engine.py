@@ -74,6 +74,7 @@ class DeepSpeed(Engine):
 
     name = "deepspeed"
     evaluates = True
+    generates = True
     quantized_bases = True
     whole_vocabulary = True
     tiles_mlps = True

@@ -221,6 +221,18 @@ class Stage3(DeepSpeedSchedule):
         if not self.inside_leaf[module]:
             self.coordinator.release(module, forward=True)
 
+    def generation_begin(self) -> None:
+        """Gather every parameter that is not there, each by itself: TRL takes the hooks off while the model generates.
+
+        Source: TRL 1.16, models/utils.py, _unwrap_model_for_generation; partition_parameters.py, _allgather_params_coalesced
+        """
+        self.coordinator.gather_all()
+
+    def generation_end(self) -> None:
+        """Partition all of them. Hooks that are put on again make the trace that was recorded void (parameter_offload.py)."""
+        self.coordinator.release_all()
+        self.coordinator.forget_trace()
+
     def reference_begin(self) -> None:
         """Begin the reference's own trace anew."""
         self.asked = self.reference

@@ -121,6 +121,7 @@ class Axolotl(Program):
         self._precision(run)
         self._attention(run)
         run.set("detached_loss", True)
+        run.set("moved", True)
         set_optimizer(run, "optimizer", default="adamw_torch_fused")
         again = run.value("gradient_checkpointing")
         if again is None:

@@ -132,6 +132,7 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
     """
     refuse_cpu(run, "use_cpu", "no_cuda")
     run.set("detached_loss", True)
+    run.set("moved", True)
     run.count("micro_batch", "per_device_train_batch_size", "per_gpu_train_batch_size", default=defaults.micro_batch)
     run.count("grad_accum", "gradient_accumulation_steps", default=1)
     set_precision(run, default="bf16" if defaults.bf16 else "fp32")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.generation import Generation
 from zeroplan.core.preferences import PLANNED, PairLoss, passes_of
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation, set_weights_dtype
@@ -58,8 +59,6 @@ _WORDS = re.compile(r"(?<![a-z])(sft|dpo|grpo|kto|orpo|cpo|simpo|reward|rm|rloo|
 _SAME = {"rm": "reward", "simpo": "cpo"}
 #: What each task holds beside one forward and backward of one model on micro batch × length.
 _TASKS: dict[str, tuple[Effect, str]] = {
-    "grpo": (Effect.MORE, "generation and its cache"),
-    "rloo": (Effect.MORE, "generation and its cache"),
     "ppo": (Effect.MORE, "generation, a value model, a reward model and a reference model"),
     "bco": (Effect.MORE, "a reference model beside the trained one"),
     "gkd": (Effect.MORE, "a teacher beside the trained model, and generation"),
@@ -67,6 +66,17 @@ _TASKS: dict[str, tuple[Effect, str]] = {
 _GATHERS = "TRL's head gathers its sharded weight by itself"
 #: Tasks whose samples are bounded by ``max_length``, 1,024 by default since TRL 0.14; the rest add prompt and completion.
 _COMPLETION_TASKS = ("grpo", "rloo", "ppo")
+#: Those of them that generate by the trained model alone, and the tokens that they generate by default.
+_GENERATING = ("grpo", "rloo")
+_ANSWER = 512
+#: Keys of generation with another cache, or beside other models.
+_OTHER_CACHES = {
+    "cache_implementation": (Effect.UNKNOWN, "a cache of another kind"),
+    "use_transformers_paged": (Effect.UNKNOWN, "a cache in pages"),
+    "use_transformers_continuous_batching": (Effect.UNKNOWN, "a cache in pages"),
+    "reward_model_name_or_path": (Effect.MORE, "a reward model beside the trained one"),
+    "generation_kwargs": (Effect.UNKNOWN, "arguments of generate"),
+}
 _NOT_MODELLED = {
     "activation_offloading": (Effect.LESS, "activations wait on the host between forward and backward"),
     "padding_free": (Effect.LESS, "samples are laid end to end without padding"),
@@ -156,11 +166,13 @@ class Trl(Program):
             run.leave_out("packing", Effect.MORE, "packed samples are one row, whose mask grows with the square of its length")
         if task in PLANNED:
             _preference(run, task)
-        elif task in _TASKS:
+        elif task in _GENERATING or task in _TASKS:
             if run.amount("beta"):
                 run.set("reference", "base" if run.fields.get("lora_rank") is not None else "model")
-            effect, says = _TASKS[task]
-            run.leave_out(f"task {task}", effect, says + _beside(run))
+            if task in _GENERATING:
+                _generation(run)
+            else:
+                run.leave_out(f"task {task}", *_TASKS[task])
         elif not run.amount("label_smoothing_factor"):
             run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
             if run.data.get("fsdp"):
@@ -168,12 +180,20 @@ class Trl(Program):
         return run.setup("hf-trainer", "trl")
 
 
-def _beside(run: Builder) -> str:
-    """Return what of each GPU vLLM takes for itself where it generates on the GPUs that train; an empty text elsewhere."""
-    if not run.flag("use_vllm") or (run.word("vllm_mode") or "colocate") != "colocate":
-        return ""
-    share = run.amount("vllm_gpu_memory_utilization")
-    return f"; vLLM takes {0.3 if share is None else share:.0%} of each GPU for itself"
+def _generation(run: Builder) -> None:
+    """Set what transformers generates before each step; leave out what vLLM takes of each GPU, and other caches and models."""
+    if run.flag("use_vllm"):
+        if (run.word("vllm_mode") or "colocate") == "colocate":
+            share = run.amount("vllm_gpu_memory_utilization")
+            says = f"vLLM takes {0.3 if share is None else share:.0%} of each GPU for itself"
+            run.leave_out("use_vllm", Effect.MORE, says)
+        return
+    run.leave_out_flags(_OTHER_CACHES)
+    if run.flag("ds3_gather_for_generation") is False:
+        run.leave_out("ds3_gather_for_generation", Effect.UNKNOWN, "each token gathers layer after layer")
+    length, answer = run.fields["seq_len"], run.number("max_completion_length") or _ANSWER
+    steps, whole = run.number("steps_per_generation"), run.number("generation_batch_size")
+    run.set("generation", Generation(length - answer, answer, steps, None if steps else whole))
 
 
 def _preference(run: Builder, task: str) -> None:
@@ -258,7 +278,7 @@ def _length(run: Builder, task: str) -> None:
     if task in _COMPLETION_TASKS:
         answer = run.number("max_completion_length") or run.number("response_length")
         if answer is None:
-            answer = 512
+            answer = _ANSWER
             run.assume("max_completion_length 512")
         prompt = run.number("max_prompt_length")
         if prompt is None:

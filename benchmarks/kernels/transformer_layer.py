@@ -149,8 +149,8 @@ def _pairs(fused: Any, own: Any, exact: Any) -> list[tuple[str, torch.Tensor, to
         made = [torch.cat([each.weight.grad for each in qkv]), torch.cat([each.bias.grad for each in qkv])]
         return made + [grad for module in modules for grad in (module.weight.grad, module.bias.grad)]
 
-    names = ("attn_qkvw", "attn_qkvb", "attn_ow", "attn_ob", "attn_nw", "attn_nb")
-    names += ("inter_w", "inter_b", "output_w", "output_b", "norm_w", "norm_b")
+    attention = ("attn_qkvw", "attn_qkvb", "attn_ow", "attn_ob", "attn_nw", "attn_nb")
+    names = (*attention, "inter_w", "inter_b", "output_w", "output_b", "norm_w", "norm_b")
     ours = [getattr(fused, name).grad for name in names]
     return list(zip(names, ours, of(own), of(exact), strict=True))
 

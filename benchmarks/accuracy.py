@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.rows import EXTRA, MEASURED, TASKS, load_rows, request_of
 from zeroplan.core.plan import MemoryPlan
+from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
-from zeroplan.engines.deepspeed.simulation import rank_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve

@@ -12,6 +12,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -119,6 +120,11 @@ def gpus() -> str:
     return "\n".join(["# GPU presets", "", text, "", render(headers, rows, "github"), ""])
 
 
+def _shown(default: Any) -> str:
+    """Show a key's default as a file has it where it is a word of ours."""
+    return default.value if isinstance(default, Enum) else repr(default)
+
+
 def keys() -> str:
     """Every key of a ds_config."""
     text = (
@@ -128,7 +134,14 @@ def keys() -> str:
     out = ["# Keys of a ds_config", "", text, ""]
     for path, section in SECTIONS.items():
         rows = [
-            [f"`{key.name}`", key.kind.value, f"`{key.default!r}`", key.effect.value, key.deepspeed.value, key.runtime.value]
+            [
+                f"`{key.name}`",
+                key.kind.value,
+                f"`{_shown(key.default)}`",
+                key.effect.value,
+                key.deepspeed.value,
+                key.runtime.value,
+            ]
             for key in section.keys.values()
         ]
         if rows:

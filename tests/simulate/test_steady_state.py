@@ -6,8 +6,8 @@ import pytest
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import GIB, MIB
+from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
-from zeroplan.engines.deepspeed.simulation import rank_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve

@@ -65,7 +65,7 @@ _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sh
 #: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
 NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model", "fp8", "tiled_mlp")
 #: Fields of a layout, for verbs that take data parallelism alone.
-DEGREES = ("tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
+DEGREES = ("tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "partition", "dp_replicate")
 
 
 def _option(
@@ -204,6 +204,12 @@ OPTIONS: dict[str, Any] = {
     "ep": _option(int, "--ep", "GPUs that share the experts of a layer (expert parallelism). [1]", _MESH),
     "etp": _option(int, "--etp", "GPUs that share each expert's matrices: 1, or as many as --tp. [1]", _MESH),
     "schedule": _option(str, "--schedule", "The order of a stage's micro batches: 1f1b or gpipe.", _MESH),
+    "partition": _option(
+        str | None,
+        "--partition",
+        "How DeepSpeed's PipelineModule divides layers: parameters, uniform or type:decoder. [parameters]",
+        _MESH,
+    ),
     "dp_replicate": _option(int, "--dp-replicate", "Replicas of the group of GPUs that shards (HSDP). [1]", _MESH),
     "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
     "deepspeed_version": _option(

@@ -5,12 +5,22 @@ Note [Stages]
     first ones one heavier where they do not divide. The embedding is on the first stage, the final norm and the head are on
     the last. With several chunks a rank (vpp) the pipeline has ranks × chunks such stages, and a rank has every `ranks`-th.
     Source: torchtitan, ``distributed/pipeline_parallel.py`` (``generate_llm_fqn_per_model_part``).
+
+Note [Layers of a PipelineModule]
+    DeepSpeed's ``PipelineModule`` divides a list of layers: here the embedding, each block, the final norm and the head. By
+    ``parameters``, its default, the sums of trained parameters of the heaviest and of the lightest stage differ the least; by
+    ``type:…`` the counts of the layers of a class do, which are the blocks; by ``uniform`` all stages have as many layers, the
+    first ones one more. Source: DeepSpeed 0.19.8, runtime/pipe/module.py (``_partition_layers``), runtime/utils.py
+    (``partition_balanced``, ``partition_uniform``).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import pairwise
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parameters import Parameters
@@ -75,6 +85,95 @@ def chunks_of(blocks: int, ranks: int, chunks: int, rank: int) -> tuple[Stage, .
     return stages_of(blocks, ranks * chunks)[rank::ranks]
 
 
+def layer_stages(parameters: Parameters, stages: int, method: str) -> tuple[Stage, ...]:
+    """Divide a model's layers over the stages of a ``PipelineModule``. See Note [Layers of a PipelineModule].
+
+    Args:
+        parameters: the whole model's.
+        stages: how many.
+        method: ``parameters``, ``uniform`` or ``type:`` and a pattern, as DeepSpeed's ``partition_method``.
+
+    Raises:
+        BadInput: an unknown method, or stages that are empty or part the final norm from the head.
+    """
+    numbers = sorted({block_number(block) for block in parameters.blocks if block})
+    layers = ["embedding", *numbers, "norm", "head"]
+    kind = method.lower().partition(":")[0]
+    if kind == "uniform":
+        bounds = _uniform(len(layers), stages)
+    elif kind == "parameters":
+        counts = dict.fromkeys(layers, 0)
+        for name, shape, block, on in zip(
+            parameters.names, parameters.shapes, parameters.blocks, parameters.trainable, strict=True
+        ):
+            outside = "embedding" if _is_embedding(name) else "head" if len(shape) > 1 else "norm"
+            counts[block_number(block) if block else outside] += math.prod(shape) if on else 0
+        bounds = _balanced(tuple(counts.values()), stages)
+    elif kind == "type" and ":" in method:
+        bounds = _balanced(tuple(int(layer in numbers) for layer in layers), stages)
+    else:
+        raise BadInput(
+            f"unknown way to partition {method[:40]!r}",
+            where="--partition",
+            remedy="use parameters, uniform or type:decoder, of which the blocks are counted",
+        )
+    last = len(layers)
+    if any(end <= begin for begin, end in pairwise(bounds)):
+        raise BadInput(f"{stages} stages leave one without any of the {last} layers", where="--pp", remedy="use fewer stages")
+    if bounds[-2] > last - 2:
+        raise BadInput(
+            f"{stages} stages, divided by {method}, part the final norm from the head, which is not modelled",
+            where="--pp",
+            remedy="use another --pp or --partition",
+        )
+    blocks = [max(0, min(at - 1, len(numbers))) for at in bounds]
+    return tuple(Stage(index, stages, blocks[index], blocks[index + 1]) for index in range(stages))
+
+
+def _uniform(layers: int, stages: int) -> tuple[int, ...]:
+    """Return where each stage begins, and the end: as many layers each, the first stages one more."""
+    each, more = divmod(layers, stages)
+    return tuple(index * each + min(index, more) for index in range(stages + 1))
+
+
+@lru_cache(maxsize=8)
+def _balanced(weights: tuple[int, ...], stages: int) -> tuple[int, ...]:
+    """Return where each stage begins, and the end, so that the heaviest and the lightest stage differ the least.
+
+    By dynamic programming over prefixes; of cuts that are equally good the last is taken. Each cut minds the best division of
+    what is before it alone, so that the whole need not be the best one: it is DeepSpeed's.
+    """
+    count = len(weights)
+    if count <= stages:
+        return _uniform(count, stages)
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best: list[tuple[float, float]] = [(0, math.inf)] + [(math.inf, math.inf)] * count  # heaviest and lightest of a prefix
+    cuts: list[list[int]] = []
+    for stage in range(1, stages + 1):
+        now: list[tuple[float, float]] = [(math.inf, math.inf)] * (count + 1)
+        cut = [0] * (count + 1)
+        for end in range(stage, count + 1):
+            least = math.inf
+            for begin in range(stage - 1, end):
+                heaviest, lightest = best[begin]
+                weight = sums[end] - sums[begin]
+                heaviest, lightest = max(heaviest, weight), min(lightest, weight)
+                if heaviest - lightest <= least:
+                    least, now[end], cut[end] = heaviest - lightest, (heaviest, lightest), begin
+        best = now
+        cuts.append(cut)
+    bounds = [count]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    return tuple(reversed(bounds))
+
+
+def _is_embedding(name: str) -> bool:
+    return name.rpartition(".")[0].rpartition(".")[2] == EMBEDDING
+
+
 def block_number(name: str) -> int:
     """Return the number of a block from its full name, such as 3 from ``model.layers.3``."""
     return int(name.rpartition(".")[2])
@@ -84,8 +183,7 @@ def holds(stage: Stage, name: str, block: str) -> bool:
     """Return whether a stage has a parameter, by its full name and the name of its block (empty outside the blocks)."""
     if block:
         return stage.first <= block_number(block) < stage.end
-    embedding = name.rpartition(".")[0].rpartition(".")[2] == EMBEDDING
-    return stage.is_first if embedding else stage.is_last
+    return stage.is_first if _is_embedding(name) else stage.is_last
 
 
 def stage_parameters(parameters: Parameters, stages: Sequence[Stage]) -> Parameters:

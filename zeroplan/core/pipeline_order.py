@@ -91,6 +91,7 @@ class PipelineOrder:
         ranks: the number of pipeline ranks.
         chunks: model chunks a rank.
         micro_batches: micro batches of a step.
+        takes_fewer: there may be fewer micro batches than stages, as under DeepSpeed.
 
     Raises:
         BadInput: fewer micro batches than 1F1B has stages, or some that the interleaved schedule cannot take in equal rounds.
@@ -101,11 +102,12 @@ class PipelineOrder:
     ranks: int
     chunks: int
     micro_batches: int
+    takes_fewer: bool = False
 
     def __post_init__(self) -> None:
         if self.schedule is PipelineSchedule.GPIPE:
             return
-        if self.chunks == 1 and self.micro_batches < self.ranks:
+        if self.chunks == 1 and self.micro_batches < self.ranks and not self.takes_fewer:
             what = f"1f1b over {self.ranks} stages takes {self.ranks} micro batches or more, and not {self.micro_batches}"
             raise BadInput(what, where="--grad-accum", remedy=f"use --grad-accum {self.ranks} or more, or --schedule gpipe")
         if self.chunks > 1 and self.micro_batches % self.rounds:

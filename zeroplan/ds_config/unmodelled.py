@@ -15,7 +15,7 @@ _SAYS = "changes memory in a way that is not modelled"
 _KNOWN = {
     "hybrid_engine": (Effect.MORE, "its inference keeps a key-value cache, and workspaces, beside the training"),
     "expert_parallel": (Effect.UNKNOWN, "AutoEP's layers share the experts and exchange tokens; every rank's own are counted"),
-    "pipeline": (Effect.UNKNOWN, "a PipelineModule reads it, whose stages are the program's; the whole model is counted"),
+    "pipeline": (Effect.UNKNOWN, "a PipelineModule reads it, whose stages --pp plans; without it the whole model is counted"),
     "data_types.keep_in_fp32_modules": (Effect.MORE, "these modules stay in 32 bits, and 16 are planned"),
 }
 #: Sections that do nothing unless this key is true.

@@ -48,7 +48,8 @@ class Case:
     `parallel` None means data parallelism over the whole cluster. `zero_init` says whether DeepSpeed's stage 3 gets a model
     that was built under ``deepspeed.zero.Init``; without it the whole model passes over each GPU.
     With pipeline parallelism, `pipeline` is the order of micro batches
-    (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`), and `pp_rank` the pipeline rank that is looked at.
+    (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`), `pp_rank` the pipeline rank that is looked at, and `partition`
+    how layers are divided: empty for blocks of equal weight, else DeepSpeed's ``partition_method``.
     `unmodelled` are keys of files that no field here holds; an engine adds its own (:meth:`Engine.unmodelled`).
     """
 
@@ -61,14 +62,17 @@ class Case:
     unmodelled: tuple[Unmodelled, ...] = ()
     pipeline: str = "1f1b"
     pp_rank: int = 0
+    partition: str = ""
 
     @property
     def pipeline_chunks(self) -> tuple[Stage, ...]:
         """The stages of the pipeline rank that is looked at, one for each of its chunks; none without pipeline parallelism."""
         if self.layout.pp == 1:
             return ()
-        from zeroplan.core.pipeline import chunks_of
+        from zeroplan.core.pipeline import chunks_of, layer_stages
 
+        if self.partition:
+            return (layer_stages(self.spec.parameters, self.layout.pp, self.partition)[self.pp_rank],)
         blocks = len({block for block in self.spec.parameters.blocks if block})
         return chunks_of(blocks, self.layout.pp, self.layout.vpp, self.pp_rank)
 
@@ -125,6 +129,8 @@ class Engine(ABC):
         float8: whether linear layers that multiply in 8-bit floats are modelled.
         own_optimizers: whether it steps optimizers that nothing else makes from their names
             (:attr:`~zeroplan.core.optimizer_row.Optimizer.runtime_only`).
+        partition: how the engine divides a model's layers over pipeline stages unless told otherwise, as DeepSpeed's
+            ``partition_method``; empty where it divides blocks evenly and takes no method.
         tiles_mlps: whether MLPs that run tile by tile (DeepSpeed's ``TiledMLP``) are modelled.
         own_layers: whether it runs layers of its own in place of the model's code. It then writes their tape
             (:meth:`own_tape`) and holds layouts against them itself (:meth:`require_workload`).
@@ -157,6 +163,7 @@ class Engine(ABC):
     measured_pair_losses: ClassVar[frozenset[PairLoss]] = frozenset()
     float8: ClassVar[bool] = False
     own_optimizers: ClassVar[bool] = False
+    partition: ClassVar[str] = ""
     tiles_mlps: ClassVar[bool] = False
     own_layers: ClassVar[bool] = False
     compiles: ClassVar[bool] = False

@@ -47,6 +47,8 @@ class StageTape:
         inputs: bytes of the batch's tensors for one micro batch.
         sent: the storage of the gradient of the stage's input, which is sent to the stage before; -1 on the first.
         hidden: bytes of the hidden states that stages send each other.
+        returned: where the last stage's modules have returned the logits, and the loss begins; the split elsewhere.
+        logits: the storage of the logits, where the tape leaves it to the player to free them; -1 elsewhere.
     """
 
     tape: ExpandedTape
@@ -54,6 +56,8 @@ class StageTape:
     inputs: int
     sent: int
     hidden: int
+    returned: int = -1
+    logits: int = -1
 
 
 class _Cut:
@@ -93,17 +97,28 @@ class _Cut:
             column.append(value)
 
 
-def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
-    """Cut one stage's micro batch out of a tape. See Note [Cutting a tape]."""
+def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
+    """Cut one stage's micro batch out of a tape. See Note [Cutting a tape].
+
+    Args:
+        tape: the whole model's.
+        stage: the stage.
+        copies: the stage's forward runs on a copy of what it received, and the loss is not the modules' own: its tape begins
+            with that copy, and the player frees the logits. DeepSpeed's way.
+    """
     walk = _Cut(tape, stage)
     backward = running = False
     last, place, inputs, split = max(walk.blocks.values()), -1, 0, 0  # -1: before the blocks, last + 1: behind them
     in_embedding = False
     sizes: dict[int, int] = {}
     hidden = _hidden_bytes(tape, walk)
-    residual, summed = -1, -1 if stage.is_last else _first_sum(tape, walk, hidden)
+    residual, summed = -1, -1 if stage.is_last or not stage.end else _first_sum(tape, walk, hidden)
     made_backward: list[int] = []
-    output = -1
+    output = logits = head = returned = -1
+    copy = _output_of(tape, walk, hidden, stage.first - 1) if copies and not stage.is_first else -1
+    if copy >= 0:
+        walk.made[copy] = int(Kind.SAVED)
+        walk.add(Op.ALLOC, copy, hidden, Kind.SAVED)
     received: set[int] = set()  # gradients of that size that other stages make
     events = tape.events()
     for at, (op, arg, aux, kind, module) in enumerate(events):
@@ -127,8 +142,10 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
                 walk.add(op, arg, aux, kind, module)
                 if backward and aux == hidden:
                     made_backward.append(arg)
-                elif aux == hidden and walk.blocks.get(module) == stage.end - 1:
+                elif aux == hidden and not stage.is_last and _makes(walk, module, stage.end - 1):
                     output = arg
+                elif copies and kind == Kind.LOGITS:
+                    logits, head = arg, module
             elif backward and aux == hidden:
                 received.add(arg)
         elif op == Op.FREE:
@@ -138,11 +155,13 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
                     walk.made[residual] = int(Kind.ACT_GRAD)
                     walk.add(Op.ALLOC, residual, hidden, Kind.ACT_GRAD, module)
                     walk.late[1].append(residual)
-                returned = not backward and (walk.made[arg] == Kind.LOGITS or (arg == output and not stage.is_last))
-                if kept and not returned:
+                kept_on = not backward and (walk.made[arg] == Kind.LOGITS or arg == output)
+                if arg == logits:
+                    pass
+                elif kept and not kept_on and (backward or arg != copy):
                     walk.add(op, arg)
                 else:
-                    walk.late[1 if backward or returned else 0].append(arg)
+                    walk.late[1 if backward or kept_on else 0].append(arg)
             elif kept and arg in received and residual in walk.late[1]:  # what stands for it on this stage
                 walk.late[1].remove(residual)
                 walk.add(op, residual)
@@ -152,6 +171,8 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
         elif arg not in walk.inside or stage.first <= walk.inside[arg] < stage.end:
             walk.add(op, arg)
         if not backward and op == Op.EXIT:
+            if logits >= 0 and arg == head:
+                returned = len(walk.out)
             if arg in walk.blocks and walk.blocks[arg] == last:
                 place = last + 1
             in_embedding = in_embedding and arg not in walk.embedding
@@ -164,7 +185,25 @@ def cut(tape: ExpandedTape, stage: Stage) -> StageTape:
     if not stage.is_first:
         walk.late[1].remove(sent)
     _free_late(walk, 1)
-    return StageTape(walk.out, split, inputs, -1 if stage.is_first else sent, hidden)
+    return StageTape(
+        walk.out, split, inputs, -1 if stage.is_first else sent, hidden, split if returned < 0 else returned, logits
+    )
+
+
+def _makes(walk: _Cut, module: int, block: int) -> bool:
+    """Return whether a module's own tensors may be the output of a block; block −1 is the embedding."""
+    return module in walk.embedding if block < 0 else walk.blocks.get(module) == block
+
+
+def _output_of(tape: ExpandedTape, walk: _Cut, hidden: int, block: int) -> int:
+    """Return the storage of a block's output: the last of the hidden states' size that its forward makes."""
+    found = -1
+    for op, arg, aux, module in zip(tape.op, tape.arg, tape.aux, tape.module, strict=True):
+        if op == Op.MARK and arg == Mark.BACKWARD_BEGIN:
+            break
+        if op == Op.ALLOC and aux == hidden and _makes(walk, module, block):
+            found = arg
+    return found
 
 
 def _is_kept(stage: Stage, place: int, last: int, first_only: bool) -> bool:

@@ -106,7 +106,14 @@ def _stage(engine: Engine, case: Case, timeline: Timeline | None) -> StageNote:
     from zeroplan.core.pipeline_order import PipelineOrder, in_flight, schedule_of
 
     layout = case.layout
-    order = PipelineOrder(schedule_of(case.pipeline), case.pp_rank, layout.pp, layout.vpp, case.workload.grad_accum)
+    order = PipelineOrder(
+        schedule_of(case.pipeline),
+        case.pp_rank,
+        layout.pp,
+        layout.vpp,
+        case.workload.grad_accum,
+        takes_fewer=bool(case.partition),
+    )
     (flying,) = in_flight((action._replace(chunk=0) for action in order.actions()), 1)  # of all chunks together
     return StageNote(case.pp_rank, engine.blocks(case), flying, None if timeline is None else timeline.peak_allocated)
 

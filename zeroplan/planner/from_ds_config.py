@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
@@ -25,6 +25,7 @@ from zeroplan.planner.workload import workload_of
 _SHARED = ("micro_batch", "grad_accum", "dtype", "optimizer")
 _DS, _TP, _SP = "zero_optimization", "tensor_parallel", "sequence_parallel_size"
 _EP, _EXPERTS = "expert_parallel", ("num_local_experts", "num_experts", "n_routed_experts")
+_PP, _GROUPS = "pipeline", "layers are recomputed in groups across blocks, and blocks one by one are planned"
 _DATA, _ONE = "data_parallel_size", "change one of the two"
 #: Keys of ``tensor_parallel`` that plans have, or that change none.
 _PLANNED_KEYS = ("autotp_size", "dtype", "tp", "tensor_parallel", "keep_module_on_host")
@@ -78,6 +79,13 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
     if engine.whole_vocabulary and _SP in config.raw:
         ulysses = _sequence_ranks(request, cluster, config)
         unmodelled = tuple(one for one in unmodelled if one.key not in (_SP, _DATA))
+    if engine.partition and request.pp > 1 and isinstance(config.raw.get(_PP), Mapping):
+        interval = config.raw[_PP].get("activation_checkpoint_interval") or 0
+        unmodelled = tuple(one for one in unmodelled if one.key != _PP)
+        if interval == 1:
+            workload = replace(workload, gradient_checkpointing=True)
+        elif interval:
+            unmodelled += (Unmodelled(f"{_PP}.activation_checkpoint_interval", Effect.UNKNOWN, _GROUPS),)
     return DsConfigRun(engine.with_ds_config(config), workload, config.zero, warnings, unmodelled, tp, ulysses)
 
 
@@ -100,10 +108,10 @@ def _require_auto_ep(cluster: Cluster, spec: ModelSpec, config: DsConfig) -> Non
 
 
 def _reading_ranks(request: Request, cluster: Cluster) -> int:
-    """Return the ranks that the file's batch sizes count: groups that share samples once, where a flag makes the groups. Where
-    the file does, its reader divides.
+    """Return the ranks that the file's batch sizes count: groups that share samples, and pipelines, once, where a flag makes
+    them. Where the file does, its reader divides.
     """
-    ranks, shared = cluster.layout.dp, request.ulysses
+    ranks, shared = cluster.layout.dp, request.ulysses * request.pp
     if shared == 1 or ranks % shared or _SP in load_source(request.ds_config or {})[0]:
         return ranks
     return ranks // shared

@@ -25,6 +25,7 @@ def layout_of(
     *,
     whole_vocabulary: bool = False,
     own_layers: bool = False,
+    partition: str = "",
 ) -> ParallelLayout | None:
     """Return the layout that the request's degrees give on the cluster; None for data parallelism alone.
 
@@ -35,6 +36,7 @@ def layout_of(
         workload: the run.
         whole_vocabulary: how the engine divides embedding and head.
         own_layers: the engine's layers are its own, which it holds against the layout itself.
+        partition: how it divides layers over pipeline stages (:class:`~zeroplan.engines.base.Case`).
 
     Raises:
         BadInput: degrees that do not divide the ranks or the model, or a model that cannot be divided so.
@@ -65,7 +67,7 @@ def layout_of(
     if layout.ep > 1 or layout.etp > 1:
         _require_experts(layout, spec, workload)
     if layout.pp > 1:
-        _require_pipeline(layout, spec, workload, request.schedule)
+        _require_pipeline(layout, spec, workload, request.schedule, partition)
     return layout
 
 
@@ -188,9 +190,9 @@ def _require_experts(layout: ParallelLayout, spec: ModelSpec, workload: Workload
         raise BadInput("batches of different lengths are not modelled with --ep", where="--lengths", remedy="leave it out")
 
 
-def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workload, schedule: str) -> None:
+def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workload, schedule: str, partition: str) -> None:
     from zeroplan.core.expert_parallel import GROUPED
-    from zeroplan.core.pipeline import stages_of
+    from zeroplan.core.pipeline import layer_stages, stages_of
     from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
     from zeroplan.core.tensor_parallel import PLANS
 
@@ -211,5 +213,11 @@ def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workloa
         raise BadInput("sequence parallelism on pipeline stages is not modelled", where="--sp", remedy="leave --sp or --pp out")
     if workload.lora_rank is not None:
         raise BadInput("pipeline stages with LoRA are not modelled", where="--pp", remedy="leave --lora-rank out")
+    if partition:
+        if schedule != DEFAULT_SCHEDULE or layout.vpp > 1:
+            where = "--vpp" if layout.vpp > 1 else "--schedule"
+            raise BadInput("DeepSpeed's PipelineModule runs 1f1b with one chunk a rank", where=where, remedy="leave it out")
+        layer_stages(spec.parameters, layout.pp, partition)
+        return
     stages_of(len({block for block in spec.parameters.blocks if block}), layout.pp * layout.vpp)
     PipelineOrder(order, 0, layout.pp, layout.vpp, workload.grad_accum)

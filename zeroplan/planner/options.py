@@ -83,6 +83,7 @@ class StageOptions(MachineOptions, total=False):
     ep: int
     etp: int
     schedule: str
+    partition: str | None
     dp_replicate: int
 
 

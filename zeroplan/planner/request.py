@@ -74,6 +74,7 @@ class Request:
     ep: int = 1
     etp: int = 1
     schedule: str = "1f1b"
+    partition: str | None = None
     dp_replicate: int = 1
     # sharding
     engine: str = DEFAULT_ENGINE

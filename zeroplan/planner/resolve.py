@@ -132,7 +132,22 @@ def resolve(request: Request) -> Resolved:
     if workload.compile is not None and engine.starts_uncompiled:
         warnings.append("the first micro batch of a compiled model runs uncompiled; the peaks hold it")
     zero_init = request.zero_init is not False and workload.quantize is None  # transformers makes no quantised model under it
-    layout = layout_of(request, cluster, spec, workload, whole_vocabulary=engine.whole_vocabulary, own_layers=engine.own_layers)
+    if request.partition is not None and not (engine.partition and request.pp > 1):
+        raise BadInput(
+            "layers are divided by a method on stages of DeepSpeed's PipelineModule",
+            where="--partition",
+            remedy="use --engine deepspeed --pp 2, or leave it out",
+        )
+    partition = request.partition or engine.partition
+    layout = layout_of(
+        request,
+        cluster,
+        spec,
+        workload,
+        whole_vocabulary=engine.whole_vocabulary,
+        own_layers=engine.own_layers,
+        partition=partition,
+    )
     if layout is not None and workload.quantize is not None:
         raise BadInput(
             "quantised bases are modelled for data parallelism alone",
@@ -163,6 +178,7 @@ def resolve(request: Request) -> Resolved:
             zero_init=zero_init,
             unmodelled=unmodelled,
             pipeline=request.schedule,
+            partition=partition,
         )
         for zero in zeros
     ]

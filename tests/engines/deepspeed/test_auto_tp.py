@@ -99,11 +99,11 @@ def test_states_are_sharded_over_what_tensor_parallelism_leaves() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tp": 2, "sp": True}, "deepspeed has data parallelism and tp and ulysses only, and no sp"),
+        ({"tp": 2, "sp": True}, "deepspeed has data parallelism and tp and ulysses and pp only, and no sp"),
         ({"tp": 3}, "tp 3 does not divide 1 × 8 = 8 ranks"),
         ({"tp": 8}, "tp 8 does not divide the 4 KV heads"),
         ({"tp": 2, "model": CONFIG | {"tie_word_embeddings": True}}, "a vocabulary that embedding and head share"),
-        ({"cp": 2, "dtype": "bf16"}, "deepspeed has data parallelism and tp and ulysses only, and no cp"),
+        ({"cp": 2, "dtype": "bf16"}, "deepspeed has data parallelism and tp and ulysses and pp only, and no cp"),
     ],
 )
 def test_what_is_not_modelled_is_one_line(given: dict[str, Any], said: str) -> None:

@@ -14,10 +14,10 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed import recordings
 from zeroplan.engines.deepspeed.engine import DeepSpeed
+from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.recordings import Recordings
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
-from zeroplan.engines.deepspeed.simulation import rank_of
 from zeroplan.models.load import load_model
 from zeroplan.planner.tapes import expanded_tape_of
 from zeroplan.simulate.recorder import Recorder

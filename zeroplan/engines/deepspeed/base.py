@@ -77,6 +77,10 @@ class DeepSpeedSchedule(EngineSchedule):
             self.free(self.params[p])
             self.params[p] = cast
 
+    def reduce(self) -> None:
+        """Reduce what a pipeline stage's backwards have left (``_exec_reduce_grads`` of runtime/pipe/engine.py)."""
+        self.backward_end(True)
+
     def _param_buffer(self, p: int) -> Buffer:
         return Buffer.PARAM_FULL if self.rank.parameters.trainable[p] else Buffer.PARAM_FROZEN
 

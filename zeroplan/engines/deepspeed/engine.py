@@ -17,8 +17,8 @@ from zeroplan.core.workload import Reference, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.deepspeed.job import rank_of, require_pipeline
 from zeroplan.engines.deepspeed.lines import LEDGER
-from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.saved_weights import saved_elements
 from zeroplan.engines.deepspeed.versions import as_wrapped, require_wrapper, unmodelled_by_version, version_remark
 from zeroplan.engines.quantized_base import require_stored, unmeasured
@@ -59,10 +59,7 @@ _QUANTIZED = {
 _ZENFLOW = "the gradient columns that the GPU updates have masters and states there"
 _REFERENCE = "the figures hold the reference model as TRL's source makes it; no run was measured"
 #: Degrees that DeepSpeed has in other forms than a model of transformers takes.
-_UNMODELLED_DEGREES = {
-    "pp": "PipelineModule, which takes stages 0 and 1 alone, is",
-    "ep": "AutoEP and its MoE layers are",
-}
+_UNMODELLED_DEGREES = {"ep": "AutoEP and its MoE layers are"}
 _DIVIDED = "at stage 3 DeepSpeed gathers and divides each layer when the engine is made, which is in no figure"
 _WHOLE_LOGITS = "all logits of a rank's tokens, if TRL computes head and loss apart where ranks share samples"
 _TILES = "stage 3 fetches and releases an MLP's layers for every tile, which was not compared with DeepSpeed's order"
@@ -78,6 +75,7 @@ class DeepSpeed(Engine):
     quantized_bases = True
     whole_vocabulary = True
     tiles_mlps = True
+    partition = "parameters"
     measured = True
     pair_losses = True
     step_buffers_coexist = True
@@ -130,7 +128,7 @@ class DeepSpeed(Engine):
         )
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what is not modelled beside AutoTP's tensor parallelism and Ulysses' sequence parallelism.
+        """Refuse what is not modelled beside AutoTP's tensor parallelism, Ulysses' sequence parallelism and PipelineModule.
 
         Raises:
             BadInput: naming the degree.
@@ -138,14 +136,20 @@ class DeepSpeed(Engine):
         for name, what in _UNMODELLED_DEGREES.items():
             if getattr(layout, name) > 1:
                 raise BadInput(
-                    f"deepspeed has data parallelism, tp and ulysses only: its {what} not modelled",
+                    f"deepspeed has data parallelism and tp and ulysses and pp only: its {what} not modelled",
                     where=f"--{name}",
                     remedy="leave it at 1, or use --engine fsdp2",
                 )
-        layout.require_data_parallel_only(self.name, but=("tp", "ulysses"))
+        layout.require_data_parallel_only(self.name, but=("tp", "ulysses", "pp"))
+        if layout.pp > 1 and max(layout.tp, layout.ulysses) > 1:
+            raise BadInput(
+                "deepspeed's PipelineModule is modelled beside data parallelism alone",
+                where="--pp",
+                remedy="leave --tp and --ulysses at 1",
+            )
         if layout.sp:
             raise BadInput(
-                "deepspeed has data parallelism and tp and ulysses only, and no sp",
+                "deepspeed has data parallelism and tp and ulysses and pp only, and no sp",
                 where="--sp",
                 remedy="leave it out, or use --engine fsdp2",
             )
@@ -159,6 +163,8 @@ class DeepSpeed(Engine):
         require_wrapper(case.zero, case.workload)
         if case.workload.quantize is not None:
             _require_base(case)
+        if case.layout.pp > 1:
+            require_pipeline(case)
         optimizer = find_optimizer(case.workload.optimizer)
         if case.zero.stage and not optimizer.zero:
             raise BadInput(
@@ -218,15 +224,7 @@ class DeepSpeed(Engine):
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""
         case = _as_wrapped(case)
-        return LEDGER, deepspeed_rank(
-            case.parameters,
-            case.workload,
-            case.zero,
-            case.layout,
-            gpu=case.cluster.gpu,
-            zero_init=case.zero_init,
-            saved_weights=saved_elements(case),
-        )
+        return LEDGER, rank_of(case, case.parameters, saved_weights=saved_elements(case))
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""
@@ -244,9 +242,9 @@ class DeepSpeed(Engine):
 
     def simulate_host(self, case: Case) -> HostRun:
         """Return the host's buffers by phase, which no event on the GPU decides."""
-        from zeroplan.engines.deepspeed.simulation import host_of, rank_of
+        from zeroplan.engines.deepspeed.simulation import host_of
 
-        return host_of(rank_of(_as_wrapped(case), case.parameters))
+        return host_of(rank_of(_as_wrapped(case), case.parameters, device_memory=case.cluster.vram))
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """See :func:`zeroplan.engines.deepspeed.process.nccl_bytes`."""
@@ -318,4 +316,6 @@ def _as_wrapped(case: Case) -> Case:
         zero = replace(zero, memory_efficient_linear=False)
     if case.layout.ulysses > 1:
         zero = replace(zero, communication_data_type=zero.seq_parallel_communication_data_type)
+    if case.layout.pp > 1:
+        zero = replace(zero, overlap_comm=False)  # runtime/engine.py, _configure_zero_optimizer
     return case if zero is case.zero else replace(case, zero=zero)

@@ -252,7 +252,7 @@ def grad_shard_stage1(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.GRAD_ACCUM, Place.HBM, ALWAYS, state=True)
 def grad_accum_fp32(c: DeepSpeedRank) -> int:
-    """fp32 gradients of the whole model, made at initialisation and never sharded.
+    """Gradients of the whole model in the accumulation's dtype, made at initialisation and never sharded (BF16_Optimizer).
 
     Source: bf16_optimizer.py, fp32_groups_gradients_flat
     """
@@ -464,6 +464,15 @@ def param_swap_reserve(c: DeepSpeedRank) -> int:
     return c.swap_reserve * c.param_bytes
 
 
+@_add(Buffer.COMM_PIPELINE, Place.HBM, FROM_FIRST_STEP)
+def pipeline_buffer(c: DeepSpeedRank) -> int:
+    """One tensor in which a pipeline stage receives inputs and gradients of outputs, which are of one size.
+
+    Source: pipe/engine.py, _allocate_or_extend_buffers
+    """
+    return c.hidden
+
+
 # --- the optimizer step's temporaries -----------------------------------------------------------------------------------
 
 
@@ -486,7 +495,7 @@ def step_gradients_cast(c: DeepSpeedRank) -> int:
     """
     if c.stage == 0:
         return c.master_bytes * c.stepped * (2 if c.fused_adam else 1) if c.own_masters else 0
-    if c.optimizer_device is not OffloadDevice.NONE or c.full_fp32_grads or c.accum_bytes == c.master_bytes:
+    if c.optimizer_device is not OffloadDevice.NONE or c.accum_bytes == c.master_bytes:
         return 0
     return c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
 

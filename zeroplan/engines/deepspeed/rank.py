@@ -28,6 +28,7 @@ from zeroplan.ledger.line import means
 CHECK_GRAD_OVERFLOW = (0, 17, 1)
 
 if TYPE_CHECKING:
+    from zeroplan.core.pipeline import Stage
     from zeroplan.engines.deepspeed.muon import MatrixGathers
 
 
@@ -39,11 +40,15 @@ class DeepSpeedRank(SteppedGroups):
         device_memory: bytes of the GPU, which decides whether stages 1 and 2 flatten parameters there; None for enough.
         zero_init: stage 3 builds the model under ``deepspeed.zero.Init``, else whole on the GPU.
         saved_weights: elements of linear layers' weights that autograd keeps until their backward, as far as a formula tells.
+        pipeline_stage: the stage of a ``PipelineModule`` that it has; None without one.
+        hidden: bytes of the hidden states that pipeline stages send each other.
     """
 
     device_memory: int | None = None
     zero_init: bool = True
     saved_weights: int = means("elements of linear layers' weights that autograd keeps until their backward", default=0)
+    pipeline_stage: Stage | None = None
+    hidden: int = means("bytes of one micro batch's hidden states, which pipeline stages send each other", default=0)
 
     def at(self, rank: int) -> DeepSpeedRank:
         """Return another rank of the same job."""
@@ -385,10 +390,12 @@ def deepspeed_rank(
     device_memory: int | None = None,
     zero_init: bool = True,
     saved_weights: int = 0,
+    pipeline_stage: Stage | None = None,
+    hidden: int = 0,
 ) -> DeepSpeedRank:
     """Derive one rank of a job from the fields of :class:`DeepSpeedRank`; without a `gpu` cuBLAS takes no workspace."""
     return DeepSpeedRank(
-        **resolve_config(workload, zero).values(),
+        **resolve_config(workload, zero, pipeline=pipeline_stage is not None).values(),
         workload=workload,
         zero=zero,
         parameters=stored(parameters, workload),
@@ -398,4 +405,6 @@ def deepspeed_rank(
         device_memory=device_memory,
         zero_init=zero_init,
         saved_weights=saved_weights,
+        pipeline_stage=pipeline_stage,
+        hidden=hidden,
     )

@@ -74,12 +74,12 @@ class ResolvedConfig:
         return {field.name: getattr(self, field.name) for field in fields(ResolvedConfig)}
 
 
-def resolve_config(workload: Workload, zero: ZeroConfig) -> ResolvedConfig:
+def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = False) -> ResolvedConfig:
     """Resolve the widths and devices of one configuration.
 
     Gradients accumulate in the model's dtype unless ``grad_accum_dtype`` says otherwise, and travel in it unless
     ``communication_data_type`` does. States are as wide as masters; only DeepSpeedCPUAdam keeps fp32 ones beside 16-bit
-    masters (``fp32_optimizer_states``).
+    masters (``fp32_optimizer_states``). A stage of a pipeline in bf16 has BF16_Optimizer at stage 0, which then shards.
 
     Source: engine.py, _do_optimizer_sanity_check, get_data_types, communication_data_type, _configure_basic_optimizer;
         base_optimizer.py, _configure_master_weights; zero/stage_1_and_2.py, __init__, _use_compact_grad_partition_buffer
@@ -91,8 +91,9 @@ def resolve_config(workload: Workload, zero: ZeroConfig) -> ResolvedConfig:
     master = width if masters_16 else 4
     accum = width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes
     offload = zero.offload_optimizer.device if stage else OffloadDevice.NONE
-    full_fp32_grads = (
-        stage == 1 and width == 2 and workload.dtype is DType.BF16 and accum == 4 and offload is not OffloadDevice.CPU
+    bf16 = width == 2 and workload.dtype is DType.BF16
+    full_fp32_grads = bf16 and (
+        (stage == 1 and accum == 4 and offload is not OffloadDevice.CPU) or (stage == 0 and pipeline and not masters_16)
     )
     if full_fp32_grads:
         offload = OffloadDevice.NONE

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from zeroplan.core.tape import ExpandedTape
+from zeroplan.engines.deepspeed.base import DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
 from zeroplan.engines.deepspeed.stage3 import Stage3
 from zeroplan.engines.deepspeed.stage12 import Stage12
-from zeroplan.engines.player import EngineSchedule, Run, play
+from zeroplan.engines.player import Run, play
 from zeroplan.engines.script import Scripts
 from zeroplan.simulate.recorder import Recorder
 
@@ -16,7 +17,7 @@ from zeroplan.simulate.recorder import Recorder
 STEPS_UNTIL_STEADY = 3
 
 
-def stage_schedule(rank: DeepSpeedRank, tape: ExpandedTape, recorder: Recorder) -> EngineSchedule:
+def stage_schedule(rank: DeepSpeedRank, tape: ExpandedTape, recorder: Recorder) -> DeepSpeedSchedule:
     """Return the schedule of the optimizer wrapper that DeepSpeed chooses for the rank's configuration."""
     if rank.stage == 3:
         return Stage3(rank, recorder, tape)

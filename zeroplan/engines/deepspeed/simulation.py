@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.chunked_head import chunked_head_of
-from zeroplan.core.parameters import Parameters
 from zeroplan.core.rates import rates_of
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, Precision
@@ -15,8 +14,9 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.coordinator import FETCHES_BEHIND
 from zeroplan.engines.deepspeed.device_lag import DeviceLag, device_lag_of
+from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules
-from zeroplan.engines.deepspeed.rank import DeepSpeedRank, deepspeed_rank
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.recordings import MOST_TAPES, Recordings
 from zeroplan.engines.deepspeed.schedule import distinct_ranks
 from zeroplan.engines.deepspeed.schedule_host import record_host
@@ -54,10 +54,15 @@ class Simulator:
         is simulated with and without.
         """
         usual = _skipped(case)
-        first = rank_of(case, tape.parameters)
+        first = rank_of(case, tape.parameters, device_memory=case.cluster.vram)
 
         def run(rank: int, skipped: int) -> Timeline:
-            recorder = self._recordings.of(case, tape, first.at(rank), skipped)
+            if first.pipeline_stage is not None:
+                from zeroplan.engines.deepspeed.pipeline import record_stage
+
+                recorder = record_stage(first.at(rank), tape, skipped_steps=skipped)
+            else:
+                recorder = self._recordings.of(case, tape, first.at(rank), skipped)
             return simulate(recorder, config, device_memory=case.cluster.vram)
 
         runs = {(rank, usual): run(rank, usual) for rank in worth_simulating(first, tape)}
@@ -128,19 +133,6 @@ def host_of(rank: DeepSpeedRank, *, after_init: int = 0, after_step: int = 0) ->
         host_load=on_host[Phase.LOAD],
     )
     return HostRun(host, checkpoint)
-
-
-def rank_of(case: Case, parameters: Parameters) -> DeepSpeedRank:
-    """Return rank 0 of the case, with these parameters."""
-    return deepspeed_rank(
-        parameters,
-        case.workload,
-        case.zero,
-        case.layout,
-        gpu=case.cluster.gpu,
-        device_memory=case.cluster.vram,
-        zero_init=case.zero_init,
-    )
 
 
 def _skipped(case: Case) -> int:

@@ -145,6 +145,8 @@ class Stage0Unfused(Stage0):
 class Stage1Bf16(Stage0):
     """Stage 1, bf16 with fp32 accumulation: BF16_Optimizer, whose fp32 gradients are never sharded.
 
+    Pipeline stages have it at stage 0 in bf16, too; its gradients are then as wide as the model.
+
     Source: runtime/bf16_optimizer.py
     """
 
@@ -152,6 +154,7 @@ class Stage1Bf16(Stage0):
         """Flatten the parameters, clone this rank's master, and make the fp32 gradients that live for the whole run."""
         rank = self.rank
         aligned = rank.flat_group
+        self.casts = rank.accum_bytes != rank.param_bytes  # else gradients add up in bf16, on pipeline stages of stage 0
         self.part, self.aligned = aligned // rank.ranks, aligned
         self.alloc(SCALAR, Buffer.OPTIM_TEMP)
         self.alloc(rank.param_bytes * aligned, Buffer.PARAM_FULL)
@@ -172,7 +175,7 @@ class Stage1Bf16(Stage0):
     def grad(self, param: int, handle: int) -> None:
         """Keep the bf16 gradient: it is zeroed and not freed between micro batches, unless each is freed at once."""
         at_once = self.rank.zero.immediate_grad_update
-        if at_once:
+        if at_once and self.casts:
             self.temporary(self.rank.accum_bytes * self.rank.numel[param], Buffer.GRAD_ACCUM)
         if at_once and self.rank.does(Knob.IMMEDIATE_UPDATE_FREES):
             self.free(handle)
@@ -181,18 +184,25 @@ class Stage1Bf16(Stage0):
 
     def backward_end(self, boundary: bool) -> None:
         """Add the bf16 gradients to the fp32 ones, each through an fp32 copy, and reduce the fp32 ones."""
-        if not self.rank.zero.immediate_grad_update:
+        if not self.rank.zero.immediate_grad_update and self.casts:
             for p in self.trained:
                 self.temporary(self.rank.accum_bytes * self.rank.numel[p], Buffer.GRAD_ACCUM)
         if boundary:
-            self.all_reduce([self.aligned], self.rank.accum_bytes)
+            self.reduce()
+
+    def reduce(self) -> None:
+        """All-reduce the flat gradients."""
+        self.all_reduce([self.aligned], self.rank.accum_bytes)
 
     def step(self, applied: bool) -> None:
         """Step this rank's part, gather the parameters in place and free the bf16 gradients."""
         self.norms([self.rank.numel[p] for p in self.trained], 0)
+        cast = self.alloc(self.rank.master_bytes * self.part, Buffer.GRAD_MASTER) if not self.casts else None
         self.gather_matrices()
         self.optimizer_step(first=not self.has_states)
         self.has_states = True
+        if cast is not None:
+            self.free(cast)
         if self.rank.does(Knob.BF16_GRADS_DROPPED_BY_STEP):
             self.drop_grads()
 

@@ -153,6 +153,13 @@ class Stage12(DeepSpeedSchedule):
             self._update_matrices()
         self._close_buckets()
 
+    def reduce(self) -> None:
+        """Put a second bucket beside that of a pipeline stage's backwards, and reduce (reduce_gradients)."""
+        if self.contiguous:
+            for bucket in self.buckets.values():
+                bucket.blocks.append(self.alloc(self.bucket_bytes * self.bucket_size, Buffer.COMM_BUCKET))
+        super().reduce()
+
     def _update_matrices(self) -> None:
         """Update whole matrices by Muon, beside their gradients, with momentum and its staged copy (get_flat_partition)."""
         rank = self.rank

@@ -41,8 +41,8 @@ class SteppedGroups(ResolvedConfig, Rank):
 
     @property
     def stage(self) -> int:
-        """ZeRO's stage."""
-        return self.zero.stage
+        """ZeRO's stage; 1 where BF16_Optimizer shards at stage 0, as it does on pipeline stages."""
+        return max(1, self.zero.stage) if self.full_fp32_grads else self.zero.stage
 
     @cached_property
     def shards(self) -> tuple[int, ...]:

@@ -1,0 +1,53 @@
+"""One rank of a case: a case as DeepSpeed takes it, and what of the model one rank has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.parameters import Parameters
+from zeroplan.engines.base import Case
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank, deepspeed_rank
+
+
+def rank_of(case: Case, parameters: Parameters, **more: Any) -> DeepSpeedRank:
+    """Return rank 0 of the case, of the pipeline stage that is looked at.
+
+    Args:
+        case: the configuration, as today's DeepSpeed wraps it.
+        parameters: the whole model's.
+        **more: further fields of :class:`DeepSpeedRank`.
+    """
+    if case.layout.pp > 1:
+        from zeroplan.core.pipeline import stage_parameters
+
+        (stage,) = case.pipeline_chunks
+        parameters = stage_parameters(parameters, (stage,))
+        work = case.workload
+        width = int(case.spec.config.get("hidden_size") or 0) * work.dtype.bytes
+        more |= {"pipeline_stage": stage, "hidden": work.micro_batch * (work.seq_len or 1) * width}
+    return deepspeed_rank(
+        parameters, case.workload, case.zero, case.layout, gpu=case.cluster.gpu, zero_init=case.zero_init, **more
+    )
+
+
+def require_pipeline(case: Case) -> None:
+    """Refuse what a ``PipelineModule`` does not take, and what is not modelled on its stages.
+
+    Source: runtime/pipe/engine.py, PipelineEngine.__init__
+
+    Raises:
+        BadInput: naming the first of them.
+    """
+    if case.zero.stage > 1:
+        raise BadInput(
+            "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism: DeepSpeed's PipelineModule takes stages 0 and 1",
+            where="--stage",
+            remedy="use --stage 1",
+        )
+    if case.zero.offload_optimizer:
+        raise BadInput(
+            "offload is not modelled on stages of a PipelineModule", where="--offload-optimizer", remedy="leave it out"
+        )
+    if case.zero.zenflow is not None:
+        raise BadInput("ZenFlow is not modelled on stages of a PipelineModule", where="zenflow", remedy="leave it out")

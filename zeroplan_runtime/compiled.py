@@ -76,7 +76,15 @@ def compile_units(model: nn.Module, blocks: Sequence[nn.Module], *, whole: bool,
 
 def is_compiled(model: nn.Module) -> bool:
     """Returns whether a module of the model, or the model itself, runs compiled."""
-    return any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules())
+    return any(_compiled_of(module) is not None for module in model.modules())
+
+
+def _compiled_of(module: nn.Module) -> Any:
+    """What ``torch.compile`` made of this module: of its call, of its forward, or a module around it; None for nothing."""
+    for made in (module._compiled_call_impl, vars(module).get("forward"), module):
+        if hasattr(made, "get_compiler_config"):
+            return made
+    return None
 
 
 def refuse_cuda_graphs(model: nn.Module) -> None:
@@ -86,8 +94,8 @@ def refuse_cuda_graphs(model: nn.Module) -> None:
         BadInput: naming the module.
     """
     for name, module in model.named_modules():
-        compiled = module if module._compiled_call_impl is None else module._compiled_call_impl
-        settings = getattr(compiled, "get_compiler_config", lambda: None)()
+        compiled = _compiled_of(module)
+        settings = None if compiled is None else compiled.get_compiler_config()
         if settings and settings.get("triton.cudagraphs"):
             raise BadInput(
                 "CUDA graphs keep activations and gradients in a memory pool of their own, which the runtime cannot free",

@@ -98,6 +98,12 @@ TRAINER = {"output_dir": "o", "learning_rate": 1e-4, "bf16": True}
 AXOLOTL = {"base_model": "gpt2", "micro_batch_size": 1, "datasets": [{"path": "a", "type": "alpaca"}]}
 ACCELERATE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "mixed_precision": "bf16"}
 
+WITHIN = {
+    "distributed_type": "FSDP",
+    "fsdp_config": {"fsdp_version": 2, "fsdp_activation_checkpointing": True},
+    "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True},
+}
+
 
 def said_of(setup: Setup) -> list[str]:
     return [one.key for one in setup.unmodelled if "graphs" in one.says]
@@ -115,6 +121,7 @@ def said_of(setup: Setup) -> list[str]:
         (ACCELERATE | {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "model", []),
         (ACCELERATE | {"dynamo_config": {"dynamo_backend": "NO"}}, None, []),
         (ACCELERATE | {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}}, "blocks", []),
+        (ACCELERATE | WITHIN, "checkpointed-blocks", []),
     ],
 )
 def test_files_say_what_is_compiled(file: dict[str, Any], compiled: str | None, left_out: list[str]) -> None:

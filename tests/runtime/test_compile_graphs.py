@@ -138,12 +138,15 @@ def refused(group: dist.ProcessGroup) -> list[str]:
     torch._dynamo.reset()
     said = []
     tokens = models.batch(0, 0, dist.get_rank(group))
-    for how in ("engine", "block"):
-        engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(2), group=group, device="cpu")
+    for how in ("engine", "block", "blocks"):
+        model = models.make()
+        if how == "blocks":
+            zeroplan_runtime.compile_blocks(model, mode="max-autotune")
+        engine, *_ = zeroplan_runtime.initialize(model=model, config=ds_config(2), group=group, device="cpu")
         try:
             if how == "engine":
                 engine.compile(mode="reduce-overhead")
-            else:
+            elif how == "block":
                 engine.module.blocks[2].compile(options={"triton.cudagraphs": True})  # type: ignore[union-attr, index]
             for _ in range(2):
                 engine.backward(engine(tokens))
@@ -158,7 +161,8 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 
 
 def test_cuda_graphs_are_refused_in_one_line(pool: RankPool) -> None:
-    whole, block = pool.run(1, refused)[0]
+    whole, block, blocks = pool.run(1, refused)[0]
+    assert blocks.startswith("torch.compile of blocks.0: CUDA graphs keep")
     assert whole.startswith("torch.compile of blocks.0: CUDA graphs keep")
     assert block.startswith("torch.compile of blocks.2: CUDA graphs keep")
     assert whole.endswith("use max-autotune-no-cudagraphs")

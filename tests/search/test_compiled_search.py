@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,11 @@ def test_auto_ranks_compiled_and_eager_and_names_which() -> None:
     assert "blocks compiled" in described(compiled)
     assert key_of(compiled) != key_of(eager)
     assert "compiled" in str(found)
+
+
+def test_auto_checkpoints_within_graphs() -> None:
+    found = recommend(TINY, engine="fsdp2", compile="auto", stage=3, gradient_checkpointing=True, **ASKED)
+    assert {one.workload.compile for one in found} == {None, Compilation.CHECKPOINTED}
 
 
 def test_a_fixed_choice_compiles_every_candidate() -> None:
@@ -129,23 +135,36 @@ def written(one: Recommendation, **target: Any) -> Any:
 
 @pytest.mark.parametrize("engine", ["zeroplan", "fsdp2", "ddp"])
 def test_scripts_compile_what_was_planned(engine: str) -> None:
-    for how, call in (("blocks", "        module.compile()"), ("model", "model.compile()")):
+    calls = {
+        "blocks": "        module.compile()",
+        "checkpointed-blocks": "    compile_blocks(model)",
+        "model": "model.compile()",
+    }
+    for how, call in calls.items():
         one = best_of(engine, how)
         text = written(one, new_script="train.py").texts["train.py"]
         call = "engine.compile()" if (engine, how) == ("zeroplan", "model") else call
-        assert text.count("compile()") == 1
+        assert len(re.findall(r"compile(_blocks)?\(", text)) == 1
         assert f"{call}\n" in text
         assert f"{how} compiled" in text
         compile(text, "train.py", "exec")
 
 
 def test_files_and_sentences_say_what_is_compiled() -> None:
-    for how in ("blocks", "model"):
-        files = written(best_of("fsdp2", how), output="run/", form="accelerate-fsdp2", new_script="run/train.py")
+    accelerate: dict[str, Any] = {"output": "run/", "form": "accelerate-fsdp2", "new_script": "run/train.py"}
+    with pytest.raises(BadInput, match="their checkpoints within"):
+        written(best_of("fsdp2", "blocks"), **accelerate)
+    for how in ("checkpointed-blocks", "model"):
+        files = written(best_of("fsdp2", how), **accelerate)
         assert read_setup(yaml.safe_load(files.texts["run/accelerate.yaml"])).compile == how
         assert "compile()" not in files.texts["run/train.py"]  # the file does
+    for how, call in (
+        ("blocks", "block.compile()"),
+        ("checkpointed-blocks", "compile_blocks(model)"),
+        ("model", "engine.compile()"),
+    ):
         said = written(best_of("zeroplan", how), output="run/").program_must
-        assert any(("block.compile()" if how == "blocks" else "engine.compile()") in one for one in said)
+        assert any(call in one for one in said)
 
 
 def test_the_next_command_carries_it() -> None:

@@ -45,7 +45,7 @@ SearchedCompile = Annotated[
         "--compile",
         rich_help_panel="Workload",
         metavar="PARTS",
-        help="Parts that torch.compile makes graphs of: blocks, model, or auto: blocks where that is faster.",
+        help="What torch.compile is called on: blocks, checkpointed-blocks, model; auto: blocks where that is faster.",
     ),
 ]
 

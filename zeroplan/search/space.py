@@ -90,8 +90,12 @@ def all_candidates(
     unmodelled: tuple[Unmodelled, ...] = (),
     compilations: tuple[Compilation | None, ...] = (None,),
 ) -> Iterator[Candidate]:
-    """Yield the product of all choices, in a fixed order."""
+    """Yield the product of all choices, in a fixed order. Where there is a choice of `compilations`, blocks that checkpoint do
+    so within their graphs, which computes less again.
+    """
     for again, compiled in product(checkpointing, compilations):
+        if again and compiled is Compilation.BLOCKS and len(compilations) > 1:
+            compiled = Compilation.CHECKPOINTED
         for micro, accum in splits:
             workload = replace(base, micro_batch=micro, grad_accum=accum, gradient_checkpointing=again, compile=compiled)
             for zero, effort in zeros:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Compilation, DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 
@@ -50,10 +51,22 @@ def accelerate_fsdp2(zero: ZeroConfig, workload: Workload, cluster: Cluster) -> 
 
 
 def _dynamo(workload: Workload) -> dict[str, Any]:
-    """What accelerate compiles as it prepares the model: repeated blocks one by one, or all of it."""
+    """What accelerate compiles as it prepares the model: repeated blocks one by one, around their checkpoints, or all of it.
+
+    Source: accelerate 1.15 ``accelerator.py``, ``_prepare_fsdp2``.
+
+    Raises:
+        BadInput: blocks compiled within their checkpoints.
+    """
     if workload.compile is None:
         return {}
-    regional = workload.compile is Compilation.BLOCKS
+    if workload.compile is Compilation.BLOCKS and workload.gradient_checkpointing:
+        raise BadInput(
+            "accelerate compiles blocks with their checkpoints within",
+            where="--compile blocks",
+            remedy="use --compile checkpointed-blocks, or --form torch",
+        )
+    regional = workload.compile is not Compilation.MODEL
     return {"dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": regional}}
 
 

@@ -70,6 +70,8 @@ def must_compile(one: Configuration, whole: str) -> tuple[str, ...]:
         return ()
     if one.workload.compile is Compilation.MODEL:
         return (f"compile the model: {whole}",)
+    if one.workload.compile is Compilation.CHECKPOINTED:
+        return ("compile blocks around their checkpoints, before the model is wrapped: zeroplan_runtime.compile_blocks(model)",)
     return ("compile each block of the model, before it is wrapped: block.compile()",)
 
 

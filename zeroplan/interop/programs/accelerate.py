@@ -88,7 +88,8 @@ class Accelerate(Program):
         if "backend" in said and dynamo.on(said["backend"]):
             regional = "use_regional_compilation" in said and dynamo.on(said["use_regional_compilation"])
             mode = dynamo.word(said["mode"]) if "mode" in said else None
-            parts = "blocks" if regional else "model"
+            within = regional and fsdp_version == 2 and run.block("fsdp_config").on("fsdp_activation_checkpointing")
+            parts = "checkpointed-blocks" if within else "blocks" if regional else "model"
             run.take_compile(parts, "dynamo_config", backend=dynamo.word(said["backend"]), mode=mode)
         if run.block("fp8_config").data and mode != "fp8":
             run.assume("fp8_config is not used, since mixed_precision is not fp8")

@@ -23,13 +23,16 @@ _CLASSES = (CAUSAL_LM, SEQ2SEQ_LM, MASKED_LM)
 _QUANTIZED = ", **quantized"
 _DTYPES = {DType.BF16: "torch.bfloat16", DType.FP16: "torch.float16", DType.FP32: "torch.float32"}
 
-#: Blocks of one kind share a graph, whatever wraps them later.
-_COMPILED_BLOCKS = (
-    'base = model.get_base_model() if hasattr(model, "get_base_model") else model',
-    "for module in model.modules():",
-    "    if type(module).__name__ in base._no_split_modules:",
-    "        module.compile()",
-)
+#: The lines that compile blocks. Those of one kind share a graph, whatever wraps them later.
+_COMPILED = {
+    Compilation.BLOCKS: (
+        'base = model.get_base_model() if hasattr(model, "get_base_model") else model',
+        "for module in model.modules():",
+        "    if type(module).__name__ in base._no_split_modules:",
+        "        module.compile()",
+    ),
+    Compilation.CHECKPOINTED: ("compile_blocks(model)",),
+}
 
 _HEAD = Template('''"""Trains $place as planned: $planned.
 
@@ -126,6 +129,8 @@ def script(
     third = {*_OTHERS, *others, f"from transformers import {', '.join(sorted(names))}"}
     if work.lora_rank is not None and adapts:
         third.add("from peft import LoraConfig, get_peft_model")
+    if work.compile is Compilation.CHECKPOINTED and compiles:
+        third.add("from zeroplan_runtime import compile_blocks")
     imports += sorted(third, key=_import_order)
     head = _HEAD.substitute(
         place=one.model.place,
@@ -189,8 +194,8 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
     if work.lora_rank is not None and adapts:
         lora = f"LoraConfig.from_pretrained({folder_of(one)!r})"
         lines.append(f"model = get_peft_model(model, {lora}, autocast_adapter_dtype=False)")
-    if work.compile is Compilation.BLOCKS and compiles:
-        lines += _COMPILED_BLOCKS
+    if compiles and work.compile in _COMPILED:
+        lines += _COMPILED[work.compile]
     return "\n".join(f"    {line}" for line in lines)
 
 

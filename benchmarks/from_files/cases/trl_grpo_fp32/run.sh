@@ -1,0 +1,1 @@
+python -m trl.scripts.grpo --config recipe.yaml

@@ -37,10 +37,10 @@ def batch() -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
 
-def kept(found: ExpandedTape) -> list[int]:
-    """Bytes of what the layers allocate and keep for the backward, each block as it is asked for."""
+def kept(found: ExpandedTape, wanted: Kind = Kind.SAVED) -> list[int]:
+    """Bytes of what the layers allocate and keep for the backward, each block as it is asked for; or of another kind."""
     inside = {i for i, module in enumerate(found.modules) if module.type == "FusedBertLayer"}
-    return [size for op, _, size, kind, module in found.events() if op == Op.ALLOC and module in inside and kind == Kind.SAVED]
+    return [size for op, _, size, kind, module in found.events() if op == Op.ALLOC and module in inside and kind == wanted]
 
 
 @pytest.mark.parametrize("flags", [dict(zip(FLAGS, each, strict=True)) for each in itertools.product((False, True), repeat=3)])
@@ -56,6 +56,21 @@ def test_what_a_layer_keeps_is_the_formula(flags: dict[str, bool]) -> None:
     planned += 0 if flags["gelu_checkpoint"] else inner
     planned += 0 if flags["normalize_invertible"] else 2 * wide + 8 * rows
     assert sum(kept(tape)) == pytest.approx(LAYERS * planned, rel=1e-3)
+
+
+def test_under_autocast_weights_and_the_input_are_cast() -> None:
+    """A layer asks whether autocast is on, as on a GPU, and then computes all in 16 bits."""
+    from zeroplan.core.tape_options import Arithmetic
+    from zeroplan.trace.example import trace_example
+
+    half, autocast = (
+        trace_example(fused_bert(), batch(), TraceOptions(arithmetic=one)).expand(SAMPLES, TOKENS, None)
+        for one in (Arithmetic.HALF, Arithmetic.AUTOCAST)
+    )
+    assert sum(kept(autocast)) - sum(kept(half)) == 2 * SAMPLES * TOKENS * HIDDEN  # the first layer's input, in 16 bits
+    params = 4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER + 4 * HIDDEN + INNER + HIDDEN + 4 * HIDDEN
+    assert sum(kept(autocast, Kind.CAST)) == LAYERS * 2 * params
+    assert sum(kept(half, Kind.CAST)) == 0
 
 
 def test_scores_are_kept_once_or_twice_without_fused_attention() -> None:

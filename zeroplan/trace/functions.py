@@ -65,6 +65,16 @@ class CudaFunctions(TorchFunctionMode):
             return _Nested(self, kwargs.get("enabled", True))
 
         self._replace(torch, "autocast", nested)
+        enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+
+        def is_enabled(*device: str) -> bool:
+            return self.autocast is not None if device == ("meta",) else enabled(*device)
+
+        def dtype_of(device: str) -> torch.dtype:
+            return self.autocast if device == "meta" and self.autocast is not None else dtype(device)
+
+        self._replace(torch, "is_autocast_enabled", is_enabled)  # for modules that ask, and cast by themselves
+        self._replace(torch, "get_autocast_dtype", dtype_of)
         if self.autocast is not None:
             for module in self._switching:  # transformers' own switch ignores the meta device
                 self._replace(module, "maybe_autocast", nested)

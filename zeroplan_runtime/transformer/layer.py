@@ -153,10 +153,8 @@ class DeepSpeedTransformerLayer(nn.Module):
     def _cast(self, hidden: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Returns the hidden states and the parameters in the dtype that the layer computes in."""
         params: dict[str, torch.Tensor] = dict(self.named_parameters())
-        own, device = self.attn_qkvw.dtype, hidden.device.type
-        dtype = self.config.dtype
-        if dtype is None and device != "meta" and torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        own = self.attn_qkvw.dtype
+        dtype = self.config.dtype or _autocast_dtype(hidden.device.type)
         if hidden.shape[-1] != self.config.hidden_size:
             raise BadInput(
                 f"hidden states of width {hidden.shape[-1]}, where hidden_size is {self.config.hidden_size}",
@@ -236,6 +234,14 @@ class DeepSpeedTransformerLayer(nn.Module):
         config = self.config
         norms = "pre" if config.pre_layer_norm else "post"
         return f"hidden_size={config.hidden_size}, heads={config.heads}, {norms}-LN"
+
+
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """Autocast's dtype where it is on; a plan's trace answers for the meta device, which knows none."""
+    try:
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    except RuntimeError:  # a device without autocast
+        return None
 
 
 #: The parameters that take initial weights and biases, in their order.

@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses and AutoTP on real ranks over NCCL, and what the plans say of them.
+"""DeepSpeed's Ulysses, AutoTP and PipelineModule on real ranks over NCCL, and what the plans say of them.
 
 ``python -m benchmarks.mesh.deepspeed_ranks predict`` keeps the predictions, before any run. On a machine with two GPUs,
 ``python -m benchmarks.mesh.deepspeed_ranks measure ROWS.jsonl [--only RE] [--tiny]`` measures; ``--tiny`` shrinks models, so
@@ -11,6 +11,7 @@ import argparse
 import json
 import re
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -35,6 +36,9 @@ class Case:
     stage: int
     ulysses: int = 1
     tp: int = 1
+    pp: int = 1
+    partition: str = "parameters"
+    sums: str | None = None  # the dtype in which gradients add up
     micro_batch: int = 1
     seq_len: int = 8192
     grad_accum: int = 1
@@ -60,6 +64,10 @@ class Case:
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-6, "torch_adam": True, "fused": True}},
             "zero_optimization": self.zero,
         }
+        if self.sums is not None:
+            config["data_types"] = {"grad_accum_dtype": self.sums}
+        if self.pp > 1:
+            config["pipeline"] = {"use_reentrant": False}
         return config | ({"tensor_parallel": {"autotp_size": self.tp}} if self.tp > 1 else {})
 
 
@@ -73,6 +81,11 @@ CASES = (
     Case("U06", stage=3, ulysses=2, checkpointing=True, micro_batch=2, grad_accum=2, seq_len=16384),
     Case("A00", stage=1, tp=2, seq_len=4096),
     Case("A01", stage=2, tp=2, micro_batch=2, seq_len=4096, checkpointing=True),
+    Case("P00", stage=0, pp=2, grad_accum=4, seq_len=4096, partition="uniform"),
+    Case("P01", stage=1, pp=2, grad_accum=4, seq_len=4096),
+    Case("P02", stage=1, pp=2, grad_accum=5, micro_batch=2, seq_len=4096, checkpointing=True, partition="type:decoder"),
+    Case("P03", stage=1, pp=2, grad_accum=4, micro_batch=2, seq_len=4096, sums="fp32"),
+    Case("P04", stage=1, pp=2, grad_accum=6, seq_len=4096, gpus=4),
 )
 
 
@@ -105,6 +118,8 @@ def figures(case: Case) -> dict[str, int]:
         seq_len=case.seq_len,
         gradient_checkpointing=case.checkpointing,
         ulysses=case.ulysses,
+        pp=case.pp,
+        partition=case.partition if case.pp > 1 else None,
         ds_config=case.ds_config,
         depth="simulated",
     )
@@ -184,6 +199,9 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
     else:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled here
     deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", verbose=False)
+    if case.pp > 1:
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "deepspeed": deepspeed.__version__}
+        return _measured(_stage_of(case, device), card, before) | {"versions": versions}
     config = transformers.AutoConfig.for_model(**case.model)
     if case.stage == 3:
         import_module("torch._dynamo")  # zero.Init replaces torch.tensor, whose signature dynamo checks when first imported
@@ -213,7 +231,8 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
     engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters(), mpu=mpu)
     tokens = case.seq_len // case.ulysses
     shape = (case.micro_batch, tokens)
-    for _ in range(STEPS):
+
+    def step() -> float:
         for _ in range(case.grad_accum):
             ids = torch.randint(3, case.model["vocab_size"], shape, device=device)
             batch = {"input_ids": ids, "labels": ids}
@@ -225,14 +244,46 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
             loss = engine(**batch).loss
             engine.backward(loss)
             engine.step()
+        return float(loss.detach())
+
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "deepspeed": deepspeed.__version__}
+    return _measured(step, card, before) | {"versions": versions}
+
+
+def _measured(step: Callable[[], float], card: Any, before: int) -> dict[str, Any]:
+    """Run the steps; return the peaks, and what the card has in use for this process at the end, in bytes."""
+    import torch
+
+    for _ in range(STEPS):
+        loss = step()
     return {
-        "allocated": torch.cuda.max_memory_allocated() if cuda else 0,
-        "reserved": torch.cuda.max_memory_reserved() if cuda else 0,
+        "allocated": torch.cuda.max_memory_allocated() if card.cuda else 0,
+        "reserved": torch.cuda.max_memory_reserved() if card.cuda else 0,
         "total": card.used() - before,
-        "loss": float(loss.detach()),
-        "versions": versions,
+        "loss": loss,
     }
+
+
+def _stage_of(case: Case, device: Any) -> Callable[[], float]:
+    """Return a step of this rank's stage of a PipelineModule."""
+    import deepspeed
+    import torch
+
+    from benchmarks.mesh.pipe_layers import pipeline_module
+
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        model = pipeline_module(case.model, case.pp, case.partition, checkpointing=case.checkpointing)
+    torch.set_default_dtype(torch.float32)
+    engine, *_ = deepspeed.initialize(model=model, config=dict(case.ds_config), model_parameters=model.parameters())
+
+    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        while True:
+            ids = torch.randint(3, case.model["vocab_size"], (case.micro_batch, case.seq_len))
+            yield ids, ids
+
+    found = batches()
+    return lambda: float(engine.train_batch(found))
 
 
 if __name__ == "__main__":

@@ -244,7 +244,7 @@ class DeepSpeed(Engine):
         """Return the host's buffers by phase, which no event on the GPU decides."""
         from zeroplan.engines.deepspeed.simulation import host_of
 
-        return host_of(rank_of(_as_wrapped(case), case.parameters, device_memory=case.cluster.vram))
+        return host_of(rank_of(_as_wrapped(case), case.parameters))
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """See :func:`zeroplan.engines.deepspeed.process.nccl_bytes`."""

@@ -27,7 +27,14 @@ def rank_of(case: Case, parameters: Parameters, **more: Any) -> DeepSpeedRank:
         width = int(case.spec.config.get("hidden_size") or 0) * work.dtype.bytes
         more |= {"pipeline_stage": stage, "hidden": work.micro_batch * (work.seq_len or 1) * width}
     return deepspeed_rank(
-        parameters, case.workload, case.zero, case.layout, gpu=case.cluster.gpu, zero_init=case.zero_init, **more
+        parameters,
+        case.workload,
+        case.zero,
+        case.layout,
+        gpu=case.cluster.gpu,
+        device_memory=case.cluster.vram,
+        zero_init=case.zero_init,
+        **more,
     )
 
 

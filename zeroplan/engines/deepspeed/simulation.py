@@ -54,7 +54,7 @@ class Simulator:
         is simulated with and without.
         """
         usual = _skipped(case)
-        first = rank_of(case, tape.parameters, device_memory=case.cluster.vram)
+        first = rank_of(case, tape.parameters)
 
         def run(rank: int, skipped: int) -> Timeline:
             if first.pipeline_stage is not None:

@@ -118,6 +118,9 @@ CASES = (
     Case("E01", QWEN3_MOE, dp=8, ep=8, checkpointing=True),
     Case("E02", QWEN3_MOE, dp=16, ep=4, micro_batch=1, grad_accum=2),
     Case("H00", dp=8, dp_replicate=2),
+    Case("M00", QWEN3_MOE, dp=4, tp=2),
+    Case("M01", QWEN3_MOE, dp=4, tp=2, sp=True),
+    Case("M02", QWEN3_MOE, dp=4, cp=2, seq_len=8192, micro_batch=1),
 )
 #: On two GPUs, with real collectives.
 TWO_GPUS = (
@@ -137,6 +140,8 @@ TWO_GPUS = (
     Case("R13", engine="deepspeed", tp=2, stage=2, micro_batch=1, checkpointing=True),
     Case("R14", engine="zeroplan", tp=2, stage=2),
     Case("R15", engine="zeroplan", tp=2, sp=True, stage=3),
+    Case("R18", QWEN3_MOE, engine="zeroplan", dp=2, ep=2, stage=2),
+    Case("R19", QWEN3_MOE, engine="zeroplan", dp=2, ep=2, stage=3, checkpointing=True),
     Case("R16", engine="zeroplan", pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1),
     Case("R17", engine="zeroplan", pp=2, pp_rank=1, stage=1, grad_accum=4, micro_batch=1),
 )

@@ -20,6 +20,7 @@ import zeroplan_runtime
 from benchmarks.mesh import experts
 from benchmarks.mesh.cases import Case
 from benchmarks.mesh.stage import loss_of, metadata_of, run, schedule_on, stages_on
+from zeroplan.engines.runtime.trainer_mesh import balance
 from zeroplan.trace.tensor_parallel import parallelize
 from zeroplan_runtime.units import find_blocks
 
@@ -189,8 +190,10 @@ def _engine_step(engine: Any, ids: torch.Tensor, case: Case, mark: Mark, context
 
 def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -> Callable[[int], None]:
     """The included runtime on a mesh. The step's attribute ``arena`` is the engine's."""
-    mesh = _mesh(device, (case.pp, case.dp, case.tp), ("pp", "dp", "tp"))
+    mesh = _mesh(device, (case.pp, case.dp // case.ep, case.ep, case.tp), ("pp", "dp", "ep", "tp"))
     model = _on_meta(case)
+    if case.ep > 1:
+        balance(zeroplan_runtime.share_experts(model, mesh["ep"]), device)
     if case.tp > 1:
         parallelize(model, mesh["tp"], sequence=case.sp)
     if case.pp > 1:
@@ -209,7 +212,7 @@ def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -
     ids = _tokens(case, device)
     mark("init")
     if case.pp == 1:
-        step: Any = partial(_engine_step, engine, ids, case, mark, loss_parallel)
+        step: Any = partial(_engine_step, engine, ids, case, mark, loss_parallel if case.tp > 1 else nullcontext)
     else:
         schedule = engine.pipeline_schedule("1F1B", partial(loss_of, model), **metadata_of(model, case))
         step = partial(_stage_step, engine, partial(run, schedule, [model], ids), mark)

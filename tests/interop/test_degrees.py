@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -118,12 +119,25 @@ def test_degrees_that_are_not_those_of_the_ranks(titan: Callable[[str], str], li
 
 
 def test_what_torchtitan_has_and_no_plan_is_named(titan: Callable[[str], str]) -> None:
-    lines = "expert_parallel_degree = 4\nenable_async_tensor_parallel = true\n[compile]\nenable = true\n"
+    lines = "enable_async_tensor_parallel = true\n[compile]\nenable = true\n"
     lines += "[quantize.grouped_mm.float8]\nfqns = ['experts']\n"
     keys = keys_of(read_setup(titan(lines)))
-    assert keys >= {"parallelism.expert_parallel_degree", "parallelism.enable_async_tensor_parallel", "compile.components"}
+    assert keys >= {"parallelism.enable_async_tensor_parallel", "compile.components"}
     assert "quantize.grouped_mm.float8.fqns" in keys
-    assert "parallelism.expert_parallel_degree" not in keys_of(read_setup(titan("expert_parallel_degree = 1")))
+
+
+def test_torchtitans_experts_are_shared(titan: Callable[[str], str]) -> None:
+    """A dense model has none, whatever the file says."""
+    lines = "expert_parallel_degree = 4\nexpert_tensor_parallel_degree = 2\ntensor_parallel_degree = 2"
+    dense = read_setup(titan(lines))
+    assert "ep" not in dense.degrees
+    path = Path(titan(lines))
+    path.write_text(path.read_text().replace('"llama3"', '"qwen3"').replace('"8B"', '"30B-A3B"'))
+    request = asked(str(path), gpus=8)
+    assert (request.model, request.ep, request.etp, request.tp, request.sp) == ("Qwen/Qwen3-30B-A3B", 4, 2, 2, True)
+    assert {one.key for one in request.unmodelled} == {"model.name"}
+    layout = resolve(request).cases[0].layout
+    assert (layout.dp, layout.expert_shard_group) == (4, 1)
 
 
 def test_a_torchtitan_command_line_brings_its_file(titan: Callable[[str], str], tmp_path: Any) -> None:

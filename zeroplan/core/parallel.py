@@ -122,7 +122,7 @@ class ParallelLayout:
     def communicators(self) -> int:
         """Process groups of more than one rank that one rank is in."""
         sizes = [self.shard_group, self.dp_replicate, self.tp, self.cp, self.ulysses, self.pp]
-        if self.ep * self.etp > 1:
+        if self.ep > 1:  # else the experts' groups are those of the rest
             sizes += [self.ep, self.etp, self.expert_shard_group]
         return sum(size > 1 for size in sizes)
 

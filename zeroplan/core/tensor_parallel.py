@@ -6,6 +6,9 @@ Note [Tensor-parallel plan]
     the head by columns of the logits, as torchtitan does. With a whole vocabulary, as in transformers' plan and DeepSpeed's
     AutoTP, the embedding is whole, and the head's parts of the logits are gathered. What no list names is whole on every rank.
 
+    The experts of a mixture are shared as other MLPs are: each rank has every expert, and of its gate and up the same part of
+    both (``packed_colwise``), of its down the columns. All ranks route all tokens, and their experts' results are summed.
+
     Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; transformers, ``models/*/configuration_*.py``
     (``base_model_tp_plan``); torchtitan, ``models/llama3/infra/parallelize.py`` (``apply_non_moe_tp``).
 """
@@ -29,11 +32,16 @@ class TensorPlan:
         columns: column-wise linear layers: weight (out / tp, in), bias (out / tp).
         rows: row-wise linear layers: weight (out, in / tp), bias whole.
         head_norms: norms of single heads. Their weights are whole, but a rank has the heads of its part alone.
+        expert_columns, expert_rows: parameters of all experts, (experts, out / tp, in) and (experts, out, in / tp).
+        splits_tokens: sequence parallelism of it is modelled.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     head_norms: tuple[str, ...] = ()
+    expert_columns: tuple[str, ...] = ()
+    expert_rows: tuple[str, ...] = ()
+    splits_tokens: bool = True
 
 
 _LLAMA = TensorPlan(
@@ -50,6 +58,19 @@ PLANS: dict[str, TensorPlan] = {
     "gemma": _LLAMA,
     "gemma2": _LLAMA,
 }
+_GATE_UP, _DOWN = ("mlp.experts.gate_up_proj",), ("mlp.experts.down_proj",)
+#: The same of mixtures. DeepSeek's attention is whole on every rank.
+MIXTURES: dict[str, TensorPlan] = {
+    "mixtral": TensorPlan(_LLAMA.columns[:3], _LLAMA.rows[:1], expert_columns=_GATE_UP, expert_rows=_DOWN),
+    "qwen3_moe": replace(_HEAD_NORMS, expert_columns=_GATE_UP, expert_rows=_DOWN),
+    "deepseek_v3": TensorPlan(
+        columns=("mlp.gate_proj", "mlp.up_proj", "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"),
+        rows=("mlp.down_proj", "mlp.shared_experts.down_proj"),
+        expert_columns=_GATE_UP,
+        expert_rows=_DOWN,
+        splits_tokens=False,
+    ),
+}
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
@@ -59,12 +80,13 @@ def tensor_plan(model_type: str) -> TensorPlan:
     Raises:
         BadInput: none is known for it.
     """
-    if model_type not in PLANS:
-        known = ", ".join(PLANS)
+    plan = PLANS.get(model_type) or MIXTURES.get(model_type)
+    if plan is None:
+        known = ", ".join((*PLANS, *MIXTURES))
         raise BadInput(
             f"tensor parallelism of {model_type or 'this model'} is not modelled", where="--tp", remedy=f"of {known} it is"
         )
-    return PLANS[model_type]
+    return plan
 
 
 def require_divides(config: Mapping[str, Any], layout: ParallelLayout, seq_len: int | None) -> None:
@@ -86,6 +108,8 @@ def require_divides(config: Mapping[str, Any], layout: ParallelLayout, seq_len: 
         "channels of the MLP": config.get("intermediate_size"),
         "words of the vocabulary": config.get("vocab_size"),
     }
+    if "moe_intermediate_size" in config:
+        numbers["channels of an expert"] = config["moe_intermediate_size"]
     if layout.sp:
         numbers["tokens of a sample"] = seq_len
     for what, number in numbers.items():
@@ -123,6 +147,8 @@ def _dimension(plan: TensorPlan, name: str, block: str, split: tuple[str, ...]) 
         return 0 if owner.rpartition(".")[2] in split else None
     if owner in plan.columns:
         return 0
+    if (packed := f"{owner}.{leaf}") in (*plan.expert_columns, *plan.expert_rows):
+        return 1 if packed in plan.expert_columns else 2
     return 1 if owner in plan.rows and leaf == "weight" else None
 
 

@@ -14,6 +14,8 @@ from zeroplan.planner.request import Request
 
 #: The order of micro batches that needs no flag.
 DEFAULT_SCHEDULE = "1f1b"
+#: Mixtures with attention that torch's ring has no plan of ours for: latent, or with sinks and windows.
+_OTHER_ATTENTION = ("deepseek_v2", "deepseek_v3", "gpt_oss")
 _DEGREES = ("tp", "cp", "ulysses", "pp", "vpp", "ep", "etp")
 
 
@@ -100,7 +102,11 @@ def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: 
         raise BadInput(
             "a count of parameters does not tell what is shared", where="--tp", remedy="give the model's id or config.json"
         )
-    tensor_plan(spec.model_type)
+    plan = tensor_plan(spec.model_type)
+    if plan.expert_columns and layout.whole_vocabulary:
+        raise BadInput("AutoTP of mixtures is not modelled", where="--tp", remedy="use --engine fsdp2, or leave it at 1")
+    if layout.sp and not plan.splits_tokens:
+        raise BadInput(f"sequence parallelism of {spec.model_type} is not modelled", where="--sp", remedy="leave it out")
     if layout.whole_vocabulary and any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
         raise BadInput(
             "AutoTP splits a vocabulary that embedding and head share, which is not modelled",
@@ -114,6 +120,7 @@ def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: 
 
 def _require_context_parallel(layout: ParallelLayout, spec: ModelSpec, workload: Workload) -> None:
     """Refuse what torch's ``context_parallel`` does not take, and what is not modelled."""
+    from zeroplan.core.expert_parallel import GROUPED
     from zeroplan.core.tensor_parallel import PLANS
 
     cp, tokens = layout.cp, workload.seq_len or 0
@@ -125,9 +132,10 @@ def _require_context_parallel(layout: ParallelLayout, spec: ModelSpec, workload:
         )
     if workload.attn is not Attention.SDPA:
         raise BadInput("torch has ring attention for sdpa alone", where="--attn", remedy="use --attn sdpa")
-    if spec.model_type not in PLANS:
+    known = (*PLANS, *(name for name in GROUPED if name not in _OTHER_ATTENTION))
+    if spec.model_type not in known:
         what = f"context parallelism of {spec.model_type or 'this model'} is not modelled"
-        raise BadInput(what, where="--cp", remedy=f"of {', '.join(PLANS)} it is")
+        raise BadInput(what, where="--cp", remedy=f"of {', '.join(known)} it is")
     if workload.dtype.bytes != 2 or workload.param_bytes == 4:
         raise BadInput("ring attention is modelled for 16 bits", where="--dtype", remedy="use --dtype bf16, or --cp 1")
     if workload.lora_rank is not None:
@@ -177,13 +185,14 @@ def _require_experts(layout: ParallelLayout, spec: ModelSpec, workload: Workload
     """Refuse what expert parallelism does not divide, and what is not modelled beside it."""
     from zeroplan.core.expert_parallel import require_experts
 
-    if layout.etp > 1:
-        raise BadInput("shared matrices of experts are not modelled", where="--etp", remedy="leave it at 1, and raise --ep")
+    if layout.etp > 1 and layout.ep == 1:
+        return  # the ranks of tp share all matrices
+    if layout.tp > 1 and layout.etp == 1:
+        what = "experts whose ranks lie across tp are not modelled"
+        raise BadInput(what, where="--etp", remedy=f"give --etp {layout.tp}, which shares their matrices, or --tp 1")
     if workload.lora_rank is not None:
         raise BadInput("expert parallelism with LoRA is not modelled", where="--ep", remedy="leave --lora-rank out")
     require_experts(spec.parameters, spec.model_type, layout)
-    if layout.cp > 1:
-        raise BadInput("expert and context parallelism together are not modelled", where="--cp", remedy="leave it at 1")
     if workload.dtype.bytes != 2 or workload.param_bytes == 4:
         raise BadInput("shared experts are modelled in 16 bits", where="--dtype", remedy="use --dtype bf16, or --ep 1")
     if workload.lengths:

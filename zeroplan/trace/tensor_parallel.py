@@ -6,16 +6,18 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     PrepareModuleInput,
+    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
 )
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.tensor_parallel import TensorPlan, tensor_plan
 
 
@@ -52,9 +54,13 @@ def parallelize(model: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
             because transformers makes its masks of the embedding's output.
 
     Raises:
-        BadInput: an architecture without a known plan.
+        BadInput: an architecture without a known plan, or whose tokens are not split.
     """
     plan = tensor_plan(model.config.model_type)
+    if sequence and not plan.splits_tokens:
+        raise BadInput(
+            f"sequence parallelism of {model.config.model_type} is not modelled", where="--sp", remedy="leave it out"
+        )
     base, head = model.model, model.lm_head
     tied = head.weight is base.embed_tokens.weight
     inside = Shard(1) if sequence else Replicate()
@@ -82,7 +88,16 @@ def _styles(block: nn.Module, plan: TensorPlan, sequence: bool) -> dict[str, Par
         styles["self_attn"] = PrepareModuleInput(
             input_kwarg_layouts={"hidden_states": Shard(1)}, desired_input_kwarg_layouts={"hidden_states": Replicate()}
         )
-        styles["mlp"] = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+        split, whole = (Shard(1),), (Replicate(),)
+        styles["mlp"] = PrepareModuleInput(input_layouts=split, desired_input_layouts=whole)
+        if hasattr(block.mlp, "experts"):  # their results are added as they are scattered
+            styles["mlp"] = PrepareModuleInputOutput(
+                input_layouts=split,
+                desired_input_layouts=whole,
+                use_local_input=True,
+                output_layouts=(Partial(),),
+                desired_output_layouts=split,
+            )
     for name, module in block.named_modules():
         if not any(True for _ in module.parameters(recurse=False)):
             continue
@@ -90,9 +105,17 @@ def _styles(block: nn.Module, plan: TensorPlan, sequence: bool) -> dict[str, Par
             styles[name] = ColwiseParallel()
         elif name in plan.rows:
             styles[name] = RowwiseParallel(output_layouts=outputs)
+        elif name.endswith(".experts"):
+            from zeroplan.trace.tensor_parallel_experts import ExpertMatricesParallel
+
+            styles[name] = ExpertMatricesParallel(plan, partial=sequence)
+        elif name == "mlp.gate":
+            from zeroplan.trace.tensor_parallel_experts import RouterParallel
+
+            styles[name] = RouterParallel()
         elif name in plan.head_norms:  # tensors of [B, S, H, D], whose heads are split
             styles[name] = SequenceParallel(sequence_dim=2, use_local_output=True)
-        elif sequence:
+        elif sequence and "." not in name:
             styles[name] = SequenceParallel(use_local_output=True)
         else:
             styles[name] = ReplicateParallel()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
@@ -97,10 +98,13 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Return a quantised base, and Adafactor where matrices are shared: its row and column sums of distributed tensors
-        were not measured.
+        """Return a quantised base, mixtures whose matrices or tokens are shared, which no GPU has measured, and Adafactor where
+        matrices are shared: its row and column sums of distributed tensors were not measured.
         """
         found = unmeasured(case.workload, self.name)
+        shared = next((name for name in ("tp", "cp") if getattr(case.layout, name) > 1), None)
+        if shared is not None and experts_of(case.spec.parameters):
+            found = (*found, Unmodelled(f"--{shared}", Effect.UNKNOWN, f"{shared} of mixtures, which no GPU has measured"))
         factored = any(state.factored for state in find_optimizer(case.workload.optimizer).states)
         if not factored or case.layout.shard_group == 1:
             return found

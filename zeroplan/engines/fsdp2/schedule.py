@@ -264,7 +264,12 @@ class Fsdp2Schedule(EngineSchedule):
             self._unshard(self.root)
             self._wait_for_unshard(self.root)
         if not self.tail:
-            self._prefetch_unshard(len(self.order) - 1)
+            self._prefetch_last()
+
+    def _prefetch_last(self) -> None:
+        """Unshard the group whose forward ended last, behind those within its module, as experts'."""
+        if self.order:
+            self._unshard(self.groups[self.order[-1]])
 
     def _prefetch_unshard(self, position: int) -> None:
         """FSDPParamGroup._backward_prefetch: unshards the groups at this position of the forward's order, the last first."""
@@ -276,7 +281,7 @@ class Fsdp2Schedule(EngineSchedule):
         if module in self.tail and not self.tail_entered:
             self.tail_entered = True
             if not self.rank.workload.chunked_head:  # TRL's head never calls the module, so that no hook waits for its gradient
-                self._prefetch_unshard(len(self.order) - 1)
+                self._prefetch_last()
         if module not in self.groups or module < 0:
             return
         for group in self.groups_of(module):

@@ -26,8 +26,6 @@ from zeroplan.interop.setups import Setup
 
 MORE, LESS, NONE, UNKNOWN = Effect.MORE, Effect.LESS, Effect.NONE, Effect.UNKNOWN
 _NOT_MODELLED = {
-    "parallelism.expert_parallel_degree": (UNKNOWN, "ranks share the experts"),
-    "parallelism.expert_tensor_parallel_degree": (UNKNOWN, "ranks share each expert's matrices"),
     "parallelism.disable_loss_parallel": (MORE, "the logits are gathered; each rank's part is counted"),
     "training.disable_loss_parallel": (MORE, "the logits are gathered; each rank's part is counted"),
     "parallelism.enable_async_tensor_parallel": (UNKNOWN, "products overlap with their collectives in symmetric memory"),
@@ -56,6 +54,8 @@ _NAMES = {
     "cp": ("parallelism.context_parallel_degree", "experimental.context_parallel_degree"),
     "pp": ("parallelism.pipeline_parallel_degree", "experimental.pipeline_parallel_degree"),
     "shard": ("parallelism.data_parallel_shard_degree", "training.data_parallel_shard_degree", "training.data_parallel_degree"),
+    "ep": ("parallelism.expert_parallel_degree",),
+    "etp": ("parallelism.expert_tensor_parallel_degree",),
     "replicate": ("parallelism.data_parallel_replicate_degree", "training.data_parallel_replicate_degree"),
 }
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -98,10 +98,7 @@ class Torchtitan(Program):
                 )
         if run.on("loss.chunked"):
             run.leave_out("loss", LESS, "the loss is computed in chunks; all logits are counted")
-        degrees = ("parallelism.expert_parallel_degree", "parallelism.expert_tensor_parallel_degree")
-        kept = {key: one for key, one in _NOT_MODELLED.items() if key not in degrees or (run.number(key) or 1) > 1}
-        run.read |= set(degrees)
-        run.leave_out_flags(kept)
+        run.leave_out_flags(_NOT_MODELLED)
         run.leave_out("model.name", UNKNOWN, "torchtitan's own model code keeps other tensors than transformers'")
         return run.setup(self.name)
 
@@ -226,6 +223,7 @@ class Torchtitan(Program):
         ):
             if value is not None and value > 1:
                 run.degree(field, value, key)
+        self._experts(run)
         self._sequence(run, tensor_key, tensor or 1, stages or 1)
         if (run.word("parallelism.context_parallel_rotate_method") or "allgather") != "allgather":
             run.leave_out(
@@ -239,6 +237,18 @@ class Torchtitan(Program):
             return
         run.degree("pp", stages or 1, stage_key)
         self._pipeline(run)
+
+    def _experts(self, run: Builder) -> None:
+        """Set the degrees of experts. A dense model has none, and without `ep` its tensor parallelism says theirs.
+
+        Source: torchtitan, ``models/llama4/parallelize.py`` (``apply_moe_ep_tp``).
+        """
+        (shared, key), (matrices, matrices_key) = self._degree(run, "ep"), self._degree(run, "etp")
+        if (shared or 1) == 1 or (run.text("model.name") or "llama3").startswith("llama3"):
+            return
+        run.degree("ep", shared or 1, key)
+        if (matrices or 1) > 1:
+            run.degree("etp", matrices or 1, matrices_key)
 
     def _sequence(self, run: Builder, key: str, tensor: int, stages: int) -> None:
         """Set sequence parallelism, which goes with torchtitan's tensor parallelism unless it is switched off."""

@@ -1,0 +1,130 @@
+"""Mixtures whose matrices tensor-parallel ranks share: the layout computes what the whole model does, and a rank's tape."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT
+from tests.core.test_expert_parallel import CONFIG
+from tests.patience import PATIENCE
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape_options import TraceOptions
+from zeroplan.core.tensor_parallel import local_parameters
+from zeroplan.models.load import load_model
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+from zeroplan.tapes import can_trace
+
+SMALL = {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+QWEN = {
+    **SMALL,
+    "model_type": "qwen3_moe",
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "head_dim": 8,
+    "num_experts": 4,
+    "mlp_only_layers": [1],
+}
+MIXTRAL = {**SMALL, "model_type": "mixtral", "intermediate_size": 16, "num_hidden_layers": 2, "num_local_experts": 4}
+DEEPSEEK = {
+    **SMALL,
+    "model_type": "deepseek_v3",
+    "intermediate_size": 48,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+needs_torch = pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")
+
+
+@pytest.mark.slow
+@needs_torch
+def test_two_ranks_compute_what_the_whole_model_does(warm_python: Path) -> None:
+    """Loss and every gradient, with the tokens between the matrices whole and split."""
+    cases = [(QWEN, False), (QWEN, True), (MIXTRAL, False), (MIXTRAL, True), (DEEPSEEK, False)]
+    start = [warm_python.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "-m", "tests.trace.shared_matrices"]
+    done = subprocess.run([*start, json.dumps(cases)], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE, check=False)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [(name, split) for name, split, *_ in found] == [(config["model_type"], split) for config, split in cases]
+    for name, _, worst, off, count in found:
+        assert off < 1e-4, (name, worst)
+        assert count > 20
+
+
+@pytest.mark.parametrize("config", [QWEN, MIXTRAL, DEEPSEEK], ids=lambda config: str(config["model_type"]))
+def test_the_plans_are_those_of_transformers(config: dict[str, Any]) -> None:
+    """A rank holds its part of what transformers' plan names, and the whole of the rest but embedding and head."""
+    transformers = pytest.importorskip("transformers")
+    model_type = str(config["model_type"])
+    named = transformers.AutoConfig.for_model(model_type).base_model_tp_plan
+    styles = {name.removeprefix("layers.*."): style for name, style in named.items()}
+    parameters = load_model(config).parameters
+    local = local_parameters(parameters, model_type, 2)
+    for name, block, whole, part in zip(parameters.names, parameters.blocks, parameters.shapes, local.shapes, strict=True):
+        if not block:
+            continue
+        inner = name[len(block) + 1 :]
+        style = styles.get(inner) or styles.get(inner.rpartition(".")[0])
+        cut = {"colwise": 0, "packed_colwise": 1, "rowwise": len(whole) - 1}.get(str(style))
+        assert part == tuple(size // 2 if at == cut else size for at, size in enumerate(whole)), name
+
+
+@pytest.mark.slow
+@needs_torch
+@pytest.mark.parametrize(("ep", "sp"), [(1, False), (1, True), (2, True)])
+def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool) -> None:
+    """Also where other ranks have other experts, and these share their matrices."""
+    from zeroplan.core.expert_parallel import with_local_experts
+    from zeroplan.trace.api import trace_model
+
+    parameters = load_model(CONFIG).parameters
+    whole = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions()).expand(2, 64)
+    tokens = 32 if sp else 64  # of one rank
+    tape = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(tp=2, sp=sp, ep=ep)).expand(2, tokens)
+    assert tape.parameters.names == parameters.names
+    assert tape.parameters.shapes == with_local_experts(local_parameters(parameters, "qwen3_moe", 2), ep).shapes
+    assert tape.activation_peak < whole.activation_peak
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"tp": 4, "model": {**QWEN, "num_key_value_heads": 4, "moe_intermediate_size": 18}},
+            "tp 4 does not divide the 18 channels of an expert",
+        ),
+        ({"tp": 2, "sp": True, "model": DEEPSEEK}, "sequence parallelism of deepseek_v3 is not modelled"),
+        ({"tp": 2, "ep": 2}, "experts whose ranks lie across tp are not modelled"),
+        ({"tp": 2, "engine": "deepspeed"}, "AutoTP of mixtures is not modelled"),
+        ({"tp": 2, "engine": "zeroplan"}, "the runtime has no tp of mixtures"),
+        ({"cp": 2, "model": DEEPSEEK}, "context parallelism of deepseek_v3 is not modelled"),
+    ],
+)
+def test_what_is_not_modelled_is_refused(asked: dict[str, Any], said: str) -> None:
+    request = Request(**{"model": {**QWEN, "num_key_value_heads": 4}, "gpus": 8, "engine": "fsdp2", "seq_len": 64, **asked})
+    with pytest.raises(BadInput, match=said):
+        estimate_report(request)

@@ -82,6 +82,9 @@ def test_names_that_are_not_known_are_listed_and_leave_fits_open(tmp_path: Any) 
     assert report.plans[0].fits is None
     assert {"my_own_memory_trick", "mtp_num_layers", "unmeasured"} <= {one.key for one in report.plans[0].unmodelled}
     assert report.workload["grad_accum"] == 2
+    settle = report.plans[0].settle
+    assert "run a few steps of the program itself, with my_own_memory_trick" in settle
+    assert "verify" not in settle  # it runs no Megatron-LM
 
 
 def test_yaml_of_two_sections(tmp_path: Any) -> None:

@@ -143,14 +143,18 @@ def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
     parts = [simulate] if simulate else []
     if LIMIT in named:
         parts.append("leave the card more room: a smaller micro batch, a shorter length or more GPUs")
-    if UNMEASURED in named:
-        parts.append("run a few steps of the program itself, and read torch.cuda.max_memory_reserved")
+    if UNMEASURED in named:  # nor can verify measure the other keys
+        own = f", with {', '.join(keys)} or without {_them(keys)}" if keys else ""
+        parts.append(f"run a few steps of the program itself{own}, and read torch.cuda.max_memory_reserved")
+        keys = []
     if CURRICULUM_LEARNING in named:  # verify's few steps would be the shortest
         parts.append("train until the curriculum's longest step, and read torch.cuda.max_memory_reserved")
     if LAYER_DROP in named:  # verify's few steps would keep all layers
         parts.append("train until theta is low, and read torch.cuda.max_memory_reserved")
     if keys:
-        parts.append(
-            f"measure a few steps with {', '.join(keys)} by zeroplan verify, or leave {'it' if len(keys) == 1 else 'them'} out"
-        )
+        parts.append(f"measure a few steps with {', '.join(keys)} by zeroplan verify, or leave {_them(keys)} out")
     return "; ".join(parts)
+
+
+def _them(keys: list[str]) -> str:
+    return "it" if len(keys) == 1 else "them"

@@ -41,6 +41,14 @@ GPT: dict[str, Any] = {
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 #: With a LayerNorm: Megatron-Core has an RMSNorm of its own for no sequence parallelism.
 SHARED = LLAMA | {"normalization": "LayerNorm"}
+#: Experts one after the other, since grouped products need TransformerEngine; routed at random, which is nearly even.
+MIXTURE = LLAMA | {
+    "num_layers": 8,
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 2048,
+    "moe_router_topk": 2,
+    "moe_token_dispatcher_type": "alltoall",
+}
 SELECTIVE = {"recompute_granularity": "selective"}
 
 
@@ -101,6 +109,9 @@ CASES = (
     Case("M18", pp=2, grad_accum=8, pp_rank=1),
     Case("M19", model=SHARED, pp=4, grad_accum=8, tp=2, sp=True),
     Case("M20", pp=2, vpp=2, grad_accum=8),
+    Case("E00", model=MIXTURE),
+    Case("E01", model=MIXTURE | {"moe_shared_expert_intermediate_size": 2048, "moe_router_dtype": "fp32"}, grad_accum=2),
+    Case("E02", model=MIXTURE | FULL | {"moe_aux_loss_coeff": 0.01}, micro_batch=4),
 )
 #: On two GPUs over NCCL.
 TWO_GPUS = (
@@ -108,4 +119,5 @@ TWO_GPUS = (
     Case("N01", dp=1, tp=2),
     Case("N02", model=SHARED, dp=1, tp=2, sp=True, micro_batch=2),
     Case("N03", dp=1, pp=2, grad_accum=8),
+    Case("N04", model=MIXTURE, dp=2, ep=2),
 )

@@ -23,6 +23,14 @@ def transformer_config(model: MegatronModel, **parallel: Any) -> TransformerConf
         *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion"),
         "cross_entropy_loss_fusion",
     ]
+    if model.num_experts:
+        same += [
+            "moe_router_topk",
+            "moe_ffn_hidden_size",
+            "moe_token_dispatcher_type",
+            "moe_grouped_gemm",
+            "moe_permute_fusion",
+        ]
     given: dict[str, Any] = {name: getattr(model, name) for name in same}
     given |= {
         "bf16": True,
@@ -36,6 +44,18 @@ def transformer_config(model: MegatronModel, **parallel: Any) -> TransformerConf
         "recompute_num_layers": model.recompute_num_layers or None,
         "recompute_modules": list(model.recompute_modules),
     }
+    if model.num_experts:
+        given |= {
+            "num_moe_experts": model.num_experts,
+            "moe_router_dtype": model.moe_router_dtype or None,
+            "moe_router_score_function": model.moe_router_score_function,
+            "moe_router_pre_softmax": model.moe_router_pre_softmax,
+            "moe_router_enable_expert_bias": model.moe_router_enable_expert_bias,
+            "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+            "moe_router_load_balancing_type": "aux_loss" if model.moe_aux_loss_coeff else "none",
+            "moe_layer_freq": list(model.moe_layer_freq) or 1,
+            "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
+        }
     return TransformerConfig(**(given | parallel))
 
 
@@ -50,9 +70,13 @@ def gpt_model(
     model: MegatronModel, config: TransformerConfig, seq_len: int, *, embeds: bool, ends: bool, vp_stage: int | None = None
 ) -> Any:
     """Return a stage's or a chunk's part of the model."""
+    if model.num_experts:
+        layers = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    else:
+        layers = gpt_layer_specs.get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm)
     return GPTModel(
         config,
-        gpt_layer_specs.get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm),
+        layers,
         vocab_size=model.padded(config.tensor_model_parallel_size),
         max_sequence_length=seq_len,
         pre_process=embeds,

@@ -33,6 +33,8 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -131,6 +133,7 @@ def measure(case: Case, rank: int, *, fake: bool) -> dict[str, Any]:
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
+        expert_model_parallel_size=case.ep,
         create_gloo_process_groups=False,
     )
     if gpu.cuda:
@@ -156,6 +159,7 @@ def _training(case: Case, probe: Probe) -> Callable[[], None]:
     """Return a function that runs one step."""
     model = MegatronModel.of(case.model)
     use_norm(_LayerNorm if model.normalization == "LayerNorm" else _RmsNorm)
+    moe_utils.te_general_gemm = None  # 0.16.1 leaves the name undefined without TransformerEngine
     optimizers.Adam = partial(torch.optim.AdamW, fused=True)
     config = transformer_config(
         model,
@@ -163,6 +167,8 @@ def _training(case: Case, probe: Probe) -> Callable[[], None]:
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
         sequence_parallel=case.sp,
+        expert_model_parallel_size=case.ep,
+        moe_router_force_load_balancing=bool(model.num_experts),
     )
     first, last = case.pp_rank == 0, case.pp_rank == case.pp - 1
     if dist.get_backend() != "fake":
@@ -272,6 +278,8 @@ def _without_cuda() -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron") and hasattr(module, "get_cuda_rng_tracker"):
             module.get_cuda_rng_tracker = Tracker  # type: ignore[attr-defined]
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = lambda _, __, tokens_per_expert=None: tokens_per_expert
     random._get_all_rng_states = lambda: ()
     random._set_all_rng_states = lambda *_: None
     random._fork_rng = contextlib.nullcontext

@@ -17,7 +17,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import Mark, Op
 from zeroplan.core.units import GIB
 from zeroplan.engines.megatron.chunk import ChunkLayers, chunk_tape
-from zeroplan.engines.megatron.layers import Shapes
+from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.models.load import load_model
 from zeroplan.models.megatron import MegatronModel
 from zeroplan.planner.estimate import estimate_report

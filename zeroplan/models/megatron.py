@@ -78,6 +78,11 @@ class MegatronModel:
     moe_grouped_gemm: bool = False
     moe_token_dispatcher_type: str = "allgather"
     moe_permute_fusion: bool = False
+    moe_router_dtype: str = ""
+    moe_router_score_function: str = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_enable_expert_bias: bool = False
+    moe_aux_loss_coeff: float = 0.0
     multi_latent_attention: bool = False
     q_lora_rank: int = 0
     kv_lora_rank: int = 32

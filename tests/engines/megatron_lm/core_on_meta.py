@@ -15,9 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tests.engines.megatron_lm.mixtures_on_meta import balance
 from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.engines.megatron.chunk import ChunkLayers, ChunkTape, chunk_tape
-from zeroplan.engines.megatron.layers import Shapes
+from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.models.megatron import MegatronModel
 
 #: Events: A for an allocation, F for a free, with bytes.
@@ -35,6 +36,14 @@ class Run:
     llama: bool = True
     recompute: str = ""
     pp_rank: int | None = None
+    ep: int = 1
+    etp: int = 1
+    more: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def passes(self) -> int:
+        """Micro batches that are run: with experts two, since dispatchers hold tensors until the next one."""
+        return 2 if "num_experts" in dict(self.more) else 1
 
     @property
     def model(self) -> MegatronModel:
@@ -61,6 +70,7 @@ class Run:
                 "gradient_accumulation_fusion": False,
                 **({"recompute_granularity": "selective"} if self.recompute == "selective" else {}),
                 **(full if self.recompute == "full" else {}),
+                **dict(self.more),
             }
         )
 
@@ -81,6 +91,8 @@ class Run:
             tp=self.tp,
             sequence=self.sp,
             flash=False,
+            ep=self.ep,
+            etp=self.etp,
         )
         return chunk_tape(shapes, self.part)
 
@@ -128,12 +140,16 @@ def _fake_ranks(run: Run) -> Iterator[None]:
     current = torch.cuda.current_device
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     rank = 0 if run.pp_rank is None else run.pp_rank * run.tp
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.tp * stages)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.tp * stages * run.ep)
     from megatron.core import parallel_state
 
     try:
         parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=run.tp, pipeline_model_parallel_size=stages, create_gloo_process_groups=False
+            tensor_model_parallel_size=run.tp,
+            pipeline_model_parallel_size=stages,
+            expert_model_parallel_size=run.ep,
+            expert_tensor_parallel_size=run.etp,
+            create_gloo_process_groups=False,
         )
         yield
     finally:
@@ -202,11 +218,15 @@ def _model(run: Run) -> Any:
     from benchmarks.megatron.core import gpt_model, transformer_config, use_norm
 
     use_norm(_stand_ins())
+    if run.model.num_experts:
+        balance()
     config = transformer_config(
         run.model,
         tensor_model_parallel_size=run.tp,
         pipeline_model_parallel_size=1 if run.pp_rank is None else 2,
         sequence_parallel=run.sp,
+        expert_model_parallel_size=run.ep,
+        expert_tensor_parallel_size=run.etp,
         perform_initialization=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=run.model.swiglu,
@@ -239,19 +259,8 @@ def _record(run: Run, model: Any) -> list[Event]:
     gc.disable()
     try:
         with recorder:
-            recorder.mark(Mark.FORWARD_BEGIN)
-            out = _forward(run, model)
-            recorder.mark(Mark.FORWARD_END)
-            recorder.mark(Mark.BACKWARD_BEGIN)
-            node = out.grad_fn
-            gradient = (outside[1],) if not run.part.ends else (torch.ones_like(out),)
-            if not run.part.ends:
-                out.data = torch.empty((1,), device="meta", dtype=out.dtype)  # deallocate_output_tensor
-            del node
-            torch.autograd.Variable._execution_engine.run_backward(
-                (out,), gradient, False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-            recorder.mark(Mark.BACKWARD_END)
+            for _ in range(run.passes):
+                _pass(run, model, recorder, outside[1])
     finally:
         if collecting:
             gc.enable()
@@ -262,6 +271,23 @@ def _record(run: Run, model: Any) -> list[Event]:
             if isinstance(size, int) and size >= LEAST:
                 found.append(("A" if op == Op.ALLOC else "F", size))
     return found
+
+
+def _pass(run: Run, model: Any, recorder: Any, arriving: Any) -> None:
+    """Run a micro batch forward and backward."""
+    import torch
+
+    recorder.mark(Mark.FORWARD_BEGIN)
+    out = _forward(run, model)
+    recorder.mark(Mark.FORWARD_END)
+    recorder.mark(Mark.BACKWARD_BEGIN)
+    gradient = torch.ones_like(out) if run.part.ends else arriving
+    if not run.part.ends:
+        out.data = torch.empty((1,), device="meta", dtype=out.dtype)  # deallocate_output_tensor
+    torch.autograd.Variable._execution_engine.run_backward(
+        (out,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    recorder.mark(Mark.BACKWARD_END)
 
 
 def _forward(run: Run, model: Any) -> Any:
@@ -280,6 +306,15 @@ def _forward(run: Run, model: Any) -> Any:
     return torch.sum(out.view(-1).float() * weights.view(-1))
 
 
+#: Enough experts that a probability of each token and expert is more than a small tensor.
+MIXTURE = {
+    "num_experts": 32,
+    "moe_ffn_hidden_size": 256,
+    "moe_router_topk": 4,
+    "moe_token_dispatcher_type": "alltoall",
+}
+SHARED = {**MIXTURE, "moe_shared_expert_intermediate_size": 256, "moe_layer_freq": [0, 1, 1, 1], "moe_router_dtype": "fp32"}
+SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 CASES = {
     "llama": Run(),
     "llama tp 2": Run(tp=2),
@@ -292,6 +327,14 @@ CASES = {
     "gpt selective sp": Run(llama=False, tp=2, sp=True, recompute="selective"),
     "first stage": Run(tp=2, pp_rank=0),
     "last stage sp": Run(tp=2, sp=True, pp_rank=1),
+    "mixture": Run(more=tuple(MIXTURE.items())),
+    "mixture ep 4": Run(ep=4, more=tuple(MIXTURE.items())),
+    "mixture ep 2 tp 2 sp shared": Run(ep=2, tp=2, sp=True, micro_batch=4, more=tuple(SHARED.items())),
+    "mixture etp 2": Run(ep=2, tp=2, sp=True, etp=2, micro_batch=4, more=tuple(SHARED.items())),
+    "mixture gpt fp32": Run(ep=8, llama=False, more=tuple(SHARED.items())),
+    "mixture pre aux": Run(ep=8, more=(*MIXTURE.items(), ("moe_router_pre_softmax", True), ("moe_aux_loss_coeff", 0.01))),
+    "mixture sigmoid": Run(ep=32, more=(*SHARED.items(), *SIGMOID.items())),
+    "mixture full": Run(ep=4, recompute="full", more=tuple(MIXTURE.items())),
 }
 
 

@@ -32,6 +32,11 @@ def test_allocations_and_peaks_are_megatron_cores(name: str) -> None:
     assert peak(real) == peak(own) + sum(size for _, size in kept)
     theirs = Counter(size for what, size in real if what == "A")
     ours = Counter(size for what, size in (*own, *kept) if what == "A")
+    if run.passes > 1:  # what a dispatcher holds is of the tape as well
+        tape = Counter({size: run.passes * count for size, count in Counter(size for what, size in own if what == "A").items()})
+        assert not tape - theirs
+        assert set(theirs - tape) <= {size for _, size in (*own, *kept)}
+        return
     beyond = theirs - ours
     beyond.pop(_HALF_OF_ANGLES, None)
     if run.sp:  # the shared buffer is made anew once, when scores need a larger one

@@ -15,7 +15,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.megatron.chunk import ChunkLayers
 from zeroplan.engines.megatron.engine import Megatron
-from zeroplan.engines.megatron.layers import Shapes
+from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.load import load_model
 from zeroplan.models.megatron import MegatronModel
@@ -53,6 +53,7 @@ def _states(case: Case) -> int:
 
 
 MOE = {**LLAMA, "num_experts": 8, "moe_ffn_hidden_size": 256}
+EXCHANGED = {**MOE, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "moe_permute_fusion": True}
 MLA = {
     **LLAMA,
     "num_query_groups": 8,
@@ -118,6 +119,21 @@ def test_flash_layers_keep_by_hand() -> None:
     assert _kept_by_a_layer(shapes) == attention + mlp + 2 * 4 * rows
 
 
+def test_a_mixture_of_grouped_products_keeps_by_hand() -> None:
+    """TransformerEngine's kernels: the norm's input and output, the tokens once for each expert they take, what the experts'
+    first product makes and its activation, probabilities and places; and the attention as without experts.
+    """
+    s, b, h, f, experts, topk, ep = 256, 2, 512, 256, 8, 2, 4
+    model = MegatronModel.of(EXCHANGED)
+    shapes = Shapes(model=model, micro_batch=b, seq=s, cudnn=True, ep=ep)
+    rows, sent = s * b, s * b * topk
+    attention = 2 * rows * (h + h + h + h // 2 + h // 2 + h) + 4 * rows * 8 + 4 * rows
+    norm = 2 * rows * (h + h) + 4 * rows
+    router = 8 * sent + 4 * sent  # places of the largest, and their softmax
+    tokens = 2 * sent * (h + 2 * f + f + 1) + 4 * rows * (2 * experts + 1) + 2 * 4 * sent
+    assert _kept_by_a_layer(shapes) == attention + norm + router + tokens
+
+
 def _kept_by_a_layer(shapes: Shapes) -> int:
     two, three = (kept(shapes, ChunkLayers(tuple(range(1, 1 + count)), False, False)) for count in (2, 3))
     return three - two
@@ -135,6 +151,12 @@ def _kept_by_a_layer(shapes: Shapes) -> int:
         ({**LLAMA, "grad_reduce_in_bf16": True, "overlap_grad_reduce": True, "ddp_bucket_size": 100_000}, {"pp": 2}),
         ({**GPT, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, {"pp": 2, "tp": 2}),
         ({**GPT, "transformer_impl": "local"}, {"tp": 2, "sp": True}),
+        (EXCHANGED, {"ep": 4}),
+        ({**EXCHANGED, "moe_shared_expert_intermediate_size": 256}, {"tp": 2, "sp": True, "ep": 2, "pp": 2}),
+        (
+            {**EXCHANGED, "moe_grouped_gemm": False, "moe_permute_fusion": False, "transformer_impl": "local"},
+            {"ep": 2, "pp": 2},
+        ),
     ],
 )
 def test_what_the_ledger_keeps_the_schedule_leaves_alive(config: dict[str, Any], layout: dict[str, Any], stage: int) -> None:

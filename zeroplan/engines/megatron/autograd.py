@@ -86,6 +86,8 @@ class TapeWriter:
         split: the event at which the backward begins.
         mask: attention's mask of the micro batch, which checkpoints keep with their inputs.
         kept: bytes of the buffers that live for the whole run, which are not the tape's.
+        attributes: storages that attributes of modules hold from one use to the next, by their names.
+        graphs: how many graphs such an attribute holds on to, and with each the leaves that it begins with.
     """
 
     def __init__(self, root: str) -> None:
@@ -103,6 +105,8 @@ class TapeWriter:
         self.split = 0
         self.mask: Storage | None = None
         self.kept: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.attributes: dict[tuple[str, int], list[Storage]] = {}
+        self.graphs = 0
 
     def keep(self, key: tuple[str, tuple[int, ...]], nbytes: int) -> None:
         """Note a buffer that is made once for a whole run, as large as its largest use."""

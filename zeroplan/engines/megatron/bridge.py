@@ -83,6 +83,11 @@ def _experts(model_type: str, c: Mapping[str, Any]) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "moe_permute_fusion": True,
     }
+    if model_type != "deepseek_v3":
+        loss = c.get("router_aux_loss_coef") or c.get("aux_loss_alpha") or 0.0
+        found |= {"moe_aux_loss_coeff": float(loss), "moe_router_pre_softmax": model_type == "deepseek_v2"}
+    else:
+        found |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_router_dtype": "fp32"}
     if model_type.startswith("deepseek"):
         dense = c.get("first_k_dense_replace") or 0
         found |= {

@@ -10,7 +10,7 @@ from zeroplan.core.tape import ExpandedTape, Kind
 from zeroplan.engines.megatron import layers
 from zeroplan.engines.megatron import operators as ops
 from zeroplan.engines.megatron.autograd import Storage, TapeWriter, Value
-from zeroplan.engines.megatron.layers import Shapes
+from zeroplan.engines.megatron.shapes import Shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,7 @@ def chunk_tape(shapes: Shapes, chunk: ChunkLayers, cp: int = 1) -> ChunkTape:
     made = w.backward(out, [gradient], [] if received is None else [received])
     del out, gradient
     sent = made[0].ident if made and made[0] is not None else -1
+    w.attributes.clear()
     return ChunkTape(*w.tape(outlive=(output, sent)), output, sent, w.kept)
 
 

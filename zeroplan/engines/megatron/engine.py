@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from zeroplan.core.cluster import Cluster
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.megatron.chunk import ChunkLayers
-    from zeroplan.engines.megatron.layers import Shapes
+    from zeroplan.engines.megatron.shapes import Shapes
     from zeroplan.engines.megatron.traffic import MegatronTraffic
     from zeroplan.engines.simulation import Simulation
     from zeroplan.models.spec import ModelSpec
@@ -37,6 +37,7 @@ _NO_MEASUREMENT = Unmodelled(
     "no GPU has measured these plans: sizes follow from Megatron-Core's and TransformerEngine's source, without cuDNN's "
     "workspaces",
 )
+_ROUTING = "each expert is planned with as many tokens as the others"
 
 
 class Megatron(Engine):
@@ -116,24 +117,27 @@ class Megatron(Engine):
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return that nothing of it was measured, which may mean more memory than planned."""
-        found = [_NO_MEASUREMENT]
+        model = self._model(case)
+        mixture = model is not None and bool(model.num_experts)
+        found = [replace(_NO_MEASUREMENT, says=f"{_NO_MEASUREMENT.says}; {_ROUTING}") if mixture else _NO_MEASUREMENT]
         if case.layout.cp > 1:
             found.append(Unmodelled("--cp", Effect.MORE, "what attention sends round the ranks of a sample"))
-        model = self._model(case)
         if model is not None and model.uses_engine and self._scores(case, model):
             says = "TransformerEngine's own unfused attention; Megatron's is in the figures"
             found.append(Unmodelled("--attention-backend", Effect.UNKNOWN, says))
         return tuple(found)
 
     def simulates(self, case: Case) -> bool:
-        """Return whether its layers are described: not those with experts or latent attention, in fp32, or with fewer groups of
-        queries than tensor-parallel ranks, which gather what they share.
+        """Return whether its layers are described: not those with latent attention, in fp32, with fewer groups of queries than
+        tensor-parallel ranks, which gather what they share, or with experts that tokens reach otherwise than by all-to-all.
         """
         model = self._model(case)
         if model is None:
             return True
         shared = model.num_query_groups < case.layout.tp
-        return not (model.num_experts or model.multi_latent_attention or shared or case.workload.dtype is DType.FP32)
+        if model.num_experts and model.moe_token_dispatcher_type != "alltoall":
+            return False
+        return not (model.multi_latent_attention or shared or case.workload.dtype is DType.FP32)
 
     # --- memory -----------------------------------------------------------------------------------------------------------
 
@@ -190,7 +194,7 @@ class Megatron(Engine):
         return not model.uses_engine or unfused
 
     def _shapes(self, case: Case, model: MegatronModel) -> Shapes:
-        from zeroplan.engines.megatron.layers import Shapes
+        from zeroplan.engines.megatron.shapes import Shapes
 
         work, layout = case.workload, case.layout
         backend = model.attention_backend
@@ -202,6 +206,8 @@ class Megatron(Engine):
             sequence=layout.sp,
             element=work.dtype.bytes,
             flash=not self._scores(case, model),
+            ep=layout.ep,
+            etp=layout.etp,
             cudnn=backend == "fused" or (backend == "auto" and case.cluster.gpu.capability >= _CUDNN),
         )
 

@@ -9,123 +9,19 @@ Sources: Megatron-Core 0.16.1, ``megatron/core/models/gpt/gpt_model.py``, ``mega
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from zeroplan.core.tape import Kind
 from zeroplan.engines.megatron import operators as ops
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
-from zeroplan.engines.megatron.operators import Linear, Norm, Saved
-from zeroplan.models.megatron import MegatronModel
+from zeroplan.engines.megatron.experts import mixture
+from zeroplan.engines.megatron.operators import Saved
+from zeroplan.engines.megatron.shapes import Shapes
 
 _FP32, _INT64 = 4, 8
 #: The element of an attention mask.
 _BOOL = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shapes:
-    """Sizes of one rank's micro batch, in bytes unless said otherwise.
-
-    Attributes:
-        model: Megatron's arguments.
-        micro_batch: samples.
-        seq: tokens of a sample on this rank, which context parallelism shares.
-        tp: ranks that share each matrix.
-        sequence: whether they share the tokens between matrices, too.
-        element: bytes of one element of the model's dtype.
-        flash: whether attention is one kernel that keeps no scores.
-        cudnn: whether that kernel is cuDNN's (``FusedAttention``) and not FlashAttention's.
-    """
-
-    model: MegatronModel
-    micro_batch: int
-    seq: int
-    tp: int = 1
-    sequence: bool = False
-    element: int = 2
-    flash: bool = True
-    cudnn: bool = False
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the micro batch on this rank, before tensor-parallel ranks share them."""
-        return self.micro_batch * self.seq
-
-    @property
-    def whole(self) -> int:
-        """Hidden states of all tokens."""
-        return self.tokens * self.model.hidden_size * self.element
-
-    @property
-    def hidden(self) -> int:
-        """Hidden states between the matrices."""
-        return self.whole // self.tp if self.sequence else self.whole
-
-    @property
-    def query(self) -> int:
-        """Queries of this rank's heads, and as large the attention's output."""
-        return self.tokens * self.model.kv_channels * self.model.num_attention_heads // self.tp * self.element
-
-    @property
-    def key(self) -> int:
-        """Keys of this rank's groups, and as large their values."""
-        return self.tokens * self.model.kv_channels * self.groups * self.element
-
-    @property
-    def heads(self) -> int:
-        """Heads of this rank, a number."""
-        return self.model.num_attention_heads // self.tp
-
-    @property
-    def groups(self) -> int:
-        """Groups of heads that share keys and values, on this rank, a number."""
-        return max(1, self.model.num_query_groups // self.tp)
-
-    @property
-    def scores(self) -> int:
-        """Scores of all pairs of tokens in this rank's heads."""
-        return self.micro_batch * self.heads * self.seq * self.seq * self.element
-
-    @property
-    def norm(self) -> Norm:
-        """The norm of a hidden state."""
-        rows = self.tokens // self.tp if self.sequence else self.tokens
-        return Norm(self.model.hidden_size * self.element, self.model.normalization == "LayerNorm", rows * _FP32)
-
-    def head_norm(self, heads: int) -> Norm:
-        """Return the norm of each of so many heads."""
-        model = self.model
-        return Norm(model.kv_channels * self.element, model.normalization == "LayerNorm", self.tokens * heads * _FP32)
-
-    def column(self, out: int, width: int, *, bias: bool, adds: bool) -> Linear:
-        """Return a column-wise layer from `width` to `out` channels of all ranks together."""
-        local = out // self.tp
-        return Linear(
-            (local, width),
-            self.tokens * local * self.element,
-            bias=local * self.element if bias else 0,
-            adds_bias=adds,
-            gathers=self.tokens * width * self.element if self.sequence else 0,
-            fused=self.model.gradient_accumulation_fusion,
-            engine=self.model.uses_engine,
-            keeps=self.model.uses_engine,
-            element=self.element,
-        )
-
-    def row(self, out: int, width: int, *, bias: bool) -> Linear:
-        """Return a row-wise layer; who calls it adds the bias."""
-        whole = self.tokens * out * self.element
-        return Linear(
-            (out, width // self.tp),
-            whole,
-            bias=out * self.element if bias else 0,
-            scatters=whole // self.tp if self.sequence else 0,
-            fused=self.model.gradient_accumulation_fusion,
-            engine=self.model.uses_engine,
-            keeps=self.model.uses_engine,
-            element=self.element,
-        )
 
 
 def load(w: TapeWriter, s: Shapes, cp: int) -> tuple[Storage, Storage, Storage | None]:
@@ -201,10 +97,18 @@ def _with_positions(w: TapeWriter, s: Shapes, x: Value) -> Value:
 
 
 def layer(w: TapeWriter, s: Shapes, number: int, x: Value) -> Value:
-    """A transformer layer without experts."""
+    """A transformer layer."""
     with w.module(f"decoder.layers.{number}", "TransformerLayer", block=True):
         x = _half(w, s, x, norm="input_layernorm", name="self_attention", kind="SelfAttention", run=_attention)
+        if s.model.has_experts(number):
+            run = partial(_mixture, number=number)
+            return _half(w, s, x, norm="pre_mlp_layernorm", name="mlp", kind="MoELayer", run=run, apart=True)
         return _half(w, s, x, norm="pre_mlp_layernorm", name="mlp", kind="MLP", run=_mlp)
+
+
+def _mixture(w: TapeWriter, s: Shapes, x: Value, number: int) -> Value:
+    width = s.model.moe_shared_expert_intermediate_size
+    return mixture(w, s, number, x, partial(_shared_expert, w, s, width) if width else None)
 
 
 def _half(
@@ -216,12 +120,16 @@ def _half(
     name: str,
     kind: str,
     run: Callable[[TapeWriter, Shapes, Value], Value],
+    apart: bool = False,
 ) -> Value:
-    """Normalize, run one half of a layer, and add its output to what came in."""
+    """Normalize, run one half of a layer, and add its output to what came in.
+
+    TransformerEngine has the norm in the first linear layer, unless that is not the only reader (`apart`).
+    """
     model = s.model
     bias = model.hidden_size * s.element if model.add_bias_linear else 0
     normed = None
-    if not model.uses_engine:
+    if apart or not model.uses_engine:
         with w.module(norm, model.normalization):
             normed = ops.normalize(w, residual, s.norm)
     with w.module(name, kind):
@@ -377,12 +285,19 @@ def _softmax(w: TapeWriter, s: Shapes, raw: Value) -> Value:
 
 
 def _mlp(w: TapeWriter, s: Shapes, x: Value) -> Value:
+    return _wide(w, s, s.model.ffn_hidden_size, x, normalizes=s.model.uses_engine)
+
+
+def _shared_expert(w: TapeWriter, s: Shapes, width: int, x: Value) -> Value:
+    return _wide(w, s, width, x, normalizes=False)
+
+
+def _wide(w: TapeWriter, s: Shapes, width: int, x: Value, *, normalizes: bool) -> Value:
     """Two products with an activation between them; bias and activation are one kernel."""
     model = s.model
-    width = model.ffn_hidden_size
     sizes = s.column(width * (1 + model.gated), model.hidden_size, bias=model.add_bias_linear, adds=False)
     with w.module("linear_fc1", "ColumnParallelLinear"):
-        up = ops.norm_linear(w, x, s.norm, sizes) if model.uses_engine else ops.column_linear(w, x, sizes)
+        up = ops.norm_linear(w, x, s.norm, sizes) if normalizes else ops.column_linear(w, x, sizes)
     active = ops.activate(w, up, gated=model.gated, bias=sizes.bias)
     with w.module("linear_fc2", "RowParallelLinear"):
         return ops.row_linear(w, active, s.row(model.hidden_size, width, bias=model.add_bias_linear))

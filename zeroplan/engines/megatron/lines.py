@@ -83,6 +83,15 @@ def rotary(c: MegatronRank) -> int:
     return c.rotary_bytes
 
 
+@_add(Buffer.MODEL_BUFFER, Place.HBM, FROM_FIRST_STEP)
+def dispatchers(c: MegatronRank) -> int:
+    """Probabilities and maps of tokens and experts, which each layer's dispatcher holds until the next micro batch.
+
+    Source: megatron/core/transformer/moe/token_dispatcher.py, MoEAlltoAllTokenDispatcher
+    """
+    return c.dispatcher_bytes
+
+
 @_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)
 def engine_workspace(c: MegatronRank) -> int:
     """TransformerEngine's workspace for matrix products.

@@ -188,6 +188,19 @@ def _linear_backward(w: TapeWriter, sizes: Linear, size: int) -> Gradients:
     return [part, *grads]
 
 
+def grouped_linear(w: TapeWriter, x: Value, sizes: Linear, experts: int) -> Value:
+    """Products of the rows of so many experts with their matrices, by one kernel; `sizes` has the shape of one matrix."""
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        first, *grads = _linear_backward(w, sizes, size)
+        for _ in range(experts - 1):
+            grads += [] if sizes.keeps and sizes.fused else [w.empty(sizes.weight, Kind.GRAD)]
+        return [first, *grads]
+
+    return w.apply([x], [w.empty(sizes.output)], [x.storage], backward)[0]
+
+
 def norm_linear(w: TapeWriter, x: Value, norm: Norm, sizes: Linear) -> Value:
     """TransformerEngine's ``LayerNormLinear``: the norm's input and output are saved, the output not gathered."""
     normed = w.empty(x.nbytes)
@@ -264,7 +277,8 @@ def drop(w: TapeWriter, x: Value, element: int = 2) -> Value:
 def checkpoint(w: TapeWriter, run: Callable[[list[Value]], Value], inputs: list[Value]) -> Value:
     """Run `run` without a graph and keep its inputs alone, attention's mask among them; the backward runs it again, with one.
 
-    The gradients of the inputs are kept by their leaves, and the output of the second run is held until then.
+    The gradients of the inputs are kept by their leaves, and the output of the second run is held until then. Where an
+    attribute of a module inside holds the graph, the leaves live on with their gradients.
     """
     sizes = [x.nbytes for x in inputs]
     mask = [] if w.mask is None else [w.mask]
@@ -274,8 +288,13 @@ def checkpoint(w: TapeWriter, run: Callable[[list[Value]], Value], inputs: list[
     def backward(saved: Saved, g: Gradients) -> Gradients:
         with w.with_graph():
             leaves = [w.leaf(storage, size) for storage, size in zip(saved, sizes, strict=False)]
+            before = w.graphs
             output = run(leaves)
-        return w.backward(output, [g[0]], leaves)
+        made = w.backward(output, [g[0]], leaves)
+        if w.graphs > before:
+            held = [*(leaf.storage for leaf in leaves), *(one for one in made if one is not None)]
+            w.attributes["leaves", w.graphs] = held
+        return made
 
     return w.apply(inputs, [out], [*(x.storage for x in inputs), *mask], backward)[0]
 

@@ -19,7 +19,7 @@ from functools import cached_property
 
 from zeroplan.core.workload import DType
 from zeroplan.engines.megatron.chunk import ChunkLayers
-from zeroplan.engines.megatron.layers import Shapes
+from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.engines.rank import Rank
 from zeroplan.ledger.line import means
 
@@ -178,7 +178,9 @@ class MegatronRank(Rank):
 
     @cached_property
     def kept(self) -> dict[str, int]:
-        """Bytes of each kind of buffer that the layers make once: the shared one, stand-ins for gradients, rotary angles."""
+        """Bytes of each kind of buffer that the layers make once: the shared one, stand-ins for gradients, rotary angles, what
+        dispatchers hold.
+        """
         from zeroplan.engines.megatron.chunk import chunk_tape
 
         found: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -205,6 +207,11 @@ class MegatronRank(Rank):
     def rotary_bytes(self) -> int:
         """Bytes of the angles of rotary positions, in fp32."""
         return self.kept.get("rotary", 0)
+
+    @cached_property
+    def dispatcher_bytes(self) -> int:
+        """Bytes of the probabilities and maps that dispatchers of tokens hold, one for each layer with experts."""
+        return self.kept.get("dispatcher", 0)
 
     @cached_property
     def engine_workspace(self) -> int:

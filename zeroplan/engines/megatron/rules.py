@@ -147,6 +147,21 @@ def _choices(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterat
         yield RefusedArgument(
             "experts beside tensor parallelism need sequence parallelism", "--sequence-parallel", "give it as well"
         )
+    if m.num_experts and m.moe_token_dispatcher_type not in ("allgather", "alltoall", "flex"):
+        what = f"{m.moe_token_dispatcher_type[:40]!r} is no dispatcher"
+        yield RefusedArgument(what, "--moe-token-dispatcher-type", "use allgather, alltoall or flex")
+    if m.num_experts and m.moe_grouped_gemm and not m.uses_engine:
+        what = "grouped products need TransformerEngine, or a package that Megatron-Core is about to drop"
+        yield RefusedArgument(what, "--moe-grouped-gemm", "use --transformer-impl transformer_engine")
+    if m.num_experts and m.moe_router_score_function not in ("softmax", "sigmoid"):
+        yield RefusedArgument("no such function of scores", "--moe-router-score-function", "use softmax or sigmoid")
+    if m.num_experts and m.moe_router_enable_expert_bias and m.moe_router_score_function != "sigmoid":
+        yield RefusedArgument("a bias of experts without sigmoids", "--moe-router-enable-expert-bias", "use sigmoid scores")
+    if m.num_experts and m.add_bias_linear and m.moe_shared_expert_intermediate_size:
+        yield RefusedArgument("biases in shared experts", "--disable-bias-linear", "give it, as Megatron-Core asks")
+    if m.num_experts and layout.etp > 1 and m.moe_ffn_hidden_size % layout.etp:
+        what = f"etp {layout.etp} does not divide moe_ffn_hidden_size {m.moe_ffn_hidden_size:,}"
+        yield RefusedArgument(what, "--expert-tensor-parallel-size", f"use a divisor of {m.moe_ffn_hidden_size:,}")
     if m.num_experts and m.moe_router_topk > m.num_experts:
         yield RefusedArgument("more experts a token than there are", "--moe-router-topk", "lower it")
     if m.multi_latent_attention and m.num_query_groups != m.num_attention_heads:

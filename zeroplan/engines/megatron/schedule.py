@@ -29,7 +29,12 @@ from zeroplan.simulate.recorder import Recorder
 _FURTHER, _ROUNDS = 3, 4
 _FP32 = 4
 #: What the layers make once, by the names that :attr:`MegatronRank.kept` has.
-_KEPT = {"shared": Buffer.COMM_ALL_GATHER, "stand-in": Buffer.GRAD_FULL, "rotary": Buffer.MODEL_BUFFER}
+_KEPT = {
+    "shared": Buffer.COMM_ALL_GATHER,
+    "stand-in": Buffer.GRAD_FULL,
+    "rotary": Buffer.MODEL_BUFFER,
+    "dispatcher": Buffer.MODEL_BUFFER,
+}
 
 
 class MegatronSchedule(EngineSchedule):

@@ -48,7 +48,14 @@ _DEGREES = {
     "pipeline_model_parallel_size": "pp",
     "expert_model_parallel_size": "ep",
 }
-_SPECIAL = ("moe_layer_freq", "recompute_modules", "num_query_groups", "vocab_size", "bias_activation_fusion")
+_SPECIAL = (
+    "moe_aux_loss_coeff",
+    "moe_layer_freq",
+    "recompute_modules",
+    "num_query_groups",
+    "vocab_size",
+    "bias_activation_fusion",
+)
 #: The words of tokenizers that have a vocabulary of their own.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "BertWordPieceLowerCase": 30522}
 #: What changes memory and is in no figure.
@@ -91,6 +98,12 @@ _NOT_MODELLED = {
     "spec": (UNKNOWN, "layers by a specification of its own"),
     "hybrid_override_pattern": (UNKNOWN, "layers of other kinds"),
     "experimental_attention_variant": (UNKNOWN, "another attention"),
+    "moe_expert_capacity_factor": (UNKNOWN, "tokens beyond a capacity are dropped; planned is balance without drops"),
+    "moe_pad_expert_input_to_capacity": (MORE, "experts' inputs padded to a capacity"),
+    "moe_shared_expert_overlap": (UNKNOWN, "shared experts beside the exchange; planned is one after the other"),
+    "moe_shared_expert_gate": (MORE, "a gate of the shared experts"),
+    "moe_z_loss_coeff": (MORE, "a loss of the router's logits"),
+    "moe_input_jitter_eps": (MORE, "a copy of the router's input"),
     "moe_latent_size": (UNKNOWN, "projections around the experts"),
     "ddp_pad_buckets_for_high_nccl_busbw": (MORE, "buckets with more padding"),
     "nccl_communicator_config_path": (UNKNOWN, "NCCL's buffers"),
@@ -110,8 +123,8 @@ _HARMLESS = re.compile(
     r"|no_(async_tensor_model_parallel_allreduce|check_for_nan_in_loss_and_grad|persist_layer_norm|overlap_p2p_communication|align.*)"
     r"|overlap_(p2p_comm|param_gather)|use_(fused_weight_gradient|checkpoint_args|persistent_ckpt_worker|tp_pp_dp_mapping|dist_ckpt)"
     r"|ddp_average_in_collective|calculate_per_token_loss|eod_mask_loss|reset_(position_ids|attention_mask)|override_opt.*|skip_train"
-    r"|moe_(aux_loss_coeff|z_loss_coeff|router_(load_balancing_type|pre_softmax|score_function|bias_update_rate|topk_scaling_factor"
-    r"|num_groups|group_topk|enable_expert_bias|dtype|fusion)|per_layer_logging)|apply_query_key_layer_scaling|attention_softmax_in_fp32"
+    r"|moe_(router_(bias_update_rate|topk_scaling_factor"
+    r"|num_groups|group_topk|fusion)|per_layer_logging)|apply_query_key_layer_scaling|attention_softmax_in_fp32"
     r"|rerun_mode|error_injection.*|enable_(ft_package|experimental|gloo_process_groups)|disable_(gloo.*|msc|jit_fuser)|high_priority.*"
     r"|yaml_cfg|fake_process_group|no_barrier.*|barrier.*|use_sharp|app_tag_.*|iterations_to_skip|no_position_embedding|mscale.*"
     r"|transformer_pipeline_model_parallel_size|deterministic_mode|te_rng_tracker|cross_entropy_loss_fusion"
@@ -223,6 +236,7 @@ class MegatronLm(Program):
             found["num_query_groups"] = groups or 1
 
     def _experts(self, run: Builder, found: dict[str, Any]) -> None:
+        self._balance(run, found)
         said, layers = run.value("moe_layer_freq"), found.get("num_layers")
         if said is None or not found.get("num_experts") or not isinstance(layers, int) or layers > 10_000:
             return
@@ -240,6 +254,21 @@ class MegatronLm(Program):
                 raise run.bad("moe_layer_freq", "is no pattern of layers", "write ([0]*3+[1]*58), or a number")
             pattern += [int(one) for one in match[1].split(",")] * int(match[2] or 1)
         found["moe_layer_freq"] = pattern
+
+    def _balance(self, run: Builder, found: dict[str, Any]) -> None:
+        """Read the auxiliary loss: a coefficient, or one for each of several; without its type there is none."""
+        said, kind = run.value("moe_aux_loss_coeff"), run.value("moe_router_load_balancing_type")
+        if not found.get("num_experts"):
+            return
+        if kind == "sinkhorn":
+            run.leave_out("moe_router_load_balancing_type", UNKNOWN, "Sinkhorn's normalisation of the router's scores")
+        parts = said if isinstance(said, list) else str(said or 0).split()
+        try:
+            total = sum(map(float, parts))
+        except (TypeError, ValueError):
+            raise run.bad("moe_aux_loss_coeff", "is no number", "write a number, or one for each loss") from None
+        if 0 < total < 1 and kind not in ("none", "sinkhorn"):
+            found["moe_aux_loss_coeff"] = total
 
     def _vocabulary(self, run: Builder, found: dict[str, Any]) -> int:
         """Return the number of words: said, or that of a tokenizer that is known by its name."""

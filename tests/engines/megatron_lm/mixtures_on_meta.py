@@ -1,0 +1,77 @@
+"""What lets Megatron-Core's mixtures of experts run on the meta device: counts of tokens, as if they were balanced.
+
+Data decides how many tokens an expert gets. Here each gets as many as the others: selections by a mask return that many, and
+the counts that a dispatcher brings to the host are those. All else is Megatron's own code and torch's own autograd.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+
+def balance() -> None:
+    """Put the stand-ins in place."""
+    import torch
+    from megatron.core.fusions import fused_bias_swiglu
+    from megatron.core.transformer.moe import moe_utils
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    class Select(torch.autograd.Function):
+        """``masked_select`` with a known number of results; its backward is torch's."""
+
+        @staticmethod
+        def forward(ctx: Any, source: Any, mask: Any, count: int) -> Any:
+            ctx.save_for_backward(source, mask)
+            return source.new_empty(count)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            source, _ = ctx.saved_tensors
+            return torch.zeros_like(source), None, None
+
+    class Take(torch.autograd.Function):
+        """``index_select``, whose backward adds in place, as torch's does where no dispatch mode watches it."""
+
+        @staticmethod
+        def forward(ctx: Any, source: Any, at: Any) -> Any:
+            ctx.save_for_backward(at)
+            ctx.shape = source.shape
+            return source.new_empty((at.shape[0], *source.shape[1:]))
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            return gradient.new_zeros(ctx.shape), None
+
+    own = moe_utils.permute
+
+    def permute(tokens: Any, routing_map: Any, probs: Any = None, num_out_tokens: Any = None, **options: Any) -> Any:
+        with (
+            mock.patch.object(
+                torch.Tensor, "masked_select", lambda source, mask: Select.apply(source, mask, int(num_out_tokens))
+            ),
+            mock.patch.object(torch.Tensor, "index_select", lambda source, _, at: Take.apply(source, at)),
+        ):
+            return own(tokens, routing_map, probs=probs, num_out_tokens=num_out_tokens, **options)
+
+    def counted(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+        """Return the counts that come to the host, once all are made."""
+        if point != "before_permutation_1":
+            return tokens_per_expert
+        sent = int(self.num_out_tokens)
+        if self.ep_size > 1 or self.tp_size > 1:
+            self.input_splits = self.output_splits = [sent // self.ep_size] * self.ep_size
+            self.output_splits_tp = torch.tensor([sent] * self.tp_size)
+        ranks = self.ep_size * self.tp_size
+        if self.num_local_experts > 1:
+            self.num_global_tokens_per_local_expert = torch.full((ranks, self.num_local_experts), sent // self.num_experts)
+        return torch.full((self.num_local_experts,), sent * self.tp_size // self.num_local_experts)
+
+    from megatron.core.transformer.moe import token_dispatcher
+
+    moe_utils.te_general_gemm = None  # 0.16.1 leaves the name undefined without TransformerEngine
+    token_dispatcher.permute = permute
+    MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counted
+    fused_bias_swiglu.weighted_swiglu = lambda y, weights: y.new_empty((*y.shape[:-1], y.shape[-1] // 2))
+    fused_bias_swiglu.weighted_swiglu_back = lambda g, y, weights: (torch.empty_like(y), torch.empty_like(weights))

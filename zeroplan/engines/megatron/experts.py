@@ -1,0 +1,237 @@
+"""A mixture of experts in operators of sizes: router, dispatchers and experts, each expert with as many tokens as the others.
+
+Note [Balanced experts]
+    How many tokens an expert gets is decided by the data. Planned is the balance that losses and biases of routers aim at: a
+    rank sends its tokens once for each expert that a token takes, and receives as many. Counts of tokens are
+    left out. A dispatcher holds probabilities and map of a layer until the layer's next micro batch: they are buffers that are
+    kept. The probabilities hold their graph, and so the input of a checkpoint around the layer, with its gradient.
+
+Sources: Megatron-Core 0.16.1, ``megatron/core/transformer/moe/moe_layer.py`` (``MoELayer.forward``),
+``moe_utils.py``, ``token_dispatcher.py``, ``experts.py``; TransformerEngine of 22 August 2026,
+``pytorch/module/grouped_linear.py``, ``pytorch/triton/permutation.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zeroplan.core.tape import Kind
+from zeroplan.engines.megatron import operators as ops
+from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
+from zeroplan.engines.megatron.operators import Linear, Saved
+from zeroplan.engines.megatron.router import Routing, route
+from zeroplan.engines.megatron.shapes import Shapes
+
+_FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
+
+
+def mixture(w: TapeWriter, s: Shapes, number: int, x: Value, shared: Callable[[Value], Value] | None) -> Value:
+    """A mixture of layer `number`; `shared` is what all tokens pass besides. See Note [Balanced experts]."""
+    r = Routing.of(s)
+    beside = None
+    if shared is not None:
+        with w.module("shared_experts", "SharedExpertMLP"):
+            beside = shared(x)
+    with w.module("router", "TopKRouter"):
+        probabilities, routes = route(w, s, r, x)
+    w.keep(("dispatcher", (number,)), probabilities.nbytes + routes.nbytes)
+    probabilities = Value(w.outside(probabilities.nbytes), probabilities.node, probabilities.slot)  # it lies in that buffer
+    del routes
+    w.graphs += w.recording  # of the probabilities
+    out = _exchanged(w, s, r, number, x, probabilities)
+    if beside is None:
+        return out
+    return w.apply([out, beside], [w.empty(out.nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
+
+
+# --- all-to-all ---------------------------------------------------------------------------------------------------------------
+
+
+def _exchanged(w: TapeWriter, s: Shapes, r: Routing, number: int, x: Value, probabilities: Value) -> Value:
+    """Tokens in the order of their experts, to their experts' ranks, through the experts, and back again.
+
+    What Megatron's variables hold until the layer's end is held here: the tokens as they were sent and as they arrived.
+    """
+    w.empty(r.rows * r.experts * _INT64)  # of the map, whose columns are counted
+    order: list[Storage] = []
+    sent, weights = _permute(w, r, x, probabilities, order)
+    w.attributes["order", number] = list(order)
+    arrived = _all_to_all(w, r, sent)
+    weights = _all_to_all(w, r, weights)
+    out = _local_experts(w, s, r, arrived, weights)
+    back = _all_to_all(w, r, out)
+    del out
+    return _unpermute(w, r, back, order)
+
+
+def _permute(w: TapeWriter, r: Routing, x: Value, probabilities: Value, order: list[Storage]) -> tuple[Value, Value]:
+    """Return the tokens once for each expert they take, expert by expert, and their probabilities; `order` gets places."""
+    size, scores = x.nbytes, r.scores
+    tokens, chosen = r.sent * r.token, r.chosen
+    if r.fused:
+        order.append(w.empty(r.rows * (2 * r.experts + 1) * _INT32))
+
+        def fused_backward(saved: Saved, g: Gradients) -> Gradients:
+            return [w.empty(size), w.empty(scores)]
+
+        outputs = [w.empty(tokens), w.empty(chosen)]
+        made = w.apply([x, probabilities], outputs, order, fused_backward)
+        return made[0], made[1]
+    mask = w.empty(r.rows * r.experts * _BOOL)
+    numbers = w.empty(r.rows * _INT64)
+    order.append(w.empty(r.sent * _INT64))
+    del numbers
+    turned = w.apply([probabilities], [w.empty(scores)], [], lambda saved, g: g[:])[0]
+
+    def select_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(scores)]
+
+    weights = w.apply([turned], [w.empty(chosen)], [turned.storage, mask], select_backward)[0]
+    del turned, mask
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    return w.apply([x], [w.empty(tokens)], order, backward)[0], weights
+
+
+def _unpermute(w: TapeWriter, r: Routing, x: Value, order: list[Storage]) -> Value:
+    """Add up what the experts made of each token."""
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    return w.apply([x], [w.empty(r.rows * r.token)], order, backward)[0]
+
+
+def _all_to_all(w: TapeWriter, r: Routing, x: Value) -> Value:
+    if r.ep == 1:
+        return x
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size, Kind.COMM)]
+
+    return w.apply([x], [w.empty(size, Kind.COMM)], [], backward)[0]
+
+
+def _local_experts(w: TapeWriter, s: Shapes, r: Routing, arrived: Value, weights: Value) -> Value:
+    """Gather from the ranks that share the experts' matrices, sort by this rank's experts, compute, and do both backwards."""
+    tokens, weights = _gather(w, r, arrived), _gather(w, r, weights)
+    if r.local > 1:
+        tokens, weights = _sort(w, r, tokens, weights)
+    with w.module("experts", "TEGroupedMLP" if r.engine else "SequentialMLP"):
+        made = _compute(w, s, r, tokens, weights)
+    out = _sort(w, r, made)[0] if r.local > 1 else made
+    if r.etp == 1:
+        return out
+    times, scattered = r.element // s.element, out.nbytes // r.etp
+    if times == 1:
+        return ops.scatter(w, out, scattered)
+    part = ops.scatter(w, _cast(w, out, out.nbytes * times), scattered * times)
+    return _cast(w, part, scattered)
+
+
+def _cast(w: TapeWriter, x: Value, nbytes: int) -> Value:
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    return w.apply([x], [w.empty(nbytes)], [], backward)[0]
+
+
+def _gather(w: TapeWriter, r: Routing, x: Value) -> Value:
+    """Gather rows from the ranks that share the experts' matrices; the gradient is scattered."""
+    if r.etp == 1:
+        return x
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size, Kind.COMM)]
+
+    return w.apply([x], [w.empty(size * r.etp, Kind.COMM)], [], backward)[0]
+
+
+def _sort(w: TapeWriter, r: Routing, *each: Value) -> list[Value]:
+    """Put chunks of rows in another order: each tensor by itself, or all by TransformerEngine's kernel, which keeps places."""
+    if not r.fused:
+        return [_sorted(w, [one], [])[0] for one in each]
+    return _sorted(w, list(each), [w.empty(r.got * _INT32)])
+
+
+def _sorted(w: TapeWriter, each: list[Value], places: list[Storage]) -> list[Value]:
+    sizes = [one.nbytes for one in each]
+    return w.apply(each, [w.empty(size) for size in sizes], places, lambda saved, g: [w.empty(size) for size in sizes])
+
+
+# --- experts ------------------------------------------------------------------------------------------------------------------
+
+
+def _compute(w: TapeWriter, s: Shapes, r: Routing, tokens: Value, weights: Value) -> Value:
+    """The experts' MLPs: grouped products of all, or one expert after the other, whose results are joined."""
+    width = s.model.moe_ffn_hidden_size // r.etp
+    if r.engine or r.local == 1:
+        return _expert(w, s, tokens, weights, width, r.local if r.engine else 1)
+    parts = [tokens.nbytes // r.local] * r.local
+    each = ops.split(w, tokens, parts)
+    scales = ops.split(w, weights, [weights.nbytes // r.local] * r.local)
+    made = [_expert(w, s, one, scale, width, 1) for one, scale in zip(each, scales, strict=True)]
+    return w.apply(made, [w.empty(tokens.nbytes)], [], lambda saved, g: [g[0]] * len(parts))[0]
+
+
+def _expert(w: TapeWriter, s: Shapes, x: Value, scale: Value, width: int, experts: int) -> Value:
+    """Two products with an activation between them, which multiplies with the probabilities: of one expert, or of all by one
+    grouped kernel.
+    """
+    model = s.model
+    count = x.nbytes // (model.hidden_size * s.element)
+    up = width * (1 + model.gated)
+    first = _grouped(w, s, x, (up, model.hidden_size), count * up * s.element, experts)
+    active = _gated(w, first, scale) if model.gated else _scaled(w, s, first, scale)
+    del first
+    return _grouped(w, s, active, (model.hidden_size, width), x.nbytes, experts)
+
+
+def _gated(w: TapeWriter, x: Value, scale: Value) -> Value:
+    """A gated activation times the probabilities, as one kernel. Source: megatron/core/fusions/fused_bias_swiglu.py"""
+    size, scales = x.nbytes, scale.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size), w.empty(scales)]
+
+    return w.apply([x, scale], [w.empty(size // 2)], [x.storage, scale.storage], backward)[0]
+
+
+def _scaled(w: TapeWriter, s: Shapes, x: Value, scale: Value) -> Value:
+    """An activation without a gate, for which Megatron has no such kernel, and its product with the probabilities."""
+    active = ops.activate(w, x, gated=False, bias=0)
+    size, row = x.nbytes, scale.nbytes
+    wide = size * max(1, Routing.of(s).element // s.element)
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        made = w.empty(wide)
+        if wide > size:
+            made = w.empty(size)
+        whole = w.empty(wide)
+        of_scale = w.empty(row)
+        del whole
+        return [made, of_scale]
+
+    product = w.apply([active, scale], [w.empty(wide)], [active.storage, scale.storage], backward)[0]
+    del active
+    return _cast(w, product, size) if wide > size else product
+
+
+def _grouped(w: TapeWriter, s: Shapes, x: Value, shape: tuple[int, int], output: int, experts: int) -> Value:
+    model = s.model
+    sizes = Linear(
+        shape,
+        output,
+        fused=model.gradient_accumulation_fusion,
+        engine=model.uses_engine,
+        keeps=model.uses_engine,
+        element=s.element,
+    )
+    return ops.grouped_linear(w, x, sizes, experts)

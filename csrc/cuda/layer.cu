@@ -66,18 +66,47 @@ __device__ inline void block_totals(float (&x)[N]) {
         for (int n = 0; n < N; ++n) x[n] += warps[w][n];
 }
 
-__device__ inline float gelu(float x, int tanh_form) {
-    if (tanh_form) return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-    return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
+// 16-bit results need no more than fast exponentials and quotients, which err by 2^-21 or so; without, GELU would wait for
+// arithmetic and not for memory.
+constexpr bool FAST = sizeof(T) == 2;
+
+__device__ inline float exponential(float x) { return FAST ? __expf(x) : expf(x); }
+__device__ inline float quotient(float x, float y) { return FAST ? __fdividef(x, y) : x / y; }
+
+// The normal distribution's integral up to x, and its density. In 16 bits by Hastings' polynomial (Abramowitz and Stegun
+// 7.1.26), off by up to 7.5e-8, whose exponential is the density's.
+__device__ inline float2 normal(float x) {
+    const float density = exponential(-0.5f * x * x);
+    float below;
+    if constexpr (FAST) {
+        const float t = quotient(1.0f, fmaf(0.3275911f * 0.7071067811865476f, fabsf(x), 1.0f));
+        float p = fmaf(1.061405429f, t, -1.453152027f);
+        p = fmaf(p, t, 1.421413741f);
+        p = fmaf(p, t, -0.284496736f);
+        p = fmaf(p, t, 0.254829592f);
+        const float beyond = 0.5f * p * t * density;
+        below = x < 0.0f ? beyond : 1.0f - beyond;
+    } else {
+        below = 0.5f * (1.0f + erff(x * 0.7071067811865476f));
+    }
+    return make_float2(below, density * 0.3989422804014327f);
 }
+
+// 0.5 (1 + tanh(z)) = 1 / (1 + exp(-2 z)) for z of GELU's tanh form.
+__device__ inline float sigmoid(float x) {
+    const float z = 0.7978845608028654f * x * fmaf(0.044715f * x, x, 1.0f);
+    return quotient(1.0f, 1.0f + exponential(-2.0f * z));
+}
+
+__device__ inline float gelu(float x, int tanh_form) { return x * (tanh_form ? sigmoid(x) : normal(x).x); }
 
 __device__ inline float gelu_slope(float x, int tanh_form) {
     if (tanh_form) {
-        const float t = tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x));
-        const float inner = 0.7978845608028654f * (1.0f + 3.0f * 0.044715f * x * x);
-        return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * inner;
+        const float s = sigmoid(x), inner = 0.7978845608028654f * fmaf(3.0f * 0.044715f * x, x, 1.0f);
+        return fmaf(2.0f * x * s * (1.0f - s), inner, s);
     }
-    return 0.5f * (1.0f + erff(x * 0.7071067811865476f)) + x * 0.3989422804014327f * expf(-0.5f * x * x);
+    const float2 found = normal(x);
+    return fmaf(x, found.y, found.x);
 }
 
 } // namespace zp
@@ -182,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(ZP_THREADS)
             totals[2 * r] = totals[2 * r + 1] = 0.0f;
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
-                if (here) x[r][k] = mean ? (x[r][k] - centre) * factor[r] : (x[r][k] - s[k]) / w[k];
+                if (here) x[r][k] = mean ? (x[r][k] - centre) * factor[r] : zp::quotient(x[r][k] - s[k], w[k]);
                 of_weight[k] += g[r][k] * x[r][k];
                 of_shift[k] += g[r][k];
                 g[r][k] *= w[k];

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from tests.models.reference import assert_same_rows, build_on_meta, rows_of_modu
 from tests.models.test_families import VARIANTS, _with_depth
 from zeroplan.core.errors import BadInput
 from zeroplan.models.facts import largest_module_params
-from zeroplan.models.live import spec_from_module
+from zeroplan.models.live import _PARTS, spec_from_module
 from zeroplan.models.load import load_model
 from zeroplan.models.spec import ModelSpec
 
@@ -222,3 +224,22 @@ def test_code_of_a_folder_runs_only_when_trusted(tmp_path: Path, monkeypatch: py
     spec = load_model(folder, trust_remote_code=True)
     assert [(unit.name, unit.count) for unit in spec.units] == [("layers.{}", 2)]
     assert spec.params == 2 * (36 + 6)
+
+
+@pytest.mark.parametrize(("place", "name"), list(_PARTS))
+def test_one_ranks_part_of_a_model_is_refused(place: str, name: str) -> None:
+    """A count of this rank's experts, or of its stage's layers, would be taken for the whole model's."""
+    from torch import nn
+
+    layer: Any = type(name, (nn.Linear,), {"__module__": place})
+    for module, said in (
+        (nn.Sequential(nn.Linear(2, 2), layer(4, 4)), "1 is of"),
+        (type("Mine", (layer,), {})(4, 4), "Mine is of"),
+    ):
+        with pytest.raises(BadInput, match=said):
+            spec_from_module(module)
+
+
+@pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")
+def test_the_layers_that_show_a_part_are_deepspeeds() -> None:
+    assert all(isinstance(getattr(import_module(place), name), type) for place, name in _PARTS)

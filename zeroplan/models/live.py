@@ -13,6 +13,23 @@ from zeroplan.models.grouping import units_of_tensors
 from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 
 _KINDS = {"Linear": "linear", "Conv1D": "conv1d", "Embedding": "embedding"}
+#: Layers of DeepSpeed whose module shows one rank's part of the model, by the module and name of their class: what no plan can
+#: tell from that part, and what to ask instead.
+_PARTS = {
+    ("deepspeed.moe.layer", "MoE"): (
+        "DeepSpeed's MoE layers, which show one rank's experts; how ZeRO shards those over ranks with the same ones is not"
+        " modelled",
+        "plan the model without experts, or a mixture of transformers",
+    ),
+    ("deepspeed.module_inject.auto_ep_layer", "AutoEPMoELayer"): (
+        "AutoEP's layers, which show one rank's experts; how ZeRO shards those over ranks with the same ones is not modelled",
+        "plan the mixture as transformers has it",
+    ),
+    ("deepspeed.runtime.pipe.module", "PipelineModule"): (
+        "one rank's stage of DeepSpeed's PipelineModule",
+        "give the whole model's id or config.json, with --pp (pp=) and --partition (partition=)",
+    ),
+}
 
 
 def spec_from_module(module: Any, *, name: str | None = None) -> ModelSpec:
@@ -23,8 +40,10 @@ def spec_from_module(module: Any, *, name: str | None = None) -> ModelSpec:
         name: what to call it; None takes the name it was loaded from, or its class.
 
     Raises:
-        BadInput: when the module has no parameters, or some have no shape yet (lazy modules).
+        BadInput: when the module has no parameters, some have no shape yet (lazy modules), or it shows one rank's part of a
+            model.
     """
+    _require_whole(module)
     config = _config_of(module)
     model_type = config.get("model_type")
     kind = type(module).__name__
@@ -37,6 +56,20 @@ def spec_from_module(module: Any, *, name: str | None = None) -> ModelSpec:
         config=config,
         auto_class=_auto_class(kind, str(model_type)),
     )
+
+
+def _require_whole(module: Any) -> None:
+    """Refuse a module of which DeepSpeed gives each rank a part.
+
+    Raises:
+        BadInput: naming the first such layer.
+    """
+    for name, child in module.named_modules():
+        for base in type(child).__mro__:
+            known = _PARTS.get((base.__module__, base.__name__))
+            if known is not None:
+                what, remedy = known
+                raise BadInput(f"{name or type(child).__name__} is of {what}", where="model", remedy=remedy)
 
 
 def _auto_class(kind: str, model_type: str) -> str:

@@ -63,6 +63,7 @@ class ModelStates:
         update_workspaces: where an update without a kernel works, on the ``device`` and, for offloaded units, on the ``host``.
         maps: the tables on the device by which states are quantised in blocks; None where they are not, or all offloaded.
         quantiser: rounds the weights where they are unsharded; None where the setup asks for none.
+        coefficients: what the optimizer keeps of each tensor, all in one; None where it keeps nothing.
         messages: what is sent and what is received of a unit's momentum, fp32 words; none unless the optimizer compresses.
         staging: memory in which parts of large gradients are cast before their reduction.
         host_tensors: the pinned buffers of offload, by Buffer and unit.
@@ -95,6 +96,7 @@ class ModelStates:
             kernel = OPTIMIZERS[setup.optimizer].runtime
             assert kernel is not None
             self.maps = self.maps.view(torch.int32).copy_(map_words(kernel.bits, kernel.block, torch.device("cpu")))
+        self.coefficients = carved.get((Buffer.OPTIM_TRUST, "coefficients"))
         self.messages = [carved[key] for key in carved if key[0] is Buffer.COMM_ALL_REDUCE]
         self.norm_workspace = carved[Buffer.OPTIM_NORM, "workspace"]
         norms = carved[Buffer.OPTIM_NORM, "step"]
@@ -271,7 +273,7 @@ class ModelStates:
         for slot in self.param_slots.values():
             slot.tensor = nothing
         self.scalars = self.squares = self.norm_workspace = nothing
-        self.maps = self.quantiser = None
+        self.maps = self.quantiser = self.coefficients = None
         self.update_workspaces.clear()
         self.messages.clear()
         if self.nvme is not None:

@@ -229,6 +229,7 @@ class GroupSlice:
         states: the optimizer's states, in the order of the kernels' arguments.
         tensors: the bounds of the parameters within, for LAMB.
         grad: the gradients; None until the first step.
+        coefficients: fp32 [2, tensors] that the optimizer keeps; None where it keeps none.
     """
 
     unit: UnitState
@@ -239,6 +240,7 @@ class GroupSlice:
     states: list[torch.Tensor]
     tensors: TensorSegments | None
     grad: torch.Tensor | None = None
+    coefficients: torch.Tensor | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -31,6 +31,7 @@ class Buffer(StrEnum):
     # Optimizer states
     OPTIM_EXP_AVG = "optim.exp_avg"
     OPTIM_EXP_AVG_SQ = "optim.exp_avg_sq"
+    OPTIM_EXP_AVG_SQ_FRESH = "optim.exp_avg_sq_fresh"
     OPTIM_MOMENTUM = "optim.momentum"
     OPTIM_SUM = "optim.sum"
     OPTIM_MAX_EXP_AVG_SQ = "optim.max_exp_avg_sq"

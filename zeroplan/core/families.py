@@ -42,6 +42,7 @@ _FAMILIES: dict[Buffer, Family] = {
     Buffer.OPTIM_EXP_AVG_SQ: Family.OPTIMIZER,
     Buffer.OPTIM_MOMENTUM: Family.OPTIMIZER,
     Buffer.OPTIM_SUM: Family.OPTIMIZER,
+    Buffer.OPTIM_EXP_AVG_SQ_FRESH: Family.OPTIMIZER,
     Buffer.OPTIM_MAX_EXP_AVG_SQ: Family.OPTIMIZER,
     Buffer.OPTIM_AVERAGE: Family.OPTIMIZER,
     Buffer.OPTIM_PREVIOUS_GRAD: Family.OPTIMIZER,

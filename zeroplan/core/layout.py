@@ -446,6 +446,9 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
     if setup.takes_norms:
         tables = ((u.shape.name, layout.segments(u).words) for u in layout.units if u.trainable)
         rows += [OwnedBuffer(Buffer.OPTIM_TRUST, name, words, DType.FP32) for name, words in tables]
+    if setup.coefficients and units:
+        numel = setup.coefficients * sum(len(_trained(unit)) for unit in units)
+        rows.append(OwnedBuffer(Buffer.OPTIM_TRUST, "coefficients", numel, DType.FP32))
     for owner, place in (("device", Place.HBM), ("host", Place.DRAM)):
         longest = max((numel for _, numel, rests in trained if (rests is Place.HBM) == (place is Place.HBM)), default=0)
         if setup.update_temporaries and longest:

@@ -115,6 +115,12 @@ class RuntimeSetup:
         return kernel is not None and kernel.takes_norms
 
     @property
+    def coefficients(self) -> int:
+        """fp32 numbers that the optimizer keeps for each tensor, beside its states."""
+        kernel = OPTIMIZERS[self.optimizer].runtime
+        return kernel.coefficients if kernel is not None else 0
+
+    @property
     def update_temporaries(self) -> int:
         """Tensors, each as long as the part of the masters that is updated at once, in which the update works."""
         kernel = OPTIMIZERS[self.optimizer].runtime

@@ -164,6 +164,7 @@ class RuntimeKernel:
         temporaries: fp32 tensors, as long as the part of the masters that is updated at once, that the update works in.
         takes_norms: the kernel needs the norm of each whole tensor, which the ranks add up between two passes. So the
             optimizer cannot run on the host, where each rank steps alone.
+        coefficients: fp32 numbers that it keeps for each tensor beside the states, the same on every rank.
         bits: of one element of a state.
         block: elements that share one scale of a quantised state; 1 where the states are fp32. Parameters and shards begin on
             multiples of it, so a block's elements are the same at any number of ranks.
@@ -180,6 +181,7 @@ class RuntimeKernel:
     carried: str = ""
     temporaries: int = 0
     takes_norms: bool = False
+    coefficients: int = 0
     bits: int = 32
     block: int = 1
     type: str = ""

@@ -169,10 +169,29 @@ _ROWS = (
     Optimizer(
         "onebitlamb",
         # A second moment that stays, and a fresh one that tells how far it is off.
-        (_EXP_AVG, State(Buffer.OPTIM_EXP_AVG_SQ, 2), State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
+        (*_ADAM, State(Buffer.OPTIM_EXP_AVG_SQ_FRESH, 1), State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
         "Li et al. 2021, algorithm 1",
         aliases=("1bitlamb", "1-bit-lamb"),
         deepspeed=(DeepSpeedType("OneBitLamb", removed=True),),
+        runtime=RuntimeKernel(
+            "onebit_lamb",
+            {
+                **_ADAM_DEFAULTS,
+                "freeze_step": 100_000,
+                "min_coeff": 0.01,
+                "max_coeff": 10.0,
+                "coeff_beta": 0.9,
+                "factor_max": 4.0,
+                "factor_min": 0.5,
+                "factor_threshold": 0.1,
+            },
+            kernel_names={"min_coeff": "min_trust", "max_coeff": "max_trust"},
+            temporaries=2,
+            takes_norms=True,
+            coefficients=2,
+            exchange=("freeze_step",),
+            type="OneBitLamb",
+        ),
         warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit LAMB: planned is what earlier ones allocated",
     ),
     Optimizer(

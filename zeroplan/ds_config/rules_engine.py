@@ -184,7 +184,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         "{v.training.optimizer} is gone from DeepSpeed 0.19, and before that the 1-bit optimizers refused ZeRO (here stage"
         " {v.zero.stage})",
         'the nearest config that runs: optimizer.type "AdamW" with the same ZeRO block, without cuda_aware, freeze_step and'
-        " comm_backend_name; zeroplan_runtime has OneBitAdam and ZeroOneAdam, at stages 0 and 1",
+        " comm_backend_name; zeroplan_runtime has all three, at stages 0 and 1",
     ),
     Rule(
         "optimizer.unsupported",

@@ -49,6 +49,7 @@ Count = Callable[[Any], int]
 STATE_DOCS = {
     Buffer.OPTIM_EXP_AVG: "Running mean of the gradients (Adam's and Lion's first moment).",
     Buffer.OPTIM_EXP_AVG_SQ: "Running mean of the squared gradients (Adam's second moment).",
+    Buffer.OPTIM_EXP_AVG_SQ_FRESH: "A second moment that goes on after the other is frozen, to tell how far that is off.",
     Buffer.OPTIM_MOMENTUM: "Momentum (SGD, Muon).",
     Buffer.OPTIM_SUM: "Sum of the squared gradients (Adagrad), or running mean of the squared changes (Adadelta).",
     Buffer.OPTIM_MAX_EXP_AVG_SQ: "Largest running mean of the squared gradients so far (amsgrad).",

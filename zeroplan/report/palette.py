@@ -23,6 +23,7 @@ COLORS: dict[Buffer, str] = {
     Buffer.OPTIM_EXP_AVG_SQ: "#8259b3",
     Buffer.OPTIM_MOMENTUM: "#5e3a87",
     Buffer.OPTIM_SUM: "#8259b3",
+    Buffer.OPTIM_EXP_AVG_SQ_FRESH: "#a583cc",
     Buffer.OPTIM_MAX_EXP_AVG_SQ: "#a583cc",
     Buffer.OPTIM_AVERAGE: "#8259b3",
     Buffer.OPTIM_PREVIOUS_GRAD: "#5e3a87",

@@ -218,6 +218,8 @@ def _take_over(engine: EngineParts, state: dict[str, Any], *, optimizer: bool, s
         engine.layer_drop.load_state_dict(state.get("layer_drop"))
     if optimizer and engine.optimizer is not None:
         engine.optimizer.take_hyperparameters(state["groups"])
+        if engine.optimizer_step is not None:
+            engine.optimizer_step.load_coefficient_state(state.get("coefficients", {}))
     if schedule and engine.lr_scheduler is not None and state["schedule"] is not None:
         try:
             engine.lr_scheduler.load_state_dict(state["schedule"])

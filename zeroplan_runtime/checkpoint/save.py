@@ -147,6 +147,7 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: 
         "progress": engine.progress.state_dict(),
         "schedule": encode(engine.lr_scheduler.state_dict(), "lr_scheduler") if engine.lr_scheduler is not None else None,
         "curriculum": engine.curriculum.state_dict() if engine.curriculum is not None else None,
+        "coefficients": engine.optimizer_step.coefficient_state() if engine.optimizer_step is not None else {},
         "layer_drop": engine.layer_drop.state_dict() if engine.layer_drop is not None else None,
         "client_state": encode(client_state or {}, "client_state"),
         "model": {**_names(engine), "without_frozen": not frozen},

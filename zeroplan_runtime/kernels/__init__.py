@@ -12,6 +12,7 @@ from zeroplan_runtime.kernels.elementwise import CARRIED
 from zeroplan_runtime.kernels.functional import adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
 from zeroplan_runtime.kernels.one_bit import frozen_adam, sign_average, sign_pack, sign_unpack
+from zeroplan_runtime.kernels.one_bit_lamb import FactorLimits, frozen_lamb
 from zeroplan_runtime.kernels.optimizers import UPDATES
 from zeroplan_runtime.kernels.segments import SegmentWorkspace, TensorSegments, make_segments
 from zeroplan_runtime.kernels.update import FACTOR, NORM, ORDER, SKIP, SQUARES
@@ -25,6 +26,7 @@ __all__ = [
     "SQUARES",
     "UPDATES",
     "BlockFormat",
+    "FactorLimits",
     "Map",
     "SegmentWorkspace",
     "TensorSegments",
@@ -38,6 +40,7 @@ __all__ = [
     "decode",
     "encode",
     "frozen_adam",
+    "frozen_lamb",
     "global_norm",
     "grad_norm",
     "lamb",

@@ -12,6 +12,7 @@ from zeroplan_runtime.kernels.block_quantisation import block_format
 from zeroplan_runtime.kernels.blockwise import blockwise_update
 from zeroplan_runtime.kernels.elementwise import adadelta, adagrad, adamax, amsgrad, asgd, nadam, radam, rmsprop, rprop
 from zeroplan_runtime.kernels.functional import adamw, lamb, lion, sgd
+from zeroplan_runtime.kernels.one_bit_lamb import onebit_lamb
 from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import Reduce
 from zeroplan_runtime.kernels.update_protocol import Update
@@ -87,6 +88,7 @@ UPDATES: dict[str, Update] = {
     "lamb": _lamb,
     "lion": _lion,
     "nadam": nadam,
+    "onebit_lamb": onebit_lamb,
     "radam": radam,
     "rmsprop": rmsprop,
     "rprop": rprop,

@@ -49,13 +49,13 @@ class MomentumExchange:
         """Notes that each rank's momentum is current in the rank's share only: another step or a load has written it."""
         self._is_whole = False
 
-    def exchange(self, unit: UnitState, what: Exchanged, beta1: float, scalars: torch.Tensor | None) -> None:
+    def exchange(self, unit: UnitState, what: Exchanged, betas: tuple[float, float], scalars: torch.Tensor | None) -> None:
         """Adds this rank's gradients to the unit's momentum, and averages one of the two over the ranks.
 
         Args:
             unit: the unit, with gradients that were not reduced.
             what: the sum is averaged, or the gradients are before they are added.
-            beta1: the momentum's decay.
+            betas: the moments' decays.
             scalars: the step's, with the gradients' factor; where they say so, nothing is changed.
         """
         assert unit.exchanged is not None
@@ -65,7 +65,7 @@ class MomentumExchange:
         words = message_words(shard)
         sent, received = (one[: ranks * words] for one in self._model_states.messages)
         mine = sent[self._comm.rank * words : (self._comm.rank + 1) * words]
-        kept = unit.exchanged
+        kept, beta1 = unit.exchanged, betas[0]
         kept_part, decay = (beta1, 0.0) if what is Exchanged.SIGNS_OF_MOMENTUM else (0.0, beta1)
         kernels.sign_pack(kept.momentum, unit.grad_full, kept.worker_error, sent, ranks=ranks, beta1=kept_part, scalars=scalars)
         self._comm.record_collective(2 * unit.index + 1)

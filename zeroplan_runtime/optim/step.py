@@ -7,6 +7,7 @@ the host asynchronously and read there when the next step needs to know whether 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.update_request import UpdateRequest
 from zeroplan_runtime.optim.compression_schedule import CompressionStep
 from zeroplan_runtime.optim.momentum_exchange import MomentumExchange
+from zeroplan_runtime.optim.scaled_exchange import ScaledExchange
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.replicas import replicated_runs
 from zeroplan_runtime.schedule import Schedule
@@ -90,11 +92,15 @@ class OptimizerStep:
         self._early: list[dict[str, Any]] | None = None  # those of updates that have begun in the backward
         self.host: HostOptimizer | None = None
         self._compression: CompressionStep | None = None  # of the present gradients
-        self.exchange = MomentumExchange(self.model_states) if self.model_states.setup.compresses else None
         self.slices = [
             [] if unit.trainable is None or unit.layout.offloaded else self.group_slices(unit, unit.param_16bit)
             for unit in self.model_states.units
         ]
+        self._divide_coefficients()
+        self.exchange: MomentumExchange | None = None
+        if self.model_states.setup.compresses:
+            scaled = bool(self.optimizer.kernel.coefficients)
+            self.exchange = ScaledExchange(self.model_states, self.slices) if scaled else MomentumExchange(self.model_states)
         if clip or may_skip:
             schedule.grads.measure = self.measure
 
@@ -207,7 +213,7 @@ class OptimizerStep:
             if unit.trainable is None:
                 continue
             if self.exchange is not None and self._compression is not None and self._compression.compresses:
-                self.exchange.exchange(unit, self._compression.exchanged, hyperparameters[0]["betas"][0], scalars)
+                self.exchange.exchange(unit, self._compression.exchanged, hyperparameters[0]["betas"], scalars)
             for part in slices:
                 self.update(part, hyperparameters[part.group], number, scalars)
             if unit.offloaded is None:
@@ -322,13 +328,14 @@ class OptimizerStep:
         common: dict[str, Any] = {"param_out": part.param, "scalars": scalars}
         if self._compression is not None:
             hyper["second_step"] = self._compression.second_step
-        if self.schedule.grads.keeps_own:
-            exp_avg, exp_avg_sq = part.states
-            kernels.frozen_adam(master, exp_avg, exp_avg_sq, step=number, **hyper, **common)
-            return
         if self.optimizer.kernel.temporaries:
             where = "device" if part.unit.offloaded is None else "host"
             common["workspace"] = self.model_states.update_workspaces[where]
+        if part.coefficients is not None:
+            common["coefficients"] = part.coefficients
+        if self.schedule.grads.keeps_own:
+            self._update_frozen(part, number, hyper | common)
+            return
         if self.optimizer.kernel.quantised and part.unit.offloaded is None:
             common["maps"] = self.model_states.maps
         shared = self.model_states.setup.shards_states
@@ -336,6 +343,77 @@ class OptimizerStep:
         kernels.UPDATES[self.optimizer.kernel.kernel](
             master, grad, part.states, part.tensors, reduce, step=number, **hyper, **common
         )
+
+    def _update_frozen(self, part: GroupSlice, number: int, hyper: dict[str, Any]) -> None:
+        """Steps one slice with the momentum that the ranks have exchanged, and a second moment that stays."""
+        if part.coefficients is None:
+            exp_avg, exp_avg_sq = part.states
+            kernels.frozen_adam(part.master, exp_avg, exp_avg_sq, step=number, **hyper)
+            return
+        assert part.tensors is not None
+        limits = kernels.FactorLimits(*(hyper.pop(name) for name in ("factor_min", "factor_max", "factor_threshold")))
+        for name in ("coeff_beta", "min_trust", "max_trust"):  # of the warm-up
+            del hyper[name]
+        comm = self.model_states.comm if self.model_states.setup.shards_states else None
+        kernels.frozen_lamb(
+            part.master,
+            part.states,
+            part.tensors,
+            hyper.pop("coefficients"),
+            limits,
+            hyper.pop("workspace"),
+            add=None if comm is None else comm.all_reduce_sum,
+            largest=None if comm is None else comm.all_reduce_max,
+            step=number,
+            **hyper,
+        )
+
+    # ------------------------------------------------------------------ what an optimizer keeps of each tensor
+
+    def _divide_coefficients(self) -> None:
+        """Gives each slice its part of the coefficients: means begin at 0, factors at 1."""
+        whole, count = self.model_states.coefficients, self.optimizer.kernel.coefficients
+        if whole is None:
+            return
+        rows = whole.view(count, -1)
+        rows[0], rows[1] = 0.0, 1.0
+        begin = 0
+        for part in (one for unit in self.slices for one in unit):
+            assert part.tensors is not None
+            part.coefficients = rows[:, begin : begin + part.tensors.count]
+            begin += part.tensors.count
+
+    def _named(self) -> Iterator[tuple[str, int, int, int]]:
+        """Each tensor with coefficients: its name, its column in them, its unit's index and its place there."""
+        column = 0
+        for unit in self.model_states.units if self.model_states.coefficients is not None else ():
+            for position in range(len(unit.trainable.params) if unit.trainable is not None else 0):
+                yield unit.name_of(position), column, unit.index, position
+                column += 1
+
+    def coefficient_state(self) -> dict[str, list[float]]:
+        """Returns for a checkpoint each tensor's coefficients, and the scale of its momentum; empty where there are none."""
+        whole = self.model_states.coefficients
+        if whole is None:
+            return {}
+        columns = whole.view(self.optimizer.kernel.coefficients, -1).t().tolist()
+        scales = self.exchange.scales if isinstance(self.exchange, ScaledExchange) else None
+        return {
+            name: [*columns[column], scales[unit][position] if scales is not None else 1.0]
+            for name, column, unit, position in self._named()
+        }
+
+    def load_coefficient_state(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Continues from :meth:`coefficient_state`."""
+        whole = self.model_states.coefficients
+        if whole is None:
+            return
+        rows = whole.view(self.optimizer.kernel.coefficients, -1)
+        for name, column, unit, position in self._named():
+            *values, scale = state[name]
+            rows[:, column] = torch.tensor(values, dtype=rows.dtype, device=rows.device)
+            if isinstance(self.exchange, ScaledExchange):
+                self.exchange.scales[unit][position] = scale
 
 
 def _has_gradients(unit: UnitState) -> bool:

@@ -508,6 +508,9 @@ class Engine(EngineGetters, EngineCheckpoints):
                     value = kept.get(id(param))
                     empty = torch.empty(0, dtype=param.dtype, device=self.device)
                     put_values(param, empty if value is None else value)
+        self.writes.free()
+        if self.optimizer_step is not None:
+            self.optimizer_step.slices.clear()
         self.optimizer_step = self.host = self.schedule.grads.host = self.last_step = self._audit = None
         self.model_states.free()
         self.arena.release_host()

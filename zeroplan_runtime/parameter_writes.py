@@ -50,6 +50,14 @@ class ParameterWrites:
         with torch._C.DisableTorchFunctionSubclass():
             self._versions = [version_of(param) for param in self._watched]
 
+    def free(self) -> None:
+        """Drops the masters and shards, so that their memory is freed; writes are not found any more."""
+        self._places.clear()
+        self._watched.clear()
+        self._trained.clear()
+        self._of_unit.clear()
+        self._versions = []
+
     def stepped(self) -> None:
         """Marks every trained parameter as changed by the optimizer, so that autograd refuses graphs from before the step."""
         torch.autograd.graph.increment_version(self._trained)

@@ -457,11 +457,18 @@ def test_an_engine_that_nobody_holds_is_collected(pool: RankPool, ranks: int, st
         assert not any(there)
 
 
-def test_destroy_gives_all_memory_back() -> None:
-    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(3), device="cpu")
+@pytest.mark.parametrize(("stage", "dtype"), [(1, "bf16"), (3, "fp32")])
+def test_destroy_gives_all_memory_back(stage: int, dtype: str) -> None:
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(stage, dtype), device="cpu")
     engine.backward(engine(models.batch(0, 0, 0)))
     engine.step()
-    kept = [weakref.ref(t.untyped_storage()) for u in engine.model_states.units for f in u.flats() for t in (f.full, f.shard)]
+    kept = []
+    for unit in engine.model_states.units:
+        flats = [tensor for flat in unit.flats() for tensor in (flat.full, flat.shard)]
+        states = [state for state in unit.optim_states.values() if isinstance(state, torch.Tensor)]
+        assert states
+        kept += [weakref.ref(t.untyped_storage()) for t in (*flats, unit.master, *states) if t is not None]
+    del unit, flats, states
     sizes = [p.numel() for p in engine.module.parameters()]
     engine.destroy()
     assert sum(sizes) > 0

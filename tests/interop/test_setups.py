@@ -90,7 +90,7 @@ def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -
     assert (request.engine, request.unmodelled, [one.key for one in setup.unmodelled]) == ("fsdp", (), ["fsdp"])
     adapters = older | {"use_lora": True, "lora_r": 8}
     request, _ = with_files(Request(files=(adapters,), program="hf-trainer"))
-    assert (request.engine, [one.key for one in request.unmodelled]) == ("fsdp2", ["fsdp"])
+    assert (request.engine, request.unmodelled) == ("fsdp", ())
 
 
 @pytest.mark.parametrize(("asked", "runs"), [("deepspeed", "deepspeed"), ("zeroplan", "zeroplan"), ("ddp", "deepspeed")])
@@ -255,3 +255,16 @@ def test_yaml_that_is_written_reads_back(tmp_path: Path) -> None:
     path = tmp_path / "y.yaml"
     path.write_text(dump_yaml(data))
     assert read_document(str(path)) == data
+
+
+def test_a_script_quantises_by_the_names_of_peft(write: Callable[[str, str], str]) -> None:
+    """The Trainer's scripts have names of their own: peft's examples, LLaVA's bits; GPTQ's adapters stay out."""
+    said = {"output_dir": "out", "per_device_train_batch_size": 1, "bf16": True, "use_peft": True, "lora_r": 8}
+    plain = read_setup(said | {"use_4bit_quantization": True}, program="hf-trainer")
+    assert (plain.quantize, plain.whole_base) == ("nf4-single", False)
+    nested = said | {"use_4bit_quantization": True, "use_nested_quant": True, "bnb_4bit_quant_storage_dtype": "uint8"}
+    setup = read_setup(nested, program="hf-trainer")
+    assert (setup.quantize, setup.whole_base) == ("nf4", True)
+    assert read_setup(said | {"bits": 8}, program="hf-trainer").quantize == "int8"
+    gptq = read_setup(said | {"q_lora": True}, program="hf-trainer")
+    assert (gptq.quantize, [one.key for one in gptq.unmodelled]) == (None, ["quantisation"])

@@ -14,7 +14,17 @@ from zeroplan.search.search_options import RecommendOptions, SearchOptions
 #: What files fill in a request, and no user.
 _OF_FILES = {
     *("precision", "optimizer_kind", "unmodelled", "chunked_head", "lora_dropout", "detached_loss"),
-    *("whole_embedding_states", "accelerate_units", "one_unit", "pads", "pairs", "reference", "kl_batch", "pair_loss"),
+    *(
+        "whole_embedding_states",
+        "accelerate_units",
+        "one_unit",
+        "whole_base",
+        "pads",
+        "pairs",
+        "reference",
+        "kl_batch",
+        "pair_loss",
+    ),
 }
 #: Degrees of parallelism that a search does not take.
 _DEGREES = {"tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate"}

@@ -10,6 +10,7 @@ from typing import Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.preferences import PairLoss
+from zeroplan.core.quantization import Quantization
 from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, CheckpointPolicy, DType, OptimizerKind, Precision, Reference
@@ -149,7 +150,7 @@ def filled(request: Request, setup: Setup) -> Request:
             changes[field] = getattr(setup, field)
     if setup.engine is not None and not _reads_ds_config_itself(request, setup):
         changes["engine"] = setup.engine
-    if setup.fsdp_version == 1 and setup.lora_rank is None and setup.offload_param is None:
+    if setup.fsdp_version == 1 and setup.offload_param is None:
         mine = setup.keys.get("engine")
         left_out = [one for one in setup.unmodelled if one.key != mine or one.effect is not Effect.UNKNOWN]
         changes |= {"engine": "fsdp", "unmodelled": (*request.unmodelled, *left_out)}
@@ -170,6 +171,8 @@ def filled(request: Request, setup: Setup) -> Request:
     changes["chunked_head"] = setup.chunked_head
     for field in ("whole_embedding_states", "accelerate_units", "one_unit"):
         changes[field] = getattr(setup, field)
+    if setup.lora_rank is not None:
+        changes["one_unit"] = False  # peft's policy takes the place of every other
     changes |= {"lora_dropout": setup.lora_dropout, "detached_loss": setup.detached_loss}
     if setup.deepspeed_version is not None and changes.get("engine", request.engine) == DEFAULT_ENGINE:
         changes["deepspeed_version"] = request.deepspeed_version or setup.deepspeed_version
@@ -253,7 +256,7 @@ def left_out(setup: Setup) -> tuple[Unmodelled, ...]:
 
 def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
     """The quantised base under an engine that plans it; under another, or offloaded, it stands among what is left out."""
-    if find_engine(engine).quantized_bases and setup.lora_rank is not None and not setup.degrees and not _offloads_base(setup):
+    if find_engine(engine).quantized_bases and setup.lora_rank is not None and _plans_base(setup):
         adapters = {"adapter_dtype": setup.adapter_dtype, "whole_base": setup.whole_base}
         return {"quantize": setup.quantize} | adapters
     key = setup.keys.get("quantize", "quantize")
@@ -261,12 +264,14 @@ def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> d
     return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, says))}
 
 
-def _offloads_base(setup: Setup) -> bool:
-    """Whether parameters are on the host, where no plan has a quantised base."""
+def _plans_base(setup: Setup) -> bool:
+    """Whether a quantised base is planned as the setup shards it: on the GPU, by data parallelism, and at stage 3 in 4 bits."""
     zero = (setup.ds_config or {}).get("zero_optimization")
-    said = zero.get("offload_param") if isinstance(zero, Mapping) else None
+    zero = zero if isinstance(zero, Mapping) else {}
+    said = zero.get("offload_param")
     device = said.get("device") if isinstance(said, Mapping) else said
-    return setup.offload_param not in (None, "none") or device not in (None, "none", False)
+    offloads = setup.offload_param not in (None, "none") or device not in (None, "none", False)
+    return not (offloads or setup.degrees or (setup.quantize == Quantization.INT8 and zero.get("stage") == 3))
 
 
 def _float8(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:

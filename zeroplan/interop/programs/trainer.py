@@ -14,7 +14,7 @@ from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.versions import TRANSFORMERS
-from zeroplan.interop.programs.adapters import set_dropout, set_targets, set_weights_dtype
+from zeroplan.interop.programs.adapters import BYTES, set_dropout, set_quantisation, set_targets, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.known import arguments_of, names_in, telling_of_others
@@ -76,6 +76,9 @@ EXAMPLES = frozenset(
 _WRAPS = "TRANSFORMER_BASED_WRAP"
 #: Keys that tell of saving between steps.
 _SAVES = ("save_strategy", "save_steps", "save_total_limit", "save_only_model")
+#: How scripts call double quantisation and the dtype in which 4-bit weights are stored.
+_NESTED = ("use_nested_quant", "use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quant", "use_double_quant")
+_STORAGE = ("bnb_4bit_quant_storage", "bnb_4bit_quant_storage_dtype")
 #: What is said where FSDP 2 stands in.
 FSDP_1 = "FSDP 1 is not modelled here; the figures are those of FSDP 2"
 #: What is said of transformers' own tensor parallelism.
@@ -273,7 +276,7 @@ def set_fsdp(
     wraps: str = "",
     state_dict: str = "",
 ) -> None:
-    """Set FSDP as the engine. Where FSDP 1 is not modelled (adapters, offload), FSDP 2's figures stand in, and say so.
+    """Set FSDP as the engine. Where FSDP 1 is not modelled (offload), FSDP 2's figures stand in, and say so.
 
     Args:
         run: the builder.
@@ -432,5 +435,23 @@ def _adapters(run: Builder) -> None:
             run.assume("adapters on all linear layers")
     elif any(key.startswith("lora_") for key in run.data) and not off:
         run.leave_out("lora", LESS, "the script's own switch for LoRA is not known; all parameters are counted as trained")
-    if bits in (4, 8) or run.flag("q_lora") or run.flag("use_qlora") or run.flag("load_in_4bit") or run.flag("load_in_8bit"):
+    _base(run, bits)
+
+
+def _base(run: Builder, bits: int | None) -> None:
+    """Set how the base is quantised, by the names that scripts commonly give it; `bits` is the value of that key."""
+    four = next((key for key in ("load_in_4bit", "use_4bit_quantization", "use_qlora") if run.flag(key)), "bits")
+    eight = next((key for key in ("load_in_8bit", "use_8bit_quantization") if run.flag(key)), "bits")
+    key, said = (four, 4) if four != "bits" or bits == 4 else (eight, 8)
+    if key == "bits" and bits not in (4, 8):
+        if run.flag("q_lora"):
+            run.leave_out("quantisation", UNKNOWN, "quantised base weights are counted in 16 bits")
+        return
+    if "lora_rank" not in run.fields:
         run.leave_out("quantisation", UNKNOWN, "quantised base weights are counted in 16 bits")
+        return
+    nested = any(run.flag(name) for name in _NESTED)
+    storage = next((word for name in _STORAGE if (word := run.word(name))), "")
+    set_quantisation(run, key, said, nested=nested, stored_in_bytes=storage in BYTES)
+    if said == 4 and not nested:
+        run.assume("the base in NF4 without double quantisation")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,9 +13,10 @@ import torch
 from torch import nn
 
 import zeroplan_runtime
+from tests.patience import PATIENCE
 from tests.runtime.ranks import RankPool
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.transformer import DeepSpeedTransformerLayer, use_transformer_layer
+from zeroplan_runtime.transformer import DeepSpeedTransformerLayer, models, use_transformer_layer
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
@@ -104,6 +108,20 @@ def test_gradient_checkpointing_of_transformers_reaches_the_layers() -> None:
     assert results[1][0] == 2 * results[0][0]
     for one, other in zip(results[0][1], results[1][1], strict=True):
         assert torch.equal(one, other)
+
+
+def test_a_fused_model_goes_to_another_process() -> None:
+    """Its layers' classes are made when they are asked for, also by a process that has made none."""
+    model = make()
+    use_transformer_layer(model, gelu_checkpoint=True)
+    content = pickle.dumps(model)
+    program = "import pickle, sys; m = pickle.load(sys.stdin.buffer); print(m.bert.encoder.layer[0].config.gelu_checkpoint)"
+    told = subprocess.run([sys.executable, "-c", program], input=content, capture_output=True, check=True, timeout=PATIENCE)
+    assert told.stdout.split() == [b"True"]
+    found = pickle.loads(content).eval()
+    assert torch.equal(found(**batch()).loss, model.eval()(**batch()).loss)
+    with pytest.raises(AttributeError, match="FusedGPT2Block"):
+        _ = models.FusedGPT2Block
 
 
 def test_what_no_layer_can_take_the_place_of_is_refused() -> None:

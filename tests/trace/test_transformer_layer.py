@@ -94,6 +94,17 @@ def test_a_plan_of_the_module_leaves_its_fit_open() -> None:
     assert spared == pytest.approx(LAYERS * 2 * SAMPLES * TOKENS * INNER, rel=0.2)  # the peak may move
 
 
+def test_verify_judges_no_peak_of_a_cpu_which_keeps_scores() -> None:
+    from zeroplan.engines.registry import find_engine
+    from zeroplan.validate.live import LiveTapes, live_module
+
+    model = fused_bert(attn_dropout_ratio=0.0, hidden_dropout_ratio=0.0)
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.0
+    assert LiveTapes(find_engine("zeroplan"), live_module(model, batch()), model).cpu_differs
+
+
 def test_without_a_batch_the_plan_is_not_that_of_the_models_own_layers() -> None:
     plan = zeroplan.estimate(fused_bert(), micro_batch=SAMPLES, seq_len=TOKENS, ds_config=FILE, engine="zeroplan", vram="80G")[
         0

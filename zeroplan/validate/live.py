@@ -29,6 +29,7 @@ from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
+from zeroplan.models.spec import FUSED_WEIGHT
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.trace.api import trace_module
 from zeroplan.trace.example import arguments, shape_of
@@ -147,7 +148,7 @@ def _differs(module: nn.Module) -> bool:
     kind = type(module)
     drops = any(isinstance(rate, float) and rate > 0 for rate in (getattr(module, "p", 0), getattr(module, "dropout", 0)))
     foreign = kind.__module__.startswith("torch.nn.modules.") and kind.__module__.rpartition(".")[2] not in _ALIKE
-    return drops or (foreign and not kind.__name__.startswith("Dropout"))
+    return drops or hasattr(module, FUSED_WEIGHT) or (foreign and not kind.__name__.startswith("Dropout"))
 
 
 # ---------------------------------------------------------------------- see Note [How ranks get a module]

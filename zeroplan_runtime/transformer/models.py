@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,6 +116,14 @@ def _class_for(own: type[nn.Module]) -> type[DeepSpeedTransformerLayer]:
     if name not in _CLASSES:
         _CLASSES[name] = type(name, (DeepSpeedTransformerLayer, own), {})
     return _CLASSES[name]
+
+
+def __getattr__(name: str) -> Any:
+    """Returns the class of this name, by which pickle looks for it."""
+    for module, own in _KNOWN.items():
+        if name == f"Fused{own}":
+            return _class_for(getattr(importlib.import_module(module), own))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @torch.no_grad()

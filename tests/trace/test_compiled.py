@@ -15,6 +15,8 @@ from torch import nn
 from benchmarks.step.predict import errors
 from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.tape_options import Arithmetic, TraceOptions
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
 from zeroplan.trace.api import trace_module
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
@@ -173,6 +175,74 @@ def test_a_block_keeps_what_torch_compile_keeps(recomputes: bool) -> None:
         planned = saved(lambda: call(block, tensors), shapes)
     assert planned == real
     assert (sum(real.values()) < 4) == recomputes  # the hidden states and the rotary embedding alone
+
+
+def inductor_without_kernels() -> Any:
+    """The backend that partitions a graph as inductor does, with its passes over the joint graph, and runs it as it is."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.compile_fx import _recursive_joint_graph_passes
+    from torch._inductor.decomposition import select_decomp_table
+
+    def partition(graph: Any, inputs: Any, **kwargs: Any) -> Any:
+        graph = _recursive_joint_graph_passes(graph)
+        return min_cut_rematerialization_partition(graph, inputs, compiler="inductor", **kwargs)
+
+    def as_it_is(graph: Any, _inputs: Any) -> Any:
+        return graph.forward
+
+    return aot_autograd(fw_compiler=as_it_is, partition_fn=partition, decompositions=select_decomp_table)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_block_of_t5s_decoder_keeps_what_torch_compile_keeps(first: bool) -> None:
+    """The first computes the bias of positions, which the others are given."""
+    from transformers import T5Config
+    from transformers.models.t5.modeling_t5 import T5Block
+
+    config = T5Config(d_model=48, d_kv=12, num_heads=4, d_ff=80, dropout_rate=0.0, is_decoder=True, use_cache=False)
+    config._attn_implementation = "eager"
+    shapes_of = {"hidden_states": (2, 24, 48), "encoder_hidden_states": (2, 40, 48)}
+    shapes_of |= {} if first else {"position_bias": (1, 4, 24, 24), "encoder_decoder_position_bias": (1, 4, 24, 40)}
+
+    def made(device: str) -> tuple[Any, dict[str, torch.Tensor]]:
+        with torch.device(device):
+            block = T5Block(config, has_relative_attention_bias=first, layer_idx=0).to(torch.bfloat16)
+            tensors = {name: torch.zeros(shape, dtype=torch.bfloat16).requires_grad_() for name, shape in shapes_of.items()}
+        return block, tensors
+
+    def call(block: Any, tensors: dict[str, torch.Tensor]) -> Any:
+        return block(**tensors)
+
+    block, tensors = made("cpu")
+    shapes = {tuple(p.shape) for p in block.parameters()}
+    block.compile(backend=inductor_without_kernels())
+    call(block, tensors)
+    real = saved(lambda: call(block, tensors), shapes)
+    torch._dynamo.reset()
+    block, tensors = made("meta")
+    model = nn.Module()
+    model.block = nn.ModuleList([block])
+    with CompiledRegions(model), CudaFunctions():
+        call(block, tensors)
+        planned = saved(lambda: call(block, tensors), shapes)
+    assert planned == real
+
+
+def test_compiled_t5_is_planned_without_its_decoders_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 96, "d_model": 48, "d_kv": 12}
+    config |= {"num_heads": 4, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 2}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    asked: dict[str, Any] = {"model": config, "seq_len": 64, "micro_batch": 4, "from_scratch": True, "engine": "fsdp2"}
+    eager, compiled = (
+        estimate_report(Request(**asked, stage=3, gpus=2, vram="24G", compile=how)).plans[0] for how in (None, "blocks")
+    )
+    assert compiled.depth == "simulated"
+    assert compiled.gpu.activations is not None
+    assert eager.gpu.activations is not None
+    assert compiled.gpu.activations < eager.gpu.activations
+    assert compiled.fits is None
+    assert "an encoder-decoder" in compiled.unmodelled[0].says
 
 
 def test_plan_of_a_measured_run() -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.buffers import Phase
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.layer_drop import LAYER_DROP
+from zeroplan.core.model_config import SEQ2SEQ_LM
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
@@ -96,6 +97,8 @@ def _unmeasured_graphs(case: Case, tape: ExpandedTape | None) -> str:
     """Return what compiled blocks hold that no measured ones did; empty for nothing."""
     if case.workload.lora_rank is not None:
         return "adapters"
+    if case.spec.auto_class == SEQ2SEQ_LM:
+        return "an encoder-decoder"
     experts = tape is not None and any("Experts" in module.type for module in tape.modules)
     return "experts" if experts else ""
 

@@ -237,9 +237,21 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
+    if options.compile:
+        without_cache(base)
     if options.checkpointing is not Checkpointing.NONE and options.lora is not None:
         base.enable_input_require_grads()
     return trained
+
+
+def without_cache(model: nn.Module) -> None:
+    """Switch the key-value cache off in every stack. T5's decoder has a copy of the config, so it caches even where the model's
+    own says not to; each of its blocks would then be another graph, since a cache is filled by the block's number.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            config.use_cache = False
 
 
 def _no_flash(config: Mapping[str, Any]) -> BadInput:

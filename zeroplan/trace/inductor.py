@@ -129,15 +129,18 @@ def _on(value: Any, device: torch.device) -> Any:
 
 
 def _propagate(graph: Any, mode: Any, inputs: list[Any]) -> None:
-    """Compute the fake tensors of a graph anew, for inputs whose strides may have changed; random numbers' stay."""
+    """Compute the fake tensors of a graph anew, for inputs whose strides may have changed. Random numbers' stay, and those of
+    sums into a padded tensor: torch's decomposition negates their mask by an operator that asks for the device.
+    """
     from torch._inductor import inductor_prims
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-    drawn = {inductor_prims.seed, inductor_prims.seeds, inductor_prims.lookup_seed, inductor_prims.random}
+    stays = {inductor_prims.seed, inductor_prims.seeds, inductor_prims.lookup_seed, inductor_prims.random}
+    stays.add(torch.ops.aten._unsafe_masked_index_put_accumulate.default)
 
     class Propagation(FakeTensorProp):  # type: ignore[misc, unused-ignore]
         def run_node(self, n: Any) -> Any:
-            return n.meta["val"] if n.target in drawn else super().run_node(n)
+            return n.meta["val"] if n.target in stays else super().run_node(n)
 
     Propagation(graph, mode).propagate_dont_convert_inputs(*inputs)
 

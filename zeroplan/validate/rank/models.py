@@ -75,6 +75,10 @@ def prepare(job: VerifyJob, model: Any) -> Any:
         if job.lora_rank is not None:
             base.enable_input_require_grads()
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if job.compiled is not None:
+        from zeroplan.trace.build import without_cache
+
+        without_cache(base)
     if job.compiled == Compilation.CHECKPOINTED:
         compile_blocks(model)
     elif job.compiled is not None:

@@ -194,6 +194,8 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
     if work.lora_rank is not None and adapts:
         lora = f"LoraConfig.from_pretrained({folder_of(one)!r})"
         lines.append(f"model = get_peft_model(model, {lora}, autocast_adapter_dtype=False)")
+    if work.compile is not None and auto == SEQ2SEQ_LM:
+        lines.append("model.decoder.config.use_cache = False  # a cache makes another graph of each block")
     if compiles and work.compile in _COMPILED:
         lines += _COMPILED[work.compile]
     return "\n".join(f"    {line}" for line in lines)

@@ -10,7 +10,7 @@ from megatron.core.models import backends
 from megatron.core.models.gpt import gpt_layer_specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer import transformer_block
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from zeroplan.models.megatron import MegatronModel
 
@@ -56,6 +56,10 @@ def transformer_config(model: MegatronModel, **parallel: Any) -> TransformerConf
             "moe_layer_freq": list(model.moe_layer_freq) or 1,
             "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size or None,
         }
+    if model.multi_latent_attention:
+        latent = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        given |= {name: getattr(model, name) or None for name in latent} | {"rope_type": model.rope_type or "yarn"}
+        return MLATransformerConfig(**(given | parallel))
     return TransformerConfig(**(given | parallel))
 
 
@@ -73,7 +77,11 @@ def gpt_model(
     if model.num_experts:
         layers = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
     else:
-        layers = gpt_layer_specs.get_gpt_layer_local_spec(normalization=model.normalization, qk_layernorm=model.qk_layernorm)
+        layers = gpt_layer_specs.get_gpt_layer_local_spec(
+            normalization=model.normalization,
+            qk_layernorm=model.qk_layernorm,
+            multi_latent_attention=model.multi_latent_attention,
+        )
     return GPTModel(
         config,
         layers,

@@ -89,6 +89,7 @@ class MegatronModel:
     qk_head_dim: int = 128
     qk_pos_emb_head_dim: int = 64
     v_head_dim: int = 128
+    rope_type: str = ""
     account_for_embedding_in_pipeline_split: bool = False
     account_for_loss_in_pipeline_split: bool = False
     decoder_first_pipeline_num_layers: int = 0
@@ -136,6 +137,16 @@ class MegatronModel:
     def gated(self) -> bool:
         """Whether the MLP's first matrix makes a gate, too."""
         return self.swiglu
+
+    @property
+    def value_channels(self) -> int:
+        """Channels of a head's values."""
+        return self.v_head_dim if self.multi_latent_attention else self.kv_channels
+
+    @property
+    def fuses_latent_positions(self) -> bool:
+        """Whether latent attention's positions are one kernel with the making of keys and values: for YaRN's alone."""
+        return self.uses_engine and self.apply_rope_fusion and self.rope_type in ("", "yarn")
 
     def padded(self, tp: int) -> int:
         """Return the words of the vocabulary, padded so that `tp` ranks share them evenly.

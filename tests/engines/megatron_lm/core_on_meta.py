@@ -212,6 +212,25 @@ def _stand_ins() -> Any:
     return Norm
 
 
+def _latent_attention() -> None:
+    """Let Megatron's own attention take other channels of values than of keys, as TransformerEngine's does.
+
+    Latent attention's projections are then Megatron's own code, too; 0.16.1 runs them with TransformerEngine alone.
+    """
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.transformer import multi_latent_attention
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+
+    class Attention(DotProductAttention):
+        def __init__(self, *given: Any, k_channels: int = 0, v_channels: int = 0, **named: Any) -> None:
+            super().__init__(*given, **named)
+            if v_channels:
+                self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    multi_latent_attention.HAVE_TE = False
+    LocalSpecProvider.core_attention = lambda self: Attention  # type: ignore[method-assign]
+
+
 def _model(run: Run) -> Any:
     import torch
 
@@ -220,6 +239,8 @@ def _model(run: Run) -> Any:
     use_norm(_stand_ins())
     if run.model.num_experts:
         balance()
+    if run.model.multi_latent_attention:
+        _latent_attention()
     config = transformer_config(
         run.model,
         tensor_model_parallel_size=run.tp,
@@ -315,6 +336,17 @@ MIXTURE = {
 }
 SHARED = {**MIXTURE, "moe_shared_expert_intermediate_size": 256, "moe_layer_freq": [0, 1, 1, 1], "moe_router_dtype": "fp32"}
 SIGMOID = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": 8,
+    "qk_layernorm": True,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 32,
+    "rope_type": "rope",
+}
 CASES = {
     "llama": Run(),
     "llama tp 2": Run(tp=2),
@@ -334,6 +366,10 @@ CASES = {
     "mixture gpt fp32": Run(ep=8, llama=False, more=tuple(SHARED.items())),
     "mixture pre aux": Run(ep=8, more=(*MIXTURE.items(), ("moe_router_pre_softmax", True), ("moe_aux_loss_coeff", 0.01))),
     "mixture sigmoid": Run(ep=32, more=(*SHARED.items(), *SIGMOID.items())),
+    "latent": Run(more=tuple(LATENT.items())),
+    "latent without q_lora": Run(more=(*LATENT.items(), ("q_lora_rank", 0))),
+    "latent full": Run(recompute="full", more=tuple(LATENT.items())),
+    "latent mixture": Run(ep=8, more=(*LATENT.items(), *SHARED.items(), *SIGMOID.items())),
     "mixture full": Run(ep=4, recompute="full", more=tuple(MIXTURE.items())),
 }
 

@@ -58,6 +58,19 @@ IMPOSSIBLE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ({"num_experts": 8}, {"gpus": 2, "tp": 2}, {}, "need sequence parallelism"),
     ({"num_experts": 2, "moe_router_topk": 4}, {}, {}, "--moe-router-topk"),
     ({"num_experts": 8, "moe_layer_freq": [1, 0]}, {}, {}, "--moe-layer-freq"),
+    ({"multi_latent_attention": True, "transformer_impl": "local"}, {}, {}, "--multi-latent-attention"),
+    ({"multi_latent_attention": True, "rope_type": "mrope"}, {}, {}, "--rope-type"),
+    ({"num_experts": 8, "moe_token_dispatcher_type": "gather"}, {}, {}, "no dispatcher"),
+    ({"num_experts": 8, "moe_grouped_gemm": True, "transformer_impl": "local"}, {}, {}, "--moe-grouped-gemm"),
+    ({"num_experts": 8, "moe_router_score_function": "tanh"}, {}, {}, "--moe-router-score-function"),
+    ({"num_experts": 8, "moe_router_enable_expert_bias": True}, {}, {}, "--moe-router-enable-expert-bias"),
+    ({"num_experts": 8, "moe_shared_expert_intermediate_size": 64}, {}, {}, "--disable-bias-linear"),
+    (
+        {"num_experts": 8, "moe_ffn_hidden_size": 1023},
+        {"gpus": 2, "tp": 2, "sp": True, "etp": 2},
+        {},
+        "--expert-tensor-parallel-size",
+    ),
     ({"padded_vocab_size": 32001}, {"gpus": 2, "tp": 2}, {}, "--padded-vocab-size"),
 ]
 

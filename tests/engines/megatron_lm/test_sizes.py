@@ -53,7 +53,14 @@ def _states(case: Case) -> int:
 
 
 MOE = {**LLAMA, "num_experts": 8, "moe_ffn_hidden_size": 256}
-EXCHANGED = {**MOE, "moe_token_dispatcher_type": "alltoall", "moe_grouped_gemm": True, "moe_permute_fusion": True}
+EXPERTS = {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 256,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_grouped_gemm": True,
+    "moe_permute_fusion": True,
+}
+EXCHANGED = {**LLAMA, **EXPERTS}
 MLA = {
     **LLAMA,
     "num_query_groups": 8,
@@ -134,6 +141,22 @@ def test_a_mixture_of_grouped_products_keeps_by_hand() -> None:
     assert _kept_by_a_layer(shapes) == attention + norm + router + tokens
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_latent_attention_keeps_by_hand(tp: int) -> None:
+    """With YaRN's fused kernels: the norm's input and output, the compressed queries, a copy of the compressed keys, what their
+    norms make, queries, keys and values of this rank's heads, the output with its log-sums, and the MLP.
+    """
+    s, b, h, f, a, own, positions, values, q, kv = 256, 2, 512, 1024, 8, 32, 16, 32, 128, 64
+    shapes = Shapes(model=MegatronModel.of(MLA), micro_batch=b, seq=s, tp=tp, sequence=tp > 1, cudnn=True)
+    rows, heads = s * b, a // tp
+    between = rows // tp
+    outside = 2 * between * (h + h) + 4 * between
+    latents = 2 * between * (q + q + kv + kv) + 2 * 4 * between
+    inside = 2 * rows * heads * (2 * (own + positions) + values + values) + 4 * rows * heads
+    mlp = 2 * between * (h + h) + 4 * between + 2 * rows * 3 * f // tp
+    assert _kept_by_a_layer(shapes) == outside + latents + inside + mlp
+
+
 def _kept_by_a_layer(shapes: Shapes) -> int:
     two, three = (kept(shapes, ChunkLayers(tuple(range(1, 1 + count)), False, False)) for count in (2, 3))
     return three - two
@@ -152,6 +175,8 @@ def _kept_by_a_layer(shapes: Shapes) -> int:
         ({**GPT, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, {"pp": 2, "tp": 2}),
         ({**GPT, "transformer_impl": "local"}, {"tp": 2, "sp": True}),
         (EXCHANGED, {"ep": 4}),
+        (MLA, {"tp": 2, "sp": True}),
+        ({**MLA, **EXPERTS, "apply_rope_fusion": False}, {"pp": 2, "ep": 2}),
         ({**EXCHANGED, "moe_shared_expert_intermediate_size": 256}, {"tp": 2, "sp": True, "ep": 2, "pp": 2}),
         (
             {**EXCHANGED, "moe_grouped_gemm": False, "moe_permute_fusion": False, "transformer_impl": "local"},
@@ -183,7 +208,6 @@ def test_the_heads_stand_in_gradient_is_kept_with_transformer_engine() -> None:
     ("config", "layout", "work"),
     [
         (MOE, {"ep": 4}, {}),
-        (MLA, {}, {}),
         ({**LLAMA, "num_query_groups": 2}, {"tp": 4}, {}),
         (LLAMA, {}, {"dtype": DType.FP32, "precision": Precision.FP32}),
     ],

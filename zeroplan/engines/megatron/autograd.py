@@ -86,6 +86,7 @@ class TapeWriter:
         split: the event at which the backward begins.
         mask: attention's mask of the micro batch, which checkpoints keep with their inputs.
         kept: bytes of the buffers that live for the whole run, which are not the tape's.
+        layer: the number of the transformer layer that is described.
         attributes: storages that attributes of modules hold from one use to the next, by their names.
         graphs: how many graphs such an attribute holds on to, and with each the leaves that it begins with.
     """
@@ -105,6 +106,7 @@ class TapeWriter:
         self.split = 0
         self.mask: Storage | None = None
         self.kept: dict[tuple[str, tuple[int, ...]], int] = {}
+        self.layer = 0
         self.attributes: dict[tuple[str, int], list[Storage]] = {}
         self.graphs = 0
 

@@ -128,8 +128,8 @@ class Megatron(Engine):
         return tuple(found)
 
     def simulates(self, case: Case) -> bool:
-        """Return whether its layers are described: not those with latent attention, in fp32, with fewer groups of queries than
-        tensor-parallel ranks, which gather what they share, or with experts that tokens reach otherwise than by all-to-all.
+        """Return whether its layers are described: not those in fp32, with fewer groups of queries than tensor-parallel ranks,
+        which gather what they share, or with experts that tokens reach otherwise than by all-to-all.
         """
         model = self._model(case)
         if model is None:
@@ -137,7 +137,7 @@ class Megatron(Engine):
         shared = model.num_query_groups < case.layout.tp
         if model.num_experts and model.moe_token_dispatcher_type != "alltoall":
             return False
-        return not (model.multi_latent_attention or shared or case.workload.dtype is DType.FP32)
+        return not (shared or case.workload.dtype is DType.FP32)
 
     # --- memory -----------------------------------------------------------------------------------------------------------
 

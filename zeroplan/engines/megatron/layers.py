@@ -16,7 +16,9 @@ from zeroplan.core.tape import Kind
 from zeroplan.engines.megatron import operators as ops
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
 from zeroplan.engines.megatron.experts import mixture
+from zeroplan.engines.megatron.latent import latent_query_key_value
 from zeroplan.engines.megatron.operators import Saved
+from zeroplan.engines.megatron.rotary import rotated
 from zeroplan.engines.megatron.shapes import Shapes
 
 _FP32, _INT64 = 4, 8
@@ -98,8 +100,11 @@ def _with_positions(w: TapeWriter, s: Shapes, x: Value) -> Value:
 
 def layer(w: TapeWriter, s: Shapes, number: int, x: Value) -> Value:
     """A transformer layer."""
+    w.layer = number
     with w.module(f"decoder.layers.{number}", "TransformerLayer", block=True):
-        x = _half(w, s, x, norm="input_layernorm", name="self_attention", kind="SelfAttention", run=_attention)
+        latent = s.model.multi_latent_attention
+        kind = "MLASelfAttention" if latent else "SelfAttention"
+        x = _half(w, s, x, norm="input_layernorm", name="self_attention", kind=kind, run=_attention, apart=latent)
         if s.model.has_experts(number):
             run = partial(_mixture, number=number)
             return _half(w, s, x, norm="pre_mlp_layernorm", name="mlp", kind="MoELayer", run=run, apart=True)
@@ -142,15 +147,16 @@ def _half(
 def _attention(w: TapeWriter, s: Shapes, x: Value) -> Value:
     """Queries, keys and values in one product, positions, the attention itself, and the output's product."""
     model = s.model
-    made = _query_key_value(w, s, x)  # held to the end, as Megatron's variable holds it
+    latent = model.multi_latent_attention
+    made = (latent_query_key_value if latent else _query_key_value)(w, s, x)  # held to the end, as Megatron's variables hold it
     query, key, value = made
-    if model.position_embedding_type == "rope":
-        query, key = _rotated(w, s, query), _rotated(w, s, key)
+    if model.position_embedding_type == "rope" and not latent:
+        query, key = (rotated(w, s, one, model.kv_channels) for one in (query, key))
     with w.module("core_attention", "DotProductAttention"):
         selected = "core_attn" in model.recompute_modules and model.recompute_granularity == "selective"
         run = partial(_core, w, s)
         context = ops.checkpoint(w, run, [query, key, value]) if selected else run([query, key, value])
-    width = model.kv_channels * model.num_attention_heads
+    width = model.value_channels * model.num_attention_heads
     with w.module("linear_proj", "RowParallelLinear"):
         return ops.row_linear(w, context, s.row(model.hidden_size, width, bias=model.add_bias_linear))
 
@@ -176,38 +182,6 @@ def _head_norm(w: TapeWriter, s: Shapes, x: Value, heads: int) -> Value:
     return ops.normalize(w, copied, s.head_norm(heads))
 
 
-def _rotated(w: TapeWriter, s: Shapes, x: Value) -> Value:
-    """Rotary positions: TransformerEngine's kernel, or cosines and sines of its own for each use, kept for the backward."""
-    angles = s.seq * s.model.kv_channels
-    w.keep(("rotary", ()), angles * _FP32)
-    if s.model.apply_rope_fusion and s.model.uses_engine:
-        return ops.pointwise(w, x)
-    nbytes = x.nbytes
-
-    def times_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(nbytes)]
-
-    rest = w.apply([x], [x.storage], [], times_backward, (0,))[0]  # the channels that are not rotated: none of them
-    tables = []
-    for _ in range(2):
-        exact = w.empty(angles * _FP32)
-        scaled = w.empty(angles * _FP32)
-        del exact
-        tables.append(w.empty(angles * s.element))
-        del scaled
-    cosine, sine = tables
-    straight = w.apply([x], [w.empty(nbytes)], [cosine], times_backward)[0]
-    first, second = ops.split(w, x, (nbytes // 2, nbytes // 2))
-    negative = ops.pointwise(w, second)
-    turned = w.apply([negative, first], [w.empty(nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
-    del negative
-    crossed = w.apply([turned], [w.empty(nbytes)], [sine], times_backward)[0]
-    del turned
-    both = w.apply([straight, crossed], [w.empty(nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
-    del straight, crossed
-    return w.apply([both, rest], [w.empty(nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
-
-
 def _core(w: TapeWriter, s: Shapes, parts: list[Value]) -> Value:
     """The attention itself: one kernel, or scores that are kept."""
     query, key, value = parts
@@ -218,16 +192,16 @@ def _core(w: TapeWriter, s: Shapes, parts: list[Value]) -> Value:
         query, key, value = (ops.contiguous(w, one) if one.is_part else one for one in (query, key, value))
     stats = s.tokens * s.heads * _FP32
     copies = not s.cudnn and s.micro_batch > 1
-    return ops.attention(w, query, key, value, output=s.query, stats=stats, packed=views and s.cudnn, copies=copies)
+    return ops.attention(w, query, key, value, output=s.context, stats=stats, packed=views and s.cudnn, copies=copies)
 
 
 def _scored(w: TapeWriter, s: Shapes, query: Value, key: Value, value: Value) -> Value:
     """Megatron's own ``DotProductAttention``: all scores, their softmax and, with dropout, that and its mask."""
-    model, heads = s.model, s.query
+    model = s.model
     w.keep(ops.SHARED, s.scores)
-    repeated = model.num_attention_heads > model.num_query_groups
-    if repeated:
-        key, value = ops.repeat(w, key, heads), ops.repeat(w, value, heads)
+    if model.num_attention_heads > model.num_query_groups:
+        key, value = ops.repeat(w, key, s.query), ops.repeat(w, value, s.query)
+    heads, context_size = query.nbytes, value.nbytes
 
     def scores_backward(saved: Saved, g: Gradients) -> Gradients:
         made = []
@@ -244,11 +218,11 @@ def _scored(w: TapeWriter, s: Shapes, query: Value, key: Value, value: Value) ->
     scores = s.scores
 
     def context_backward(saved: Saved, g: Gradients) -> Gradients:
-        value_gradient = w.empty(heads)
+        value_gradient = w.empty(context_size)
         return [w.empty(scores), value_gradient]
 
     saved = [probabilities.storage, value.storage]
-    context = w.apply([probabilities, value], [w.empty(heads)], saved, context_backward)[0]
+    context = w.apply([probabilities, value], [w.empty(context_size)], saved, context_backward)[0]
     context = ops.contiguous(w, context)
     return context  # noqa: RET504 - the product goes before the scores do
 

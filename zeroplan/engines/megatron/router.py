@@ -48,7 +48,7 @@ class Routing:
         """Return those of a micro batch."""
         model = s.model
         return cls(
-            rows=s.tokens // s.tp if s.sequence else s.tokens,
+            rows=s.rows,
             experts=model.num_experts,
             topk=model.moe_router_topk,
             element={"fp32": 4, "fp64": 8}.get(model.moe_router_dtype, s.element),

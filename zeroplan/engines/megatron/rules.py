@@ -164,6 +164,11 @@ def _choices(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterat
         yield RefusedArgument(what, "--expert-tensor-parallel-size", f"use a divisor of {m.moe_ffn_hidden_size:,}")
     if m.num_experts and m.moe_router_topk > m.num_experts:
         yield RefusedArgument("more experts a token than there are", "--moe-router-topk", "lower it")
+    if m.multi_latent_attention and not m.uses_engine:
+        what = "Megatron's own attention has keys and values of one width alone"
+        yield RefusedArgument(what, "--multi-latent-attention", "use --transformer-impl transformer_engine")
+    if m.multi_latent_attention and m.rope_type not in ("", "rope", "yarn"):
+        yield RefusedArgument(f"{m.rope_type[:40]!r} is no kind of positions", "--rope-type", "use rope or yarn")
     if m.multi_latent_attention and m.num_query_groups != m.num_attention_heads:
         yield RefusedArgument("query groups beside latent attention", "--group-query-attention", "leave it out")
     if m.moe_layer_freq and len(m.moe_layer_freq) != m.num_layers:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroplan.engines.megatron.operators import Linear, Norm
 from zeroplan.models.megatron import MegatronModel
@@ -55,8 +55,18 @@ class Shapes:
 
     @property
     def query(self) -> int:
-        """Queries of this rank's heads, and as large the attention's output."""
+        """Queries of this rank's heads."""
         return self.tokens * self.model.kv_channels * self.model.num_attention_heads // self.tp * self.element
+
+    @property
+    def context(self) -> int:
+        """What attention makes of this rank's heads."""
+        return self.tokens * self.model.value_channels * self.model.num_attention_heads // self.tp * self.element
+
+    @property
+    def rows(self) -> int:
+        """Tokens between the matrices, a number."""
+        return self.tokens // self.tp if self.sequence else self.tokens
 
     @property
     def key(self) -> int:
@@ -81,13 +91,15 @@ class Shapes:
     @property
     def norm(self) -> Norm:
         """The norm of a hidden state."""
-        rows = self.tokens // self.tp if self.sequence else self.tokens
-        return Norm(self.model.hidden_size * self.element, self.model.normalization == "LayerNorm", rows * _FP32)
+        return self.norm_of(self.model.hidden_size, self.rows)
+
+    def norm_of(self, channels: int, rows: int) -> Norm:
+        """Return the norm of so many rows of so many channels."""
+        return Norm(channels * self.element, self.model.normalization == "LayerNorm", rows * _FP32)
 
     def head_norm(self, heads: int) -> Norm:
         """Return the norm of each of so many heads."""
-        model = self.model
-        return Norm(model.kv_channels * self.element, model.normalization == "LayerNorm", self.tokens * heads * _FP32)
+        return self.norm_of(self.model.kv_channels, self.tokens * heads)
 
     def column(self, out: int, width: int, *, bias: bool, adds: bool) -> Linear:
         """Return a column-wise layer from `width` to `out` channels of all ranks together."""
@@ -103,6 +115,11 @@ class Shapes:
             keeps=self.model.uses_engine,
             element=self.element,
         )
+
+    def whole_linear(self, out: int, width: int) -> Linear:
+        """Return a layer that every tensor-parallel rank has whole, for the tokens between the matrices."""
+        sizes = self.column(out * self.tp, width, bias=False, adds=False)
+        return replace(sizes, output=self.rows * out * self.element, gathers=0)
 
     def row(self, out: int, width: int, *, bias: bool) -> Linear:
         """Return a row-wise layer; who calls it adds the bias."""

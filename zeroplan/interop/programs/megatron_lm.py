@@ -117,7 +117,7 @@ _HARMLESS = re.compile(
     r"|test_data_path|eval_(iters|interval)|exit_.*|log_.*|tensorboard_.*|wandb_.*|timing_.*|one_logger.*|no_one_logger|save.*|load.*"
     r"|no_(save|load)_.*|ckpt_.*|.*dist_ckpt.*|async_save|auto_detect_ckpt_format|finetune|data_.*|mock_data|split|.*_file|tokenizer_.*"
     r"|num_workers|num_dataset_builder_threads|dataloader_.*|no_mmap_bin_files|seed|init_method.*|rotary_(base|seq_len.*|scaling.*)"
-    r"|use_rope_scaling|rope_(type|scaling_factor)|norm_epsilon|layernorm_epsilon|apply_layernorm_1p|layernorm_zero_centered_gamma"
+    r"|use_rope_scaling|rope_scaling_factor|norm_epsilon|layernorm_epsilon|apply_layernorm_1p|layernorm_zero_centered_gamma"
     r"|use_mcore_models|bf16|fp16|loss_scale.*|initial_loss_scale|min_loss_scale|hysteresis|distributed_(backend|timeout.*)|local_rank"
     r"|use_cpu_initialization|lazy_mpu_init|manual_gc.*|empty_unused_memory_level|profile.*|use_pytorch_profiler|nccl_(?!ub|comm).*"
     r"|no_(async_tensor_model_parallel_allreduce|check_for_nan_in_loss_and_grad|persist_layer_norm|overlap_p2p_communication|align.*)"

@@ -155,8 +155,12 @@ class Engine(EngineGetters, EngineCheckpoints):
         if config.runtime_options.chunked_cross_entropy:
             self._undo.append(attach_chunked_cross_entropy(model, config.runtime_options.chunked_cross_entropy, picks))
         self.activations: ActivationOffload | None = None
-        if zero.activation_checkpointing.cpu_checkpointing:
-            self.activations = ActivationOffload(self.model_states.blocks, self.arena)
+        checkpoints = zero.activation_checkpointing
+        alike = ranks.tp if checkpoints.partition_activations else None
+        if checkpoints.cpu_checkpointing or alike is not None:
+            self.activations = ActivationOffload(
+                self.model_states.blocks, self.arena, to_host=checkpoints.cpu_checkpointing, alike=alike
+            )
             self._undo.append(self.activations.remove)
         self.checks = EngineChecks(model, self.model_states)
         self.state_dict_hooks = StateDictHooks(

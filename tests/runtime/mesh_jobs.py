@@ -162,6 +162,16 @@ def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
         split(model, mesh["tp"])
         return model
 
+    def split_tokens() -> None:
+        model: Any = llama()
+        model.gradient_checkpointing_enable()
+        parallelize(model.train(), mesh["tp"], sequence=True)
+        parts = {**config, "activation_checkpointing": {"partition_activations": True}}
+        engine, *_ = zeroplan_runtime.initialize(model=model, config=parts, mesh=mesh, device="cpu")
+        tokens = models.batch(0, 0, mesh.get_local_rank("dp"))[:, :6]
+        with loss_parallel():
+            engine(input_ids=tokens, labels=tokens)
+
     lamb = {**config, "optimizer": {"type": "LAMB", "params": {"lr": 1e-3}}}
     tried = {
         "no mesh": lambda: run(split_model(), mesh=None),
@@ -171,6 +181,7 @@ def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
         "dropout": lambda: run(dropping()),
         "inputs": lambda: run(split_model(), seen_by="tp"),
         "part of heads": lambda: run(part_of_heads()),
+        "split tokens": split_tokens,
         "lamb": lambda: run(split_model(), config=lamb),
         "names": lambda: run(models.make(), mesh=init_device_mesh("cpu", (2, 2))),
         "unknown": lambda: run(models.make(), mesh=mesh_of(dp=2, rows=2)),

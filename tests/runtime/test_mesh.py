@@ -55,6 +55,9 @@ def test_tensor_parallel_training_equals_plain_torch(pool: RankPool) -> None:
     cases = [(ds_config(0, **config, zero_optimization=section), EVEN) for section in sections]
     away = {"cpu_checkpointing": True}
     cases.append((ds_config(3, **config, activation_checkpointing=away), {**EVEN, "remat": "other"}))
+    parts = {"partition_activations": True}
+    cases.append((ds_config(3, **config, activation_checkpointing=parts), {**EVEN, "remat": "other"}))
+    cases.append((ds_config(2, **config, activation_checkpointing=away | parts), {**EVEN, "remat": "reentrant"}))
     cases.append((ds_config(2, "fp16", gradient_clipping=0.5), EVEN))
     results = pool.run(4, mesh_jobs.train_split, cases, STEPS)
     plain, losses, norms = plain_run(accum=2, clip=0.5)
@@ -65,6 +68,9 @@ def test_tensor_parallel_training_equals_plain_torch(pool: RankPool) -> None:
         assert distance(mine[0], plain) < 1e-4, case
         assert mine[0]["norms"] == pytest.approx(norms, rel=1e-4), case
         assert mine[0]["samples"] == 2 * 2 * models.BATCH
+    for place, kept in ((-4, 1), (-2, 2)):  # whole inputs on the host, and parts of them: of 5 blocks, the newest stays
+        rows = [row for row in results[0][place]["rows"] if row["buffer"] == "activation.checkpoint"]
+        assert [row["peak"] for row in rows] == [models.BATCH * models.LENGTH * models.WIDTH * 4 // kept] * 4
     half = [rank[-1] for rank in results]
     _, losses, norms = plain_run(torch.float16, clip=0.5, scale=1024.0)
     assert loss_distance([half[0], half[2]], losses) < 5e-3
@@ -125,6 +131,7 @@ def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:
             "inputs": "were given other inputs",
             "part of heads": "'scale' is not distributed, but its gradient differs",
             "lamb": "norms of whole tensors",
+            "split tokens": "give their blocks other inputs",
             "names": "have no names",
             "unknown": "dimension 'rows' is unknown",
             "both": "give either group or mesh",

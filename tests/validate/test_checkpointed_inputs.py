@@ -6,7 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.core.test_tensor_parallel import CONFIG as SPLIT
 from tests.validate.small import CONFIG, compared_here
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import MemoryPlan
+from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
@@ -77,3 +81,43 @@ def test_on_the_device_two_are_there_at_a_time() -> None:
     assert kept["forward"] - moved["forward"] == 6 * one
     assert kept["backward"] - moved["backward"] == 7 * one
     assert {name: kept[name] - moved[name] for name in ("init", "step")} == {"init": 0, "step": 0}
+
+
+def test_ranks_that_hold_inputs_alike_keep_parts_of_them() -> None:
+    """Beside the logits half of every input but the newest is gone, and on the host there are the other halves."""
+    batch, length, blocks = 8, 256, 8
+    model = {**SPLIT, "num_hidden_layers": blocks, "tie_word_embeddings": False}
+
+    def plan(**section: bool) -> MemoryPlan:
+        config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "activation_checkpointing": section}
+        resolved = resolve(
+            Request(
+                model=model,
+                engine="zeroplan",
+                ds_config=config,
+                gpus=2,
+                tp=2,
+                micro_batch=batch,
+                seq_len=length,
+                gradient_checkpointing=True,
+            )
+        )
+        return predict(resolved.engine, resolved.cases[0], ExpandedTapes(resolved.engine)).plan
+
+    one = batch * length * int(SPLIT["hidden_size"]) * 2
+    whole, parts = plan(), plan(partition_activations=True)
+    away = plan(partition_activations=True, cpu_checkpointing=True)
+    for phase in ("forward", "backward"):
+        assert whole.gpu.phases[phase] - parts.gpu.phases[phase] == (blocks - 1) * one // 2
+    assert whole.gpu.phases["backward"] - away.gpu.phases["backward"] == (blocks - 1) * one
+    assert away.cpu.pinned == 2 * (blocks - 1) * one // 2  # of both ranks
+    line = next(line for line in away.lines if line.buffer == "activation.checkpoint" and line.place == "pinned")
+    assert line.bytes == (blocks - 1) * one // 2
+    assert whole.fits is parts.fits is None
+
+
+def test_split_tokens_are_divided_already() -> None:
+    config = {"zero_optimization": {"stage": 2}, "activation_checkpointing": {"partition_activations": True}}
+    request = Request(model=dict(SPLIT), engine="zeroplan", ds_config=config, gpus=2, tp=2, sp=True, seq_len=64)
+    with pytest.raises(BadInput, match="sequence parallelism has divided"):
+        estimate_report(request)

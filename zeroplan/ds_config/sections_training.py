@@ -81,7 +81,7 @@ ACTIVATION_CHECKPOINTING = section(
     "activation_checkpointing",
     Mode.PLAIN,
     "runtime/activation_checkpointing/config.py",
-    mem("partition_activations", BOOL),
+    mem("partition_activations", BOOL, runtime=HONOURED),
     mem("cpu_checkpointing", BOOL, runtime=HONOURED),
     mem("contiguous_memory_optimization", BOOL),
     mem("number_checkpoints", INT, optional=True, lo=1),

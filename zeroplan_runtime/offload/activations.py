@@ -1,4 +1,5 @@
-"""Checkpointed inputs in host memory (``activation_checkpointing.cpu_checkpointing``), copied back ahead of the backward.
+"""Checkpointed inputs in host memory (``activation_checkpointing.cpu_checkpointing``), copied back ahead of the backward, or
+divided among the ranks that hold them alike (``partition_activations``).
 
 Gradient checkpointing keeps each block's input until the backward. Here the input is copied to pinned memory while the next
 block computes, and copied back while the backward of the following block runs.
@@ -17,6 +18,13 @@ Note [Two on the device]
     entered: the compute stream then waits for the copy, the host does not. So at most two blocks' inputs are on the device in
     the forward, the last ones stay for the start of the backward, and at most two blocks' inputs are copied back at a time.
 
+Note [Parts of inputs]
+    Tensor-parallel ranks hold the inputs of blocks alike, unless sequence parallelism divides them. Each then keeps its part
+    from the next block's entry on, on the device or on the host; the whole is gathered when the block is computed again. The
+    last block's stays whole, as with copies to the host. What the ranks do not divide evenly stays whole, too.
+    Source: DeepSpeed, runtime/activation_checkpointing/checkpointing.py (``partition_activations``,
+    ``gather_partitioned_activations``), which divides the input of every block.
+
 `zeroplan.engines.runtime.checkpoints` simulates the same on a tape.
 """
 
@@ -30,11 +38,16 @@ import torch
 from torch import nn
 
 from zeroplan.core.buffers import Buffer, Place
+from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import LEAST_MOVED_BYTES
 from zeroplan_runtime.arena import Arena
+from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.local_tensors import is_distributed
 from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.streams import Event, Stream
+
+#: Norms of one tensor on several ranks that differ by more are not of one tensor.
+TOLERANCE = 1e-2
 
 _Key = tuple[int, tuple[int, ...], tuple[int, ...], torch.dtype]
 
@@ -93,10 +106,24 @@ class SavedTensor:
         version: the tensor's autograd version when it was saved.
         copied: recorded after the copy to the host.
         ready: recorded after the copy back.
+        part: this rank's part on the device, 1-D, where the ranks divide the tensor and it is there.
+        divided: the ranks divide it.
         before: the saved tensors of the previous block, which the backward needs next.
     """
 
-    __slots__ = ("before", "buffer", "copied", "pool", "ready", "returning", "shape_of", "tensor", "version")
+    __slots__ = (
+        "before",
+        "buffer",
+        "copied",
+        "divided",
+        "part",
+        "pool",
+        "ready",
+        "returning",
+        "shape_of",
+        "tensor",
+        "version",
+    )
 
     def __init__(self, tensor: torch.Tensor, pool: PinnedPool) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -106,6 +133,8 @@ class SavedTensor:
         self.shape_of = torch.empty_like(tensor, device="meta", memory_format=torch.contiguous_format)
         self.copied = self.ready = Event(tensor.device)
         self.returning: torch.Tensor | None = None
+        self.part: torch.Tensor | None = None
+        self.divided = False
         self.before: Sequence[SavedTensor] = ()
 
     @property
@@ -125,11 +154,25 @@ class ActivationOffload:
     Args:
         blocks: the modules that the model may checkpoint.
         arena: allocates the pinned memory.
+        to_host: they leave the device; else they are divided only.
+        alike: the ranks that hold them alike and divide them; None where they stay whole.
         least_bytes: smaller tensors stay on the device.
+
+    Raises:
+        BadInput: in the first forward, where the inputs of these ranks differ.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], arena: Arena, *, least_bytes: int = LEAST_MOVED_BYTES) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        arena: Arena,
+        *,
+        to_host: bool = True,
+        alike: Communicator | None = None,
+        least_bytes: int = LEAST_MOVED_BYTES,
+    ) -> None:
         device = arena.device
+        self._to_host, self._alike, self._compared = to_host, alike, False
         self.pool = PinnedPool(arena)
         self._compute_stream = Stream.current(device)
         self._d2h_stream, self._h2d_stream = Stream(device), Stream(device)
@@ -158,6 +201,7 @@ class ActivationOffload:
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
                 yield
+            self._compared = True
         finally:
             self._saving = False
             self._free_copied()
@@ -205,15 +249,37 @@ class ActivationOffload:
             stays, self._shared = self._shared | self._inputs, keys & self._inputs
             self._leaving = [one for one in self._newest if _key(one.on_device) not in stays]
             for one in self._leaving:
-                self._copy_to_host(one)
+                self._leave(one)
             self._newest, self._inputs = [], None
         saved.before = self._leaving
         self._newest.append(saved)
 
-    def _copy_to_host(self, saved: SavedTensor) -> None:
+    def _leave(self, saved: SavedTensor) -> None:
         tensor = saved.on_device
         if tensor._version != saved.version:
             raise RuntimeError("the input of a checkpointed block was changed in place after it was saved")
+        if self._alike is not None and tensor.numel() % self._alike.world_size == 0:
+            self._require_alike(tensor, self._alike)
+            saved.part = tensor.detach().reshape(self._alike.world_size, -1)[self._alike.rank].clone()
+            saved.divided, saved.tensor = True, None
+        if self._to_host:
+            self._copy_to_host(saved, saved.part if saved.part is not None else tensor)
+
+    def _require_alike(self, tensor: torch.Tensor, ranks: Communicator) -> None:
+        """Compares an input over the ranks that are to divide it, in the first forward."""
+        if self._compared:
+            return
+        values = tensor.detach().double()
+        digests = ranks.all_gather_object((float(values.square().sum().sqrt()), float(values.sum())))
+        norm, total = digests[0]
+        if any(abs(other - norm) > TOLERANCE * norm or abs(others - total) > norm for other, others in digests):
+            raise BadInput(
+                "the ranks of tp give their blocks other inputs, as with split tokens",
+                where="activation_checkpointing.partition_activations",
+                remedy="leave the key out: sequence parallelism has divided them already",
+            )
+
+    def _copy_to_host(self, saved: SavedTensor, tensor: torch.Tensor) -> None:
         saved.buffer = self.pool.take(tensor.numel(), tensor.dtype)
         produced = Event(self._device)
         produced.record(self._compute_stream)
@@ -227,8 +293,9 @@ class ActivationOffload:
     def _free_copied(self) -> None:
         """Frees the device memory of the tensors that have been copied."""
         for saved in self._leaving:
-            saved.copied.wait(self._compute_stream)
-            saved.tensor = None
+            if self._to_host:
+                saved.copied.wait(self._compute_stream)
+                saved.tensor = saved.part = None
         self._leaving = []
 
     # ------------------------------------------------------------------ backward
@@ -238,27 +305,43 @@ class ActivationOffload:
             return saved
         found = saved.tensor
         if found is None:
-            self._copy_back(saved)
-            saved.ready.wait(self._compute_stream)
-            found, saved.returning = saved.returning, None
+            if saved.part is None:
+                self._copy_back(saved)
+                saved.ready.wait(self._compute_stream)
+                found, saved.returning = saved.returning, None
+            else:
+                found = saved.part
             assert found is not None
+            if saved.divided:
+                found = self._gathered(saved, found)
         for before in saved.before:
-            if before.tensor is None:
+            if before.tensor is None and before.part is None:
                 self._copy_back(before)
         return found
+
+    def _gathered(self, saved: SavedTensor, part: torch.Tensor) -> torch.Tensor:
+        """Returns the whole tensor of which `part` is this rank's. A collective of the ranks that hold it alike."""
+        assert self._alike is not None
+        whole = torch.empty_like(saved.shape_of, device=self._device)
+        self._alike.all_gather(whole.view(-1), part)
+        return whole
 
     def _copy_back(self, saved: SavedTensor) -> None:
         """Starts to copy a tensor back, unless that has begun."""
         if saved.returning is not None:
             return
         assert saved.buffer is not None
-        target = torch.empty_like(saved.shape_of, device=self._device)  # torch's own memory, as without offload
+        shape = saved.shape_of
+        if saved.divided:
+            assert self._alike is not None
+            shape = shape.view(self._alike.world_size, -1)[0]
+        target = torch.empty_like(shape, device=self._device)  # torch's own memory, as without offload
         allocated = Event(self._device)
         allocated.record(self._compute_stream)  # earlier work may still use the memory
         allocated.wait(self._h2d_stream)
         saved.copied.wait(self._h2d_stream)
         with self._h2d_stream.as_current():
-            target.copy_(saved.buffer.like(saved.shape_of), non_blocking=True)
+            target.copy_(saved.buffer.like(shape), non_blocking=True)
         saved.buffer.read.record(self._h2d_stream)
         saved.ready = Event(self._device)
         saved.ready.record(self._h2d_stream)

@@ -1,9 +1,10 @@
-"""Checkpointed inputs in host memory (``cpu_checkpointing``), found in a model's tape.
+"""Checkpointed inputs in host memory (``cpu_checkpointing``) or divided (``partition_activations``), found in a model's tape.
 
 Which leave, and when they go and return, is said in the notes of zeroplan_runtime/offload/activations.py: of each checkpointed
 block the input that what runs before it has made, unless autograd keeps it anyway. It is copied when the next checkpointed
 block is entered, gone when the one after is (or the forward ends), and back when the backward of the block above begins. The
-last block's never leaves. The pinned buffers stay and are used again.
+last block's never leaves. The pinned buffers stay and are used again. Where ranks divide it, a part is made when the next block
+is entered and takes its place, and the whole is made again when the block is computed again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts
 
+#: Bytes of the narrowest element that an input has.
+_LEAST_WIDTH = 2
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadedInputSizes:
@@ -26,6 +30,7 @@ class OffloadedInputSizes:
     micro_batch: int = 0
     seq_len: int = 0
     hidden: int = 0
+    parts: int = 1
 
 
 def offloaded_input_sizes(case: Case, layout: Layout) -> OffloadedInputSizes:
@@ -45,25 +50,53 @@ def offloaded_input_sizes(case: Case, layout: Layout) -> OffloadedInputSizes:
     if case.workload.lora_rank is not None and policy.every == 1:
         count -= 1
     work = case.workload
-    return OffloadedInputSizes(max(0, count), work.micro_batch, work.seq_len or 0, hidden)
+    return OffloadedInputSizes(max(0, count), work.micro_batch, work.seq_len or 0, hidden, parts_of(case))
+
+
+def parts_of(case: Case) -> int:
+    """Return the ranks that divide checkpointed inputs: the tensor-parallel ones, with ``partition_activations``."""
+    return case.layout.tp if case.zero.activation_checkpointing.partition_activations else 1
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedInput:
-    """A checkpointed input that leaves: its storage and bytes, and the events (by index) before which it goes and returns."""
+    """A checkpointed input that leaves, with events by index.
+
+    Attributes:
+        storage, bytes: the whole.
+        parts: the ranks that divide it; 1 where it stays whole.
+        to_host: it or its part leaves the device.
+        next: the next block is entered behind it.
+        goes: what leaves is gone before it.
+        returns: what left is made again before it.
+        again: the block is computed again behind it.
+    """
 
     storage: int
     bytes: int
+    parts: int
+    to_host: bool
+    next: int
     goes: int
     returns: int
+    again: int
+
+    @property
+    def part(self) -> int:
+        """Bytes of what this rank keeps."""
+        return self.bytes // self.parts
 
 
-def offloaded_inputs(tape: ExpandedTape, blocks: Collection[str]) -> tuple[OffloadedInput, ...]:
-    """Return the bytes of each input that leaves in one micro batch, in the order of the forward: a pinned buffer for each.
+def offloaded_inputs(
+    tape: ExpandedTape, blocks: Collection[str], *, parts: int = 1, to_host: bool = True
+) -> tuple[OffloadedInput, ...]:
+    """Return each input that leaves in one micro batch or is divided, in the order of the forward.
 
     Args:
         tape: the model's expanded tape.
         blocks: full names of the modules that are units of kind block.
+        parts: the ranks that divide them.
+        to_host: they leave for pinned memory, a buffer each.
     """
     found, forward_end = _checkpointed(tape, blocks)
     lives = _Lifetimes(tape)
@@ -84,28 +117,53 @@ def offloaded_inputs(tape: ExpandedTape, blocks: Collection[str]) -> tuple[Offlo
     moved = []
     for index, (_, storage) in enumerate(claimed[:-1]):
         goes = claimed[index + 2][0].forward if index + 2 < len(claimed) else forward_end
-        moved.append(OffloadedInput(storage, lives.bytes[storage], goes, claimed[index + 1][0].again))
+        following, size = claimed[index + 1][0], lives.bytes[storage]
+        divided = parts if size % (parts * _LEAST_WIDTH) == 0 else 1
+        if to_host or divided > 1:
+            times = following.forward, goes, following.again, claimed[index][0].again
+            moved.append(OffloadedInput(storage, size, divided, to_host, *times))
     return tuple(moved)
 
 
 def with_offloaded_inputs(tape: ExpandedTape, moved: Collection[OffloadedInput]) -> ExpandedTape:
-    """The tape in which these inputs are freed in the forward, and others made in their place in the backward."""
+    """The tape in which these inputs or their parts are freed in the forward, and others made in the backward."""
     first = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
-    returned = {one.storage: first + index for index, one in enumerate(moved)}
-    added: dict[int, list[TapeEvent]] = {}
+    made, added = iter(range(first, first + 3 * len(moved))), dict[int, list[TapeEvent]]()
+    with_storage: dict[int, list[int]] = {}  # what is freed where the tape frees the input
+
+    def alloc(at: int, size: int) -> int:
+        storage = next(made)
+        added.setdefault(at, []).append((Op.ALLOC, storage, size, Kind.CHECKPOINT, -1))
+        return storage
+
+    def free(at: int, storage: int) -> None:
+        added.setdefault(at, []).append((Op.FREE, storage, 0, 0, -1))
+
     for one in moved:
-        added.setdefault(one.goes, []).append((Op.FREE, one.storage, 0, 0, -1))
-        added.setdefault(one.returns, []).append((Op.ALLOC, returned[one.storage], one.bytes, Kind.CHECKPOINT, -1))
+        if one.parts == 1:
+            free(one.goes, one.storage)
+            with_storage[one.storage] = [alloc(one.returns, one.bytes)]
+            continue
+        part = alloc(one.next, one.part)
+        free(one.next, one.storage)
+        if one.to_host:
+            free(one.goes, part)
+            part = alloc(one.returns, one.part)
+        whole = alloc(one.again, one.bytes)
+        if one.to_host:
+            free(one.again, part)
+        with_storage[one.storage] = [whole] if one.to_host else [whole, part]
     events: list[TapeEvent] = []
     for at, (op, arg, aux, kind, module) in enumerate(tape.events()):
-        storage = returned.get(arg, arg) if op == Op.FREE else arg
-        events += (*added.get(at, ()), (op, storage, aux, kind, module))
+        events += added.get(at, ())
+        instead = with_storage.get(arg) if op == Op.FREE else None
+        events += [(op, arg, aux, kind, module)] if instead is None else [(op, one, aux, kind, module) for one in instead]
     return tape.with_events(events)
 
 
 def host_buffers(moved: Collection[OffloadedInput]) -> dict[str, int]:
     """Bytes of the pinned buffers by the name that the Arena's row has for the unit (zeroplan_runtime's HostPool)."""
-    return {f"checkpoint.{index}": one.bytes for index, one in enumerate(moved)}
+    return {f"checkpoint.{index}": one.part for index, one in enumerate(one for one in moved if one.to_host)}
 
 
 @dataclass(frozen=True, slots=True)

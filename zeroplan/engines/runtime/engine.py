@@ -25,7 +25,13 @@ from zeroplan.ds_config.rules_runtime import remark, require_offloadable, requir
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.runtime import lines
-from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, offloaded_input_sizes, offloaded_inputs
+from zeroplan.engines.runtime.checkpoints import (
+    OffloadedInput,
+    host_buffers,
+    offloaded_input_sizes,
+    offloaded_inputs,
+    parts_of,
+)
 from zeroplan.engines.runtime.layouts import (
     layout_of,
     require_droppable,
@@ -144,7 +150,7 @@ class Runtime(Engine):
         found = []
         layout = case.layout if case.parallel is not None else None
         # Two GPUs measured tp at stage 2, whose parameters stay as those of stages 0 and 1 do.
-        if layout is not None and (max(layout.cp, layout.pp, layout.ep) > 1 or case.zero.stage == 3):
+        if layout is not None and (max(layout.cp, layout.pp, layout.ep, parts_of(case)) > 1 or case.zero.stage == 3):
             flag = next(f"--{name}" for name in ("pp", "cp", "ep", "tp") if getattr(layout, name) > 1)
             found.append(Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED))
         if case.workload.sparse_attention is not None:
@@ -206,11 +212,15 @@ class Runtime(Engine):
         return lines.LEDGER, lines.runtime_rank(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
 
     def offloaded_inputs(self, case: Case, tape: ExpandedTape) -> tuple[OffloadedInput, ...]:
-        """Return the checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``)."""
-        if not case.zero.activation_checkpointing.cpu_checkpointing:
+        """Return the checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``), or that
+        tensor-parallel ranks divide (``partition_activations``).
+        """
+        to_host, parts = case.zero.activation_checkpointing.cpu_checkpointing, parts_of(case)
+        if not to_host and parts == 1:
             return ()
         units = self.layout(case).units
-        return offloaded_inputs(tape, {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK})
+        blocks = {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK}
+        return offloaded_inputs(tape, blocks, parts=parts, to_host=to_host)
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
         """See :func:`zeroplan.engines.runtime.simulation.computed_tape`."""

@@ -96,6 +96,12 @@ def require_splittable(case: Case, runtime_options: RuntimeOptions) -> None:
     """
     if case.layout.tp > 1 and experts_of(case.spec.parameters):
         raise BadInput("the runtime has no tp of mixtures", where="--tp", remedy="use --ep, or --engine fsdp2")
+    if case.layout.sp and case.zero.activation_checkpointing.partition_activations:
+        raise BadInput(
+            "sequence parallelism has divided the blocks' inputs already",
+            where="activation_checkpointing.partition_activations",
+            remedy="leave the key out, or --sp",
+        )
     divided = next((name for name in ("tp", "ep") if getattr(case.layout, name) > 1), None)
     if divided is None:
         return

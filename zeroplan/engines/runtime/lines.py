@@ -65,6 +65,7 @@ class RuntimeRank:
     inputs_offloaded: int = means(
         "inputs of checkpointed blocks that leave for the host: all but the last block's (cpu_checkpointing)"
     )
+    input_parts: int = means("tensor-parallel ranks that divide each of these inputs (partition_activations)")
     micro_batch: int = means("samples a rank and pass")
     seq_len: int = means("tokens a sample")
     hidden: int = means("elements of one token's hidden state")
@@ -136,6 +137,7 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInpu
         step_scalars=_count(rows, Buffer.OPTIM_NORM),
         file_padding=sum(-row.bytes % PAGE for row in rows if row.place is Place.NVME),
         inputs_offloaded=inputs.count,
+        input_parts=inputs.parts,
         micro_batch=inputs.micro_batch,
         seq_len=inputs.seq_len,
         hidden=inputs.hidden,
@@ -335,7 +337,8 @@ def param_ring(c: RuntimeRank) -> int:
 @_add(Buffer.ACTIVATION_CHECKPOINT, Place.PINNED, FROM_FIRST_STEP)
 def checkpointed_inputs(c: RuntimeRank) -> int:
     """Inputs of checkpointed blocks, on the host from the forward to the backward; two are on the GPU at a time."""
-    return c.inputs_offloaded * c.micro_batch * c.seq_len * c.hidden * c.param_bytes
+    whole = c.inputs_offloaded * c.micro_batch * c.seq_len * c.hidden * c.param_bytes
+    return whole if c.input_parts == 1 else fraction(whole, 1, c.input_parts)
 
 
 @_add(Buffer.OPTIM_NORM, Place.HBM, ALWAYS)

@@ -66,7 +66,7 @@ def simulate_rank(
         case: the configuration.
         layout: what the Arena allocates by.
         runtime_options: the ``zeroplan`` section of the ds_config.
-        moved: the checkpointed inputs that leave for pinned memory.
+        moved: the checkpointed inputs that leave for pinned memory, or are divided.
         expanded: the model's expanded tape.
         config: settings of the caching allocator; None for its defaults.
     """
@@ -87,6 +87,6 @@ def simulate_rank(
     play(run, tape, recorder, schedule, warm=True)
     host = host_phases(layout, case.spec.params * case.workload.param_bytes, host_buffers(moved))
     timeline = simulate(recorder, config, device_memory=case.cluster.vram)
-    found = Simulation(timeline, host=host, moved=tuple(one.bytes for one in moved))
+    found = Simulation(timeline, host=host, moved=tuple(one.part for one in moved if one.to_host))
     after = [found.held_after(phase) or 0 for phase in (Phase.INIT, Phase.STEP)]
     return replace(found, checkpoint=checkpoint_phases(layout, host, after_init=after[0], after_step=after[1]))

@@ -87,6 +87,20 @@ def test_names_that_are_not_known_are_listed_and_leave_fits_open(tmp_path: Any) 
     assert "verify" not in settle  # it runs no Megatron-LM
 
 
+def test_mixtures_and_parts_that_are_recomputed(tmp_path: Any) -> None:
+    setup = read(
+        tmp_path,
+        "--swiglu --disable-bias-linear --num-experts 8 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
+        "--moe-router-dtype fp32 --recompute-granularity selective --recompute-modules moe layernorm "
+        "--moe-expert-capacity-factor 1.25",
+    )
+    model = setup.model
+    assert isinstance(model, dict)
+    assert (model["moe_aux_loss_coeff"], model["moe_router_dtype"]) == (0.01, "fp32")
+    assert model["recompute_modules"] == ("moe", "layernorm")
+    assert named(setup) == {"recompute_modules", "moe_expert_capacity_factor"}
+
+
 def test_yaml_of_two_sections(tmp_path: Any) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(

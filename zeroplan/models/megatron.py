@@ -156,6 +156,10 @@ class MegatronModel:
         multiple = self.make_vocab_size_divisible_by * tp
         return self.padded_vocab_size or -(-self.vocab_size // multiple) * multiple
 
+    def recomputes(self, module: str) -> bool:
+        """Return whether selective recomputation runs this part of a layer again."""
+        return self.recompute_granularity == "selective" and module in self.recompute_modules
+
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer is a mixture of experts."""
         if not self.num_experts:

@@ -370,6 +370,11 @@ CASES = {
     "latent without q_lora": Run(more=(*LATENT.items(), ("q_lora_rank", 0))),
     "latent full": Run(recompute="full", more=tuple(LATENT.items())),
     "latent mixture": Run(ep=8, more=(*LATENT.items(), *SHARED.items(), *SIGMOID.items())),
+    "llama mlp": Run(tp=2, recompute="selective", more=(("recompute_modules", ["core_attn", "mlp"]),)),
+    "mixture moe": Run(ep=4, recompute="selective", more=(*MIXTURE.items(), ("recompute_modules", ["moe"]))),
+    "mixture shared": Run(
+        ep=4, recompute="selective", more=(*SHARED.items(), ("recompute_modules", ["shared_experts", "mlp"]))
+    ),
     "mixture full": Run(ep=4, recompute="full", more=tuple(MIXTURE.items())),
 }
 

@@ -47,6 +47,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ({"recompute_granularity": "full", "recompute_method": "block"}, {}, {}, "--recompute-num-layers"),
     ({"recompute_granularity": "selective", "recompute_method": "block"}, {}, {}, "--recompute-method"),
     ({"recompute_num_layers": 2}, {}, {}, "--recompute-num-layers"),
+    ({"recompute_granularity": "selective", "recompute_modules": ["attn"]}, {}, {}, "--recompute-modules"),
     ({"normalization": "BatchNorm"}, {}, {}, "--normalization"),
     ({"position_embedding_type": "mrope"}, {}, {}, "--position-embedding-type"),
     ({"transformer_impl": "local", "normalization": "RMSNorm"}, {"gpus": 2, "tp": 2, "sp": True}, {}, "torch's RMSNorm"),

@@ -111,9 +111,20 @@ def layer(w: TapeWriter, s: Shapes, number: int, x: Value) -> Value:
         return _half(w, s, x, norm="pre_mlp_layernorm", name="mlp", kind="MLP", run=_mlp)
 
 
+def _again(w: TapeWriter, s: Shapes, module: str, x: Value, run: Callable[[Value], Value]) -> Value:
+    """Run a part of a layer, and again in the backward where selective recomputation names it."""
+    if not s.model.recomputes(module):
+        return run(x)
+    return ops.checkpoint(w, lambda inputs: run(inputs[0]), [x], masked=False)
+
+
 def _mixture(w: TapeWriter, s: Shapes, x: Value, number: int) -> Value:
     width = s.model.moe_shared_expert_intermediate_size
-    return mixture(w, s, number, x, partial(_shared_expert, w, s, width) if width else None)
+
+    def shared(tokens: Value) -> Value:
+        return _again(w, s, "shared_experts", tokens, partial(_wide, w, s, width, normalizes=False))
+
+    return _again(w, s, "moe", x, lambda tokens: mixture(w, s, number, tokens, shared if width else None))
 
 
 def _half(
@@ -153,8 +164,8 @@ def _attention(w: TapeWriter, s: Shapes, x: Value) -> Value:
     if model.position_embedding_type == "rope" and not latent:
         query, key = (rotated(w, s, one, model.kv_channels) for one in (query, key))
     with w.module("core_attention", "DotProductAttention"):
-        selected = "core_attn" in model.recompute_modules and model.recompute_granularity == "selective"
         run = partial(_core, w, s)
+        selected = model.recomputes("core_attn")
         context = ops.checkpoint(w, run, [query, key, value]) if selected else run([query, key, value])
     width = model.value_channels * model.num_attention_heads
     with w.module("linear_proj", "RowParallelLinear"):
@@ -259,11 +270,7 @@ def _softmax(w: TapeWriter, s: Shapes, raw: Value) -> Value:
 
 
 def _mlp(w: TapeWriter, s: Shapes, x: Value) -> Value:
-    return _wide(w, s, s.model.ffn_hidden_size, x, normalizes=s.model.uses_engine)
-
-
-def _shared_expert(w: TapeWriter, s: Shapes, width: int, x: Value) -> Value:
-    return _wide(w, s, width, x, normalizes=False)
+    return _again(w, s, "mlp", x, partial(_wide, w, s, s.model.ffn_hidden_size, normalizes=s.model.uses_engine))
 
 
 def _wide(w: TapeWriter, s: Shapes, width: int, x: Value, *, normalizes: bool) -> Value:

@@ -274,14 +274,15 @@ def drop(w: TapeWriter, x: Value, element: int = 2) -> Value:
     return w.apply([x], [out], [mask], backward)[0]
 
 
-def checkpoint(w: TapeWriter, run: Callable[[list[Value]], Value], inputs: list[Value]) -> Value:
-    """Run `run` without a graph and keep its inputs alone, attention's mask among them; the backward runs it again, with one.
+def checkpoint(w: TapeWriter, run: Callable[[list[Value]], Value], inputs: list[Value], *, masked: bool = True) -> Value:
+    """Run `run` without a graph and keep its inputs alone; the backward runs it again, with one. Attention's mask is an input,
+    too, where `masked`.
 
     The gradients of the inputs are kept by their leaves, and the output of the second run is held until then. Where an
     attribute of a module inside holds the graph, the leaves live on with their gradients.
     """
     sizes = [x.nbytes for x in inputs]
-    mask = [] if w.mask is None else [w.mask]
+    mask = [w.mask] if masked and w.mask is not None else []
     with w.without_graph():
         out = run([Value(x.storage, nbytes=x.nbytes) for x in inputs]).storage
 

@@ -11,6 +11,9 @@ from zeroplan.core.workload import DType, Workload
 from zeroplan.engines.megatron.chunk import ChunkLayers
 from zeroplan.models.megatron import MegatronModel
 
+#: What selective recomputation may run again.
+_RECOMPUTED = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
+
 
 class RefusedArgument(NamedTuple):
     """What is wrong, the argument, and what to do."""
@@ -97,6 +100,11 @@ def _choices(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterat
     if m.recompute_granularity == "selective" and m.recompute_method:
         yield RefusedArgument(
             "a method beside selective recomputation", "--recompute-method", "leave it out, or recompute full layers"
+        )
+    unknown = sorted(set(m.recompute_modules) - set(_RECOMPUTED))
+    if m.recompute_granularity == "selective" and unknown:
+        yield RefusedArgument(
+            f"{unknown[0][:40]!r} is no part of a layer", "--recompute-modules", f"of {', '.join(_RECOMPUTED)}"
         )
     if m.recompute_granularity == "full":
         if m.recompute_method not in ("uniform", "block"):

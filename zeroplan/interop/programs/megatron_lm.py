@@ -223,8 +223,8 @@ class MegatronLm(Program):
         modules = run.texts("recompute_modules") or tuple(str(run.data.get("recompute_modules", "")).split())
         if modules and found.get("recompute_granularity") == "selective":
             found["recompute_modules"] = modules
-            if set(modules) - {"core_attn"}:
-                run.leave_out("recompute_modules", LESS, f"{', '.join(sorted(set(modules) - {'core_attn'}))[:80]} run again")
+            if left := sorted(set(modules) & {"layernorm", "mla_up_proj", "moe_act"}):
+                run.leave_out("recompute_modules", LESS, f"{', '.join(left)} run again, outputs dropped")
         if found.get("recompute_granularity") == "full":
             run.set("gradient_checkpointing", True, "recompute_granularity")
         found["vocab_size"] = self._vocabulary(run, found)

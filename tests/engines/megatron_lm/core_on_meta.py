@@ -371,6 +371,11 @@ CASES = {
     "latent full": Run(recompute="full", more=tuple(LATENT.items())),
     "latent mixture": Run(ep=8, more=(*LATENT.items(), *SHARED.items(), *SIGMOID.items())),
     "llama mlp": Run(tp=2, recompute="selective", more=(("recompute_modules", ["core_attn", "mlp"]),)),
+    "gathered": Run(more=(*MIXTURE.items(), ("moe_token_dispatcher_type", "allgather"))),
+    "gathered ep 4": Run(ep=4, more=(*MIXTURE.items(), ("moe_token_dispatcher_type", "allgather"))),
+    "gathered tp 2 etp 2": Run(
+        ep=2, tp=2, sp=True, etp=2, micro_batch=4, more=(*SHARED.items(), ("moe_token_dispatcher_type", "allgather"))
+    ),
     "mixture moe": Run(ep=4, recompute="selective", more=(*MIXTURE.items(), ("recompute_modules", ["moe"]))),
     "mixture shared": Run(
         ep=4, recompute="selective", more=(*SHARED.items(), ("recompute_modules", ["shared_experts", "mlp"]))

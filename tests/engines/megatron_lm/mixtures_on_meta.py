@@ -15,7 +15,7 @@ def balance() -> None:
     import torch
     from megatron.core.fusions import fused_bias_swiglu
     from megatron.core.transformer.moe import moe_utils
-    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
     class Select(torch.autograd.Function):
         """``masked_select`` with a known number of results; its backward is torch's."""
@@ -67,6 +67,20 @@ def balance() -> None:
             self.num_global_tokens_per_local_expert = torch.full((ranks, self.num_local_experts), sent // self.num_experts)
         return torch.full((self.num_local_experts,), sent * self.tp_size // self.num_local_experts)
 
+    gathered = MoEAllGatherTokenDispatcher.dispatch_postprocess
+
+    def evenly(self: Any, hidden_states: Any, probs: Any) -> Any:
+        """Run the dispatcher's own code where counts that come to the host are even."""
+        each = hidden_states.shape[0] * self.router_topk // self.config.num_moe_experts
+        own = Select.apply
+        with (
+            mock.patch.object(torch.Tensor, "cpu", lambda counts: torch.full(counts.shape, each)),
+            mock.patch.object(torch.Tensor, "masked_select", lambda source, mask: own(source, mask, each * mask.shape[0])),
+        ):
+            return gathered(self, hidden_states, probs)
+
+    if gathered.__name__ != evenly.__name__:
+        MoEAllGatherTokenDispatcher.dispatch_postprocess = evenly
     from megatron.core.transformer.moe import token_dispatcher
 
     moe_utils.te_general_gemm = None  # 0.16.1 leaves the name undefined without TransformerEngine

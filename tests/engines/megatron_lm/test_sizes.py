@@ -175,6 +175,7 @@ def _kept_by_a_layer(shapes: Shapes) -> int:
         ({**GPT, "recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}, {"pp": 2, "tp": 2}),
         ({**GPT, "transformer_impl": "local"}, {"tp": 2, "sp": True}),
         (EXCHANGED, {"ep": 4}),
+        ({**EXCHANGED, "moe_token_dispatcher_type": "allgather"}, {"ep": 4, "pp": 2}),
         (MLA, {"tp": 2, "sp": True}),
         ({**MLA, **EXPERTS, "apply_rope_fusion": False}, {"pp": 2, "ep": 2}),
         ({**EXCHANGED, "moe_shared_expert_intermediate_size": 256}, {"tp": 2, "sp": True, "ep": 2, "pp": 2}),
@@ -207,7 +208,7 @@ def test_the_heads_stand_in_gradient_is_kept_with_transformer_engine() -> None:
 @pytest.mark.parametrize(
     ("config", "layout", "work"),
     [
-        (MOE, {"ep": 4}, {}),
+        ({**MOE, "moe_token_dispatcher_type": "flex"}, {"ep": 4}, {}),
         ({**LLAMA, "num_query_groups": 2}, {"tp": 4}, {}),
         (LLAMA, {}, {"dtype": DType.FP32, "precision": Precision.FP32}),
     ],

@@ -103,6 +103,7 @@ class TapeWriter:
         self._allocated: dict[int, int] = {}  # by storage, the event
         self._hints: dict[int, Kind] = {}
         self._outside: set[int] = set()
+        self._buffers: list[Storage] = []
         self.split = 0
         self.mask: Storage | None = None
         self.kept: dict[tuple[str, tuple[int, ...]], int] = {}
@@ -137,6 +138,12 @@ class TapeWriter:
         ident = -1 - len(self._outside)
         self._outside.add(ident)
         return Storage(self, ident, nbytes)
+
+    def shared(self, nbytes: int) -> Storage:
+        """Return a part of a buffer that lives for the whole run, to which no gradient is added in place."""
+        part = self.outside(nbytes)
+        self._buffers.append(part)
+        return part
 
     def freed(self, ident: int) -> None:
         """Write the FREE of a storage; called by the storage itself."""

@@ -129,13 +129,13 @@ class Megatron(Engine):
 
     def simulates(self, case: Case) -> bool:
         """Return whether its layers are described: not those in fp32, with fewer groups of queries than tensor-parallel ranks,
-        which gather what they share, or with experts that tokens reach otherwise than by all-to-all.
+        which gather what they share, or with experts that tokens reach by DeepEP (``flex``).
         """
         model = self._model(case)
         if model is None:
             return True
         shared = model.num_query_groups < case.layout.tp
-        if model.num_experts and model.moe_token_dispatcher_type != "alltoall":
+        if model.num_experts and model.moe_token_dispatcher_type == "flex":
             return False
         return not (shared or case.workload.dtype is DType.FP32)
 

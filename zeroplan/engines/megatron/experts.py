@@ -34,11 +34,16 @@ def mixture(w: TapeWriter, s: Shapes, number: int, x: Value, shared: Callable[[V
             beside = shared(x)
     with w.module("router", "TopKRouter"):
         probabilities, routes = route(w, s, r, x)
-    w.keep(("dispatcher", (number,)), probabilities.nbytes + routes.nbytes)
-    probabilities = Value(w.outside(probabilities.nbytes), probabilities.node, probabilities.slot)  # it lies in that buffer
-    del routes
     w.graphs += w.recording  # of the probabilities
-    out = _exchanged(w, s, r, number, x, probabilities)
+    if s.model.moe_token_dispatcher_type == "allgather":
+        held = [probabilities]
+        del probabilities
+        out = _gathered_experts(w, s, r, number, x, held, routes)
+    else:
+        w.keep(("dispatcher", (number,)), probabilities.nbytes + routes.nbytes)
+        probabilities = Value(w.outside(probabilities.nbytes), probabilities.node, probabilities.slot)  # it lies there
+        del routes
+        out = _exchanged(w, s, r, number, x, probabilities)
     if beside is None:
         return out
     return w.apply([out, beside], [w.empty(out.nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
@@ -164,6 +169,91 @@ def _sort(w: TapeWriter, r: Routing, *each: Value) -> list[Value]:
 def _sorted(w: TapeWriter, each: list[Value], places: list[Storage]) -> list[Value]:
     sizes = [one.nbytes for one in each]
     return w.apply(each, [w.empty(size) for size in sizes], places, lambda saved, g: [w.empty(size) for size in sizes])
+
+
+# --- all-gather ---------------------------------------------------------------------------------------------------------------
+
+
+def _gathered_experts(w: TapeWriter, s: Shapes, r: Routing, number: int, x: Value, held: list[Value], routes: Storage) -> Value:
+    """All ranks' tokens to every rank, those of its own experts through them, and the sums scattered back.
+
+    Tokens are gathered into the buffer that Megatron's own layers share, and so is their gradient scattered.
+    """
+    ranks = r.ep * r.etp
+    rows, local = ranks * r.rows, ranks * r.rows * r.local
+    probabilities, every = held.pop(), x
+    if ranks > 1:
+        routes = w.empty(rows * r.experts * _BOOL, Kind.COMM)
+        probabilities = _gathered_rows(w, probabilities, ranks)
+        every = _gathered_tokens(w, x, ranks)
+        mine = w.empty(local * _BOOL)
+        chosen = w.apply(
+            [probabilities], [w.empty(local * r.element)], [], lambda saved, g: [w.empty(rows * r.experts * r.element)]
+        )[0]
+    else:
+        mine, chosen = routes, probabilities
+    w.attributes["local map", number] = [mine]
+    w.empty(local * _INT64)  # of the map, whose columns are counted
+    order, tokens = _taken(w, r, every, local, rows)
+    turned = w.apply([chosen], [w.empty(local * r.element)], [], lambda saved, g: g[:])[0]
+    mask = w.empty(local * _BOOL)
+    source = local * r.element
+
+    def select_backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(source)]
+
+    got = r.got * r.ep * r.local // r.experts  # of all ranks' tokens, those that take this rank's experts
+    weights = w.apply([turned], [w.empty(got * r.element)], [turned.storage, mask], select_backward)[0]
+    del turned, mask, chosen
+    w.attributes["order", number] = [*order, weights.storage]
+    del routes, mine
+    with w.module("experts", "TEGroupedMLP" if r.engine else "SequentialMLP"):
+        made = _compute(w, s, r, tokens, weights)
+    size = made.nbytes
+    out = w.apply([made], [w.empty(rows * r.token)], order, lambda saved, g: [w.empty(size)])[0]
+    del made
+    return _scattered(w, s, r, out, ranks) if ranks > 1 else out
+
+
+def _taken(w: TapeWriter, r: Routing, every: Value, local: int, rows: int) -> tuple[list[Storage], Value]:
+    """Return the places of this rank's tokens among all, and the tokens."""
+    got = local * r.topk // r.experts
+    if r.fused:
+        order = [w.empty(rows * (2 * r.local + 1) * _INT32)]
+    else:
+        mask = w.empty(local * _BOOL)
+        numbers = w.empty(rows * _INT64)
+        order = [w.empty(got * _INT64)]
+        del numbers, mask
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(rows * r.token)]
+
+    return order, w.apply([every], [w.empty(got * r.token)], order, backward)[0]
+
+
+def _gathered_rows(w: TapeWriter, x: Value, ranks: int) -> Value:
+    size = x.nbytes
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size, Kind.COMM)]
+
+    return w.apply([x], [w.empty(size * ranks, Kind.COMM)], [], backward)[0]
+
+
+def _gathered_tokens(w: TapeWriter, x: Value, ranks: int) -> Value:
+    """Gather into the shared buffer; the gradient is scattered into it, too."""
+    size = x.nbytes
+    w.keep(ops.SHARED, size * ranks)
+    return w.apply([x], [w.shared(size * ranks)], [], lambda saved, g: [w.shared(size)])[0]
+
+
+def _scattered(w: TapeWriter, s: Shapes, r: Routing, x: Value, ranks: int) -> Value:
+    """Scatter sums in the dtype of the probabilities."""
+    times, part = max(1, r.element // s.element), x.nbytes // ranks
+    if times == 1:
+        return ops.scatter(w, x, part)
+    return _cast(w, ops.scatter(w, _cast(w, x, x.nbytes * times), part * times), part)
 
 
 # --- experts ------------------------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._frozen_here = freeze_outside(model, groups) if groups else []
         zero = config.zero if optimizer is not None else replace(config.zero, offload_optimizer=OffloadOptimizer())
         if optimizer is not None and optimizer.row.compresses:
-            require_exchange(zero.stage, zero.offload_optimizer.device)
+            require_exchange(zero.stage, zero.offload_optimizer.device, local_steps=optimizer.steps_alone)
         if optimizer is not None and zero.offload_optimizer:
             require_offloadable(optimizer.kind, zero)
         setup = runtime_setup(
@@ -120,6 +120,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             optimizer=optimizer.row_with_states.name if optimizer is not None else STATELESS,
             grad_accum=config.grad_accum,
             quantize_training=config.quantize_training if optimizer is not None else None,
+            local_steps=optimizer is not None and optimizer.steps_alone,
             ep=ranks.degrees.get("ep", 1),
         )
         if setup.quantize_training is not None:

@@ -28,6 +28,8 @@ class EngineCheckpoints(EngineParameters):
         if not isinstance(save_dir, str | os.PathLike) or not str(save_dir):
             raise BadInput(f"{save_dir!r} is no folder", where="engine.save_checkpoint", remedy="give the path of one")
         self.checks.require_no_gradients(self.schedule.grads.has_grads)
+        if self.optimizer_step is not None:
+            self.optimizer_step.require_common_masters("engine.save_checkpoint")
         self.checks.require_no_new_parameters(self.module)
         return save_checkpoint(
             self,
@@ -52,4 +54,6 @@ class EngineCheckpoints(EngineParameters):
         from zeroplan_runtime.checkpoint.export import save_16bit_model
 
         self.checks.require_usable("engine.save_16bit_model")
+        if self.optimizer_step is not None:
+            self.optimizer_step.require_common_masters("engine.save_16bit_model")
         save_16bit_model(self, save_dir, save_filename)

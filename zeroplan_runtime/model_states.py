@@ -182,7 +182,8 @@ class ModelStates:
             gaps = trainable.layout.gaps()
             padding = [tensor[begin:end] for tensor in (whole, worker) for begin, end in gaps]
             padding += [server[max(begin - first, 0) : end - first] for begin, end in gaps if end > first]
-            state.exchanged = ExchangedMomentum(whole, worker, server, [part for part in padding if part.numel()])
+            anchor = carved.get((Buffer.OPTIM_ANCHOR, name))
+            state.exchanged = ExchangedMomentum(whole, worker, server, [part for part in padding if part.numel()], anchor)
             if self.setup.shards_states:
                 state.optim_states[Buffer.OPTIM_EXP_AVG] = self.local_shard(whole, trainable.layout)
 

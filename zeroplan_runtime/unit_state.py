@@ -106,6 +106,7 @@ class ExchangedMomentum:
         momentum: fp32 [flat], the ranks' mean; in the warm-up at stage 1 only this rank's shard is current.
         worker_error: fp32 [flat], what this rank's messages have left out.
         server_error: fp32 [shard], what the compressed mean of this rank's shard has left out.
+        anchor: fp32 [flat], the masters of the last step that synchronised; None unless ranks step alone.
         padding: views of the three where no parameter is. One bit has no zero, so they are set to zero after each exchange:
             a checkpoint does not hold them.
     """
@@ -114,6 +115,7 @@ class ExchangedMomentum:
     worker_error: torch.Tensor
     server_error: torch.Tensor
     padding: list[torch.Tensor]
+    anchor: torch.Tensor | None = None
 
     def forget_errors(self) -> None:
         """Lets both errors begin at zero again."""

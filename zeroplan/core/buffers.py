@@ -42,6 +42,7 @@ class Buffer(StrEnum):
     OPTIM_SCALE = "optim.scale"
     OPTIM_ERROR_FEEDBACK = "optim.error_feedback"  # what a rank's compressed momentum left out
     OPTIM_SERVER_ERROR = "optim.server_error"  # what the compressed mean of a rank's part left out
+    OPTIM_ANCHOR = "optim.anchor"  # the masters of the last step after which all ranks had the same (local steps)
     OPTIM_TRUST = "optim.trust"  # norms of whole tensors for LAMB's trust ratio, and the tiles that they are summed over
     OPTIM_TEMP = "optim.temp"  # temporaries of one optimizer step
     OPTIM_NORM = "optim.norm"  # temporaries of the gradient norm and the overflow check

@@ -51,6 +51,7 @@ _FAMILIES: dict[Buffer, Family] = {
     Buffer.OPTIM_SCALE: Family.OPTIMIZER,
     Buffer.OPTIM_ERROR_FEEDBACK: Family.OPTIMIZER,
     Buffer.OPTIM_SERVER_ERROR: Family.OPTIMIZER,
+    Buffer.OPTIM_ANCHOR: Family.OPTIMIZER,
     Buffer.OPTIM_TRUST: Family.STEP,
     Buffer.PARAM_TEMP: Family.STEP,
     Buffer.OPTIM_TEMP: Family.STEP,

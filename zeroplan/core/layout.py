@@ -438,6 +438,8 @@ def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
         flats = [(unit.shape.name, unit.trainable) for unit in units if unit.trainable]
         rows += [OwnedBuffer(Buffer.OPTIM_ERROR_FEEDBACK, name, flat.full, DType.FP32) for name, flat in flats]
         rows += [OwnedBuffer(Buffer.OPTIM_SERVER_ERROR, name, flat.shard, DType.FP32) for name, flat in flats]
+        if setup.local_steps:
+            rows += [OwnedBuffer(Buffer.OPTIM_ANCHOR, name, flat.full, DType.FP32) for name, flat in flats]
         words = layout.message_words
         rows += [OwnedBuffer(Buffer.COMM_ALL_REDUCE, what, words, DType.FP32) for what in ("sent", "received")]
     if setup.quantize_training is not None and units:

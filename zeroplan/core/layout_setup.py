@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.core.one_bit import NOT_OFFLOADED, NOT_SHARDED
+from zeroplan.core.one_bit import LOCAL_ALONE, NOT_OFFLOADED, NOT_SHARDED
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.core.quantize_training import QUANTIZE_TRAINING, QuantizeTraining
@@ -34,7 +34,7 @@ class RuntimeSetup:
     `accum_dtype` that of the reduced shard.
     `optimizer` is one of :data:`~zeroplan.core.optimizers.RUNTIME_NAMES`.
     `params_in_host` are the elements of parameters in files that stay in host memory.
-    `quantize_training` rounds the unsharded weights.
+    `quantize_training` rounds the unsharded weights. With `local_steps` ranks may step alone (0/1 Adam).
     `ep` of the `ranks` share a block's experts: an expert's parameters have :attr:`expert_ranks`.
     """
 
@@ -56,6 +56,7 @@ class RuntimeSetup:
     params_in_host: int = 0
     delayed_update: bool = False
     quantize_training: QuantizeTraining | None = None
+    local_steps: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -199,18 +200,21 @@ class RuntimeSetup:
         return self.param_dtype if self.ranks == 1 and self.grad_accum == 1 else DType.FP32
 
 
-def require_exchange(stage: int, offload: OffloadDevice) -> None:
+def require_exchange(stage: int, offload: OffloadDevice, *, local_steps: bool = False) -> None:
     """Refuse what a 1-bit optimizer cannot be combined with.
 
     Args:
         stage: ZeRO's.
         offload: where the optimizer is.
+        local_steps: it lets ranks step alone.
 
     Raises:
-        BadInput: from stage 2 on, and for an optimizer on the host.
+        BadInput: from stage 2 on, with local steps from stage 1 on, and for an optimizer on the host.
     """
     if stage >= 2:
         raise BadInput(NOT_SHARDED.what, where="optimizer", remedy=NOT_SHARDED.remedy)
+    if stage and local_steps:
+        raise BadInput(LOCAL_ALONE.what, where="local_step_clipper", remedy=LOCAL_ALONE.remedy)
     if offload is not OffloadDevice.NONE:
         raise BadInput(NOT_OFFLOADED.what, where="offload_optimizer", remedy=NOT_OFFLOADED.remedy)
 

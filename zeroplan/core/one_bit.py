@@ -13,7 +13,8 @@ Note [Messages]
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 #: Elements that share one scale: what one block of 1024 GPU threads works on. Scales add 0.4 % to the bits.
 SCALE_BLOCK = 8192
@@ -37,10 +38,18 @@ NOT_SHARDED = OneBitRefusal(
 NOT_OFFLOADED = OneBitRefusal(
     "1-bit optimizers exchange momentum between GPUs, and cannot be offloaded", "use AdamW, or keep the optimizer on the device"
 )
-#: Why 0/1 Adam's local steps are refused.
-NO_LOCAL_STEPS = OneBitRefusal(
-    "local steps let each rank have other parameters, which zeroplan_runtime does not do", "set it to 1"
+#: Why 0/1 Adam's local steps are refused at stage 1.
+LOCAL_ALONE = OneBitRefusal(
+    "local steps let each rank have other parameters, of which stage 1 gives each rank a part", "use stage 0, or set it to 1"
 )
+
+
+def local_steps(optimizer_params: Mapping[str, Any]) -> int:
+    """Return the most steps of 0/1 Adam between two that synchronise (``local_step_clipper``); 0 where all do."""
+    most = optimizer_params.get("local_step_clipper", 1)
+    return int(most) if isinstance(most, int | float) and most > 1 else 0
+
+
 #: Why a mesh of model-parallel ranks is refused.
 NOT_SPLIT = OneBitRefusal(
     "1-bit optimizers would round what ranks of tp or pp hold alike in different ways", "use AdamW, or data parallelism alone"

@@ -161,7 +161,7 @@ class Workload:
     DeepSpeed's ``TiledMLP`` does; 0 for none.
     `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
     tokens in the first steps. `layer_drop` leaves blocks out of later steps.
-    `quantize_training` rounds weights to fewer bits.
+    `quantize_training` rounds weights to fewer bits. `local_steps` are the most that 0/1 Adam lets ranks step alone.
     `compile` is what ``torch.compile`` is called on; None for nothing. `generation` is what the model generates before each
     step, on the GPUs that train; None for nothing. `moved` means that the model is made on the host and then moved to the GPU,
     where a tied weight is one from the beginning; made on the GPU, its second owner's goes when the tie is made.
@@ -209,6 +209,7 @@ class Workload:
     curriculum: Curriculum | None = None
     layer_drop: ProgressiveLayerDrop | None = None
     quantize_training: QuantizeTraining | None = None
+    local_steps: int = 0
     compile: Compilation | None = None
     generation: Generation | None = None
     moved: bool = False

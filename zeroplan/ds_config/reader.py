@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
+from zeroplan.core.one_bit import local_steps
+from zeroplan.core.optimizers import optimizer_of_type
 from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Effect, Unmodelled
@@ -148,7 +150,9 @@ class DsConfig:
         if longest is not None and found.seq_len is not None:
             found = replace(found, seq_len=min(found.seq_len, longest))
         techniques = {"sparse_attention", "curriculum", "layer_drop", "quantize_training"}
-        return replace(found, **{name: getattr(self, name) for name in techniques})
+        row = optimizer_of_type(self.training.optimizer or "")
+        local = local_steps(self.training.optimizer_params) if row is not None and row.compresses else 0
+        return replace(found, local_steps=local, **{name: getattr(self, name) for name in techniques})
 
 
 def inspect_ds_config(

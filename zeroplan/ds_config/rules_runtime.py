@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout
-from zeroplan.core.one_bit import NO_LOCAL_STEPS, NOT_OFFLOADED, NOT_SHARDED
+from zeroplan.core.one_bit import LOCAL_ALONE, NOT_OFFLOADED, NOT_SHARDED, local_steps
 from zeroplan.core.optimizers import find_optimizer, optimizer_of_type
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -48,8 +48,7 @@ def _compresses(v: View) -> bool:
 
 
 def _steps_locally(v: View) -> bool:
-    most = v.training.optimizer_params.get("local_step_clipper", 1)
-    return _compresses(v) and isinstance(most, int | float) and most > 1
+    return _compresses(v) and v.zero.stage == 1 and local_steps(v.training.optimizer_params) > 1
 
 
 def _nameless(v: View, section: str) -> bool:
@@ -251,8 +250,8 @@ RUNTIME_REFUSALS: tuple[Rule, ...] = (
         "optimizer.params.local_step_clipper",
         "",
         _steps_locally,
-        NO_LOCAL_STEPS.what,
-        NO_LOCAL_STEPS.remedy,
+        LOCAL_ALONE.what,
+        LOCAL_ALONE.remedy,
         _OF_RUNTIME,
     ),
     Rule(

@@ -18,6 +18,7 @@ def runtime_setup(
     optimizer: str,
     grad_accum: int,
     quantize_training: QuantizeTraining | None = None,
+    local_steps: bool = False,
     ep: int = 1,
 ) -> RuntimeSetup:
     """Return what decides the runtime's own buffers beside the shapes.
@@ -33,6 +34,7 @@ def runtime_setup(
         optimizer: by the name of its row of states.
         grad_accum: micro batches a step.
         quantize_training: the section of that name; None without it.
+        local_steps: the optimizer lets ranks step alone.
         ep: those of them that share a block's experts.
 
     Raises:
@@ -59,4 +61,5 @@ def runtime_setup(
         params_in_host=params.max_in_cpu,
         delayed_update=runtime_options.delayed_update > 0,
         quantize_training=quantize_training,
+        local_steps=local_steps,
     )

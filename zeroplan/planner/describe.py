@@ -49,6 +49,7 @@ _ASKED_FOR = {
     "curriculum": None,
     "layer_drop": None,
     "quantize_training": None,
+    "local_steps": 0,
     "compile": None,
 }
 
@@ -60,6 +61,7 @@ UNSEARCHED = {
         CURRICULUM_LEARNING,
         "what is reserved as the sequences of a curriculum grow is in no figure, nor is the time of the shorter steps",
     ),
+    "local_steps": ("local_step_clipper", "the time of local steps is in no figure"),
     "quantize_training": (QUANTIZE_TRAINING, "the time that rounding the weights takes is in no figure"),
     "layer_drop": (LAYER_DROP, "the time of steps with fewer layers is in no figure, nor is what is reserved as layers differ"),
 }

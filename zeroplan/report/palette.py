@@ -31,6 +31,7 @@ COLORS: dict[Buffer, str] = {
     Buffer.OPTIM_FACTORED: "#8259b3",
     Buffer.OPTIM_SCALE: "#a583cc",
     Buffer.OPTIM_ERROR_FEEDBACK: "#a583cc",
+    Buffer.OPTIM_ANCHOR: "#a583cc",
     Buffer.OPTIM_SERVER_ERROR: "#b49ad4",
     Buffer.GRAD_ACCUM: "#14603a",
     Buffer.GRAD_SHARD: "#1f8a53",

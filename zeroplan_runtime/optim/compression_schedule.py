@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from zeroplan.core.one_bit import local_steps
+
 
 class Exchanged(Enum):
     """What the ranks average in a step: gradients in their own dtype, or gradients or momenta in one bit an element."""
@@ -14,6 +16,12 @@ class Exchanged(Enum):
     GRADIENT = "gradient"  # as ever, in its own dtype
     SIGNS_OF_GRADIENT = "signs of gradient"  # in one bit an element; the second moment stays
     SIGNS_OF_MOMENTUM = "signs of momentum"  # in one bit an element; the second moment stays
+    NOTHING = "nothing"  # ranks step alone
+    SIGNS_OF_CHANGE = "signs of change"  # of what the masters have changed since the last such step, in one bit an element
+
+
+#: What is exchanged in steps that each rank takes with its own momentum.
+LOCAL = (Exchanged.NOTHING, Exchanged.SIGNS_OF_CHANGE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +53,12 @@ def _one_bit_adam(step: int, hyper: Mapping[str, Any]) -> CompressionStep:
 
 
 def _zero_one_adam(step: int, hyper: Mapping[str, Any]) -> CompressionStep:
-    """0/1 Adam (Lu et al. 2022, algorithm 1) without local steps.
+    """0/1 Adam (Lu et al. 2022, algorithm 1).
 
     The second moment is updated every step at first, and half as often after each ``var_update_scaler`` updates (κ, section 6);
-    in between the gradient's signs are exchanged, after ``var_freeze_step`` the momentum's.
+    in between the gradient's signs are exchanged, after ``var_freeze_step`` the momentum's. With ``local_step_clipper`` above 1
+    steps that are no multiples of an interval are then local; it is 1 at first, and twice as long after each
+    ``local_step_scaler`` steps, up to the clipper.
     """
     freeze, times = int(hyper["var_freeze_step"]), int(hyper["var_update_scaler"])
     frozen, now = step > freeze, min(step, freeze)
@@ -60,6 +70,10 @@ def _zero_one_adam(step: int, hyper: Mapping[str, Any]) -> CompressionStep:
             count += max(0, (now - first) // interval + 1)
             break
         done, count, interval = last, count + times, 2 * interval
+    if frozen and (most := local_steps(hyper)):
+        interval = min(most, 2 ** min((step - freeze - 1) // int(hyper["local_step_scaler"]), most.bit_length()))
+        exchanged = Exchanged.NOTHING if step % interval else Exchanged.SIGNS_OF_CHANGE
+        return CompressionStep(exchanged, count, begins=step == freeze + 1)
     if frozen:
         return CompressionStep(Exchanged.SIGNS_OF_MOMENTUM, count, begins=step == freeze + 1)
     updates = now % interval == 0 and now >= first

@@ -6,6 +6,9 @@ compressions leave out stays in two errors, which the next step adds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 
 from zeroplan.core.buffers import Buffer
@@ -13,7 +16,7 @@ from zeroplan.core.one_bit import message_words
 from zeroplan_runtime import kernels
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.optim.compression_schedule import CompressionStep, Exchanged
-from zeroplan_runtime.unit_state import UnitState
+from zeroplan_runtime.unit_state import GroupSlice, UnitState
 
 
 class MomentumExchange:
@@ -27,11 +30,19 @@ class MomentumExchange:
         self._model_states, self._comm = model_states, model_states.comm
         self._is_whole = False  # every rank's momentum is current in all elements
 
-    def begin(self, step: CompressionStep) -> None:
+    def begin(
+        self, step: CompressionStep, number: int, groups: Sequence[Mapping[str, Any]], scalars: torch.Tensor | None
+    ) -> None:
         """Prepares for the exchanges of a step, which follow for each unit.
 
         Momentum is made whole on every rank before the first time that it is exchanged after another step or a load. Errors of
         gradients are none of momentum, so both begin at zero with it.
+
+        Args:
+            step: what is exchanged in it.
+            number: of the applied step, from 1.
+            groups: the hyperparameters.
+            scalars: the step's.
         """
         if step.begins:
             self._model_states.forget_errors()
@@ -58,6 +69,17 @@ class MomentumExchange:
             betas: the moments' decays.
             scalars: the step's, with the gradients' factor; where they say so, nothing is changed.
         """
+        kept_part, decay = (betas[0], 0.0) if what is Exchanged.SIGNS_OF_MOMENTUM else (0.0, betas[0])
+        self._average(unit, kept_part, decay, scalars)
+        if what is Exchanged.SIGNS_OF_GRADIENT:
+            # One bit has no zero, and the next step may be Adam's own: its quotient has no bound where v is 0.
+            exp_avg, exp_avg_sq = (unit.optim_states[b] for b in (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ))
+            exp_avg.masked_fill_(exp_avg_sq == 0, 0.0)
+
+    def _average(self, unit: UnitState, beta1: float, decay: float, scalars: torch.Tensor | None) -> None:
+        """Averages β₁ · momentum + (1 − β₁) · gradient over the ranks, in one bit an element, and lets `decay` of the momentum
+        stay beside it.
+        """
         assert unit.exchanged is not None
         assert unit.trainable is not None
         assert unit.grad_full is not None
@@ -65,17 +87,20 @@ class MomentumExchange:
         words = message_words(shard)
         sent, received = (one[: ranks * words] for one in self._model_states.messages)
         mine = sent[self._comm.rank * words : (self._comm.rank + 1) * words]
-        kept, beta1 = unit.exchanged, betas[0]
-        kept_part, decay = (beta1, 0.0) if what is Exchanged.SIGNS_OF_MOMENTUM else (0.0, beta1)
-        kernels.sign_pack(kept.momentum, unit.grad_full, kept.worker_error, sent, ranks=ranks, beta1=kept_part, scalars=scalars)
+        kept = unit.exchanged
+        kernels.sign_pack(kept.momentum, unit.grad_full, kept.worker_error, sent, ranks=ranks, beta1=beta1, scalars=scalars)
         self._comm.record_collective(2 * unit.index + 1)
         self._comm.all_to_all(received, sent)
         kernels.sign_average(received, kept.server_error, mine, ranks=ranks, scalars=scalars)
         self._comm.all_gather(sent, mine)
         kernels.sign_unpack(sent, kept.momentum, ranks=ranks, decay=decay, scalars=scalars)
-        if what is Exchanged.SIGNS_OF_GRADIENT:
-            # One bit has no zero, and the next step may be Adam's own: its quotient has no bound where v is 0.
-            exp_avg, exp_avg_sq = (unit.optim_states[b] for b in (Buffer.OPTIM_EXP_AVG, Buffer.OPTIM_EXP_AVG_SQ))
-            exp_avg.masked_fill_(exp_avg_sq == 0, 0.0)
         if kept.padding:
             torch._foreach_zero_(kept.padding)
+
+    def updated(
+        self, unit: UnitState, step: CompressionStep, slices: Sequence[GroupSlice], groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Is called after the unit's update in a step that compresses."""
+
+    def end(self) -> None:
+        """Is called after all updates of a step that compresses."""

@@ -8,8 +8,9 @@ it is in its own units. The gradient that the momentum's change stands for updat
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -39,9 +40,11 @@ class ScaledExchange(MomentumExchange):
         self._skip_and_factor: tuple[bool, float] | None = None  # of the present step
         self.scales = [[1.0] * len(u.trainable.params) if u.trainable is not None else [] for u in model_states.units]
 
-    def begin(self, step: CompressionStep) -> None:
+    def begin(
+        self, step: CompressionStep, number: int, groups: Sequence[Mapping[str, Any]], scalars: torch.Tensor | None
+    ) -> None:
         """Prepares for the exchanges of a step; the first takes the scales, and begins the fresh second moment."""
-        super().begin(step)
+        super().begin(step, number, groups, scalars)
         self._skip_and_factor = None
         if not step.begins:
             return

@@ -17,7 +17,8 @@ from zeroplan.core.layout import Flat, UnitKind
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.update_request import UpdateRequest
-from zeroplan_runtime.optim.compression_schedule import CompressionStep
+from zeroplan_runtime.optim.compression_schedule import LOCAL, CompressionStep
+from zeroplan_runtime.optim.local_steps import LocalSteps
 from zeroplan_runtime.optim.momentum_exchange import MomentumExchange
 from zeroplan_runtime.optim.scaled_exchange import ScaledExchange
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
@@ -99,8 +100,11 @@ class OptimizerStep:
         self._divide_coefficients()
         self.exchange: MomentumExchange | None = None
         if self.model_states.setup.compresses:
-            scaled = bool(self.optimizer.kernel.coefficients)
-            self.exchange = ScaledExchange(self.model_states, self.slices) if scaled else MomentumExchange(self.model_states)
+            if self.optimizer.kernel.coefficients:
+                self.exchange = ScaledExchange(self.model_states, self.slices)
+            else:
+                alone = self.model_states.setup.local_steps
+                self.exchange = (LocalSteps if alone else MomentumExchange)(self.model_states)
         if clip or may_skip:
             schedule.grads.measure = self.measure
 
@@ -120,6 +124,19 @@ class OptimizerStep:
         """Notes that the optimizer's states were loaded, or written by the user."""
         if self.exchange is not None:
             self.exchange.was_written()
+
+    def require_common_masters(self, where: str) -> None:
+        """Refuses what reads one rank's masters for those of all, while ranks step alone.
+
+        Raises:
+            BadInput: between two steps that synchronise.
+        """
+        if isinstance(self.exchange, LocalSteps) and not self.exchange.in_step:
+            raise BadInput(
+                "each rank has masters of its own until the next step that synchronises (local steps)",
+                where=where,
+                remedy="save after a step whose number is a multiple of local_step_clipper, where that is a power of 2",
+            )
 
     def has_errors(self, applied: int) -> bool:
         """Returns whether compression has left errors after so many applied steps."""
@@ -208,7 +225,7 @@ class OptimizerStep:
             self.host.step(request, (self.schedule.compute_stream, self.schedule.all_gather_stream))
         # In the order in which the next forward needs the units. See Note [Places] in model_states.
         if self.exchange is not None and self._compression is not None:
-            self.exchange.begin(self._compression)
+            self.exchange.begin(self._compression, number, hyperparameters, scalars)
         for unit, slices in zip(self.model_states.units, self.slices, strict=True):
             if unit.trainable is None:
                 continue
@@ -216,9 +233,13 @@ class OptimizerStep:
                 self.exchange.exchange(unit, self._compression.exchanged, hyperparameters[0]["betas"], scalars)
             for part in slices:
                 self.update(part, hyperparameters[part.group], number, scalars)
+            if self.exchange is not None and self._compression is not None and self._compression.compresses:
+                self.exchange.updated(unit, self._compression, slices, hyperparameters)
             if unit.offloaded is None:
                 self.schedule.mark_updated(unit)
             self.schedule.grads.free(unit)
+        if self.exchange is not None:
+            self.exchange.end()
         self._early = None
         return result
 
@@ -348,6 +369,8 @@ class OptimizerStep:
         """Steps one slice with the momentum that the ranks have exchanged, and a second moment that stays."""
         if part.coefficients is None:
             exp_avg, exp_avg_sq = part.states
+            if self._compression is not None and self._compression.exchanged in LOCAL:
+                hyper["weight_decay"] = 0.0  # it waits for the step that synchronises
             kernels.frozen_adam(part.master, exp_avg, exp_avg_sq, step=number, **hyper)
             return
         assert part.tensors is not None

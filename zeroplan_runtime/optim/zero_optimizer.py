@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.one_bit import NO_LOCAL_STEPS
+from zeroplan.core.one_bit import local_steps
 from zeroplan.core.optimizer_row import Optimizer, RuntimeKernel
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS, torch_row, variant_of, why_no_kernel
 from zeroplan_runtime import kernels
@@ -64,8 +64,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 raise BadInput(f"unknown key {key!r} for {kind}", where="optimizer.params", remedy=did_you_mean(key, known))
             if key in known:
                 _check(key, value, known[key])
-        if hyper.get("local_step_clipper", 1) > 1:
-            raise BadInput(NO_LOCAL_STEPS.what, where="optimizer.params.local_step_clipper", remedy=NO_LOCAL_STEPS.remedy)
         self.kind, self.decoupled = kind, decoupled
         self._take_step: Callable[[], None] | None = None
         self._drop_grads: Callable[[], None] | None = None
@@ -154,6 +152,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
             hyper[kernel.carried] = values.get(kernel.carried)
         self._taken[group] = hyper
         return hyper
+
+    @property
+    def steps_alone(self) -> bool:
+        """Whether it lets ranks step alone (0/1 Adam's local steps)."""
+        return self.row.compresses and local_steps(self.param_groups[0]) > 1
 
     def compression(self, number: int) -> CompressionStep:
         """What the ranks exchange in applied step `number`, from 1, of an optimizer that compresses."""

@@ -38,6 +38,7 @@ def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, run
         optimizer=workload.optimizer,
         grad_accum=workload.grad_accum,
         quantize_training=workload.quantize_training,
+        local_steps=workload.local_steps > 1,
         ep=parallel.ep,
     )
 
@@ -189,7 +190,7 @@ def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: Paralle
     """
     if not find_optimizer(workload.optimizer).compresses:
         return
-    require_exchange(zero.stage, zero.offload_optimizer.device)
+    require_exchange(zero.stage, zero.offload_optimizer.device, local_steps=workload.local_steps > 0)
     if parallel.tp * parallel.pp * parallel.ep > 1:
         refusal = NOT_EXPERTS if parallel.ep > 1 else NOT_SPLIT
         raise BadInput(refusal.what, where="--optimizer", remedy=refusal.remedy)

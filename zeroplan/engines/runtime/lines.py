@@ -55,6 +55,7 @@ class RuntimeRank:
     summed: int = means("elements of the slots in which offloaded gradients are summed over micro batches, or cast")
     swapped: int = means("elements of the pinned buffers between files and the update")
     exchanged_momentum: int = means("elements whose momentum every rank keeps whole, to exchange it in one bit: whole flats")
+    anchored: int = means("elements whose masters of the last common step are kept: whole flats (local steps)")
     averaged: int = means("elements of the ranks' mean that this rank compresses: its shards of those flats")
     message_words: int = means("words of the largest flat's messages, one a rank: a bit an element, and the scales")
     largest_param: int = means("elements of the largest parameter")
@@ -131,6 +132,7 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInpu
         summed=_count(here, Buffer.STAGE_D2H),
         swapped=_count([row for row in rows if row.unit == "optimizer"], Buffer.SWAP_BUFFER),
         exchanged_momentum=_count(rows, Buffer.OPTIM_ERROR_FEEDBACK),
+        anchored=_count(rows, Buffer.OPTIM_ANCHOR),
         averaged=_count(rows, Buffer.OPTIM_SERVER_ERROR),
         message_words=layout.message_words,
         largest_param=max((p.numel for unit in layout.units for p in unit.shape.params), default=0),
@@ -281,6 +283,12 @@ def worker_error(c: RuntimeRank) -> int:
 def server_error(c: RuntimeRank) -> int:
     """What the compressed mean of this rank's shards left out, kept for the next step (1-bit Adam)."""
     return c.averaged * c.master_bytes
+
+
+@_add(Buffer.OPTIM_ANCHOR, Place.HBM, ALWAYS, state=True)
+def anchor(c: RuntimeRank) -> int:
+    """The masters of the last step after which all ranks had the same, from which local steps are averaged (0/1 Adam)."""
+    return c.anchored * c.master_bytes
 
 
 @_add(Buffer.COMM_ALL_REDUCE, Place.HBM, ALWAYS)

@@ -131,6 +131,7 @@ def test_torchtitans_experts_are_shared(titan: Callable[[str], str]) -> None:
     lines = "expert_parallel_degree = 4\nexpert_tensor_parallel_degree = 2\ntensor_parallel_degree = 2"
     dense = read_setup(titan(lines))
     assert "ep" not in dense.degrees
+    assert "parallelism.expert_parallel_degree" in keys_of(dense)
     path = Path(titan(lines))
     path.write_text(path.read_text().replace('"llama3"', '"qwen3"').replace('"8B"', '"30B-A3B"'))
     request = asked(str(path), gpus=8)

@@ -131,12 +131,15 @@ def _reduction(device: KernelDevice, outputs: int, inputs: int, fastest: int, ve
     return (size if fastest else size * width * vector), 4 * grid
 
 
-def _cudnn_backward(device: KernelDevice, rows: int, dim: int, grouped: int) -> int:
+def _cudnn_backward(device: KernelDevice, rows: int, dim: int, grouped: int, key_rows: int = 0) -> int:
     """cuDNN's workspace: gradient of the queries in fp32, row sums, and whole key and value gradients if heads are grouped.
 
-    `rows` is batch × heads × sequence.
+    `rows` is batch × heads × sequence, and `key_rows` the same of the keys, where their sequence is another.
     """
-    return (rows * dim * (8 if grouped else 4) + rows * 4 + 256) if device.cudnn_attention else 0
+    if not device.cudnn_attention:
+        return 0
+    whole = (key_rows or rows) * dim * 4 if grouped else 0
+    return rows * dim * 4 + whole + rows * 4 + 256
 
 
 #: name -> bytes, given the device and integers

@@ -115,7 +115,8 @@ def fused_backward(
         made.append(torch.empty_like(bias))
     rows, flash = ("flash_rows", "flash") if cudnn else ("rows", "")
     if cudnn:
-        block(("cudnn_backward", batch * heads * seq, dim, int(grouped)))
+        others = (batch * heads * key.shape[2],) if key.shape[2] != seq else ()  # as where a ring's keys are halved
+        block(("cudnn_backward", batch * heads * seq, dim, int(grouped), *others))
     delta = block((rows, seq, 128, 4 * batch * heads))
     if not masked:
         accumulator = block((rows, seq, 128, 4 * batch * heads * _flash_width(dim)))

@@ -244,11 +244,17 @@ class Torchtitan(Program):
         Source: torchtitan, ``models/llama4/parallelize.py`` (``apply_moe_ep_tp``).
         """
         (shared, key), (matrices, matrices_key) = self._degree(run, "ep"), self._degree(run, "etp")
-        if (shared or 1) == 1 or (run.text("model.name") or "llama3").startswith("llama3"):
-            return
-        run.degree("ep", shared or 1, key)
-        if (matrices or 1) > 1:
-            run.degree("etp", matrices or 1, matrices_key)
+        dense = (run.text("model.name") or "llama3").startswith("llama3")
+        if shared is not None and shared > 1:
+            if dense:
+                run.leave_out(key, NONE, "the model has no experts")
+            else:
+                run.degree("ep", shared, key)
+        if matrices is not None and matrices > 1:
+            if dense or (shared or 1) == 1:
+                run.leave_out(matrices_key, NONE, "without shared experts tensor parallelism says it")
+            else:
+                run.degree("etp", matrices, matrices_key)
 
     def _sequence(self, run: Builder, key: str, tensor: int, stages: int) -> None:
         """Set sequence parallelism, which goes with torchtitan's tensor parallelism unless it is switched off."""

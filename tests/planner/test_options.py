@@ -27,7 +27,7 @@ _OF_FILES = {
     ),
 }
 #: Degrees of parallelism that a search does not take.
-_DEGREES = {"tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate"}
+_DEGREES = {"tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "partition", "dp_replicate"}
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,7 @@ _DEGREES = {"tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "
                 "fp8",
                 "compile",
                 "tiled_mlp",
+                "tiled_loss",
                 "zero_init",
                 *_DEGREES,
                 *_OF_FILES,

@@ -64,7 +64,8 @@ class TraceOptions:
     beside them in 16 bits. `images` of `image_size` pixels a side come with each sample. `evaluation`: the forward alone, in
     evaluation mode and without gradients. `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0
     where it is theirs. `fp8`: how linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`). `tiled_mlp`: tiles
-    in which MLPs run (:mod:`zeroplan.trace.tiled`); 0 for none. `compile`: blocks are compiled
+    in which MLPs run (:mod:`zeroplan.trace.tiled`), and `tiled_loss` head and loss (:mod:`zeroplan.trace.tiled_loss`); 0 for
+    none. `compile`: blocks are compiled
     (:mod:`zeroplan.trace.compiled`). `at`: the only sequences, tokens and LoRA rank that the tape holds for, since compiled
     graphs are made for one shape; None for any. `sparse`: block-sparse attention, whatever `attn` says
     (:mod:`zeroplan.trace.sparse_attention`). With a `pair_loss` a micro batch holds pairs, and the loss is computed over all
@@ -93,6 +94,7 @@ class TraceOptions:
     fp8: Float8Recipe | None = None
     sparse: SparseTables | None = None
     tiled_mlp: int = 0
+    tiled_loss: int = 0
     compile: bool = False
     at: tuple[int, int, int] | None = None
     pair_loss: PairLoss | None = None
@@ -136,6 +138,8 @@ class TraceOptions:
             parts.append(self.sparse.key)
         if self.tiled_mlp:
             parts.append(f"mlp{self.tiled_mlp}")
+        if self.tiled_loss:
+            parts.append(f"loss{self.tiled_loss}")
         if self.compile:
             parts.append("compile")
         if self.at is not None:
@@ -183,6 +187,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         fp8=workload.fp8,
         sparse=None if workload.sparse_attention is None else workload.sparse_attention.tables,
         tiled_mlp=workload.tiled_mlp,
+        tiled_loss=workload.tiled_loss,
         compile=workload.compile is not None,
         at=None if workload.compile is None else (workload.rows, workload.seq_len or 1, workload.lora_rank or 0),
         pair_loss=workload.pair_loss,

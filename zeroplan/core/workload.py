@@ -158,7 +158,7 @@ class Workload:
     `pads` means that each batch is padded to its longest sample, of which nothing but the most, `seq_len`, is known.
     `target_len` is the length of an encoder-decoder's targets; None where it is `seq_len`, that of its sources.
     `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
-    DeepSpeed's ``TiledMLP`` does; 0 for none.
+    DeepSpeed's ``TiledMLP`` does, and `tiled_loss` that of head and loss (``TiledFusedLogitsLoss``); 0 for none.
     `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
     tokens in the first steps. `layer_drop` leaves blocks out of later steps.
     `quantize_training` rounds weights to fewer bits. `local_steps` are the most that 0/1 Adam lets ranks step alone.
@@ -205,6 +205,7 @@ class Workload:
     target_len: int | None = None
     fp8: Float8Recipe | None = None
     tiled_mlp: int = 0
+    tiled_loss: int = 0
     sparse_attention: SparseAttention | None = None
     curriculum: Curriculum | None = None
     layer_drop: ProgressiveLayerDrop | None = None

@@ -45,6 +45,7 @@ _ASKED_FOR = {
     "target_len": None,
     "fp8": None,
     "tiled_mlp": 0,
+    "tiled_loss": 0,
     "sparse_attention": None,
     "curriculum": None,
     "layer_drop": None,

@@ -72,6 +72,7 @@ class StageOptions(MachineOptions, total=False):
     set_to_none: bool
     fp8: str | None
     tiled_mlp: int
+    tiled_loss: int
     compile: str | None
     zero_init: bool | None
     tp: int

@@ -43,6 +43,7 @@ class Request:
     set_to_none: bool = True
     fp8: str | None = None
     tiled_mlp: int = 0
+    tiled_loss: int = 0
     compile: str | None = None
     adapter_dtype: str | None = None
     whole_base: bool = False

@@ -98,10 +98,11 @@ def resolve(request: Request) -> Resolved:
         )
     if workload.fp8 is not None and cluster.gpu.capability < FLOAT8_CAPABILITY:
         raise BadInput(f"{cluster.gpu.name} has no 8-bit floats", where="--fp8", remedy="leave it out, or name an H100")
-    if workload.tiled_mlp and not engine.tiles_mlps:
-        raise BadInput(
-            f"tiles are DeepSpeed's, and {engine.name} has none", where="--tiled-mlp", remedy="use --engine deepspeed"
-        )
+    tiled = [f"--tiled-{name}" for name in ("mlp", "loss") if getattr(workload, f"tiled_{name}")]
+    if tiled and not engine.tiles_mlps:
+        raise BadInput(f"tiles are DeepSpeed's, and {engine.name} has none", where=tiled[0], remedy="use --engine deepspeed")
+    if workload.tiled_loss:
+        _require_plain_loss(request, spec, workload)
     if workload.quantize is not None:
         if not engine.quantized_bases:
             raise BadInput(
@@ -164,8 +165,7 @@ def resolve(request: Request) -> Resolved:
         raise BadInput(
             "compiled models are planned for data parallelism alone", where="--compile", remedy="leave --tp, --cp and --pp out"
         )
-    if workload.tiled_mlp:
-        warnings.append("--tiled-mlp: as DeepSpeed's source has it, but not measured on a GPU")
+    warnings += [f"{where}: as DeepSpeed's source has it, but not measured on a GPU" for where in tiled]
     if layout is not None and not engine.own_layers and (said := unmeasured(layout)):
         warnings.append(said)
     every = [
@@ -185,6 +185,31 @@ def resolve(request: Request) -> Resolved:
     cases = _cases(request, engine, every)
     warnings += sorted({said for case in cases if (said := engine.remark(case))})
     return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings), unmodelled)
+
+
+def _require_plain_loss(request: Request, spec: ModelSpec, workload: Workload) -> None:
+    """Refuse what is not modelled beside a loss in tiles, and a head whose gradient is not complete with the loss.
+
+    Raises:
+        BadInput: naming it.
+    """
+    if any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
+        raise BadInput(
+            "the head is tied to the embedding, and DeepSpeed would reduce their gradient twice in a step",
+            where="--tiled-loss",
+            remedy="leave it out",
+        )
+    others = (
+        ("--task", request.task is not None),
+        ("--lora-rank", workload.lora_rank is not None),
+        ("--pp", request.pp > 1),
+        ("--tp", request.tp > 1),
+        ("--ulysses", request.ulysses > 1),
+        ("loss", workload.chunked_head or workload.pair_loss is not None),
+    )
+    for where, asked in others:
+        if asked:
+            raise BadInput("a loss in tiles is not modelled beside it", where=where, remedy="leave one of the two out")
 
 
 def _model(request: Request) -> ModelSpec:

@@ -120,7 +120,8 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         lengths=lengths,
         pads=request.pads,
         fp8=recipe,
-        tiled_mlp=_tiles(request),
+        tiled_mlp=_tiles(request.tiled_mlp, "--tiled-mlp", request),
+        tiled_loss=_tiles(request.tiled_loss, "--tiled-loss", request),
         compile=compiled,
         whole_base=request.whole_base and quantization is not None,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
@@ -186,13 +187,12 @@ def both_lengths(request: Request, spec: ModelSpec) -> tuple[int | None, int | N
     return source, None if target == source else target
 
 
-def _tiles(request: Request) -> int:
-    """Return the number of tiles of the MLPs.
+def _tiles(tiles: int, where: str, request: Request) -> int:
+    """Return the number of tiles that a flag asks for.
 
     Raises:
         BadInput: a number below zero, or what is not modelled beside tiles.
     """
-    tiles, where = request.tiled_mlp, "--tiled-mlp"
     if tiles < 0:
         raise BadInput(f"{tiles} is no number of tiles", where=where, remedy="use 2 or more")
     if tiles and request.gradient_checkpointing and request.checkpoint_policy != "full":

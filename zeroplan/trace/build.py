@@ -35,6 +35,7 @@ from zeroplan.trace.pair_loss import pairs_of
 from zeroplan.trace.quantized import adapt, quantize
 from zeroplan.trace.sparse_attention import register_sparse
 from zeroplan.trace.tiled import tile_mlps
+from zeroplan.trace.tiled_loss import tile_loss
 from zeroplan.trace.vision import image_inputs
 
 #: Config keys that hold a number of blocks.
@@ -234,6 +235,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         convert(model, options.fp8, autocasts=options.arithmetic.autocasts)
     if options.tiled_mlp:
         tile_mlps(model, options.tiled_mlp)
+    if options.tiled_loss:
+        tile_loss(model, options.tiled_loss)
     trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False

@@ -13,7 +13,8 @@ Note [Tiled MLP]
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,6 +43,17 @@ def tile_mlps(model: nn.Module, tiles: int) -> None:
         raise BadInput("this model has no gated MLPs of linear layers", where="--tiled-mlp", remedy="leave it out")
     for module in found:
         module.forward = partial(_forward, partial(type(module).forward, module), tiles)
+
+
+@contextmanager
+def one_tile(index: int, count: int) -> Iterator[None]:
+    """What runs inside is one tile's: its weights' gradients add up with those of the others."""
+    global _tile
+    _tile = index, count
+    try:
+        yield
+    finally:
+        _tile = None
 
 
 def held_back(param: torch.Tensor) -> bool:
@@ -81,7 +93,6 @@ class TiledCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         """Run every tile again, with its backward."""
-        global _tile
         (hidden_states,) = ctx.saved_tensors
         rows = hidden_states.detach()
         rows = rows.reshape(-1, rows.shape[-1])
@@ -93,25 +104,23 @@ class TiledCall(torch.autograd.Function):
             piece.requires_grad_(hidden_states.requires_grad)
             end = begin + piece.shape[0]
             if piece.requires_grad:
-                piece.register_post_accumulate_grad_hook(partial(_into, outgoing[begin:end]))
-            _tile = index, len(pieces)
-            try:
+                piece.register_post_accumulate_grad_hook(partial(add_into, outgoing[begin:end]))
+            with one_tile(index, len(pieces)):
                 with torch.enable_grad():
                     output = ctx.run(piece)
-                _backward(output, incoming[begin:end])
-            finally:
-                _tile = None
+                backward_within(output, incoming[begin:end])
             begin = end
         return None, outgoing.view_as(hidden_states), None
 
 
-def _into(place: torch.Tensor, piece: torch.Tensor) -> None:
+def add_into(place: torch.Tensor, piece: torch.Tensor) -> None:
+    """Add a piece's gradient to its part of the whole, as autograd adds to a gradient that is there."""
     assert piece.grad is not None
     place.add_(piece.grad)
     piece.grad = None
 
 
-def _backward(output: torch.Tensor, grad: torch.Tensor) -> None:
+def backward_within(output: torch.Tensor, grad: torch.Tensor) -> None:
     """Run a backward within another, as ``torch.autograd.backward`` does, under the name that the recorder knows."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)

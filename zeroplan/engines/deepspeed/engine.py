@@ -62,7 +62,7 @@ _REFERENCE = "the figures hold the reference model as TRL's source makes it; no 
 _UNMODELLED_DEGREES = {"ep": "AutoEP and its MoE layers are"}
 _DIVIDED = "at stage 3 DeepSpeed gathers and divides each layer when the engine is made, which is in no figure"
 _WHOLE_LOGITS = "all logits of a rank's tokens, if TRL computes head and loss apart where ranks share samples"
-_TILES = "stage 3 fetches and releases an MLP's layers for every tile, which was not compared with DeepSpeed's order"
+_TILES = "stage 3 fetches and releases what runs in tiles for every tile, which was not compared with DeepSpeed's order"
 _SUPER_OFFLOAD = "gradients and states move between GPU and host in buckets of their own"
 
 
@@ -196,8 +196,9 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("loss", Effect.MORE, _WHOLE_LOGITS))
         if case.layout.ulysses > 1 and self.version != DEEPSPEED_VERSION:
             found.append(Unmodelled("--ulysses", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s exchange was read"))
-        if case.workload.tiled_mlp and case.zero.stage == 3:
-            found.append(Unmodelled("--tiled-mlp", Effect.UNKNOWN, _TILES))
+        if case.zero.stage == 3:
+            tiled = [name for name in ("mlp", "loss") if getattr(case.workload, f"tiled_{name}")]
+            found += [Unmodelled(f"--tiled-{name}", Effect.UNKNOWN, _TILES) for name in tiled]
         if case.layout.tp > 1 and case.zero.stage == 3:
             found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
         found += unmeasured(case.workload, self.name)

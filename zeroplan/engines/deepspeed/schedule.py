@@ -24,7 +24,9 @@ def stage_schedule(rank: DeepSpeedRank, tape: ExpandedTape, recorder: Recorder) 
     if rank.full_fp32_grads:
         return Stage1Bf16(rank, recorder)
     if rank.stage in (1, 2):
-        return Stage12(rank, recorder)
+        head = "lm_head" if rank.workload.tiled_loss else None
+        tiled = next((at for at, module in enumerate(tape.modules) if module.name.rpartition(".")[2] == head), -1)
+        return Stage12(rank, recorder, tiled)
     return stage0_schedule(rank, recorder)
 
 

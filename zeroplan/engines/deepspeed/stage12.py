@@ -36,8 +36,11 @@ class _Bucket:
 class Stage12(DeepSpeedSchedule):
     """The schedule of stages 1 and 2, with or without the optimizer on the host."""
 
-    def __init__(self, rank: DeepSpeedRank, recorder: Recorder) -> None:
+    def __init__(self, rank: DeepSpeedRank, recorder: Recorder, tiled_head: int = -1) -> None:
+        """`tiled_head`: the module whose gradients the forward makes, tile by tile (TiledFusedLogitsLoss); -1 for none."""
         super().__init__(rank, recorder)
+        self.tiled_head, self.tiles = tiled_head, 0
+        self.follows_modules = tiled_head >= 0
         zero = rank.zero
         self.partitions_grads = zero.stage == 2
         self.offload = rank.offloads_optimizer
@@ -104,6 +107,21 @@ class Stage12(DeepSpeedSchedule):
     def _free_params(self) -> None:
         for p in self.group.order:
             self.free(self.params.pop(p))
+
+    # A head in tiles
+
+    def forward_begin(self) -> None:
+        """No tile has run."""
+        self.tiles = 0
+
+    def enter(self, module: int) -> None:
+        """Open the buckets before the second tile: the first one's gradient, though not complete, has asked for them
+        (process_gradients).
+        """
+        if module == self.tiled_head:
+            self.tiles += 1
+            if self.tiles > 1 and not self.ready:
+                self._open_buckets()
 
     # Backward
 

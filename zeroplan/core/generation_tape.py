@@ -83,7 +83,7 @@ def _events(
     modules: Sequence[TapeModule], forward: Sequence[TapeEvent], head: int, generation: Generation, model: CachedModel
 ) -> Iterator[TapeEvent]:
     blocks = set(blocks_of(modules))
-    write = _Writer(1 + max((arg for op, arg, *_ in forward if op == Op.ALLOC), default=0))
+    write = _TokenWriter(1 + max((arg for op, arg, *_ in forward if op == Op.ALLOC), default=0))
     alive: dict[int, None] = {}
     cache: list[tuple[int, int]] = []
     found = False
@@ -111,7 +111,7 @@ def _events(
     yield from write.events
 
 
-def _token(write: _Writer, model: CachedModel, cache: list[tuple[int, int]], tokens: int) -> None:
+def _token(write: _TokenWriter, model: CachedModel, cache: list[tuple[int, int]], tokens: int) -> None:
     """Pass one token of every sample: the cache is of `tokens` tokens afterwards."""
     kept: list[int] = []
     for at, (key, value) in enumerate(cache):
@@ -142,7 +142,7 @@ def _token(write: _Writer, model: CachedModel, cache: list[tuple[int, int]], tok
     _choose(write, model, kept)
 
 
-def _choose(write: _Writer, model: CachedModel, ending: list[int]) -> None:
+def _choose(write: _TokenWriter, model: CachedModel, ending: list[int]) -> None:
     """Make the logits of one token and draw from them; `ending` goes when the model has returned."""
     made = write.alloc(model.logits, Kind.LOGITS)
     if model.casts:
@@ -156,7 +156,7 @@ def _choose(write: _Writer, model: CachedModel, ending: list[int]) -> None:
     write.free(drawn, shares, scores, made)
 
 
-class _Writer:
+class _TokenWriter:
     """Writes events of new storages."""
 
     def __init__(self, first: int) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.generation import Generation
+from zeroplan.core.lit_model import LitModel
 from zeroplan.core.unmodelled import Unmodelled
 
 
@@ -63,6 +64,7 @@ class Setup:
         kl_batch: whether a second batch passes for KTO's KL term.
         pair_loss: how pairs meet in a loss over all their logits (:class:`zeroplan.core.preferences.PairLoss`); None elsewhere.
         moved: whether the model is made on the host and then moved to its GPU.
+        lit_model: the model of LitGPT's own code that the run trains; None for other code.
         generation: what the model generates before each step (:class:`zeroplan.core.generation.Generation`); None for nothing.
         chunked_head: whether TRL computes head and loss together in tiles.
         labelled_share: of the tokens that have a label, where the head sees those alone.
@@ -127,6 +129,7 @@ class Setup:
     reference: str | None = None
     kl_batch: bool = False
     pair_loss: str | None = None
+    lit_model: LitModel | None = None
     generation: Generation | None = None
     moved: bool = False
     chunked_head: bool = False

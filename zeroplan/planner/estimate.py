@@ -56,6 +56,10 @@ def estimate_runs(request: Request, each: Callable[[Estimate, int], None] | None
         from zeroplan.planner.from_files import with_files
 
         request, setup = with_files(request)
+        if setup.lit_model is not None:
+            from zeroplan.planner.own_code import with_own_code
+
+            request = with_own_code(request, setup)
     if request.inputs is not None:
         from zeroplan.planner.live_module import with_shape
 

@@ -5,6 +5,7 @@ Source: LitGPT 0.5.13, ``litgpt/finetune/lora.py``, ``full.py``, ``litgpt/pretra
 
 from __future__ import annotations
 
+from zeroplan.core.lit_model import LitModel
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_dropout
 from zeroplan.interop.programs.builder import Builder, Keys
@@ -32,6 +33,8 @@ _TARGETS = {
     "lora_mlp": ("gate_proj", "up_proj", "down_proj"),
 }
 _ON_BY_DEFAULT = ("lora_query", "lora_value")
+#: ``lora_mlp`` and the rest, the head's among them.
+_SWITCHES = (*_TARGETS, "lora_head")
 
 
 class LitGpt(Program):
@@ -69,7 +72,7 @@ class LitGpt(Program):
             run.leave_out("train.max_seq_length", UNKNOWN, "samples are as long as the model's window; give --seq-len")
         precision = run.word("precision")
         if precision is None:
-            run.assume("precision bf16-true", dtype="bf16", model_dtype="bf16")
+            run.assume("precision bf16-mixed", dtype="bf16", model_dtype="fp32")
         elif precision in _PRECISIONS:
             for field, value in zip(("dtype", "model_dtype"), _PRECISIONS[precision], strict=True):
                 run.set(field, value, "precision")
@@ -95,6 +98,9 @@ class LitGpt(Program):
             run.set("engine", "ddp")
             run.set("gradient_checkpointing", False)
         self._adapters(run, lora=lora)
+        if folder:
+            kept = self._lora(run) if lora else ()
+            run.set("lit_model", LitModel(folder.removeprefix("checkpoints/"), kept, chunked_head=lora, shifted=fine))
         run.leave_out("model", UNKNOWN, "LitGPT's own model code keeps other tensors than transformers'")
         return run.setup(self.name)
 
@@ -117,6 +123,13 @@ class LitGpt(Program):
         row, kind = optimizer_of(run, "optimizer.class_path", plain)
         run.set("optimizer", row, "optimizer.class_path")
         run.set("optimizer_kind", kind)
+
+    def _lora(self, run: Builder) -> tuple[tuple[str, int | float | bool], ...]:
+        """Return the arguments of LitGPT's LoRA config."""
+        switches = {key: bool(run.flag(key) is not False if key in _ON_BY_DEFAULT else run.flag(key)) for key in _SWITCHES}
+        dropout = run.amount("lora_dropout")
+        found: dict[str, int | float | bool] = {"lora_r": run.number("lora_r") or 8, "lora_alpha": 16}
+        return tuple((found | {"lora_dropout": 0.05 if dropout is None else dropout} | switches).items())
 
     def _adapters(self, run: Builder, *, lora: bool) -> None:
         if run.text("quantize"):

@@ -8,9 +8,10 @@ and large. Source: TRL 1.16, ``trainer/utils.py`` (``add_fused_lm_head``), ``ker
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
+from zeroplan.core.event_writer import EventWriter
 from zeroplan.core.losses import labelled_tokens, leaves_loss_to_function
 from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent, TapeModule
 
@@ -95,7 +96,7 @@ def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int, share:
     head = _Head(module, span, range(end, end), -1, None, words, width, compute, hidden=param.itemsize, weight=param.itemsize)
     dropped = {tape.arg[i] for i in span if tape.op[i] == Op.ALLOC}
     outer = [tape.arg[i] for i in span if tape.op[i] == Op.FREE and tape.arg[i] not in dropped]
-    write = _Writer(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), module)
+    write = EventWriter(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), module)
     write.free(*_forward(write, head, _scored(batch, seq_len, share)), *outer)
     replaced = write.taken()
     gone = {(Op.FREE, one) for one in dropped}
@@ -163,36 +164,12 @@ def _left(tape: ExpandedTape, span: range) -> Iterator[tuple[int, int]]:
             yield tape.arg[i], tape.aux[i]
 
 
-@dataclass(slots=True)
-class _Writer:
-    """Writes events of new storages."""
-
-    next: int
-    module: int
-    events: list[TapeEvent] = field(default_factory=list)
-
-    def alloc(self, size: int, kind: Kind = Kind.TEMP) -> int:
-        """Allocate a new storage and return its id."""
-        self.next += 1
-        self.events.append((Op.ALLOC, self.next, size, kind, self.module))
-        return self.next
-
-    def free(self, *storages: int) -> None:
-        """Free storages in the order given."""
-        self.events += [(Op.FREE, storage, 0, 0, -1) for storage in storages]
-
-    def taken(self) -> list[TapeEvent]:
-        """Hand over what was written so far."""
-        events, self.events = self.events, []
-        return events
-
-
 def _events(tape: ExpandedTape, head: _Head, rows: int, tokens: int) -> Iterator[TapeEvent]:
     dropped = {tape.arg[i] for span in (head.forward, head.backward) for i in span if tape.op[i] == Op.ALLOC}
     handed = {head.hidden_grad, head.weight_grad}
     spans = (*head.forward, *head.backward)
     outer = [tape.arg[i] for i in spans if tape.op[i] == Op.FREE and tape.arg[i] not in dropped]
-    write = _Writer(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), head.module)
+    write = EventWriter(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), head.module)
     saved: list[int] = []
     total = _sum_of_tied(tape, head)
     for i, event in enumerate(tape.events()):
@@ -230,7 +207,7 @@ def _sum_of_tied(tape: ExpandedTape, head: _Head) -> int | None:
     return None if total == head.weight_grad else total
 
 
-def _forward(write: _Writer, head: _Head, rows: int) -> list[int]:
+def _forward(write: EventWriter, head: _Head, rows: int) -> list[int]:
     """Write the forward; return what it keeps for the backward."""
     mask = write.alloc(rows, Kind.SAVED)
     write.free(write.alloc(2 * _INDEX * rows))
@@ -248,7 +225,7 @@ def _forward(write: _Writer, head: _Head, rows: int) -> list[int]:
     return [mask, picked, labels, *kept]
 
 
-def _backward(write: _Writer, head: _Head, rows: int, tokens: int, saved: list[int]) -> None:
+def _backward(write: EventWriter, head: _Head, rows: int, tokens: int, saved: list[int]) -> None:
     """Write the backward, which hands back the gradients of the hidden states and of the weight."""
     size, matrix = rows * head.width, head.words * head.width
     write.events.append((Op.BWD_ENTER, head.module, 0, 0, -1))
@@ -276,6 +253,6 @@ def _backward(write: _Writer, head: _Head, rows: int, tokens: int, saved: list[i
     write.events.append((Op.BWD_EXIT, head.module, 0, 0, -1))
 
 
-def _cast(write: _Writer, needed: bool, size: int, again: bool) -> list[int]:
+def _cast(write: EventWriter, needed: bool, size: int, again: bool) -> list[int]:
     """Copies in the product's dtype that are alive at once: a name still holds the last one while the next is made."""
     return [write.alloc(size) for _ in range(1 + int(again))] if needed else []

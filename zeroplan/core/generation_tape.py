@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zeroplan.core.event_writer import EventWriter
 from zeroplan.core.generation import Generation
 from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent, TapeModule, blocks_of
 
@@ -83,7 +84,7 @@ def _events(
     modules: Sequence[TapeModule], forward: Sequence[TapeEvent], head: int, generation: Generation, model: CachedModel
 ) -> Iterator[TapeEvent]:
     blocks = set(blocks_of(modules))
-    write = _TokenWriter(1 + max((arg for op, arg, *_ in forward if op == Op.ALLOC), default=0))
+    write = EventWriter(max((arg for op, arg, *_ in forward if op == Op.ALLOC), default=0))
     alive: dict[int, None] = {}
     cache: list[tuple[int, int]] = []
     found = False
@@ -111,7 +112,7 @@ def _events(
     yield from write.events
 
 
-def _token(write: _TokenWriter, model: CachedModel, cache: list[tuple[int, int]], tokens: int) -> None:
+def _token(write: EventWriter, model: CachedModel, cache: list[tuple[int, int]], tokens: int) -> None:
     """Pass one token of every sample: the cache is of `tokens` tokens afterwards."""
     kept: list[int] = []
     for at, (key, value) in enumerate(cache):
@@ -142,7 +143,7 @@ def _token(write: _TokenWriter, model: CachedModel, cache: list[tuple[int, int]]
     _choose(write, model, kept)
 
 
-def _choose(write: _TokenWriter, model: CachedModel, ending: list[int]) -> None:
+def _choose(write: EventWriter, model: CachedModel, ending: list[int]) -> None:
     """Make the logits of one token and draw from them; `ending` goes when the model has returned."""
     made = write.alloc(model.logits, Kind.LOGITS)
     if model.casts:
@@ -154,21 +155,3 @@ def _choose(write: _TokenWriter, model: CachedModel, ending: list[int]) -> None:
     shares = write.alloc(_FP32 * model.words, Kind.LOGITS)
     drawn = write.alloc(_FP32 * model.words)
     write.free(drawn, shares, scores, made)
-
-
-class _TokenWriter:
-    """Writes events of new storages."""
-
-    def __init__(self, first: int) -> None:
-        self.next = first
-        self.events: list[TapeEvent] = []
-
-    def alloc(self, nbytes: int, kind: Kind = Kind.TEMP) -> int:
-        """Allocate a new storage and return its id."""
-        storage, self.next = self.next, self.next + 1
-        self.events.append((Op.ALLOC, storage, nbytes, kind, -1))
-        return storage
-
-    def free(self, *storages: int) -> None:
-        """Free storages in the order given."""
-        self.events += [(Op.FREE, storage, 0, 0, -1) for storage in storages]

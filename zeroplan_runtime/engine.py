@@ -290,8 +290,10 @@ class Engine(EngineGetters, EngineCheckpoints):
         Each block is a graph of its own, and what lies between them is compiled where hooks on the units part it.
 
         Raises:
-            BadInput: for a mode with CUDA graphs.
+            BadInput: for a mode with CUDA graphs, and where steps leave blocks out.
         """
+        if self.layer_drop is not None:
+            raise BadInput("blocks that may be left out are not compiled", where="engine.compile", remedy="leave it out")
         compile_units(self.module, self.model_states.blocks, whole=self.schedule.hooked, args=args, kwargs=kwargs)
         refuse_cuda_graphs(self.module)
 

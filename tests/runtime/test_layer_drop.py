@@ -208,6 +208,9 @@ def test_what_is_refused() -> None:
     assert read_config({"progressive_layer_drop": {"enabled": False, "theta": 0.5}}, 1).layer_drop is None
     assert read_config(SECTION, 1).layer_drop == RULE
     assert read_config({"progressive_layer_drop": RULE.as_section()}, 1).layer_drop == RULE
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(0, **SECTION), device="cpu")
+    with pytest.raises(BadInput, match="blocks that may be left out are not compiled"):
+        engine.compile()
     two = nn.ModuleDict({"a": nn.ModuleList(models.Block(4, 4) for _ in range(2)), "b": nn.Sequential()})
     two["b"] = nn.ModuleList(models.Block(4, 4) for _ in range(2))
     for model, said in (

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import zeroplan
 import zeroplan_runtime
 from tests.runtime import models
+from tests.runtime.gpu_ranks import run_on_gpus
 from tests.runtime.ranks import RankPool
 from tests.runtime.test_one_bit import Simulation, compress, learn, run, start
 from tests.runtime.train import ds_config, train
@@ -276,3 +277,43 @@ def test_a_plan_has_its_lines_and_what_is_refused_is() -> None:
     ):
         with pytest.raises(BadInput, match=said):
             zeroplan_runtime.initialize(model=models.make(), config={**config_of(0), **changes}, device="cpu")
+
+
+# ---------------------------------------------------------------------- GPUs
+
+TWO_GPUS = """
+params = {"lr": 1e-2, "weight_decay": 0.1}
+kinds = {
+    "OneBitLamb": {"freeze_step": 3, "max_coeff": 0.3},
+    "ZeroOneAdam": {"var_freeze_step": 3, "local_step_scaler": 2, "local_step_clipper": 4},
+}
+for kind, more in kinds.items():
+    found = []
+    for path, stage in (("", 0), ("torch", 0), ("", 1)):
+        if kind == "ZeroOneAdam" and stage:
+            continue
+        os.environ["ZEROPLAN_KERNELS"] = path
+        config = ds_config(stage, "bf16", optimizer={"type": kind, "params": {**params, **more}})
+        engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config)
+        losses = []
+        for number in range(8):
+            losses.append(engine.backward(engine(models.batch(number, 0, dist.get_rank()).to(device))).item())
+            engine.step()
+        engine.finish_step()
+        first = engine.model_states.units[1].master.clone()
+        if not stage:  # step 8 is one after which all ranks have the same
+            other = first.clone()
+            dist.broadcast(other, 0)
+            assert torch.equal(first, other), kind
+        found.append(losses)
+        engine.destroy()
+    for losses in found[1:]:
+        assert max(abs(a - b) for a, b in zip(losses, found[0], strict=True)) < 0.02, (kind, found)
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_kernels_and_stages_agree_over_nccl(tmp_path: Path) -> None:
+    """Norms add up in another order in each, so losses agree to the rounding of bf16 weights; ranks have the same bits."""
+    run_on_gpus(TWO_GPUS, tmp_path, ranks=2, timeout=600)

@@ -70,7 +70,7 @@ def run_case(case: Case, rank: int, *, fake: bool) -> dict[str, Any]:
     if fake:
         dist.init_process_group("fake", store=FakeStore(), rank=case.place, world_size=case.ranks)
     else:
-        dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
+        dist.init_process_group("nccl")  # as Megatron-LM does: communicators are made when they are first used
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=case.tp,
         pipeline_model_parallel_size=case.pp,
@@ -109,6 +109,9 @@ def _training(case: Case, probe: Probe) -> Callable[[], None]:
         pipeline_model_parallel_size=case.pp,
         virtual_pipeline_model_parallel_size=case.vpp if case.vpp > 1 else None,
         sequence_parallel=case.sp,
+        deallocate_pipeline_outputs=True,
+        overlap_p2p_comm=case.vpp > 1,
+        batch_p2p_comm=case.vpp == 1,
         expert_model_parallel_size=case.ep,
         moe_router_force_load_balancing=bool(model.num_experts),
     )

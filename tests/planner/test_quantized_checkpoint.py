@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.quantization import PackedWeights, parse_quantization
 from zeroplan.core.unmodelled import Effect
+from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.quantized_checkpoint import METHODS, read_checkpoint
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import Resolved, resolve
@@ -78,7 +80,7 @@ def test_a_base_without_adapters_or_engine_is_named(changes: dict[str, Any], say
     assert says in found.unmodelled[0].says
 
 
-@pytest.mark.parametrize("method", sorted(METHODS - {"bitsandbytes"}))
+@pytest.mark.parametrize("method", sorted(METHODS - {"bitsandbytes", "gptq", "awq"}))
 def test_other_methods_are_named(method: str) -> None:
     (left_out,) = resolved({"quant_method": method}).unmodelled
     assert method in left_out.says
@@ -106,3 +108,74 @@ def test_another_format_than_the_checkpoint_is_refused() -> None:
 def test_a_base_in_bytes_is_whole_under_fsdp2() -> None:
     assert resolved(NF4, engine="fsdp2").workload.whole_base
     assert not resolved(NF4 | {"bnb_4bit_quant_storage": "bfloat16"}, engine="fsdp2").workload.whole_base
+
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm", "zero_point": True}
+
+
+def test_blocks_of_packed_weights() -> None:
+    """A weight of 512 × 256 by hand: eight values in an integer, along inputs with GPTQ and along outputs with AWQ."""
+    gptq = PackedWeights("gptq", 4, 128)
+    assert gptq.blocks_of_weight((512, 256)) == (4 * 32 * 512, 4 * 2 * 64, 2 * 2 * 512, 4 * 256)
+    awq = PackedWeights("awq", 4, 64)
+    assert awq.blocks_of_weight((512, 256)) == (4 * 256 * 64, 4 * 4 * 64, 2 * 4 * 512)
+    rows = PackedWeights("gptq", 3, -1)
+    assert rows.blocks_of_weight((512, 256)) == (4 * 24 * 512, 4 * 48, 2 * 512, 4 * 256)
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("said", "name"), [(GPTQ, "gptq-4-128"), (AWQ, "awq-4-64"), (GPTQ | {"group_size": -1}, "gptq-4-row")])
+def test_packed_checkpoints_are_planned_as_they_are_kept(said: dict[str, Any], name: str, engine: str) -> None:
+    """Buffers are whole on every rank; no plan over them is said to fit."""
+    found = resolved(said, engine=engine, gpus=2)
+    assert found.unmodelled == ()
+    base = found.workload.quantize
+    assert isinstance(base, PackedWeights)
+    assert str(base) == name == str(parse_quantization(name))
+    rank = found.engine.rank(found.cases[-1], found.cases[-1].parameters)  # type: ignore[attr-defined]
+    matrices = 2 * [(256, 256), (128, 256), (128, 256), (256, 256), (512, 256), (512, 256), (256, 512)]
+    kept = sum(sum(base.blocks_of_weight(shape)) for shape in matrices)
+    packed = rank.parameters.packed
+    if engine == "fsdp2":
+        assert kept == rank.quant_states_bytes + 2 * sum(rank.chunks[p] for p in packed)
+    else:
+        assert kept == rank.quantized_bytes
+    assert [one.effect for one in found.engine.unmodelled(found.cases[-1])] == [Effect.UNKNOWN]
+
+
+@pytest.mark.torch
+def test_the_kernel_for_training_keeps_whole_weights() -> None:
+    """autograd keeps each product's 16-bit weight: integers of the checkpoint come on top, and checkpointing frees it."""
+    asked: dict[str, Any] = {"engine": "ddp", "lora_rank": 8, "gpu": "H200", "seq_len": 64, "depth": "simulated"}
+    model = {**LLAMA, "quantization_config": GPTQ}
+    (whole,) = estimate_runs(Request(model=model, **asked)).runs
+    assert whole is not None
+    linear = 2 * 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256)
+    assert whole.plan.gpu.activations is not None
+    assert whole.plan.gpu.activations > linear
+    (again,) = estimate_runs(Request(model=model, **asked, gradient_checkpointing=True)).runs
+    assert again is not None
+    assert again.plan.gpu.activations is not None
+    assert again.plan.gpu.activations < whole.plan.gpu.activations
+
+
+@pytest.mark.parametrize(
+    ("said", "changes", "says"),
+    [
+        (GPTQ | {"dynamic": {"-:.*k_proj.*": {}}}, {}, "dynamic makes rules for single layers"),
+        (AWQ | {"modules_to_not_convert": ["model.layers.0"]}, {}, "modules_to_not_convert makes rules"),
+        (GPTQ | {"checkpoint_format": "marlin"}, {}, "packing are not modelled"),
+        (GPTQ | {"bits": 5}, {}, "bits, groups or packing"),
+        (GPTQ, {"engine": "deepspeed"}, "this engine models no such base"),
+    ],
+)
+def test_packed_checkpoints_that_are_not_planned_are_named(said: dict[str, Any], changes: dict[str, Any], says: str) -> None:
+    found = resolved(said, **changes)
+    assert found.workload.quantize is None
+    assert says in found.unmodelled[0].says
+
+
+def test_awq_has_four_bits() -> None:
+    with pytest.raises(BadInput, match="AWQ keeps 4 bits"):
+        parse_quantization("awq-8-128")

@@ -7,14 +7,17 @@ Source: bitsandbytes 0.50 ``functional.py`` (``quantize_4bit``, ``quantize_block
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
-from zeroplan.core.errors import member_named
+from zeroplan.core.errors import BadInput, member_named
 
 #: Elements that share a scale, and scales that share one in turn (double quantisation).
 BLOCK, NESTED_BLOCK = 64, 256
-_FP32 = 4
+_FP32, _WORD, _HALF = 4, 4, 2
+_PACKED = re.compile(r"(gptq|awq)-([2348])-([1-9]\d{0,4}|row)")
 _LEVELS = 16
 #: Bytes of the table of 8-bit levels, which the nested scales of all layers share.
 _SCALE_LEVELS = 256 * _FP32
@@ -26,6 +29,7 @@ class Products(StrEnum):
     NESTED = "4bit"
     SINGLE = "4bit-single"
     INT8 = "8bit"
+    PACKED = "packed"
 
 
 class Quantization(StrEnum):
@@ -85,10 +89,67 @@ class Quantization(StrEnum):
         return _SCALE_LEVELS if self.products is Products.NESTED else 0
 
 
-def parse_quantization(text: str, where: str = "--quantize") -> Quantization:
-    """Return the quantisation called `name`.
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """How a checkpoint of GPTQ or AWQ keeps a linear layer's weight: in 32-bit integers, with zeros and scales for each group.
+
+    The integers are buffers of their layer, which no engine shards.
+
+    Attributes:
+        method: ``gptq`` or ``awq``.
+        bits: of one value.
+        group: inputs that share a zero and a scale; -1 for all of a row.
+
+    Source: gptqmodel, ``nn_modules/qlinear/__init__.py`` (the buffers that a layer registers).
+    """
+
+    method: str
+    bits: int
+    group: int
+
+    products = Products.PACKED
+    shared_bytes = 0
+
+    def __str__(self) -> str:
+        return f"{self.method}-{self.bits}-{'row' if self.group < 0 else self.group}"
+
+    def blocks_of_weight(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Bytes of each block that one weight of shape ``(out, in)`` is kept in: ``qweight``, ``qzeros``, ``scales`` and, with
+        GPTQ, ``g_idx``. Whole integers hold the values along the inputs with GPTQ, and along the outputs with AWQ.
+        """
+        out, inputs = shape
+        groups = 1 if self.group < 0 else -(-inputs // self.group)
+        zeros = groups * self._words(out)
+        if self.method == "awq":
+            return (_WORD * inputs * self._words(out), _WORD * zeros, _HALF * groups * out)
+        return (_WORD * self._words(inputs) * out, _WORD * zeros, _HALF * groups * out, _WORD * inputs)
+
+    def _words(self, values: int) -> int:
+        return -(-values * self.bits // (8 * _WORD))
+
+    def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of ``qweight`` in 16-bit numbers."""
+        return (self.blocks_of_weight(shape)[0] // _HALF, 1)
+
+    def states_of_weight(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Bytes of each block that comes with one weight's integers."""
+        return self.blocks_of_weight(shape)[1:]
+
+
+#: How a frozen base is kept.
+Base = Quantization | PackedWeights
+
+
+def parse_quantization(text: str, where: str = "--quantize") -> Base:
+    """Return the quantisation of this name, such as ``nf4``, or ``gptq-4-128`` for 4 bits in groups of 128.
 
     Raises:
         BadInput: an unknown name, or a kind whose memory is not modelled.
     """
+    packed = _PACKED.fullmatch(text.strip().lower())
+    if packed is not None:
+        method, bits, group = packed.groups()
+        if method == "awq" and bits != "4":
+            raise BadInput(f"AWQ keeps 4 bits, not {bits}", where=where, remedy="use awq-4-128")
+        return PackedWeights(method, int(bits), -1 if group == "row" else int(group))
     return member_named(Quantization, text, where=where, fault="{} is not modelled")

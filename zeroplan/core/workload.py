@@ -15,7 +15,7 @@ from zeroplan.core.generation import Generation
 from zeroplan.core.layer_drop import ProgressiveLayerDrop
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.preferences import PairLoss
-from zeroplan.core.quantization import Quantization
+from zeroplan.core.quantization import Base
 from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.core.saving import Saving
 from zeroplan.core.sparse_attention import SparseAttention
@@ -145,7 +145,7 @@ class Workload:
     (:mod:`zeroplan.core.chunked_head`), `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
     keeps the loss without its graph, as the HF Trainer does. `adapter_dtype` is that of adapters beside a quantised base; None
     for what the precision says, which is fp32 under autocast, as peft makes them. `whole_base` means that a quantised base is
-    stored in bytes, which FSDP 2's units leave out. `whole_embedding_states` means that an 8-bit
+    stored in bytes or in buffers, which FSDP 2's units leave out. `whole_embedding_states` means that an 8-bit
     optimizer keeps the states of embeddings in fp32, which the HF Trainer asks of it. `accelerate_units` means that accelerate
     applies ``fully_shard``: to the embedding, and to the final norm with the head, too. `one_unit` means that FSDP 1 wraps the
     model as a whole, without units in it. `pairs` means that a sample is a chosen and a rejected one, which pass together;
@@ -180,7 +180,7 @@ class Workload:
     lora_targets: tuple[str, ...] = ()
     checkpoint_policy: str = "full"
     from_scratch: bool = False
-    quantize: Quantization | None = None
+    quantize: Base | None = None
     set_to_none: bool = True
     chunked_head: bool = False
     lora_dropout: bool = False

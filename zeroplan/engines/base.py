@@ -30,6 +30,7 @@ from zeroplan.models.spec import ModelSpec
 if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.core.parameters import Parameters
     from zeroplan.core.pipeline import Stage
+    from zeroplan.core.quantization import Base
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.core.tape_options import TraceOptions
     from zeroplan.ds_config.reader import DsConfig
@@ -117,6 +118,7 @@ class Engine(ABC):
         verified_degrees: those of a layout that ``verify`` runs the engine with, beside data parallelism.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
         quantized_bases: whether adapters beside a quantised base are modelled.
+        packed_bases: whether that holds of one that GPTQ or AWQ keeps, too.
         evaluates: whether an evaluation between steps and micro batches of other lengths are modelled.
         generates: whether completions that the model generates between steps are modelled.
         whole_vocabulary: whether its tensor-parallel ranks gather the logits (:class:`~zeroplan.core.parallel.ParallelLayout`).
@@ -153,6 +155,7 @@ class Engine(ABC):
     verified_degrees: ClassVar[tuple[str, ...]] = ()
     casts_modules: ClassVar[bool] = False
     quantized_bases: ClassVar[bool] = False
+    packed_bases: ClassVar[bool] = False
     whole_vocabulary: ClassVar[bool] = False
     keeps_gradients: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
@@ -211,8 +214,8 @@ class Engine(ABC):
         """Return which dtypes the model, its masters and the arithmetic have when ``--dtype`` asks for `dtype`."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.MIXED
 
-    def base_precision(self, dtype: DType) -> Precision:
-        """Return the same for adapters beside a quantised base."""
+    def base_precision(self, dtype: DType, base: Base) -> Precision:
+        """Return the same for adapters beside a base that is kept as `base` says."""
         return self.precision(dtype)
 
     def for_optimizer(self, zero: ZeroConfig, optimizer: str) -> ZeroConfig:

@@ -4,7 +4,8 @@ Note [Quantised bases that are sharded]
     bitsandbytes keeps a weight's 4-bit values in one column of another dtype: of bytes, or with ``bnb_4bit_quant_storage`` of
     16-bit numbers. To FSDP and to ZeRO this column is a frozen parameter like any other: it is sharded, gathered and freed in
     quantised form. Its scales are attributes of the layer, and lie whole on every rank. FSDP flattens and shards floats alone:
-    FSDP 1 refuses bytes, and accelerate leaves them out of FSDP 2's units. DeepSpeed partitions either.
+    FSDP 1 refuses bytes, and accelerate leaves them out of FSDP 2's units. DeepSpeed partitions either. GPTQ's and AWQ's
+    integers are buffers, which nothing shards.
     ``from_pretrained`` quantises on each rank's own GPU, also where stage 3 would have made the model under ``zero.Init``: the
     whole quantised model is there before anything is sharded.
     What is not quantised is in 16 bits: FSDP 1 flattens one dtype a unit, and DeepSpeed casts the module.
@@ -18,15 +19,26 @@ from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.quantization import Quantization
+from zeroplan.core.quantization import PackedWeights, Quantization
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Workload
+
+
+def kernels_of(packed: PackedWeights) -> tuple[Unmodelled, ...]:
+    """Return what a plan over GPTQ's or AWQ's weights assumes of the kernel that trains."""
+    says = (
+        f"{packed.method}'s weights as gptqmodel's torch kernel multiplies by them, which keeps each whole in 16 bits for the "
+        "backward; Triton's kernel does not, and what a compiler leaves of the unpacked integers is in no figure"
+    )
+    return (Unmodelled("--quantize", Effect.UNKNOWN, says),)
 
 
 def unmeasured(workload: Workload, engine: str) -> tuple[Unmodelled, ...]:
     """Return that no GPU has measured a quantised base under the engine; nothing without one."""
     if workload.quantize is None:
         return ()
+    if isinstance(workload.quantize, PackedWeights):
+        return kernels_of(workload.quantize)
     return (Unmodelled("--quantize", Effect.MORE, f"no GPU has measured a quantised base under {engine}"),)
 
 

@@ -17,6 +17,7 @@ from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
+    from zeroplan.core.quantization import Base
     from zeroplan.core.saving import Saving
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.saved_files import Written
@@ -48,7 +49,7 @@ class TorchEngine(Engine, Generic[R]):
             return replace(options, arithmetic=Arithmetic.HALF, half_adapters=False)
         return options
 
-    def base_precision(self, dtype: DType) -> Precision:
+    def base_precision(self, dtype: DType, base: Base) -> Precision:
         """Return 16 bits for all but the adapters where weights are sharded: a unit's frozen parameters have one dtype."""
         return Precision.HALF_AUTOCAST if self.gathers_in_half else self.precision(dtype)
 

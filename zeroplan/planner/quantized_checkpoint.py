@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.quantization import Quantization
+from zeroplan.core.quantization import Base, PackedWeights, Quantization
 from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.engines.base import Engine
 from zeroplan.models.quantized import why_not_quantized
 from zeroplan.models.spec import ModelSpec
 
@@ -25,6 +26,8 @@ _TRAINABLE = (
     *("gptq", "awq", "aqlm", "quanto", "eetq", "hqq", "compressed-tensors", "torchao", "sinq"),
     *("bitnet", "fp_quant", "fouroversix"),
 )
+#: Of those, the ones whose weights are integers in the checkpoint's own shapes.
+_PACKED = ("gptq", "awq")
 #: transformers trains nothing over these, and makes 16-bit weights of them where it is asked to.
 _DEQUANTIZED = ("mxfp4", "fp8", "metal", "mxfp8", "higgs", "gguf")
 #: transformers trains nothing over these, and cannot dequantise them.
@@ -45,7 +48,7 @@ class Checkpoint:
     """
 
     method: str
-    quantize: Quantization | None
+    quantize: Base | None
     left_out: tuple[Unmodelled, ...] = ()
     in_bytes: bool = False
 
@@ -64,19 +67,21 @@ def read_checkpoint(config: Mapping[str, Any]) -> Checkpoint | None:
     method = _BITSANDBYTES if bits else str(said.get("quant_method") or "")[:40]
     if method == _BITSANDBYTES:
         return _bitsandbytes(said, bits)
+    if method in _PACKED:
+        return _packed(method, said)
     if method in _DEQUANTIZED and said.get("dequantize") is True:
         return None
     return Checkpoint(method, None, (_left_out(method),))
 
 
-def base_of(spec: ModelSpec, asked: str | None, *, adapters: bool, supported: bool) -> Checkpoint | None:
+def base_of(spec: ModelSpec, asked: str | None, engine: Engine, *, adapters: bool) -> Checkpoint | None:
     """Return how the checkpoint is kept, and what of it the plan holds.
 
     Args:
         spec: the model.
         asked: the format of the base that the request names, which a quantised checkpoint does not turn into another.
+        engine: what trains.
         adapters: whether LoRA is trained.
-        supported: whether the engine models a quantised base.
 
     Raises:
         BadInput: the checkpoint is kept in another form than the one asked for.
@@ -85,7 +90,7 @@ def base_of(spec: ModelSpec, asked: str | None, *, adapters: bool, supported: bo
     if found is None:
         return None
     if asked is not None:
-        if found.quantize is not None and asked.strip().lower() == found.quantize:
+        if found.quantize is not None and asked.strip().lower() == str(found.quantize):
             return found
         how = found.quantize or found.method or "a method that it does not name"
         raise BadInput(
@@ -95,10 +100,13 @@ def base_of(spec: ModelSpec, asked: str | None, *, adapters: bool, supported: bo
         )
     if found.quantize is None:
         return found
+    packed = isinstance(found.quantize, PackedWeights)
     why = why_not_quantized(spec)
     if not why and not adapters:
         why = "--lora-rank is not given: transformers trains adapters alone over such a base"
-    elif not why and not supported:
+    elif not why and packed and any(len(tensor.shape) == 3 for tensor, _ in spec.tensor_groups()):
+        why = "experts lie in parameters of three dimensions"
+    elif not why and not (engine.packed_bases if packed else engine.quantized_bases):
         why = "this engine models no such base"
     if not why:
         return found
@@ -118,6 +126,22 @@ def _left_out(method: str) -> Unmodelled:
         return Unmodelled(_KEY, Effect.LESS, says)
     why = "transformers trains nothing over them" if method in _FOR_INFERENCE else "transformers knows no such method"
     return Unmodelled(_KEY, Effect.UNKNOWN, f"{counted}: {why}; those of the checkpoint that they were made of are counted")
+
+
+def _packed(method: str, said: Mapping[str, Any]) -> Checkpoint:
+    """Return the base that GPTQ or AWQ keeps, where one rule holds for all linear layers but the head."""
+    bits, group = said.get("bits", said.get("w_bit", 4)), said.get("group_size", said.get("q_group_size", 128))
+    skipped = said.get("modules_to_not_convert")
+    rules = [key for key in ("modules_in_block_to_quantize", "dynamic", "lm_head") if said.get(key)]
+    rules += ["modules_to_not_convert"] if skipped not in (None, [], ["lm_head"]) else []
+    packed = str(said.get("checkpoint_format") or said.get("version") or said.get("format") or method).lower()
+    plain = packed in ("gptq", "gptq_v2", "gemm", "awq")
+    known = type(bits) is int and bits in ((2, 3, 4, 8) if method == "gptq" else (4,)) and type(group) is int and group >= -1
+    if not known or not group or not plain or rules:
+        why = f"{rules[0]} makes rules for single layers" if rules else "its bits, groups or packing are not modelled"
+        says = f"the checkpoint's weights are quantised ({method}): {why}; a dequantised checkpoint is counted"
+        return Checkpoint(method, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
+    return Checkpoint(method, PackedWeights(method, bits, group))
 
 
 def _bitsandbytes(said: Mapping[str, Any], bits: int | None) -> Checkpoint:

@@ -8,6 +8,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import FLOAT8_CAPABILITY
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.quantization import PackedWeights
 from zeroplan.core.tasks import parse_task
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Attention, Workload
@@ -67,11 +68,12 @@ def resolve(request: Request) -> Resolved:
         host=request.host,
     )
     spec = _model(request)
-    checkpoint = base_of(spec, request.quantize, adapters=request.lora_rank is not None, supported=engine.quantized_bases)
+    checkpoint = base_of(spec, request.quantize, engine, adapters=request.lora_rank is not None)
     unmodelled = request.unmodelled
     if checkpoint is not None:
         unmodelled += checkpoint.left_out
-        request = replace(request, quantize=checkpoint.quantize, whole_base=request.whole_base or checkpoint.in_bytes)
+        quantize = None if checkpoint.quantize is None else str(checkpoint.quantize)
+        request = replace(request, quantize=quantize, whole_base=request.whole_base or checkpoint.in_bytes)
     if request.ds_config is None:
         workload = workload_of(request, engine, spec)
         zeros = [engine.for_optimizer(zero, workload.optimizer) for zero in _zeros(request, engine)]
@@ -104,6 +106,12 @@ def resolve(request: Request) -> Resolved:
     if workload.tiled_loss:
         _require_plain_loss(request, spec, workload)
     if workload.quantize is not None:
+        if isinstance(workload.quantize, PackedWeights) and not engine.packed_bases:
+            raise BadInput(
+                f"a base of GPTQ or AWQ is not modelled under {engine.name}",
+                where="--quantize",
+                remedy="use --engine ddp or fsdp2",
+            )
         if not engine.quantized_bases:
             raise BadInput(
                 f"a quantised base is not modelled under {engine.name}",

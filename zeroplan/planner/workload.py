@@ -13,7 +13,7 @@ from zeroplan.core.lengths import read_lengths, sampled
 from zeroplan.core.model_config import SEQ2SEQ_LM, SPEECH_SEQ2SEQ, auto_class_of
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.quantization import parse_quantization
+from zeroplan.core.quantization import PackedWeights, parse_quantization
 from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.workload import Attention, CheckpointPolicy, Compilation, DType, OptimizerKind, Precision, Workload
 from zeroplan.engines.base import Engine
@@ -76,7 +76,8 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
             "a policy without checkpointing", where="--checkpoint-policy", remedy="give --gradient-checkpointing as well"
         )
     lengths = _lengths(request)
-    precision = request.precision or (engine.precision(dtype) if quantization is None else engine.base_precision(dtype))
+    usual = engine.precision(dtype) if quantization is None else engine.base_precision(dtype, quantization)
+    precision = request.precision or usual
     source, target = both_lengths(request, spec)
     compiled = _compiled(request)
     if compiled is not None and request.pair_loss is not None:
@@ -123,7 +124,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         tiled_mlp=_tiles(request.tiled_mlp, "--tiled-mlp", request),
         tiled_loss=_tiles(request.tiled_loss, "--tiled-loss", request),
         compile=compiled,
-        whole_base=request.whole_base and quantization is not None,
+        whole_base=quantization is not None and (request.whole_base or isinstance(quantization, PackedWeights)),
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
 

@@ -68,10 +68,27 @@ class Linear4bitSingle(Linear4bit):
     nested = False
 
 
+class PackedLinear(nn.Linear):
+    """A linear layer over a base of GPTQ or AWQ, as gptqmodel's kernel for training runs it.
+
+    It makes the whole weight in fp16 and in its input's dtype, and multiplies by it under autograd, which keeps it for the
+    backward. What a compiler leaves of the integers on the way is not traced.
+    Source: gptqmodel, ``nn_modules/qlinear/torch.py`` (``TorchQuantLinear``).
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in]; returns [..., out]."""
+        rows = x.reshape(-1, x.shape[-1])
+        whole = self.weight.new_empty((self.in_features, self.out_features), dtype=torch.float16).to(x.dtype)
+        out = torch.matmul(rows, whole).reshape(*x.shape[:-1], self.out_features)
+        return out if self.bias is None else out.add_(self.bias.to(x.dtype))
+
+
 _LAYERS: dict[Products, type[nn.Linear]] = {
     Products.NESTED: Linear4bit,
     Products.SINGLE: Linear4bitSingle,
     Products.INT8: Linear8bitLt,
+    Products.PACKED: PackedLinear,
 }
 
 

@@ -10,7 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.preferences import PairLoss
-from zeroplan.core.quantization import Quantization
+from zeroplan.core.quantization import Base, PackedWeights, Quantization
 from zeroplan.core.units import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Compilation, DType, Precision, Workload
@@ -18,6 +18,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.ddp.lines import LEDGER
 from zeroplan.engines.ddp.rank import DdpRank
+from zeroplan.engines.quantized_base import kernels_of
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -52,6 +53,7 @@ class Ddp(TorchEngine[DdpRank]):
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True
     quantized_bases = True
+    packed_bases = True
     keeps_gradients = True
 
     def options(self) -> list[ZeroConfig]:
@@ -71,6 +73,11 @@ class Ddp(TorchEngine[DdpRank]):
         """Return autocast for 16 bits: DDP keeps fp32 parameters and autocast casts the operands of each operation."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.AUTOCAST
 
+    def base_precision(self, dtype: DType, base: Base) -> Precision:
+        """Return 16 bits for all but the adapters over GPTQ's weights, which ``prepare_model_for_kbit_training`` leaves so."""
+        gptq = isinstance(base, PackedWeights) and base.method == "gptq"
+        return Precision.HALF_AUTOCAST if gptq and dtype is not DType.FP32 else self.precision(dtype)
+
     def answers_reference(self, case: Case) -> bool:
         """Return true: a second model lies beside the first, whole."""
         return True
@@ -79,6 +86,8 @@ class Ddp(TorchEngine[DdpRank]):
         """Return the outliers of LLM.int8(), since how many columns have some is up to the data, and compiled blocks."""
         if case.workload.compile in (Compilation.BLOCKS, Compilation.CHECKPOINTED):
             return (Unmodelled("--compile", Effect.MORE, "no GPU has measured compiled blocks under autocast"),)
+        if isinstance(case.workload.quantize, PackedWeights):
+            return kernels_of(case.workload.quantize)
         if case.workload.quantize is not Quantization.INT8:
             return ()
         says = "columns with outliers, whose number is up to the data, are kept once more"

@@ -36,6 +36,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     evaluates = True
     float8 = True
     quantized_bases = True
+    packed_bases = True
     compiles = True
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     gathers_in_half = True

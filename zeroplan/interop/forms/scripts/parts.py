@@ -7,7 +7,7 @@ from string import Template
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import CAUSAL_LM, MASKED_LM, SEQ2SEQ_LM
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.quantization import Quantization
+from zeroplan.core.quantization import PackedWeights, Quantization
 from zeroplan.core.workload import Compilation, DType, Precision, Workload
 from zeroplan.interop.forms.configuration import Configuration
 from zeroplan.interop.forms.program import attention, folder_of
@@ -151,6 +151,12 @@ def script(
 def _require_model(one: Configuration) -> None:
     if one.workload.quantize is not None and not one.model.weights:
         raise BadInput("a base is quantised as its weights are read", where="--new-script", remedy="name a model with weights")
+    sharded = one.ds_config is not None or one.zero.stage > 0
+    if one.workload.quantize is not None and (sharded or isinstance(one.workload.quantize, PackedWeights)):
+        what = "that an engine shards or casts" if sharded else "that comes with its checkpoint"
+        raise BadInput(
+            f"no script is written for a quantised base {what}", where="--new-script", remedy="give your own by --script"
+        )
     if not one.model.place:
         raise BadInput(
             "needs a model that it can load", where="--new-script", remedy="name a hub id, a folder or a config.json"
@@ -203,7 +209,7 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
 
 def _quantization(work: Workload) -> list[str]:
     """Return the lines that say how bitsandbytes keeps the base; none where it is not quantised."""
-    if work.quantize is None:
+    if not isinstance(work.quantize, Quantization):
         return []
     if work.quantize is Quantization.INT8:
         kept = ["bits = BitsAndBytesConfig(load_in_8bit=True)"]

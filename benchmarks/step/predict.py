@@ -16,7 +16,7 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.rows import GPUS
-from benchmarks.step.case import Case
+from benchmarks.step.case import MODEL_TYPES, SHAPES, Case
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import rates_of
 from zeroplan.engines.runtime.engine import Runtime
@@ -31,11 +31,16 @@ RESULTS = Path(__file__).resolve().parent.parent / "results" / "step"
 MODELS = {"llama-1b": "meta-llama/Llama-3.2-1B", "llama-8b": "meta-llama/Llama-3.1-8B"}
 
 
+def mixture(shape: str) -> dict[str, Any]:
+    """Return the config of a shape that the catalog has not."""
+    return {"model_type": MODEL_TYPES[shape], "architectures": ["Qwen3MoeForCausalLM"], **SHAPES[shape]}
+
+
 def request_of(row: dict[str, Any]) -> Request:
     """Return the request whose one plan predicts this row."""
     case = Case.parse(row["case"])
     common: dict[str, Any] = {
-        "model": MODELS[row["shape"]],
+        "model": MODELS.get(row["shape"]) or mixture(row["shape"]),
         "micro_batch": row["micro"],
         "seq_len": row["seq"],
         "gradient_checkpointing": case.checkpointing,

@@ -159,8 +159,9 @@ def test_gelu_against_fp64(device: torch.device, dtype: torch.dtype, shape: tupl
     close(layer.bias_gelu(x, bias, approximate), exact, dtype, 2.0)
     expected = torch.autograd.grad(exact, leaves, grad.double())
     grad_bias = layer.bias_gelu_backward(grad, x, bias, approximate)
-    close(grad, expected[0], dtype, 4.0)
-    close(grad_bias, expected[1], dtype, 4.0 * math.sqrt(shape[0]))
+    factor = 8.0 if approximate == "tanh" else 4.0  # tanhf errs by two units in the last place, which 1 - tanh² makes more of
+    close(grad, expected[0], dtype, factor)
+    close(grad_bias, expected[1], dtype, factor * math.sqrt(shape[0]))
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     if case.workload.compile is Compilation.MODEL:
         effect, says = engine.compiled_whole
         found.setdefault("--compile", Unmodelled("--compile", effect, says))
-    elif case.workload.compile is not None and (what := _unmeasured_graphs(case, tape)):
+    elif case.workload.compile is not None and (what := _unmeasured_graphs(case)):
         found.setdefault("--compile", Unmodelled("--compile", Effect.MORE, f"no GPU has measured compiled blocks with {what}"))
     work, followed = case.workload, engine.evaluates and tape is not None
     evaluated = followed and tape is not None and tape.evaluation is not None
@@ -93,14 +93,13 @@ def _may_need_more(case: Case, evaluation: Evaluation) -> bool:
     return bool(evaluation.kept) or evaluation.batch * case.layout.ulysses > case.workload.micro_batch
 
 
-def _unmeasured_graphs(case: Case, tape: ExpandedTape | None) -> str:
+def _unmeasured_graphs(case: Case) -> str:
     """Return what compiled blocks hold that no measured ones did; empty for nothing."""
     if case.workload.lora_rank is not None:
         return "adapters"
     if case.spec.auto_class == SEQ2SEQ_LM:
         return "an encoder-decoder"
-    experts = tape is not None and any("Experts" in module.type for module in tape.modules)
-    return "experts" if experts else ""
+    return ""
 
 
 def misfits(case: Case, *, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:

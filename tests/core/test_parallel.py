@@ -97,7 +97,7 @@ def test_every_degree_is_tried() -> None:
 
 #: The degrees that engines have beside data parallelism's.
 HAS = {
-    "deepspeed": {"tp", "ulysses"},
+    "deepspeed": {"tp", "pp", "ulysses"},
     "fsdp2": set(DEGREES) - {"ulysses"},
     "zeroplan": {"tp", "sp", "cp", "pp", "ep"},
     "megatron": {"tp", "sp", "cp", "pp", "vpp", "ep", "etp"},

@@ -39,7 +39,6 @@ class RuntimeSetup:
     """
 
     ranks: int = 1
-    ep: int = 1
     stage: int = 0
     param_dtype: DType = DType.BF16
     reduce_dtype: DType = DType.BF16
@@ -57,6 +56,7 @@ class RuntimeSetup:
     delayed_update: bool = False
     quantize_training: QuantizeTraining | None = None
     local_steps: bool = False
+    ep: int = 1
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):

@@ -289,6 +289,8 @@ def deepspeed_versions() -> str:
             "and 0.10.3 and 0.12.6 at stages 1 and 2, were held against the schedules on one rank of a CPU. A version that was",
             "not compared is planned as the nearest one, and the plan says so, as it says what no row covers: older NVMe",
             "buffers, Muon, and fp32 gradients of stage 1.",
+            "`python -m benchmarks.deepspeed_versions FOLDER` holds keys and defaults against the source of every version in",
+            "the folder: those of twelve from 0.10.3 to 0.19.8 are as these tables say.",
             "",
             "In place of the number the flag takes a file that states it exactly (a log, a `requirements.txt`, …), or",
             "`installed` for this Python's package. Without the flag `--from` takes the version that `requirements*.txt`,",

@@ -19,6 +19,8 @@ _OF_FILES = {
         "accelerate_units",
         "one_unit",
         "whole_base",
+        "generation",
+        "moved",
         "pads",
         "pairs",
         "reference",

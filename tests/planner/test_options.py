@@ -48,7 +48,6 @@ _DEGREES = {"tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "
                 "checkpoint_policy",
                 "set_to_none",
                 "fp8",
-                "compile",
                 "tiled_mlp",
                 "tiled_loss",
                 "zero_init",

@@ -36,12 +36,14 @@ class Stage:
         stages: the number of stages.
         first: its first block.
         end: the block behind its last.
+        tied: the head is the embedding's matrix, which the last stage has as well (``TiedLayerSpec``).
     """
 
     index: int
     stages: int
     first: int
     end: int
+    tied: bool = False
 
     @property
     def is_first(self) -> bool:
@@ -98,6 +100,12 @@ def layer_stages(parameters: Parameters, stages: int, method: str) -> tuple[Stag
     """
     numbers = sorted({block_number(block) for block in parameters.blocks if block})
     layers = ["embedding", *numbers, "norm", "head"]
+    outside = [
+        name
+        for name, shape, block in zip(parameters.names, parameters.shapes, parameters.blocks, strict=True)
+        if not block and len(shape) > 1
+    ]
+    tied = all(_is_embedding(name) for name in outside)
     kind = method.lower().partition(":")[0]
     if kind == "uniform":
         bounds = _uniform(len(layers), stages)
@@ -106,8 +114,9 @@ def layer_stages(parameters: Parameters, stages: int, method: str) -> tuple[Stag
         for name, shape, block, on in zip(
             parameters.names, parameters.shapes, parameters.blocks, parameters.trainable, strict=True
         ):
-            outside = "embedding" if _is_embedding(name) else "head" if len(shape) > 1 else "norm"
-            counts[block_number(block) if block else outside] += math.prod(shape) if on else 0
+            part = "embedding" if _is_embedding(name) else "head" if len(shape) > 1 else "norm"
+            counts[block_number(block) if block else part] += math.prod(shape) if on else 0
+        counts["head"] += counts["embedding"] if tied else 0
         bounds = _balanced(tuple(counts.values()), stages)
     elif kind == "type" and ":" in method:
         bounds = _balanced(tuple(int(layer in numbers) for layer in layers), stages)
@@ -127,7 +136,7 @@ def layer_stages(parameters: Parameters, stages: int, method: str) -> tuple[Stag
             remedy="use another --pp or --partition",
         )
     blocks = [max(0, min(at - 1, len(numbers))) for at in bounds]
-    return tuple(Stage(index, stages, blocks[index], blocks[index + 1]) for index in range(stages))
+    return tuple(Stage(index, stages, blocks[index], blocks[index + 1], tied) for index in range(stages))
 
 
 def _uniform(layers: int, stages: int) -> tuple[int, ...]:
@@ -183,7 +192,9 @@ def holds(stage: Stage, name: str, block: str) -> bool:
     """Return whether a stage has a parameter, by its full name and the name of its block (empty outside the blocks)."""
     if block:
         return stage.first <= block_number(block) < stage.end
-    return stage.is_first if _is_embedding(name) else stage.is_last
+    if _is_embedding(name):
+        return stage.is_first or (stage.tied and stage.is_last)
+    return stage.is_last
 
 
 def stage_parameters(parameters: Parameters, stages: Sequence[Stage]) -> Parameters:
@@ -194,6 +205,12 @@ def stage_parameters(parameters: Parameters, stages: Sequence[Stage]) -> Paramet
         if any(holds(stage, name, block) for stage in stages)
     ]
     place = {p: at for at, p in enumerate(kept)}
+    modules = [tuple(place[p] for p in owned if p in place) for owned in parameters.modules]
+    if any(stage.tied for stage in stages):  # a stage makes one module of those that share a matrix
+        seen: set[int] = set()
+        for at, owned in enumerate(modules):
+            modules[at] = tuple(p for p in owned if p not in seen)
+            seen.update(owned)
     return replace(
         parameters,
         names=tuple(parameters.names[p] for p in kept),
@@ -202,5 +219,5 @@ def stage_parameters(parameters: Parameters, stages: Sequence[Stage]) -> Paramet
         autocast=tuple(parameters.autocast[p] for p in kept),
         blocks=tuple(parameters.blocks[p] for p in kept),
         quantized=tuple(parameters.quantized[p] for p in kept) if parameters.quantized else (),
-        modules=tuple(tuple(place[p] for p in owned if p in place) for owned in parameters.modules),
+        modules=tuple(modules),
     )

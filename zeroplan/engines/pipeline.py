@@ -35,6 +35,8 @@ from zeroplan.simulate.recorder import Recorder
 
 #: The norm in front of the MLP, whose input is the residual stream, in the architectures of which stages are modelled.
 _SECOND_NORM = "post_attention_layernorm"
+#: The head's name in them.
+HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class _Cut:
         homes = tape.parameters.blocks
         self.params = [p for p in range(len(names)) if holds(stage, names[p], homes[p])]
         self.place = {p: at for at, p in enumerate(self.params)}
+        self.shared = self._shared()
         self.out = ExpandedTape(self._modules(), tuple(tape.params[p] for p in self.params))
         self.made: dict[int, int] = {}  # kept storages, by their kind
         self.late: list[list[int]] = [[], []]  # freed at the end of the forward, of the backward
@@ -83,6 +86,18 @@ class _Cut:
             if module.parent in found and index not in found:
                 found[index] = found[module.parent]
         return found
+
+    def _shared(self) -> dict[int, int]:
+        """Return, by the storage of its gradient that the head makes, a parameter that the head has from the embedding."""
+        if not (self.stage.tied and self.stage.is_last):
+            return {}
+        made = {
+            arg: self.tape.modules[module].name
+            for op, arg, _, _, module in self.tape.events()
+            if op == Op.ALLOC and module >= 0
+        }
+        grads = [(arg, aux) for op, arg, aux, _, _ in self.tape.events() if op == Op.GRAD and arg in self.place]
+        return {aux: arg for arg, aux in grads if made.get(aux, "").rpartition(".")[2] == HEAD}
 
     def _modules(self) -> tuple[TapeModule, ...]:
         return tuple(
@@ -166,7 +181,7 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
                 walk.late[1].remove(residual)
                 walk.add(op, residual)
         elif op == Op.GRAD:
-            if arg in walk.place and aux in walk.made:
+            if arg in walk.place and aux in walk.made and aux not in walk.shared:
                 walk.add(op, walk.place[arg], aux)
         elif arg not in walk.inside or stage.first <= walk.inside[arg] < stage.end:
             walk.add(op, arg)
@@ -176,6 +191,9 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
             if arg in walk.blocks and walk.blocks[arg] == last:
                 place = last + 1
             in_embedding = in_embedding and arg not in walk.embedding
+        elif backward and op == Op.BWD_EXIT and tape.modules[arg].name.rpartition(".")[2] == HEAD:
+            for storage, param in walk.shared.items():
+                walk.add(Op.GRAD, walk.place[param], storage)
         elif backward and op == Op.BWD_EXIT and arg in walk.blocks and walk.blocks[arg] == 0:
             place = -1
     made = [s for s in (residual, *made_backward) if s in walk.late[1]]

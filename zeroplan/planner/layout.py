@@ -214,7 +214,7 @@ def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workloa
     if spec.model_type not in known:
         what = f"pipeline stages of {spec.model_type or 'this model'} are not modelled"
         raise BadInput(what, where="--pp", remedy=f"of {', '.join(known)} they are")
-    if any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
+    if not partition and any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
         raise BadInput(
             "the head is tied to the embedding, which is on another pipeline stage", where="--pp", remedy="use --pp 1"
         )

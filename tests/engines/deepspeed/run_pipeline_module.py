@@ -22,7 +22,7 @@ os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"
 import deepspeed
 import torch
 import transformers
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe import engine as pipe_engine
 from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -92,6 +92,11 @@ class Head(torch.nn.Module):
         return found
 
 
+def tied_head(table: Table, hidden: torch.Tensor) -> torch.Tensor:
+    """The head that is the embedding's matrix."""
+    return torch.nn.functional.linear(hidden, table.embed_tokens.weight)
+
+
 def allocated(action: Any) -> tuple[Any, list[int]]:
     """What an action returns, and the bytes that it allocates and frees."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
@@ -129,6 +134,10 @@ def run(case: dict[str, Any], stage: int) -> tuple[list[int], list[Any]]:
     pipe_engine.p2p = NoTransport((case["batch"], case["seq"], config.hidden_size), dtype)
     blocks = [LayerSpec(Block, config, number) for number in range(config.num_hidden_layers)]
     layers = [LayerSpec(Table, config), *blocks, LayerSpec(Norm, config), LayerSpec(Head, config)]
+    if config.tie_word_embeddings:
+        weight = "embed_tokens.weight"
+        layers[0] = TiedLayerSpec("words", Table, config, tied_weight_attr=weight)
+        layers[-1] = TiedLayerSpec("words", Table, config, forward_fn=tied_head, tied_weight_attr=weight)
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = ForCausalLMLoss(logits, labels, config.vocab_size)

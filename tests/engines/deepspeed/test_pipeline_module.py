@@ -19,7 +19,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.pipeline import layer_stages
+from zeroplan.core.pipeline import layer_stages, stage_parameters
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_options import options_for
@@ -79,6 +79,8 @@ REAL = [
     real_case("stage 1, bf16", 1, "bf16", dp=2, micro_batches=3),
     real_case("stage 1, bf16, fp32 sums", 1, "bf16", dp=2, config={"data_types": {"grad_accum_dtype": "fp32"}}),
     real_case("stage 0, bf16", 0, "bf16", dp=2),
+    real_case("stage 0, fp32, tied", 0, "fp32", model=SMALL | {"tie_word_embeddings": True}),
+    real_case("stage 1, fp32, tied", 1, "fp32", dp=2, stages=3, model=SMALL | {"tie_word_embeddings": True}),
 ]
 
 
@@ -98,12 +100,12 @@ def small_stage(case: dict[str, Any], number: int) -> Recorder:
         gradient_checkpointing=case["checkpointed"],
         optimizer_kind=OptimizerKind.LOOP,
     )
-    tape = trace_model(SMALL, "AutoModelForCausalLM", options_for(workload)).expand(case["batch"], case["seq"])
+    tape = trace_model(case["model"], "AutoModelForCausalLM", options_for(workload)).expand(case["batch"], case["seq"])
     ranks = case["stages"] * case["dp"]
     layout = ParallelLayout(gpus=ranks, pp=case["stages"])
     zero = replace(config.zero, overlap_comm=False)
     one = Case(
-        load_model(SMALL),
+        load_model(case["model"]),
         workload,
         Cluster(gpus=ranks),
         zero,
@@ -153,7 +155,7 @@ def test_stages_need_what_deepspeeds_engine_allocates(tmp_path: Path, warm_pytho
     rows = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert [row["id"] for row in rows] == [case["id"] for case in REAL], done.stderr[-2000:]
     for row, case in zip(rows, REAL, strict=True):
-        parameters, least = load_model(SMALL).parameters, LEAST[case["dtype"]]
+        parameters, least = load_model(case["model"]).parameters, LEAST[case["dtype"]]
         parts = [one.first + 1 for one in layer_stages(parameters, case["stages"], case["partition"])]
         assert [0, *parts[1:], 7] == row["parts"], row["id"]
         for number, phases in enumerate(row["stages"]):
@@ -271,6 +273,18 @@ def test_the_plan_is_of_the_stage_that_needs_the_most() -> None:
     (other,) = estimate_report(asked(pp=4, partition="type:decoder")).plans
     assert other.stages is not None
     assert sorted(block for one in other.stages for block in one.blocks) == [(0, 8), (8, 16), (16, 24), (24, 32)]
+
+
+def test_a_tied_head_is_on_both_ends_of_the_pipeline() -> None:
+    """The embedding's 128,256 × 2,048 weights count once in the model and twice in the stages."""
+    spec = load_model("meta-llama/Llama-3.2-1B")
+    stages = layer_stages(spec.parameters, 4, "parameters")
+    parts = [stage_parameters(spec.parameters, [stage]) for stage in stages]
+    assert sum(part.total for part in parts) == spec.parameters.total + 128_256 * 2048
+    assert [part.names[0] for part in (parts[0], parts[-1])] == ["model.embed_tokens.weight"] * 2
+    for part in parts:
+        assert sorted(p for owned in part.modules for p in owned) == list(range(len(part)))
+    assert len(estimate_report(asked(pp=4, model="meta-llama/Llama-3.2-1B")).plans[0].stages or ()) == 4
 
 
 @pytest.mark.parametrize(

@@ -19,12 +19,12 @@ Note [Buffers of a PipelineEngine]
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import Enum
 from typing import NamedTuple
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import ExpandedTape
+from zeroplan.core.tied_gradients import with_gradients_apart
 from zeroplan.engines.deepspeed.base import DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.schedule import STEPS_UNTIL_STEADY, stage_schedule
@@ -235,8 +235,8 @@ def record_stage(rank: DeepSpeedRank, tape: ExpandedTape, *, steps: int | None =
     """
     assert rank.pipeline_stage is not None
     recorder = Recorder()
-    part = cut(tape, rank.pipeline_stage, copies=True)
-    schedule = stage_schedule(replace(rank, parameters=part.tape.parameters), part.tape, recorder)
+    part = cut(with_gradients_apart(tape) if rank.pipeline_stage.tied else tape, rank.pipeline_stage, copies=True)
+    schedule = stage_schedule(rank, part.tape, recorder)
     schedule.build()
     recorder.mark("model")
     schedule.initialize()

@@ -21,7 +21,24 @@ HELD = (
     "R07",
     *(
         pytest.param(n, marks=pytest.mark.long)
-        for n in ("P01", "P02", "P04", "P05", "T04", "C00", "C01", "E00", "E02", "H00", "R04", "R05", "R08", "R10")
+        for n in (
+            "P01",
+            "P02",
+            "P04",
+            "P05",
+            "T04",
+            "C00",
+            "C01",
+            "E00",
+            "E02",
+            "H00",
+            "R04",
+            "R05",
+            "R08",
+            "R09",
+            "R10",
+            "V01",
+        )
     ),
 )
 #: Cases that are predicted and wait for a machine.

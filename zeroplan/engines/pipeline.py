@@ -13,6 +13,9 @@ Note [Cutting a tape]
     and gradients of all micro batches of a step at once, for the whole run.
     Source: torch/distributed/pipelining/stage.py (``_RecvInfo``, ``forward_one_chunk``, ``backward_one_chunk``).
 
+    A stage holds the gradient that it has sent until it sends the next. Where a rank has several chunks, sends are actions of
+    their own, and what was sent is freed at once (``_PipelineScheduleRuntime``).
+
     A rank with several chunks (vpp) has one part of the tape for each. They have a schedule each, whose hooks are called as
     :func:`~zeroplan.core.pipeline_order.with_gathers` orders them.
 """
@@ -344,6 +347,8 @@ def play_pipeline(
                         recorder.alloc(chunk.part.hidden, Buffer.COMM_PIPELINE)
         for action in actions:
             _act(action, players, recorder)
+            if looped:  # whose sends are actions of their own, behind which nothing holds what was sent
+                players[action.chunk].drop_sent()
         for player in players:
             player.drop_sent()
             if not looped:

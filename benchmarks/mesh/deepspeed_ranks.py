@@ -28,6 +28,9 @@ STEPS = 4
 _SHOWN = ("allocated", "reserved", "total")
 
 
+_WORDY: dict[str, Any] = LLAMA | {"tie_word_embeddings": False, "vocab_size": 128256, "num_hidden_layers": 4}
+
+
 @dataclass(frozen=True)
 class Case:
     """One run on two GPUs of one node: a Llama under DeepSpeed; `seq_len` counts the tokens of a whole sample."""
@@ -43,6 +46,7 @@ class Case:
     seq_len: int = 8192
     grad_accum: int = 1
     checkpointing: bool = False
+    tiled_loss: int = 0
     model: dict[str, Any] = field(
         default_factory=lambda: LLAMA | {"tie_word_embeddings": False, "max_position_embeddings": 65536}
     )
@@ -86,6 +90,9 @@ CASES = (
     Case("P02", stage=1, pp=2, grad_accum=5, micro_batch=2, seq_len=4096, checkpointing=True, partition="type:decoder"),
     Case("P03", stage=1, pp=2, grad_accum=4, micro_batch=2, seq_len=4096, sums="fp32"),
     Case("P04", stage=1, pp=2, grad_accum=6, seq_len=4096, gpus=4),
+    Case("P05", stage=1, pp=2, grad_accum=4, seq_len=4096, model=LLAMA | {"tie_word_embeddings": True}),
+    Case("T00", stage=2, tiled_loss=8, seq_len=8192, model=_WORDY),
+    Case("T01", stage=1, tiled_loss=4, seq_len=8192, checkpointing=True, model=_WORDY),
 )
 
 
@@ -117,6 +124,7 @@ def figures(case: Case) -> dict[str, int]:
         gpus=case.gpus,
         seq_len=case.seq_len,
         gradient_checkpointing=case.checkpointing,
+        tiled_loss=case.tiled_loss,
         ulysses=case.ulysses,
         pp=case.pp,
         partition=case.partition if case.pp > 1 else None,
@@ -216,6 +224,8 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
     model.config.use_cache = False
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if case.tiled_loss:
+        model.forward = partial(_forward_in_tiles, model, case.tiled_loss)
     settings = dict(case.ds_config)
     mpu = None
     if case.ulysses > 1:
@@ -262,6 +272,25 @@ def _measured(step: Callable[[], float], card: Any, before: int) -> dict[str, An
         "total": card.used() - before,
         "loss": loss,
     }
+
+
+def _forward_in_tiles(model: Any, tiles: int, input_ids: Any, labels: Any) -> Any:
+    """Run the body of a causal language model, and DeepSpeed's tiles of its head and loss."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+    from torch.nn.functional import pad
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    def loss_of(whole: Any, hidden: Any, targets: Any) -> Any:
+        return whole.loss_function(
+            logits=whole.lm_head(hidden), labels=None, vocab_size=whole.config.vocab_size, shift_labels=targets
+        )
+
+    hidden = model.model(input_ids=input_ids).last_hidden_state
+    shifted = pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    weights = [model.lm_head.weight]
+    return CausalLMOutputWithPast(
+        loss=TiledFusedLogitsLoss.apply(loss_of, model, hidden, shifted, None, tiles, weights, "mean")
+    )
 
 
 def _stage_of(case: Case, device: Any) -> Callable[[], float]:

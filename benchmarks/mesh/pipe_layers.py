@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
@@ -85,14 +85,23 @@ def pipeline_module(model: dict[str, Any], stages: int, partition: str, *, check
     """
     config = transformers.AutoConfig.for_model(**model, attn_implementation="sdpa")
     blocks = [LayerSpec(DecoderPipe, config, number) for number in range(config.num_hidden_layers)]
+    layers = [LayerSpec(EmbeddingPipe, config), *blocks, LayerSpec(NormPipe, config), LayerSpec(HeadPipe, config)]
+    if config.tie_word_embeddings:
+        weight = "embed_tokens.weight"
+        layers[0] = TiedLayerSpec("words", EmbeddingPipe, config, tied_weight_attr=weight)
+        layers[-1] = TiedLayerSpec("words", EmbeddingPipe, config, forward_fn=_tied_head, tied_weight_attr=weight)
     return PipelineModule(
-        [LayerSpec(EmbeddingPipe, config), *blocks, LayerSpec(NormPipe, config), LayerSpec(HeadPipe, config)],
+        layers,
         num_stages=stages,
         loss_fn=_loss(config.vocab_size),
         partition_method=partition,
         activation_checkpoint_interval=int(checkpointing),
         checkpointable_layers=["DecoderPipe"],
     )
+
+
+def _tied_head(table: EmbeddingPipe, hidden: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(hidden, table.embed_tokens.weight)
 
 
 def _loss(words: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

@@ -76,7 +76,7 @@ def test_the_whole_quantised_model_is_there_before_it_is_sharded(engine: str) ->
     assert marks[0].peak >= whole + 2 * TABLES
     blocks = 512 * 6 * 7 * 12  # each is rounded up to 512 bytes
     assert marks[-1].allocated == pytest.approx(run.plan.gpu.live_after_step, abs=blocks)
-    assert run.plan.fits is None  # until a GPU has measured it
+    assert run.plan.fits is (True if engine == "fsdp2" else None)  # as measured; the others have what no figure holds
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from zeroplan.engines.deepspeed.job import rank_of, require_pipeline
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.saved_weights import saved_elements
 from zeroplan.engines.deepspeed.versions import as_wrapped, require_wrapper, unmodelled_by_version, version_remark
-from zeroplan.engines.quantized_base import require_stored, unmeasured
+from zeroplan.engines.quantized_base import kept_by_products, packed_kernels, require_stored
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
@@ -201,7 +201,7 @@ class DeepSpeed(Engine):
             found += [Unmodelled(f"--tiled-{name}", Effect.UNKNOWN, _TILES) for name in tiled]
         if case.layout.tp > 1 and case.zero.stage == 3:
             found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
-        found += unmeasured(case.workload, self.name)
+        found += packed_kernels(case.workload) or kept_by_products(case.workload, case.zero.stage)
         frozen = not all(case.spec.parameters.trainable)
         return (*found, *unmodelled_by_version(zero, case.workload, frozen=frozen))
 

@@ -14,7 +14,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp.lines import LEDGER
 from zeroplan.engines.fsdp.rank import FsdpRank
-from zeroplan.engines.quantized_base import require_stored, stored, unmeasured
+from zeroplan.engines.quantized_base import packed_kernels, require_stored, stored
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -86,7 +86,7 @@ class Fsdp(TorchEngine[FsdpRank]):
         """Return what the allocator reserves beside the figure for adapters: a measured run reserved a third more (row X05 of
         ``benchmarks/ground_truth/tasks.jsonl``), and the cause is not known.
         """
-        found = unmeasured(case.workload, "FSDP 1")
+        found = packed_kernels(case.workload)
         if case.workload.lora_rank is None or not self.rank(case, case.parameters).sharded:
             return found
         says = "adapters' units come and go in an order that reserves up to a third more than the figure"

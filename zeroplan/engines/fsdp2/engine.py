@@ -16,7 +16,7 @@ from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp2.lines import LEDGER
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
-from zeroplan.engines.quantized_base import require_stored, stored, unmeasured
+from zeroplan.engines.quantized_base import packed_kernels, require_stored, stored
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -99,10 +99,10 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Return a quantised base, mixtures whose matrices or tokens are shared, which no GPU has measured, and Adafactor where
-        matrices are shared: its row and column sums of distributed tensors were not measured.
+        """Return the kernels of GPTQ's and AWQ's weights; mixtures whose matrices or tokens are shared, which no GPU has
+        measured; and Adafactor where matrices are shared: its row and column sums of distributed tensors were not measured.
         """
-        found = unmeasured(case.workload, self.name)
+        found = packed_kernels(case.workload)
         shared = next((name for name in ("tp", "cp") if getattr(case.layout, name) > 1), None)
         if shared is not None and experts_of(case.spec.parameters):
             found = (*found, Unmodelled(f"--{shared}", Effect.UNKNOWN, f"{shared} of mixtures, which no GPU has measured"))

@@ -69,6 +69,20 @@ def test_what_no_gpu_has_measured_is_of_unknown_fit() -> None:
         assert [(one.key, one.effect.value) for one in plan.unmodelled] == [("--compile", effect)]
 
 
+def test_a_whole_models_blocks_run_as_written_where_fsdp2_checkpoints_them() -> None:
+    plans = {
+        (how, again): planned(engine="fsdp2", stage=3, gpus=2, compile=how, gradient_checkpointing=again).plans[0]
+        for how, again in (("blocks", False), ("model", False), ("model", True), (None, True))
+    }
+    assert {plan.depth for plan in plans.values()} == {"simulated"}
+    for again in (False, True):
+        assert plans["model", again].fits is None
+        assert "compiled as a whole" in plans["model", again].unmodelled[0].says
+    peaks = {key: plan.gpu.peak_allocated or 0 for key, plan in plans.items()}
+    assert peaks["model", False] < peaks["blocks", False]  # the loss makes no fp32 copies of the logits
+    assert peaks["model", True] < peaks[None, True]
+
+
 def test_the_runtimes_first_micro_batch_needs_what_an_eager_one_needs() -> None:
     eager, compiled = (planned(engine="zeroplan", stage=3, gpus=2, compile=how).plans[0].gpu for how in (None, "blocks"))
     # But for the loss of an earlier one, which the first does not find: a block of 512 bytes.

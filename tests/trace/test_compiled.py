@@ -245,6 +245,46 @@ def test_compiled_t5_is_planned_without_its_decoders_cache(tmp_path: Path, monke
     assert "an encoder-decoder" in compiled.unmodelled[0].says
 
 
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_whole_model_with_hooks_keeps_what_torch_compile_keeps(checkpoints: bool) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(**CONFIG | {"num_hidden_layers": 2, "vocab_size": 96}, use_cache=False)
+    config._attn_implementation = "sdpa"
+    graphs: list[int] = []
+
+    def made(device: str) -> tuple[Any, torch.Tensor]:
+        with torch.device(device):
+            model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+            if checkpoints:
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            return model, torch.zeros(2, 48, dtype=torch.long)
+
+    def kept(model: Any, tokens: torch.Tensor) -> Counter[tuple[tuple[int, ...], str]]:
+        shapes = {tuple(p.shape) for p in model.parameters()}
+        model(input_ids=tokens, labels=tokens)
+        return saved(lambda: model(input_ids=tokens, labels=tokens), shapes)
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(sum(node.target is torch.nn.functional.linear for node in graph.graph.nodes))
+        return inductor_without_kernels()(graph, inputs)
+
+    model, tokens = made("cpu")
+    closed = torch.compiler.disable(lambda *_: None)  # as the hooks of fully_shard are to dynamo
+    for unit in (*model.model.layers, model):
+        unit.register_forward_pre_hook(closed)
+    model.compile(backend=backend)
+    real = kept(model, tokens)
+    torch._dynamo.reset()
+    # Blocks share a graph, unless checkpointing keeps dynamo away from them; the head and the loss have one.
+    assert [linears for linears in graphs if linears] == ([1] if checkpoints else [7, 1])
+
+    model, tokens = made("meta")
+    with CompiledRegions(model, between=True, checkpoints=checkpoints), CudaFunctions():
+        planned = kept(model, tokens)
+    assert planned == real
+
+
 def test_plan_of_a_measured_run() -> None:
     rows = [json.loads(line) for line in (STEP_RESULTS / "h200_x4_compiled.jsonl").read_text().splitlines()]
     row = next(row for row in rows if row["case"] == "fsdp2:3+compile" and row["shape"] == "llama-1b" and row["micro"] == 1)

@@ -65,11 +65,11 @@ class TraceOptions:
     evaluation mode and without gradients. `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0
     where it is theirs. `fp8`: how linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`). `tiled_mlp`: tiles
     in which MLPs run (:mod:`zeroplan.trace.tiled`), and `tiled_loss` head and loss (:mod:`zeroplan.trace.tiled_loss`); 0 for
-    none. `compile`: blocks are compiled
-    (:mod:`zeroplan.trace.compiled`). `at`: the only sequences, tokens and LoRA rank that the tape holds for, since compiled
-    graphs are made for one shape; None for any. `sparse`: block-sparse attention, whatever `attn` says
-    (:mod:`zeroplan.trace.sparse_attention`). With a `pair_loss` a micro batch holds pairs, and the loss is computed over all
-    their logits (:mod:`zeroplan.trace.pair_loss`), in fp32 with `wide_logits`.
+    none. `compile`: blocks are compiled (:mod:`zeroplan.trace.compiled`); with `between` the rest is, too. `at`: the only
+    sequences, tokens and LoRA rank that the tape holds for, since compiled graphs are made for one shape; None for any.
+    `sparse`: block-sparse attention, whatever `attn` says (:mod:`zeroplan.trace.sparse_attention`). With a `pair_loss` a micro
+    batch holds pairs, and the loss is computed over all their logits (:mod:`zeroplan.trace.pair_loss`), in fp32 with
+    `wide_logits`.
     """
 
     attn: Attention = Attention.SDPA
@@ -96,6 +96,7 @@ class TraceOptions:
     tiled_mlp: int = 0
     tiled_loss: int = 0
     compile: bool = False
+    between: bool = False
     at: tuple[int, int, int] | None = None
     pair_loss: PairLoss | None = None
     wide_logits: bool = False
@@ -141,7 +142,7 @@ class TraceOptions:
         if self.tiled_loss:
             parts.append(f"loss{self.tiled_loss}")
         if self.compile:
-            parts.append("compile")
+            parts.append("compile" + ("-between" if self.between else ""))
         if self.at is not None:
             parts.append("at" + "x".join(map(str, self.at)))
         if self.pair_loss is not None:
@@ -189,6 +190,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         tiled_mlp=workload.tiled_mlp,
         tiled_loss=workload.tiled_loss,
         compile=workload.compile is not None,
+        between=workload.compile is Compilation.MODEL,
         at=None if workload.compile is None else (workload.rows, workload.seq_len or 1, workload.lora_rank or 0),
         pair_loss=workload.pair_loss,
         wide_logits=workload.wide_logits,
@@ -200,5 +202,7 @@ def evaluation_options(workload: Workload, layout: ParallelLayout | None = None)
     drops, and whatever hooks an engine has on its graph, it runs alike. It is the eager one of a compiled model, too.
     """
     options = options_for(workload, layout=layout)
-    plain = replace(options, checkpointing=Checkpointing.NONE, every=1, lora_dropout=False, compile=False, at=None)
+    plain = replace(
+        options, checkpointing=Checkpointing.NONE, every=1, lora_dropout=False, compile=False, between=False, at=None
+    )
     return replace(plain, evaluation=True, pair_loss=None)

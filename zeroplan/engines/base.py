@@ -21,7 +21,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.workload import Compilation, DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ledger.line import Ledger
@@ -274,6 +274,10 @@ class Engine(ABC):
                 f"{self.name} computes the logits of all tokens", where="--labelled-share", remedy="use --engine zeroplan"
             )
         return self
+
+    def compiled_as(self, workload: Workload) -> Compilation | None:
+        """Return what is planned as graphs: of a model compiled as a whole its blocks, unless the engine knows more."""
+        return Compilation.BLOCKS if workload.compile is Compilation.MODEL else workload.compile
 
     # --- memory -----------------------------------------------------------------------------------------------------------
 

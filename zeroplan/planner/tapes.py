@@ -124,6 +124,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     own = engine.own_tape(case)
     if own is not None:
         return own
+    case = replace(case, workload=replace(case.workload, compile=engine.compiled_as(case.workload)))
     spec, workload = case.spec, case.workload
     if not spec.config or not spec.has_shapes:
         raise NoTapeError(

@@ -6,6 +6,13 @@ Note [Regions]
     alone share one graph, as they share one piece of code on a GPU. Gradient checkpointing lies around the compiled block, as
     transformers' layers have it, and the recomputation runs the compiled forward again; or within, as in torchtitan: then the
     backward graph recomputes, and only what it reads.
+
+Note [A model whose units have hooks]
+    ``torch.compile`` of a whole model that FSDP2 has sharded breaks at every unit, as its hooks are closed to dynamo. The break
+    lies in the loop over the blocks, so the base model's forward runs as written, and what it calls is compiled by itself: each
+    block, and other modules of the model's own, such as the last norm; torch's modules are not. Then the head and the loss
+    follow in one graph, which also returns the logits. Where gradient checkpointing wraps the blocks, dynamo stays away from
+    it, and they run as written.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -35,25 +43,145 @@ class CompiledRegions:
         inner: the ids of the modules within regions, which are not called any more.
     """
 
-    def __init__(self, model: nn.Module, *, every: int = 0) -> None:
-        """Compile the blocks; each `every`-th checkpoints within its graph, none with 0."""
+    def __init__(self, model: nn.Module, *, every: int = 0, between: bool = False, checkpoints: bool = False) -> None:
+        """Compile the blocks; each `every`-th checkpoints within its graph, none with 0. With `between`, what lies between them
+        is compiled as well, and they are not where they are checkpointed. See Note [A model whose units have hooks].
+        """
         self._every = every
         self._shared: dict[Any, Callable[..., Any]] = {}
         modules = list(model.named_modules())
         index = {name: i for i, (name, _) in enumerate(modules)}
         rows = [TapeModule(n, type(m).__name__, index[n.rpartition(".")[0]] if n else -1) for n, m in modules]
         self._blocks = [modules[i][1] for i in blocks_of(rows)]
-        self.inner = frozenset(id(m) for block in self._blocks for m in block.modules()) - {id(b) for b in self._blocks}
+        self._rest: _Rest | None = None
+        self._undo = contextlib.ExitStack()
+        after: list[nn.Module] = []
+        if between:
+            blocks, self._blocks = self._blocks, [] if checkpoints else self._blocks
+            name = str(getattr(model, "base_model_prefix", ""))
+            if isinstance(base := getattr(model, name, None), nn.Module):
+                self._blocks += [one for one in base.children() if _is_own(one) and not any(b in one.modules() for b in blocks)]
+                self._rest = _Rest(model, name)
+                after = [one for one in model.modules() if one is not model and one not in base.modules()]
+        inner = [*after, *(m for block in self._blocks for m in block.modules())]
+        self.inner = frozenset(map(id, inner)) - {id(b) for b in self._blocks}
 
     def __enter__(self) -> CompiledRegions:
         for number, block in enumerate(self._blocks, 1):
             recomputes = self._every > 0 and number % self._every == 0
             block.forward = _CompiledBlock(block, self._shared, recomputes=recomputes)
+        if self._rest is not None:
+            self._rest.attach(_CompiledBlock(self._rest, self._shared, recomputes=False))
+            self._undo.enter_context(_masks_of_a_graph())
         return self
 
     def __exit__(self, *exc: object) -> None:
         for block in self._blocks:
             del block.forward
+        if self._rest is not None:
+            self._rest.detach()
+        self._undo.close()
+
+
+@contextlib.contextmanager
+def _masks_of_a_graph() -> Iterator[None]:
+    """While it lasts, transformers makes attention's masks as it does in a graph: without looking at positions' values, so that
+    it cannot leave the causal mask to the kernel (``masking_utils.find_packed_sequence_indices``).
+    """
+    from transformers import masking_utils
+
+    with mock.patch.object(masking_utils, "is_tracing", return_value=True):
+        yield
+
+
+def _is_own(module: nn.Module) -> bool:
+    """Return whether dynamo compiles a call of this module by itself: its code is no part of torch, and it has parameters."""
+    return not type(module).__module__.startswith("torch.") and any(True for _ in module.parameters())
+
+
+class _ReachedError(Exception):
+    """The base model was called; its arguments."""
+
+
+class _Base(nn.Module):
+    """Stands in the base model's place: hands back what that has returned, or reaches it for the first time."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__()
+        self._found = found
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the base model has returned.
+
+        Raises:
+            _ReachedError: where it has not run yet.
+        """
+        if self._found is None:
+            raise _ReachedError(args, kwargs)
+        return self._found
+
+
+class _Rest(nn.Module):
+    """What a model computes after its base model: the head and the loss. Its parameters are those outside the base model."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__()
+        object.__setattr__(self, "_whole", model)  # no submodule: most of its parameters are the base model's
+        self._name, self._run = name, model.forward
+        self._places: list[tuple[nn.Module, str]] = []
+        for number, (owner, leaf, parameter) in enumerate(_parameters_outside(model, name)):
+            self.register_parameter(f"own_{number}", parameter)
+            self._places.append((owner, leaf))
+
+    def attach(self, compiled: Callable[..., Any]) -> None:
+        """Let the model run its base model, and then `compiled` with what that returns and the model's own arguments."""
+        model: Any = self._whole
+        base = model._modules[self._name]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                self._with_base(None, args, kwargs)
+            except _ReachedError as reached:
+                given, named = reached.args
+            else:
+                raise ValueError(f"{type(model).__name__} does not call its {self._name}")
+            return compiled(base(*given, **named), *args, **kwargs)
+
+        model.forward = forward
+
+    def detach(self) -> None:
+        """Give the model its forward again."""
+        model: Any = self._whole
+        del model.forward
+
+    def forward(self, found: Any, *args: Any, **kwargs: Any) -> Any:
+        """The model's output, where its base model has returned `found`."""
+        before = [(owner, leaf, owner._parameters[leaf]) for owner, leaf in self._places]
+        for number, (owner, leaf, _) in enumerate(before):
+            owner._parameters[leaf] = getattr(self, f"own_{number}")
+        try:
+            return self._with_base(found, args, kwargs)
+        finally:
+            for owner, leaf, parameter in before:
+                owner._parameters[leaf] = parameter
+
+    def _with_base(self, found: Any, args: Any, kwargs: Any) -> Any:
+        modules: dict[str, Any] = self._whole._modules
+        base = modules[self._name]
+        modules[self._name] = _Base(found)
+        try:
+            return self._run(*args, **kwargs)
+        finally:
+            modules[self._name] = base
+
+
+def _parameters_outside(model: nn.Module, name: str) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    """The parameters that modules outside the submodule `name` have, shared ones as well: the owner, and its name there."""
+    for path, module in model.named_modules():
+        if path == name or path.startswith(f"{name}."):
+            continue
+        for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            yield module, leaf, parameter
 
 
 class _CompiledBlock:
@@ -108,8 +236,9 @@ class _CompiledBlock:
 
         known: dict[int, torch.Tensor] = {}
         unhooked = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)  # no checkpoint's
-        with _disable_current_modes(), tracing(TracingContext(FakeTensorMode())), _attention_in_graph(), unhooked:
-            compiled(*([_stand_in(t, known) for t in part] for part in (self._state.values(), tensors)))
+        fakes = FakeTensorMode()
+        with _disable_current_modes(), tracing(TracingContext(fakes)), _attention_in_graph(), unhooked:
+            compiled(*([_stand_in(t, known, fakes) for t in part] for part in (self._state.values(), tensors)))
         return compiled
 
 
@@ -129,10 +258,15 @@ def _attention_in_graph() -> Iterator[None]:
         attention.in_graph = None
 
 
-def _stand_in(tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
-    """A tensor like this one, the same for the same."""
+def _stand_in(tensor: torch.Tensor, known: dict[int, torch.Tensor], fakes: Any) -> torch.Tensor:
+    """A fake tensor like this one, the same for the same.
+
+    It is of a CPU: on the meta device composite operators, such as ``nll_loss``, have kernels of their own, below autograd, and
+    a graph traced there would lack their gradients.
+    """
     if id(tensor) not in known:
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        with fakes:
+            made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         known[id(tensor)] = made.requires_grad_(tensor.requires_grad)
     return known[id(tensor)]
 

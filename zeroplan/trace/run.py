@@ -93,7 +93,10 @@ def _record(
 def _regions(model: nn.Module, options: TraceOptions) -> CompiledRegions:
     """The compiled parts of the model; without ``torch.compile`` there are none, and inductor is not imported."""
     every = options.every if options.checkpointing is Checkpointing.IN_GRAPH else 0
-    return CompiledRegions(model if options.compile else nn.Module(), every=every)
+    if not options.compile:
+        return CompiledRegions(nn.Module())
+    checkpoints = options.checkpointing is not Checkpointing.NONE
+    return CompiledRegions(model, every=every, between=options.between, checkpoints=checkpoints)
 
 
 def _backward(loss: torch.Tensor) -> None:

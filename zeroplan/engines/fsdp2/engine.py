@@ -23,6 +23,7 @@ from zeroplan.ledger.line import Ledger
 if TYPE_CHECKING:
     from zeroplan.core.saving import Saving
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.core.workload import Compilation, Workload
     from zeroplan.engines.saved_files import Written
     from zeroplan.engines.simulation import HostPhase
     from zeroplan.interop.forms.configuration import Form
@@ -38,9 +39,14 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     quantized_bases = True
     packed_bases = True
     compiles = True
+    compiled_whole = (Effect.MORE, "no GPU has measured a model that is compiled as a whole")
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     gathers_in_half = True
     tensors_from_operators = False  # FSDP2 resizes storages, which no operator returns
+
+    def compiled_as(self, workload: Workload) -> Compilation | None:
+        """Return what is asked for: between hooks a whole model's graphs are known."""
+        return workload.compile
 
     def options(self) -> list[ZeroConfig]:
         """Return stage 2, without resharding after the forward, and stage 3, with it."""

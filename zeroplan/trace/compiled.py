@@ -166,7 +166,8 @@ class _Rest(nn.Module):
                 owner._parameters[leaf] = parameter
 
     def _with_base(self, found: Any, args: Any, kwargs: Any) -> Any:
-        modules: dict[str, Any] = self._whole._modules
+        whole: Any = self._whole
+        modules: dict[str, Any] = whole._modules
         base = modules[self._name]
         modules[self._name] = _Base(found)
         try:

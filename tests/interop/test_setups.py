@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from zeroplan.core.documents import MOST_ALIASES, dump_yaml, read_document
 from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.from_files import filled, with_files
 from zeroplan.planner.request import Request
@@ -188,6 +189,33 @@ def test_accelerates_8_bit_products() -> None:
         setup = read_setup(config | changed)
         assert any(said in one.says for one in setup.unmodelled)
         assert (setup.fp8 is None) == ("padding" not in said)
+
+
+def test_accelerates_8_bit_products_under_fsdp2() -> None:
+    """Planned where weights are gathered in 16 bits."""
+    config: dict[str, Any] = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "fp8"}
+    config["fsdp_config"] = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    setup = read_setup(config | {"fp8_config": {"backend": "AO", "enable_fsdp_float8_all_gather": False}})
+    assert (setup.fp8, setup.engine, setup.unmodelled) == ("tensorwise", "fsdp2", ())
+
+
+def test_8_bit_products_of_axolotl_and_llama_factory() -> None:
+    axolotl: dict[str, Any] = {"base_model": "meta-llama/Llama-3.2-1B", "micro_batch_size": 1, "bf16": True, "fp8": True}
+    axolotl |= {"sequence_len": 64, "datasets": []}
+    plain = read_setup(axolotl, program="axolotl")
+    assert (plain.fp8, [one.effect for one in plain.unmodelled]) == ("tensorwise", [Effect.LESS])
+    fsdp = {"fsdp_version": 2, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
+    gathered = read_setup(axolotl | fsdp | {"fp8_enable_fsdp_float8_all_gather": True}, program="axolotl")
+    assert [one.says for one in gathered.unmodelled if one.effect is Effect.UNKNOWN] == [
+        "weights are gathered in 8 bits; 16 are counted"
+    ]
+    request, _ = with_files(Request(files=(axolotl | fsdp,), program="axolotl", gpu="H100"))
+    assert (request.fp8, request.engine) == ("tensorwise", "fsdp2")
+    factory: dict[str, Any] = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "stage": "sft", "finetuning_type": "full"}
+    factory |= {"bf16": True, "fp8": True, "cutoff_len": 64, "template": "llama3"}
+    assert read_setup(factory, program="llama-factory").fp8 == "rowwise"
+    other = read_setup(factory | {"fp8_backend": "te"}, program="llama-factory")
+    assert (other.fp8, [one.key for one in other.unmodelled]) == (None, ["fp8_backend"])
 
 
 def test_a_plain_ds_config(write: Callable[[str, str], str]) -> None:

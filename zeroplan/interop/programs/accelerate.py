@@ -237,20 +237,26 @@ def launch_document(command: Command, document: Document) -> Document | None:
 def _float8(run: Builder, kind: str) -> None:
     """Set 8-bit products by torchao, as accelerate asks for them; what other packages do is left out.
 
-    Under FSDP2 weights are gathered in 8 bits as well, which is not modelled.
+    Under FSDP2 weights are gathered in 8 bits as well, unless the file says otherwise, which is not modelled.
     Source: accelerate 1.15, utils/dataclasses.py (``AORecipeKwargs``), utils/ao.py.
     """
     block = run.block("fp8_config")
     backend = block.word("backend") or block.word("fp8_backend") or "by whichever package is installed"
     if backend not in ("ao", "torchao"):
         run.leave_out("mixed_precision", UNKNOWN, f"fp8 products ({backend[:40]}); bf16 ones are counted")
-    elif kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+    elif kind in ("DEEPSPEED", "MEGATRON_LM") or (kind == "FSDP" and not _gathers_wide(block)):
         run.leave_out("mixed_precision", UNKNOWN, f"fp8 products by torchao under {kind}; bf16 ones are counted")
     else:
         run.set("fp8", "tensorwise", "mixed_precision")
         padded = next((block.flag(key) for key in ("pad_inner_dim", "fp8_pad_inner_dim") if key in block.data), True)
         if padded is False:
             run.leave_out("fp8_config.pad_inner_dim", LESS, "operands in 8 bits are counted with the copies that padding makes")
+
+
+def _gathers_wide(block: Keys) -> bool:
+    """Whether FSDP2 gathers weights in 16 bits for 8-bit products."""
+    keys = [key for key in ("enable_fsdp_float8_all_gather", "fp8_enable_fsdp_float8_all_gather") if key in block.data]
+    return bool(keys) and block.flag(keys[0]) is False
 
 
 #: Beginnings of the flags that decide more than the size of the machine.

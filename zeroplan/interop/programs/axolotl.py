@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.float8 import set_float8
 from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.optimizers import set_optimizer
 from zeroplan.interop.programs.program import Program
@@ -32,7 +34,6 @@ _NOT_MODELLED = {
     "relora_steps": (NONE, "adapters are merged and begun anew"),
     "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
     "noisy_embedding_alpha": (MORE, "noise as large as the embedded batch"),
-    "fp8": (UNKNOWN, "fp8 products"),
     "gptq": (UNKNOWN, "base weights quantised by GPTQ"),
     "quantization": (UNKNOWN, "quantised base weights"),
     "qat": (UNKNOWN, "quantisation-aware training"),
@@ -135,6 +136,7 @@ class Axolotl(Program):
         self._adapter(run)
         self._layout(run, fsdp_version)
         run.leave_out_flags(_NOT_MODELLED)
+        set_float8(run, Float8Recipe.TENSORWISE)
         set_compile(run)
         for plugin in run.texts("plugins"):
             word = next((word for word in _PLUGINS if f".{word}." in f".{plugin.lower()}."), None)

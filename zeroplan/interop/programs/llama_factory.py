@@ -6,11 +6,13 @@ Source: LLaMA-Factory 0.9.6, ``src/llamafactory/hparams/``, ``model/adapter.py``
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.float8 import set_float8
 from zeroplan.interop.programs.known import arguments_of, telling_of_others
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import read_trainer
@@ -40,7 +42,6 @@ _NOT_MODELLED = {
     "use_llama_pro": (UNKNOWN, "blocks are added and only those are trained"),
     "mixture_of_depths": (UNKNOWN, "mixture of depths"),
     "resize_vocab": (MORE, "rows are added to embedding and head"),
-    "fp8": (UNKNOWN, "fp8 products"),
     "use_mca": (UNKNOWN, "Megatron's engine"),
     "use_megatron_bridge": (UNKNOWN, "Megatron's engine"),
     "use_ray": (NONE, "workers started by Ray"),
@@ -122,6 +123,7 @@ class LlamaFactory(Program):
         run.set("gradient_checkpointing", again, "" if off is None else "disable_gradient_checkpointing")
         self._method(run)
         run.leave_out_flags(_NOT_MODELLED)
+        set_float8(run, Float8Recipe.ROWWISE)
         if run.flag("neat_packing") and run.fields.get("attn") != "flash":
             run.leave_out("neat_packing", MORE, "packed samples are one row, whose mask grows with the square of its length")
         if run.value("use_muon") and run.flag("use_muon"):

@@ -10,11 +10,14 @@ from benchmarks.published.rows import kept
 from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.tape import Op
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
+from zeroplan.engines.megatron.autograd import TapeWriter
 from zeroplan.engines.megatron.chunk import ChunkLayers
 from zeroplan.engines.megatron.engine import Megatron
+from zeroplan.engines.megatron.operators import embedding_gradient
 from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.load import load_model
@@ -227,6 +230,20 @@ def test_what_may_need_more_is_named() -> None:
     assert [one.key for one in engine.unmodelled(_case(LLAMA))] == ["unmeasured"]
     found = engine.unmodelled(_case({**LLAMA, "attention_backend": "unfused"}, cp=2))
     assert [one.key for one in found] == ["unmeasured", "--cp", "--attention-backend"]
+
+
+def test_more_than_3072_words_are_sorted_for_the_embeddings_gradient() -> None:
+    """torch's kernel adds the rows of one word without sorting up to 3,072 words, and by segments of sorted words beyond."""
+    made = {}
+    for count in (3072, 3073):
+        w = TapeWriter("GPTModel")
+        out = embedding_gradient(w, count, 1000, 64, 2 * 64 * 1000)
+        assert out.nbytes == 2 * 64 * 1000
+        sizes = [aux for op, aux in zip(w.tape()[0].op, w.tape()[0].aux, strict=True) if op == Op.ALLOC]
+        made[count] = sizes
+    assert made[3072] == [128000]
+    partial = (1000 + 3073 // 10) * 64 * 4  # fp32 sums of at most ten rows each, fewer than that
+    assert 1000 * 64 * 4 <= max(made[3073]) <= partial
 
 
 def test_stages_hold_one_micro_batch_less_each() -> None:

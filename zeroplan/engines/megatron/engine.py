@@ -34,8 +34,8 @@ _CUDNN = (9, 0)
 _NO_MEASUREMENT = Unmodelled(
     UNMEASURED,
     Effect.MORE,
-    "no GPU has measured these plans: sizes follow from Megatron-Core's and TransformerEngine's source, without cuDNN's "
-    "workspaces",
+    "no GPU has measured TransformerEngine's layers, whose sizes follow from source, without cuDNN's workspaces, nor the "
+    "memory of Megatron's communicators; with Megatron's own layers one GPU's peaks were met",
 )
 _ROUTING = "each expert is planned with as many tokens as the others"
 

@@ -74,7 +74,7 @@ def _look_up(w: TapeWriter, s: Shapes, words: Storage) -> Value:
     size = s.whole
 
     def look_up_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(table, Kind.GRAD)]
+        return [ops.embedding_gradient(w, count, s.model.padded(s.tp) // s.tp, s.model.hidden_size, table)]
 
     def mask_backward(saved: Saved, g: Gradients) -> Gradients:
         return [w.empty(size)]
@@ -90,7 +90,8 @@ def _with_positions(w: TapeWriter, s: Shapes, x: Value) -> Value:
     positions = w.empty(s.whole)
 
     def table_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(table, Kind.GRAD)]
+        rows, width = s.model.max_position_embeddings, s.model.hidden_size
+        return [ops.embedding_gradient(w, s.tokens, rows, width, table)]
 
     looked_up = w.apply([], [positions], [], table_backward)[0]
     del positions

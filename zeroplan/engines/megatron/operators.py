@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.tape import Kind
+from zeroplan.core.tape_sizes import FUNCTIONS
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
 
 Saved = tuple[Storage, ...]
@@ -341,6 +342,31 @@ def activate(w: TapeWriter, x: Value, *, gated: bool, bias: int) -> Value:
         return made
 
     return w.apply([x], [w.empty(size // (1 + gated))], [x.storage], backward)[0]
+
+
+def embedding_gradient(w: TapeWriter, count: int, rows: int, width: int, nbytes: int) -> Storage:
+    """Return the gradient of a table of so many rows, looked up `count` times: more than 3,072 words are sorted first.
+
+    Source: torch, aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu
+    """
+
+    def size(name: str, *given: int) -> int:
+        return FUNCTIONS[name](None, count, *given)
+
+    if not size("sort_index"):
+        return w.empty(nbytes, Kind.GRAD)
+    held = [w.empty(size("sort_index")) for _ in range(2)]  # the sorted words, and where they came from
+    scratch = [w.empty(size("sort_index")), w.empty(size("sort_scratch"))]
+    scratch.clear()
+    out = w.empty(nbytes, Kind.GRAD)
+    held += [w.empty(size("sort_index")), w.empty(size("sort_number"))]  # segments of one word, and their number
+    scratch += [w.empty(size("sort_index")), w.empty(size("sort_scan"))]
+    scratch.clear()
+    held += [w.empty(size("embedding_index", rows)) for _ in range(2)]  # parts of each segment, and where they begin
+    w.empty(size("sort_scan"))
+    held += [w.empty(size("sort_number")), w.empty(size("embedding_partial_index", rows))]
+    held.append(w.empty(size("embedding_partial_grad", rows, width)))
+    return out
 
 
 _FP32, _INT64 = 4, 8

@@ -52,7 +52,7 @@ def _free_search(
     resolved = resolve_search(asked, plain)
     candidate = _candidate(setup, asked, resolved)
     for name, (key, says) in UNSEARCHED.items():
-        if getattr(candidate.workload, name) is not None:
+        if getattr(candidate.workload, name):
             raise BadInput(says, where=key, remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out")
     engine = candidate.engine or resolved.engine
     memory = Memory(engine, resolved.spec, resolved.cluster, depth=request.depth)

@@ -37,9 +37,14 @@ _ADAPTERS_STAGE3 = 105
 
 
 def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
-    """Return the bytes of NCCL's buffers and kernels on one GPU."""
+    """Return the bytes of NCCL's buffers and kernels on one GPU.
+
+    A pipeline stage has communicators with its neighbours, with all stages (the loss), and with all stages' ranks (norms).
+    Source: runtime/pipe/topology.py, PipelineParallelGrid; runtime/pipe/p2p.py
+    """
     if layout.world_size > 1:
-        return _NCCL + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1)
+        stages = 2 + min(layout.pp - 1, 2) if layout.pp > 1 else 0
+        return _NCCL + ONE_COMMUNICATOR * ((max(layout.tp, layout.ulysses) > 1) + stages)
     return _NCCL_ALONE if zero.stage == 3 and workload.dtype is DType.FP16 else 0
 
 

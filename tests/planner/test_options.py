@@ -26,6 +26,8 @@ _OF_FILES = {
         "reference",
         "kl_batch",
         "pair_loss",
+        "generation",
+        "moved",
     ),
 }
 #: Degrees of parallelism that a search does not take.

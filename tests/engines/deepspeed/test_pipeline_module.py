@@ -30,6 +30,7 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.pipeline import record_stage, slots_of, train_schedule
 from zeroplan.engines.registry import find_engine
+from zeroplan.ledger.line import evaluate
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
@@ -249,7 +250,10 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(tape: ExpandedTape, num
         pp_rank=number,
         partition="parameters",
     )
-    assert not ledger_and_schedule_differ(case, find_engine("deepspeed"), tape)
+    engine = find_engine("deepspeed")
+    assert not ledger_and_schedule_differ(case, engine, tape)
+    told = {item.name: item.bytes for item in evaluate(*engine.ledger(case))}
+    assert told.get("ipg_bucket", 0) == (2 * 2 * 500_000_000 if stage else 0)
 
 
 def test_the_last_stage_keeps_logits_of_two_micro_batches(tape: ExpandedTape) -> None:

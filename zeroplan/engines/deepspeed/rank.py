@@ -262,8 +262,8 @@ class DeepSpeedRank(SteppedGroups):
 
     @cached_property
     def buckets(self) -> int:
-        """Buckets at once: two with overlap_comm."""
-        return 2 if self.zero.overlaps_comm else 1
+        """Buckets at once: two with overlap_comm. On pipeline stages the reduction adds a second one."""
+        return 2 if self.zero.overlaps_comm or self.pipeline_stage is not None else 1
 
     @cached_property
     def pinned_grad_block(self) -> int:

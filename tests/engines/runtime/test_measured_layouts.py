@@ -17,11 +17,14 @@ from zeroplan.models.load import load_model
     ("layout", "stage", "named"),
     [
         (ParallelLayout(gpus=4, tp=2, sp=True), 2, []),
+        (ParallelLayout(gpus=4, ep=2), 2, []),
+        (ParallelLayout(gpus=4, ep=4), 3, []),
         (ParallelLayout(gpus=4, tp=2), 3, ["--tp"]),
         (ParallelLayout(gpus=4, pp=2), 2, ["--pp"]),
         (ParallelLayout(gpus=8, tp=2, cp=2), 1, ["--cp"]),
     ],
 )
 def test_a_mesh_that_no_gpu_measured_is_named(layout: ParallelLayout, stage: int, named: list[str]) -> None:
-    case = Case(load_model("Qwen/Qwen3-8B"), Workload(), Cluster(gpus=layout.gpus), ZeroConfig.of(stage), parallel=layout)
+    model = load_model("Qwen/Qwen3-30B-A3B" if layout.ep > 1 else "Qwen/Qwen3-8B")
+    case = Case(model, Workload(), Cluster(gpus=layout.gpus), ZeroConfig.of(stage), parallel=layout)
     assert [one.key for one in find_engine("zeroplan").unmodelled(case)] == named

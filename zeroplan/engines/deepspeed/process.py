@@ -20,6 +20,11 @@ from zeroplan.engines.process import (
 
 #: DeepSpeed's barriers, broadcasts and reductions of scalars open more channels and kernels than two collectives do.
 _NCCL = 482 * MIB
+#: PipelineModule makes five groups more (runtime/pipe/module.py, topology.py). DeepSpeed binds its process to a device
+#: (comm/torch.py), so torch makes each one's communicator at once, also of a single rank: 1900 to 1905 MiB on the ranks of P00
+#: to P02 (benchmarks/mesh/deepspeed_ranks.py).
+_STAGES = 1905 * MIB
+_MEASURED_STAGES = 2
 #: A single rank calls no collective, except that fp16 at stage 3 all-reduces its overflow flag.
 _NCCL_ALONE = 390 * MIB
 
@@ -39,12 +44,12 @@ _ADAPTERS_STAGE3 = 105
 def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
     """Return the bytes of NCCL's buffers and kernels on one GPU.
 
-    A pipeline stage has communicators with its neighbours, with all stages (the loss), and with all stages' ranks (norms).
+    A pipeline stage has the communicators that two stages were measured with, and one more for its second neighbour.
     Source: runtime/pipe/topology.py, PipelineParallelGrid; runtime/pipe/p2p.py
     """
     if layout.world_size > 1:
-        stages = 2 + min(layout.pp - 1, 2) if layout.pp > 1 else 0
-        return _NCCL + ONE_COMMUNICATOR * ((max(layout.tp, layout.ulysses) > 1) + stages)
+        stages = _STAGES + ONE_COMMUNICATOR * (layout.pp > _MEASURED_STAGES) if layout.pp > 1 else 0
+        return _NCCL + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1) + stages
     return _NCCL_ALONE if zero.stage == 3 and workload.dtype is DType.FP16 else 0
 
 

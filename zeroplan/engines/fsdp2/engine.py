@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
 
+#: Qwen3-MoE was measured with tp, sp and cp among data-parallel ranks. DeepSeek's attention is whole on every tp rank.
+_SHARED_MIXTURE = "{0} of DeepSeek's mixtures, or of mixtures beside ep or stages, which no GPU has measured"
+
 
 class Fsdp2(TorchEngine[Fsdp2Rank]):
     """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
@@ -105,13 +108,15 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Return the kernels of GPTQ's and AWQ's weights; mixtures whose matrices or tokens are shared, which no GPU has
+        """Return the kernels of GPTQ's and AWQ's weights; mixtures whose matrices or tokens are shared in ways that no GPU has
         measured; and Adafactor where matrices are shared: its row and column sums of distributed tensors were not measured.
         """
         found = packed_kernels(case.workload)
-        shared = next((name for name in ("tp", "cp") if getattr(case.layout, name) > 1), None)
-        if shared is not None and experts_of(case.spec.parameters):
-            found = (*found, Unmodelled(f"--{shared}", Effect.UNKNOWN, f"{shared} of mixtures, which no GPU has measured"))
+        layout = case.layout
+        shared = next((name for name in ("tp", "cp") if getattr(layout, name) > 1), None)
+        measured = layout.ep == 1 and layout.pp == 1 and not case.spec.model_type.startswith("deepseek")
+        if shared is not None and not measured and experts_of(case.spec.parameters):
+            found = (*found, Unmodelled(f"--{shared}", Effect.UNKNOWN, _SHARED_MIXTURE.format(shared)))
         factored = any(state.factored for state in find_optimizer(case.workload.optimizer).states)
         if not factored or case.layout.shard_group == 1:
             return found

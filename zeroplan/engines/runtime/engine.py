@@ -149,9 +149,9 @@ class Runtime(Engine):
         """
         found = []
         layout = case.layout if case.parallel is not None else None
-        # Two GPUs measured tp at stage 2, whose parameters stay as those of stages 0 and 1 do.
-        if layout is not None and (max(layout.cp, layout.pp, layout.ep, parts_of(case)) > 1 or case.zero.stage == 3):
-            flag = next(f"--{name}" for name in ("pp", "cp", "ep", "tp") if getattr(layout, name) > 1)
+        # Two GPUs measured tp at stage 2, whose parameters stay as those of stages 0 and 1 do, and ep at stages 2 and 3.
+        if layout is not None and (max(layout.cp, layout.pp, parts_of(case)) > 1 or (case.zero.stage == 3 and layout.ep == 1)):
+            flag = next(f"--{name}" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1)
             found.append(Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED))
         if case.workload.sparse_attention is not None:
             found.append(Unmodelled("sparse_attention", Effect.UNKNOWN, SPARSE_NOT_MEASURED))

@@ -61,6 +61,8 @@ _REFERENCE = "the figures hold the reference model as TRL's source makes it; no 
 #: Degrees that DeepSpeed has in other forms than a model of transformers takes.
 _UNMODELLED_DEGREES = {"ep": "AutoEP and its MoE layers are"}
 _DIVIDED = "at stage 3 DeepSpeed gathers and divides each layer when the engine is made, which is in no figure"
+#: R12 (benchmarks/mesh): its second rank allocated 12 % more. Source: runtime/utils.py, get_flattened_grad_norm
+_MASKED = "at stage 0 the ranks behind the first mask what all hold out of the gradients' norm, which takes copies of them"
 _WHOLE_LOGITS = "all logits of a rank's tokens, if TRL computes head and loss apart where ranks share samples"
 _TILES = "stage 3 fetches and releases what runs in tiles for every tile, which was not compared with DeepSpeed's order"
 _SUPER_OFFLOAD = "gradients and states move between GPU and host in buckets of their own"
@@ -201,6 +203,8 @@ class DeepSpeed(Engine):
             found += [Unmodelled(f"--tiled-{name}", Effect.UNKNOWN, _TILES) for name in tiled]
         if case.layout.tp > 1 and case.zero.stage == 3:
             found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
+        if case.layout.tp > 1 and case.zero.stage == 0:
+            found.append(Unmodelled("tensor_parallel", Effect.MORE, _MASKED))
         found += packed_kernels(case.workload) or kept_by_products(case.workload, case.zero.stage)
         frozen = not all(case.spec.parameters.trainable)
         return (*found, *unmodelled_by_version(zero, case.workload, frozen=frozen))

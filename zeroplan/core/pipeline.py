@@ -17,6 +17,7 @@ Note [Layers of a PipelineModule]
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -25,6 +26,9 @@ from itertools import pairwise
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.tensor_parallel import EMBEDDING
+
+#: Classes of the layers that are no blocks.
+_OTHER_LAYERS = ("Embedding", "RMSNorm", "Linear")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +110,10 @@ def layer_stages(parameters: Parameters, stages: int, method: str) -> tuple[Stag
         if not block and len(shape) > 1
     ]
     tied = all(_is_embedding(name) for name in outside)
-    kind = method.lower().partition(":")[0]
-    if kind == "uniform":
+    kind, of_class, pattern = method.lower().partition(":")
+    if method.lower() == "uniform":
         bounds = _uniform(len(layers), stages)
-    elif kind == "parameters":
+    elif method.lower() == "parameters":
         counts = dict.fromkeys(layers, 0)
         for name, shape, block, on in zip(
             parameters.names, parameters.shapes, parameters.blocks, parameters.trainable, strict=True
@@ -118,7 +122,8 @@ def layer_stages(parameters: Parameters, stages: int, method: str) -> tuple[Stag
             counts[block_number(block) if block else part] += math.prod(shape) if on else 0
         counts["head"] += counts["embedding"] if tied else 0
         bounds = _balanced(tuple(counts.values()), stages)
-    elif kind == "type" and ":" in method:
+    elif kind == "type" and of_class:
+        _require_blocks(pattern)
         bounds = _balanced(tuple(int(layer in numbers) for layer in layers), stages)
     else:
         raise BadInput(
@@ -137,6 +142,26 @@ def layer_stages(parameters: Parameters, stages: int, method: str) -> tuple[Stag
         )
     blocks = [max(0, min(at - 1, len(numbers))) for at in bounds]
     return tuple(Stage(index, stages, blocks[index], blocks[index + 1], tied) for index in range(stages))
+
+
+def _require_blocks(pattern: str) -> None:
+    """Refuse a pattern of ``type:`` that is none, or that other layers than the blocks have in their class's name.
+
+    What the class of the blocks is called is the program's own, so that no other pattern can be refused.
+
+    Raises:
+        BadInput: naming it.
+    """
+    try:
+        found = [name for name in _OTHER_LAYERS if re.search(pattern, name, re.IGNORECASE)]
+    except re.error as error:
+        raise BadInput(f"{pattern[:40]!r} is no pattern: {error}", where="--partition", remedy="use type:decoder") from None
+    if found:
+        raise BadInput(
+            f"{pattern[:40]!r} counts {found[0]} as well, and blocks alone are modelled",
+            where="--partition",
+            remedy="use type:decoder",
+        )
 
 
 def _uniform(layers: int, stages: int) -> tuple[int, ...]:

@@ -96,13 +96,15 @@ class Assembler:
         return folder.program(batches, seqs), folder.size_of
 
     def _kinds(self, trace: Recording) -> list[Kind]:
-        heads = frozenset(i for i, (_, m) in enumerate(self.modules) if getattr(m, "out_features", 0) == self.vocab)
+        inside = frozenset(i for i, place in enumerate(self._place) if place is not None)
+        wide = (i for i, (_, m) in enumerate(self.modules) if getattr(m, "out_features", 0) == self.vocab)
+        heads = frozenset(wide) - inside  # an MLP may be as wide as the vocabulary
         kept: frozenset[int] = frozenset()
         if self.options.checkpointing is not Checkpointing.NONE:
             # A block's last output is the input of the next block, which keeps it where that block is checkpointed.
             every = self.options.every
             kept = _kept_outside(trace, {m for t in self.traced for b, m in enumerate(t.modules) if (b + 2) % every == 0})
-        return kinds_of(trace, -(-self.vocab // self.options.tp), heads, kept)
+        return kinds_of(trace, -(-self.vocab // self.options.tp), heads, inside, kept)
 
     def tape(self, programs: list[TapeProgram], shapes: Sequence[tuple[int, ...]]) -> Tape:
         """The stored tape. `shapes` are those of the parameters; -k stands for k times the LoRA rank.

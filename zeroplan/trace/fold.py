@@ -302,13 +302,16 @@ class TraceFolder:
         return out
 
 
-def kinds_of(trace: Recording, vocab: int, head: frozenset[int], block_inputs: frozenset[int]) -> list[Kind]:
+def kinds_of(
+    trace: Recording, vocab: int, head: frozenset[int], inside: frozenset[int], block_inputs: frozenset[int]
+) -> list[Kind]:
     """Return each storage's kind.
 
     Args:
         trace: the events.
         vocab: the size of the vocabulary, which tells logits.
         head: indices of the modules that compute the logits.
+        inside: indices of the blocks' modules, which make neither logits nor the loss, however wide they are.
         block_inputs: storages that checkpointed blocks keep.
     """
     allocs = trace.allocs
@@ -322,7 +325,7 @@ def kinds_of(trace: Recording, vocab: int, head: frozenset[int], block_inputs: f
             live.discard(arg)
         elif op == Op.MARK and arg == Mark.FORWARD_END:
             saved = set(live)
-    return [_kind(i, a, gradients, saved, vocab, head, block_inputs) for i, a in enumerate(allocs)]
+    return [_kind(i, a, gradients, saved, 0 if a.module in inside else vocab, head, block_inputs) for i, a in enumerate(allocs)]
 
 
 def _kind(

@@ -21,7 +21,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.pipeline import layer_stages, stage_parameters
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.tape import ExpandedTape
+from zeroplan.core.tape import ExpandedTape, Kind, Op
 from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -29,6 +29,7 @@ from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.pipeline import record_stage, slots_of, train_schedule
+from zeroplan.engines.pipeline import cut
 from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.load import load_model
@@ -263,6 +264,21 @@ def test_the_last_stage_keeps_logits_of_two_micro_batches(tape: ExpandedTape) ->
     assert run.alive_by_buffer()[Buffer.LOGITS] == 2 * 512 * 128256 * 2
 
 
+@pytest.mark.torch
+@pytest.mark.skipif(not can_trace(), reason="needs torch and transformers")
+def test_an_mlp_as_wide_as_the_vocabulary_is_not_taken_for_logits() -> None:
+    from zeroplan.trace.api import trace_model
+
+    model = SMALL | {"intermediate_size": SMALL["vocab_size"], "tie_word_embeddings": False}
+    work = Workload(micro_batch=2, seq_len=64, gradient_checkpointing=True)
+    tape = trace_model(model, "AutoModelForCausalLM", options_for(work)).expand(2, 64)
+    wide = {arg: module for op, arg, _, kind, module in tape.events() if op == Op.ALLOC and kind == Kind.LOGITS}
+    assert {tape.modules[module].name for module in wide.values()} == {"lm_head"}
+    first, second = layer_stages(tape.parameters, 2, "uniform")
+    assert cut(tape, first, copies=True).logits < 0
+    assert cut(tape, second, copies=True).logits in wide
+
+
 def asked(**given: Any) -> Request:
     plain = {"model": MODEL, "gpus": 4, "vram": "80G", "seq_len": 512, "grad_accum": 8, "depth": "formula", "stage": 1}
     return Request(**plain | given)
@@ -301,6 +317,10 @@ def test_a_tied_head_is_on_both_ends_of_the_pipeline() -> None:
         ({"pp": 2, "vpp": 2}, "PipelineModule runs 1f1b with one chunk a rank"),
         ({"pp": 2, "schedule": "gpipe"}, "PipelineModule runs 1f1b with one chunk a rank"),
         ({"pp": 2, "partition": "best"}, "unknown way to partition 'best'"),
+        ({"pp": 2, "partition": "uniform:2"}, "unknown way to partition 'uniform:2'"),
+        ({"pp": 2, "partition": "type:["}, "'\\[' is no pattern"),
+        ({"pp": 2, "partition": "type:"}, "'' counts Embedding as well"),
+        ({"pp": 2, "partition": "type:linear"}, "'linear' counts Linear as well"),
         ({"partition": "uniform"}, "layers are divided by a method on stages of DeepSpeed's PipelineModule"),
         ({"pp": 2, "partition": "uniform", "engine": "fsdp2", "stage": 2}, "layers are divided by a method"),
         ({"pp": 32, "gpus": 32, "partition": "uniform"}, "part the final norm from the head"),

@@ -6,6 +6,11 @@ Note [Checkpoints within graphs]
     recomputation is part of the backward graph: what the backward does not read is not computed again (in a Llama block the
     down projection, a quarter of its products), and the rest is fused with the backward's own kernels. torchtitan compiles its
     blocks so. The hooks of the runtime, of FSDP2 and of others run around the graph, since the forward alone is compiled.
+
+Note [Dropout within graphs]
+    A checkpoint in a graph leaves the generator's state alone: AOTAutograd is to see to it that the recomputation drops what
+    the forward dropped (torch, ``_higher_order_ops/wrap.py``). A backend without AOTAutograd, such as ``eager``, runs the graph
+    as it is; it would drop other elements, and gradients would be wrong. There the checkpoint stays around the graph.
 """
 
 from __future__ import annotations
@@ -26,7 +31,8 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
     """Compiles the forward of each block in place; blocks that checkpoint do so within their graphs from then on.
 
     Call it after ``model.gradient_checkpointing_enable()`` and before ``initialize``. Blocks of the same classes and shapes
-    share one graph.
+    share one graph. With a `backend` that has no AOTAutograd, checkpoints stay around the graphs: see
+    Note [Dropout within graphs].
 
     Args:
         model: the model; its blocks are those that become units (:func:`zeroplan_runtime.units.find_blocks`).
@@ -40,12 +46,22 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
         raise BadInput(
             f"{type(model).__name__} has no list of blocks to compile", where="compile_blocks", remedy="use model.compile()"
         )
+    within = _has_autograd(options.get("backend", "inductor"))
     for block in blocks:
         forward = block.forward
-        if getattr(block, "gradient_checkpointing", False):
+        if within and getattr(block, "gradient_checkpointing", False):
             block.gradient_checkpointing = False  # transformers' own is around the whole call
             forward = _checkpointed(block)
         block.forward = torch.compile(forward, **options)
+
+
+def _has_autograd(backend: Any) -> bool:
+    """Returns whether this backend of ``torch.compile`` is known to have AOTAutograd."""
+    if isinstance(backend, str):
+        return backend in ("inductor", "cudagraphs", "openxla") or backend.startswith("aot_")
+    from torch._dynamo.backends.common import AotAutograd  # takes more than a second, as torch.compile does later
+
+    return isinstance(backend, AotAutograd)
 
 
 def _checkpointed(block: nn.Module) -> Any:

@@ -92,6 +92,30 @@ def test_checkpoints_within_graphs(pool: RankPool) -> None:
     assert found == {"checkpointed": [0, 2, 2]}
 
 
+def gradients(backend: Any) -> list[torch.Tensor]:
+    """Of a model of transformers whose blocks drop elements and checkpoint, by `backend` or, for "", plain torch."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0.5)).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if backend:
+        zeroplan_runtime.compile_blocks(model, backend=backend)
+    tokens = torch.arange(12).view(2, 6)
+    torch.manual_seed(1)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+def test_recomputed_dropout_is_the_forwards() -> None:
+    """Also with a backend that runs graphs as they are, in which a checkpoint would draw other masks."""
+    plain = gradients("")
+    for backend in ("eager", lambda graph, _inputs: graph.forward, "aot_eager"):
+        for mine, wanted in zip(gradients(backend), plain, strict=True):
+            assert torch.allclose(mine, wanted, rtol=1e-4, atol=1e-6), backend
+
+
 def test_one_graph_serves_every_block(pool: RankPool) -> None:
     found = pool.run(1, compare, 3, "eager", ("blocks",), {"depth": 20})[0]
     assert found["blocks"][-1] == 2

@@ -326,6 +326,8 @@ def test_what_the_layer_does_not_do_is_refused() -> None:
         layer(hidden, seen[:, 0, 0])
     with pytest.raises(BadInput, match="hidden states of width 16, where hidden_size is 32"):
         layer(hidden[..., :16])
+    with pytest.raises(BadInput, match="hidden states of 2 dimensions"):
+        layer(hidden[0])
     with pytest.raises(BadInput, match=r"hidden states in torch.bfloat16 and parameters in torch.float32"):
         layer(hidden.bfloat16())
     with pytest.raises(BadInput, match=r"parameters in torch.bfloat16 cannot be used in torch.float16"):

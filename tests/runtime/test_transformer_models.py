@@ -19,6 +19,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.transformer import DeepSpeedTransformerLayer, models, use_transformer_layer
 
 transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.torch
 
 SMALL = {
@@ -90,6 +91,20 @@ def test_a_model_computes_what_it_computed(kind: str, attention: str) -> None:
     assert fused(**batch()).loss.item() == pytest.approx(model(**batch()).loss.item(), rel=1e-4)
 
 
+def test_what_is_frozen_stays_so() -> None:
+    model = make()
+    for part in (model.bert.encoder.layer[0], model.bert.encoder.layer[1].attention.self):
+        part.requires_grad_(False)
+    wanted = {name: param.requires_grad for name, param in model.named_parameters()}
+    restore = use_transformer_layer(model)
+    first, second, third = model.bert.encoder.layer
+    assert not any(param.requires_grad for param in first.parameters())
+    assert [name for name, param in second.named_parameters() if not param.requires_grad] == ["attn_qkvw", "attn_qkvb"]
+    assert all(param.requires_grad for param in third.parameters())
+    restore()
+    assert {name: param.requires_grad for name, param in model.named_parameters()} == wanted
+
+
 def test_gradient_checkpointing_of_transformers_reaches_the_layers() -> None:
     model = make(hidden_dropout_prob=0.2, attention_probs_dropout_prob=0.1)
     use_transformer_layer(model)
@@ -133,6 +148,13 @@ def test_what_no_layer_can_take_the_place_of_is_refused() -> None:
         use_transformer_layer(make(is_decoder=True))
     with pytest.raises(BadInput, match="heads: it follows from the model"):
         use_transformer_layer(make(), heads=2)
+    model = make()
+    model.bert.encoder.layer[1].attention.self.key.weight.requires_grad_(False)
+    with pytest.raises(BadInput, match="some of query, key and value are frozen"):
+        use_transformer_layer(model)
+    adapted = peft.get_peft_model(make(), peft.LoraConfig(r=2, target_modules=["query"]))
+    with pytest.raises(BadInput, match=r"'attention.self.query.lora_A.default.weight' would be lost; call it before adapters"):
+        use_transformer_layer(adapted)
     model = make()
     with pytest.raises(BadInput, match="'gelu_checkpoints' is no key of it"):
         use_transformer_layer(model, gelu_checkpoints=True)

@@ -155,6 +155,10 @@ class DeepSpeedTransformerLayer(nn.Module):
         params: dict[str, torch.Tensor] = dict(self.named_parameters())
         own = self.attn_qkvw.dtype
         dtype = self.config.dtype or _autocast_dtype(hidden.device.type)
+        if hidden.dim() != 3:
+            raise BadInput(
+                f"hidden states of {hidden.dim()} dimensions", where=_WHERE, remedy="give them as [samples, tokens, hidden]"
+            )
         if hidden.shape[-1] != self.config.hidden_size:
             raise BadInput(
                 f"hidden states of width {hidden.shape[-1]}, where hidden_size is {self.config.hidden_size}",

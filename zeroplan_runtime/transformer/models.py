@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,8 +46,9 @@ def use_transformer_layer(model: nn.Module, **options: Any) -> Callable[[], None
         A function that gives the model its own layers again.
 
     Raises:
-        BadInput: for a model without such layers, one that is a decoder, another activation than GELU, and options that the
-            config does not have or that follow from the model.
+        BadInput: for a model without such layers, one that is a decoder, another activation than GELU, layers with
+            adapters or quantised weights or of whose query, key and value only some are frozen, and options that the config
+            does not have or that follow from the model.
     """
     found = [(parent, name, layer) for parent in model.modules() for name, layer in parent.named_children() if _is_known(layer)]
     if not found:
@@ -82,6 +83,7 @@ def _fused(layer: Any, layers: int, options: dict[str, Any]) -> DeepSpeedTransfo
     if config.hidden_act not in _GELUS:
         known = ", ".join(sorted(_GELUS))
         raise BadInput(f"hidden_act {config.hidden_act!r} is not one of {known}", where=_WHERE, remedy="use a model with GELU")
+    _require_plain(layer)
     given = {
         "attn_dropout_ratio": layer.attention.self.dropout.p,
         "hidden_dropout_ratio": layer.output.dropout.p,
@@ -126,26 +128,58 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@torch.no_grad()
-def _copy(layer: Any, fused: DeepSpeedTransformerLayer, *, out: bool) -> None:
-    """Copies the weights of a layer into the fused one, or `out` of it."""
+def _require_plain(layer: Any) -> None:
+    """Refuses what copying weights would lose: adapters, quantised weights, and projections that are trained in part."""
+    read = [param for group in _own_parameters(layer) for param in group]
+    for name, param in layer.named_parameters():
+        if not any(param is one for one in read):
+            raise BadInput(
+                f"the layer's parameter {name!r} would be lost",
+                where=_WHERE,
+                remedy="call it before adapters or other modules are put into the model",
+            )
+    for group in _own_parameters(layer):
+        if not all(isinstance(one, nn.Parameter) and one.is_floating_point() for one in group):
+            raise BadInput("the layer's weights are quantised", where=_WHERE, remedy="use a model with weights as they were")
+        if len({one.requires_grad for one in group}) > 1:
+            raise BadInput(
+                "some of query, key and value are frozen, which are one matrix",
+                where=_WHERE,
+                remedy="freeze all three or none",
+            )
+
+
+def _own_parameters(layer: Any) -> list[list[Any]]:
+    """The parameters of a layer of transformers that each of :func:`_fused_parameters` holds."""
     attention = layer.attention.self
     projections = (attention.query, attention.key, attention.value)
-    pairs: list[tuple[Sequence[torch.Tensor], Sequence[Any]]] = [
-        (fused.attn_qkvw.chunk(3), [each.weight for each in projections]),
-        (fused.attn_qkvb.chunk(3), [each.bias for each in projections]),
+    modules = (
+        layer.attention.output.dense,
+        layer.attention.output.LayerNorm,
+        layer.intermediate.dense,
+        layer.output.dense,
+        layer.output.LayerNorm,
+    )
+    found = [[each.weight for each in projections], [each.bias for each in projections]]
+    return found + [[one] for module in modules for one in (module.weight, module.bias)]
+
+
+def _fused_parameters(fused: DeepSpeedTransformerLayer) -> list[nn.Parameter]:
+    return [
+        *(fused.attn_qkvw, fused.attn_qkvb, fused.attn_ow, fused.attn_ob, fused.attn_nw, fused.attn_nb),
+        *(fused.inter_w, fused.inter_b, fused.output_w, fused.output_b, fused.norm_w, fused.norm_b),
     ]
-    for weight, bias, module in (
-        (fused.attn_ow, fused.attn_ob, layer.attention.output.dense),
-        (fused.attn_nw, fused.attn_nb, layer.attention.output.LayerNorm),
-        (fused.inter_w, fused.inter_b, layer.intermediate.dense),
-        (fused.output_w, fused.output_b, layer.output.dense),
-        (fused.norm_w, fused.norm_b, layer.output.LayerNorm),
-    ):
-        pairs.append(([weight, bias], [module.weight, module.bias]))
-    for inside, outside in pairs:
-        for one, other in zip(inside, outside, strict=True):
+
+
+@torch.no_grad()
+def _copy(layer: Any, fused: DeepSpeedTransformerLayer, *, out: bool) -> None:
+    """Copies the weights of a layer into the fused one, or `out` of it, and whether they are trained."""
+    for inside, group in zip(_fused_parameters(fused), _own_parameters(layer), strict=True):
+        for one, other in zip(inside.chunk(len(group)), group, strict=True):
             if out:
                 other.data = one.detach().clone()  # on the device and in the dtype where the fused layer has gone
+                other.requires_grad_(inside.requires_grad)
             else:
                 one.copy_(other)
+        if not out:
+            inside.requires_grad_(group[0].requires_grad)

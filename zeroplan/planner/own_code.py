@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.engines.registry import find_engine
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.request import Request
 
@@ -22,7 +23,9 @@ def with_own_code(request: Request, setup: Setup) -> Request:
     """
     lit = setup.lit_model
     named = request.model == setup.model and request.quantize is None and setup.quantize is None
-    if lit is None or not named or request.engine != "ddp" or request.seq_len is None:
+    if lit is None or not named or request.seq_len is None:
+        return request
+    if any(zero.stage for zero in find_engine(request.engine).options()):  # one that shards
         return request
     if find_spec("litgpt") is None or find_spec("torch") is None:
         return request

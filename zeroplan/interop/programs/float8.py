@@ -35,5 +35,5 @@ def set_float8(run: Builder, recipe: Float8Recipe) -> None:
     else:
         run.set("fp8", recipe.value, "fp8")
         run.leave_out("fp8", Effect.LESS, _PADDING)
-        if run.flag(_GATHER) and recipe is Float8Recipe.TENSORWISE and run.fields.get("engine") == "fsdp2":
+        if run.flag(_GATHER) and recipe is Float8Recipe.TENSORWISE:
             run.leave_out(_GATHER, Effect.UNKNOWN, "weights are gathered in 8 bits; 16 are counted")

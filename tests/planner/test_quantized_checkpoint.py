@@ -176,6 +176,18 @@ def test_packed_checkpoints_that_are_not_planned_are_named(said: dict[str, Any],
     assert says in found.unmodelled[0].says
 
 
+@pytest.mark.parametrize("said", [[4, 128], "gptq", 4, True])
+def test_what_is_no_object_is_refused(said: Any) -> None:
+    with pytest.raises(BadInput, match=r"quantization_config: .* is not an object"):
+        resolved(said)
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq-5-128", "gptq-4-0", "awq"])
+def test_what_is_no_packed_format_hears_how_one_is_written(name: str) -> None:
+    with pytest.raises(BadInput, match=f"'{name}' is no packed format; use gptq-4-128"):
+        parse_quantization(name)
+
+
 def test_awq_has_four_bits() -> None:
     with pytest.raises(BadInput, match="AWQ keeps 4 bits"):
         parse_quantization("awq-8-128")

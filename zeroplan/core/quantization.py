@@ -152,4 +152,10 @@ def parse_quantization(text: str, where: str = "--quantize") -> Base:
         if method == "awq" and bits != "4":
             raise BadInput(f"AWQ keeps 4 bits, not {bits}", where=where, remedy="use awq-4-128")
         return PackedWeights(method, int(bits), -1 if group == "row" else int(group))
+    if text.strip().lower().startswith(("gptq", "awq")):
+        raise BadInput(
+            f"{text[:40]!r} is no packed format",
+            where=where,
+            remedy="use gptq-4-128 (bits, weights a group or row) or awq-4-128",
+        )
     return member_named(Quantization, text, where=where, fault="{} is not modelled")

@@ -54,15 +54,23 @@ class Checkpoint:
 
 
 def read_checkpoint(config: Mapping[str, Any]) -> Checkpoint | None:
-    """Return how a model's config says that its weights are kept; None where they are not quantised."""
+    """Return how a model's config says that its weights are kept; None where they are not quantised.
+
+    Raises:
+        BadInput: the config says it by something else than an object.
+    """
     said = config.get(_KEY)
     text = config.get("text_config")
     if said is None and isinstance(text, Mapping):
         said = text.get(_KEY)
     if said is None:
         said = config.get("compression_config")  # of compressed-tensors, before it had the common name
-    if not isinstance(said, Mapping) or not said:
+    if not said:
         return None
+    if not isinstance(said, Mapping):
+        raise BadInput(
+            f"{str(said)[:40]!r} is not an object", where=_KEY, remedy="write what transformers writes, or remove it"
+        )
     bits = next((bits for bits in (4, 8) if said.get(f"load_in_{bits}bit")), None)
     method = _BITSANDBYTES if bits else str(said.get("quant_method") or "")[:40]
     if method == _BITSANDBYTES:

@@ -19,6 +19,7 @@ from zeroplan_runtime import sparse_attention
 from zeroplan_runtime.compiled import uncompiled
 from zeroplan_runtime.sparse_attention import SparseAttentionUtils, SparseSelfAttention, SparsityConfig, attention
 from zeroplan_runtime.sparse_attention.attention import dense_attention, reorder, tiled_attention
+from zeroplan_runtime.sparse_attention.rules import rules_of
 from zeroplan_runtime.sparse_attention.tiles import SparseScores, TokenOrder
 
 pytestmark = [pytest.mark.torch]
@@ -128,6 +129,25 @@ def test_tiles_and_their_lookup_give_the_layouts_scores(name: str, causal: bool)
         theirs = create_block_mask(plain.block_mask().mask_mod, 1, len(plain.table), tokens, tokens, device="cpu")
         for field in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
             assert torch.equal(getattr(plain.block_mask(), field), getattr(theirs, field)), field
+
+
+def test_rules_are_of_any_table() -> None:
+    """Also of blocks that do not see themselves, which no published layout has."""
+    generator = torch.Generator().manual_seed(0)
+    told = 0
+    for blocks in range(1, 9):
+        for _ in range(10):
+            table = torch.rand(2, blocks, blocks, generator=generator) < 0.5
+            places = torch.arange(blocks).unsqueeze(0)
+            for own in (table, table.tril(), table.tril() | torch.eye(blocks, dtype=torch.bool)):
+                rules = rules_of(own, places, places, places, places)
+                if rules is None:
+                    continue
+                told += 1
+                at = torch.arange(blocks)
+                found = [rules.test()(torch.tensor(h), at[:, None], at[None, :]).expand(blocks, blocks) for h in range(2)]
+                assert torch.equal(torch.stack(found), own)
+    assert told > 100
 
 
 @pytest.mark.parametrize(

@@ -118,10 +118,11 @@ def rules_of(
     apart = (torch.arange(blocks)[:, None] - torch.arange(blocks)).abs()
     nearest = apart.expand_as(lacks)[lacks].min() if bool(lacks.any()) else torch.tensor(blocks)
     band, window = int(nearest) - 1, _windows(lacks)
+    window_q = window.masked_fill(lacks.diagonal(dim1=1, dim2=2), -1)  # a block that does not see itself is in no window
     patterns = [
         sees_all.unsqueeze(2),
         seen_by_all.unsqueeze(1),
-        window.unsqueeze(2) == window.unsqueeze(1),
+        window_q.unsqueeze(2) == window.unsqueeze(1),
         (apart <= band).unsqueeze(0),
     ]
     chosen, left = _cheapest(own, patterns)
@@ -134,7 +135,7 @@ def rules_of(
     if extras:
         order = torch.argsort(left.int(), dim=-1, descending=True, stable=True)[..., :RULE_EXTRAS]
         single[..., : order.shape[-1]] = torch.where(left.gather(2, order), order, -1)
-    of_queries = torch.stack([torch.arange(blocks).expand(layouts, -1), window, sees_all.long(), *single.unbind(-1)], 1)
+    of_queries = torch.stack([torch.arange(blocks).expand(layouts, -1), window_q, sees_all.long(), *single.unbind(-1)], 1)
     of_keys = torch.stack([torch.arange(blocks).expand(layouts, -1), window, seen_by_all.long()], 1)
     whole = [
         numbers.expand(count, -1, -1).gather(2, tokens.expand(count, -1).unsqueeze(1).expand(-1, numbers.shape[1], -1))

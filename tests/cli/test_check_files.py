@@ -12,7 +12,7 @@ Cli = Callable[..., tuple[int, str, str]]
 LLAMA = "meta-llama/Llama-3.2-1B"
 RECIPE = (
     "model_name_or_path: meta-llama/Llama-3.2-1B\ndataset_text_field: text\nper_device_train_batch_size: 2\n"
-    "use_peft: true\nload_in_4bit: true\nmax_length: 512\n"
+    "use_peft: true\nload_in_4bit: true\nmax_length: 512\ntorch_compile: true\ntorch_compile_backend: cudagraphs\n"
 )
 LAUNCHER = "distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\ndeepspeed_config: {zero_stage: STAGE}\n"
 
@@ -29,7 +29,7 @@ def test_a_recipe_with_its_launchers_file(cli: Cli, files: tuple[Path, Path]) ->
     assert code == 0
     assert out.startswith("DeepSpeed 0.19.8 alone refuses this file; once what is open is filled, it runs:\n  stage 2, bf16")
     assert "\n\nTRL 1.16 (sft, qlora):" in out
-    for part in ("micro_batch", "per_device_train_batch_size", "load_in_4bit (unknown): ", "gpus"):
+    for part in ("micro_batch", "per_device_train_batch_size", "torch_compile (unknown): ", "gpus"):
         assert part in out
 
 
@@ -39,7 +39,7 @@ def test_as_json(cli: Cli, files: tuple[Path, Path]) -> None:
     assert fields["seq_len"] == (512, "max_length")
     assert fields["gpus"] == (8, "num_processes")
     assert answer["ds_config"]["stage"] == 2
-    assert {one["key"] for one in answer["setup"]["unmodelled"]} >= {"load_in_4bit"}
+    assert {one["key"] for one in answer["setup"]["unmodelled"]} >= {"torch_compile"}
 
 
 def test_what_deepspeed_refuses_exits_with_2(cli: Cli, files: tuple[Path, Path]) -> None:

@@ -22,6 +22,7 @@ from zeroplan_runtime.kernels import (
     blockwise,
     cuda_backend,
     functional,
+    layer_cuda,
     loss,
     make_segments,
     native_backend,
@@ -30,6 +31,7 @@ from zeroplan_runtime.kernels import (
     torch_backend,
 )
 from zeroplan_runtime.kernels.block_quantisation import block_format
+from zeroplan_runtime.kernels.philox import Dropout
 
 ARCHITECTURES = (75, 80, 90, 100)
 
@@ -252,13 +254,21 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
     one_bit.sign_average(messages, flat[: 64 * 200], messages[: message_words(64 * 200)], ranks=2)
     one_bit.sign_unpack(messages, flat, ranks=2)
     one_bit.frozen_adam(p, m, v, lr=0.1, step=2, second_step=1, param_out=out)
+    rows, column, rstd = torch.ones(4, 64).bfloat16(), torch.ones(64).bfloat16(), torch.ones(4)
+    dropout, partial = Dropout(0.1, torch.tensor([7])), torch.zeros(2, 3 * 64)
+    layer_cuda.drop(rows, dropout, rows)
+    layer_cuda.add_norm(rows, column, rows, dropout, (column, column, 1e-5), rows, (rows, rstd, rstd))
+    layer_cuda.norm_backward(rows, None, rows, None, rstd, (column, None), dropout, (rows, None), (column, column), partial)
+    layer_cuda.add_backward(rows, dropout, rows, (column,), partial)
+    layer_cuda.bias_gelu(rows, column, "tanh", rows)
+    layer_cuda.bias_gelu_backward(rows, rows, column, "none", column, partial)
     declared = {}
     for path in nvrtc.sources().glob("*.cu"):
         for name, parameters in re.findall(r"__global__[^{;]*?(zp_\w+)\(([^)]*)\)", path.read_text(), re.S):
             declared[name] = [p.split() for p in parameters.split(",")]
     launched = [name for name, _, _ in recorder.launches]
     assert set(launched) == set(declared)
-    sizes = {"float": ctypes.c_float, "double": ctypes.c_double, "int": ctypes.c_int}
+    sizes = {"float": ctypes.c_float, "double": ctypes.c_double, "int": ctypes.c_int, "unsigned": ctypes.c_uint32}
     for name, threads, arguments in recorder.launches:
         assert len(arguments) == len(declared[name]), name
         for words, argument in zip(declared[name], arguments, strict=True):

@@ -184,6 +184,7 @@ def test_an_overflow_changes_nothing_and_ranks_meet_again(pool: RankPool) -> Non
     assert pool.run(2, skip_one) == [(1, True)] * 2
 
 
+@pytest.mark.long
 def test_learns_as_well_as_adam(pool: RankPool) -> None:
     steps = 240
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 1e-2, "total_num_steps": steps}}

@@ -195,6 +195,7 @@ def test_stage_1_equals_stage_0(pool: RankPool) -> None:
             assert zero[rank]["losses"] == pytest.approx(one[rank]["losses"], rel=1e-4)
 
 
+@pytest.mark.long
 def test_learns_as_well_as_lamb(pool: RankPool) -> None:
     steps = 240
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 2e-2, "total_num_steps": steps}}

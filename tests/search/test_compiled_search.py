@@ -133,7 +133,7 @@ def written(one: Recommendation, **target: Any) -> Any:
     return files_of(one, Cluster.of(gpu="H100", gpus=2), Target(**target), model)
 
 
-@pytest.mark.parametrize("engine", ["zeroplan", "fsdp2", "ddp"])
+@pytest.mark.parametrize("engine", ["zeroplan", "fsdp2", pytest.param("ddp", marks=pytest.mark.long)])
 def test_scripts_compile_what_was_planned(engine: str) -> None:
     calls = {
         "blocks": "        module.compile()",

@@ -21,7 +21,7 @@ ASKED: dict[str, Any] = {"model": LLAMA, "engine": "fsdp2", "stage": 3, "gpus": 
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("engine", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("ddp", marks=pytest.mark.long)])
 def test_operands_are_cast_for_each_product(engine: str) -> None:
     """Each of the 40 layers between the first and the last takes its weight in 8 bits twice; what is kept stays as it was."""
     asked = {**ASKED, "engine": engine, "stage": 3 if engine == "fsdp2" else 0, "depth": "simulated"}

@@ -17,8 +17,9 @@ from zeroplan.core.workload import Reference, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.deepspeed.job import rank_of, require_pipeline
+from zeroplan.engines.deepspeed.job import rank_fields, rank_of, require_pipeline
 from zeroplan.engines.deepspeed.lines import LEDGER
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.saved_weights import saved_elements
 from zeroplan.engines.deepspeed.versions import as_wrapped, require_wrapper, unmodelled_by_version, version_remark
 from zeroplan.engines.quantized_base import kept_by_products, packed_kernels, require_stored
@@ -229,7 +230,7 @@ class DeepSpeed(Engine):
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""
         case = _as_wrapped(case)
-        return LEDGER, rank_of(case, case.parameters, saved_weights=saved_elements(case))
+        return LEDGER, deepspeed_rank(**rank_fields(case, case.parameters), saved_weights=saved_elements(case))
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""

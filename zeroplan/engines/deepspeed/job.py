@@ -10,14 +10,19 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank, deepspeed_rank
 
 
-def rank_of(case: Case, parameters: Parameters, **more: Any) -> DeepSpeedRank:
-    """Return rank 0 of the case, of the pipeline stage that is looked at.
+def rank_of(case: Case, parameters: Parameters) -> DeepSpeedRank:
+    """Return rank 0 of the case, of the pipeline stage that is looked at; see :func:`rank_fields`."""
+    return deepspeed_rank(**rank_fields(case, parameters))
+
+
+def rank_fields(case: Case, parameters: Parameters) -> dict[str, Any]:
+    """Return what :func:`~zeroplan.engines.deepspeed.rank.deepspeed_rank` derives that rank from.
 
     Args:
         case: the configuration, as today's DeepSpeed wraps it.
         parameters: the whole model's.
-        **more: further fields of :class:`DeepSpeedRank`.
     """
+    more: dict[str, Any] = {}
     if case.layout.pp > 1:
         from zeroplan.core.pipeline import stage_parameters
 
@@ -25,17 +30,17 @@ def rank_of(case: Case, parameters: Parameters, **more: Any) -> DeepSpeedRank:
         parameters = stage_parameters(parameters, (stage,))
         work = case.workload
         width = int(case.spec.config.get("hidden_size") or 0) * work.dtype.bytes
-        more |= {"pipeline_stage": stage, "hidden": work.micro_batch * (work.seq_len or 1) * width}
-    return deepspeed_rank(
-        parameters,
-        case.workload,
-        case.zero,
-        case.layout,
-        gpu=case.cluster.gpu,
-        device_memory=case.cluster.vram,
-        zero_init=case.zero_init,
+        more = {"pipeline_stage": stage, "hidden": work.micro_batch * (work.seq_len or 1) * width}
+    return {
+        "parameters": parameters,
+        "workload": case.workload,
+        "zero": case.zero,
+        "layout": case.layout,
+        "gpu": case.cluster.gpu,
+        "device_memory": case.cluster.vram,
+        "zero_init": case.zero_init,
         **more,
-    )
+    }
 
 
 def require_pipeline(case: Case) -> None:

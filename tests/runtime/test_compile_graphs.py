@@ -84,7 +84,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "cases"), [(1, CASES), (2, [CASES[1], CASES[5], CASES[6]])])
+@pytest.mark.parametrize(
+    ("ranks", "cases"), [(1, CASES), pytest.param(2, [CASES[1], CASES[5], CASES[6]], marks=pytest.mark.long)]
+)
 def test_no_graph_spans_blocks_and_none_is_made_later(pool: RankPool, ranks: int, cases: list[tuple[int, bool, str]]) -> None:
     for case, found in zip(cases, pool.run(ranks, compared, cases)[0], strict=True):
         first, second, *later = found["graphs"]

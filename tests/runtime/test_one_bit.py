@@ -325,6 +325,7 @@ def learn(group: dist.ProcessGroup, config: dict[str, Any], steps: int) -> float
         return float(engine(sample(-1, 512)))
 
 
+@pytest.mark.long
 def test_learns_as_well_as_adam(pool: RankPool) -> None:
     steps = 240
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 1e-2, "total_num_steps": steps}}

@@ -229,6 +229,7 @@ def test_a_block_of_t5s_decoder_keeps_what_torch_compile_keeps(first: bool) -> N
     assert planned == real
 
 
+@pytest.mark.long
 def test_compiled_t5_is_planned_without_its_decoders_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "vocab_size": 96, "d_model": 48, "d_kv": 12}
     config |= {"num_heads": 4, "d_ff": 80, "num_layers": 2, "num_decoder_layers": 2}

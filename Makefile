@@ -4,9 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 MODEL  ?= meta-llama/Llama-3.2-1B
 ARGS   ?= --gpus 8 --vram 24G
-# Three worker processes, as tests of several ranks wait half of their time; a file's tests on one of them: they share what is
-# slow to make. In the order of tests/conftest.py.
-WORKERS ?= -n 3 --dist loadfile --no-loadscope-reorder
+# Two worker processes, a file's tests on one of them: they share what is slow to make. In the order of tests/conftest.py.
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # On a busy machine a rank may be late for once. A test that fails runs once more, and the summary names it.
 RERUNS  ?= --reruns 1 -rfER
 

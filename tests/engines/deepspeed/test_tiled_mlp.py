@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.engines.deepspeed.test_auto_tp import CONFIG
-from tests.patience import PATIENCE
+from tests.engines.deepspeed.tiles import rows_of
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
@@ -24,12 +22,7 @@ CASES = [[1, 512, 4], [2, 500, 3], [2, 384, 1]]
 @pytest.mark.torch
 @pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed and torch")
 def test_our_tiles_are_deepspeeds(tmp_path: Path, warm_python: Path) -> None:
-    path = tmp_path / "cases.json"
-    path.write_text(json.dumps(CASES))
-    script = Path(__file__).parent / "run_tiled_mlp.py"
-    done = subprocess.run([warm_python, str(script), str(path)], capture_output=True, text=True, timeout=PATIENCE, check=False)
-    rows = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(rows) == len(CASES), done.stderr[-2000:]
+    rows = rows_of("run_tiled_mlp.py", CASES, tmp_path, warm_python)
     for row in rows:
         assert row["same"]
         assert len(row["theirs"]) > 20

@@ -7,73 +7,22 @@ from one that has imported everything. ``--tiny`` shrinks the models, so that th
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
-import time
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from benchmarks.forked import failure, run_ranks
 from benchmarks.measure.probe import Device
+from benchmarks.measured_cases import measure_cases
 from benchmarks.mesh.cases import CASES, TWO_GPUS, Case
 from benchmarks.mesh.ranks import ENGINES
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY
 
 SECONDS = 60.0
 LIBRARIES = ("torch", "transformers", "deepspeed")
-
-
-def main() -> None:
-    """Measure, and write a row a case. Rows of cases that failed are replaced."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("rows", type=Path)
-    parser.add_argument("--two-gpus", action="store_true")
-    parser.add_argument("--only", default="")
-    parser.add_argument("--tiny", action="store_true")
-    asked = parser.parse_args()
-    kept = [line for line in asked.rows.read_text().splitlines() if json.loads(line)["ok"]] if asked.rows.exists() else []
-    asked.rows.write_text("".join(f"{line}\n" for line in kept))
-    done = {json.loads(line)["id"] for line in kept}
-    for case in TWO_GPUS if asked.two_gpus else CASES:
-        if case.id in done or not re.search(asked.only, case.id):
-            continue
-        began = time.monotonic()
-        tried = _tiny(case) if asked.tiny else case
-        ranks = case.ranks if asked.two_gpus else 1
-        found = run_ranks(partial(measure, tried, fake=not asked.two_gpus), ranks, timeout=SECONDS)
-        fault = failure(found)
-        row: dict[str, Any] = {
-            "id": case.id,
-            "case": case.to_dict(),
-            "ok": fault is None,
-            "seconds": round(time.monotonic() - began, 1),
-        }
-        row |= {"fault": fault} if fault else _row(case, [answer["value"] for answer in found])
-        with asked.rows.open("a") as out:
-            out.write(json.dumps(row) + "\n")
-        print(case.id, f"{row['seconds']} s", fault or _shown(row), flush=True)
-
-
-def _row(case: Case, found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The measured rank's figures, and those of all ranks where there are others."""
-    if len(found) == 1:
-        return found[0]
-    names = ("allocated", "reserved", "total", "owned")
-    each = [{name: rank[name] for name in names if name in rank} for rank in found]
-    return found[case.place] | {"per_rank": each}
-
-
-def _shown(row: dict[str, Any]) -> str:
-    names = ("allocated", "reserved", "total", "owned")
-    return " ".join(f"{name} {row[name] / 2**20:.1f}" for name in names if name in row)
 
 
 def _tiny(case: Case) -> Case:
@@ -146,4 +95,4 @@ def _state(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    measure_cases(__doc__ or "", CASES, TWO_GPUS, measure, tiny=_tiny, seconds=SECONDS, by_place=True)

@@ -95,3 +95,22 @@ def test_a_recipe_that_names_its_model_needs_a_machine_alone(cli: Cli, files: tu
     code, out, _ = cli("check", *map(str, files), "--gpu", "H100", "--quiet")
     assert code == 0
     assert out.startswith(("Fits: ZeRO-2", "Unknown: ZeRO-2"))
+
+
+MEGATRON = (
+    "torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 2 --hidden-size 128 --num-attention-heads 8 --seq-length 128"
+    " --max-position-embeddings 128 --micro-batch-size 1 --global-batch-size 8 --vocab-size 512 --tokenizer-type NullTokenizer"
+    " --bf16 --num-experts 8 --disable-bias-linear --moe-router-topk "
+)
+
+
+@pytest.mark.parametrize(("taken", "code", "says"), [(2, 0, "Needs "), (99, 2, "--moe-router-topk: more experts a token")])
+def test_a_script_that_describes_its_model_and_ranks_is_planned(
+    cli: Cli, tmp_path: Path, taken: int, code: int, says: str
+) -> None:
+    """So what Megatron-LM would refuse of its arguments is refused here, too."""
+    (tmp_path / "pretrain.sh").write_text(f"{MEGATRON}{taken}\n")
+    found, out, err = cli("check", str(tmp_path / "pretrain.sh"))
+    assert found == code
+    assert says in out + err
+    assert "MODEL" not in out

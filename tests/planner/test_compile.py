@@ -38,7 +38,7 @@ def planned(**fields: Any) -> Report:
         ({"engine": "deepspeed", "stage": 2}, "not planned under deepspeed"),
         ({"engine": "fsdp2", "fp8": "tensorwise", "gpu": "H100"}, "with --fp8"),
         ({"engine": "ddp", "lora_rank": 4, "quantize": "nf4"}, "with --quantize"),
-        ({"engine": "fsdp2", "gpus": 4, "tp": 2}, "data parallelism alone"),
+        ({"engine": "fsdp2", "gpus": 4, "tp": 2}, "data parallelism alone; leave --tp out"),
         ({"engine": "fsdp2", "gradient_checkpointing": True, "checkpoint_policy": "selective"}, "with --checkpoint-policy"),
         ({"engine": "fsdp2", "compile": "layers"}, "use one of blocks, checkpointed-blocks, model"),
     ],

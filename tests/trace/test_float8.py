@@ -68,7 +68,7 @@ def test_states_are_those_of_16_bits() -> None:
         ({"lora_rank": 8}, "adapters beside 8-bit products"),
         ({"dtype": "fp16"}, "stand in for bf16's"),
         ({"gpu": "A100-80G"}, "has no 8-bit floats"),
-        ({"tp": 2}, "data parallelism alone"),
+        ({"tp": 2}, "data parallelism alone; leave --tp out"),
     ],
 )
 def test_what_is_not_modelled_is_refused(changes: dict[str, Any], says: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -95,16 +96,17 @@ def _with_model(words: list[str]) -> tuple[list[str], str | None]:
 
 
 def _planned(request: Request, setup: Setup | None) -> Report | None:
-    """Return the plan of the files' run; None where neither a model nor a machine is named.
+    """Return the plan of the files' run; None where neither a model nor a machine is named, and no file describes both.
 
     Raises:
         BadInput: a machine without a model.
     """
     named = request.model is not None or request.params is not None
     machine = [name for name in ("gpu", "vram", "cpu_ram", "nvme") if getattr(request, name) is not None]
-    if not named and not machine:
+    described = setup is not None and isinstance(setup.model, Mapping) and setup.gpus is not None
+    if not named and not machine and not described:
         return None
-    if not named and (setup is None or setup.model is None):
+    if machine and not named and (setup is None or setup.model is None):
         what = "there is no model whose run would use it"
         raise BadInput(what, where=f"--{machine[0].replace('_', '-')}", remedy="name the model after the files")
     from zeroplan.planner.estimate import estimate_report

@@ -73,6 +73,12 @@ def layout_of(
     return layout
 
 
+def without_degrees(request: Request) -> str:
+    """Return the remedy that leaves data parallelism alone: which of the request's flags to leave out."""
+    said = [f"--{name}" for name in _DEGREES if getattr(request, name) > 1]
+    return f"leave {' and '.join(said) or '--dp-replicate'} out"
+
+
 def unmeasured(layout: ParallelLayout) -> str:
     """Return a warning where a layout was not held against a GPU, or was not met as closely as others; empty elsewhere."""
     if layout.ulysses > 1:

@@ -18,7 +18,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.layout import layout_of, unmeasured
+from zeroplan.planner.layout import layout_of, unmeasured, without_degrees
 from zeroplan.planner.quantized_checkpoint import base_of
 from zeroplan.planner.request import Request
 from zeroplan.planner.training_task import with_training_task
@@ -161,17 +161,15 @@ def resolve(request: Request) -> Resolved:
         raise BadInput(
             "quantised bases are modelled for data parallelism alone",
             where="--quantize",
-            remedy="leave the other degrees out",
+            remedy=without_degrees(request),
         )
     if layout is not None and workload.fp8 is not None:
-        raise BadInput(
-            "8-bit products are modelled for data parallelism alone", where="--fp8", remedy="leave --tp, --cp and --pp out"
-        )
+        raise BadInput("8-bit products are modelled for data parallelism alone", where="--fp8", remedy=without_degrees(request))
     if workload.sparse_attention is not None and workload.compile is not None:
         raise BadInput("compiled blocks with sparse attention are not planned", where="--compile", remedy="leave it out")
     if layout is not None and workload.compile is not None:
         raise BadInput(
-            "compiled models are planned for data parallelism alone", where="--compile", remedy="leave --tp, --cp and --pp out"
+            "compiled models are planned for data parallelism alone", where="--compile", remedy=without_degrees(request)
         )
     warnings += [f"{where}: as DeepSpeed's source has it, but not measured on a GPU" for where in tiled]
     if layout is not None and not engine.own_layers and (said := unmeasured(layout)):

@@ -11,7 +11,7 @@ Note [The kept loss]
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.tape import EvaluationTape, ExpandedTape, Mark, Op
@@ -78,6 +78,12 @@ class EngineSchedule:
     def backward_end(self, boundary: bool) -> None:
         """The backward has returned, and the engine closes the micro batch."""
 
+    def graph_kept(self) -> object:
+        """Return what the micro batch's graph still holds after its backward, which :meth:`graph_gone` will be given."""
+
+    def graph_gone(self, held: object) -> None:
+        """The last loss of a graph has gone, and with it the graph and what it held."""
+
     def step(self, applied: bool) -> None:
         """The optimizer steps; `applied` is False when the loss scaler discards the step."""
 
@@ -138,6 +144,14 @@ class CuePlayer:
             self.workspaces[index] = 0
 
 
+@dataclass(slots=True)
+class _Kept:
+    """What a loss keeps: blocks of the tape, and what the schedule says that its graph holds."""
+
+    blocks: list[int] = field(default_factory=list)
+    held: object = None
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """The part of a job that is played.
@@ -193,7 +207,7 @@ def play(
     player = _Player(script, recorder, schedule, run.cublas_workspace)
     if warm:
         player.workspaces[:2] = [0, 0]
-    kept: list[int] = []
+    kept = _Kept()
     played = min(run.grad_accum, DISTINCT_MICRO_BATCHES)
     evaluation, order = tape.evaluation, [*script.shapes, script]
     steps = run.steps + -(-len(script.shapes) // played)  # lengths that change first, then the longest as often as any
@@ -211,7 +225,7 @@ def play(
             player.run(script.generation)
             schedule.generation_end()
             recorder.mark("gen")
-        previous, kept = kept, []
+        previous, kept = kept, _Kept()
         for micro in range(played):
             boundary = micro == played - 1
             micro_batch = order[min(passed, len(order) - 1)]
@@ -275,16 +289,19 @@ class _Player(CuePlayer):
 
     def __init__(self, script: Script, recorder: Recorder, schedule: EngineSchedule, workspace: int) -> None:
         super().__init__(recorder, schedule, script.event_blocks, workspace)
-        self.script = script
+        self.script, self.schedule = script, schedule
 
-    def end(self, script: Script) -> list[int]:
-        """Frees the inputs of a micro batch; returns the blocks that its loss keeps."""
+    def end(self, script: Script) -> _Kept:
+        """Frees the inputs of a micro batch; returns what its loss keeps."""
         for storage in script.inputs:
             self.recorder.free(self.recorder.handle_of(storage))
-        return [self.recorder.handle_of(storage) for storage in script.kept]
+        return _Kept([self.recorder.handle_of(storage) for storage in script.kept], self.schedule.graph_kept())
 
-    def drop(self, kept: list[int]) -> None:
+    def drop(self, kept: _Kept) -> None:
         """Frees what an earlier loss kept."""
-        for handle in kept:
+        for handle in kept.blocks:
             self.recorder.free(handle)
-        kept.clear()
+        kept.blocks.clear()
+        if kept.held is not None:
+            self.schedule.graph_gone(kept.held)
+            kept.held = None

@@ -33,21 +33,11 @@ def kernels_of(packed: PackedWeights) -> tuple[Unmodelled, ...]:
     return (Unmodelled("--quantize", Effect.UNKNOWN, says),)
 
 
-def kept_by_products(workload: Workload, stage: int) -> tuple[Unmodelled, ...]:
-    """Return what a quantised base takes under DeepSpeed beside the figures; nothing without one.
-
-    bitsandbytes' products keep the weight that they were given as a Python attribute of the graph's node. FSDP frees a gathered
-    weight by resizing its storage, and nothing stays; DeepSpeed's stage 3 gives the parameter another tensor, and the gathered
-    one stays until the graph goes, which a training loop's loss holds into the next step.
-    """
-    if workload.quantize is None:
+def unmeasured_base(workload: Workload, stage: int) -> tuple[Unmodelled, ...]:
+    """Return that no measured run tells of a quantised base under DeepSpeed below stage 3; nothing elsewhere."""
+    if workload.quantize is None or stage == 3:
         return ()
     says = "no GPU has measured a quantised base under DeepSpeed below stage 3"
-    if stage == 3:
-        says = (
-            "bitsandbytes' products keep every gathered weight until the step's graph goes: measured runs took 7 % (1B) and "
-            "67 % (8B) more than the figure"
-        )
     return (Unmodelled("--quantize", Effect.MORE, says),)
 
 

@@ -127,7 +127,7 @@ class Coordinator:
         self.before_free: Callable[[int], None] = lambda param: None  # hpZ makes its secondary shard there
         self.secondary: Mapping[int, int] = {}  # parameters that hpZ gathers from a second shard
         self.saved: dict[int, list[tuple[int, int]]] = {}  # blocks that a module's products keep (saved_weights.py)
-        self.savers: dict[int, int] = {}  # by block, how many products keep it
+        self.savers: dict[int, int] = {}  # by block, how many products and graphs keep it
         self.released: set[int] = set()  # blocks that only those keep
 
     # A micro batch
@@ -418,14 +418,22 @@ class Coordinator:
 
     def save(self, module: int, params: Iterable[int]) -> None:
         """Keep the weights that the module's products save for the backward until :meth:`drop_saved`."""
-        blocks = [block for p in params if (block := self.blocks[p]) is not None]
-        self.saved.setdefault(module, []).extend(blocks)
-        for handle, _ in blocks:
-            self.savers[handle] = self.savers.get(handle, 0) + 1
+        self.saved.setdefault(module, []).extend(self.hold(params))
 
     def drop_saved(self, module: int) -> None:
         """Free the weights that :meth:`save` kept: the backward of the module's products has ended."""
-        for block in self.saved.pop(module, ()):
+        self.let_go(self.saved.pop(module, ()))
+
+    def hold(self, params: Iterable[int]) -> list[tuple[int, int]]:
+        """Return the blocks of gathered parameters, which stay beyond their release until :meth:`let_go`."""
+        blocks = [block for p in params if (block := self.blocks[p]) is not None]
+        for handle, _ in blocks:
+            self.savers[handle] = self.savers.get(handle, 0) + 1
+        return blocks
+
+    def let_go(self, blocks: Iterable[tuple[int, int]]) -> None:
+        """Free blocks that :meth:`hold` returned, where nothing else holds them and their parameters are released."""
+        for block in blocks:
             handle = block[0]
             self.savers[handle] -= 1
             if not self.savers[handle]:

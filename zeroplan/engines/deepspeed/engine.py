@@ -22,7 +22,7 @@ from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.saved_weights import saved_elements
 from zeroplan.engines.deepspeed.versions import as_wrapped, require_wrapper, unmodelled_by_version, version_remark
-from zeroplan.engines.quantized_base import kept_by_products, packed_kernels, require_stored
+from zeroplan.engines.quantized_base import packed_kernels, require_stored, unmeasured_base
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
@@ -206,7 +206,7 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
         if case.layout.tp > 1 and case.zero.stage == 0:
             found.append(Unmodelled("tensor_parallel", Effect.MORE, _MASKED))
-        found += packed_kernels(case.workload) or kept_by_products(case.workload, case.zero.stage)
+        found += packed_kernels(case.workload) or unmeasured_base(case.workload, case.zero.stage)
         frozen = not all(case.spec.parameters.trainable)
         return (*found, *unmodelled_by_version(zero, case.workload, frozen=frozen))
 

@@ -171,6 +171,16 @@ def param_saved(c: DeepSpeedRank) -> int:
     return c.param_bytes * c.saved_weights
 
 
+@_add(Buffer.PARAM_FULL, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
+def param_of_graph(c: DeepSpeedRank) -> int:
+    """Gathered weights of a quantised base, which its products keep in the graph until the loss goes; a loop that keeps its
+    last loss holds those of two micro batches.
+
+    Source: bitsandbytes 0.50, autograd/_functions.py, MatMul4Bit; saved_weights.py, Note [Weights of graphs]
+    """
+    return c.param_bytes * c.graph_weights
+
+
 @_add(Buffer.PARAM_MASTER, Place.HBM, ALWAYS, state=True)
 def param_master(c: DeepSpeedRank) -> int:
     """The optimizer's own copy of what this rank updates; stages 1 to 3 clone it even for an fp32 model.

@@ -14,6 +14,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.gpus import Gpu
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.quantization import Quantization
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Reference, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.groups import padded, persistent
@@ -158,6 +159,14 @@ class DeepSpeedRank(SteppedGroups):
     def persistent_params(self) -> list[int]:
         """The parameters that stage 3 keeps gathered."""
         return persistent(self.numel, self.zero.param_persistence_threshold, self.zero.model_persistence_threshold)
+
+    @cached_property
+    def graph_weights(self) -> int:
+        """Elements of the quantised weights that products keep, as they were gathered, in the graph of a micro batch."""
+        alone = self.ranks == 1 and not self.zero.offloads_param  # a shard is the whole
+        if self.stage < 3 or alone or not isinstance(self.workload.quantize, Quantization):
+            return 0
+        return sum(self.shards[p] * self.ranks for p in self.parameters.packed)
 
     @cached_property
     def secondary_shards(self) -> tuple[int, ...]:

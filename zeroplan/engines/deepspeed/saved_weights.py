@@ -6,6 +6,15 @@ Note [Saved weights]
     into another block, and the saved one goes when the product's backward is done. DeepSpeed's own linear function
     (zero/linear.py) saves the parameter itself, whose storage the release takes away. Under autocast the layer saves a
     16-bit copy of the weight, not the gathered block. In a checkpointed block only the recomputation saves.
+
+Note [Weights of graphs]
+    bitsandbytes' product of a 4-bit weight puts a view of the weight that it was given, packed as it was gathered, into an
+    attribute of its graph's node, and not among the saved tensors, which a backward frees and checkpointing drops. So where
+    the input needs a gradient the gathered block stays until the node goes: in a recomputation until its end, when its graph
+    goes; otherwise until the loss goes, whether its block is checkpointed or not (player.py, Note [The kept loss]). A loop
+    that keeps its last loss into the next step holds one whole base gathered between steps, and two in a backward.
+    Reentrant checkpointing, whose forward makes no graph, would keep none of it; DeepSpeed's and the Trainer's is not.
+    Source: bitsandbytes 0.50, autograd/_functions.py (MatMul4Bit: ctx.tensors); zero/partition_parameters.py (free_param).
 """
 
 from __future__ import annotations
@@ -52,11 +61,26 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
     rest = events[events.index(backward) :] if backward in events else events
     recomputed = {module for op, module in rest if op == Op.ENTER}
     needed = {module for op, module in rest if op == Op.BWD_EXIT}  # their inputs have gradients
+    packed = frozenset(rank.parameters.packed)
     found = SavedWeights()
     for index, module in enumerate(tape.modules):
-        weights = tuple(p for p in module.params if len(tape.params[p].shape) == 2)
+        weights = tuple(p for p in module.params if len(tape.params[p].shape) == 2 and p not in packed)
         if ("Linear" in module.type or module.type == AUTO_TP) and weights and index in needed:
             (found.recomputation if index in recomputed else found.forward)[index] = weights
+    return found
+
+
+def weights_of_graphs(rank: DeepSpeedRank, tape: ExpandedTape) -> dict[int, tuple[int, ...]]:
+    """Return the quantised weights that products keep in their graph, by module. See Note [Weights of graphs]."""
+    from zeroplan.core.tape import Op
+
+    packed = frozenset(rank.parameters.packed if rank.graph_weights else ())
+    needed = {module for op, module in zip(tape.op, tape.arg, strict=True) if op == Op.BWD_EXIT} if packed else set()
+    found = {}
+    for index in needed:
+        weights = tuple(p for p in tape.modules[index].params if p in packed)
+        if weights:
+            found[index] = weights
     return found
 
 
@@ -76,7 +100,7 @@ def saved_elements(case: Case) -> int:
         return _of_parts(case)
     kept = largest = 0
     for unit in case.spec.units:
-        weights = sum(tensor.numel for tensor in unit.tensors if tensor.autocast)
+        weights = sum(tensor.numel for tensor in unit.tensors if tensor.autocast and not tensor.quantized)
         again = unit.count // policy.every if policy is not None and unit.block else 0
         kept += weights * (unit.count - again)
         largest = max(largest, weights if again else 0)

@@ -16,7 +16,7 @@ from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.reference import build_reference, reference_coordinator
-from zeroplan.engines.deepspeed.saved_weights import saved_weights
+from zeroplan.engines.deepspeed.saved_weights import saved_weights, weights_of_graphs
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.recorder import Recorder
 
@@ -32,7 +32,9 @@ class Stage3(DeepSpeedSchedule):
     def __init__(self, rank: DeepSpeedRank, recorder: Recorder, tape: ExpandedTape) -> None:
         super().__init__(rank, recorder)
         zero, modules = rank.zero, tape.modules
-        self.saves = saved_weights(rank, tape)
+        self.saves, self.keeps = saved_weights(rank, tape), weights_of_graphs(rank, tape)
+        self.held: list[tuple[int, int]] = []  # blocks that the micro batch's graph keeps, in the order in which they go
+        self.held_again: list[tuple[int, int]] = []  # those that a recomputation's graph keeps
         self.offload = rank.offloads_optimizer
         self.offload_param = zero.offloads_param
         self.swaps_optimizer = rank.optimizer_device is OffloadDevice.NVME
@@ -60,7 +62,8 @@ class Stage3(DeepSpeedSchedule):
         self.micro = -1
         self.boundary = True
         self.backward = False
-        self.evaluating = False
+        self.stepped = False  # since the last forward
+        self.evaluating = self.referring = False
         self.norm_results: list[int] = []
         self.lagging = -1  # the gradient freed last, which the reduction's stream may still read
         self.secondary: dict[int, int] = {}
@@ -188,7 +191,7 @@ class Stage3(DeepSpeedSchedule):
     def forward_begin(self) -> None:
         """Begin the coordinator's trace anew."""
         self.micro += 1
-        self.backward = False
+        self.backward = self.stepped = False
         self.coordinator.begin()
 
     def evaluation_begin(self) -> None:
@@ -218,6 +221,8 @@ class Stage3(DeepSpeedSchedule):
         saved = (self.saves.recomputation if self.backward else self.saves.forward).get(module)
         if saved and not self.evaluating:
             self.coordinator.save(module, saved)
+        if module in self.keeps and not (self.evaluating or self.referring):
+            (self.held_again if self.backward else self.held).extend(self.coordinator.hold(self.keeps[module]))
         if not self.inside_leaf[module]:
             self.coordinator.release(module, forward=True)
 
@@ -235,20 +240,23 @@ class Stage3(DeepSpeedSchedule):
 
     def reference_begin(self) -> None:
         """Begin the reference's own trace anew."""
-        self.asked = self.reference
+        self.asked, self.referring = self.reference, True
         if self.reference is not None:
             self.reference.begin()
 
     def reference_end(self) -> None:
         """The modules that follow are the trained model's."""
-        self.asked = None
+        self.asked, self.referring = None, False
 
     def backward_begin(self, boundary: bool) -> None:
         """Note whether a step follows this backward."""
         self.boundary, self.backward = boundary, True
 
     def backward_enter(self, module: int) -> None:
-        """Fetch a module's parameters before its backward."""
+        """Fetch a module's parameters before its backward. A recomputation before it is over, and its graph gone."""
+        if self.held_again:
+            self._drop_graph(self.held_again)
+            self.held_again = []
         if not self.inside_leaf[module]:
             self.coordinator.fetch(module, forward=False)
 
@@ -377,12 +385,28 @@ class Stage3(DeepSpeedSchedule):
         self._settle_grad()
         self.coordinator.end_backward()
 
+    def graph_kept(self) -> object:
+        """Return the gathered weights that the micro batch's products keep in its graph (saved_weights.py)."""
+        held, self.held = self.held, []
+        return held or None
+
+    def graph_gone(self, held: object) -> None:
+        """Free them. Behind a step the device has caught up with the host, which waited for its norm."""
+        if isinstance(held, list):
+            self._drop_graph(held)
+        if self.stepped and self.stream != COMPUTE:
+            self.coordinator.deferred_frees.complete_all()
+
+    def _drop_graph(self, held: list[tuple[int, int]]) -> None:
+        """Free what a graph holds, from its end to its beginning."""
+        self.coordinator.let_go(reversed(held))
+
     # Step
 
     def step(self, applied: bool) -> None:
         """Step one sub-group after another, then gather the persistent parameters (step)."""
         rank = self.rank
-        self.micro = -1
+        self.micro, self.stepped = -1, True
         self.coordinator.release_all()
         if self.stream != COMPUTE:
             self.coordinator.deferred_frees.complete_all()

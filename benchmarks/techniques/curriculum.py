@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.measure import machine, save
-from benchmarks.techniques.training import arguments, engine_of, planned_peak, release, timed
+from benchmarks.techniques.training import arguments, engine_of, planned, release, timed
 from zeroplan.core.curriculum import CURRICULUM_LEARNING, Curriculum, CurriculumKind
 
 _MULTIPLE = 64
@@ -41,7 +41,7 @@ def main() -> None:
     found = {
         "time_ratio": sum(short["ms"][once:]) / sum(whole["ms"][once:]),
         "token_ratio": sum(short["lengths"][once:]) / sum(whole["lengths"][once:]),
-        "planned_peak": planned_peak(given, section),
+        **planned(given, section),
     }
     if "peak_allocated" in whole:
         found |= {name: short[name] / whole[name] for name in ("peak_allocated", "peak_reserved")}

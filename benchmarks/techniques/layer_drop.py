@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.measure import machine, save
-from benchmarks.techniques.training import WARM_STEPS, arguments, engine_of, planned_peak, release, timed
+from benchmarks.techniques.training import WARM_STEPS, arguments, engine_of, planned, release, timed
 from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 
 #: Theta is 0.5 after one step.
@@ -62,7 +62,7 @@ def main() -> None:
         "over_kept": dropped / whole / share,
         "outside_share": outside / whole,
         "layers_over_kept": (dropped - outside) / (whole - outside) / share,
-        "planned_peak": planned_peak(given, {LAYER_DROP: RULE.as_section()}),
+        **planned(given, {LAYER_DROP: RULE.as_section()}),
     }
     for name, row in rows.items():
         peak = f"{row['peak_allocated'] / 2**30:8.3f} GiB" if "peak_allocated" in row else ""

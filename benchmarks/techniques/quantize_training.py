@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.measure import machine, save
-from benchmarks.techniques.training import arguments, engine_of, planned_peak, release, timed
+from benchmarks.techniques.training import arguments, engine_of, planned, release, timed
 from zeroplan.core.quantize_training import QUANTIZE_TRAINING, QuantizeTraining
 
 
@@ -29,7 +29,7 @@ def main() -> None:
             section = zero if rule is None else {**zero, QUANTIZE_TRAINING: rule.as_section()}
             engine = engine_of(given, section)
             row = timed(engine, given, steps=given.steps)
-            row["planned_peak"] = planned_peak(given, section)
+            row |= planned(given, section)
             release(engine)
             rows[f"stage {stage}, {rounding}"] = row
             took = statistics.median(row["ms"])

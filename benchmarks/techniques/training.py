@@ -56,10 +56,10 @@ def ds_config(given: argparse.Namespace, section: Mapping[str, Any]) -> dict[str
     }
 
 
-def planned_peak(given: argparse.Namespace, section: Mapping[str, Any]) -> int | None:
-    """Return the planned peak of allocated bytes on this machine's GPU; None on a CPU, of which no plan is."""
+def planned(given: argparse.Namespace, section: Mapping[str, Any]) -> dict[str, int | None]:
+    """Return the planned peaks of allocated and reserved bytes on this machine's GPU; None on a CPU, of which no plan is."""
     if not torch.cuda.is_available():
-        return None
+        return {"planned_peak": None, "planned_reserved": None}
     plans = zeroplan.estimate(
         shape(given),
         ds_config=ds_config(given, section),
@@ -67,7 +67,7 @@ def planned_peak(given: argparse.Namespace, section: Mapping[str, Any]) -> int |
         seq_len=given.seq,
         gpu=torch.cuda.get_device_name(),
     )
-    return plans[0].gpu.peak_allocated
+    return {"planned_peak": plans[0].gpu.peak_allocated, "planned_reserved": plans[0].gpu.peak_reserved}
 
 
 def engine_of(given: argparse.Namespace, section: Mapping[str, Any]) -> zeroplan_runtime.Engine:

@@ -119,6 +119,15 @@ def test_it_allocates_what_is_planned(kind: str, monkeypatch: pytest.MonkeyPatch
     assert after == pytest.approx(real, rel=1e-3)
 
 
+@pytest.mark.parametrize("kind", list(MODELS))
+def test_hidden_states_as_large_as_a_weight_are_found(kind: str) -> None:
+    tokens = SMALL["intermediate_size"]
+    resolved = resolve(replace(request(kind), seq_len=tokens, micro_batch=1))
+    whole = expanded_tape_of(resolved.engine, resolved.cases[0])
+    picked = with_labelled_tokens(whole, tokens=tokens, share=SHARE)
+    assert whole.activation_peak - picked.activation_peak > 0.8 * tokens * 4001 * 4
+
+
 def test_a_share_switches_the_runtimes_key_on() -> None:
     resolved = resolve(request("llama", labelled_share=SHARE))
     case = resolved.cases[0]

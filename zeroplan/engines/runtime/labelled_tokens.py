@@ -16,6 +16,8 @@ from zeroplan.core.losses import labelled_tokens, leaves_loss_to_function, score
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeEvent
 
 _INDEX = 8  # bytes of an index
+#: Kinds that hold tokens' values where they are as large as a weight, too: hidden states of as many tokens as a layer is wide.
+_OF_TOKENS = (Kind.SAVED, Kind.LOGITS, Kind.LOSS, Kind.ACT_GRAD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def _find(tape: ExpandedTape, tokens: int) -> _LabelledHead | None:
     resized = {
         storage
         for storage, (_, _, size, kind, _) in made.items()
-        if kind != Kind.GRAD and size and size % tokens == 0 and (size not in weights or kind in (Kind.LOGITS, Kind.LOSS))
+        if kind != Kind.GRAD and size and size % tokens == 0 and (size not in weights or kind in _OF_TOKENS)
     }
     is_causal = leaves_loss_to_function(tape.modules[model].type)
     shifted = _shifted_labels(events, forward, model, _INDEX * tokens) if is_causal else frozenset()

@@ -53,6 +53,7 @@ _TRAINING_FLAGS = frozenset(
         *("per_device_train_batch_size", "per_gpu_train_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
         *("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_attention_heads"),  # Megatron-LM's
         *("gradient_checkpointing", "finetuning_type", "max_train_steps", "train_type", "tuner_type", "lora_r", "lora_rank"),
+        "do_train",
     )
 )
 _ARITHMETIC = re.compile(r"\$\((?:\(|expr)\s*(\d{1,9}(?:\s*[-+*/]\s*\d{1,9}){0,8})\s*\)?\)")

@@ -17,6 +17,7 @@ from zeroplan.core.versions import TRANSFORMERS
 from zeroplan.interop.programs.adapters import BYTES, set_dropout, set_quantisation, set_targets, set_weights_dtype
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.programs.examples import read_example, read_script_name
 from zeroplan.interop.programs.known import arguments_of, names_in, telling_of_others
 from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.optimizers import set_optimizer
@@ -377,8 +378,10 @@ class HfTrainer(Program):
             if run.number(key) is not None:
                 run.count("seq_len", key)
                 break
+        read_example(run)
         _two_lengths(run)
         _adapters(run)
+        read_script_name(run)
         if "ds_config" not in run.fields or {"dtype", "torch_dtype"} & set(run.data):
             set_weights_dtype(run, default="weights in fp32: the script's from_pretrained decides")
         return run.setup(self.name, known=EXAMPLES)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
 from zeroplan.core.generation import Generation
 from zeroplan.core.generation_tape import MOST_LENGTHS, lengths_of
 from zeroplan.core.plan import MemoryPlan
@@ -112,3 +113,27 @@ def test_other_caches_and_models_are_named(said: dict[str, Any]) -> None:
     plan = plan_of(**said)
     assert plan.fits is None
     assert set(said) <= {one.key for one in plan.unmodelled}
+
+
+def test_a_colocated_vllm_has_its_share_of_the_card_all_the_time_or_between_two_steps() -> None:
+    """Awake it adds to the training's peak; asleep it stands on what a step leaves, behind an emptied cache."""
+    awake = plan_of(use_vllm=True, vllm_gpu_memory_utilization=0.45)
+    (line,) = [line for line in awake.lines if line.buffer == "device.rollout"]
+    outside = awake.gpu.outside_torch or 0
+    assert awake.gpu.total == (awake.gpu.peak_reserved or 0) + outside
+    assert outside > line.bytes == round(0.45 * (Cluster.of(gpu="H200").usable_vram or 0))
+    asleep = plan_of(use_vllm=True, vllm_gpu_memory_utilization=0.45, vllm_enable_sleep_mode=True)
+    own = outside - line.bytes
+    assert asleep.gpu.outside_torch == own
+    assert asleep.gpu.total == (asleep.gpu.live_after_step or 0) + own + line.bytes
+    assert (awake.fits, asleep.fits) == (None, None)
+    much = plan_of(use_vllm=True, vllm_gpu_memory_utilization=0.95, per_device_train_batch_size=8)
+    assert (much.fits, much.misfits) == (False, ("gpu",))
+
+
+def test_without_a_card_vllms_share_is_named() -> None:
+    report = estimate_report(Request(files=[{**RECIPE, "use_vllm": True}], program="trl", task="grpo"))
+    (said,) = report.plans[0].unmodelled
+    assert (said.key, said.says) == ("use_vllm", "vLLM takes 30% of each GPU for itself")
+    with pytest.raises(BadInput, match="is no share of a card"):
+        estimate_report(Request(files=[{**RECIPE, "use_vllm": True, "vllm_gpu_memory_utilization": 30}], program="trl"))

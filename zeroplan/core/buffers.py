@@ -72,6 +72,7 @@ class Buffer(StrEnum):
     INIT_TEMP = "init.temp"
     CONTEXT = "device.context"
     NCCL = "device.nccl"
+    ROLLOUT = "device.rollout"  # another engine that generates on the same GPU
     HOST_PROCESS = "host.process"  # interpreter, libraries and what they map
     HOST_MODEL = "host.model"  # weights in host memory while loading
     HOST_CHECKPOINT = "host.checkpoint"  # what of a checkpoint is in host memory while it is written or read

@@ -28,3 +28,22 @@ class Generation:
         if self.of_all_ranks is not None:
             return max(1, -(-self.of_all_ranks // ranks))
         return micro_batch * (self.micro_batches or grad_accum)
+
+
+@dataclass(frozen=True, slots=True)
+class Colocated:
+    """An engine of vLLM that generates on the GPUs that train.
+
+    It takes its weights, what its own forward needs and as many blocks of cache as make the share full; so the share is of all
+    of the card's memory, whatever the model, and adds to what the training takes.
+
+    Attributes:
+        share: of the card's memory (``gpu_memory_utilization``).
+        sleeps: whether it gives back what it holds while the model trains; its share is then there between two steps alone.
+
+    Source: vLLM 0.12, ``v1/worker/gpu_worker.py`` (``init_device``, ``determine_available_memory``); TRL 1.16,
+    ``generation/vllm_generation.py`` (``sleep``, ``wake_up``).
+    """
+
+    share: float
+    sleeps: bool = False

@@ -11,7 +11,7 @@ from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.float8 import Float8Recipe
-from zeroplan.core.generation import Generation
+from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.layer_drop import ProgressiveLayerDrop
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.preferences import PairLoss
@@ -163,7 +163,8 @@ class Workload:
     tokens in the first steps. `layer_drop` leaves blocks out of later steps.
     `quantize_training` rounds weights to fewer bits. `local_steps` are the most that 0/1 Adam lets ranks step alone.
     `compile` is what ``torch.compile`` is called on; None for nothing. `generation` is what the model generates before each
-    step, on the GPUs that train; None for nothing. `moved` means that the model is made on the host and then moved to the GPU,
+    step, on the GPUs that train; None for nothing. `colocated` is vLLM where it does so.
+    `moved` means that the model is made on the host and then moved to the GPU,
     where a tied weight is one from the beginning; made on the GPU, its second owner's goes when the tie is made.
     """
 
@@ -213,6 +214,7 @@ class Workload:
     local_steps: int = 0
     compile: Compilation | None = None
     generation: Generation | None = None
+    colocated: Colocated | None = None
     moved: bool = False
 
     @property

@@ -92,18 +92,22 @@ def host_rss(
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """Bytes of one rank's device memory outside torch's allocator; `spread` is how far off the sum may be."""
+    """Bytes of one rank's device memory outside torch's allocator; `spread` is how far off the sum may be.
+
+    `rollout` is what an engine takes that generates on the same GPU while the model trains.
+    """
 
     context: int
     kernels: int
     nccl: int
     page_tables: int
     spread: int
+    rollout: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of one rank's device memory outside torch's allocator."""
-        return self.context + self.kernels + self.nccl + self.page_tables
+        return self.context + self.kernels + self.nccl + self.page_tables + self.rollout
 
 
 def outside_torch(

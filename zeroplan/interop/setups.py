@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroplan.core.generation import Generation
+from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.lit_model import LitModel
 from zeroplan.core.unmodelled import Unmodelled
 
@@ -66,6 +66,7 @@ class Setup:
         moved: whether the model is made on the host and then moved to its GPU.
         lit_model: the model of LitGPT's own code that the run trains; None for other code.
         generation: what the model generates before each step (:class:`zeroplan.core.generation.Generation`); None for nothing.
+        colocated: vLLM's engine on the GPUs that train (:class:`zeroplan.core.generation.Colocated`); None for none.
         chunked_head: whether TRL computes head and loss together in tiles.
         labelled_share: of the tokens that have a label, where the head sees those alone.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
@@ -131,6 +132,7 @@ class Setup:
     pair_loss: str | None = None
     lit_model: LitModel | None = None
     generation: Generation | None = None
+    colocated: Colocated | None = None
     moved: bool = False
     chunked_head: bool = False
     labelled_share: float | None = None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.evaluation import Evaluation
-from zeroplan.core.generation import Generation
+from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.quantize_training import QUANTIZE_TRAINING
@@ -39,6 +39,7 @@ _ASKED_FOR = {
     "labelled_share": None,
     "evaluation": None,
     "generation": None,
+    "colocated": None,
     "moved": False,
     "saving": None,
     "lengths": (),
@@ -127,6 +128,8 @@ def _plain(value: Any) -> Any:
         return {"batch": value.batch, "kept": value.kept}
     if isinstance(value, Generation):
         return {"prompt": value.prompt, "completion": value.completion}
+    if isinstance(value, Colocated):
+        return {"share": value.share, "sleeps": value.sleeps}
     if isinstance(value, Saving):
         return {"state_dict": value.state_dict.value, "saver": value.saver.value, "optimizer": value.optimizer}
     if isinstance(value, SparseAttention):

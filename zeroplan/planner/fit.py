@@ -59,6 +59,11 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
         says = _GENERATED if counted else "the completions that are generated before a step, and their cache, are in no figure"
         effect = Effect.UNKNOWN if counted else Effect.MORE
         found.setdefault("generation", Unmodelled("generation", effect, says))
+    if work.colocated is not None:
+        taken = f"vLLM takes {work.colocated.share:.0%} of each GPU for itself"
+        says = "vLLM's share is counted; its CUDA graphs and the weights handed to it are not, and no GPU has measured it"
+        counted = tape is not None and case.cluster.vram is not None
+        found.setdefault("use_vllm", Unmodelled("use_vllm", Effect.MORE, says if counted else taken))
     if work.saving is not None and (says := engine.unsaved(case)):
         found.setdefault("saving", Unmodelled("saving", Effect.MORE, says))
     return tuple(found.values())

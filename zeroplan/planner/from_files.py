@@ -178,7 +178,7 @@ def filled(request: Request, setup: Setup) -> Request:
         changes["deepspeed_version"] = request.deepspeed_version or setup.deepspeed_version
     if setup.labelled_share is not None and request.labelled_share is None:
         changes["labelled_share"] = setup.labelled_share
-    changes |= {"generation": setup.generation, "moved": setup.moved}
+    changes |= {"generation": setup.generation, "colocated": setup.colocated, "moved": setup.moved}
     changes["pads"] = setup.pads and request.lengths is None
     if setup.saves:
         changes |= _saving(request, setup)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.generation import Generation
+from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision, Reference
@@ -104,5 +104,6 @@ class Request:
     kl_batch: bool = False
     pair_loss: PairLoss | None = None
     generation: Generation | None = None
+    colocated: Colocated | None = None
     moved: bool = False
     unmodelled: tuple[Unmodelled, ...] = ()

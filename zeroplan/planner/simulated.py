@@ -15,6 +15,7 @@ from zeroplan.planner.fit import judged, left_out, unsure_at_limit
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import at_its_limit, run_on_card
 from zeroplan.planner.peak import peak_shares
+from zeroplan.planner.rollout import beside_rollout, rollout_lines, rollout_share
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
 SIMULATED = "simulated"
@@ -61,12 +62,16 @@ def simulated_plan(
     local = case.cluster.gpus
     pinned = max((phase.pinned - phase.unmapped for phase in unlimited.host), default=0)
     outside = engine.outside_torch(case.workload, case.zero, case.cluster, pinned=pinned, layout=case.parallel)
+    share, asleep = rollout_share(case)
+    outside = replace(outside, rollout=0 if asleep else share)
     run = run_on_card(case, unlimited, outside, config)
     simulation, released = run.simulation, run.released
     timeline = simulation.timeline
     phase = phase_of_mark(timeline.peak_mark()).value
     alive = timeline.alive_by_buffer_and_note()
     low, high = run.interval
+    between = beside_rollout(simulation, outside, share) if asleep else 0
+    low, high = max(low, between - outside.spread), max(high, between + outside.spread if between else 0)
     if case.layout.ep > 1:
         from zeroplan.planner.experts import uneven
 
@@ -79,7 +84,7 @@ def simulated_plan(
             "live_after_step": formula.gpu.live_after_step if live is None else live,
             "peak_allocated": simulation.peak_allocated,
             "peak_reserved": simulation.peak_reserved,
-            "total": simulation.peak_reserved + outside.total,
+            "total": max(simulation.peak_reserved + outside.total, between),
             "interval": (low, high),
             "at_limit": simulation is not unlimited,
             "cache_emptied": released.emptied,
@@ -114,6 +119,7 @@ def simulated_plan(
                 *_ledger_lines(formula, simulation),
                 *_traced_lines(formula, timeline.alive_by_buffer(), phase),
                 *_outside_lines(outside),
+                *rollout_lines(case, share, asleep=asleep),
             ),
         }
     )

@@ -118,6 +118,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         saving=_saving(request, engine),
         moved=request.moved,
         generation=None if request.generation is None else replace(request.generation, casts=engine.casts_outputs),
+        colocated=request.colocated,
         lengths=lengths,
         pads=request.pads,
         fp8=recipe,

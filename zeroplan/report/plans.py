@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.units import format_bytes, format_gib
 from zeroplan.core.unmodelled import Effect
@@ -281,6 +282,7 @@ def figures(plan: MemoryPlan) -> list[tuple[str, int, str]]:
         ("activations", gpu.activations, "the most of one micro batch's own computation"),
         ("allocated", gpu.peak_allocated, f"max_memory_allocated, reached in the {gpu.peak_phase}"),
         ("reserved", gpu.peak_reserved, "max_memory_reserved: with the allocator's cache"),
+        *(("vLLM", line.bytes, line.formula) for line in plan.lines if line.buffer == Buffer.ROLLOUT),
         ("total", gpu.total, "nvidia-smi: with CUDA context, kernels and NCCL"),
         (
             "host",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.generation import Generation
+from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.preferences import PLANNED, PairLoss, passes_of
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation, set_weights_dtype
@@ -69,6 +69,8 @@ _COMPLETION_TASKS = ("grpo", "rloo", "ppo")
 #: Those of them that generate by the trained model alone, and the tokens that they generate by default.
 _GENERATING = ("grpo", "rloo")
 _ANSWER = 512
+#: Of a card that a colocated vLLM takes by default.
+_VLLM = 0.3
 #: Keys of generation with another cache, or beside other models.
 _OTHER_CACHES = {
     "cache_implementation": (Effect.UNKNOWN, "a cache of another kind"),
@@ -185,8 +187,10 @@ def _generation(run: Builder) -> None:
     if run.flag("use_vllm"):
         if (run.word("vllm_mode") or "colocate") == "colocate":
             share = run.amount("vllm_gpu_memory_utilization")
-            says = f"vLLM takes {0.3 if share is None else share:.0%} of each GPU for itself"
-            run.leave_out("use_vllm", Effect.MORE, says)
+            if share is not None and not 0 < share <= 1:
+                raise run.bad("vllm_gpu_memory_utilization", "is no share of a card", "write 0.3")
+            sleeps = bool(run.flag("vllm_enable_sleep_mode"))
+            run.set("colocated", Colocated(_VLLM if share is None else share, sleeps), "use_vllm")
         return
     run.leave_out_flags(_OTHER_CACHES)
     if run.flag("ds3_gather_for_generation") is False:

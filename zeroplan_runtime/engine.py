@@ -52,7 +52,7 @@ from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.pytree import cast_tensors
 from zeroplan_runtime.quantize_training import require_quantisable
-from zeroplan_runtime.replicas import Replicas, is_shared_by, require_distributed, require_divisible
+from zeroplan_runtime.replicas import Replicas, is_shared, require_distributed, require_divisible, require_equal_values
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.shared_memory import require_own_memory, warn_of_aliases
 from zeroplan_runtime.state_dict_hooks import StateDictHooks
@@ -103,6 +103,7 @@ class Engine(EngineGetters, EngineCheckpoints):
 
         require_model(model, comm.world_size, on_mesh=ranks.mesh is not None)
         require_distributed(model, ranks)
+        require_equal_values(model, ranks)
         require_own_memory(model)
         warn_of_aliases(model, device, DTYPES[config.dtype])
         groups = groups_of(model, optimizer)
@@ -130,7 +131,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         dtype = DTYPES[config.dtype]
         if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
             cast_floating(model, dtype)
-        shared = is_shared_by(ranks.mesh["ep"]) if ranks.ep is not None and ranks.mesh is not None else None
+        shared = is_shared if ranks.ep is not None else None
         units = find_units(model, groups, policy=policy, wide_numel=config.runtime_options.wide_numel, experts=shared)
         files = make_nvme_offload(zero, in_memory=config.runtime_options.nvme_in_memory)
         self.model_states = ModelStates(units, setup, ranks, self.arena, files)

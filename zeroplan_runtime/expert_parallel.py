@@ -8,12 +8,19 @@ Note [Exchange of tokens]
     The router, the products and the sum of a token's results are transformers' own (``integrations/moe.py``); the exchange
     and its order follow torchtitan, ``models/common/token_dispatcher.py`` (``AllToAllTokenDispatcher``). The collectives are
     torch's, with gradients of their own.
+
+Note [Experts' matrices]
+    Ranks of ``tp`` may have parts of each expert's matrices: of gate and up, which lie side by side, the same rows of both, and
+    of down the columns. All of them have the same tokens and the same routing; each exchanges them with the ranks that have its
+    part, and the results are added over ``tp``, as the gradients of tokens and weights are in the backward. This is what
+    transformers' tensor parallelism does with experts (``distributed/tensor_parallel.py``, ``MoeExpertsParallel``), whose
+    functions run here.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +28,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from zeroplan.core.errors import BadInput
 
@@ -29,35 +37,91 @@ from zeroplan.core.errors import BadInput
 Splits = Callable[[int, torch.Tensor, torch.Tensor], tuple[list[int], list[int]]]
 
 
-def share_experts(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def share_experts(model: nn.Module, mesh: DeviceMesh, *, partial: bool = False) -> nn.Module:
     """Distributes the experts of a model of transformers over the ranks of `mesh`, which exchange tokens in its forward.
 
-    Every rank keeps its part of the values that it has. Give each of these ranks samples of its own.
+    Every rank keeps its part of the values that it has. Give each rank of ``ep`` samples of its own, and those of ``tp`` the
+    same.
 
     Args:
         model: the model, the same on every rank.
-        mesh: one dimension, whose size divides the number of experts; ``ep`` of the mesh for
-            :func:`zeroplan_runtime.initialize`.
+        mesh: ``ep`` of the mesh for :func:`zeroplan_runtime.initialize`, whose ranks have some of the experts; ``tp``, whose
+            ranks have parts of every matrix (see Note [Experts' matrices]); or both, as ``mesh["ep", "tp"]``.
+        partial: leave each rank of ``tp`` its part of the experts' results, for whoever adds them as the tokens are split
+            (sequence parallelism).
 
     Returns:
-        The model, whose experts' parameters are now DTensors, ``Shard(0)``.
+        The model, whose experts' parameters are now DTensors.
 
     Raises:
-        BadInput: for a model without experts that transformers runs by grouped products, or whose number is not divided.
+        BadInput: for a model without experts that transformers runs by grouped products, or that the ranks do not divide.
     """
-    where, group = "share_experts", mesh.get_group()
+    names = mesh.mesh_dim_names or ("ep",)
+    if mesh.ndim > 1 and set(names) != {"ep", "tp"}:
+        raise BadInput(f"it has the dimensions {', '.join(names)}", where=_WHERE, remedy="give mesh['ep'], mesh['tp'] or both")
+    meshes = {name if name == "tp" else "ep": mesh[name] if mesh.ndim > 1 else mesh for name in names}
     for module in grouped_experts(model):
-        if module.num_experts % group.size():
-            raise BadInput(
-                f"{group.size()} ranks do not divide {module.num_experts} experts",
-                where=where,
-                remedy=f"use a divisor of {module.num_experts}",
-            )
+        _require_divided(module, {name: one.size() for name, one in meshes.items()})
         for name, param in list(module.named_parameters(recurse=False)):
-            part = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(part, requires_grad=param.requires_grad))
-        module.forward = partial(run_experts, module, group)
+            part, placements = param.detach(), [_placement(name, dimension) for dimension in meshes]
+            for one, placement in zip(meshes.values(), placements, strict=True):
+                part = distribute_tensor(part, one, [placement], src_data_rank=None).to_local()
+            shared = DTensor.from_local(part, mesh, placements, run_check=False, shape=param.shape, stride=param.stride())
+            module.register_parameter(name, nn.Parameter(shared, requires_grad=param.requires_grad))
+        if "ep" in meshes:
+            module.forward = functools.partial(run_experts, module, meshes["ep"].get_group())
+        if "tp" in meshes:
+            from transformers.distributed.tensor_parallel import MoeExpertsParallel
+
+            parallel: Any = MoeExpertsParallel()
+            if partial:
+                parallel.transform_output_post_forward = _as_it_is
+            parallel.install_forward(module, meshes["tp"])
     return model
+
+
+_WHERE = "share_experts"
+
+
+def _as_it_is(_module: nn.Module, output: Any, _mesh: DeviceMesh, source: Any = None) -> Any:
+    return output
+
+
+def _require_divided(module: Any, degrees: dict[str, int]) -> None:
+    """Refuses experts that `degrees` do not divide, and matrices of a kind that transformers does not divide.
+
+    Raises:
+        BadInput: naming what is not divided.
+    """
+    experts, ep, tp = module.num_experts, degrees.get("ep", 1), degrees.get("tp", 1)
+    if experts % ep:
+        what, remedy = f"{ep} ranks do not divide {experts} experts", f"use a divisor of {experts}"
+    elif tp > 1 and (module.is_transposed or module.has_bias or not module.has_gate):
+        what = f"the matrices of {type(module).__name__} have biases, no gate, or lie the other way, and are not shared by tp"
+        remedy = "share the experts by ep alone"
+    elif (width := module.down_proj.shape[-1]) % tp:
+        what, remedy = f"{tp} ranks of tp do not divide the {width} channels of an expert", f"use a divisor of {width}"
+    else:
+        return
+    raise BadInput(what, where=_WHERE, remedy=remedy)
+
+
+def _placement(name: str, dimension: str) -> Placement:
+    """How a parameter of the experts lies over a dimension of the mesh."""
+    if dimension == "ep":
+        return Shard(0)
+    if name == "gate_up_proj":
+        return _StridedShard(1, split_factor=2)
+    return Shard(2) if name == "down_proj" else Replicate()
+
+
+def has_grouped_experts(model: nn.Module) -> bool:
+    """Returns whether there are experts that transformers runs by grouped matrix products."""
+    return any(map(_is_grouped, model.modules()))
+
+
+def _is_grouped(module: nn.Module) -> bool:
+    return hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
 def grouped_experts(model: nn.Module) -> list[Any]:
@@ -66,7 +130,7 @@ def grouped_experts(model: nn.Module) -> list[Any]:
     Raises:
         BadInput: where there are none.
     """
-    found = [module for module in model.modules() if hasattr(module, "is_transposed") and hasattr(module, "down_proj")]
+    found = [module for module in model.modules() if _is_grouped(module)]
     if not found:
         raise BadInput("no experts of grouped products are in this model", where="--ep", remedy="leave it at 1")
     return found

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 #: The slot itself: a guarded parameter's attribute of that name waits or refuses (Note [Guarded parameters]).
 _LOCAL: Any = vars(DTensor)["_local_tensor"]
@@ -28,13 +29,30 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_split(param: torch.Tensor) -> bool:
-    """Returns whether ranks hold different parts of `param`, so that its other ranks are no replicas."""
-    return isinstance(param, DTensor) and any(isinstance(one, Shard) for one in param.placements)
+    """Returns whether ranks of ``tp`` hold different parts of `param`, so that they are no replicas.
+
+    Ranks that share experts (``ep``) hold other experts, but each of them is one among ranks of ``tp`` that hold the same.
+    """
+    if not isinstance(param, DTensor):
+        return False
+    names = dimensions_of(param)
+    return any(not isinstance(one, Replicate) for name, one in zip(names, param.placements, strict=True) if name != "ep")
+
+
+def dimensions_of(param: DTensor) -> tuple[str, ...]:
+    """Returns the names of the dimensions over which `param` is distributed; empty ones where they have none."""
+    return param.device_mesh.mesh_dim_names or ("",) * param.device_mesh.ndim
 
 
 def placed_plainly(param: DTensor) -> bool:
-    """Returns whether `param` is sharded along one dimension or replicated, as torch's parallel styles place parameters."""
-    return len(param.placements) == 1 and type(param.placements[0]) in (Shard, Replicate)
+    """Returns whether `param` is placed as parallel styles place parameters: sharded along one dimension or replicated over
+    ``tp``, where matrices that are packed side by side (gate and up) may each give a part, and by rows over ``ep``.
+    """
+    kinds = {"ep": (Shard,)}
+    return all(
+        type(one) in kinds.get(name, (Shard, _StridedShard, Replicate)) and (name != "ep" or one == Shard(0))
+        for name, one in zip(dimensions_of(param), param.placements, strict=True)
+    )
 
 
 @torch.no_grad()

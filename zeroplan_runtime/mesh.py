@@ -10,7 +10,9 @@ Note [Mesh]
     ``ep`` is a data dimension, too: its ranks see other samples, and ZeRO shards over them what they have alike. Of experts,
     which they divide, each shards its part over the ranks that have the same, those of the other data dimensions. The exchange
     of tokens is :mod:`zeroplan_runtime.expert_parallel`'s. The loss is the mean over all these ranks, and an expert's gradient
-    is that of the tokens of its ``ep`` ranks; so it is divided by their number (:meth:`ModelStates.grad_scale`).
+    is that of the tokens of its ``ep`` ranks; so it is divided by their number (:meth:`ModelStates.grad_scale`). The ranks that
+    share experts may also be those of other data dimensions: ``ep`` is then a name for them, made by
+    ``mesh["dp", "cp"]._flatten("ep")``. Each rank of ``tp`` has the same experts, or its part of their matrices.
 
     What several ranks of ``tp`` hold alike (norms, the biases of row-wise layers) gets equal gradients on all of them, if the
     layers around it are parallelized as torch means them to be. :mod:`zeroplan_runtime.replicas` checks it.
@@ -18,8 +20,10 @@ Note [Mesh]
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 
 import torch
 import torch.distributed as dist
@@ -49,6 +53,7 @@ class MeshRanks:
         model: by dimension, the ranks that hold other parts; dimensions of one rank are left out.
         coordinate: this rank's place in each of these dimensions.
         mesh: the mesh; None without one.
+        expert_mesh: the mesh of `ep`.
     """
 
     world: Communicator
@@ -60,6 +65,7 @@ class MeshRanks:
     mesh: DeviceMesh | None = None
     experts: Communicator = field(default_factory=Communicator.alone)
     ep: Communicator | None = None
+    expert_mesh: DeviceMesh | None = None
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None) -> MeshRanks:
@@ -83,12 +89,12 @@ class MeshRanks:
         data = tuple(name for name in sizes if name not in MODEL)
         samples = next((name for name in data if name in SAMPLES), None)
         shard = Communicator(_group(mesh, data)) if data else Communicator.alone()
-        ep, experts = None, shard
-        if (shared := sizes.get("ep", 1)) > 1:
-            _require_alone(sizes)
-            ep, beside = Communicator(mesh.get_group("ep")), tuple(name for name in data if name != "ep")
+        ep, experts, expert_mesh, over = None, shard, *_expert_ranks(mesh, data)
+        if expert_mesh is not None:
+            ep, beside = Communicator(expert_mesh.get_group()), tuple(name for name in data if name not in over)
             wide = any(sizes[name] > 1 for name in beside)
             experts = Communicator(_group(mesh, beside)) if wide else Communicator.alone()
+        shared = sizes.get("ep", 1)
         model = {name: Communicator(mesh.get_group(name)) for name in MODEL if sizes.get(name, 1) > 1}
         return cls(
             world,
@@ -100,6 +106,7 @@ class MeshRanks:
             mesh,
             experts,
             ep,
+            expert_mesh,
         )
 
     @property
@@ -125,7 +132,9 @@ class MeshRanks:
     @property
     def expert_part(self) -> str:
         """The name of the part that this rank has of what is shared by experts."""
-        return f"ep{self.ep.rank}/" if self.ep is not None else self.part
+        if self.ep is None:
+            return self.part
+        return ".".join(f"{name}{place}" for name, place in {**self.coordinate, "ep": self.ep.rank}.items()) + "/"
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -174,15 +183,32 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
     return sizes
 
 
-def _require_alone(sizes: dict[str, int]) -> None:
-    """Refuses dimensions beside ``ep`` and those of samples.
+def _expert_ranks(mesh: DeviceMesh, data: tuple[str, ...]) -> tuple[DeviceMesh | None, tuple[str, ...]]:
+    """The mesh of the ranks that share experts with this one, and the data dimensions that it is made of; None for no others.
 
     Raises:
-        BadInput: naming the first.
+        BadInput: for a mesh ``ep`` of other ranks.
     """
-    for name in ("cp", *MODEL):
-        if sizes.get(name, 1) > 1:
-            raise BadInput(f"ep and {name} together are not supported", where="mesh", remedy="leave one of them out")
+    with warnings.catch_warnings():  # torch warns of names that were made by flattening
+        warnings.simplefilter("ignore")
+        try:
+            found = mesh["ep"]
+        except KeyError:
+            return None, ()
+    if found.size() == 1:
+        return None, ()
+    names, place = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
+    ranks = sorted(found.mesh.flatten().tolist())
+    for count in range(1, len(data) + 1):
+        for over in combinations(data, count):
+            here = tuple(slice(None) if name in over else at for name, at in zip(names, place, strict=True))
+            if sorted(mesh.mesh[here].flatten().tolist()) == ranks:
+                return found, over
+    raise BadInput(
+        "the ranks of ep are not those of dimensions that see other samples or tokens",
+        where="mesh",
+        remedy="make ep a dimension of the mesh, or of dp and cp by mesh['dp', 'cp']._flatten('ep')",
+    )
 
 
 def _group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup:

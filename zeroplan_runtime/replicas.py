@@ -8,21 +8,22 @@ in the first forward and gradients in the first step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import align
 from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.one_bit import NOT_EXPERTS, NOT_SPLIT
 from zeroplan.core.zero_config import OffloadDevice
+from zeroplan_runtime.comm import Communicator
+from zeroplan_runtime.expert_parallel import has_grouped_experts
 from zeroplan_runtime.gradient_reduction import GradientReduction
-from zeroplan_runtime.local_tensors import is_distributed, is_split, local_of, placed_plainly
+from zeroplan_runtime.local_tensors import dimensions_of, is_distributed, is_split, local_of, placed_plainly
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.pytree import tensors_of
@@ -46,9 +47,9 @@ def require_distributed(model: nn.Module, ranks: MeshRanks) -> None:
             where="model",
             remedy="load it without tp_plan, and split it by torch's parallelize_module",
         )
-    names = (ranks.mesh.mesh_dim_names or ()) if ranks.mesh is not None else ()
-    tp, ep = (ranks.mesh[name] if ranks.mesh is not None and name in names else None for name in ("tp", "ep"))
-    if ranks.ep is not None and not any(is_distributed(one) and one.device_mesh == ep for one in model.parameters()):
+    known = _dividing_meshes(ranks)
+    shares = any(map(is_shared, model.parameters()))
+    if ranks.ep is not None and not shares and (ranks.pp is None or has_grouped_experts(model)):
         raise BadInput(
             "no experts are distributed over mesh['ep']",
             where="model",
@@ -57,13 +58,13 @@ def require_distributed(model: nn.Module, ranks: MeshRanks) -> None:
     for name, param in model.named_parameters():
         if not is_distributed(param):
             continue
-        if param.device_mesh not in [one for one in (tp, ep) if one is not None]:
+        if not _is_among(param.device_mesh, known):
             raise BadInput(
                 f"{name!r} is distributed over {param.device_mesh}",
                 where="model",
                 remedy="distribute it over mesh['tp'], or experts over mesh['ep'], and leave other sharding to the engine",
             )
-        if not placed_plainly(param) or (param.device_mesh == ep and param.placements != (Shard(0),)):
+        if not placed_plainly(param):
             raise BadInput(
                 f"{name!r} is placed as {param.placements}",
                 where="model",
@@ -71,7 +72,7 @@ def require_distributed(model: nn.Module, ranks: MeshRanks) -> None:
             )
         if not local_of(param).numel():
             raise BadInput(
-                f"{name!r}, of shape {tuple(param.shape)}, leaves nothing for rank {param.device_mesh.get_local_rank()}",
+                f"{name!r}, of shape {tuple(param.shape)}, leaves nothing for rank {_place(param.device_mesh)}",
                 where="model",
                 remedy="leave it whole, or use fewer of these ranks",
             )
@@ -80,9 +81,28 @@ def require_distributed(model: nn.Module, ranks: MeshRanks) -> None:
             raise BadInput(f"buffer {name!r} is a DTensor", where="model", remedy="keep buffers whole on every rank")
 
 
-def is_shared_by(ep: DeviceMesh) -> Callable[[torch.Tensor], bool]:
-    """Returns a function that tells whether a parameter is one of experts that the ranks of `ep` share."""
-    return lambda param: is_distributed(param) and param.device_mesh == ep
+def _dividing_meshes(ranks: MeshRanks) -> dict[str, DeviceMesh]:
+    """The meshes of one dimension over which parameters may be distributed, by name."""
+    found = {} if ranks.expert_mesh is None else {"ep": ranks.expert_mesh}
+    if ranks.mesh is not None and "tp" in (ranks.mesh.mesh_dim_names or ()):
+        found["tp"] = ranks.mesh["tp"]
+    return found
+
+
+def _is_among(mesh: DeviceMesh, known: Mapping[str, DeviceMesh]) -> bool:
+    """Returns whether each dimension of `mesh` is one of the `known`."""
+    if mesh.ndim == 1:
+        return mesh in known.values()
+    return all(known.get(name) == mesh[name] for name in mesh.mesh_dim_names or ("",))
+
+
+def _place(mesh: DeviceMesh) -> str:
+    return ", ".join(map(str, mesh.get_coordinate() or ()))
+
+
+def is_shared(param: torch.Tensor) -> bool:
+    """Returns whether a parameter is one of experts that the ranks of ``ep`` share."""
+    return is_distributed(param) and "ep" in dimensions_of(param)
 
 
 def require_divisible(setup: RuntimeSetup, degrees: Mapping[str, int]) -> None:
@@ -126,34 +146,46 @@ def replicated_runs(model_states: ModelStates, unit: UnitState) -> list[tuple[in
     return runs
 
 
+def require_equal_values(model: nn.Module, ranks: MeshRanks) -> None:
+    """Compares the values that tensor-parallel ranks give to parameters that no layout distributes.
+
+    Those of the first of the ranks that hold the same part count: the engine gives them to the others.
+
+    Raises:
+        BadInput: on every rank, naming a parameter whose values differ.
+    """
+    if ranks.tp is None:
+        return
+    name = None
+    if ranks.shard.rank == 0:
+        values = ((name, param) for name, param in model.named_parameters() if not is_split(param) and not param.is_meta)
+        name = _first_difference(ranks.tp, [(name, *_digest(local_of(param))) for name, param in values])
+    name = next((one for one in ranks.shard.all_gather_object(name) if one is not None), None)
+    if name is not None:
+        raise BadInput(
+            f"{name!r} is not distributed, and has other values or another shape on each rank of tp",
+            where="model",
+            remedy="distribute it, or give it the same values on all of them: seed them alike before the model is built",
+        )
+
+
 class Replicas:
     """Compares what the tensor-parallel ranks of `model_states` should have alike; does nothing where there is one.
 
     Raises:
-        BadInput: on every one of them, when values differ from the start.
+        BadInput: on every one of them, for generators that differ where the model has dropout.
     """
 
     def __init__(self, model: nn.Module, model_states: ModelStates) -> None:
         self._model_states, self._tp = model_states, model_states.ranks.tp
         self._has_compared_inputs = self._has_compared_gradients = self._tp is None
         if self._tp is not None:
-            self._require_equal_values(model)
+            self._require_equal_generators(model)
 
-    def _require_equal_values(self, model: nn.Module) -> None:
-        found = []
-        for unit in self._model_states.units:
-            for flat in unit.flats():
-                values = zip(flat.layout.params, flat.params, flat.views(flat.full), strict=True)
-                found += [(unit.layout.shape.params[i].name, *_digest(one)) for i, param, one in values if not is_split(param)]
-        name = self._first_difference(found)
-        if name:
-            raise BadInput(
-                f"{name!r} is not distributed, and has other values or another shape on each rank of tp",
-                where="model",
-                remedy="distribute it, or give it the same values on all of them: seed them alike before the model is built",
-            )
+    def _require_equal_generators(self, model: nn.Module) -> None:
         dropout = [name for name, one in model.named_modules() if isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0]
-        if dropout and self._first_difference([("", *_digest(torch.get_rng_state()))]) is not None:
+        assert self._tp is not None
+        if dropout and _first_difference(self._tp, [("", *_digest(torch.get_rng_state()))]) is not None:
             raise BadInput(
                 f"{dropout[0]!r} would drop other elements on each rank of tp, whose generators differ",
                 where="model",
@@ -170,7 +202,8 @@ class Replicas:
             return
         self._has_compared_inputs = True
         whole = [one for one in tensors_of((args, kwargs)) if not one.is_floating_point() and not is_distributed(one)]
-        if self._first_difference([("", *_digest(one)) for one in whole]) is not None:
+        assert self._tp is not None
+        if _first_difference(self._tp, [("", *_digest(one)) for one in whole]) is not None:
             raise BadInput(
                 "the ranks of tp were given other inputs",
                 where="engine",
@@ -224,17 +257,17 @@ class Replicas:
                     begin, end = max(offset, first) - first, min(offset + numel, last) - first
                     yield unit.name_of(i), grad[begin:end] if grad is not None and begin < end else None
 
-    def _first_difference(self, found: list[tuple[Any, ...]]) -> str | None:
-        """Returns the name of the first entry that is not the same on all ranks of tp; None if all are.
 
-        Every one of these ranks must call it, and all of them find a difference.
-        """
-        assert self._tp is not None
-        everyone = self._tp.all_gather_object(found)
-        for rows in zip(*everyone, strict=False):
-            if any(row != rows[0] for row in rows):
-                return str(rows[0][0])
-        return None if all(len(one) == len(everyone[0]) for one in everyone) else "a parameter"
+def _first_difference(tp: Communicator, found: list[tuple[Any, ...]]) -> str | None:
+    """Returns the name of the first entry that is not the same on all ranks of `tp`; None if all are.
+
+    Every one of these ranks must call it, and all of them find a difference.
+    """
+    everyone = tp.all_gather_object(found)
+    for rows in zip(*everyone, strict=False):
+        if any(row != rows[0] for row in rows):
+            return str(rows[0][0])
+    return None if all(len(one) == len(everyone[0]) for one in everyone) else "a parameter"
 
 
 def _digest(tensor: torch.Tensor) -> tuple[tuple[int, ...], float, float]:

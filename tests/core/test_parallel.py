@@ -99,7 +99,7 @@ def test_every_degree_is_tried() -> None:
 HAS = {
     "deepspeed": {"tp", "pp", "ulysses"},
     "fsdp2": set(DEGREES) - {"ulysses"},
-    "zeroplan": {"tp", "sp", "cp", "pp", "ep"},
+    "zeroplan": {"tp", "sp", "cp", "pp", "ep", "etp"},
     "megatron": {"tp", "sp", "cp", "pp", "vpp", "ep", "etp"},
 }
 

@@ -12,9 +12,10 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import zeroplan_runtime
 from tests.runtime import models
-from tests.runtime.mesh_jobs import mesh_of
+from tests.runtime.mesh_training import CausalStage, Step, is_causal_block, mesh_of, on_samples, on_stages, train_on
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
+from zeroplan.trace.tensor_parallel import parallelize
 
 #: Its first block has a plain MLP.
 MIXTURE = {
@@ -44,39 +45,89 @@ class Mixture(Qwen3MoeForCausalLM):
 def mixture(seed: int = 0, *, remat: bool = False, **changes: Any) -> nn.Module:
     """The model, the same on every rank."""
     torch.manual_seed(seed)
-    model = Mixture(Qwen3MoeConfig(**MIXTURE, loss_type="ForCausalLM", **{"num_experts": 4, **changes}))
+    model = Mixture(Qwen3MoeConfig(**{**MIXTURE, "loss_type": "ForCausalLM", "num_experts": 4, **changes}))
     if remat:
         model.gradient_checkpointing_enable()
     return model.train()
 
 
+def share(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
+    """Lays the mixture out over ``ep`` and ``tp`` of the mesh, as far as it has them."""
+    names = tuple(name for name in ("ep", "tp") if _has(mesh, name))
+    if "ep" in names:
+        zeroplan_runtime.share_experts(model, mesh[names] if len(names) > 1 else mesh["ep"], partial=sequence)
+    if "tp" in names:
+        parallelize(model, mesh["tp"], sequence=sequence)
+    return model
+
+
+def _has(mesh: DeviceMesh, name: str) -> bool:
+    try:
+        mesh[name]
+    except KeyError:
+        return False
+    return True
+
+
+#: A mesh in which ``ep`` is a name for the ranks of ``dp`` and ``cp``.
+WIDE = {"dp": 2, "cp": 2}
+
+
 def train_shared(
-    _group: dist.ProcessGroup, cases: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]], steps: int
+    _group: dist.ProcessGroup,
+    cases: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]],
+    steps: int,
+    length: int = models.LENGTH,
 ) -> list[dict[str, Any]]:
-    """Trains for each (config, mesh, model) in turn: losses, the parameters, the norms and the Arena's rows."""
+    """Trains for each (config, mesh, model) in turn; ranks of all dimensions but ``tp`` and ``pp`` read other samples.
+
+    The model's option ``sequence`` splits the tokens between the matrices, too.
+    """
     found = []
     for config, sizes, options in cases:
-        mesh = mesh_of(**sizes)
-        model = zeroplan_runtime.share_experts(mixture(**options), mesh["ep"])
-        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu")
-        losses, norms = [], []
-        for number in range(steps):
-            total = 0.0
-            for micro in range(engine.gradient_accumulation_steps()):
-                total += engine.backward(engine(models.batch(number, micro, dist.get_rank()))).item()
-                engine.step()
-            losses.append(total)
-            norms.append(engine.get_global_grad_norm())
-        found.append(
-            {
-                "losses": losses,
-                "norms": norms,
-                "params": engine.module_state_dict(),
-                "rows": engine.arena.measurement(),
-                "samples": engine.train_batch_size(),
-            }
-        )
-        engine.destroy()
+        mesh, model, step, given = laid_out(sizes, length, **options)
+        found.append(train_on(mesh, model, config, steps, step, **given))
+    return found
+
+
+def laid_out(
+    sizes: dict[str, int], length: int, *, sequence: bool = False, **options: Any
+) -> tuple[DeviceMesh, nn.Module, Step, dict[str, Any]]:
+    """The mesh, this rank's part of the mixture, its steps, and further arguments of ``initialize``."""
+    mesh, sample = mesh_of(**sizes), 0
+    if sizes == WIDE and not _has(mesh, "ep"):
+        mesh["dp", "cp"]._flatten("ep")
+    for name, size in sizes.items():
+        sample = sample if name in ("tp", "pp") else sample * size + mesh.get_local_rank(name)
+    model = share(mixture(**options), mesh, sequence=sequence)
+    if "pp" not in sizes:
+        return mesh, model, on_samples(sample, length=length), {}
+    stage = CausalStage(model, mesh.get_local_rank("pp"))
+    return mesh, stage, on_stages("1F1B", sample, length=length), {"policy": is_causal_block}
+
+
+def resume_beside(_group: dist.ProcessGroup, folder: str, meshes: list[dict[str, int]]) -> list[float]:
+    """On each mesh trains a step, saves, trains one more; resumes other weights at another stage and trains that step again.
+
+    Returns the largest difference of any parameter, for each mesh.
+    """
+    found = []
+    for index, sizes in enumerate(meshes):
+        states = []
+        for seed, stage in ((0, 2), (1, 3)):
+            mesh, model, step, given = laid_out(sizes, 6, seed=seed)
+            config = ds_config(stage, gradient_clipping=0.5, gradient_accumulation_steps=2)
+            engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu", **given)
+            if seed == 0:
+                step(engine, 0)
+                engine.save_checkpoint(f"{folder}/{index}")
+            else:
+                engine.load_checkpoint(f"{folder}/{index}")
+            step(engine, 1)
+            states.append(engine.module_state_dict())
+            engine.destroy()
+        before, after = states
+        found.append(max(float((after[n] - before[n]).abs().max()) for n in before) if before and after else 0.0)
     return found
 
 
@@ -93,7 +144,8 @@ def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
     tried = {
         "whole": lambda: run(mixture()),
         "no mesh": lambda: run(shared(), mesh=None),
-        "tp": lambda: run(mixture(), mesh=mesh_of(tp=2, ep=2)),
+        "width": lambda: zeroplan_runtime.share_experts(mixture(moe_intermediate_size=25), mesh_of(tp=2, ep=2)["tp"]),
+        "dimensions": lambda: zeroplan_runtime.share_experts(mixture(), mesh),
         "lamb": lambda: run(shared(), optimizer={"type": "LAMB", "params": {"lr": 1e-3}}),
         "one bit": lambda: run(
             shared(), optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}}, zero_optimization={"stage": 1}

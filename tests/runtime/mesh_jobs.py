@@ -11,23 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
-from torch.nn import functional
 
 import zeroplan_runtime
 from tests.runtime import models
+from tests.runtime.mesh_training import CausalStage, is_causal_block, loss_of, mesh_of, on_samples, on_stages, train_on
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
 from zeroplan.trace.tensor_parallel import parallelize
-
-_MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
-
-
-def mesh_of(**sizes: int) -> DeviceMesh:
-    """The mesh with these dimensions, made once in a process: each makes process groups."""
-    key = tuple(sizes.items())
-    if key not in _MESHES:
-        _MESHES[key] = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    return _MESHES[key]
 
 
 def split(model: nn.Module, tp: DeviceMesh) -> None:
@@ -50,26 +40,7 @@ def train_split(
     for config, options in cases:
         model = models.make(**options)
         split(model, mesh["tp"])
-        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu")
-        losses, norms = [], []
-        for number in range(steps):
-            total = 0.0
-            for micro in range(engine.gradient_accumulation_steps()):
-                loss = engine(models.batch(number, micro, mesh.get_local_rank("dp")))
-                total += engine.backward(loss).item()
-                engine.step()
-            losses.append(total)
-            norms.append(engine.get_global_grad_norm())
-        found.append(
-            {
-                "losses": losses,
-                "norms": norms,
-                "params": engine.module_state_dict(),
-                "rows": engine.arena.measurement(),
-                "samples": engine.train_batch_size(),
-            }
-        )
-        engine.destroy()
+        found.append(train_on(mesh, model, config, steps, on_samples(mesh.get_local_rank("dp"))))
     return found
 
 
@@ -86,24 +57,22 @@ LLAMA = {
 
 
 def llama() -> nn.Module:
-    """A causal language model of transformers, the same on every rank."""
+    """A causal language model of transformers that gives its loss, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    class Llama(LlamaForCausalLM):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            loss: torch.Tensor = super().forward(input_ids=tokens, labels=tokens).loss
+            return loss
+
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**LLAMA))
+    return Llama(LlamaConfig(**LLAMA, loss_type="ForCausalLM"))
 
 
 def train_tokens(_group: dist.ProcessGroup, config: dict[str, Any], steps: int) -> dict[str, Any]:
     """Trains on 2 × 2 ranks of ``dp`` and ``cp``, each of which sees tokens of its own."""
     mesh = mesh_of(dp=2, cp=2)
-    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, mesh=mesh, device="cpu")
-    losses = []
-    for number in range(steps):
-        losses.append(engine.backward(engine(models.batch(number, 0, dist.get_rank()))).item())
-        engine.step()
-    found = {"losses": losses, "params": engine.module_state_dict(), "samples": engine.train_batch_size()}
-    engine.destroy()
-    return found
+    return train_on(mesh, models.make(), config, steps, on_samples(dist.get_rank()))
 
 
 def train_llama(_group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -113,17 +82,7 @@ def train_llama(_group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> lis
     for number, config in enumerate(configs):
         model = llama()
         parallelize(model, mesh["tp"], sequence=number % 2 == 1)
-        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu")
-        losses = []
-        for step in range(2 * engine.gradient_accumulation_steps()):
-            tokens = models.batch(step, 0, mesh.get_local_rank("dp"))[:, :6]
-            with loss_parallel():
-                loss = engine(input_ids=tokens, labels=tokens).loss
-                engine.backward(loss)
-            losses.append(loss.full_tensor().item())
-            engine.step()
-        found.append({"losses": losses, "rows": engine.arena.measurement()})
-        engine.destroy()
+        found.append(train_on(mesh, model, config, 2, on_samples(mesh.get_local_rank("dp"), length=6)))
     return found
 
 
@@ -170,7 +129,7 @@ def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
         engine, *_ = zeroplan_runtime.initialize(model=model, config=parts, mesh=mesh, device="cpu")
         tokens = models.batch(0, 0, mesh.get_local_rank("dp"))[:, :6]
         with loss_parallel():
-            engine(input_ids=tokens, labels=tokens)
+            engine(tokens)
 
     lamb = {**config, "optimizer": {"type": "LAMB", "params": {"lr": 1e-3}}}
     tried = {
@@ -259,10 +218,6 @@ class Stage(nn.Module):
         return self.head(self.norm(x)).float() if hasattr(self, "head") else x
 
 
-def loss_of(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
-
-
 def train_pipeline(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
     """Trains on two stages × two data-parallel ranks for each (schedule, config); each stage's losses and parameters.
 
@@ -278,74 +233,17 @@ def train_pipeline(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, A
             for block in model.blocks.values():
                 parallelize_module(block, mesh["tp"], styles)
         policy = lambda name, _module: name.startswith("blocks.") and name.count(".") == 1  # noqa: E731
-        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu", policy=policy)
-        schedule = engine.pipeline_schedule("1F1B" if kind == "split" else kind, loss_of)
-        losses, norms = [], []
-        for number in range(steps):
-            micros = range(engine.gradient_accumulation_steps())
-            tokens = torch.cat([models.batch(number, micro, sample) for micro in micros])
-            parts: list[torch.Tensor] = []
-            if index == 0:
-                schedule.step(tokens)
-            else:
-                schedule.step(target=tokens, losses=parts)
-                losses.append(float(torch.stack(parts).mean()))
-            engine.step()
-            norms.append(engine.get_global_grad_norm())
-        found.append(
-            {
-                "losses": losses,
-                "norms": norms,
-                "params": engine.module_state_dict(),
-                "micro_steps": engine.micro_steps,
-                "skipped": engine.skipped_steps,
-                "scale": engine.loss_scale,
-            }
-        )
-        engine.destroy()
+        step = on_stages("1F1B" if kind == "split" else kind, sample)
+        found.append(train_on(mesh, model, config, steps, step, policy=policy))
     return found
 
 
-class LlamaStage(nn.Module):
-    """A stage of the Llama: its blocks under the whole model's names."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        whole: Any = llama()
-        self.model = nn.Module()
-        self.model.layers = nn.ModuleDict({str(i): whole.model.layers[i] for i in range(2 * index, 2 * index + 2)})
-        self.model.rotary_emb = whole.model.rotary_emb
-        if index == 0:
-            self.model.embed_tokens = whole.model.embed_tokens
-        else:
-            self.model.norm, self.lm_head = whole.model.norm, whole.lm_head
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if hasattr(self.model, "embed_tokens"):
-            x = self.model.embed_tokens(x)
-        places = self.model.rotary_emb(x, torch.arange(x.shape[1])[None])
-        for block in self.model.layers.values():
-            x = block(x, position_embeddings=places)
-        return self.lm_head(self.model.norm(x)) if hasattr(self, "lm_head") else x
-
-
-def is_llama_block(name: str, _module: nn.Module) -> bool:
-    return name.startswith("model.layers.") and name.count(".") == 2
-
-
-def rows_of_stages(_group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The Arena's rows of a step on two stages × two data-parallel ranks, for each config."""
-    mesh = mesh_of(pp=2, dp=2)
-    index, found = mesh.get_local_rank("pp"), []
+def train_stages(_group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A step of the Llama on two stages × two data-parallel ranks, for each config."""
+    mesh, found = mesh_of(pp=2, dp=2), []
     for config in configs:
-        model = LlamaStage(index)
-        engine, *_ = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu", policy=is_llama_block)
-        schedule = engine.pipeline_schedule("1F1B", loss_of)
-        tokens = torch.cat([models.batch(0, i, 0)[:, :6] for i in range(engine.gradient_accumulation_steps())])
-        _ = schedule.step(tokens) if index == 0 else schedule.step(target=tokens)
-        engine.step()
-        found.append(engine.arena.measurement())
-        engine.destroy()
+        model = CausalStage(llama(), mesh.get_local_rank("pp"))
+        found.append(train_on(mesh, model, config, 1, on_stages("1F1B", 0, length=6), policy=is_causal_block))
     return found
 
 

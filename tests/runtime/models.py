@@ -80,6 +80,7 @@ class Plain:
     dtype: torch.dtype = torch.float32
     clip: float = 0.0
     scale: float = 1.0
+    length: int = LENGTH
 
     def __post_init__(self) -> None:
         self.model = copy.deepcopy(self.model)
@@ -98,7 +99,7 @@ class Plain:
                 p.grad = None
             total = 0.0
             for micro in range(self.accum):
-                loss = self.model(batch(number, micro, rank)) / self.accum
+                loss = self.model(batch(number, micro, rank)[:, : self.length]) / self.accum
                 (loss * self.scale).backward()
                 total += loss.item()
             losses.append(total)

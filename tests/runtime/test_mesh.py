@@ -10,18 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runtime import mesh_jobs, models
+from tests.runtime.mesh_training import planned_rows, rows_of
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import distance, ds_config, loss_distance
-from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import DType, Precision, Workload
-from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.ds_config.dialect import Dialect
-from zeroplan.ds_config.reader import read_ds_config
-from zeroplan.engines.base import Case
-from zeroplan.engines.runtime.engine import Runtime
-from zeroplan.models.live import spec_from_module
 from zeroplan_runtime.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 pytestmark = pytest.mark.torch
@@ -77,35 +70,15 @@ def test_tensor_parallel_training_equals_plain_torch(pool: RankPool) -> None:
     assert half[0]["norms"] == pytest.approx(norms, rel=2e-2)
 
 
-def plan_rows(config: dict[str, Any], parallel: ParallelLayout, pp_rank: int = 0) -> dict[tuple[str, str, str], int]:
-    """The planned bytes of the Llama's owned buffers by buffer, unit and place."""
-    engine = Runtime().with_ds_config(read_ds_config(config, dialect=Dialect.RUNTIME))
-    half = "bf16" in config
-    workload = Workload(
-        micro_batch=models.BATCH,
-        seq_len=6,
-        grad_accum=config.get("gradient_accumulation_steps", 1),
-        dtype=DType.BF16 if half else DType.FP32,
-        precision=Precision.MIXED if half else Precision.FP32,
-        optimizer=config["optimizer"]["type"].lower(),
-    )
-    zero = ZeroConfig.of(config["zero_optimization"]["stage"])
-    spec = spec_from_module(mesh_jobs.llama())
-    case = Case(spec, workload, Cluster(gpus=4), zero, parallel, pp_rank=pp_rank)
-    engine.require_layout(parallel)
-    return dict(engine.owned_buffers(case, None).rows)
-
-
 def test_the_plan_equals_the_arena(pool: RankPool) -> None:
     """Every second case also splits the tokens between the matrices."""
     configs = [ds_config(stage) for stage in (1, 2, 3)]
     configs += [ds_config(3, "bf16"), ds_config(2, "bf16", gradient_accumulation_steps=2)]
     results = pool.run(4, mesh_jobs.train_llama, configs)
     for index, config in enumerate(configs):
-        planned = plan_rows(config, ParallelLayout(4, tp=2))
+        planned = planned_rows(mesh_jobs.llama(), config, ParallelLayout(4, tp=2), length=6)
         for rank in results:
-            rows = {(row["buffer"], row["unit"], row["place"]): row["peak"] for row in rank[index]["rows"]}
-            assert rows == planned, config
+            assert rows_of(rank[index]) == planned, config
     whole = [rank[0]["losses"] for rank in results]
     for index in (1, 2):  # all stages, and split tokens, train the same
         assert [rank[index]["losses"] for rank in results] == [pytest.approx(one, abs=1e-5) for one in whole]
@@ -113,11 +86,11 @@ def test_the_plan_equals_the_arena(pool: RankPool) -> None:
 
 def test_the_plan_of_a_stage_equals_its_arena(pool: RankPool) -> None:
     configs = [ds_config(stage, "bf16", gradient_accumulation_steps=2) for stage in (1, 2, 3)]
-    results = pool.run(4, mesh_jobs.rows_of_stages, configs)
+    results = pool.run(4, mesh_jobs.train_stages, configs)
     for index, config in enumerate(configs):
         for rank, found in enumerate(results):
-            rows = {(row["buffer"], row["unit"], row["place"]): row["peak"] for row in found[index]}
-            assert rows == plan_rows(config, ParallelLayout(4, pp=2), pp_rank=rank // 2), (rank, config)
+            planned = planned_rows(mesh_jobs.llama(), config, ParallelLayout(4, pp=2), pp_rank=rank // 2, length=6)
+            assert rows_of(found[index]) == planned, (rank, config)
 
 
 def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:

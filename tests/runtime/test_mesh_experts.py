@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runtime import models
+from tests.runtime.mesh_training import planned_rows, rows_of
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import distance, ds_config, loss_distance
-from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import DType, Precision, Workload
-from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
-from zeroplan.ds_config.dialect import Dialect
-from zeroplan.ds_config.reader import read_ds_config
-from zeroplan.engines.base import Case
-from zeroplan.engines.runtime.engine import Runtime
-from zeroplan.models.live import spec_from_module
 from zeroplan_runtime.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 pytestmark = pytest.mark.torch
@@ -30,42 +24,31 @@ pytest.importorskip("transformers")
 from tests.runtime import expert_jobs  # noqa: E402  (needs transformers)
 
 STEPS = 2
+EVEN = 6  # tokens that two ranks divide
 HOST: dict[str, Any] = {"device": "cpu"}
 TWO = {"dp": 2, "ep": 2}
 ALL = {"ep": 4}
-
-
-def plan_rows(config: dict[str, Any], ep: int) -> dict[tuple[str, str, str], int]:
-    """The planned bytes of the mixture's owned buffers on four ranks, by buffer, unit and place."""
-    engine = Runtime().with_ds_config(read_ds_config(config, dialect=Dialect.RUNTIME))
-    half, section = "bf16" in config, config["zero_optimization"]
-    workload = Workload(
-        micro_batch=models.BATCH,
-        seq_len=models.LENGTH,
-        grad_accum=config.get("gradient_accumulation_steps", 1),
-        dtype=DType.BF16 if half else DType.FP32,
-        precision=Precision.MIXED if half else Precision.FP32,
-        optimizer=config["optimizer"]["type"].lower(),
-    )
-    optimizer, param = (
-        OffloadDevice(section.get(key, {}).get("device", "none")) for key in ("offload_optimizer", "offload_param")
-    )
-    zero = ZeroConfig.of(section["stage"], OffloadOptimizer(optimizer), OffloadParam(param))
-    layout = ParallelLayout(4, ep=ep)
-    engine.require_layout(layout)
-    return dict(
-        engine.owned_buffers(Case(spec_from_module(expert_jobs.mixture()), workload, Cluster(gpus=4), zero, layout), None).rows
-    )
+CONFIG = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
+Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
 
 
 def test_training_equals_plain_torch_and_the_plan_the_arena(pool: RankPool) -> None:
-    """Clipping, so that each step depends on the norm over all ranks; accumulation; optimizer or parameters elsewhere."""
-    config = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
+    """Clipping, so that each step depends on the norm over all ranks; accumulation; optimizer and parameters elsewhere."""
     away: dict[str, Any] = {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST}
-    sections = [{"stage": stage} for stage in range(4)] + [{"stage": 1, "offload_optimizer": HOST}, away]
-    exact = [(ds_config(0, **config, zero_optimization=section), TWO, {}) for section in sections]
-    exact += [(ds_config(stage, **config), ALL, {"remat": stage == 3}) for stage in (0, 2, 3)]
-    rounded = [(ds_config(stage, "bf16", gradient_clipping=0.5), sizes, {}) for stage, sizes in ((2, TWO), (3, TWO), (3, ALL))]
+    exact: list[Case] = [(ds_config(0, **CONFIG, zero_optimization=away), TWO, {}), (ds_config(0, **CONFIG), ALL, {})]
+    hold_shared(pool, exact, [(ds_config(3, "bf16", gradient_clipping=0.5), ALL, {})])
+
+
+@pytest.mark.long
+def test_training_equals_plain_torch_at_every_stage(pool: RankPool) -> None:
+    sections: list[dict[str, Any]] = [*({"stage": stage} for stage in range(4)), {"stage": 1, "offload_optimizer": HOST}]
+    exact: list[Case] = [(ds_config(0, **CONFIG, zero_optimization=section), TWO, {}) for section in sections]
+    exact += [(ds_config(stage, **CONFIG), ALL, {"remat": stage == 3}) for stage in (2, 3)]
+    hold_shared(pool, exact, [(ds_config(stage, "bf16", gradient_clipping=0.5), TWO, {}) for stage in (2, 3)])
+
+
+def hold_shared(pool: RankPool, exact: list[Case], rounded: list[Case]) -> None:
+    """Trains where ranks share experts alone; losses, norms and weights against plain torch, and the Arena against the plan."""
     cases = exact + rounded
     results = pool.run(4, expert_jobs.train_shared, cases, STEPS)
     plain = models.Plain(expert_jobs.mixture(), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), 4, accum=2, clip=0.5)
@@ -76,9 +59,9 @@ def test_training_equals_plain_torch_and_the_plan_the_arena(pool: RankPool) -> N
     for index, (case, sizes, _) in enumerate(cases):
         mine = [rank[index] for rank in results]
         assert mine[0]["samples"] == 4 * models.BATCH * case.get("gradient_accumulation_steps", 1)
-        planned = plan_rows(case, sizes["ep"])
+        planned = planned_rows(expert_jobs.mixture(), case, ParallelLayout(4, ep=sizes["ep"]))
         for rank in mine:
-            assert {(row["buffer"], row["unit"], row["place"]): row["peak"] for row in rank["rows"]} == planned, case
+            assert rows_of(rank) == planned, case
         if index < len(exact):
             assert loss_distance(mine, losses) < 2e-5, (case, sizes)
             assert distance(mine[0], plain) < 1e-4, (case, sizes)
@@ -91,12 +74,78 @@ def test_training_equals_plain_torch_and_the_plan_the_arena(pool: RankPool) -> N
         assert loss_distance([rank[index] for rank in results], losses) < 5e-2, cases[index]
 
 
+#: Meshes beside ``dp`` and ``ep`` alone, and the layouts that plan them: experts' matrices are shared where ``tp`` is.
+MESHES = (
+    ({"dp": 2, "tp": 2}, ParallelLayout(4, tp=2)),
+    ({"ep": 2, "tp": 2}, ParallelLayout(4, tp=2, ep=2, etp=2)),
+    (expert_jobs.WIDE, ParallelLayout(4, cp=2, ep=4)),
+    ({"pp": 2, "ep": 2}, ParallelLayout(4, pp=2, ep=2)),
+    ({"ep": 2, "cp": 2}, ParallelLayout(4, cp=2, ep=2)),
+    ({"pp": 2, "tp": 2}, ParallelLayout(4, pp=2, tp=2)),
+)
+
+
+def hold_beside(pool: RankPool, chosen: list[tuple[int, int]]) -> None:
+    """Trains on (mesh, stage); losses, norms and weights against plain torch, and the Arena against the plan.
+
+    At stage 3 ranks of ``tp`` also split the tokens between the matrices.
+    """
+    cases: list[Case] = []
+    for index, stage in chosen:
+        sizes = MESHES[index][0]
+        cases.append(
+            (
+                ds_config(stage, **CONFIG),
+                sizes,
+                {"sequence": True} if stage == 3 and "tp" in sizes and "pp" not in sizes else {},
+            )
+        )
+    results = pool.run(4, expert_jobs.train_shared, cases, STEPS, EVEN)
+    plain = {ranks: plain_run(ranks) for ranks in {_samples(MESHES[index][0]) for index, _ in chosen}}
+    for number, (index, stage) in enumerate(chosen):
+        mine, (sizes, layout), config = [rank[number] for rank in results], MESHES[index], cases[number][0]
+        stages = 2 if "pp" in sizes else 1
+        planned = [planned_rows(expert_jobs.mixture(), config, layout, pp_rank=at, length=EVEN) for at in range(stages)]
+        model, losses, norms = plain[_samples(sizes)]
+        for rank, found in enumerate(mine):
+            assert rows_of(found) == planned[rank // 2 if stages > 1 else 0], (sizes, stage)
+            assert found["norms"] == pytest.approx(norms, rel=1e-4), (sizes, stage)
+        seen = mine[2:] if stages > 1 else mine[::2] if "tp" in sizes else mine
+        assert loss_distance(seen, losses) < 2e-5, (sizes, stage)
+        params = {**mine[0]["params"], **(mine[2]["params"] if stages > 1 else {})}
+        assert distance({"params": params}, model) < 1e-4, (sizes, stage)
+
+
+def _samples(sizes: dict[str, int]) -> int:
+    """The ranks that read samples, or tokens, of their own."""
+    return math.prod(size for name, size in sizes.items() if name not in ("tp", "pp"))
+
+
+def plain_run(ranks: int) -> tuple[models.Plain, list[list[float]], list[float]]:
+    """The mixture in plain torch: the model, losses and norms by step."""
+    plain = models.Plain(
+        expert_jobs.mixture(), lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1), ranks, accum=2, clip=0.5, length=EVEN
+    )
+    steps = [(plain.step(number), plain.norm) for number in range(STEPS)]
+    return plain, [losses for losses, _ in steps], [norm for _, norm in steps]
+
+
+def test_experts_beside_other_dimensions(pool: RankPool) -> None:
+    hold_beside(pool, [(0, 2), (1, 3), (2, 0), (3, 2)])
+
+
+@pytest.mark.long
+def test_experts_beside_other_dimensions_at_every_stage(pool: RankPool) -> None:
+    hold_beside(pool, [(index, stage) for index in range(len(MESHES)) for stage in range(4)])
+
+
 def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:
     for said in pool.run(4, expert_jobs.refusals):
         for name, words in {
             "whole": "no experts are distributed over mesh['ep']",
             "no mesh": "is a DTensor",
-            "tp": "ep and tp together are not supported",
+            "width": "2 ranks of tp do not divide the 25 channels of an expert",
+            "dimensions": "it has the dimensions dp, ep",
             "lamb": "of which ranks of ep have parts",
             "one bit": "those of ep have other experts",
             "no experts": "no experts of grouped products",
@@ -118,3 +167,9 @@ def test_checkpoints_keep_the_experts(pool: RankPool, tmp_path: Path) -> None:
     assert exported["model.layers.1.mlp.experts.gate_up_proj"].shape == (4, 48, 32)
     with pytest.raises(BadInput, match="parts of the model, by ranks of ep"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
+def test_checkpoints_keep_the_parts_of_experts(pool: RankPool, tmp_path: Path) -> None:
+    """Each place in ep and tp, or in ep and pp, goes on with what it had."""
+    found = pool.run(4, expert_jobs.resume_beside, str(tmp_path), [{"ep": 2, "tp": 2}, {"pp": 2, "ep": 2}])
+    assert max(max(rank) for rank in found) < 1e-5

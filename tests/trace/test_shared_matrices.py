@@ -120,7 +120,6 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool) -> No
         ({"tp": 2, "sp": True, "model": DEEPSEEK}, "sequence parallelism of deepseek_v3 is not modelled"),
         ({"tp": 2, "ep": 2}, "experts whose ranks lie across tp are not modelled"),
         ({"tp": 2, "engine": "deepspeed"}, "AutoTP of mixtures is not modelled"),
-        ({"tp": 2, "engine": "zeroplan"}, "the runtime has no tp of mixtures"),
         ({"cp": 2, "model": DEEPSEEK}, "context parallelism of deepseek_v3 is not modelled"),
     ],
 )
@@ -128,3 +127,12 @@ def test_what_is_not_modelled_is_refused(asked: dict[str, Any], said: str) -> No
     request = Request(**{"model": {**QWEN, "num_key_value_heads": 4}, "gpus": 8, "engine": "fsdp2", "seq_len": 64, **asked})
     with pytest.raises(BadInput, match=said):
         estimate_report(request)
+
+
+def test_what_no_gpu_has_measured_of_the_runtime_is_no_promise() -> None:
+    """Mixtures on tp, alone and beside ep."""
+    for more in ({"tp": 2}, {"tp": 2, "ep": 2, "etp": 2}):
+        asked = {"engine": "zeroplan", "stage": 2, "seq_len": 64, "depth": "formula", "vram": "80G", **more}
+        report = estimate_report(Request(**{"model": {**QWEN, "num_key_value_heads": 4}, "gpus": 8, **asked}))
+        assert [plan.fits for plan in report.plans] == [None]
+        assert any(one.key == "--tp" for one in report.plans[0].unmodelled)

@@ -106,6 +106,8 @@ def _styles(block: nn.Module, plan: TensorPlan, sequence: bool) -> dict[str, Par
         elif name in plan.rows:
             styles[name] = RowwiseParallel(output_layouts=outputs)
         elif name.endswith(".experts"):
+            if any(isinstance(param, DTensor) for param in module.parameters()):
+                continue  # ranks of ep share them, too
             from zeroplan.trace.tensor_parallel_experts import ExpertMatricesParallel
 
             styles[name] = ExpertMatricesParallel(plan, partial=sequence)

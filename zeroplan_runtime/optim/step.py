@@ -284,14 +284,14 @@ class OptimizerStep:
         """
         squares, workspace = self.model_states.squares[unit.index :], self.model_states.norm_workspace
         kernels.squares(grad, squares, workspace=workspace)
-        if self._sums_over_experts and unit.layout.shape.kind is not UnitKind.EXPERTS:
-            squares[0].div_(self.model_states.setup.ep)
         replicas = self.model_states.ranks.replicas
         if replicas > 1:
             once = self.model_states.scalars[kernels.ORDER + 2 :]  # a word that the step does not use
             for begin, end in replicated_runs(self.model_states, unit):
                 kernels.squares(grad[begin:end], once, workspace=workspace)
                 squares[0].sub_(once[0], alpha=1 - 1 / replicas)
+        if self._sums_over_experts and unit.layout.shape.kind is not UnitKind.EXPERTS:
+            squares[0].div_(self.model_states.setup.ep)
 
     def _sum_over_ranks(self, values: torch.Tensor) -> None:
         """Adds sums of squares over the ranks that hold other shards, then over those that hold other parts of the model.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
-from zeroplan.core.errors import BadInput
+from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.optimizers import runtime_type
@@ -134,10 +134,7 @@ class Runtime(Engine):
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "ep"))
-        for name in ("tp", "cp", "pp"):
-            if layout.ep > 1 and getattr(layout, name) > 1:
-                raise BadInput(f"the runtime has no ep and {name} together", where=name, remedy="leave one of them at 1")
+        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "ep", "etp"))
 
     def simulates(self, case: Case) -> bool:
         """Return whether the case has no pipeline stages, of which only the runtime's own buffers are planned."""
@@ -149,8 +146,7 @@ class Runtime(Engine):
         """
         found = []
         layout = case.layout if case.parallel is not None else None
-        # Two GPUs measured tp at stage 2, whose parameters stay as those of stages 0 and 1 do, and ep at stages 2 and 3.
-        if layout is not None and (max(layout.cp, layout.pp, parts_of(case)) > 1 or (case.zero.stage == 3 and layout.ep == 1)):
+        if layout is not None and not _measured(case, layout):
             flag = next(f"--{name}" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1)
             found.append(Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED))
         if case.workload.sparse_attention is not None:
@@ -296,6 +292,15 @@ class Runtime(Engine):
             rows |= {(buffer, unit, place): count for unit, count in host_buffers(self.offloaded_inputs(case, tape)).items()}
         standing = {row.buffer for row in found if row.persistent}
         return OwnedBuffers(rows, frozenset(row.buffer.value for row in found if row.buffer not in standing))
+
+
+def _measured(case: Case, layout: ParallelLayout) -> bool:
+    """Whether two GPUs measured such a layout: ep alone at stages 2 and 3, and tp of a model without experts at stage 2, whose
+    parameters stay as those of stages 0 and 1 do.
+    """
+    if max(layout.cp, layout.pp, parts_of(case)) > 1:
+        return False
+    return layout.tp == 1 or (case.zero.stage < 3 and not experts_of(case.spec.parameters))
 
 
 @lru_cache(maxsize=64)

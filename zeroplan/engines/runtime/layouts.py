@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitShape, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup, require_exchange, require_masters
@@ -95,8 +94,9 @@ def require_splittable(case: Case, runtime_options: RuntimeOptions) -> None:
     Raises:
         BadInput: optimizers that step by whole tensors' norms, the head over labelled tokens with `tp`, and files with `ep`.
     """
-    if case.layout.tp > 1 and experts_of(case.spec.parameters):
-        raise BadInput("the runtime has no tp of mixtures", where="--tp", remedy="use --ep, or --engine fsdp2")
+    if case.layout.ep > 1 and case.layout.tp > 1 and case.layout.etp == 1:
+        what = "experts that are whole on ranks of tp are not planned"
+        raise BadInput(what, where="--etp", remedy=f"give --etp {case.layout.tp}, which shares their matrices")
     if case.layout.sp and case.zero.activation_checkpointing.partition_activations:
         raise BadInput(
             "sequence parallelism has divided the blocks' inputs already",

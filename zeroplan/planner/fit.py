@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 #: The key of what no formula counts.
 ACTIVATIONS = "activations"
-#: The key of layers of DeepSpeed's transformer kind.
-FUSED_LAYER = "DeepSpeedTransformerLayer"
 _GENERATED = "generation is counted, but two measured runs of GRPO reserved 4 % more than their plans"
 #: The key of what decides at a card's limit.
 LIMIT = "limit"
@@ -35,9 +33,6 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
         what = "a reference model beside the trained one" if case.workload.reference is not None else "a second forward for KTO"
         says = f"{what} is not modelled under {engine.name} stage {case.zero.stage}"
         found.setdefault("reference", Unmodelled("reference", Effect.MORE, says))
-    if case.spec.has_fused_layers:
-        says = "what the fused layer's kernels allocate, which no GPU has measured"
-        found.setdefault(FUSED_LAYER, Unmodelled(FUSED_LAYER, Effect.UNKNOWN, says))
     if case.workload.pair_loss not in (None, *engine.measured_pair_losses):
         unknown = f"the dtype in which {engine.name} hands the logits to the loss"
         says = "the loss over whole logits was measured on no GPU" if engine.pair_losses else unknown

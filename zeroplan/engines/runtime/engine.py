@@ -83,9 +83,6 @@ GROWING = "what is reserved when sequences grow, and an evaluation of longer one
 #: What the figures, which are of a step of all layers, leave out of layer dropping.
 DROPPING = "what is reserved as the layers of steps differ, and one hidden state more in the backward of a layer that is scaled"
 
-#: What the figures leave out of a mixture of quantization.
-ROUNDING = "what torch's reductions take beside the memory in which weights are rounded, which no GPU has measured"
-
 
 class Runtime(Engine):
     """`zeroplan_runtime`, stages 0 to 3, with optimizer and parameters on the GPU, on the host or in files."""
@@ -155,8 +152,6 @@ class Runtime(Engine):
             found.append(Unmodelled(CURRICULUM_LEARNING, Effect.MORE, GROWING))
         if case.workload.layer_drop is not None:
             found.append(Unmodelled(LAYER_DROP, Effect.MORE, DROPPING))
-        if case.workload.quantize_training is not None:
-            found.append(Unmodelled(QUANTIZE_TRAINING, Effect.MORE, ROUNDING))
         return tuple(found)
 
     def require_workload(self, case: Case) -> None:

@@ -9,6 +9,7 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.core.quantization import PackedWeights, parse_quantization
 from zeroplan.core.unmodelled import Effect
+from zeroplan.core.workload import Precision
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.quantized_checkpoint import METHODS, read_checkpoint
 from zeroplan.planner.request import Request
@@ -191,3 +192,44 @@ def test_what_is_no_packed_format_hears_how_one_is_written(name: str) -> None:
 def test_awq_has_four_bits() -> None:
     with pytest.raises(BadInput, match="AWQ keeps 4 bits"):
         parse_quantization("awq-8-128")
+
+
+def torchao(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": kind, "_version": 2, "_data": fields}}}
+
+
+ROWS = {"granularity": {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}}
+GROUPS = {"granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": 32}}}
+
+
+@pytest.mark.parametrize(
+    "said", [torchao("Int8WeightOnlyConfig", **ROWS), {"quant_method": "torchao", "quant_type": "int8_weight_only"}]
+)
+def test_torchaos_int8_weights_are_planned_as_they_are_kept(said: dict[str, Any]) -> None:
+    found = resolved(said)
+    assert str(found.workload.quantize) == "torchao-8-row"
+    assert found.workload.precision is Precision.HALF_AUTOCAST
+    assert PackedWeights("torchao", 8, -1).blocks_of_weight((96, 64)) == (96 * 64, 4 * 96, 96)
+    assert "this engine models no such base" in resolved(said, engine="fsdp2").unmodelled[0].says
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        (torchao("Int4WeightOnlyConfig", group_size=32), "trains over torchao's 8 bits alone"),
+        (torchao("Int8WeightOnlyConfig", **GROUPS), "is not modelled"),
+        (torchao("Int8DynamicActivationInt8WeightConfig", **ROWS), "is not modelled"),
+        (torchao("Int8WeightOnlyConfig", **ROWS) | {"include_input_output_embeddings": True}, "is not modelled"),
+        (torchao("Int8WeightOnlyConfig", **ROWS) | {"modules_to_not_convert": ["model.layers.0"]}, "is not modelled"),
+    ],
+)
+def test_other_types_of_torchao_are_named(said: dict[str, Any], says: str) -> None:
+    found = resolved(said)
+    assert found.workload.quantize is None
+    assert says in found.unmodelled[0].says
+
+
+@pytest.mark.parametrize("name", ["torchao-4-32", "torchao-8-128"])
+def test_torchaos_other_formats_are_refused(name: str) -> None:
+    with pytest.raises(BadInput, match="use torchao-8-row"):
+        parse_quantization(name)

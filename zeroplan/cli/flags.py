@@ -124,7 +124,10 @@ OPTIONS: dict[str, Any] = {
     "lora_rank": _option(int | None, "--lora-rank", "Train LoRA adapters of this rank only.", _WORK),
     "lora_targets": _option(str | None, "--lora-targets", "Layers to adapt, by comma. [all linear layers]", _WORK),
     "quantize": _option(
-        str | None, "--quantize", "Keep the frozen base in nf4, fp4 (or nf4-single, fp4-single), int8 or gptq-4-128.", _WORK
+        str | None,
+        "--quantize",
+        "Keep the frozen base in nf4, fp4 (or nf4-single, fp4-single), int8, gptq-4-128 or torchao-8-row.",
+        _WORK,
     ),
     "fp8": _option(
         str | None,

@@ -17,7 +17,7 @@ from zeroplan.core.errors import BadInput, member_named
 #: Elements that share a scale, and scales that share one in turn (double quantisation).
 BLOCK, NESTED_BLOCK = 64, 256
 _FP32, _WORD, _HALF = 4, 4, 2
-_PACKED = re.compile(r"(gptq|awq)-([2348])-([1-9]\d{0,4}|row)")
+_PACKED = re.compile(r"(gptq|awq|torchao)-([2348])-([1-9]\d{0,4}|row)")
 _LEVELS = 16
 #: Bytes of the table of 8-bit levels, which the nested scales of all layers share.
 _SCALE_LEVELS = 256 * _FP32
@@ -30,6 +30,7 @@ class Products(StrEnum):
     SINGLE = "4bit-single"
     INT8 = "8bit"
     PACKED = "packed"
+    CHANNELS = "channels"
 
 
 class Quantization(StrEnum):
@@ -91,33 +92,42 @@ class Quantization(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PackedWeights:
-    """How a checkpoint of GPTQ or AWQ keeps a linear layer's weight: in 32-bit integers, with zeros and scales for each group.
+    """How a checkpoint of GPTQ, AWQ or torchao keeps a linear layer's weight: integers, with zeros and scales for each group.
 
-    The integers are buffers of their layer, which no engine shards.
+    GPTQ's and AWQ's integers of 32 bits are buffers of their layer, which no engine shards. torchao's bytes are one tensor with
+    their scales and zeros.
 
     Attributes:
-        method: ``gptq`` or ``awq``.
+        method: ``gptq``, ``awq`` or ``torchao``.
         bits: of one value.
         group: inputs that share a zero and a scale; -1 for all of a row.
 
-    Source: gptqmodel, ``nn_modules/qlinear/__init__.py`` (the buffers that a layer registers).
+    Source: gptqmodel, ``nn_modules/qlinear/__init__.py`` (the buffers that a layer registers); torchao 0.18,
+    ``quantization/quantize_/workflows/int8/int8_tensor.py`` (``Int8Tensor.from_hp``).
     """
 
     method: str
     bits: int
     group: int
 
-    products = Products.PACKED
     shared_bytes = 0
+
+    @property
+    def products(self) -> Products:
+        """How its layers multiply."""
+        return Products.CHANNELS if self.method == "torchao" else Products.PACKED
 
     def __str__(self) -> str:
         return f"{self.method}-{self.bits}-{'row' if self.group < 0 else self.group}"
 
     def blocks_of_weight(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Bytes of each block that one weight of shape ``(out, in)`` is kept in: ``qweight``, ``qzeros``, ``scales`` and, with
-        GPTQ, ``g_idx``. Whole integers hold the values along the inputs with GPTQ, and along the outputs with AWQ.
+        GPTQ, ``g_idx``. Whole integers hold the values along the inputs with GPTQ, and along the outputs with AWQ. torchao
+        keeps a byte a value, and for each output a scale in fp32 and a zero of a byte.
         """
         out, inputs = shape
+        if self.method == "torchao":
+            return (out * inputs, _FP32 * out, out)
         groups = 1 if self.group < 0 else -(-inputs // self.group)
         zeros = groups * self._words(out)
         if self.method == "awq":
@@ -141,7 +151,7 @@ Base = Quantization | PackedWeights
 
 
 def parse_quantization(text: str, where: str = "--quantize") -> Base:
-    """Return the quantisation of this name, such as ``nf4``, or ``gptq-4-128`` for 4 bits in groups of 128.
+    """Return the quantisation of this name, such as ``nf4``, ``gptq-4-128`` for 4 bits in groups of 128, or ``torchao-8-row``.
 
     Raises:
         BadInput: an unknown name, or a kind whose memory is not modelled.
@@ -151,11 +161,14 @@ def parse_quantization(text: str, where: str = "--quantize") -> Base:
         method, bits, group = packed.groups()
         if method == "awq" and bits != "4":
             raise BadInput(f"AWQ keeps 4 bits, not {bits}", where=where, remedy="use awq-4-128")
+        if method == "torchao" and (bits, group) != ("8", "row"):
+            what = f"torchao's {bits} bits {'a row' if group == 'row' else f'in groups of {group}'} are not modelled"
+            raise BadInput(what, where=where, remedy="use torchao-8-row: transformers trains over torchao's 8 bits alone")
         return PackedWeights(method, int(bits), -1 if group == "row" else int(group))
-    if text.strip().lower().startswith(("gptq", "awq")):
+    if text.strip().lower().startswith(("gptq", "awq", "torchao")):
         raise BadInput(
             f"{text[:40]!r} is no packed format",
             where=where,
-            remedy="use gptq-4-128 (bits, weights a group or row) or awq-4-128",
+            remedy="use gptq-4-128 (bits, weights a group or row), awq-4-128 or torchao-8-row",
         )
     return member_named(Quantization, text, where=where, fault="{} is not modelled")

@@ -23,7 +23,7 @@ from zeroplan.core.parameters import Parameters
 #: Layers that autocast runs in 16 bits. Source: DeepSpeed 0.19.8, runtime/torch_autocast.py, LOWER_PRECISION_SAFE_MODULES.
 AUTOCAST_LAYERS = frozenset({"Linear", "Linear4bit", "Linear4bitSingle", "Conv1d", "Conv2d", "Conv3d"})
 #: The classes of layers whose weight is quantised.
-QUANTIZED_LAYERS = frozenset({"Linear4bit", "Linear4bitSingle", "Linear8bitLt", "PackedLinear"})
+QUANTIZED_LAYERS = frozenset({"Linear4bit", "Linear4bitSingle", "Linear8bitLt", "PackedLinear", "ChannelInt8Linear"})
 #: How the classes of embeddings are called: ``torch.nn.Embedding`` and what transformers derives from it.
 _TABLE = "Embedding"
 _BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")

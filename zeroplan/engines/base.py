@@ -118,7 +118,7 @@ class Engine(ABC):
         verified_degrees: those of a layout that ``verify`` runs the engine with, beside data parallelism.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
         quantized_bases: whether adapters beside a quantised base are modelled.
-        packed_bases: whether that holds of one that GPTQ or AWQ keeps, too.
+        packed_bases: methods of packed weights of which that holds, too.
         evaluates: whether an evaluation between steps and micro batches of other lengths are modelled.
         generates: whether completions that the model generates between steps are modelled.
         whole_vocabulary: whether its tensor-parallel ranks gather the logits (:class:`~zeroplan.core.parallel.ParallelLayout`).
@@ -155,7 +155,7 @@ class Engine(ABC):
     verified_degrees: ClassVar[tuple[str, ...]] = ()
     casts_modules: ClassVar[bool] = False
     quantized_bases: ClassVar[bool] = False
-    packed_bases: ClassVar[bool] = False
+    packed_bases: ClassVar[tuple[str, ...]] = ()
     whole_vocabulary: ClassVar[bool] = False
     keeps_gradients: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False

@@ -25,7 +25,10 @@ from zeroplan.core.workload import Workload
 
 
 def kernels_of(packed: PackedWeights) -> tuple[Unmodelled, ...]:
-    """Return what a plan over GPTQ's or AWQ's weights assumes of the kernel that trains."""
+    """Return what a plan over GPTQ's, AWQ's or torchao's weights assumes of the kernel that trains."""
+    if packed.method == "torchao":
+        says = "torchao's int8 weights, whose copies in 16 bits stay for the backward: held to its own code, measured on no GPU"
+        return (Unmodelled("--quantize", Effect.UNKNOWN, says),)
     says = (
         f"{packed.method}'s weights as gptqmodel's torch kernel multiplies by them, which keeps each whole in 16 bits for the "
         "backward; Triton's kernel does not, and what a compiler leaves of the unpacked integers is in no figure"

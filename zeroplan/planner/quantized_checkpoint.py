@@ -7,6 +7,7 @@ Source: transformers 5.17 ``quantizers/auto.py`` (``AUTO_QUANTIZATION_CONFIG_MAP
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from zeroplan.models.spec import ModelSpec
 
 _KEY = "quantization_config"
 _BITSANDBYTES = "bitsandbytes"
+_TORCHAO = "torchao"
 _HALF = ("bfloat16", "float16")
 #: Adapters train beside these in their own formats, by kernels that no tape holds.
 _TRAINABLE = (
@@ -77,6 +79,8 @@ def read_checkpoint(config: Mapping[str, Any]) -> Checkpoint | None:
         return _bitsandbytes(said, bits)
     if method in _PACKED:
         return _packed(method, said)
+    if method == _TORCHAO:
+        return _torchao(said)
     if method in _DEQUANTIZED and said.get("dequantize") is True:
         return None
     return Checkpoint(method, None, (_left_out(method),))
@@ -114,7 +118,7 @@ def base_of(spec: ModelSpec, asked: str | None, engine: Engine, *, adapters: boo
         why = "--lora-rank is not given: transformers trains adapters alone over such a base"
     elif not why and packed and any(len(tensor.shape) == 3 for tensor, _ in spec.tensor_groups()):
         why = "experts lie in parameters of three dimensions"
-    elif not why and not (engine.packed_bases if packed else engine.quantized_bases):
+    elif not why and not (found.method in engine.packed_bases if packed else engine.quantized_bases):
         why = "this engine models no such base"
     if not why:
         return found
@@ -150,6 +154,35 @@ def _packed(method: str, said: Mapping[str, Any]) -> Checkpoint:
         says = f"the checkpoint's weights are quantised ({method}): {why}; a dequantised checkpoint is counted"
         return Checkpoint(method, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
     return Checkpoint(method, PackedWeights(method, bits, group))
+
+
+def _torchao(said: Mapping[str, Any]) -> Checkpoint:
+    """Return the base that torchao keeps in int8 with a scale for each row; other types and granularities are named.
+
+    transformers trains over types alone whose name has an 8, and peft's adapters refuse ``Int4Tensor``.
+    Source: transformers 5.17, ``quantizers/quantizer_torchao.py`` (``is_trainable``); peft 0.21, ``tuners/lora/torchao.py``.
+    """
+    types = said.get("quant_type")
+    kind = types.get("default") if isinstance(types, Mapping) else types
+    fields = kind.get("_data") if isinstance(kind, Mapping) else None
+    name = str(kind.get("_type") if isinstance(kind, Mapping) else kind)[:60]
+    rows = fields.get("granularity") if isinstance(fields, Mapping) else None
+    by_rows = rows is None or (isinstance(rows, Mapping) and rows.get("_type") == "PerRow")
+    grouped = isinstance(fields, Mapping) and fields.get("group_size") is not None
+    alone = not isinstance(types, Mapping) or len(types) == 1
+    skipped = said.get("modules_to_not_convert")
+    counted = "a dequantised checkpoint is counted"
+    plain = re.sub(r"[_\W]|config$", "", name.lower())
+    usual = skipped in (None, [], ["lm_head"]) and not said.get("include_input_output_embeddings")
+    if plain == "int8weightonly" and alone and by_rows and not grouped and usual:
+        return Checkpoint(_TORCHAO, PackedWeights(_TORCHAO, 8, -1))
+    why = f"{name} with these granularities and modules is not modelled"
+    if "8" not in name:
+        why = (
+            f"{name} is trained by nothing: transformers trains over torchao's 8 bits alone, and peft refuses its 4-bit tensors"
+        )
+    says = f"the checkpoint's weights are quantised (torchao): {why}; {counted}"
+    return Checkpoint(_TORCHAO, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
 
 
 def _bitsandbytes(said: Mapping[str, Any], bits: int | None) -> Checkpoint:

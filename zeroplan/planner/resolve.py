@@ -106,11 +106,12 @@ def resolve(request: Request) -> Resolved:
     if workload.tiled_loss:
         _require_plain_loss(request, spec, workload)
     if workload.quantize is not None:
-        if isinstance(workload.quantize, PackedWeights) and not engine.packed_bases:
+        packed = workload.quantize.method if isinstance(workload.quantize, PackedWeights) else ""
+        if packed and packed not in engine.packed_bases:
             raise BadInput(
-                f"a base of GPTQ or AWQ is not modelled under {engine.name}",
+                f"a base of {packed} is not modelled under {engine.name}",
                 where="--quantize",
-                remedy="use --engine ddp or fsdp2",
+                remedy="use --engine ddp" + ("" if packed == "torchao" else " or fsdp2"),
             )
         if not engine.quantized_bases:
             raise BadInput(

@@ -84,11 +84,32 @@ class PackedLinear(nn.Linear):
         return out if self.bias is None else out.add_(self.bias.to(x.dtype))
 
 
+class ChannelInt8Linear(nn.Linear):
+    """A linear layer over torchao's int8 weights with a scale for each output (``Int8WeightOnlyConfig``).
+
+    It multiplies by the values in its input's dtype under autograd, which keeps that copy of them for the backward, and then by
+    the scales.
+    Source: torchao 0.18, ``quantization/quantize_/workflows/int8/int8_tensor.py`` (``torch.nn.functional.linear``).
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in]; returns [..., out]."""
+        values = self.weight.new_empty((self.in_features, self.out_features), dtype=x.dtype)
+        product = torch.mm(x.reshape(-1, x.shape[-1]), values)
+        del values
+        out = product * self.weight.new_empty(self.out_features, dtype=product.dtype)
+        out = out.reshape(*x.shape[:-1], self.out_features)
+        if self.bias is not None:
+            out += self.bias
+        return out.to(x.dtype)
+
+
 _LAYERS: dict[Products, type[nn.Linear]] = {
     Products.NESTED: Linear4bit,
     Products.SINGLE: Linear4bitSingle,
     Products.INT8: Linear8bitLt,
     Products.PACKED: PackedLinear,
+    Products.CHANNELS: ChannelInt8Linear,
 }
 
 

@@ -53,7 +53,7 @@ class Ddp(TorchEngine[DdpRank]):
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True
     quantized_bases = True
-    packed_bases = True
+    packed_bases = ("gptq", "awq", "torchao")
     keeps_gradients = True
 
     def options(self) -> list[ZeroConfig]:
@@ -74,9 +74,11 @@ class Ddp(TorchEngine[DdpRank]):
         return Precision.FP32 if dtype is DType.FP32 else Precision.AUTOCAST
 
     def base_precision(self, dtype: DType, base: Base) -> Precision:
-        """Return 16 bits for all but the adapters over GPTQ's weights, which ``prepare_model_for_kbit_training`` leaves so."""
-        gptq = isinstance(base, PackedWeights) and base.method == "gptq"
-        return Precision.HALF_AUTOCAST if gptq and dtype is not DType.FP32 else self.precision(dtype)
+        """Return 16 bits for all but the adapters over GPTQ's and torchao's weights, which ``prepare_model_for_kbit_training``
+        leaves so.
+        """
+        stays = isinstance(base, PackedWeights) and base.method in ("gptq", "torchao")
+        return Precision.HALF_AUTOCAST if stays and dtype is not DType.FP32 else self.precision(dtype)
 
     def answers_reference(self, case: Case) -> bool:
         """Return true: a second model lies beside the first, whole."""

@@ -40,7 +40,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     evaluates = True
     float8 = True
     quantized_bases = True
-    packed_bases = True
+    packed_bases = ("gptq", "awq")
     compiles = True
     compiled_whole = (Effect.MORE, "no GPU has measured a model that is compiled as a whole")
     trainer = "zeroplan.engines.fsdp2.trainer:build"

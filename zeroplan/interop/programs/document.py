@@ -13,6 +13,7 @@ from zeroplan.core.documents import CONFIG, read_document, text_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import file_kind, read_bytes
 from zeroplan.interop.programs.shell import Command, training_command
+from zeroplan.interop.programs.strangers import refuse_other_program
 
 #: Names that end so hold a command line.
 _SCRIPTS = ("sh", "bash", "zsh", "slurm", "sbatch", "txt", "job", "pbs")
@@ -74,6 +75,7 @@ def _from_path(path: str) -> Document:
         raise BadInput("is a folder, not a file", where=path, remedy=f"give the file of the run's arguments{some}")
     if path.lower().rpartition(".")[2] in _SCRIPTS:
         text = text_of(read_bytes(path, CONFIG.size), path)
+        refuse_other_program(text, path)
         command = training_command(text, path)
         return Document(command.flags, path, folder, command)
     return Document(interpolated(read_document(path)), path, folder)

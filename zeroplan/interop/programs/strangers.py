@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,14 @@ _KINDS: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset(("eos_token_id", "transformers_version")), "is a model's settings for generation", _ARGUMENTS),
     (frozenset(("cells", "nbformat")), "is a notebook", "give the arguments that it makes, as JSON or YAML"),
     (frozenset(("apiVersion", "kind")), "is a manifest of Kubernetes", "give the command line that it starts, in a .sh file"),
+)
+#: Programs that train with several models and engines of their own at once, and what only their commands have.
+_OTHERS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"\bopenrlhf\.cli\.|\bopenrlhf/cli/"), "OpenRLHF"),
+    (re.compile(r"\bverl\.trainer\.|\bverl/trainer/|actor_rollout_ref\."), "verl"),
+    (re.compile(r"--critic_model_name_or_path\b|--num_padding_at_beginning\b"), "DeepSpeed-Chat"),
+    (re.compile(r"\bskyrl_train\.|\bskyrl\.train\."), "SkyRL"),
+    (re.compile(r"\bnemo_rl\b|examples/run_grpo_math\.py"), "NeMo RL"),
 )
 #: Keys of a run: a file with one of them is judged by its programs, whatever else it holds.
 _OF_A_RUN = (
@@ -51,6 +60,21 @@ def refuse_stranger(data: Mapping[str, Any], name: str) -> None:
     for keys, what, remedy in _KINDS:
         if keys <= data.keys():
             raise BadInput(what, where=name, remedy=remedy)
+
+
+def refuse_other_program(text: str, name: str) -> None:
+    """Refuse a script of a program that is known by its command, and whose files are not read.
+
+    Raises:
+        BadInput: naming the program.
+    """
+    for pattern, title in _OTHERS:
+        if pattern.search(text):
+            raise BadInput(
+                f"is a command of {title}, whose files are not read: several models and their own engines share its GPUs",
+                where=name,
+                remedy="plan each model that it trains by flags: MODEL --engine deepspeed --stage 3 --gpus 8",
+            )
 
 
 def _base(data: Mapping[str, Any]) -> str:

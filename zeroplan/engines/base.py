@@ -136,6 +136,7 @@ class Engine(ABC):
         tiles_mlps: whether MLPs that run tile by tile (DeepSpeed's ``TiledMLP``) are modelled.
         own_layers: whether it runs layers of its own in place of the model's code. It then writes their tape
             (:meth:`own_tape`) and holds layouts against them itself (:meth:`require_workload`).
+        own_experts: whether it trains modules with DeepSpeed's MoE layers, of which each rank has its own experts.
         compiles: whether compiled blocks are modelled, since no hook of the engine lies within one.
         compiled_whole: how a whole compiled model differs from its compiled blocks, which are counted, and what it does.
         starts_uncompiled: whether the first micro batch of a compiled model runs as written.
@@ -169,6 +170,7 @@ class Engine(ABC):
     partition: ClassVar[str] = ""
     tiles_mlps: ClassVar[bool] = False
     own_layers: ClassVar[bool] = False
+    own_experts: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     compiled_whole: ClassVar[tuple[Effect, str]] = (
         Effect.LESS,

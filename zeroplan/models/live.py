@@ -10,17 +10,14 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_classes_of
 from zeroplan.models.families import FAMILIES
 from zeroplan.models.grouping import units_of_tensors
-from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
+from zeroplan.models.spec import ModelSpec, OwnExperts, SpecUnit, Tensor
 
 _KINDS = {"Linear": "linear", "Conv1D": "conv1d", "Embedding": "embedding"}
+#: DeepSpeed's own MoE layer, by the module and name of its class.
+_MOE = ("deepspeed.moe.layer", "MoE")
 #: Layers of DeepSpeed whose module shows one rank's part of the model, by the module and name of their class: what no plan can
 #: tell from that part, and what to ask instead.
 _PARTS = {
-    ("deepspeed.moe.layer", "MoE"): (
-        "DeepSpeed's MoE layers, which show one rank's experts; how ZeRO shards those over ranks with the same ones is not"
-        " modelled",
-        "plan the model without experts, or a mixture of transformers",
-    ),
     ("deepspeed.module_inject.auto_ep_layer", "AutoEPMoELayer"): (
         "AutoEP's layers, which show one rank's experts; how ZeRO shards those over ranks with the same ones is not modelled",
         "plan the mixture as transformers has it",
@@ -48,6 +45,8 @@ def spec_from_module(module: Any, *, name: str | None = None) -> ModelSpec:
     model_type = config.get("model_type")
     kind = type(module).__name__
     spec = ModelSpec(name or str(config.get("_name_or_path") or kind)[:200], units_from_module(module), "module")
+    if (experts := _own_experts(module)) is not None:
+        return replace(spec, own_experts=experts)
     if spec.has_fused_layers:
         return spec  # its config would be traced with other layers
     return replace(
@@ -70,6 +69,23 @@ def _require_whole(module: Any) -> None:
             if known is not None:
                 what, remedy = known
                 raise BadInput(f"{name or type(child).__name__} is of {what}", where="model", remedy=remedy)
+
+
+def _own_experts(module: Any) -> OwnExperts | None:
+    """Return what a module's MoE layers say of their experts; None for a module without.
+
+    Raises:
+        BadInput: layers that differ in it.
+    """
+    layers = [one for one in module.modules() if _MOE in {(base.__module__, base.__name__) for base in type(one).__mro__}]
+    sizes = sorted({int(layer.ep_size) for layer in layers})
+    if len(sizes) > 1:
+        raise BadInput(
+            f"MoE layers of {' and '.join(map(str, sizes))} ranks in one model are not modelled",
+            where="model",
+            remedy="give all layers the same ep_size",
+        )
+    return OwnExperts(sizes[0], all(layer.deepspeed_moe.gate.drop_tokens for layer in layers)) if sizes else None
 
 
 def _auto_class(kind: str, model_type: str) -> str:

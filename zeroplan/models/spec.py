@@ -87,6 +87,19 @@ class SpecUnit:
             yield self.name.replace("{}", str(i))
 
 
+@dataclass(frozen=True, slots=True)
+class OwnExperts:
+    """The experts of DeepSpeed's MoE layers, of which a module has one rank's.
+
+    Attributes:
+        ranks: those that share the experts of a layer (``ep_size``).
+        drops_tokens: whether experts take no more tokens than their capacity.
+    """
+
+    ranks: int
+    drops_tokens: bool = True
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model's parameters and where they came from.
@@ -94,7 +107,7 @@ class ModelSpec:
     `units` stand in the order of ``module.parameters()``. `config` is the published config (a plain dict; empty when only
     counts are known). `source` says where the shapes came from: catalog, hub, config, safetensors, module or params.
     `auto_class` is the transformers class whose ``from_config`` gives these parameters, such as ``AutoModelForCausalLM``;
-    empty when the model is not of transformers or the class is unknown.
+    empty when the model is not of transformers or the class is unknown. `own_experts` are one rank's that a module shows.
     """
 
     name: str
@@ -104,6 +117,7 @@ class ModelSpec:
     config: Mapping[str, Any] = field(default_factory=dict)
     largest_module: int | None = None  # elements of the largest module's own parameters, where known without shapes
     auto_class: str = ""
+    own_experts: OwnExperts | None = None
 
     @cached_property
     def parameters(self) -> Parameters:

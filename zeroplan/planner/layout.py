@@ -46,6 +46,8 @@ def layout_of(
     if request.schedule != DEFAULT_SCHEDULE and request.pp == 1:
         raise BadInput("a schedule without pipeline stages", where="--schedule", remedy="give --pp as well")
     degrees = {name: getattr(request, name) for name in _DEGREES}
+    if spec.own_experts is not None:
+        return _of_own_experts(request, cluster, spec.own_experts.ranks)
     splits = set(degrees.values()) != {1} or request.sp
     if not splits and request.dp_replicate == 1:
         return None
@@ -73,6 +75,22 @@ def layout_of(
     return layout
 
 
+def _of_own_experts(request: Request, cluster: Cluster, ep: int) -> ParallelLayout:
+    """Return the layout of a module whose layers share their experts among `ep` ranks, beside data parallelism.
+
+    Raises:
+        BadInput: another `ep`, or other degrees.
+    """
+    if request.ep not in (1, ep):
+        raise BadInput(f"{request.ep} differs from the layers' ep_size {ep}", where="--ep", remedy="leave it out")
+    for name in _DEGREES:
+        if name != "ep" and getattr(request, name) > 1:
+            raise BadInput("is not modelled beside MoE layers", where=f"--{name}", remedy="leave it at 1")
+    if request.lora_rank is not None:
+        raise BadInput("adapters of MoE layers are not modelled", where="--lora-rank", remedy="leave it out")
+    return ParallelLayout(cluster.gpus, cluster.nodes, ep=ep, own_experts=True)
+
+
 def without_degrees(request: Request) -> str:
     """Return the remedy that leaves data parallelism alone: which of the request's flags to leave out."""
     said = [f"--{name}" for name in _DEGREES if getattr(request, name) > 1]
@@ -81,6 +99,8 @@ def without_degrees(request: Request) -> str:
 
 def unmeasured(layout: ParallelLayout) -> str:
     """Return a warning where a layout was not held against a GPU, or was not met as closely as others; empty elsewhere."""
+    if layout.own_experts:
+        return "MoE layers: as DeepSpeed's source has them, but not measured on a GPU"
     if layout.ulysses > 1:
         return "--ulysses: as DeepSpeed's source has it, but not measured on a GPU"
     if layout.vpp > 1:

@@ -130,6 +130,8 @@ def resolve(request: Request) -> Resolved:
         if spec.has_shapes:
             workload = replace(workload, lora_targets=named_targets(spec, workload.lora_targets))
         spec = with_lora(spec, rank, workload.lora_targets)
+    if spec.own_experts is not None and not engine.own_experts:
+        raise BadInput(f"{engine.name} does not train DeepSpeed's MoE layers", where="model", remedy="use --engine deepspeed")
     row = find_optimizer(workload.optimizer)
     if row.runtime_only and not engine.own_optimizers:
         raise BadInput(

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tape_format import Tape
 from zeroplan.core.tape_options import TraceOptions
+from zeroplan.trace import moe_layers
 from zeroplan.trace.api import trace_module
 
 _WHERE = "inputs"
@@ -60,12 +61,14 @@ def trace_example(module: nn.Module, inputs: Any, options: TraceOptions) -> Tape
         dtype = half if half is not None and value.is_floating_point() else value.dtype
         return torch.empty(value.shape, dtype=dtype, device="meta", requires_grad=value.requires_grad)
 
-    return trace_module(_on_meta(module, half), lambda: tree_map(empty, batch), options)
+    made = _on_meta(module, half)
+    with moe_layers.alone(made):
+        return trace_module(made, lambda: tree_map(empty, batch), options)
 
 
 def _on_meta(module: nn.Module, half: torch.dtype | None) -> nn.Module:
     """Return a copy in training mode without weights, floating parameters and buffers in `half` where that is given."""
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = moe_layers.groups_of(module)
     for tensor in (*module.parameters(), *module.buffers()):
         dtype = half if half is not None and tensor.is_floating_point() else tensor.dtype
         empty = torch.empty(tensor.shape, dtype=dtype, device="meta")

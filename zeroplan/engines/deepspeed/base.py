@@ -127,10 +127,22 @@ class DeepSpeedSchedule(EngineSchedule):
                 before = [quotient]
             self.free_all(before)
 
+    def step_groups(self, first: bool) -> None:
+        """Step all groups: an optimizer of torch's walks its parameter groups, of which experts have their own."""
+        rank = self.rank
+        if not rank.experts:
+            self.optimizer_step(first)
+            return
+        begin = 0
+        for _, group in rank.param_groups:
+            count = len(group) if rank.stage == 0 and not rank.flattens else 1
+            self.optimizer_step(first, range(begin, begin + count))
+            begin += count
+
     def make_states(self) -> None:
         """Make the optimizer's states before the first step, by a step on zero gradients."""
         if not self.has_states:
-            self.optimizer_step(first=True)
+            self.step_groups(first=True)
             self.has_states = True
 
     def overflow_check(self, counts: Sequence[int], width: int, stream: int = 0) -> None:

@@ -19,6 +19,7 @@ from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.deepspeed.job import rank_fields, rank_of, require_pipeline
 from zeroplan.engines.deepspeed.lines import LEDGER
+from zeroplan.engines.deepspeed.moe import require_moe
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.saved_weights import saved_elements
 from zeroplan.engines.deepspeed.versions import as_wrapped, require_wrapper, unmodelled_by_version, version_remark
@@ -59,8 +60,7 @@ _QUANTIZED = {
 }
 _ZENFLOW = "the gradient columns that the GPU updates have masters and states there"
 _REFERENCE = "the figures hold the reference model as TRL's source makes it; no run was measured"
-#: Degrees that DeepSpeed has in other forms than a model of transformers takes.
-_UNMODELLED_DEGREES = {"ep": "AutoEP and its MoE layers are"}
+_FULLEST = "where no tokens are dropped, the fullest expert of all ranks decides how large all are; even ones are planned"
 _DIVIDED = "at stage 3 DeepSpeed gathers and divides each layer when the engine is made, which is in no figure"
 #: R12 (benchmarks/mesh): its second rank allocated 12 % more. Source: runtime/utils.py, get_flattened_grad_norm
 _MASKED = "at stage 0 the ranks behind the first mask what all hold out of the gradients' norm, which takes copies of them"
@@ -78,6 +78,7 @@ class DeepSpeed(Engine):
     quantized_bases = True
     whole_vocabulary = True
     tiles_mlps = True
+    own_experts = True
     partition = "parameters"
     measured = True
     pair_losses = True
@@ -136,14 +137,7 @@ class DeepSpeed(Engine):
         Raises:
             BadInput: naming the degree.
         """
-        for name, what in _UNMODELLED_DEGREES.items():
-            if getattr(layout, name) > 1:
-                raise BadInput(
-                    f"deepspeed has data parallelism and tp and ulysses and pp only: its {what} not modelled",
-                    where=f"--{name}",
-                    remedy="leave it at 1, or use --engine fsdp2",
-                )
-        layout.require_data_parallel_only(self.name, but=("tp", "ulysses", "pp"))
+        layout.require_data_parallel_only(self.name, but=("tp", "ulysses", "pp", "ep"))
         if layout.pp > 1 and max(layout.tp, layout.ulysses) > 1:
             raise BadInput(
                 "deepspeed's PipelineModule is modelled beside data parallelism alone",
@@ -158,7 +152,7 @@ class DeepSpeed(Engine):
             )
 
     def require_workload(self, case: Case) -> None:
-        """Refuse optimizers that DeepSpeed does not combine with ZeRO.
+        """Refuse optimizers that DeepSpeed does not combine with ZeRO, and what is not modelled of a layout.
 
         Raises:
             BadInput: naming the conflict.
@@ -168,6 +162,14 @@ class DeepSpeed(Engine):
             _require_base(case)
         if case.layout.pp > 1:
             require_pipeline(case)
+        if case.spec.own_experts is not None:
+            require_moe(case)
+        elif case.layout.ep > 1:
+            raise BadInput(
+                "deepspeed shares the experts of its own MoE layers; its AutoEP is not modelled",
+                where="--ep",
+                remedy="leave it at 1, or use --engine fsdp2",
+            )
         optimizer = find_optimizer(case.workload.optimizer)
         if case.zero.stage and not optimizer.zero:
             raise BadInput(
@@ -202,6 +204,8 @@ class DeepSpeed(Engine):
         if case.zero.stage == 3:
             tiled = [name for name in ("mlp", "loss") if getattr(case.workload, f"tiled_{name}")]
             found += [Unmodelled(f"--tiled-{name}", Effect.UNKNOWN, _TILES) for name in tiled]
+        if case.spec.own_experts is not None and not case.spec.own_experts.drops_tokens:
+            found.append(Unmodelled("drop_tokens", Effect.MORE, _FULLEST))
         if case.layout.tp > 1 and case.zero.stage == 3:
             found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
         if case.layout.tp > 1 and case.zero.stage == 0:

@@ -21,8 +21,9 @@ class Slice:
     count: int
 
 
-#: What stages 1 and 2 reduce together: (elements, this rank's part if it is kept apart), and all elements.
-Batch = tuple[list[tuple[int, Slice | None]], int]
+#: What stages 1 and 2 reduce together: (elements, the flat tensor whose part they are if this rank keeps them apart), and all
+#: elements.
+Batch = tuple[list[tuple[int, int | None]], int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,8 @@ class FlatGroup:
         numel: elements of the flat tensor, padding included.
         partitions: elements of one rank's part of each parameter group that is in it.
         slices: by parameter, the parts that ranks own, in order.
+        ranks: among which it is divided.
+        made_of: the flat tensors of its parameter groups, where they are several.
         batches: by bucket what is reduced together, which every rank and step asks for anew; filled by stage12.py.
     """
 
@@ -43,6 +46,8 @@ class FlatGroup:
     numel: int
     partitions: tuple[int, ...]
     slices: dict[int, tuple[Slice, ...]]
+    ranks: int = 1
+    made_of: tuple[FlatGroup, ...] = ()
     batches: dict[object, list[Batch]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -50,9 +55,24 @@ class FlatGroup:
         """Elements of one rank's part."""
         return sum(self.partitions)
 
+    @property
+    def each(self) -> tuple[FlatGroup, ...]:
+        """The flat tensors, one a parameter group."""
+        return self.made_of or (self,)
+
+    def place(self, rank: int, ranks: int) -> int:
+        """Return the part that data-parallel rank `rank` of `ranks` owns: neighbours hold other experts, and have the same."""
+        return rank * self.ranks // ranks
+
     def owned(self, rank: int) -> list[tuple[int, Slice]]:
         """Return the parameters that touch `rank`'s part, in order, with the slices that it owns of them."""
-        return [(p, part) for p in self.order for part in self.slices[p] if part.rank == rank]
+        return [
+            (p, part)
+            for group in self.each
+            for p in group.order
+            for part in group.slices[p]
+            if part.rank == group.place(rank, self.ranks)
+        ]
 
 
 def flat_group(
@@ -97,15 +117,27 @@ def _flat_group(
             Slice(rank, max(offset, rank * part) - offset, min(end, (rank + 1) * part) - max(offset, rank * part))
             for rank in range(first, last + 1)
         )
-    return FlatGroup(tuple(order), padding, total, (part,), slices)
+    return FlatGroup(tuple(order), padding, total, (part,), slices, ranks)
 
 
 @lru_cache(maxsize=16)
 def flat_groups(
-    groups: tuple[tuple[int, ...], ...], numel: tuple[int, ...], ranks: int, *, width: int, round_robin: bool, aligned: bool
+    groups: tuple[tuple[int, ...], ...],
+    numel: tuple[int, ...],
+    ranks: tuple[int, ...],
+    *,
+    width: int,
+    round_robin: bool,
+    aligned: bool,
 ) -> FlatGroup:
-    """Several parameter groups, each flattened and divided by itself, as one: a rank's part is its parts of all of them."""
-    made = [flat_group(group, numel, ranks, width=width, round_robin=round_robin, aligned=aligned) for group in groups]
+    """Several parameter groups, each flattened and divided by itself, as one: a rank's part is its parts of all of them.
+
+    `ranks` are those of each group; the first has the most.
+    """
+    made = [
+        flat_group(group, numel, count, width=width, round_robin=round_robin, aligned=aligned)
+        for group, count in zip(groups, ranks, strict=True)
+    ]
     if len(made) == 1:
         return made[0]
     return FlatGroup(
@@ -114,6 +146,8 @@ def flat_groups(
         numel=sum(one.numel for one in made),
         partitions=tuple(one.partition for one in made),
         slices={p: parts for one in made for p, parts in one.slices.items()},
+        ranks=max(ranks, default=1),
+        made_of=tuple(made),
     )
 
 

@@ -25,6 +25,7 @@ _NCCL = 482 * MIB
 #: to P02 (benchmarks/mesh/deepspeed_ranks.py).
 _STAGES = 1905 * MIB
 _MEASURED_STAGES = 2
+_EXPERT_GROUPS = 2 * _STAGES // 5
 #: A single rank calls no collective, except that fp16 at stage 3 all-reduces its overflow flag.
 _NCCL_ALONE = 390 * MIB
 
@@ -44,11 +45,15 @@ _ADAPTERS_STAGE3 = 105
 def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
     """Return the bytes of NCCL's buffers and kernels on one GPU.
 
+    MoE layers make two groups more, of ranks with the same and with other experts (utils/groups.py,
+    _create_expert_and_data_parallel), taken as large as a pipeline's are.
+
     A pipeline stage has the communicators that two stages were measured with, and one more for its second neighbour.
     Source: runtime/pipe/topology.py, PipelineParallelGrid; runtime/pipe/p2p.py
     """
     if layout.world_size > 1:
         stages = _STAGES + ONE_COMMUNICATOR * (layout.pp > _MEASURED_STAGES) if layout.pp > 1 else 0
+        stages += _EXPERT_GROUPS * layout.own_experts
         return _NCCL + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1) + stages
     return _NCCL_ALONE if zero.stage == 3 and workload.dtype is DType.FP16 else 0
 

@@ -195,7 +195,25 @@ class DeepSpeedRank(SteppedGroups):
         """Trainable elements, padded to a multiple of 2 × ranks."""
         if self.zero.parameter_alignment:
             return self.flat.numel
-        return sum(padded(sum(self.numel[p] for p in group), self.ranks) for _, group in self.param_groups)
+        return self._flattened(experts=False) + self._flattened(experts=True)
+
+    @cached_property
+    def dense_group(self) -> int:
+        """Trainable elements that are no experts', padded to a multiple of 2 × ranks."""
+        return self._flattened(experts=False)
+
+    @cached_property
+    def expert_group(self) -> int:
+        """Trainable elements of this rank's experts, padded to a multiple of 2 × the ranks that hold the same."""
+        return self._flattened(experts=True)
+
+    def _flattened(self, *, experts: bool) -> int:
+        groups = zip(self.param_groups, self.group_ranks, strict=True)
+        return sum(
+            padded(sum(self.numel[p] for p in group), ranks)
+            for (_, group), ranks in groups
+            if (not group or group[0] in self.experts) is experts
+        )
 
     @cached_property
     def kept_on_gpu(self) -> int:
@@ -372,7 +390,11 @@ class DeepSpeedRank(SteppedGroups):
         """Elements that this rank's optimizer updates."""
         if self.stage == 0:
             return self.trainable
-        return self.sharded if self.stage == 3 else shard(self.flat_group, self.ranks)
+        if self.stage == 3:
+            return self.sharded
+        if self.experts:
+            return shard(self.dense_group, self.ranks) + shard(self.expert_group, self.expert_ranks)
+        return shard(self.flat_group, self.ranks)
 
     @property
     def stepped_hbm(self) -> int:

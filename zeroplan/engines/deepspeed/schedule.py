@@ -75,9 +75,12 @@ def distinct_ranks(rank: DeepSpeedRank, most: int = 8) -> tuple[int, ...]:
     if ranks <= most:
         return tuple(range(ranks))
     touched = [0] * ranks
-    for p, parts in rank.flat.slices.items():
-        for part in parts:
-            touched[part.rank] += rank.numel[p]
+    for group in rank.flat.each:
+        alike = ranks // group.ranks
+        for p, parts in group.slices.items():
+            for part in parts:
+                for neighbour in range(part.rank * alike, (part.rank + 1) * alike):
+                    touched[neighbour] += rank.numel[p]
     first = [0, max(range(ranks), key=touched.__getitem__), ranks - 1]
     spaced = max(1, most - len(first))
     first += [round(i * ranks / (spaced + 1)) for i in range(1, spaced + 1)]

@@ -51,8 +51,8 @@ def _temporaries(rank: DeepSpeedRank, host: HostRecorder, count: int) -> None:
 def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     host.mark(Phase.LOAD)
     if rank.stage and not rank.full_fp32_grads and not rank.does(Knob.FLATTENS_ON_GPU):
-        for _, params in rank.param_groups:
-            _flatten(rank, host, sum(rank.numel[p] for p in params))
+        for (_, params), ranks in zip(rank.param_groups, rank.group_ranks, strict=True):
+            _flatten(rank, host, sum(rank.numel[p] for p in params), ranks)
     if not rank.offloads_optimizer:
         for phase in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP):
             host.mark(phase)
@@ -109,13 +109,15 @@ def _first_step12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     _temporaries(rank, host, rank.flat.partition)
 
 
-def _flatten(rank: DeepSpeedRank, host: HostRecorder, count: int) -> None:
-    """A parameter group of `count` elements on the host, by parameter and then flat, until the flat copy is on the GPU.
+def _flatten(rank: DeepSpeedRank, host: HostRecorder, count: int, ranks: int) -> None:
+    """A parameter group on the host, by parameter and then flat, until the flat copy is on the GPU.
+
+    `count` are its elements, which are padded for `ranks`.
 
     Source: zero/stage_1_and_2.py, __init__, before its :attr:`Knob.FLATTENS_ON_GPU`
     """
     apart = host.alloc(rank.param_bytes * count, Buffer.INIT_TEMP)
-    flat = host.alloc(rank.param_bytes * padded(count, rank.ranks), Buffer.INIT_TEMP)
+    flat = host.alloc(rank.param_bytes * padded(count, ranks), Buffer.INIT_TEMP)
     host.free(apart)
     host.free(flat)
 

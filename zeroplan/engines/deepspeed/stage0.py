@@ -23,6 +23,8 @@ class Stage0(DeepSpeedSchedule):
         super().__init__(rank, recorder)
         self.grads: dict[int, int] = {}
         self.trained = rank.trained
+        groups = [group for _, group in rank.param_groups]
+        self.groups = groups if rank.experts else [self.trained]  # experts are flattened apart
 
     def initialize(self) -> None:
         """Allocate the optimizer's overflow flag, all that it has before the first step."""
@@ -38,7 +40,9 @@ class Stage0(DeepSpeedSchedule):
     def backward_end(self, boundary: bool) -> None:
         """All-reduce the gradients before a step, with one rank as well (engine.py, allreduce_gradients)."""
         if boundary:
-            self.all_reduce([self.rank.numel[p] for p in self.trained], self.rank.param_bytes)
+            for experts in (False, True):  # engine.py, buffered_allreduce_fallback
+                own = [self.rank.numel[p] for p in self.trained if (p in self.rank.experts) is experts]
+                self.all_reduce(own, self.rank.param_bytes)
 
     def all_reduce(self, counts: list[int], width: int) -> None:
         """engine.py, allreduce_no_retain: a bucket closes with the tensor that takes it beyond 500 M elements."""
@@ -60,7 +64,7 @@ class Stage0(DeepSpeedSchedule):
         if self.rank.zero.gradient_clipping > 0:
             self.norms(counts, 0)
         self.gather_matrices()
-        self.optimizer_step(first=not self.has_states)
+        self.step_groups(first=not self.has_states)
         self.has_states = True
         self.drop_grads()
 
@@ -77,35 +81,39 @@ class Stage0Flat(Stage0):
         """Flatten the parameters, make the fp32 master, and step on zero gradients, which makes the states."""
         rank = self.rank
         w = rank.param_bytes
-        total = sum(rank.numel[p] for p in self.trained)
         self.alloc(SCALAR, Buffer.OPTIM_TEMP)
-        clones = [self.alloc(w * rank.numel[p], Buffer.INIT_TEMP) for p in self.trained]
-        if len(clones) > 1:
-            self.alloc(w * total, Buffer.PARAM_FULL)
-            self.free_all(clones)
-        for p in self.trained:
-            self.free(self.params.pop(p))
-        clone = self.alloc(w * total, Buffer.INIT_TEMP)
-        self.alloc(4 * total, Buffer.PARAM_MASTER)
-        self.free(clone)
-        grads = self.alloc(4 * total, Buffer.INIT_TEMP)
-        self.optimizer_step(first=True)
+        for group in self.groups:
+            total = sum(rank.numel[p] for p in group)
+            clones = [self.alloc(w * rank.numel[p], Buffer.INIT_TEMP) for p in group]
+            if len(clones) > 1:
+                self.alloc(w * total, Buffer.PARAM_FULL)
+                self.free_all(clones)
+            for p in group:
+                self.free(self.params.pop(p))
+            clone = self.alloc(w * total, Buffer.INIT_TEMP)
+            self.alloc(4 * total, Buffer.PARAM_MASTER)
+            self.free(clone)
+        grads = [self.alloc(4 * sum(rank.numel[p] for p in group), Buffer.INIT_TEMP) for group in self.groups]
+        self.step_groups(first=True)
         self.has_states = True
-        self.free(grads)
+        self.free_all(grads)
 
     def step(self, applied: bool) -> None:
         """Cast the gradients to fp32 one by one, flatten them, free the 16-bit ones, and step."""
         rank = self.rank
         if applied:
-            casts = [self.alloc(4 * rank.numel[p], Buffer.GRAD_MASTER) for p in self.trained]
-            flat = casts[0]
-            if len(casts) > 1:
-                flat = self.alloc(4 * sum(rank.numel[p] for p in self.trained), Buffer.GRAD_MASTER)
-                self.free_all(casts)
-            self.drop_grads()
+            flats = []
+            for group in self.groups:
+                casts = [self.alloc(4 * rank.numel[p], Buffer.GRAD_MASTER) for p in group]
+                if len(casts) > 1:
+                    flats.append(self.alloc(4 * sum(rank.numel[p] for p in group), Buffer.GRAD_MASTER))
+                    self.free_all(casts)
+                else:
+                    flats += casts
+                self.free_all([self.grads.pop(p) for p in group if p in self.grads])
             self.temporary(SCALAR, Buffer.OPTIM_NORM)
-            self.optimizer_step(first=False)
-            self.free(flat)
+            self.step_groups(first=False)
+            self.free_all(flats)
         self.drop_grads()
 
 
@@ -121,7 +129,7 @@ class Stage0Unfused(Stage0):
             self.alloc(4 * rank.numel[p], Buffer.PARAM_MASTER)
             self.free(clone)
         zeros = [self.alloc(width * rank.numel[p], Buffer.INIT_TEMP) for width in (w, 4) for p in self.trained]
-        self.optimizer_step(first=True)
+        self.step_groups(first=True)
         self.has_states = True
         self.free_all(zeros)
 
@@ -129,15 +137,17 @@ class Stage0Unfused(Stage0):
         """Cast the gradients to fp32 beside the 16-bit ones, step, and free both."""
         rank = self.rank
         if applied:
-            counts = [rank.numel[p] for p in self.trained]
             if not rank.does(Knob.OVERFLOW_BY_EXTREMES):  # utils.py, CheckOverflow: the sum of an fp32 copy
-                for count in counts:
-                    self.temporary(4 * count, Buffer.OPTIM_NORM)
-            for count in counts:  # utils.py, get_weight_norm: through an fp32 copy
-                self.temporary(4 * count, Buffer.OPTIM_NORM)
-            casts = [self.alloc(4 * count, Buffer.GRAD_MASTER) for count in counts]
+                for p in self.trained:
+                    self.temporary(4 * rank.numel[p], Buffer.OPTIM_NORM)
+            casts = []
+            for group in self.groups:
+                for p in group:  # utils.py, get_weight_norm: through an fp32 copy, without the experts
+                    if p not in rank.experts:
+                        self.temporary(4 * rank.numel[p], Buffer.OPTIM_NORM)
+                casts += [self.alloc(4 * rank.numel[p], Buffer.GRAD_MASTER) for p in group]
             self.gather_matrices()
-            self.optimizer_step(first=False)
+            self.step_groups(first=False)
             self.free_all(casts)
         self.drop_grads()
 
@@ -153,17 +163,22 @@ class Stage1Bf16(Stage0):
     def initialize(self) -> None:
         """Flatten the parameters, clone this rank's master, and make the fp32 gradients that live for the whole run."""
         rank = self.rank
-        aligned = rank.flat_group
         self.casts = rank.accum_bytes != rank.param_bytes  # else gradients add up in bf16, on pipeline stages of stage 0
-        self.part, self.aligned = aligned // rank.ranks, aligned
+        aligned, parts = [rank.flat_group], [rank.stepped]
+        if rank.experts:
+            parts = rank.stepped_at_once
+            aligned = [part * ranks for part, ranks in zip(parts, rank.group_ranks, strict=True)]
+        self.part = sum(parts)
         self.alloc(SCALAR, Buffer.OPTIM_TEMP)
-        self.alloc(rank.param_bytes * aligned, Buffer.PARAM_FULL)
-        for p in self.trained:
-            self.free(self.params.pop(p))
-        clone = self.alloc(rank.param_bytes * self.part, Buffer.INIT_TEMP)
-        self.alloc(4 * self.part, Buffer.PARAM_MASTER)
-        self.free(clone)
-        self.alloc(rank.accum_bytes * aligned, Buffer.GRAD_ACCUM)
+        for group, whole, part in zip(self.groups, aligned, parts, strict=True):
+            self.alloc(rank.param_bytes * whole, Buffer.PARAM_FULL)
+            for p in group:
+                self.free(self.params.pop(p))
+            clone = self.alloc(rank.param_bytes * part, Buffer.INIT_TEMP)
+            self.alloc(4 * part, Buffer.PARAM_MASTER)
+            self.free(clone)
+            self.alloc(rank.accum_bytes * whole, Buffer.GRAD_ACCUM)
+        self.aligned, self.of_experts = aligned[:1], aligned[1:]
         if not rank.does(Knob.STATES_AT_FIRST_STEP):
             self.make_states()
 
@@ -192,14 +207,15 @@ class Stage1Bf16(Stage0):
 
     def reduce(self) -> None:
         """All-reduce the flat gradients."""
-        self.all_reduce([self.aligned], self.rank.accum_bytes)
+        self.all_reduce(self.aligned, self.rank.accum_bytes)
+        self.all_reduce(self.of_experts, self.rank.accum_bytes)
 
     def step(self, applied: bool) -> None:
         """Step this rank's part, gather the parameters in place and free the bf16 gradients."""
         self.norms([self.rank.numel[p] for p in self.trained], 0)
         cast = self.alloc(self.rank.master_bytes * self.part, Buffer.GRAD_MASTER) if not self.casts else None
         self.gather_matrices()
-        self.optimizer_step(first=not self.has_states)
+        self.step_groups(first=not self.has_states)
         self.has_states = True
         if cast is not None:
             self.free(cast)

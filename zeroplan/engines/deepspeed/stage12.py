@@ -7,6 +7,9 @@ Note [Gradients of stages 1 and 2]
     copied on into one buffer for the whole backward. Stage 1 leaves gradients with their parameters until the boundary and
     then sends them through the same buckets in the order of the parameters. A parameter larger than the bucket is reduced
     where it lies. While a parameter's gradient is a view of a buffer it owns no block: ``own`` lacks it.
+
+    Parameter groups of experts (Note [Groups of experts] in moe.py) are flattened, partitioned and stepped one after another.
+    Their gradients fill the same buckets. Muon's groups are taken together.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from collections.abc import Iterable
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import REDUCE, SCALAR, DeepSpeedSchedule
-from zeroplan.engines.deepspeed.groups import Batch, Slice
+from zeroplan.engines.deepspeed.groups import Batch, FlatGroup
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.recorder import Recorder
@@ -53,6 +56,9 @@ class Stage12(DeepSpeedSchedule):
         self.compact = rank.compact
         self.numel, self.comm_of = rank.numel, rank.comm_of
         self.group = rank.flat
+        self.parts = self.group.each if rank.experts else (self.group,)
+        self.part_of = {p: at for at, part in enumerate(self.parts) for p in part.order}
+        self.places = [part.place(rank.rank, self.group.ranks) for part in self.parts]
         self.owned = dict(self.group.owned(rank.rank))
         self.owned_numel = sum(rank.numel[p] for p in self.owned)
 
@@ -62,7 +68,7 @@ class Stage12(DeepSpeedSchedule):
         self.norm_results: list[int] = []
         self.partition_grads: list[int] = []  # this backward's owned gradients, whole parameters
         self.accumulated: list[int] = []  # those of earlier micro batches of the window
-        self.compact_partition: int | None = None
+        self.compact_partitions: dict[int, int] = {}  # by the place of the flat tensor
         self.micro = 0
         self.boundary = True
         self.updates: list[int] = []  # Muon's, of the matrices that this rank's partition touches
@@ -71,41 +77,52 @@ class Stage12(DeepSpeedSchedule):
     # Initialisation
 
     def initialize(self) -> None:
-        """Flatten the parameter groups, clone the masters and make a zero gradient for them, which is freed again."""
-        rank, group = self.rank, self.group
+        """Flatten the parameter groups, clone the masters and make zero gradients for them, which are freed again."""
+        rank = self.rank
         w, m = rank.param_bytes, rank.master_bytes
         if not self.offload:
             self.alloc(SCALAR, Buffer.OPTIM_TEMP)  # FusedAdam's overflow flag
-        self.recorder.empty_cache()  # before it asks how much memory is left
+        masters = 0
+        for part in self.parts:
+            self.recorder.empty_cache()  # before it asks how much memory is left
+            self._flatten(part, masters)
+            clone = self.alloc(w * part.partition, Buffer.INIT_TEMP if self.offload or w != m else Buffer.PARAM_MASTER)
+            if self.offload:
+                self.free(clone)
+                continue
+            masters += m * part.partition
+            if w != m:
+                self.alloc(m * part.partition, Buffer.PARAM_MASTER)
+                self.free(clone)
+        if self.offload:
+            self.alloc(w * rank.largest_param, Buffer.STAGE_D2H)  # temp_grad_buffer_for_gpu_offload
+            return
+        grads = [self.alloc(m * part.partition, Buffer.INIT_TEMP) for part in self.parts]
+        if not rank.does(Knob.STATES_AT_FIRST_STEP):
+            self.make_states()
+        self.free_all(grads)
+        if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
+            self.make_states()
+
+    def _flatten(self, group: FlatGroup, masters: int) -> None:
+        """Flatten a group's parameters on the GPU or, where it has no room beside `masters` bytes, on the host."""
+        rank = self.rank
+        w = rank.param_bytes
         flat_bytes = w * group.numel
-        lacks_room = rank.device_memory is not None and rank.device_memory - w * sum(rank.numel) < flat_bytes
+        lacks_room = rank.device_memory is not None and rank.device_memory - w * sum(rank.numel) - masters < flat_bytes
         if lacks_room or not rank.does(Knob.FLATTENS_ON_GPU):
-            self._free_params()
+            self._free_params(group)
             self.recorder.empty_cache()
             self.alloc(flat_bytes, Buffer.PARAM_FULL)
-        else:
-            pad = group.numel - sum(rank.numel[p] for p in group.order)
-            gap = self.alloc(w * pad, Buffer.INIT_TEMP)
-            self.alloc(flat_bytes, Buffer.PARAM_FULL)
-            self.free(gap)
-            self._free_params()
-        clone = self.alloc(w * group.partition, Buffer.INIT_TEMP if self.offload or w != m else Buffer.PARAM_MASTER)
-        if self.offload:
-            self.free(clone)
-            self.alloc(w * rank.largest_param, Buffer.STAGE_D2H)  # temp_grad_buffer_for_gpu_offload
-        else:
-            if w != m:
-                self.alloc(m * group.partition, Buffer.PARAM_MASTER)
-                self.free(clone)
-            grads = self.alloc(m * group.partition, Buffer.INIT_TEMP)
-            if not rank.does(Knob.STATES_AT_FIRST_STEP):
-                self.make_states()
-            self.free(grads)
-            if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
-                self.make_states()
+            return
+        pad = group.numel - sum(rank.numel[p] for p in group.order)
+        gap = self.alloc(w * pad, Buffer.INIT_TEMP)
+        self.alloc(flat_bytes, Buffer.PARAM_FULL)
+        self.free(gap)
+        self._free_params(group)
 
-    def _free_params(self) -> None:
-        for p in self.group.order:
+    def _free_params(self, group: FlatGroup) -> None:
+        for p in group.order:
             self.free(self.params.pop(p))
 
     # A head in tiles
@@ -248,7 +265,7 @@ class Stage12(DeepSpeedSchedule):
             if self.compact:
                 for p in bucket.params:
                     if p in self.owned:
-                        self._add_to_compact(self.owned[p], bucket.comm)
+                        self._add_to_compact(self.part_of[p], self.owned[p].count, bucket.comm)
             return
         if self.compact:
             batches = self._batches(bucket.params)
@@ -265,22 +282,23 @@ class Stage12(DeepSpeedSchedule):
         buffer.
         """
         zero = self.rank.zero
-        runs: dict[int, list[tuple[int, Slice | None]]] = {}
-        last = -1
+        runs: dict[tuple[bool, int], list[tuple[int, int | None]]] = {}  # of experts and of others, by owner
+        last = (False, -1)
         for p in params:
+            at, expert = self.part_of[p], p in self.rank.experts
             for part in self.group.slices[p]:
-                mine = self.compact and part.rank == self.rank.rank
-                queue = runs.setdefault(-1 if zero.use_multi_rank_bucket_allreduce else part.rank, [])
-                if part.rank == last and not mine and queue and queue[-1][1] is None:
+                mine = self.compact and part.rank == self.places[at]
+                queue = runs.setdefault((expert, -1 if zero.use_multi_rank_bucket_allreduce else part.rank), [])
+                if (expert, part.rank) == last and not mine and queue and queue[-1][1] is None:
                     queue[-1] = (queue[-1][0] + part.count, None)
                 else:
-                    queue.append((part.count, part if mine else None))
-                last = part.rank
+                    queue.append((part.count, at if mine else None))
+                last = (expert, part.rank)
                 if mine:
-                    self._open_compact()
+                    self._open_compact(at)
         found: list[Batch] = []
         for queue in runs.values():
-            batch: list[tuple[int, Slice | None]] = []
+            batch: list[tuple[int, int | None]] = []
             total = 0
             for item in queue:
                 batch.append(item)
@@ -292,7 +310,7 @@ class Stage12(DeepSpeedSchedule):
                 found.append((batch, total))
         return found
 
-    def _all_reduce(self, batch: list[tuple[int, Slice | None]], elements: int, comm: int) -> None:
+    def _all_reduce(self, batch: list[tuple[int, int | None]], elements: int, comm: int) -> None:
         """All-reduce a batch and copy the result back (allreduce_bucket); in fp32 where ranks share samples (Ulysses)."""
         width, flat = self.bucket_bytes, None
         comm = comm if self.rank.layout.ulysses == 1 else 4
@@ -303,9 +321,9 @@ class Stage12(DeepSpeedSchedule):
             if flat is not None:
                 self.free(flat)
             flat = cast
-        for _, part in batch:
-            if part is not None:
-                self._add_to_compact(part, comm)
+        for count, at in batch:
+            if at is not None:
+                self._add_to_compact(at, count, comm)
         if flat is not None:
             self.free(flat)
 
@@ -315,16 +333,17 @@ class Stage12(DeepSpeedSchedule):
         if self.compact:
             for p in bucket.params:
                 if p in self.owned:
-                    self._add_to_compact(self.owned[p], bucket.comm)
+                    self._add_to_compact(self.part_of[p], self.owned[p].count, bucket.comm)
 
-    def _open_compact(self) -> None:
-        if self.compact_partition is None:
-            self.compact_partition = self.alloc(4 * self.group.partition, Buffer.GRAD_SHARD, stream=self.stream)
+    def _open_compact(self, at: int) -> None:
+        if at not in self.compact_partitions:
+            nbytes = 4 * self.parts[at].partition
+            self.compact_partitions[at] = self.alloc(nbytes, Buffer.GRAD_SHARD, stream=self.stream)
 
-    def _add_to_compact(self, part: Slice, comm: int) -> None:
-        self._open_compact()
+    def _add_to_compact(self, at: int, count: int, comm: int) -> None:
+        self._open_compact(at)
         if comm != 4:
-            self.temporary(4 * part.count, Buffer.GRAD_SHARD, self.stream)
+            self.temporary(4 * count, Buffer.GRAD_SHARD, self.stream)
 
     def _keep(self, param: int) -> None:
         """Move an owned gradient on to the partition's buffer, or to the host (copy_grads_in_partition)."""
@@ -355,7 +374,7 @@ class Stage12(DeepSpeedSchedule):
 
     def step(self, applied: bool) -> None:
         """Take the norm, cast the gradients to fp32, step the optimizer and gather the parameters in place (step)."""
-        rank, group = self.rank, self.group
+        rank = self.rank
         self.micro = 0
         if self.offload:
             if applied:
@@ -366,33 +385,41 @@ class Stage12(DeepSpeedSchedule):
                 self.temporary(rank.master_bytes * max(rank.stepped_at_once, default=0), Buffer.STAGE_H2D)
             self._drop_grads()
             return
-        counts = [part.count for part in self.owned.values()] or [group.partition]
-        pad = group.partition - sum(part.count for part in self.owned.values())
-        padding = self.alloc(rank.accum_bytes * pad, Buffer.GRAD_SHARD)
+        owned = [[self.owned[p].count for p in part.order if p in self.owned] for part in self.parts]
+        counts = [mine or [part.partition] for mine, part in zip(owned, self.parts, strict=True)]
+        pads = [part.partition - sum(mine) for mine, part in zip(owned, self.parts, strict=True)]
+        padding = [self.alloc(rank.accum_bytes * pad, Buffer.GRAD_SHARD) for pad in pads]
         if rank.looks_for_overflow():
-            self.overflow_check(counts, rank.accum_bytes)
-        if applied and rank.zero.compute_grad_norm:
-            self.norms(counts, 8)
-        if applied:
-            single = self._flat_gradient(pieces=len(self.owned) + (1 if pad else 0))
+            self.overflow_check([count for group in counts for count in group], rank.accum_bytes)
+        for group in counts if applied and rank.zero.compute_grad_norm else ():
+            self.norms(group, 8)
+        if not applied:
+            self._drop_grads()
+            self.free_all(padding)
+            return
+        for at, (mine, pad) in enumerate(zip(owned, pads, strict=True)):
+            single = self._flat_gradient(at, pieces=len(mine) + (1 if pad else 0))
+            if at == len(self.parts) - 1 and single is not None:
+                self._drop_grads()
+            self.free(padding[at])
+            self.optimizer_step(first=not self.has_states, places=None if len(self.parts) == 1 else (at,))
+            if single is not None:
+                self.free(single)
         self._drop_grads()
-        self.free(padding)
-        if applied:
-            self.optimizer_step(first=not self.has_states)
-            self.has_states = True
-            self.free(single)
+        self.has_states = True
 
-    def _flat_gradient(self, pieces: int) -> int:
-        """The partition's gradients as one tensor, in the master's dtype; the pieces go after it is made."""
-        rank, count = self.rank, self.group.partition
+    def _flat_gradient(self, at: int, pieces: int) -> int | None:
+        """The partition's gradients of a group as one tensor, in the master's dtype; the pieces go after it is made.
+
+        A single piece is that tensor, and None where it is a view of what other groups' gradients lie in, too.
+        """
+        rank, count = self.rank, self.parts[at].partition
         if self.compact:
-            self._open_compact()
-            single, self.compact_partition = self.compact_partition, None
-            assert single is not None
-            return single
+            self._open_compact(at)
+            return self.compact_partitions.pop(at)
         flat = self.alloc(rank.accum_bytes * count, Buffer.GRAD_SHARD) if pieces > 1 else None
         if rank.accum_bytes == rank.master_bytes:
-            return self.accumulated.pop() if flat is None else flat
+            return flat if flat is not None or len(self.parts) > 1 else self.accumulated.pop()
         single = self.alloc(rank.master_bytes * count, Buffer.GRAD_MASTER)
         if flat is not None:
             self.free(flat)
@@ -401,6 +428,5 @@ class Stage12(DeepSpeedSchedule):
     def _drop_grads(self) -> None:
         self.free_all([*self.accumulated, *self.updates])
         self.accumulated, self.updates = [], []
-        if self.compact_partition is not None:
-            self.free(self.compact_partition)
-            self.compact_partition = None
+        self.free_all(self.compact_partitions.values())
+        self.compact_partitions.clear()

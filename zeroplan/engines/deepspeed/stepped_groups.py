@@ -22,6 +22,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import Domain
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.deepspeed.groups import FlatGroup, flat_groups, padded, sub_groups
+from zeroplan.engines.deepspeed.moe import expert_groups, is_expert
 from zeroplan.engines.deepspeed.resolved_config import ResolvedConfig, groups_on_gpu, muon_updates
 from zeroplan.engines.deepspeed.swapping import Swapping
 from zeroplan.engines.rank import Rank
@@ -60,14 +61,34 @@ class SteppedGroups(ResolvedConfig, Rank):
         return self.stage == 3 and self.optimizer_device is OffloadDevice.NVME
 
     @cached_property
+    def experts(self) -> frozenset[int]:
+        """The trained parameters of experts of DeepSpeed's MoE layers. See Note [Groups of experts]."""
+        names = self.parameters.names
+        return frozenset(p for p in self.parameters.trained if is_expert(names[p]))
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks that hold the same experts."""
+        return self.ranks // self.layout.ep
+
+    @cached_property
+    def group_ranks(self) -> tuple[int, ...]:
+        """The ranks among which stages 1 and 2 divide each parameter group."""
+        return tuple(self.expert_ranks if group and group[0] in self.experts else self.ranks for _, group in self.param_groups)
+
+    @cached_property
     def param_groups(self) -> tuple[tuple[Domain, tuple[int, ...]], ...]:
-        """The optimizer's groups of parameters: all trained ones, or Muon's matrices before the rest.
+        """The optimizer's groups of parameters: all trained ones, or Muon's matrices before the rest, or experts behind them.
 
         Source: utils.py, is_optimized_parameter; engine.py, _muon_param_groups
         """
         trained, names, shapes = self.parameters.trained, self.parameters.names, self.parameters.shapes
         if not self.optimizer.rest:
-            return ((Domain.ALL, trained),)
+            if not self.experts:
+                return ((Domain.ALL, trained),)
+            dense = tuple(p for p in trained if p not in self.experts)
+            groups = (dense, *expert_groups(sorted(self.experts), self.numel))
+            return tuple((Domain.ALL, group) for group in groups)
         matrices = tuple(p for p in trained if muon_updates(names[p], len(shapes[p])))
         rest = tuple(sorted(set(trained) - set(matrices)))
         return tuple((domain, own) for domain, own in ((Domain.MATRIX, matrices), (Domain.REST, rest)) if own)
@@ -83,7 +104,7 @@ class SteppedGroups(ResolvedConfig, Rank):
         return flat_groups(
             tuple(group for _, group in self.param_groups),
             self.numel,
-            self.ranks,
+            self.group_ranks,
             width=self.param_bytes,
             round_robin=self.zero.round_robin_gradients,
             aligned=self.zero.parameter_alignment,
@@ -108,11 +129,14 @@ class SteppedGroups(ResolvedConfig, Rank):
         """
         if self.stage == 0:
             counts = [self.numel[p] for p in self.trained]
+            if self.flattens and self.experts:
+                return [sum(self.numel[p] for p in group) for _, group in self.param_groups]
             return [sum(counts)] if self.flattens else counts
         if self.stage == 3:
             return [sum(self.shards[p] for p in group) for group in self.sub_groups]
         if not self.zero.parameter_alignment:
-            return [padded(sum(self.numel[p] for p in group), self.ranks) // self.ranks for _, group in self.param_groups]
+            groups = zip(self.param_groups, self.group_ranks, strict=True)
+            return [padded(sum(self.numel[p] for p in group), ranks) // ranks for (_, group), ranks in groups]
         return list(self.flat.partitions)
 
     @cached_property

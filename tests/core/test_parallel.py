@@ -92,12 +92,14 @@ DEGREES: dict[str, dict[str, int]] = {
 
 
 def test_every_degree_is_tried() -> None:
-    assert {field.name for field in fields(ParallelLayout)} - {"gpus", "nodes", "whole_vocabulary"} == set(DEGREES)
+    assert {field.name for field in fields(ParallelLayout)} - {"gpus", "nodes", "whole_vocabulary", "own_experts"} == set(
+        DEGREES
+    )
 
 
 #: The degrees that engines have beside data parallelism's.
 HAS = {
-    "deepspeed": {"tp", "pp", "ulysses"},
+    "deepspeed": {"tp", "pp", "ulysses", "ep"},
     "fsdp2": set(DEGREES) - {"ulysses"},
     "zeroplan": {"tp", "sp", "cp", "pp", "ep", "etp"},
     "megatron": {"tp", "sp", "cp", "pp", "vpp", "ep", "etp"},

@@ -6,8 +6,9 @@ Note [Tensor-parallel plan]
     the head by columns of the logits, as torchtitan does. With a whole vocabulary, as in transformers' plan and DeepSpeed's
     AutoTP, the embedding is whole, and the head's parts of the logits are gathered. What no list names is whole on every rank.
 
-    The experts of a mixture are shared as other MLPs are: each rank has every expert, and of its gate and up the same part of
-    both (``packed_colwise``), of its down the columns. All ranks route all tokens, and their experts' results are summed.
+    The experts of a mixture are shared as other MLPs are, but by AutoTP: each rank has every expert, and of its gate and up the
+    same part of both (``packed_colwise``), of its down the columns. All ranks route all tokens, and their experts' results are
+    summed.
 
     Sources: Shoeybi et al. 2019, "Megatron-LM", section 3; transformers, ``models/*/configuration_*.py``
     (``base_model_tp_plan``); torchtitan, ``models/llama3/infra/parallelize.py`` (``apply_non_moe_tp``).
@@ -71,18 +72,49 @@ MIXTURES: dict[str, TensorPlan] = {
         splits_tokens=False,
     ),
 }
+#: The same of mixtures that only AutoTP divides: transformers' plan of Qwen2-MoE leaves its experts, shared ones too, whole.
+_AUTO_TP_MIXTURES: dict[str, TensorPlan] = {"qwen2_moe": _LLAMA}
+#: Styles of transformers' plans that AutoTP does not know, by architecture. It then rejects the whole plan.
+_UNKNOWN_TO_AUTO_TP: dict[str, tuple[str, ...]] = {
+    "mixtral": ("moe_tp_experts", "packed_colwise"),
+    "qwen3_moe": ("moe_tp_experts", "packed_colwise"),
+    "olmoe": ("moe_tp_experts", "packed_colwise", "rowwise_split_input"),
+    "deepseek_v2": ("mla_kv_a_proj", "moe_tp_experts", "packed_colwise"),
+    "deepseek_v3": ("moe_tp_experts", "packed_colwise"),
+    "phi3": ("rowwise_split_input",),
+    "olmo2": ("rowwise_split_input",),
+    "olmo3": ("rowwise_split_input",),
+}
+#: The architectures whose division by AutoTP is modelled.
+AUTO_TP_PLANS = (*PLANS, *_AUTO_TP_MIXTURES)
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
-def tensor_plan(model_type: str) -> TensorPlan:
-    """Return the plan of an architecture.
+def auto_tp_rejects(model_type: str) -> str:
+    """Return why AutoTP rejects transformers' plan of an architecture; empty where it does not.
+
+    Source: DeepSpeed 0.19.8, module_inject/tp_plan_converter.py (SUPPORTED_STYLES)
+    """
+    styles = _UNKNOWN_TO_AUTO_TP.get(model_type, ())
+    return f"AutoTP rejects {model_type}'s tp_plan for its partition styles {', '.join(styles)}" if styles else ""
+
+
+def tensor_plan(model_type: str, *, auto_tp: bool = False) -> TensorPlan:
+    """Return the plan of an architecture, or what AutoTP makes of it.
 
     Raises:
-        BadInput: none is known for it.
+        BadInput: none is known for it, or AutoTP rejects it.
     """
-    plan = PLANS.get(model_type) or MIXTURES.get(model_type)
+    if auto_tp and (why := auto_tp_rejects(model_type)):
+        raise BadInput(
+            why,
+            where="--tp",
+            remedy="use --engine fsdp2, or write tensor_parallel.partition_config, whose layers are in no figure",
+        )
+    mixtures = _AUTO_TP_MIXTURES if auto_tp else MIXTURES
+    plan = PLANS.get(model_type) or mixtures.get(model_type)
     if plan is None:
-        known = ", ".join((*PLANS, *MIXTURES))
+        known = ", ".join((*PLANS, *mixtures))
         raise BadInput(
             f"tensor parallelism of {model_type or 'this model'} is not modelled", where="--tp", remedy=f"of {known} it is"
         )
@@ -108,7 +140,7 @@ def require_divides(config: Mapping[str, Any], layout: ParallelLayout, seq_len: 
         "channels of the MLP": config.get("intermediate_size"),
         "words of the vocabulary": config.get("vocab_size"),
     }
-    if "moe_intermediate_size" in config:
+    if "moe_intermediate_size" in config and not layout.whole_vocabulary:
         numbers["channels of an expert"] = config["moe_intermediate_size"]
     if layout.sp:
         numbers["tokens of a sample"] = seq_len
@@ -133,7 +165,7 @@ def local_parameters(parameters: Parameters, model_type: str, tp: int, *, whole_
             where="--tp",
             remedy="give the model's id or config.json",
         )
-    plan = tensor_plan(model_type)
+    plan = tensor_plan(model_type, auto_tp=whole_vocabulary)
     shapes = zip(parameters.names, parameters.blocks, parameters.shapes, strict=True)
     split = (HEAD,) if whole_vocabulary else (EMBEDDING, HEAD)
     local = tuple(_local(_dimension(plan, name, block, split), shape, tp) for name, block, shape in shapes)

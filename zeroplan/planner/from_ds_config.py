@@ -171,14 +171,20 @@ def _auto_tp(request: Request, cluster: Cluster, spec: ModelSpec, config: DsConf
 
 
 def _beyond_auto_tp(request: Request, spec: ModelSpec, config: DsConfig) -> str:
-    """Return what of a file's AutoTP no plan has; empty where all of it is planned."""
-    from zeroplan.core.tensor_parallel import PLANS
+    """Return what of a file's AutoTP no plan has; empty where all of it is planned.
+
+    Raises:
+        BadInput: a model whose plan AutoTP rejects.
+    """
+    from zeroplan.core.tensor_parallel import AUTO_TP_PLANS, auto_tp_rejects
 
     section = config.raw[_TP]
     keys = [key for key in section if key not in _PLANNED_KEYS and section[key]]
     if keys:
         return f"its {', '.join(sorted(map(str, keys)))[:80]}; data parallelism alone is counted"
-    if spec.model_type not in PLANS or not spec.has_shapes:
+    if (why := auto_tp_rejects(spec.model_type)) and spec.has_shapes:
+        raise BadInput(why, where=f"{config.source}: {_TP}.autotp_size", remedy="write a partition_config, or remove the key")
+    if spec.model_type not in AUTO_TP_PLANS or not spec.has_shapes:
         return f"AutoTP of {spec.model_type or 'this model'}; data parallelism alone is counted"
     if any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
         return "AutoTP of a vocabulary that embedding and head share; data parallelism alone is counted"

@@ -128,9 +128,7 @@ def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: 
         raise BadInput(
             "a count of parameters does not tell what is shared", where="--tp", remedy="give the model's id or config.json"
         )
-    plan = tensor_plan(spec.model_type)
-    if plan.expert_columns and layout.whole_vocabulary:
-        raise BadInput("AutoTP of mixtures is not modelled", where="--tp", remedy="use --engine fsdp2, or leave it at 1")
+    plan = tensor_plan(spec.model_type, auto_tp=layout.whole_vocabulary)
     if layout.sp and not plan.splits_tokens:
         raise BadInput(f"sequence parallelism of {spec.model_type} is not modelled", where="--sp", remedy="leave it out")
     if layout.whole_vocabulary and any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):

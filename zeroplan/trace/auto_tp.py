@@ -84,11 +84,13 @@ class AutoTpRank(Ranks):
     def lay_out(self, model: nn.Module) -> None:
         """Put this rank's parts in the place of the linear layers that the model's plan divides, and of its head."""
         whole: Any = model
-        plan = tensor_plan(whole.config.model_type)
+        plan = tensor_plan(whole.config.model_type, auto_tp=True)
         for block in whole.model.layers:
+            layers = {name for name, _ in block.named_modules()}
             for dimension, names in enumerate((plan.columns, plan.rows)):
                 for name in names:
-                    _replace(block, name, dimension, self._ranks)
+                    if name in layers:  # else the MLP is a mixture
+                        _replace(block, name, dimension, self._ranks)
         _replace(whole, HEAD, 0, self._ranks, gathered=True)
 
 

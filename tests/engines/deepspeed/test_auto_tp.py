@@ -14,11 +14,12 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_options import options_for
-from zeroplan.core.tensor_parallel import local_parameters
+from zeroplan.core.tensor_parallel import auto_tp_rejects, local_parameters
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
+from zeroplan.models.families import FAMILIES
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
@@ -38,10 +39,20 @@ CONFIG: dict[str, Any] = {
 }
 QWEN2 = CONFIG | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}  # has biases
 QWEN3 = CONFIG | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}  # has norms of heads
+QWEN2_MOE = CONFIG | {
+    "model_type": "qwen2_moe",
+    "architectures": ["Qwen2MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 192,
+}
 CASES = [
     {"id": "llama", "config": CONFIG, "checkpointing": "none"},
     {"id": "qwen2, recomputed", "config": QWEN2, "checkpointing": "ckpt"},
     {"id": "qwen3", "config": QWEN3, "checkpointing": "none"},
+    {"id": "qwen2_moe", "config": QWEN2_MOE, "checkpointing": "none"},
+    {"id": "qwen2_moe, a dense block", "config": QWEN2_MOE | {"mlp_only_layers": [1, 3]}, "checkpointing": "ckpt"},
     {"id": "llama, stage 3", "config": CONFIG, "checkpointing": "ckpt", "zero3": True},
 ]
 
@@ -81,6 +92,32 @@ def test_what_a_rank_holds() -> None:
     assert local.total == kept + (whole.total - kept) // 2
 
 
+@pytest.mark.torch
+@pytest.mark.skipif(not find_spec("deepspeed") or not can_trace(), reason="needs DeepSpeed and transformers")
+def test_what_auto_tp_rejects_is_what_its_converter_rejects() -> None:
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+    from transformers import CONFIG_MAPPING
+
+    for family in sorted(set(FAMILIES) & set(CONFIG_MAPPING)):
+        plan = getattr(CONFIG_MAPPING[family], "base_model_tp_plan", None) or {}
+        try:
+            TPPlanConverter.convert(plan)
+        except ValueError as fault:
+            assert auto_tp_rejects(family), family
+            assert all(style in str(fault) for style in auto_tp_rejects(family).rpartition("styles ")[2].split(", "))
+        else:
+            assert not auto_tp_rejects(family), family
+
+
+def test_a_mixture_whose_plan_names_no_experts_keeps_them_whole() -> None:
+    parameters = load_model(QWEN2_MOE).parameters
+    local = local_parameters(parameters, "qwen2_moe", 2, whole_vocabulary=True)
+    shapes = dict(zip(local.names, local.shapes, strict=True))
+    assert shapes["model.layers.0.self_attn.q_proj.weight"] == (128, 256)
+    assert shapes["model.layers.0.mlp.experts.down_proj"] == (4, 256, 64)
+    assert shapes["model.layers.0.mlp.shared_expert.gate_proj.weight"] == (192, 256)
+
+
 def asked(**given: Any) -> Request:
     plain = {"model": CONFIG, "gpus": 8, "depth": "formula", "seq_len": 64, "vram": "80G"}
     return Request(**plain | given)
@@ -102,11 +139,13 @@ def test_states_are_sharded_over_what_tensor_parallelism_leaves() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"tp": 2, "sp": True}, "deepspeed has data parallelism and tp and ulysses and pp only, and no sp"),
+        ({"tp": 2, "sp": True}, "deepspeed has data parallelism and tp and ulysses and pp and ep only, and no sp"),
+        ({"tp": 2, "model": "mistralai/Mixtral-8x7B-v0.1"}, "AutoTP rejects mixtral's tp_plan for its partition styles moe_tp"),
+        ({"tp": 2, "model": "Qwen/Qwen3-30B-A3B"}, "AutoTP rejects qwen3_moe's tp_plan"),
         ({"tp": 3}, "tp 3 does not divide 1 × 8 = 8 ranks"),
         ({"tp": 8}, "tp 8 does not divide the 4 KV heads"),
         ({"tp": 2, "model": CONFIG | {"tie_word_embeddings": True}}, "a vocabulary that embedding and head share"),
-        ({"cp": 2, "dtype": "bf16"}, "deepspeed has data parallelism and tp and ulysses and pp only, and no cp"),
+        ({"cp": 2, "dtype": "bf16"}, "deepspeed has data parallelism and tp and ulysses and pp and ep only, and no cp"),
     ],
 )
 def test_what_is_not_modelled_is_one_line(given: dict[str, Any], said: str) -> None:

@@ -146,7 +146,7 @@ class DeepSpeed(Engine):
             )
         if layout.sp:
             raise BadInput(
-                "deepspeed has data parallelism and tp and ulysses and pp only, and no sp",
+                "deepspeed has data parallelism and tp and ulysses and pp and ep only, and no sp",
                 where="--sp",
                 remedy="leave it out, or use --engine fsdp2",
             )

@@ -82,7 +82,7 @@ def check(
 
 
 #: How files end that are not there, so that a misspelt one is no model.
-_FILES = (".json", ".yaml", ".yml", ".toml", ".sh", ".slurm", ".hjson")
+_FILES = (".py", ".json", ".yaml", ".yml", ".toml", ".sh", ".slurm", ".hjson")
 
 
 def _with_model(words: list[str]) -> tuple[list[str], str | None]:
@@ -164,6 +164,8 @@ def _is_ds_config(file: str, program: str | None) -> bool:
         return program_named(program).name == "ds_config"
     if not os.path.lexists(file.replace("\0", "")):
         return True
+    if file.lower().endswith(".py"):
+        return False
     try:
         document = load_document(file)
     except BadInput:

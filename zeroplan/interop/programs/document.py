@@ -12,6 +12,7 @@ from typing import Any
 from zeroplan.core.documents import CONFIG, read_document, text_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import file_kind, read_bytes
+from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
 from zeroplan.interop.programs.shell import Command, training_command
 from zeroplan.interop.programs.strangers import refuse_other_program
 
@@ -31,6 +32,7 @@ class Document:
         folder: where the file is; None for an object.
         command: the command line that the file holds, if it is a script.
         task: what a flag says that the run does; empty where none does.
+        pipeline: what a Python script says of the PipelineModule that it builds.
     """
 
     data: Mapping[str, Any]
@@ -38,6 +40,7 @@ class Document:
     folder: Path | None = None
     command: Command | None = field(default=None)
     task: str = ""
+    pipeline: PipelineScript | None = None
 
     def has(self, *keys: str) -> tuple[str, ...]:
         """Return those of the keys that the file holds."""
@@ -78,6 +81,9 @@ def _from_path(path: str) -> Document:
         refuse_other_program(text, path)
         command = training_command(text, path)
         return Document(command.flags, path, folder, command)
+    if path.lower().endswith(".py"):
+        text = text_of(read_bytes(path, CONFIG.size), path)
+        return Document({}, path, folder, pipeline=read_pipeline_script(text, path))
     return Document(interpolated(read_document(path)), path, folder)
 
 

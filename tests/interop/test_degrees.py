@@ -75,6 +75,8 @@ def test_torchtitans_pipelines(titan: Callable[[str], str]) -> None:
     request = asked(titan(lines), gpus=8)
     assert (request.pp, request.vpp, request.schedule, request.stage) == (2, 2, "1f1b", 2)
     assert (request.micro_batch, request.grad_accum) == (2, 2)
+    halved = asked(titan("pipeline_parallel_degree = 2\npipeline_parallel_schedule = 'InterleavedZeroBubble'"), gpus=8)
+    assert (halved.vpp, halved.schedule) == (2, "zero-bubble")
     with pytest.raises(BadInput, match=r"3 does not divide training\.local_batch_size 4"):
         read_setup(titan("pipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3"))
     with pytest.raises(BadInput, match="zbvzerobubble is not modelled"):

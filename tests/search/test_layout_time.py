@@ -43,6 +43,13 @@ def test_chunks_divide_the_waiting() -> None:
     assert play(orders, [StageTime(0.5, 1.0)] * 8, 0.0) == pytest.approx(16 * 3.0 + 3 * 3.0 / 2)
 
 
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (8, 64)])
+def test_halved_backwards_wait_a_third_as_long(ranks: int, count: int) -> None:
+    """ZB1P: (p − 1)(F + I − W) of waiting. Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", table 1."""
+    found = play(_orders(PipelineSchedule.ZERO_BUBBLE, ranks, 1, count), [StageTime(1.0, 2.0)] * ranks, 0.0)
+    assert found == pytest.approx(count * 3.0 + ranks - 1)
+
+
 def test_the_slowest_stage_sets_the_pace_and_sending_delays() -> None:
     orders = _orders(PipelineSchedule.ONE_F_ONE_B, 2, 1, 8)
     slow = play(orders, [StageTime(1.0, 2.0), StageTime(2.0, 4.0)], 0.0)

@@ -10,6 +10,12 @@ Note [Looped schedules]
 
     These schedules gather parameters ahead: of the next three chunks with work. A chunk that is not among them is resharded,
     and a chunk whose last backward has run is reduced. Source: ``_add_unshard_reshard`` and ``_add_reduce_grad`` there.
+
+Note [Zero bubble]
+    A backward runs in two halves: the gradient of the stage's input, for which the stage before waits, and those of its
+    weights, which fill what would be a bubble. ZB1P (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2) warms up
+    by one micro batch a rank behind it, in place of two, and puts the weights of as many micro batches off as there are ranks
+    in front. torch runs it for any number of chunks as a looped schedule (``ScheduleInterleavedZeroBubble``).
 """
 
 from __future__ import annotations
@@ -27,15 +33,20 @@ class PipelineSchedule(StrEnum):
 
     ONE_F_ONE_B = "1f1b"
     GPIPE = "gpipe"
+    ZERO_BUBBLE = "zero-bubble"
+
+    @property
+    def halves(self) -> bool:
+        """Whether a backward runs in two halves. See Note [Zero bubble]."""
+        return self is PipelineSchedule.ZERO_BUBBLE
 
 
 #: Known elsewhere by these names, and why not here.
 _REFUSED = {
     "interleaved": ("the interleaved schedule is 1f1b with several chunks a rank", "use --schedule 1f1b --vpp 2"),
-    "zero-bubble": ("the zero-bubble schedule is not modelled: it halves the backward, which is traced whole", "use 1f1b"),
-    "zbv": ("the ZBV schedule is not modelled: it halves the backward, which is traced whole", "use 1f1b"),
-    "dualpipe": ("DualPipe is not modelled: it halves the backward, which is traced whole, and runs both ways", "use 1f1b"),
-    "dualpipev": ("DualPipeV is not modelled: it halves the backward, which is traced whole, and runs both ways", "use 1f1b"),
+    "zbv": ("the ZBV schedule is not modelled: its ranks pass hidden states on to themselves", "use zero-bubble"),
+    "dualpipe": ("DualPipe is not modelled: it runs both ways", "use zero-bubble"),
+    "dualpipev": ("DualPipeV is not modelled: its ranks pass hidden states on to themselves", "use zero-bubble"),
 }
 
 
@@ -60,6 +71,8 @@ class Do(Enum):
 
     FORWARD = "F"
     BACKWARD = "B"
+    INPUT = "I"  # the first half of a backward: the gradient of the input
+    WEIGHT = "W"  # the second: the gradients of the weights
     UNSHARD = "UNSHARD"
     RESHARD = "RESHARD"
     REDUCE = "REDUCE_GRAD"
@@ -73,6 +86,8 @@ class Action(NamedTuple):
     micro_batch: int = -1
 
 
+#: What ends a micro batch on a chunk.
+_LAST = (Do.BACKWARD, Do.WEIGHT)
 #: Micro batches beyond those in flight that need to be played: each is like the one before it.
 _FURTHER = 3
 #: Rounds of the interleaved schedule that need to be played: at most two of warm-up, a steady one, and the last.
@@ -94,7 +109,7 @@ class PipelineOrder:
         takes_fewer: there may be fewer micro batches than stages, as under DeepSpeed.
 
     Raises:
-        BadInput: fewer micro batches than 1F1B has stages, or some that the interleaved schedule cannot take in equal rounds.
+        BadInput: fewer micro batches than 1F1B has stages, or some that a schedule of rounds cannot take in equal ones.
     """
 
     schedule: PipelineSchedule
@@ -107,20 +122,28 @@ class PipelineOrder:
     def __post_init__(self) -> None:
         if self.schedule is PipelineSchedule.GPIPE:
             return
-        if self.chunks == 1 and self.micro_batches < self.ranks and not self.takes_fewer:
+        if not self.looped and self.micro_batches < self.ranks and not self.takes_fewer:
             what = f"1f1b over {self.ranks} stages takes {self.ranks} micro batches or more, and not {self.micro_batches}"
             raise BadInput(what, where="--grad-accum", remedy=f"use --grad-accum {self.ranks} or more, or --schedule gpipe")
-        if self.chunks > 1 and self.micro_batches % self.rounds:
-            what = f"the {self.rounds} rounds of the interleaved schedule do not divide {self.micro_batches} micro batches"
+        if self.looped and self.micro_batches % self.rounds:
+            kind = self.schedule if self.schedule.halves else "interleaved"
+            what = f"the {self.rounds} rounds of the {kind} schedule do not divide {self.micro_batches} micro batches"
             raise BadInput(what, where="--grad-accum", remedy=f"use a multiple of --pp {self.ranks}")
 
     @property
+    def looped(self) -> bool:
+        """Whether torch runs it as a looped schedule. See Note [Looped schedules]."""
+        return self.chunks > 1 or self.schedule.halves
+
+    @property
     def rounds(self) -> int:
-        """The rounds in which the interleaved schedule takes the micro batches."""
+        """The rounds in which an interleaved schedule takes the micro batches."""
         return max(1, self.micro_batches // self.ranks)
 
     def actions(self) -> list[Action]:
         """Return the forwards and backwards of a step."""
+        if self.schedule.halves:
+            return self._zero_bubble()
         if self.chunks == 1:
             return self._one_chunk()
         if self.schedule is PipelineSchedule.GPIPE:
@@ -128,8 +151,11 @@ class PipelineOrder:
         return self._interleaved(self.rounds, self.micro_batches // self.rounds)
 
     def shortened(self) -> list[Action]:
-        """Return the forwards and backwards of a step with fewer micro batches that reaches the same steady state."""
-        if self.schedule is PipelineSchedule.GPIPE:
+        """Return the forwards and backwards of a step with fewer micro batches that reaches the same steady state.
+
+        Where a backward runs in two halves, the gradients of all micro batches' inputs stay, so that each is played.
+        """
+        if self.schedule is PipelineSchedule.GPIPE or self.schedule.halves:
             return self.actions()
         if self.chunks == 1:
             played = min(self.micro_batches, self.ranks - self.rank + _FURTHER)
@@ -154,8 +180,8 @@ class PipelineOrder:
         forwards = [Action(Do.FORWARD, chunk, number) for chunk in chunks for number in numbers]
         return forwards + [Action(Do.BACKWARD, chunk, number) for chunk in reversed(chunks) for number in reversed(numbers)]
 
-    def _interleaved(self, rounds: int, in_round: int) -> list[Action]:
-        """Each round takes `in_round` micro batches through all chunks."""
+    def _in_rounds(self, rounds: int, in_round: int) -> tuple[list[Action], list[Action]]:
+        """Return forwards and backwards, each round of which takes `in_round` micro batches through all chunks."""
         forwards = [
             Action(Do.FORWARD, chunk, turn * in_round + number)
             for turn in range(rounds)
@@ -163,19 +189,34 @@ class PipelineOrder:
             for number in range(in_round)
         ]
         last = self.chunks - 1
-        backwards = [Action(Do.BACKWARD, last - forward.chunk, forward.micro_batch) for forward in forwards]
+        return forwards, [Action(Do.BACKWARD, last - forward.chunk, forward.micro_batch) for forward in forwards]
+
+    def _interleaved(self, rounds: int, in_round: int) -> list[Action]:
+        forwards, backwards = self._in_rounds(rounds, in_round)
         ahead = min((self.chunks - 1) * in_round + 2 * (self.ranks - 1 - self.rank), len(forwards))
         found = forwards[:ahead]
         for forward, backward in zip(forwards[ahead:], backwards, strict=False):
             found += (forward, backward)
         return found + backwards[len(forwards) - ahead :]
 
+    def _zero_bubble(self) -> list[Action]:
+        in_round = self.micro_batches // self.rounds
+        forwards, backwards = self._in_rounds(self.rounds, in_round)
+        ahead = min((self.chunks - 1) * in_round + self.ranks - 1 - self.rank, len(forwards))
+        found, weights = forwards[:ahead], iter(one._replace(do=Do.WEIGHT) for one in backwards)
+        for number, backward in enumerate(backwards):
+            found += forwards[ahead + number : ahead + number + 1]
+            found.append(backward._replace(do=Do.INPUT))
+            if number >= self.rank:
+                found.append(next(weights))
+        return found + list(weights)
+
 
 def in_flight(actions: Iterable[Action], chunks: int) -> list[int]:
     """Return for each chunk the most micro batches of which the forward has run and the backward has not."""
     now, most = [0] * chunks, [0] * chunks
     for do, chunk, _ in actions:
-        now[chunk] += (do is Do.FORWARD) - (do is Do.BACKWARD)
+        now[chunk] += (do is Do.FORWARD) - (do in _LAST)
         most[chunk] = max(most[chunk], now[chunk])
     return most
 
@@ -184,7 +225,7 @@ def with_gathers(actions: Sequence[Action]) -> list[Action]:
     """Add to forwards and backwards what a looped schedule gathers, reduces and reshards. See Note [Looped schedules]."""
     left: dict[int, int] = {}
     for do, chunk, _ in actions:
-        left[chunk] = left.get(chunk, 0) + (do is Do.BACKWARD)
+        left[chunk] = left.get(chunk, 0) + (do in _LAST)
     gathered: list[int] = []
     found: list[Action] = []
     for at, action in enumerate(actions):
@@ -197,7 +238,7 @@ def with_gathers(actions: Sequence[Action]) -> list[Action]:
                 gathered.append(chunk)
                 found.append(Action(Do.UNSHARD, chunk))
         found.append(action)
-        if action.do is Do.BACKWARD:
+        if action.do in _LAST:
             left[action.chunk] -= 1
             if not left[action.chunk]:
                 found.append(Action(Do.REDUCE, action.chunk))

@@ -55,6 +55,7 @@ class Mark(IntEnum):
     BACKWARD_END = 3
     REFERENCE_BEGIN = 4  # until the next mark, modules are those of a reference model, which an engine shards, too
     REFERENCE_END = 5
+    WEIGHTS_BEGIN = 6  # of a backward in two halves: the gradients of inputs are made, those of weights follow
 
 
 class Kind(IntEnum):
@@ -126,7 +127,8 @@ class ExpandedTape:
     A tape is equal to itself alone: caches hold it as a key without comparing its columns.
     `evaluation` is the forward of another batch, which the same modules run between two steps; `generation` what they generate
     before each. `shapes` are the micro
-    batches of the first steps where batches differ in length; this tape is the last of them.
+    batches of the first steps where batches differ in length; this tape is the last of them. `halves` is the same micro batch
+    with its backward in two halves (:mod:`zeroplan.trace.halves`), for pipelines that run them apart.
     """
 
     modules: tuple[TapeModule, ...]
@@ -139,6 +141,7 @@ class ExpandedTape:
     evaluation: EvaluationTape | None = None
     shapes: tuple[ExpandedTape, ...] = ()
     generation: ExpandedTape | None = None
+    halves: ExpandedTape | None = None
 
     def __len__(self) -> int:
         return len(self.op)

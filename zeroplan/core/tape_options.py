@@ -69,7 +69,8 @@ class TraceOptions:
     sequences, tokens and LoRA rank that the tape holds for, since compiled graphs are made for one shape; None for any.
     `sparse`: block-sparse attention, whatever `attn` says (:mod:`zeroplan.trace.sparse_attention`). With a `pair_loss` a micro
     batch holds pairs, and the loss is computed over all their logits (:mod:`zeroplan.trace.pair_loss`), in fp32 with
-    `wide_logits`.
+    `wide_logits`. `halves`: the backward makes the gradients of activations first, and those of weights behind all of them
+    (:mod:`zeroplan.trace.halves`).
     """
 
     attn: Attention = Attention.SDPA
@@ -100,6 +101,7 @@ class TraceOptions:
     at: tuple[int, int, int] | None = None
     pair_loss: PairLoss | None = None
     wide_logits: bool = False
+    halves: bool = False
 
     @property
     def split_tokens(self) -> int:
@@ -147,6 +149,8 @@ class TraceOptions:
             parts.append("at" + "x".join(map(str, self.at)))
         if self.pair_loss is not None:
             parts.append(f"pairs-{self.pair_loss}" + ("-fp32" if self.wide_logits else ""))
+        if self.halves:
+            parts.append("halves")
         return "_".join(parts)
 
 

@@ -78,6 +78,15 @@ class Case:
         return chunks_of(blocks, self.layout.pp, self.layout.vpp, self.pp_rank)
 
     @property
+    def halves(self) -> bool:
+        """Whether pipeline stages run a backward in two halves: gradients of activations, then those of weights."""
+        if self.layout.pp == 1:
+            return False
+        from zeroplan.core.pipeline_order import schedule_of
+
+        return schedule_of(self.pipeline).halves
+
+    @property
     def layout(self) -> ParallelLayout:
         """Division of the work among the ranks: `parallel`, or data parallelism over the whole cluster."""
         return self.parallel or self.cluster.layout

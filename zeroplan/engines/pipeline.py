@@ -18,12 +18,21 @@ Note [Cutting a tape]
 
     A rank with several chunks (vpp) has one part of the tape for each. They have a schedule each, whose hooks are called as
     :func:`~zeroplan.core.pipeline_order.with_gathers` orders them.
+
+Note [A stage's halves]
+    Where a backward runs in two halves, stages behind the first play a tape of such a backward (``ExpandedTape.halves``), cut
+    at the same places. The graph stays until the end of the second half, with what it saved; logits go with the first, as the
+    loss's part of the graph does. The residual stream's gradient is never added to in place, since a weight's product waits
+    for it. The first stage receives nothing, so its whole backward runs in the second half. Gradients of inputs stay on what
+    was received (``.grad``) until the next step begins, of every micro batch.
+    Source: torch/distributed/pipelining/stage.py (``backward_one_chunk``, ``clear_runtime_states``), _backward.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
@@ -49,6 +58,7 @@ class StageTape:
     Attributes:
         tape: its modules and parameters, and the events of one micro batch: the forward, then the backward.
         split: where the backward begins.
+        weights: where its second half begins; -1 where it has one.
         inputs: bytes of the batch's tensors for one micro batch.
         sent: the storage of the gradient of the stage's input, which is sent to the stage before; -1 on the first.
         hidden: bytes of the hidden states that stages send each other.
@@ -63,6 +73,7 @@ class StageTape:
     hidden: int
     returned: int = -1
     logits: int = -1
+    weights: int = -1
 
 
 class _Cut:
@@ -80,7 +91,7 @@ class _Cut:
         self.shared = self._shared()
         self.out = ExpandedTape(self._modules(), tuple(tape.params[p] for p in self.params))
         self.made: dict[int, int] = {}  # kept storages, by their kind
-        self.late: list[list[int]] = [[], []]  # freed at the end of the forward, of the backward
+        self.late: list[list[int]] = [[], [], []]  # freed at the end of the forward, of the backward's first half, its second
 
     def _members(self) -> dict[int, int]:
         """Return the block's number of each module that lies in one."""
@@ -126,11 +137,13 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
     """
     walk = _Cut(tape, stage)
     backward = running = False
+    weights, halves = -1, (int(Op.MARK), int(Mark.WEIGHTS_BEGIN)) in zip(tape.op, tape.arg, strict=True)
+    final = 2 if halves else 1
     last, place, inputs, split = max(walk.blocks.values()), -1, 0, 0  # -1: before the blocks, last + 1: behind them
     in_embedding = False
     sizes: dict[int, int] = {}
     hidden = _hidden_bytes(tape, walk)
-    residual, summed = -1, -1 if stage.is_last or not stage.end else _first_sum(tape, walk, hidden)
+    residual, summed = -1, -1 if stage.is_last or not stage.end or halves else _first_sum(tape, walk, hidden)
     made_backward: list[int] = []
     output = logits = head = returned = -1
     copy = _output_of(tape, walk, hidden, stage.first - 1) if copies and not stage.is_first else -1
@@ -145,6 +158,9 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
             if arg == Mark.BACKWARD_BEGIN:
                 _free_late(walk, 0)
                 split, backward, place = len(walk.out), True, last + 1
+            elif arg == Mark.WEIGHTS_BEGIN:
+                _free_late(walk, 1)
+                weights, place = len(walk.out), -1
             continue
         if op == (Op.BWD_ENTER if backward else Op.ENTER) and arg in walk.blocks:
             place = walk.blocks[arg]
@@ -158,7 +174,7 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
                 walk.made[arg] = kind
                 sizes[arg] = aux
                 walk.add(op, arg, aux, kind, module)
-                if backward and aux == hidden:
+                if backward and weights < 0 and aux == hidden:
                     made_backward.append(arg)
                 elif aux == hidden and not stage.is_last and _makes(walk, module, stage.end - 1):
                     output = arg
@@ -178,8 +194,10 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
                     pass
                 elif kept and not kept_on and (backward or arg != copy):
                     walk.add(op, arg)
+                elif kept_on:
+                    walk.late[final if arg == output else 1].append(arg)
                 else:
-                    walk.late[1 if backward or kept_on else 0].append(arg)
+                    walk.late[(1 if weights < 0 else 2) if backward else 0].append(arg)
             elif kept and arg in received and residual in walk.late[1]:  # what stands for it on this stage
                 walk.late[1].remove(residual)
                 walk.add(op, residual)
@@ -197,17 +215,17 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
         elif backward and op == Op.BWD_EXIT and tape.modules[arg].name.rpartition(".")[2] == HEAD:
             for storage, param in walk.shared.items():
                 walk.add(Op.GRAD, walk.place[param], storage)
-        elif backward and op == Op.BWD_EXIT and arg in walk.blocks and walk.blocks[arg] == 0:
-            place = -1
-    made = [s for s in (residual, *made_backward) if s in walk.late[1]]
+        elif backward and op == Op.BWD_EXIT and arg in walk.blocks and walk.blocks[arg] == (0 if weights < 0 else last):
+            place = -1 if weights < 0 else last + 1
+    made = [s for s in (residual, *made_backward) if s in walk.late[final]]
     sent = made[-1] if made else -1
     if sent < 0 and not stage.is_first:
         raise BadInput("the gradient that a stage sends is not found", where="--pp", remedy="use --pp 1")
     if not stage.is_first:
-        walk.late[1].remove(sent)
-    _free_late(walk, 1)
+        walk.late[final].remove(sent)
+    _free_late(walk, final)
     return StageTape(
-        walk.out, split, inputs, -1 if stage.is_first else sent, hidden, split if returned < 0 else returned, logits
+        walk.out, split, inputs, -1 if stage.is_first else sent, hidden, split if returned < 0 else returned, logits, weights
     )
 
 
@@ -334,12 +352,14 @@ def play_pipeline(
     count = run.order.micro_batches
     actions = run.order.shortened()
     players = _players(run, chunks, recorder, in_flight(actions, len(chunks)))
-    looped = len(chunks) > 1
+    looped = run.order.looped
     if looped:
         actions = with_gathers(actions)
     inputs = sum(chunk.part.inputs for chunk in chunks)
     for step in range(run.steps):
         batch = recorder.alloc(inputs * count, Buffer.INPUT) if inputs else -1
+        for player in players:
+            player.drop_received()
         if not step:  # static buffers, for the whole run
             for chunk in chunks:
                 for needed in (not chunk.stage.is_first, not chunk.stage.is_last):
@@ -369,6 +389,12 @@ def _act(action: Action, players: Sequence[_StagePlayer], recorder: Recorder) ->
         recorder.mark("fwd")
     elif action.do is Do.BACKWARD:
         player.backward(action.micro_batch)
+        recorder.mark("bwd")
+    elif action.do is Do.INPUT:
+        player.backward_input(action.micro_batch)
+        recorder.mark("bwd")
+    elif action.do is Do.WEIGHT:
+        player.backward_weights(action.micro_batch)
         recorder.mark("bwd")
     elif action.do is Do.UNSHARD:
         player.schedule.unshard()
@@ -403,13 +429,17 @@ class _StagePlayer(CuePlayer):
         self.width = 1 + max(part.tape.arg, default=0)
         self.forwards: list[tuple[Cue, ...]] = []
         self.backwards: list[tuple[Cue, ...]] = []
+        self.weights: list[tuple[Cue, ...]] = []
+        halves = (self.forwards, self.backwards, self.weights)
         for slot in range(slots):
             tape = shifted(part.tape, base + slot * self.width)
-            for half, (begin, end) in enumerate(((0, part.split), (part.split, len(tape)))):
-                taken = workspaces_of(tape, range(begin, end), half) if not slot else []
-                (self.backwards if half else self.forwards).append(cues_of(tape, range(begin, end), taken, True, blocks))
+            ends = (0, part.split, len(tape) if part.weights < 0 else part.weights, len(tape))
+            for half, (begin, end) in enumerate(pairwise(ends)):
+                taken = workspaces_of(tape, range(begin, end), half) if not slot and half < len(ends) - 2 else []
+                halves[half].append(cues_of(tape, range(begin, end), taken, True, blocks))
         super().__init__(recorder, chunk.schedule, blocks, run.cublas_workspace)
         self.sent = -1
+        self.received: list[int] = []  # gradients that stay on the inputs of which they are
 
     def forward(self, number: int) -> None:
         """Run a micro batch's forward."""
@@ -427,6 +457,30 @@ class _StagePlayer(CuePlayer):
         self.drop_sent()
         if self.part.sent >= 0:
             self.sent = self.recorder.handle_of(self.part.sent + self.base + slot * self.width)
+
+    def backward_input(self, number: int) -> None:
+        """Run the first half of its backward, which the first stage has none of. See Note [A stage's halves]."""
+        slot = number % self.slots
+        self.schedule.wait_for_unshard()
+        if self.part.weights < 0:
+            return
+        self.schedule.backward_begin(False)
+        self.run(self.backwards[slot])
+        self.schedule.backward_end(False)
+        self.received.append(self.recorder.handle_of(self.part.sent + self.base + slot * self.width))
+
+    def backward_weights(self, number: int) -> None:
+        """Run the second half of its backward, all of it on the first stage."""
+        if self.part.weights < 0:
+            self.backward(number)
+        else:
+            self.run(self.weights[number % self.slots])
+
+    def drop_received(self) -> None:
+        """Free the gradients of the inputs of a step's micro batches."""
+        for handle in self.received:
+            self.recorder.free(handle)
+        self.received.clear()
 
     def drop_sent(self) -> None:
         """Free the gradient that was sent last."""

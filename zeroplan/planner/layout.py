@@ -97,12 +97,14 @@ def without_degrees(request: Request) -> str:
     return f"leave {' and '.join(said) or '--dp-replicate'} out"
 
 
-def unmeasured(layout: ParallelLayout) -> str:
+def unmeasured(layout: ParallelLayout, schedule: str) -> str:
     """Return a warning where a layout was not held against a GPU, or was not met as closely as others; empty elsewhere."""
     if layout.own_experts:
         return "MoE layers: as DeepSpeed's source has them, but not measured on a GPU"
     if layout.ulysses > 1:
         return "--ulysses: as DeepSpeed's source has it, but not measured on a GPU"
+    if schedule == "zero-bubble":
+        return "--schedule zero-bubble: as torch's own schedule allocates, but not measured on a GPU; the interval is wide"
     if layout.vpp > 1:
         return "--vpp: one of five measured ranks reserved 12 % more than its plan says, and the interval is as wide"
     return ""
@@ -246,6 +248,8 @@ def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workloa
         raise BadInput("sequence parallelism on pipeline stages is not modelled", where="--sp", remedy="leave --sp or --pp out")
     if workload.lora_rank is not None:
         raise BadInput("pipeline stages with LoRA are not modelled", where="--pp", remedy="leave --lora-rank out")
+    if order.halves:
+        _require_halves(layout, spec, workload)
     if partition:
         if schedule != DEFAULT_SCHEDULE or layout.vpp > 1:
             where = "--vpp" if layout.vpp > 1 else "--schedule"
@@ -254,3 +258,23 @@ def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workloa
         return
     stages_of(len({block for block in spec.parameters.blocks if block}), layout.pp * layout.vpp)
     PipelineOrder(order, 0, layout.pp, layout.vpp, workload.grad_accum)
+
+
+def _require_halves(layout: ParallelLayout, spec: ModelSpec, workload: Workload) -> None:
+    """Refuse where the halves of a backward are not known, or run otherwise than anyone wants."""
+    from zeroplan.core.tensor_parallel import PLANS
+
+    where, remedy = "--schedule", "use 1f1b"
+    if workload.recomputation is not None:
+        what = (
+            "the second half of a zero-bubble backward recomputes a block once for each of its weights, which is not modelled"
+        )
+        raise BadInput(what, where=where, remedy="use 1f1b, or --no-gradient-checkpointing")
+    if workload.compile is not None:
+        raise BadInput("torch runs no zero-bubble schedule of compiled models", where=where, remedy="use 1f1b, or no --compile")
+    shared = next((name for name in ("tp", "cp", "ep") if getattr(layout, name) > 1), None)
+    if shared is not None:
+        what = f"a backward in two halves is not modelled with --{shared}"
+        raise BadInput(what, where=where, remedy=f"{remedy}, or leave --{shared} at 1")
+    if spec.model_type not in PLANS:
+        raise BadInput(f"a backward of {spec.model_type} in two halves is not modelled", where=where, remedy=remedy)

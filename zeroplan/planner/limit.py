@@ -60,7 +60,7 @@ def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: Al
     usable = case.cluster.usable_vram
     allocated, reserved = simulation.peak_allocated, simulation.peak_reserved
     lags = [run.peak_reserved for run in simulation.other_lags]
-    unsure = outside.spread + round((LOOPED_SPREAD if case.layout.vpp > 1 else RESERVED_SPREAD) * reserved)
+    unsure = outside.spread + round((LOOPED_SPREAD if case.layout.vpp > 1 or case.halves else RESERVED_SPREAD) * reserved)
     least = min(reserved, *lags, reserved if simulation.least_reserved is None else simulation.least_reserved)
     low = max(allocated + outside.total - outside.spread, least + outside.total - unsure)
     high = max([reserved, *lags]) + outside.total + unsure

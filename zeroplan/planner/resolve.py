@@ -175,7 +175,7 @@ def resolve(request: Request) -> Resolved:
             "compiled models are planned for data parallelism alone", where="--compile", remedy=without_degrees(request)
         )
     warnings += [f"{where}: as DeepSpeed's source has it, but not measured on a GPU" for where in tiled]
-    if layout is not None and not engine.own_layers and (said := unmeasured(layout)):
+    if layout is not None and not engine.own_layers and (said := unmeasured(layout, request.schedule)):
         warnings.append(said)
     every = [
         Case(

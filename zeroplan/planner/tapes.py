@@ -19,7 +19,7 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.evaluation import evaluation_tape
 from zeroplan.planner.generation import generated, known_cache
-from zeroplan.tapes import find_tape, get_tape
+from zeroplan.tapes import find_tape, get_tape, lookup, tape_for
 
 #: Layers that are simulated at most, several stacks' together: each is played, so time and memory grow with them. Published
 #: models have some 300; at this bound a table of every stage takes about 10 s of one core and 700 MB.
@@ -140,6 +140,8 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
             tape = _traced(spec, workload, zero3, case.parallel)
         expanded = expand_for(tape, case, trace=True, zero3=zero3)
+        if case.halves:
+            expanded = replace(expanded, halves=_halves(case))
         return expanded if workload.compile is None or not engine.starts_uncompiled else _after_eager(expanded, case, zero3)
     except NoTapeError as error:
         if workload.images:  # no formula knows what images keep
@@ -149,6 +151,12 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         if workload.images:
             raise
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
+
+
+def _halves(case: Case) -> ExpandedTape:
+    """Return the case's tape with its backward in two halves."""
+    options = replace(options_for(case.workload, layout=case.parallel), halves=True)
+    return expand_for(lookup(case.spec, options) or tape_for(case.spec, options, case.workload), case)
 
 
 def _after_eager(tape: ExpandedTape, case: Case, zero3: bool) -> ExpandedTape:
@@ -191,7 +199,7 @@ class ExpandedTapes:
             )
         if self._engine.own_layers:
             return expanded_tape_of(self._engine, case)
-        key = self._engine.trace_options(case).key
+        key = self._engine.trace_options(case).key + ("_halves" if case.halves else "")
         if key not in self._known:
             try:
                 self._known[key] = expanded_tape_of(self._engine, case)

@@ -20,7 +20,8 @@ def play(orders: Sequence[Sequence[Action]], stages: Sequence[StageTime], sendin
     """Return the seconds from the first forward to the last backward of a step.
 
     A rank works off its actions in their order. A forward waits for the stage before it, a backward for the stage behind it,
-    and both for what these send.
+    and both for what these send. The halves of a backward take as long as each other: as many products make the gradients of
+    inputs as those of weights. A first stage runs both in the second.
 
     Args:
         orders: each rank's forwards and backwards; chunk c of rank r is stage c × ranks + r.
@@ -43,7 +44,7 @@ def play(orders: Sequence[Sequence[Action]], stages: Sequence[StageTime], sendin
                     break
                 do, chunk, number = actions[at[rank]]
                 stage = chunk * ranks + rank
-                taken = stages[stage].forward if do is Do.FORWARD else stages[stage].backward
+                taken = stages[stage].forward if do is Do.FORWARD else stages[stage].backward * _part(do, stage)
                 free[rank] = ends[do, stage, number] = max(free[rank], begin) + taken
                 at[rank] += 1
                 left -= 1
@@ -52,12 +53,23 @@ def play(orders: Sequence[Sequence[Action]], stages: Sequence[StageTime], sendin
     return max(free)
 
 
+def _part(do: Do, stage: int) -> float:
+    """Return the part of a stage's backward that an action runs."""
+    if do is Do.BACKWARD:
+        return 1.0
+    if not stage:
+        return float(do is Do.WEIGHT)
+    return 0.5
+
+
 def _begin(
     action: Action, rank: int, ranks: int, stages: int, ends: dict[tuple[Do, int, int], float], sending: float
 ) -> float | None:
     """Return when an action's input is there; None where that is not known yet."""
     do, chunk, number = action
     stage = chunk * ranks + rank
+    if do is Do.WEIGHT:
+        return 0.0  # its rank has run the first half
     if do is Do.FORWARD:
         if not stage:
             return 0.0

@@ -194,18 +194,18 @@ class TraceFolder:
         return spans
 
     def _starts(self) -> list[tuple[int, int, int, int]]:
-        """Return the first event, stack, block and end of each block's forward and backward.
+        """Return the first event, stack, block and end of each block's forward and backward, or both halves of its backward.
 
         A block's events reach to the begin of the next block; those of the last block to its own end.
         """
         block_of = {m: (s, b) for s, stack in enumerate(self.stacks) for b, m in enumerate(stack.modules)}
-        backward = False
-        begun: set[tuple[int, int, bool]] = set()
-        starts: list[tuple[int, int, int, bool]] = []
-        ends: dict[tuple[int, int, bool], int] = {}
+        backward = 0
+        begun: set[tuple[int, int, int]] = set()
+        starts: list[tuple[int, int, int, int]] = []
+        ends: dict[tuple[int, int, int], int] = {}
         for i, (op, arg) in enumerate(zip(self.trace.op, self.trace.arg, strict=True)):
             if op == Op.MARK:
-                backward = backward or arg == Mark.BACKWARD_BEGIN
+                backward += arg in (Mark.BACKWARD_BEGIN, Mark.WEIGHTS_BEGIN)
             elif op in (Op.ENTER, Op.BWD_ENTER) and arg in block_of:
                 key = (*block_of[arg], backward)
                 if key not in begun:

@@ -45,6 +45,14 @@ _READ = _aten._local_scalar_dense.default
 #: (yes), and whether a random number is below a layer's drop probability (no).
 _READ_AS = {torch.bool: False, torch.float32: 1.0, torch.float16: 1.0, torch.bfloat16: 1.0}
 _TRUE_OF = (_aten.all.default, _aten.all.dim, _aten.all.dims, _aten.eq.Scalar)
+#: The phase that begins with each mark: 0 is none, 1 the forward, 2 the backward.
+_PHASE_BEHIND = {
+    Mark.FORWARD_BEGIN: 1,
+    Mark.FORWARD_END: 1,
+    Mark.BACKWARD_BEGIN: 2,
+    Mark.WEIGHTS_BEGIN: 2,
+    Mark.BACKWARD_END: 0,
+}
 #: Out-of-place operators that stand for an in-place one in these nodes while a dispatch mode is on.
 _IN_PLACE_IN_EAGER = {
     ("IndexBackward0", _aten.index_put.default),
@@ -165,6 +173,7 @@ class StorageRecorder(TorchDispatchMode):
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._holders: list[int] = []
         self._engine_owned: set[int] = set()
+        self._grad_when_dropped: dict[int, int] = {}
         self._param_storages: set[int] = set()
         for tensor in outside:
             self._param_storages.add(self._follow(tensor, -1))
@@ -188,7 +197,9 @@ class StorageRecorder(TorchDispatchMode):
         if ident < 0:
             return
         self._holders[ident] -= 1
-        if self._holders[ident] == 0 and ident not in self._engine_owned:
+        if self._holders[ident] == 0 and ident in self._grad_when_dropped:
+            self.out.add(Op.GRAD, self._grad_when_dropped[ident], ident)
+        elif self._holders[ident] == 0 and ident not in self._engine_owned:
             self.out.add(Op.FREE, ident)
 
     def _new(self, size: Size, last: int = 0, *, cast: bool = False, collective: bool = False) -> int:
@@ -334,18 +345,22 @@ class StorageRecorder(TorchDispatchMode):
     # ---- marks -----------------------------------------------------------------------------------------------------------
     def mark(self, mark: Mark) -> None:
         """Record a point of the micro batch, and set the phase."""
-        if mark is Mark.BACKWARD_END and self.calls is not None:
+        if mark in (Mark.WEIGHTS_BEGIN, Mark.BACKWARD_END) and self.calls is not None:
             for _, module in self.calls.moved(-1):
                 self.out.add(Op.BWD_EXIT, module)
         self.modules.clear()
         self.out.add(Op.MARK, mark)
-        self.phase = {Mark.FORWARD_BEGIN: 1, Mark.FORWARD_END: 1, Mark.BACKWARD_BEGIN: 2, Mark.BACKWARD_END: 0}[mark]
+        self.phase = _PHASE_BEHIND[mark]
 
     def gradient(self, param: int, tensor: torch.Tensor) -> None:
         """Record that a parameter's gradient is complete. From here on it belongs to the engine."""
         ident = self.ident(tensor)
         self._engine_owned.add(ident)
         self.out.add(Op.GRAD, param, ident)
+
+    def gradient_when_dropped(self, param: int, tensor: torch.Tensor) -> None:
+        """Let a parameter's gradient be the engine's as soon as nothing in the backward refers to it any more."""
+        self._grad_when_dropped[self.ident(tensor)] = param
 
 
 def _called_by_python() -> bool:

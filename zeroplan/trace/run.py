@@ -16,6 +16,7 @@ from zeroplan.core.tape import Mark
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
+from zeroplan.trace.halves import BackwardInHalves
 from zeroplan.trace.hooks import ModuleHooks
 from zeroplan.trace.known import KnownValues
 from zeroplan.trace.pair_loss import loss_of_pairs
@@ -71,6 +72,7 @@ def _record(
     try:
         with ranks.running(), regions, recorder, functions:
             batch = inputs()
+            halves = BackwardInHalves(model, recorder) if options.halves else None
             recorder.mark(Mark.FORWARD_BEGIN)
             with torch.set_grad_enabled(not options.evaluation):
                 if options.pair_loss is not None:
@@ -80,9 +82,12 @@ def _record(
             functions.drop_casts()
             recorder.mark(Mark.FORWARD_END)
             recorder.mark(Mark.BACKWARD_BEGIN)
-            if not options.evaluation:
+            if halves is not None:
+                halves.run(loss)
+            elif not options.evaluation:
                 _backward(loss)
             recorder.mark(Mark.BACKWARD_END)
+            del halves
             del loss  # after the mark, since training loops keep the loss and its graph until the next one
             del batch
     finally:

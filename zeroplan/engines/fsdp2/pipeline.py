@@ -9,6 +9,10 @@ Note [FSDP2 on a stage]
     groups of a chunk ahead, on the stream of the computation, and copy them out where the chunk is first needed
     (torch/distributed/pipelining/schedules.py, ``UNSHARD``; _fsdp_param_group.py, ``get_all_gather_streams``). Each chunk is an
     FSDP root of its own; one optimizer steps all of them.
+
+    Where a backward runs in two halves, the second one sets or adds to a parameter's ``.grad`` by itself. Hooks run in the
+    first half, so that FSDP2 takes such a gradient over with the next micro batch's first half, or when it reduces
+    (_backward.py, ``stage_backward_weight``; FSDPParamGroup.post_backward).
 """
 
 from __future__ import annotations
@@ -55,6 +59,14 @@ class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
         for group in self._every():
             self._reshard(group)
 
+    def grad(self, param: int, handle: int) -> None:
+        """Keep a gradient, or add it to one that no hook has taken over."""
+        group = (self.experts if param in self.rank.shared_experts else self.groups)[self.home[param]]
+        if param in group.grads:
+            self.free(handle)
+        else:
+            super().grad(param, handle)
+
     def _post_backward(self, group: Group) -> None:
         if self.reduces:
             super()._post_backward(group)
@@ -73,12 +85,18 @@ class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
 
 
 def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
-    """Record every allocation and free of one pipeline rank's run, in order."""
+    """Record every allocation and free of one pipeline rank's run, in order.
+
+    Raises:
+        ValueError: a schedule that halves backwards, and a tape without :attr:`ExpandedTape.halves`.
+    """
     recorder = Recorder()
-    chunks = [_chunk(rank, stage, tape, recorder) for stage in rank.pipeline_chunks]
-    order = PipelineOrder(
-        schedule_of(rank.pipeline), rank.pp_rank, rank.layout.pp, len(chunks), micro_batches=rank.workload.grad_accum
-    )
+    schedule = schedule_of(rank.pipeline)
+    behind = tape.halves if schedule.halves else tape
+    if behind is None:
+        raise ValueError("a schedule that halves backwards needs the tape of one")
+    chunks = [_chunk(rank, stage, tape if stage.is_first else behind, recorder) for stage in rank.pipeline_chunks]
+    order = PipelineOrder(schedule, rank.pp_rank, rank.layout.pp, len(chunks), micro_batches=rank.workload.grad_accum)
     run = PipelineRun(order, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
     stepped = False
 

@@ -151,6 +151,17 @@ def require_whole_samples(case: Case) -> None:
             raise BadInput(what, where=CURRICULUM_LEARNING, remedy=f"leave the section out, or --{name}")
 
 
+def require_whole_backwards(case: Case) -> None:
+    """Refuse schedules that run a backward in two halves, as the runtime does.
+
+    Raises:
+        BadInput: such a schedule.
+    """
+    if case.halves:
+        what = "an engine of the runtime runs a backward as a whole"
+        raise BadInput(what, where="--schedule", remedy="use 1f1b or gpipe, or --engine fsdp2")
+
+
 def require_droppable(case: Case) -> None:
     """Refuse layer dropping where the runtime does, and in compiled blocks.
 

@@ -47,7 +47,13 @@ _NOT_MODELLED = {
 _COMPILED = ("compile.enable", "training.compile")
 _CONVERTED = ("model.converters", "quantize.converters")
 #: Schedules of torch's, and the chunks that each rank has.
-_SCHEDULES = {"1f1b": ("1f1b", 1), "gpipe": ("gpipe", 1), "interleaved1f1b": ("1f1b", 2), "loopedbfs": ("gpipe", 2)}
+_SCHEDULES = {
+    "1f1b": ("1f1b", 1),
+    "gpipe": ("gpipe", 1),
+    "interleaved1f1b": ("1f1b", 2),
+    "loopedbfs": ("gpipe", 2),
+    "interleavedzerobubble": ("zero-bubble", 2),
+}
 #: Names of one degree in the sections of different years.
 _NAMES = {
     "tp": ("parallelism.tensor_parallel_degree", "training.tensor_parallel_degree"),

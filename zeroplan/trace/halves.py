@@ -1,0 +1,75 @@
+"""A backward in two halves, as zero-bubble pipelines run it: gradients of activations first, those of weights behind them.
+
+Note [Halves]
+    torch's own functions run both halves on the meta device, so what they keep for each other is recorded and not modelled:
+    ``stage_backward_input`` runs the graph to the stage's input and keeps it, with the gradients that arrive at each weight's
+    product; ``stage_backward_weight`` then runs the products, parameter by parameter in their order, and drops the graph.
+    What the stage receives is the embedding's output here. A first stage, which receives none, runs its whole backward in the
+    second half. Source: torch/distributed/pipelining/_backward.py, stage.py (``backward_weight_one_chunk``)
+
+    A weight's gradient belongs to the engine once those functions hold it no more, which is a product later where it is only
+    added to an earlier one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from zeroplan.core.tape import Mark
+from zeroplan.trace.recorder import StorageRecorder
+
+
+class BackwardInHalves:
+    """Runs one backward of a model in two halves. Make it before the forward."""
+
+    def __init__(self, model: nn.Module, recorder: StorageRecorder) -> None:
+        base: Any = model
+        embedding = base.get_input_embeddings()
+        apart = {id(param) for param in embedding.parameters()}
+        self._recorder = recorder
+        self._received: list[torch.Tensor] = []
+        self._weights: list[Any] = [
+            _Weight(recorder, index, param)
+            for index, param in enumerate(model.parameters())
+            if param.requires_grad and id(param) not in apart
+        ]
+        self._handle = embedding.register_forward_hook(self._receive)
+
+    def _receive(self, _: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        received = output.detach().requires_grad_()
+        self._received.append(received)
+        return received
+
+    def run(self, loss: torch.Tensor) -> None:
+        """Run both halves."""
+        self._handle.remove()
+        _, groups = stage_backward_input([loss], None, self._received, iter(self._weights))
+        self._recorder.mark(Mark.WEIGHTS_BEGIN)
+        stage_backward_weight(iter(self._weights), groups)
+
+
+class _Weight:
+    """Stands for a parameter whose gradient torch's functions set."""
+
+    grad_fn = None
+
+    def __init__(self, recorder: StorageRecorder, index: int, param: torch.Tensor) -> None:
+        self._recorder, self._index, self._param = recorder, index, param
+        self.requires_grad = param.requires_grad
+
+    def view_as(self, _: object) -> torch.Tensor:
+        """Return a view of the parameter, by which they find its node in the graph."""
+        return self._param.view_as(self._param)
+
+    @property
+    def grad(self) -> None:
+        """What earlier micro batches left: none."""
+        return None
+
+    @grad.setter
+    def grad(self, value: torch.Tensor) -> None:
+        self._recorder.gradient_when_dropped(self._index, value)

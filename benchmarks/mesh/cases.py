@@ -114,6 +114,26 @@ CASES = (
     Case("V00", LLAMA_14, dp=2, pp=4, vpp=2, pp_rank=0, stage=2, grad_accum=8, micro_batch=1),
     Case("V01", LLAMA_14, dp=2, pp=4, vpp=2, pp_rank=3, stage=2, grad_accum=8, micro_batch=1),
     Case("V02", dp=2, pp=2, vpp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1, schedule="gpipe"),
+    *(
+        Case(f"Z0{i}", dp=2, pp=4, pp_rank=rank, stage=2, grad_accum=8, micro_batch=1, schedule="zero-bubble")
+        for i, rank in enumerate((0, 1, 3))
+    ),
+    *(
+        Case(
+            f"Z0{3 + i}",
+            LLAMA_14,
+            dp=2,
+            pp=4,
+            vpp=2,
+            pp_rank=rank,
+            stage=2,
+            grad_accum=8,
+            micro_batch=1,
+            schedule="zero-bubble",
+        )
+        for i, rank in enumerate((0, 1, 3))
+    ),
+    Case("Z06", QWEN2, dp=4, pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1, schedule="zero-bubble"),
     Case("E00", QWEN3_MOE, dp=8, ep=4),
     Case("E01", QWEN3_MOE, dp=8, ep=8, checkpointing=True),
     Case("E02", QWEN3_MOE, dp=16, ep=4, micro_batch=1, grad_accum=2),
@@ -134,6 +154,7 @@ TWO_GPUS = (
     Case("R07", pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1, schedule="gpipe"),
     Case("R08", pp=2, vpp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1),
     Case("R09", pp=2, vpp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1),
+    Case("R20", pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1, schedule="zero-bubble"),
     Case("R10", QWEN3_MOE, dp=2, ep=2),
     Case("R11", QWEN3_MOE, dp=2, ep=2, checkpointing=True),
     Case("R12", engine="deepspeed", tp=2, stage=0, micro_batch=1),

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     schedules,
 )
@@ -25,7 +26,7 @@ from benchmarks.mesh.cases import Case
 from zeroplan.core.pipeline import Stage, chunks_of
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-LOOPED = {"1f1b": ScheduleInterleaved1F1B, "gpipe": ScheduleLoopedBFS}
+LOOPED = {"1f1b": ScheduleInterleaved1F1B, "gpipe": ScheduleLoopedBFS, "zero-bubble": ScheduleInterleavedZeroBubble}
 
 
 class StageModel(nn.Module):
@@ -69,7 +70,8 @@ def schedule_on(
     if fake:
         _agree_statically()
     options: dict[str, Any] = {"n_microbatches": case.grad_accum, "loss_fn": partial(loss_of, models[-1])}
-    schedule: Any = LOOPED[case.schedule](stages, **options) if case.vpp > 1 else SCHEDULES[case.schedule](stages[0], **options)
+    looped = case.vpp > 1 or case.schedule not in SCHEDULES
+    schedule: Any = LOOPED[case.schedule](stages, **options) if looped else SCHEDULES[case.schedule](stages[0], **options)
     return partial(run, schedule, models)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.mesh.cases import CASES, TWO_GPUS
 from benchmarks.mesh.compare import MEASURED
-from benchmarks.mesh.predict import figures, plan_of
+from benchmarks.mesh.predict import PREDICTED, figures, plan_of
 from zeroplan.tapes import can_trace
 
 #: One trace serves all pipelines without tensor parallelism, another the split tokens.
@@ -77,6 +77,9 @@ def test_the_interval_of_interleaved_stages_holds_what_was_measured(traced_here:
 
 
 def test_every_case_ran() -> None:
+    """All but the zero-bubble ones, which are predicted alone."""
+    ahead = {case.id for case in (*CASES, *TWO_GPUS) if case.schedule == "zero-bubble"}
+    assert ahead <= set(json.loads(PREDICTED.read_text())["predictions"])
     rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
-    assert {row["id"] for row in rows} == {case.id for case in (*CASES, *TWO_GPUS)}
+    assert {row["id"] for row in rows} | ahead == {case.id for case in (*CASES, *TWO_GPUS)}
     assert all(row["ok"] for row in rows)

@@ -62,3 +62,41 @@ def test_tiles_need_gated_mlps() -> None:
 
     with pytest.raises(BadInput, match="no gated MLPs"):
         tile_mlps(torch.nn.Linear(2, 2), 2)
+
+
+@pytest.mark.parametrize("tiles", [17, 40])
+def test_many_tiles_peak_as_if_all_were_traced(monkeypatch: pytest.MonkeyPatch, tiles: int) -> None:
+    from zeroplan.trace import tiled
+    from zeroplan.trace.api import trace_at
+    from zeroplan.trace.fit import TracePoint
+
+    config = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 88,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 160,
+        "tie_word_embeddings": False,
+    }
+    options = TraceOptions(tiled_mlp=tiles, tiled_loss=tiles)
+
+    def traced() -> Any:
+        return trace_at(config, "AutoModelForCausalLM", options, TracePoint(1, 100)).expand(1, 100)
+
+    short = traced()
+    monkeypatch.setattr(tiled, "MOST_TRACED", 1000)
+    whole = traced()
+    assert len(short) < len(whole)
+    assert short.activation_peak == whole.activation_peak
+
+
+@pytest.mark.parametrize(("flag", "said"), [("tiled_loss", "100,000,000 tiles of 512 tokens"), ("tiled_mlp", "of 256 tokens")])
+def test_more_tiles_than_tokens_are_refused(flag: str, said: str) -> None:
+    from zeroplan.planner.estimate import estimate_report
+    from zeroplan.planner.request import Request
+
+    asked = {flag: 100_000_000, "engine": "deepspeed", "stage": 2, "micro_batch": 2, "seq_len": 256, "depth": "formula"}
+    with pytest.raises(BadInput, match=said):
+        estimate_report(Request(model="meta-llama/Llama-3.1-8B", gpus=8, **asked))  # type: ignore[arg-type]

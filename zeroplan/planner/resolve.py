@@ -103,6 +103,8 @@ def resolve(request: Request) -> Resolved:
     tiled = [f"--tiled-{name}" for name in ("mlp", "loss") if getattr(workload, f"tiled_{name}")]
     if tiled and not engine.tiles_mlps:
         raise BadInput(f"tiles are DeepSpeed's, and {engine.name} has none", where=tiled[0], remedy="use --engine deepspeed")
+    if tiled:
+        _require_tiles(request, workload)
     if workload.tiled_loss:
         _require_plain_loss(request, spec, workload)
     if workload.quantize is not None:
@@ -194,6 +196,18 @@ def resolve(request: Request) -> Resolved:
     cases = _cases(request, engine, every)
     warnings += sorted({said for case in cases if (said := engine.remark(case))})
     return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings), unmodelled)
+
+
+def _require_tiles(request: Request, workload: Workload) -> None:
+    """Refuse more tiles than there are tokens: a rank's of a sample for MLPs, those of all samples for the loss.
+
+    Raises:
+        BadInput: such a number.
+    """
+    tokens = (workload.seq_len or 1) // request.ulysses
+    for name, count, most in (("mlp", workload.tiled_mlp, tokens), ("loss", workload.tiled_loss, tokens * workload.rows)):
+        if count > most:
+            raise BadInput(f"{count:,} tiles of {most:,} tokens", where=f"--tiled-{name}", remedy="use 8, or fewer than tokens")
 
 
 def _require_plain_loss(request: Request, spec: ModelSpec, workload: Workload) -> None:

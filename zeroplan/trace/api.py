@@ -27,6 +27,7 @@ from zeroplan.trace.fold import DoesNotFoldError, UnlikeError
 from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording
 from zeroplan.trace.run import record
+from zeroplan.trace.tiled import MOST_TRACED
 
 #: Offsets of the traced sequence lengths from the begin of a range. They are no multiples of 128, so that padding shows.
 _STEPS = (192, 320, 448)
@@ -137,7 +138,8 @@ def traced(
 ) -> Tape:
     """Trace the tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
     try:
-        if not options.images and options.at is None:  # images' placeholders need a length of their own
+        many = max(options.tiled_mlp, options.tiled_loss) > MOST_TRACED
+        if not options.images and options.at is None and not many:  # images' placeholders need a length of their own
             return trace_model(config, auto_class, options)
     except (UnlikeError, DoesNotFitError):
         pass

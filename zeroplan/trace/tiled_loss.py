@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.trace.tiled import add_into, backward_within, one_tile
+from zeroplan.trace.tiled import add_into, backward_within, one_tile, repeats
 
 _IGNORED = -100
 
@@ -72,6 +72,10 @@ class TiledLossCall(torch.autograd.Function):
         for index, (piece, answer) in enumerate(zip(pieces, answers, strict=True)):
             piece.requires_grad_()
             end = begin + piece.shape[0]
+            if repeats(index, len(pieces), piece):
+                losses.append(torch.empty_like(losses[-1]))
+                begin = end
+                continue
             piece.register_post_accumulate_grad_hook(partial(add_into, outgoing[begin:end]))
             with one_tile(index, len(pieces)):
                 with torch.enable_grad():

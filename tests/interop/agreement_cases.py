@@ -126,6 +126,10 @@ CASES: dict[str, tuple[Config, str | None]] = {
     "wall clock word": (job({"wall_clock_breakdown": "yes"}), "value.type"),
     # what the engine refuses
     "one-bit adam": (job(zero(2), optimizer("OneBitAdam")), "optimizer.one_bit"),
+    "one-bit's key for adam": (job(optimizer("AdamW", freeze_step=3)), "optimizer.params"),
+    "fused amsgrad": (job(optimizer("AdamW", amsgrad=True)), "optimizer.params"),
+    "momentum in words": (job(optimizer("SGD", momentum="abc")), "optimizer.params"),
+    "rate in words": (job(zero(2), optimizer("AdamW", lr="1e-4")), "optimizer.params"),
     "made-up optimizer": (job(optimizer("AdamX")), "optimizer.unsupported"),
     "8-bit adam": (job(optimizer("AdamW8bit")), "optimizer.of_runtime"),
     "lower-case sgd": (job(optimizer("sgd")), "optimizer.unsupported"),

@@ -44,7 +44,7 @@ ANSWERS: dict[str, tuple[int, list[str]]] = {
         2,
         [
             "DeepSpeed 0.19.8 refuses this file: 1 error.",
-            "OneBitAdam is gone from DeepSpeed 0.19, and before that the 1-bit optimizers refused ZeRO (here stage 2)",
+            "OneBitAdam is gone since DeepSpeed 0.19.7, and before that the 1-bit optimizers refused ZeRO (here stage 2)",
             'the nearest config that runs: optimizer.type "AdamW" with the same ZeRO block',
         ],
     ),

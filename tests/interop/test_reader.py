@@ -13,6 +13,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import may_add
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
+from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import Severity
 from zeroplan.ds_config.reader import fill_from, inspect_ds_config, read_ds_config
 from zeroplan.ds_config.schema import MemoryEffect
@@ -393,3 +394,49 @@ def test_torchs_fused_adam_at_stage_0_is_told_from_deepspeeds(
     left_out = read_ds_config(config).unmodelled
     assert [one.key for one in left_out] == named
     assert not may_add(left_out)
+
+
+class TestOptimizerParams:
+    """Names and numbers that no optimizer takes: the plan of such a file would be of a run that does not start."""
+
+    def faults(self, kind: str, *, dialect: Dialect = Dialect.DEEPSPEED, **params: Any) -> list[str]:
+        config = inspect_ds_config(zero(0) | {"optimizer": {"type": kind, "params": params}}, dialect=dialect)
+        return [found.where for found in config.errors]
+
+    @pytest.mark.parametrize(
+        ("params", "where"),
+        [
+            ({"lr": "abc"}, "lr"),
+            ({"lr": "1e-4"}, "lr"),
+            ({"lr": None}, "lr"),
+            ({"lr": [1e-4]}, "lr"),
+            ({"betas": [0.9]}, "betas"),
+            ({"betas": ["0.9", 0.95]}, "betas"),
+        ],
+    )
+    def test_what_is_no_number_is_refused_by_both(self, params: dict[str, Any], where: str) -> None:
+        for dialect in Dialect:
+            assert self.faults("AdamW", dialect=dialect, **params) == [f"optimizer.params.{where}"]
+
+    def test_the_runtime_refuses_what_its_optimizer_does(self) -> None:
+        assert self.faults("OneBitAdam", dialect=Dialect.RUNTIME, freeze_step="abc") == ["optimizer.params.freeze_step"]
+        assert self.faults("ZeroOneAdam", dialect=Dialect.RUNTIME, local_step_clipper=-1) == [
+            "optimizer.params.local_step_clipper"
+        ]
+        assert self.faults("AdamW", dialect=Dialect.RUNTIME, lr=-1.0) == ["optimizer.params.lr"]
+        assert not self.faults("AdamW", lr=-1.0)  # which DeepSpeed's class steps by
+        assert not self.faults("Adam", dialect=Dialect.RUNTIME, lr=1e-4, adam_w_mode=False, torch_adam=True)
+
+    def test_a_schedule_writes_the_rate(self) -> None:
+        said = {"optimizer": {"type": "AdamW", "params": {"lr": "abc"}}, "scheduler": {"type": "WarmupLR", "params": {}}}
+        assert not inspect_ds_config(zero(0) | said).errors
+
+    def test_the_near_name_is_said(self) -> None:
+        [fault] = inspect_ds_config(zero(0) | {"optimizer": {"type": "AdamW", "params": {"weigth_decay": 0.1}}}).errors
+        assert "weight_decay" in fault.remedy
+
+    def test_an_older_deepspeed_has_one_bit_optimizers_without_zero(self) -> None:
+        said = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 3}}}
+        assert ids(zero(0) | said, Severity.ERROR) == {"optimizer.one_bit"}
+        assert not ids(zero(0) | said, Severity.ERROR, engine_version="0.19.6")
+        assert ids(zero(1) | said, Severity.ERROR, engine_version="0.19.6") == {"optimizer.one_bit_zero"}

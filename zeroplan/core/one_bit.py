@@ -13,6 +13,7 @@ Note [Messages]
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -47,7 +48,7 @@ LOCAL_ALONE = OneBitRefusal(
 def local_steps(optimizer_params: Mapping[str, Any]) -> int:
     """Return the most steps of 0/1 Adam between two that synchronise (``local_step_clipper``); 0 where all do."""
     most = optimizer_params.get("local_step_clipper", 1)
-    return int(most) if isinstance(most, int | float) and most > 1 else 0
+    return int(most) if isinstance(most, int | float) and 1 < most < math.inf else 0
 
 
 #: Why a mesh of model-parallel ranks is refused.

@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.versions import Version
 
 #: The row of a run that names no optimizer.
 DEFAULT_OPTIMIZER = "adamw"
@@ -97,10 +98,11 @@ class DeepSpeedType:
             (runtime/engine.py, get_optimizer_configuration).
         torch_adam: the key ``optimizer.params.torch_adam`` has an effect.
         tested: runs with ZeRO without ``zero_allow_untested_optimizer`` (runtime/zero/utils.py, ZERO_SUPPORTED_OPTIMIZERS).
-        removed: older versions had it; none of them combined it with ZeRO.
+        until: the first version without it; None while DeepSpeed has it. None that had it combined it with ZeRO.
         dynamic_scale: needs a dynamic loss scale.
         splits: updates matrices and the rest in different ways, so needs whole gradients at stage 3.
         host_states: states that only the class for the host keeps.
+        takes: the ``optimizer.params`` that its classes take, on the device or on the host; empty where they were not listed.
         params: ``optimizer.params`` without which it would keep other states than the row's. A learning rate is never among
             them: it is the user's to choose.
     """
@@ -112,15 +114,16 @@ class DeepSpeedType:
     adam: bool = False
     torch_adam: bool = False
     tested: bool = False
-    removed: bool = False
+    until: Version | None = None
     dynamic_scale: bool = False
     splits: bool = False
     host_states: tuple[Buffer, ...] = ()
+    takes: tuple[str, ...] = ()
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def matches(self, type_: str) -> bool:
         """Return whether DeepSpeed takes `type_` as this type."""
-        return type_.lower() == self.type.lower() if self.own or self.removed else type_ == self.type
+        return type_.lower() == self.type.lower() if self.own or self.until else type_ == self.type
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +222,6 @@ class Optimizer:
         least_8bit: elements from which on a parameter has 8-bit states; one of fewer has them in fp32. 0 where none has.
         steps_one_by_one: it updates one parameter after another in fp32, with temporaries as long as the parameter.
         optim: TrainingArguments' name for it, if DeepSpeed builds it from no config and the Trainer does.
-        warning: what whoever plans with it should know.
     """
 
     name: str
@@ -235,7 +237,6 @@ class Optimizer:
     least_8bit: int = 0
     steps_one_by_one: bool = False
     optim: str = ""
-    warning: str = ""
 
     @property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -255,7 +256,16 @@ class Optimizer:
     @property
     def written(self) -> DeepSpeedType | None:
         """The ``optimizer.type`` that zeroplan writes for it; None where the program must bring the optimizer."""
-        return next((one for one in self.deepspeed if not one.removed), None)
+        return next((one for one in self.deepspeed if one.until is None), None)
+
+    def written_for(self, version: Version) -> DeepSpeedType | None:
+        """Return :attr:`written` for this version of DeepSpeed, which may have had more."""
+        return next((one for one in self.deepspeed if one.until is None or version < one.until), None)
+
+    @property
+    def until(self) -> Version | None:
+        """The first DeepSpeed without it, for an optimizer that only older ones built; None for any other."""
+        return self.deepspeed[0].until if self.deepspeed and self.written is None else None
 
     @property
     def host_states(self) -> tuple[Buffer, ...]:

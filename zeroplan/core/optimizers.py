@@ -21,7 +21,6 @@ from zeroplan.core.optimizer_row import (
     State,
     TorchClass,
 )
-from zeroplan.core.zero_config import DEEPSPEED_VERSION
 
 _EXP_AVG, _EXP_AVG_SQ = State(Buffer.OPTIM_EXP_AVG, 1), State(Buffer.OPTIM_EXP_AVG_SQ, 1)
 _ADAM = (_EXP_AVG, _EXP_AVG_SQ)
@@ -38,6 +37,15 @@ _SGD_KERNEL = RuntimeKernel(
 _SQUARE_AVG = State(Buffer.OPTIM_EXP_AVG_SQ, 1, key="square_avg")
 _GRAD_AVG = State(Buffer.OPTIM_EXP_AVG, 1, key="grad_avg")
 _MOMENTUM = State(Buffer.OPTIM_MOMENTUM, 1, key="momentum_buffer")
+_TORCHS_FLAGS = ("foreach", "maximize", "capturable", "differentiable", "fused")
+#: Of DeepSpeed's FusedAdam and DeepSpeedCPUAdam, of torch's Adam, and what DeepSpeed's engine takes out before it makes one.
+_TAKEN_BY_ADAM = (
+    *("lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "set_grad_none"),
+    *("torch_adam", "adam_w_mode", "fp32_optimizer_states"),
+    *_TORCHS_FLAGS,
+)
+#: The first DeepSpeed without runtime/fp16/onebit.
+_ONE_BIT_UNTIL = (0, 19, 7)
 _RMSPROP_KERNEL = RuntimeKernel(
     "rmsprop",
     {"lr": 1e-2, "alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0, "momentum": 0.0, "centered": False, **_MAXIMIZE},
@@ -64,7 +72,7 @@ _ROWS = (
             "optimi_adamw",
         ),
         deepspeed=(
-            DeepSpeedType("AdamW", own=True, fused=True, adam=True, torch_adam=True, tested=True),
+            DeepSpeedType("AdamW", own=True, fused=True, adam=True, torch_adam=True, tested=True, takes=_TAKEN_BY_ADAM),
             DeepSpeedType("MuAdam", own=True),
             DeepSpeedType("MuAdamW", own=True),
         ),
@@ -78,7 +86,11 @@ _ROWS = (
         _ADAM,
         "Kingma & Ba 2015, algorithm 1",
         # DeepSpeed's Adam decays weights as AdamW does, unless adam_w_mode is false.
-        deepspeed=(DeepSpeedType("Adam", own=True, becomes="adamw", fused=True, adam=True, torch_adam=True, tested=True),),
+        deepspeed=(
+            DeepSpeedType(
+                "Adam", own=True, becomes="adamw", fused=True, adam=True, torch_adam=True, tested=True, takes=_TAKEN_BY_ADAM
+            ),
+        ),
         torch=TorchClass("Adam", fused=True),
         runtime=_ADAM_KERNEL,
         variants={"amsgrad": "adam_amsgrad"},
@@ -126,7 +138,18 @@ _ROWS = (
         _ADAM,
         "You et al. 2020, algorithm 2",
         aliases=("fusedlamb",),
-        deepspeed=(DeepSpeedType("Lamb", own=True, fused=True, dynamic_scale=True),),
+        deepspeed=(
+            DeepSpeedType(
+                "Lamb",
+                own=True,
+                fused=True,
+                dynamic_scale=True,
+                takes=(
+                    *("lr", "bias_correction", "betas", "eps", "eps_inside_sqrt", "weight_decay", "max_grad_norm"),
+                    *("max_coeff", "min_coeff", "amsgrad"),
+                ),
+            ),
+        ),
         runtime=RuntimeKernel(
             "lamb",
             {**_ADAM_DEFAULTS, "min_coeff": 0.01, "max_coeff": 10.0},
@@ -139,18 +162,17 @@ _ROWS = (
         (*_ADAM, State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
         "Tang et al. 2021, algorithm 1",
         aliases=("1bitadam", "1-bit-adam"),
-        deepspeed=(DeepSpeedType("OneBitAdam", removed=True),),
+        deepspeed=(DeepSpeedType("OneBitAdam", until=_ONE_BIT_UNTIL),),
         runtime=RuntimeKernel(
             "adamw", {**_ADAM_DEFAULTS, "freeze_step": 100_000}, exchange=("freeze_step",), type="OneBitAdam"
         ),
-        warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit Adam: planned is what earlier ones allocated",
     ),
     Optimizer(
         "zerooneadam",
         (*_ADAM, State(Buffer.OPTIM_ERROR_FEEDBACK, 1), State(Buffer.OPTIM_MOMENTUM, 1, key="momentum_accumulator")),
         "Lu et al. 2022, algorithm 1",
         aliases=("01adam", "0/1-adam", "zero-one-adam"),
-        deepspeed=(DeepSpeedType("ZeroOneAdam", removed=True),),
+        deepspeed=(DeepSpeedType("ZeroOneAdam", until=_ONE_BIT_UNTIL),),
         runtime=RuntimeKernel(
             "adamw",
             {
@@ -164,7 +186,6 @@ _ROWS = (
             type="ZeroOneAdam",
             leaves_out=(Buffer.OPTIM_MOMENTUM,),
         ),
-        warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 0/1 Adam: planned is what earlier ones allocated",
     ),
     Optimizer(
         "onebitlamb",
@@ -172,7 +193,7 @@ _ROWS = (
         (*_ADAM, State(Buffer.OPTIM_EXP_AVG_SQ_FRESH, 1), State(Buffer.OPTIM_ERROR_FEEDBACK, 1)),
         "Li et al. 2021, algorithm 1",
         aliases=("1bitlamb", "1-bit-lamb"),
-        deepspeed=(DeepSpeedType("OneBitLamb", removed=True),),
+        deepspeed=(DeepSpeedType("OneBitLamb", until=_ONE_BIT_UNTIL),),
         runtime=RuntimeKernel(
             "onebit_lamb",
             {
@@ -192,7 +213,6 @@ _ROWS = (
             exchange=("freeze_step",),
             type="OneBitLamb",
         ),
-        warning=f"DeepSpeed {DEEPSPEED_VERSION} no longer has 1-bit LAMB: planned is what earlier ones allocated",
     ),
     Optimizer(
         "lion",
@@ -206,6 +226,7 @@ _ROWS = (
                 fused=True,
                 tested=True,
                 host_states=(Buffer.OPTIM_EXP_AVG_SQ,),  # never read; ops/lion/cpu_lion.py
+                takes=("lr", "betas", "weight_decay", "set_grad_none", "fp32_optimizer_states"),
             ),
         ),
         runtime=RuntimeKernel("lion", {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0}),

@@ -33,6 +33,7 @@ from zeroplan.ds_config.batch import Batch, resolve_batch
 from zeroplan.ds_config.curriculum import read_curriculum
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
+from zeroplan.ds_config.optimizer_params import check_optimizer_params
 from zeroplan.ds_config.quantize_training import read_quantize_training
 from zeroplan.ds_config.reading import KeyReport, Reading
 from zeroplan.ds_config.rulebook import run_rules
@@ -197,6 +198,7 @@ def inspect_ds_config(
     runtime_options = RuntimeOptions(**_attrs(reading.values, "zeroplan"))
     sparse, curriculum, layer_drop = _sparse_attention(reading), read_curriculum(reading), _layer_drop(reading)
     quantize_training = read_quantize_training(reading)
+    check_optimizer_params(reading, training, on_host=bool(zero.offload_optimizer))
     if reading.for_runtime:
         _impossible(reading, zero)
     reading.findings += run_rules(View(zero, training, reading.values, tuple(reading.autos), runtime_options), dialect)

@@ -21,7 +21,7 @@ _ZERO, _OFF, _OPT = "zero_optimization", "zero_optimization.offload_optimizer", 
 
 def _unsupported(v: View) -> bool:
     name = v.training.optimizer or ""
-    known = name.lower() in DEEPSPEED_OPTIMIZERS or name in torch_optimizers() or _removed(v)
+    known = name.lower() in DEEPSPEED_OPTIMIZERS or name in torch_optimizers() or _of_older(v)
     return bool(name) and not known
 
 
@@ -31,13 +31,18 @@ def _of_runtime(v: View) -> bool:
     return row is not None and bool(runtime_type(row.name)) and _unsupported(v)
 
 
+def _of_older(v: View) -> bool:
+    return v.training.optimizer_type is not None and v.training.optimizer_type.until is not None
+
+
 def _removed(v: View) -> bool:
-    return v.training.optimizer_type is not None and v.training.optimizer_type.removed
+    until = None if v.training.optimizer_type is None else v.training.optimizer_type.until
+    return until is not None and v.zero.deepspeed >= until
 
 
 def _untested(v: View) -> bool:
     kind = v.training.optimizer_type
-    refused = _removed(v) or _unsupported(v)
+    refused = _of_older(v) or _unsupported(v)
     return bool(v.training.optimizer) and not refused and not (kind is not None and kind.tested)
 
 
@@ -181,10 +186,20 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         _OPT,
         _RC,
         _removed,
-        "{v.training.optimizer} is gone from DeepSpeed 0.19, and before that the 1-bit optimizers refused ZeRO (here stage"
+        "{v.training.optimizer} is gone since DeepSpeed 0.19.7, and before that the 1-bit optimizers refused ZeRO (here stage"
         " {v.zero.stage})",
         'the nearest config that runs: optimizer.type "AdamW" with the same ZeRO block, without cuda_aware, freeze_step and'
         " comm_backend_name; zeroplan_runtime has all three, at stages 0 and 1",
+    ),
+    Rule(
+        "optimizer.one_bit_zero",
+        _E,
+        At.ENGINE,
+        f"{_ZERO}.stage",
+        _EN,
+        lambda v: _of_older(v) and not _removed(v) and v.zero.stage > 0,
+        "{v.training.optimizer} is not compatible with ZeRO (here stage {v.zero.stage})",
+        "use stage 0, or AdamW",
     ),
     Rule(
         "optimizer.unsupported",

@@ -139,8 +139,12 @@ def resolve(request: Request) -> Resolved:
         raise BadInput(
             f"{row.name} is not modelled under {engine.name}", where="--optimizer", remedy="use --engine zeroplan, or adamw8bit"
         )
-    if row.warning and not (engine.own_optimizers and row.runtime is not None):
-        warnings.append(row.warning)
+    if row.until is not None and engine.dialect is None:
+        raise BadInput(
+            f"{row.name} is built from a ds_config alone, and {engine.name} reads none",
+            where="--optimizer",
+            remedy="use --engine zeroplan, or adamw",
+        )
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     if workload.compile is not None and engine.starts_uncompiled:

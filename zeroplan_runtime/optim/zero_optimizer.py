@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,26 +9,12 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.hyperparameters import IMPLEMENTATION, check_hyperparameters
 from zeroplan.core.one_bit import local_steps
 from zeroplan.core.optimizer_row import Optimizer, RuntimeKernel
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS, torch_row, variant_of, why_no_kernel
 from zeroplan_runtime import kernels
 from zeroplan_runtime.optim.compression_schedule import SCHEDULES, CompressionStep
-
-#: Keys of torch's and DeepSpeed's optimizers that only choose an implementation.
-_IGNORED = frozenset(
-    {
-        "torch_adam",
-        "foreach",
-        "fused",
-        "capturable",
-        "differentiable",
-        "fp32_optimizer_states",
-        "cuda_aware",
-        "comm_backend_name",
-    }
-)
-_MUST_BE_FALSE = ("amsgrad", "maximize", "eps_inside_sqrt")
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
@@ -57,13 +42,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             raise BadInput(f"optimizer {kind!r} is not supported", where="optimizer.type", remedy=remedy)
         self.row = row
         known = row.runtime.defaults
-        for key, value in hyper.items():
-            if key in _MUST_BE_FALSE and key not in known and value:
-                raise BadInput(f"{key!r} is not supported", where="optimizer.params")
-            if key not in known and key not in _IGNORED and key not in _MUST_BE_FALSE:
-                raise BadInput(f"unknown key {key!r} for {kind}", where="optimizer.params", remedy=did_you_mean(key, known))
-            if key in known:
-                _check(key, value, known[key])
+        check_hyperparameters(kind, hyper, known)
         self.kind, self.decoupled = kind, decoupled
         self._take_step: Callable[[], None] | None = None
         self._drop_grads: Callable[[], None] | None = None
@@ -95,7 +74,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         kernel = row.runtime
         assert kernel is not None
         decoupled = kernel.decoupled
-        known = {*kernel.defaults, *_IGNORED, *(["decoupled_weight_decay"] if decoupled else [])}
+        known = {*kernel.defaults, *IMPLEMENTATION, *(["decoupled_weight_decay"] if decoupled else [])}
         for key in optimizer.defaults:
             if key not in known and any(group.get(key) for group in optimizer.param_groups):
                 raise BadInput(f"{key!r} is not supported", where=f"torch.optim.{type(optimizer).__name__}")
@@ -280,25 +259,3 @@ def _options_of(row: Optimizer) -> set[str]:
 
 def _has_stepped(state: dict[str, Any]) -> bool:
     return bool(state) and float(state.get("step", 1)) > 0
-
-
-def _check(key: str, value: Any, default: Any) -> None:
-    """Checks a hyperparameter's type and range; torch would fail in the first step or train with it."""
-    where = f"optimizer.params.{key}"
-    if isinstance(default, bool):
-        if not isinstance(value, bool):
-            raise BadInput(f"{value!r} is not true or false", where=where)
-    elif isinstance(default, tuple):
-        if not isinstance(value, list | tuple) or len(value) != len(default) or not all(_number(one) for one in value):
-            raise BadInput(f"{value!r} is not {len(default)} numbers", where=where, remedy=f"such as {list(default)}")
-        if key == "betas" and not all(0 <= one < 1 for one in value):
-            raise BadInput(f"{value!r} is not from 0 to below 1", where=where)
-    elif isinstance(default, int):
-        if not _number(value) or value != int(value) or value < 1:
-            raise BadInput(f"{value!r} is not a whole number of 1 or more", where=where, remedy=f"such as {default}")
-    elif not _number(value) or value < 0:
-        raise BadInput(f"{value!r} is not a number of zero or more", where=where, remedy=f"such as {default}")
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -171,6 +171,12 @@ class DeepSpeed(Engine):
                 remedy="leave it at 1, or use --engine fsdp2",
             )
         optimizer = find_optimizer(case.workload.optimizer)
+        if optimizer.until is not None and parse_version(self.version) >= optimizer.until:
+            raise BadInput(
+                f"DeepSpeed {self.version} has no {optimizer.name}: {version_text(optimizer.until)} removed it",
+                where="--optimizer",
+                remedy="use --engine zeroplan, which has it, or adamw; --deepspeed-version plans for an older one",
+            )
         if case.zero.stage and not optimizer.zero:
             raise BadInput(
                 f"{optimizer.name} does not run with ZeRO stage {case.zero.stage}",

@@ -258,7 +258,11 @@ def unmodelled_by_version(zero: ZeroConfig, workload: Workload, *, frozen: bool)
         found.append(("zero_optimization.zero_hpz_partition_size", Effect.UNKNOWN, says))
     if OffloadDevice.NVME in (zero.offload_optimizer.device, zero.offload_param.device) and stage == 3:
         found.append(("zero_optimization.offload_*.device nvme", Effect.UNKNOWN, f"{named}'s swap buffers were not compared"))
-    written = find_optimizer(workload.optimizer).written
+    row = find_optimizer(workload.optimizer)
+    if row.compresses:
+        says = f"{named} exchanges momentum by temporaries as long as the parameters"
+        found.append(("optimizer.type", Effect.MORE, says))
+    written = row.written
     if written is not None and written.splits:
         found.append(("optimizer.type", Effect.UNKNOWN, f"{named} has a {written.type} of its own"))
     if stage == 0 and frozen and workload.dtype is DType.FP16 and known < (0, 19, 2):

@@ -30,7 +30,7 @@ def explicit_ds_config(zero: ZeroConfig, workload: Workload, layout: ParallelLay
 
     The learning rate and the like are left out: they are the user's to choose, and the optimizer has defaults.
     """
-    written = find_optimizer(workload.optimizer).written
+    written = find_optimizer(workload.optimizer).written_for(zero.deepspeed)
     block = None if written is None else {"type": written.type} | ({"params": written.params} if written.params else {})
     return write_ds_config(zero, workload, world_size=layout.dp, optimizer=block)
 

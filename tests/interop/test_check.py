@@ -169,3 +169,29 @@ def test_sizes_beyond_64_bits(tmp_path: Path, cli: Cli) -> None:
     code, text = run(cli, write(tmp_path, config))
     assert code == 2
     assert "reduce_bucket_size: 1180591620717411303424 is more than 64 bits hold" in text
+
+
+def test_the_runtime_reads_the_file_by_its_own_rules(tmp_path: Path, cli: Cli) -> None:
+    """Keys that DeepSpeed removed are the runtime's, and one that the runtime's optimizer refuses is refused."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4, "freeze_step": 3}},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 10**8},
+        "progressive_layer_drop": {"enabled": True},
+    }
+    file = write(tmp_path, config)
+    assert run(cli, file)[0] == 2
+    code, text = run(cli, file, "--engine", "zeroplan")
+    assert (code, text.splitlines()[0]) == (0, "zeroplan's runtime runs this file as it is: stage 1, bf16.")
+    assert "without effect there (1) zero_optimization.reduce_bucket_size" in text
+    assert "--engine zeroplan" in text
+    _, out = run(cli, file, "--engine", "zeroplan", "--json")
+    assert json.loads(out)["program"] == "zeroplan's runtime"
+    config["zero_optimization"]["stage"] = 2
+    code, text = run(cli, write(tmp_path, config), "--engine", "zeroplan")
+    assert (code, text.splitlines()[0]) == (2, "zeroplan's runtime refuses this file: 1 error.")
+    assert cli("check", str(file), "--engine", "fsdp2")[::2] == (
+        2,
+        "zeroplan: --engine: fsdp2 reads no ds_config; use --engine deepspeed or zeroplan\n",
+    )

@@ -40,6 +40,7 @@ def planned(**fields: Any) -> Report:
         ({"engine": "ddp", "lora_rank": 4, "quantize": "nf4"}, "with --quantize"),
         ({"engine": "fsdp2", "gpus": 4, "tp": 2}, "data parallelism alone; leave --tp out"),
         ({"engine": "fsdp2", "gradient_checkpointing": True, "checkpoint_policy": "selective"}, "with --checkpoint-policy"),
+        ({"engine": "zeroplan", "stage": 3, "compile": "checkpointed-blocks"}, "give --gradient-checkpointing, or use blocks"),
         ({"engine": "fsdp2", "compile": "layers"}, "use one of blocks, checkpointed-blocks, model"),
     ],
 )

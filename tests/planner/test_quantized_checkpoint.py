@@ -233,3 +233,11 @@ def test_other_types_of_torchao_are_named(said: dict[str, Any], says: str) -> No
 def test_torchaos_other_formats_are_refused(name: str) -> None:
     with pytest.raises(BadInput, match="use torchao-8-row"):
         parse_quantization(name)
+
+
+def test_what_is_unknown_of_a_checkpoints_base_is_called_by_its_own_key() -> None:
+    said = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    for engine in ("ddp", "fsdp2"):
+        found = resolved(said, engine=engine)
+        assert {one.key for one in found.engine.unmodelled(found.cases[0])} == {"quantization_config"}
+    assert resolved(NF4, quantize="nf4").workload.quantized_by == "--quantize"

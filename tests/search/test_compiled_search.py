@@ -70,6 +70,8 @@ def test_a_fixed_choice_compiles_every_candidate() -> None:
         # Neither was measured under DDP: no row promises to fit.
         assert {one.fits for one in found} == {None}
         assert any("compilation itself" in text for text in found.answer.warnings)
+    found = recommend(TINY, engine="fsdp2", compile="checkpointed-blocks", stage=3, **ASKED)
+    assert {one.workload.gradient_checkpointing for one in found} == {True}
     fixed: dict[str, Any] = {"stage": 2, "micro_batch": 2, "gradient_checkpointing": False}
     points = scale(TINY, [1, 2], engine="fsdp2", compile="blocks", seq_len=64, gpu="H100", cpu_ram="64G", **fixed).points
     assert {point.shown.workload.compile for point in points} == {Compilation.BLOCKS}
@@ -87,6 +89,10 @@ def test_what_no_search_can_compile_is_refused(fields: dict[str, Any], said: str
     with pytest.raises(BadInput) as error:
         recommend(TINY, compile="auto", **{**ASKED, **fields})
     assert said in str(error.value)
+    with pytest.raises(BadInput, match=r"use one of blocks, checkpointed-blocks, model, auto$"):
+        recommend(TINY, compile="foo", engine="fsdp2", **ASKED)
+    with pytest.raises(BadInput, match="let the search checkpoint"):
+        recommend(TINY, compile="checkpointed-blocks", engine="fsdp2", gradient_checkpointing=False, **ASKED)
     with pytest.raises(BadInput, match="a bare count"):
         recommend(None, params=10**8, compile="blocks", engine="fsdp2", vram="24G")
     with pytest.raises(BadInput, match="name the model"):

@@ -14,10 +14,12 @@ from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
+from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.planner.request import Request
 
 if TYPE_CHECKING:
     from zeroplan.core.plan import Report
+    from zeroplan.ds_config.dialect import Dialect
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.interop.setups import Setup
 Program = Annotated[str | None, typer.Option("--program", help="The program that owns the file, where two could.")]
@@ -44,7 +46,7 @@ def check(
     """Say what a program does with its files, key by key.
 
     With MODEL: also what the run will use, and which knobs would help. The exit code is 0 when the run starts (once filled),
-    2 when DeepSpeed refuses it.
+    2 when DeepSpeed refuses it, or with --engine zeroplan the included runtime.
     """
     if gpus is not None and gpus < 1:
         raise BadInput(f"{gpus} is out of range", where="--gpus", remedy="use 1 or more")
@@ -59,24 +61,26 @@ def check(
         from zeroplan.ds_config.reader import inspect_ds_config
 
         ranks = None if gpus is None else gpus * request.nodes
-        found: DsConfig | None = inspect_ds_config(files[0], world_size=ranks, engine_version=version)
+        dialect = _dialect(request.engine)
+        found: DsConfig | None = inspect_ds_config(files[0], dialect=dialect, world_size=ranks, engine_version=version)
     else:
         from zeroplan.core.tasks import training_of
         from zeroplan.interop.readers import read_setups
 
         setup = read_setups(files, program, training_of(request.task))
-        found = _filled_config(setup, None if gpus is None else gpus * request.nodes, version)
+        found = _filled_config(setup, None if gpus is None else gpus * request.nodes, version, request.engine)
     starts = found is None or found.runs_filled
     request = replace(request, model=model, files=tuple(files), program=program, gpus=gpus or request.gpus)
     report = _planned(request, setup) if starts else None
     if as_json:
-        show(json.dumps(_json(setup, found, report), indent=2))
+        show(json.dumps(_json(setup, found, report, _version(request.engine, version)), indent=2))
     else:
         following: list[str] = []
         if report is not None:
             following = flags.recommend_words(request)
         elif starts and all(map(os.path.exists, files)):
-            following = ["zeroplan", "check", *files, "MODEL", "--gpu", "8xH100"]
+            named = ["--engine", request.engine] if request.engine != DEFAULT_ENGINE else []
+            following = ["zeroplan", "check", *files, "MODEL", "--gpu", "8xH100", *named]
         show(_quiet(setup, found, report) if quiet else _text(setup, found, report, following))
     raise typer.Exit(EXIT_OK if starts else EXIT_BAD_INPUT)
 
@@ -114,11 +118,11 @@ def _planned(request: Request, setup: Setup | None) -> Report | None:
     return estimate_report(request)
 
 
-def _json(setup: Setup | None, found: DsConfig | None, report: Report | None) -> dict[str, Any]:
+def _json(setup: Setup | None, found: DsConfig | None, report: Report | None, version: str) -> dict[str, Any]:
     from zeroplan.report.check import check_json
     from zeroplan.report.check_setup import setup_json
 
-    checked = None if found is None else check_json(found)
+    checked = None if found is None else check_json(found, version)
     answer = {"schema": 1, "setup": setup_json(setup), "ds_config": checked} if setup is not None else checked or {}
     return answer if report is None else {**answer, "estimate": json.loads(report.to_json())}
 
@@ -176,7 +180,25 @@ def _is_ds_config(file: str, program: str | None) -> bool:
     return owners == ["ds_config"] or (not owners and not file.lower().endswith((".yaml", ".yml", ".toml")))
 
 
-def _filled_config(setup: Setup, gpus: int | None, version: str) -> DsConfig | None:
+def _dialect(engine: str) -> Dialect:
+    """Return how the engine reads a ds_config.
+
+    Raises:
+        BadInput: an engine that reads none.
+    """
+    dialect = find_engine(engine).dialect
+    if dialect is None:
+        what = f"{engine} reads no ds_config"
+        raise BadInput(what, where="--engine", remedy="use --engine deepspeed or zeroplan")
+    return dialect
+
+
+def _version(engine: str, deepspeed: str) -> str:
+    """Return the version of the program that reads the file, where `deepspeed` is the one that is asked for of DeepSpeed."""
+    return deepspeed if engine == DEFAULT_ENGINE else find_engine(engine).version
+
+
+def _filled_config(setup: Setup, gpus: int | None, version: str, engine: str) -> DsConfig | None:
     """Return the setup's ds_config, with what its program fills in; None for a run without one."""
     if setup.ds_config is None:
         return None
@@ -186,4 +208,5 @@ def _filled_config(setup: Setup, gpus: int | None, version: str) -> DsConfig | N
     dtype = None if setup.dtype is None else DType(setup.dtype)
     filled = fill_from(dtype=dtype, micro_batch=setup.micro_batch, grad_accum=setup.grad_accum)
     ranks = gpus or (setup.gpus * (setup.nodes or 1) if setup.gpus else None)
-    return inspect_ds_config(dict(setup.ds_config), fill=filled, world_size=ranks, engine_version=version)
+    dialect = _dialect(engine)
+    return inspect_ds_config(dict(setup.ds_config), dialect=dialect, fill=filled, world_size=ranks, engine_version=version)

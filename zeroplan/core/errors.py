@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 from typing import TypeVar
 
@@ -43,7 +43,9 @@ def did_you_mean(word: str, known: Iterable[str], *, most: int = 3) -> str:
     return f"did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
 
 
-def member_named(kind: type[_Member], text: str, *, where: str, fault: str = "unknown value {}") -> _Member:
+def member_named(
+    kind: type[_Member], text: str, *, where: str, fault: str = "unknown value {}", names: Sequence[str] = ()
+) -> _Member:
     """Return the member of `kind` that a name stands for, whatever its case.
 
     Args:
@@ -51,6 +53,7 @@ def member_named(kind: type[_Member], text: str, *, where: str, fault: str = "un
         text: the name.
         where: the flag, file or key that gave it.
         fault: what to say of an unknown one, with ``{}`` for the name.
+        names: those that the remedy lists, where they are others than the members' values.
 
     Raises:
         BadInput: an unknown name; the remedy has the nearest ones, or all.
@@ -58,6 +61,6 @@ def member_named(kind: type[_Member], text: str, *, where: str, fault: str = "un
     try:
         return kind(text.strip().lower())
     except ValueError:
-        names = [member.value for member in kind]
+        names = names or [member.value for member in kind]
         remedy = did_you_mean(text, names) or f"use one of {', '.join(names)}"
         raise BadInput(fault.format(repr(text[:60])), where=where, remedy=remedy) from None

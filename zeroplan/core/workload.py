@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeVar
 
@@ -140,9 +140,10 @@ class Workload:
     ``op`` or ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means
     all linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less. `from_scratch` means
     that weights are initialised and not read from pretrained ones, which pass through host memory. `quantize` is how the linear
-    layers of a frozen base are kept. `set_to_none` is what ``zero_grad`` does: without it gradients stay between steps (torch's
-    default before 2.0). `chunked_head` means that TRL computes head and loss together in tiles
-    (:mod:`zeroplan.core.chunked_head`), `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
+    layers of a frozen base are kept, `quantized_by` the flag or key that says so.
+    `set_to_none` is what ``zero_grad`` does: without it gradients stay between steps (torch's default before 2.0).
+    `chunked_head` means that TRL computes head and loss together in tiles (:mod:`zeroplan.core.chunked_head`),
+    `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
     keeps the loss without its graph, as the HF Trainer does. `adapter_dtype` is that of adapters beside a quantised base; None
     for what the precision says, which is fp32 under autocast, as peft makes them. `whole_base` means that a quantised base is
     stored in bytes or in buffers, which FSDP 2's units leave out. `whole_embedding_states` means that an 8-bit
@@ -182,6 +183,7 @@ class Workload:
     checkpoint_policy: str = "full"
     from_scratch: bool = False
     quantize: Base | None = None
+    quantized_by: str = field(default="--quantize", compare=False)
     set_to_none: bool = True
     chunked_head: bool = False
     lora_dropout: bool = False

@@ -59,6 +59,7 @@ class DsConfig:
     """A ds_config as DeepSpeed 0.19.8 or zeroplan's runtime takes it.
 
     Attributes:
+        dialect: whose reading it is.
         zero, training, runtime_options: what the file fixes, with defaults for the rest.
         raw: the file's object, untouched.
         source: its name, for messages.
@@ -77,6 +78,7 @@ class DsConfig:
     training: TrainingSettings
     raw: dict[str, Any]
     source: str
+    dialect: Dialect = Dialect.DEEPSPEED
     keys: tuple[KeyReport, ...] = ()
     findings: tuple[Finding, ...] = ()
     unresolved_auto: tuple[str, ...] = ()
@@ -94,7 +96,7 @@ class DsConfig:
 
     @property
     def errors(self) -> list[Finding]:
-        """Findings that DeepSpeed refuses, whoever fills what is open."""
+        """Findings that the program refuses, whoever fills what is open."""
         return self.of_severity(Severity.ERROR)
 
     @property
@@ -117,12 +119,12 @@ class DsConfig:
 
     @property
     def runs_alone(self) -> bool:
-        """Whether DeepSpeed takes the file as it is."""
+        """Whether the program takes the file as it is."""
         return not self.of_severity(Severity.ERROR, Severity.OPEN)
 
     @property
     def runs_filled(self) -> bool:
-        """Whether DeepSpeed takes it once the HF Trainer, Lightning or flags have filled what is open."""
+        """Whether the program takes it once the HF Trainer, Lightning or flags have filled what is open."""
         return not self.errors
 
     def refusal(self, faults: Sequence[Finding]) -> BadInput:
@@ -133,8 +135,8 @@ class DsConfig:
 
     @property
     def wrapper(self) -> Wrapper | None:
-        """The optimizer wrapper that DeepSpeed builds on GPUs, None where it refuses the config."""
-        if self.errors:
+        """The optimizer wrapper that DeepSpeed builds on GPUs, None where it refuses the config or does not read it."""
+        if self.errors or self.dialect is not Dialect.DEEPSPEED:
             return None
         fused_adam = self.training.builds_adam and not self.zero.offload_optimizer
         return wrapper(self.zero, self.training.dtype or DType.FP32, fused=fused_adam)
@@ -208,6 +210,7 @@ def inspect_ds_config(
         training=training,
         raw=raw,
         source=name,
+        dialect=dialect,
         keys=tuple(reading.keys),
         findings=tuple(sorted(reading.findings, key=lambda finding: _ORDER[finding.severity])),
         unresolved_auto=tuple(reading.autos),

@@ -24,16 +24,16 @@ from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Workload
 
 
-def kernels_of(packed: PackedWeights) -> tuple[Unmodelled, ...]:
+def kernels_of(packed: PackedWeights, key: str) -> tuple[Unmodelled, ...]:
     """Return what a plan over GPTQ's, AWQ's or torchao's weights assumes of the kernel that trains."""
     if packed.method == "torchao":
         says = "torchao's int8 weights, whose copies in 16 bits stay for the backward: held to its own code, measured on no GPU"
-        return (Unmodelled("--quantize", Effect.UNKNOWN, says),)
+        return (Unmodelled(key, Effect.UNKNOWN, says),)
     says = (
         f"{packed.method}'s weights as gptqmodel's torch kernel multiplies by them, which keeps each whole in 16 bits for the "
         "backward; Triton's kernel does not, and what a compiler leaves of the unpacked integers is in no figure"
     )
-    return (Unmodelled("--quantize", Effect.UNKNOWN, says),)
+    return (Unmodelled(key, Effect.UNKNOWN, says),)
 
 
 def unmeasured_base(workload: Workload, stage: int) -> tuple[Unmodelled, ...]:
@@ -41,12 +41,12 @@ def unmeasured_base(workload: Workload, stage: int) -> tuple[Unmodelled, ...]:
     if workload.quantize is None or stage == 3:
         return ()
     says = "no GPU has measured a quantised base under DeepSpeed below stage 3"
-    return (Unmodelled("--quantize", Effect.MORE, says),)
+    return (Unmodelled(workload.quantized_by, Effect.MORE, says),)
 
 
 def packed_kernels(workload: Workload) -> tuple[Unmodelled, ...]:
     """Return :func:`kernels_of` for GPTQ's and AWQ's weights; nothing for others."""
-    return kernels_of(workload.quantize) if isinstance(workload.quantize, PackedWeights) else ()
+    return kernels_of(workload.quantize, workload.quantized_by) if isinstance(workload.quantize, PackedWeights) else ()
 
 
 def stored(parameters: Parameters, workload: Workload) -> Parameters:
@@ -65,7 +65,7 @@ def require_stored(workload: Workload, engine: str) -> None:
     if workload.quantize is Quantization.INT8:
         raise BadInput(
             f"{engine} cannot shard int8 weights, of which each layer keeps the whole beside its parameter",
-            where="--quantize",
+            where=workload.quantized_by,
             remedy="use nf4, or --engine ddp",
         )
     if workload.quantize is not None and workload.dtype.bytes != 2:

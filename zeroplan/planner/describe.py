@@ -69,7 +69,7 @@ UNSEARCHED = {
 }
 
 #: What decides no figure, but whether one at the limit of its card is a promise.
-_UNTOLD = ("pads",)
+_UNTOLD = ("pads", "quantized_by")
 
 
 def describe_workload(workload: Workload) -> dict[str, Any]:

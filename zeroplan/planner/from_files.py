@@ -256,10 +256,10 @@ def left_out(setup: Setup) -> tuple[Unmodelled, ...]:
 
 def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
     """The quantised base under an engine that plans it; under another, or offloaded, it stands among what is left out."""
+    key = setup.keys.get("quantize", "quantize")
     if find_engine(engine).quantized_bases and setup.lora_rank is not None and _plans_base(setup):
         adapters = {"adapter_dtype": setup.adapter_dtype, "whole_base": setup.whole_base}
-        return {"quantize": setup.quantize} | adapters
-    key = setup.keys.get("quantize", "quantize")
+        return {"quantize": setup.quantize, "quantized_by": key} | adapters
     says = f"base weights in {setup.quantize} are counted in 16 bits, and their dequantised copies are not"
     return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, says))}
 

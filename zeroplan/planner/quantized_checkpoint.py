@@ -19,7 +19,8 @@ from zeroplan.engines.base import Engine
 from zeroplan.models.quantized import why_not_quantized
 from zeroplan.models.spec import ModelSpec
 
-_KEY = "quantization_config"
+#: The key of a model's config that says how its weights are kept.
+KEY = "quantization_config"
 _BITSANDBYTES = "bitsandbytes"
 _TORCHAO = "torchao"
 _HALF = ("bfloat16", "float16")
@@ -61,18 +62,16 @@ def read_checkpoint(config: Mapping[str, Any]) -> Checkpoint | None:
     Raises:
         BadInput: the config says it by something else than an object.
     """
-    said = config.get(_KEY)
+    said = config.get(KEY)
     text = config.get("text_config")
     if said is None and isinstance(text, Mapping):
-        said = text.get(_KEY)
+        said = text.get(KEY)
     if said is None:
         said = config.get("compression_config")  # of compressed-tensors, before it had the common name
     if not said:
         return None
     if not isinstance(said, Mapping):
-        raise BadInput(
-            f"{str(said)[:40]!r} is not an object", where=_KEY, remedy="write what transformers writes, or remove it"
-        )
+        raise BadInput(f"{str(said)[:40]!r} is not an object", where=KEY, remedy="write what transformers writes, or remove it")
     bits = next((bits for bits in (4, 8) if said.get(f"load_in_{bits}bit")), None)
     method = _BITSANDBYTES if bits else str(said.get("quant_method") or "")[:40]
     if method == _BITSANDBYTES:
@@ -123,7 +122,7 @@ def base_of(spec: ModelSpec, asked: str | None, engine: Engine, *, adapters: boo
     if not why:
         return found
     says = f"the checkpoint's weights are kept in {found.quantize}, and 16 bits are counted, since {why}"
-    return Checkpoint(found.method, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
+    return Checkpoint(found.method, None, (Unmodelled(KEY, Effect.UNKNOWN, says),))
 
 
 def _left_out(method: str) -> Unmodelled:
@@ -132,12 +131,12 @@ def _left_out(method: str) -> Unmodelled:
         says = (
             f"{counted}: {method}'s kernels and their copies of weights are not modelled; a dequantised checkpoint is counted"
         )
-        return Unmodelled(_KEY, Effect.UNKNOWN, says)
+        return Unmodelled(KEY, Effect.UNKNOWN, says)
     if method in _DEQUANTIZED:
         says = f"{counted}: transformers trains it dequantised alone, which is counted"
-        return Unmodelled(_KEY, Effect.LESS, says)
+        return Unmodelled(KEY, Effect.LESS, says)
     why = "transformers trains nothing over them" if method in _FOR_INFERENCE else "transformers knows no such method"
-    return Unmodelled(_KEY, Effect.UNKNOWN, f"{counted}: {why}; those of the checkpoint that they were made of are counted")
+    return Unmodelled(KEY, Effect.UNKNOWN, f"{counted}: {why}; those of the checkpoint that they were made of are counted")
 
 
 def _packed(method: str, said: Mapping[str, Any]) -> Checkpoint:
@@ -152,7 +151,7 @@ def _packed(method: str, said: Mapping[str, Any]) -> Checkpoint:
     if not known or not group or not plain or rules:
         why = f"{rules[0]} makes rules for single layers" if rules else "its bits, groups or packing are not modelled"
         says = f"the checkpoint's weights are quantised ({method}): {why}; a dequantised checkpoint is counted"
-        return Checkpoint(method, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
+        return Checkpoint(method, None, (Unmodelled(KEY, Effect.UNKNOWN, says),))
     return Checkpoint(method, PackedWeights(method, bits, group))
 
 
@@ -182,7 +181,7 @@ def _torchao(said: Mapping[str, Any]) -> Checkpoint:
             f"{name} is trained by nothing: transformers trains over torchao's 8 bits alone, and peft refuses its 4-bit tensors"
         )
     says = f"the checkpoint's weights are quantised (torchao): {why}; {counted}"
-    return Checkpoint(_TORCHAO, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
+    return Checkpoint(_TORCHAO, None, (Unmodelled(KEY, Effect.UNKNOWN, says),))
 
 
 def _bitsandbytes(said: Mapping[str, Any], bits: int | None) -> Checkpoint:
@@ -204,7 +203,7 @@ def _bitsandbytes(said: Mapping[str, Any], bits: int | None) -> Checkpoint:
         unknown = "neither load_in_4bit nor load_in_8bit is true" if bits is None else f"no such levels: {levels[:20]}"
     if unknown:
         says = f"the checkpoint's weights are quantised (bitsandbytes), and {unknown}; those of a dequantised one are counted"
-        return Checkpoint(_BITSANDBYTES, None, (Unmodelled(_KEY, Effect.UNKNOWN, says),))
+        return Checkpoint(_BITSANDBYTES, None, (Unmodelled(KEY, Effect.UNKNOWN, says),))
     in_bytes = bits == 4 and _plain(said.get("bnb_4bit_quant_storage") or "uint8") in ("uint8", "int8")
     return Checkpoint(_BITSANDBYTES, Quantization(name), in_bytes=in_bytes)
 

@@ -19,7 +19,7 @@ from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured, without_degrees
-from zeroplan.planner.quantized_checkpoint import base_of
+from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.request import Request
 from zeroplan.planner.training_task import with_training_task
 from zeroplan.planner.workload import workload_of
@@ -73,7 +73,9 @@ def resolve(request: Request) -> Resolved:
     if checkpoint is not None:
         unmodelled += checkpoint.left_out
         quantize = None if checkpoint.quantize is None else str(checkpoint.quantize)
-        request = replace(request, quantize=quantize, whole_base=request.whole_base or checkpoint.in_bytes)
+        named = request.quantized_by if request.quantize is not None else KEY
+        whole = request.whole_base or checkpoint.in_bytes
+        request = replace(request, quantize=quantize, quantized_by=named, whole_base=whole)
     if request.ds_config is None:
         workload = workload_of(request, engine, spec)
         zeros = [engine.for_optimizer(zero, workload.optimizer) for zero in _zeros(request, engine)]
@@ -112,13 +114,13 @@ def resolve(request: Request) -> Resolved:
         if packed and packed not in engine.packed_bases:
             raise BadInput(
                 f"a base of {packed} is not modelled under {engine.name}",
-                where="--quantize",
+                where=workload.quantized_by,
                 remedy="use --engine ddp" + ("" if packed == "torchao" else " or fsdp2"),
             )
         if not engine.quantized_bases:
             raise BadInput(
                 f"a quantised base is not modelled under {engine.name}",
-                where="--quantize",
+                where=workload.quantized_by,
                 remedy="use --engine ddp, fsdp2 or deepspeed",
             )
         from zeroplan.models.quantized import with_quantized_base
@@ -169,7 +171,7 @@ def resolve(request: Request) -> Resolved:
     if layout is not None and workload.quantize is not None:
         raise BadInput(
             "quantised bases are modelled for data parallelism alone",
-            where="--quantize",
+            where=workload.quantized_by,
             remedy=without_degrees(request),
         )
     if layout is not None and workload.fp8 is not None:

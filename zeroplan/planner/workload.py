@@ -56,7 +56,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     quantization = None if request.quantize is None else parse_quantization(request.quantize)
     if quantization is not None and request.lora_rank is None:
         raise BadInput(
-            "a quantised base is frozen", where="--quantize", remedy="give --lora-rank 16 to train adapters beside it"
+            "a quantised base is frozen", where=request.quantized_by, remedy="give --lora-rank 16 to train adapters beside it"
         )
     if request.adapter_dtype is not None and quantization is None:
         raise BadInput("adapters without a quantised base", where="adapter_dtype", remedy="give quantize as well")
@@ -99,6 +99,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         lora_targets=tuple(request.lora_targets),
         from_scratch=request.from_scratch,
         quantize=quantization,
+        quantized_by=request.quantized_by,
         set_to_none=request.set_to_none,
         chunked_head=request.chunked_head,
         lora_dropout=request.lora_dropout,
@@ -139,7 +140,7 @@ def _compiled(request: Request) -> Compilation | None:
     if request.compile is None:
         return None
     beside = {
-        "--quantize": request.quantize is not None,
+        request.quantized_by: request.quantize is not None,
         "--fp8": request.fp8 is not None,
         "--images": bool(request.images),
         "--lengths": bool(request.lengths),
@@ -152,7 +153,14 @@ def _compiled(request: Request) -> Compilation | None:
             raise BadInput(
                 f"compiled graphs with {flag} are not modelled", where="--compile", remedy="leave one of the two out"
             )
-    return _one_of(Compilation, request.compile, "--compile")
+    compiled = _one_of(Compilation, request.compile, "--compile")
+    if compiled is Compilation.CHECKPOINTED and not request.gradient_checkpointing:
+        raise BadInput(
+            "the checkpoints of checkpointed-blocks are those of gradient checkpointing, which is off",
+            where="--compile",
+            remedy="give --gradient-checkpointing, or use blocks",
+        )
+    return compiled
 
 
 def both_lengths(request: Request, spec: ModelSpec) -> tuple[int | None, int | None]:

@@ -1,4 +1,4 @@
-"""The answer of ``check`` as text and JSON: whether DeepSpeed runs a ds_config, what it does otherwise, and every key."""
+"""The answer of ``check`` as text and JSON: whether DeepSpeed or the included runtime runs a ds_config, and every key."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroplan.core.versions import version_text
+from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import Finding, Severity
 from zeroplan.ds_config.reader import DsConfig
 from zeroplan.ds_config.schema import MemoryEffect
 from zeroplan.report.terminal import PLAIN, Terminal
 
 _TITLES = {
-    Severity.ERROR: "DeepSpeed refuses",
+    Severity.ERROR: "{program} refuses",
     Severity.OPEN: "Left open: refused alone, filled by the HF Trainer, Lightning or a flag",
     Severity.WARNING: "Runs otherwise than it says",
     Severity.NOTE: "Worth knowing",
@@ -23,8 +24,8 @@ _MOST_KEYS = 200
 
 
 def verdict(config: DsConfig) -> str:
-    """Return one sentence: whether DeepSpeed runs the file, at which stage, with which offload, dtype and optimizer class."""
-    name = f"DeepSpeed {version_text(config.zero.deepspeed)}"
+    """Return one sentence: whether the program runs the file, at which stage, with which offload, dtype and optimizer class."""
+    name = _program(config)
     if config.errors:
         count = len(config.errors)
         return f"{name} refuses this file: {count} error{'s' if count > 1 else ''}."
@@ -37,17 +38,24 @@ def verdict(config: DsConfig) -> str:
     if config.training.dtype is not None and config.wrapper is not None:
         built = "the optimizer as it is" if config.wrapper == "none" else config.wrapper
         does += f", {config.training.dtype}; it builds {built}"
+    elif config.training.dtype is not None:
+        does += f", {config.training.dtype}"
     if config.runs_alone:
         return f"{name} runs this file as it is: {does}."
     return f"{name} alone refuses this file; once what is open is filled, it runs: {does}."
 
 
-def check_json(config: DsConfig) -> dict[str, Any]:
-    """Return the verdict, the findings and the keys as one object that JSON can hold."""
+def _program(config: DsConfig) -> str:
+    of_deepspeed = config.dialect is Dialect.DEEPSPEED
+    return f"DeepSpeed {version_text(config.zero.deepspeed)}" if of_deepspeed else str(config.dialect)
+
+
+def check_json(config: DsConfig, version: str | None = None) -> dict[str, Any]:
+    """Return the verdict, the findings and the keys as one object that JSON can hold; `version` is the program's."""
     return {
         "schema": 1,
         "file": config.source,
-        "engine_version": version_text(config.zero.deepspeed),
+        "engine_version": version or version_text(config.zero.deepspeed),
         "runs": config.runs_filled,
         "runs_alone": config.runs_alone,
         "verdict": verdict(config),
@@ -68,6 +76,7 @@ def check_json(config: DsConfig) -> dict[str, Any]:
             for finding in config.findings
         ],
         "unresolved_auto": list(config.unresolved_auto),
+        **({"program": str(config.dialect), "ignored": list(config.ignored)} if config.dialect is Dialect.RUNTIME else {}),
         "keys": [{"key": key.path, "effect": key.effect.value, "note": key.note} for key in config.keys],
     }
 
@@ -78,7 +87,7 @@ def check_text(config: DsConfig, terminal: Terminal = PLAIN) -> str:
 
 
 def verdict_text(config: DsConfig, terminal: Terminal = PLAIN) -> str:
-    """Return the verdict in lines: red where DeepSpeed refuses the file, green where it runs it as it is."""
+    """Return the verdict in lines: red where the program refuses the file, green where it runs it as it is."""
     good = None if config.runs_filled and not config.runs_alone else config.runs_alone
     return "\n".join(terminal.verdict(verdict(config), good))
 
@@ -94,9 +103,14 @@ def _findings(config: DsConfig, terminal: Terminal) -> list[str]:
     for severity, title in _TITLES.items():
         found = config.of_severity(severity)
         if found:
+            title = title.format(program=config.dialect)
+            title = title[:1].upper() + title[1:]
             lines += ["", terminal.bold(f"{title} ({len(found)})"), *terminal.items(_said(found))]
+    if config.ignored:
+        lines += ["", terminal.bold(f"Keys: without effect there ({len(config.ignored):,})")]
+        lines += terminal.items(_grouped(config.ignored), mark="  ")
     for effect in MemoryEffect:
-        paths = [key.path for key in config.keys if key.effect is effect]
+        paths = [key.path for key in config.keys if key.effect is effect and key.path not in config.ignored]
         if paths:
             more = [f"and {len(paths) - _MOST_KEYS:,} more"] if len(paths) > _MOST_KEYS else []
             shown = [*_grouped([_printable(path, _LONGEST_KEY) for path in paths[:_MOST_KEYS]]), *more]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.errors import BadInput
+from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.rates import Rates, profile_path, rates_of, read_profile
 from zeroplan.core.units import GIB
 from zeroplan.core.unmodelled import Unmodelled
@@ -108,8 +108,14 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
     if options.goal not in GOALS:
         raise BadInput(f"unknown goal {options.goal[:40]!r}", where="--goal", remedy=f"use one of {', '.join(GOALS)}")
     free = replace(request, stage=None, offload_optimizer=None, offload_param=None, ds_config=None)
-    if request.compile == AUTO:
+    compiled = None if request.compile is None else _compilation(request.compile)
+    if compiled == AUTO:
         free = replace(free, compile=Compilation.BLOCKS.value)
+    elif compiled is Compilation.CHECKPOINTED:
+        if options.gradient_checkpointing is False:
+            what = "the checkpoints of checkpointed-blocks are those of gradient checkpointing, which is off"
+            raise BadInput(what, where="--compile", remedy="use blocks, or let the search checkpoint")
+        free = replace(free, gradient_checkpointing=True)
     resolved = resolve(free)
     cluster, warnings = resolved.cluster, list(resolved.warnings)
     if cluster.vram is None and options.candidates is None:
@@ -148,6 +154,18 @@ def _compilations(request: Request, case: Case, engine: Engine, warnings: list[s
             return (None,)
     warnings.append("compilation itself takes a minute or more before the first steps, which no time here holds")
     return (None, case.workload.compile) if request.compile == AUTO else (case.workload.compile,)
+
+
+def _compilation(text: str) -> Compilation | str:
+    """Return what is compiled, or :data:`AUTO`.
+
+    Raises:
+        BadInput: another word.
+    """
+    if text == AUTO:
+        return AUTO
+    names = [*Compilation, AUTO]
+    return member_named(Compilation, text, where="--compile", names=names)
 
 
 def _rates(cluster: Cluster, options: SearchOptions, warnings: list[str]) -> Rates:
@@ -190,6 +208,8 @@ def candidates_of(resolved: ResolvedSearch, request: Request, options: SearchOpt
         options.global_batch, resolved.cluster.layout, micro_batch=request.micro_batch, grad_accum=request.grad_accum
     )
     again = (False, True) if options.gradient_checkpointing is None else (options.gradient_checkpointing,)
+    if resolved.compilations == (Compilation.CHECKPOINTED,):
+        again = (True,)
     confs = (request.alloc_conf,) if request.alloc_conf else resolved.engine.alloc_confs
     left_out, compiled = resolved.unmodelled, resolved.compilations
     return list(all_candidates(zeros, resolved.workload, splits, again, confs, left_out, compiled))

@@ -89,11 +89,12 @@ class Ddp(TorchEngine[DdpRank]):
         if case.workload.compile in (Compilation.BLOCKS, Compilation.CHECKPOINTED):
             return (Unmodelled("--compile", Effect.MORE, "no GPU has measured compiled blocks under autocast"),)
         if isinstance(case.workload.quantize, PackedWeights):
-            return kernels_of(case.workload.quantize)
+            return kernels_of(case.workload.quantize, case.workload.quantized_by)
         if case.workload.quantize is not Quantization.INT8:
             return ()
         says = "columns with outliers, whose number is up to the data, are kept once more"
-        return (Unmodelled("--quantize int8", Effect.MORE, says),)
+        key = case.workload.quantized_by
+        return (Unmodelled("--quantize int8" if key == "--quantize" else key, Effect.MORE, says),)
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DDP's lines and a rank; all ranks are alike."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -105,6 +106,10 @@ def make_engine(
 ) -> tuple[AnyEngine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
     """Makes an engine of class `kind`, as :func:`initialize` does."""
     _require_usable(model, training_data, policy)
+    if "zeroplan_runtime.transformer" in sys.modules:
+        from zeroplan_runtime.transformer.models import warn_of_adapters
+
+        warn_of_adapters(model)
     where = _device(device)
     _join(where)
     ranks = _ranks(group, mesh)

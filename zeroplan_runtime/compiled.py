@@ -16,6 +16,12 @@ Note [CUDA graphs]
     memory pool of the graphs' own as long as they live: activations and a backward's gradients would lie beside the buffers
     that the runtime frees for them, and a forward that gradient checkpointing runs again would replay between two backwards.
     No plan has that memory and no GPU has run it: modes with CUDA graphs are refused.
+
+Note [Compiled parts]
+    A parameter that ``tp`` or ``ep`` divides is a DTensor whose part lies in the Arena beside others'. Dynamo makes fake ones
+    of a graph's parameters, and of DTensors whose parts share memory it cannot (torch 2.13, ``_subclasses/meta_utils.py``,
+    ``meta_tensor``: "Attempted to set the storage of a tensor on device cpu to a storage on different device meta"). Pipeline
+    stages have whole parameters and are compiled like any model.
 """
 
 from __future__ import annotations
@@ -31,6 +37,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.local_tensors import is_distributed
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
@@ -87,12 +94,31 @@ def _compiled_of(module: nn.Module) -> Any:
     return None
 
 
-def refuse_cuda_graphs(model: nn.Module) -> None:
-    """Refuses a model, or modules of it, that were compiled with CUDA graphs. See Note [CUDA graphs].
+def require_whole(model: nn.Module) -> None:
+    """Refuses to compile a model whose parameters ranks have parts of. See Note [Compiled parts].
 
     Raises:
-        BadInput: naming the module.
+        BadInput: naming a parameter.
     """
+    name = next((name for name, param in model.named_parameters() if is_distributed(param)), None)
+    if name is not None:
+        raise BadInput(
+            f"ranks have parts of {name!r}, and torch.compile does not take such parameters where they lie side by side",
+            where="torch.compile",
+            remedy="train it uncompiled, or divide it by pipeline stages",
+        )
+
+
+def refuse_compiled(model: nn.Module) -> None:
+    """Refuses a model, or modules of it, that were compiled with CUDA graphs, or of which ranks have parts of parameters.
+
+    See Note [CUDA graphs] and Note [Compiled parts].
+
+    Raises:
+        BadInput: naming the module or a parameter.
+    """
+    if is_compiled(model):
+        require_whole(model)
     for name, module in model.named_modules():
         compiled = _compiled_of(module)
         settings = None if compiled is None else compiled.get_compiler_config()

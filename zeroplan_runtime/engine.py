@@ -31,7 +31,7 @@ from zeroplan_runtime.checks import (
     require_model,
 )
 from zeroplan_runtime.chunked_cross_entropy import attach_chunked_cross_entropy
-from zeroplan_runtime.compiled import compile_units, is_compiled, outside_graphs, refuse_cuda_graphs, uncompiled
+from zeroplan_runtime.compiled import compile_units, is_compiled, outside_graphs, refuse_compiled, require_whole, uncompiled
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.engine_checkpoints import EngineCheckpoints
 from zeroplan_runtime.engine_getters import EngineGetters
@@ -103,6 +103,8 @@ class Engine(EngineGetters, EngineCheckpoints):
 
         require_model(model, comm.world_size, on_mesh=ranks.mesh is not None)
         require_distributed(model, ranks)
+        if is_compiled(model):
+            require_whole(model)
         require_equal_values(model, ranks)
         require_own_memory(model)
         warn_of_aliases(model, device, DTYPES[config.dtype])
@@ -291,12 +293,13 @@ class Engine(EngineGetters, EngineCheckpoints):
         Each block is a graph of its own, and what lies between them is compiled where hooks on the units part it.
 
         Raises:
-            BadInput: for a mode with CUDA graphs, and where steps leave blocks out.
+            BadInput: for a mode with CUDA graphs, where steps leave blocks out, and where ranks have parts of parameters.
         """
         if self.layer_drop is not None:
             raise BadInput("blocks that may be left out are not compiled", where="engine.compile", remedy="leave it out")
+        require_whole(self.module)
         compile_units(self.module, self.model_states.blocks, whole=self.schedule.hooked, args=args, kwargs=kwargs)
-        refuse_cuda_graphs(self.module)
+        refuse_compiled(self.module)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -351,7 +354,7 @@ class Engine(EngineGetters, EngineCheckpoints):
         if not self.schedule.keeps_guard:
             self._audit = None
             if self._ran_uncompiled and is_compiled(self.module):
-                refuse_cuda_graphs(self.module)
+                refuse_compiled(self.module)
                 self.model_states.release_cache()  # see Note [What the uncompiled micro batch leaves] in compiled.py
             self._ran_uncompiled = False
             return nullcontext()

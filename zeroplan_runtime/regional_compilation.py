@@ -15,7 +15,6 @@ Note [Dropout within graphs]
 
 from __future__ import annotations
 
-from functools import wraps
 from types import MethodType
 from typing import Any
 
@@ -24,10 +23,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.units import find_blocks
+from zeroplan_runtime.compiled import require_whole
+from zeroplan_runtime.units import Policy, find_blocks
 
 
-def compile_blocks(model: nn.Module, **options: Any) -> None:
+def compile_blocks(model: nn.Module, *, policy: Policy | None = None, **options: Any) -> None:
     """Compiles the forward of each block in place; blocks that checkpoint do so within their graphs from then on.
 
     Call it after ``model.gradient_checkpointing_enable()`` and before ``initialize``. Blocks of the same classes and shapes
@@ -36,22 +36,30 @@ def compile_blocks(model: nn.Module, **options: Any) -> None:
 
     Args:
         model: the model; its blocks are those that become units (:func:`zeroplan_runtime.units.find_blocks`).
+        policy: as of ``initialize``, where the blocks stand in no list.
         options: arguments of ``torch.compile``, such as `backend`.
 
     Raises:
-        BadInput: when the model has no blocks.
+        BadInput: when the model has no blocks, or ranks have parts of its parameters, which torch.compile does not take.
     """
-    blocks: list[Any] = list(find_blocks(model).values())
+    if not isinstance(model, nn.Module):
+        raise BadInput(f"a {type(model).__name__} is no nn.Module", where="compile_blocks", remedy="give a built model")
+    require_whole(model)
+    blocks: list[Any] = list(find_blocks(model, policy).values())
     if not blocks:
         raise BadInput(
-            f"{type(model).__name__} has no list of blocks to compile", where="compile_blocks", remedy="use model.compile()"
+            f"{type(model).__name__} has no list of blocks to compile",
+            where="compile_blocks",
+            remedy="give a policy that takes them, or use model.compile()",
         )
     within = _has_autograd(options.get("backend", "inductor"))
     for block in blocks:
         forward = block.forward
         if within and getattr(block, "gradient_checkpointing", False):
             block.gradient_checkpointing = False  # transformers' own is around the whole call
-            forward = _checkpointed(block)
+            if "forward" in vars(block):
+                block.forward_within = forward  # replaced on this block alone
+            forward = MethodType(_checkpointed_forward, block)  # a method, so that all blocks of a class share its code
         block.forward = torch.compile(forward, **options)
 
 
@@ -64,20 +72,10 @@ def _has_autograd(backend: Any) -> bool:
     return isinstance(backend, AotAutograd)
 
 
-def _checkpointed(block: nn.Module) -> Any:
-    """The block's forward with a checkpoint around it, as a method, so that all blocks of a class share its code."""
-    if "forward" in vars(block):  # replaced on this block alone
-        own = block.forward
-
-        @wraps(own)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return checkpoint(own, *args, use_reentrant=False, **kwargs)
-
-        return replaced
-    return MethodType(_checkpointed_forward, block)
-
-
 def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The block's forward, its class's or its own, with a checkpoint around it where there is a backward."""
+    own = vars(block).get("forward_within")
+    forward, given = (type(block).forward, (block, *args)) if own is None else (own, args)
     if not (block.training and torch.is_grad_enabled()):
-        return type(block).forward(block, *args, **kwargs)
-    return checkpoint(type(block).forward, block, *args, use_reentrant=False, **kwargs)
+        return forward(*given, **kwargs)
+    return checkpoint(forward, *given, use_reentrant=False, **kwargs)

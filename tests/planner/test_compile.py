@@ -39,6 +39,7 @@ def planned(**fields: Any) -> Report:
         ({"engine": "fsdp2", "fp8": "tensorwise", "gpu": "H100"}, "with --fp8"),
         ({"engine": "ddp", "lora_rank": 4, "quantize": "nf4"}, "with --quantize"),
         ({"engine": "fsdp2", "gpus": 4, "tp": 2}, "data parallelism alone; leave --tp out"),
+        ({"engine": "zeroplan", "gpus": 4, "tp": 2}, "data parallelism, and on pipeline stages, alone; leave --tp out"),
         ({"engine": "fsdp2", "gradient_checkpointing": True, "checkpoint_policy": "selective"}, "with --checkpoint-policy"),
         ({"engine": "zeroplan", "stage": 3, "compile": "checkpointed-blocks"}, "give --gradient-checkpointing, or use blocks"),
         ({"engine": "fsdp2", "compile": "layers"}, "use one of blocks, checkpointed-blocks, model"),
@@ -49,6 +50,16 @@ def test_what_no_graph_is_traced_with_is_refused(fields: dict[str, Any], said: s
         resolve(Request(model=TINY, **{"compile": "blocks", **fields}))
     assert said in str(error.value)
     assert "--compile" in str(error.value)
+
+
+def test_compiled_stages_own_what_plain_ones_own_and_promise_nothing() -> None:
+    asked: dict[str, Any] = {"engine": "zeroplan", "stage": 2, "gpus": 4, "pp": 2, "grad_accum": 2}
+    untied = {**TINY, "tie_word_embeddings": False}
+    eager, compiled = (
+        estimate_report(Request(model=untied, seq_len=64, vram="24G", **asked, compile=how)) for how in (None, "blocks")
+    )
+    assert compiled.plans[0].lines == eager.plans[0].lines
+    assert compiled.plans[0].fits is None
 
 
 def test_fewer_tensors_are_kept_and_the_answer_says_how() -> None:

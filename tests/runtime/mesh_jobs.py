@@ -142,6 +142,7 @@ def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
         "part of heads": lambda: run(part_of_heads()),
         "split tokens": split_tokens,
         "lamb": lambda: run(split_model(), config=lamb),
+        "compiled": lambda: zeroplan_runtime.compile_blocks(split_model()),
         "names": lambda: run(models.make(), mesh=init_device_mesh("cpu", (2, 2))),
         "unknown": lambda: run(models.make(), mesh=mesh_of(dp=2, rows=2)),
         "both": lambda: run(models.make(), group=dist.group.WORLD),
@@ -238,12 +239,17 @@ def train_pipeline(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, A
     return found
 
 
-def train_stages(_group: dist.ProcessGroup, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A step of the Llama on two stages × two data-parallel ranks, for each config."""
+def train_stages(
+    _group: dist.ProcessGroup, configs: list[dict[str, Any]], backend: str = "", steps: int = 1
+) -> list[dict[str, Any]]:
+    """Trains the Llama on two stages × two data-parallel ranks for each config, its blocks compiled if a backend is given."""
     mesh, found = mesh_of(pp=2, dp=2), []
     for config in configs:
         model = CausalStage(llama(), mesh.get_local_rank("pp"))
-        found.append(train_on(mesh, model, config, 1, on_stages("1F1B", 0, length=6), policy=is_causal_block))
+        if backend:
+            zeroplan_runtime.compile_blocks(model, policy=is_causal_block, backend=backend)
+        step = on_stages("1F1B", mesh.get_local_rank("dp"), length=6)
+        found.append(train_on(mesh, model, config, steps, step, policy=is_causal_block))
     return found
 
 

@@ -93,6 +93,16 @@ def test_the_plan_of_a_stage_equals_its_arena(pool: RankPool) -> None:
             assert rows_of(found[index]) == planned, (rank, config)
 
 
+def test_compiled_stages_train_as_plain_ones(pool: RankPool) -> None:
+    """Their blocks are compiled one by one, and what the engine owns is as without."""
+    config = [ds_config(2, gradient_clipping=0.5, gradient_accumulation_steps=2)]
+    plain, compiled = (pool.run(4, mesh_jobs.train_stages, config, backend, 2) for backend in ("", "eager"))
+    for before, after in zip(plain, compiled, strict=True):
+        assert after[0]["losses"] == pytest.approx(before[0]["losses"], rel=1e-5, nan_ok=True)
+        assert after[0]["norms"] == pytest.approx(before[0]["norms"], rel=1e-5)
+        assert rows_of(after[0]) == rows_of(before[0])
+
+
 def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:
     for said in pool.run(4, mesh_jobs.refusals):
         for name, words in {
@@ -105,6 +115,7 @@ def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:
             "part of heads": "'scale' is not distributed, but its gradient differs",
             "lamb": "norms of whole tensors",
             "split tokens": "give their blocks other inputs",
+            "compiled": "torch.compile: ranks have parts of 'embed.weight'",
             "names": "have no names",
             "unknown": "dimension 'rows' is unknown",
             "both": "give either group or mesh",

@@ -259,6 +259,18 @@ def test_what_torch_compile_gets_is_the_same_layer(pre: bool) -> None:
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("pre", [False, True])
+def test_no_samples_and_no_tokens(pre: bool) -> None:
+    layer = layer_of(pre_layer_norm=pre)
+    width = layer.config.hidden_size
+    for shape in ((0, 4, width), (2, 0, width)):
+        layer.zero_grad()
+        out = layer(torch.zeros(shape, requires_grad=True))
+        out.sum().backward()
+        assert out.shape == shape
+        assert all(param.grad is not None and not param.grad.any() for param in layer.parameters())
+
+
 def test_fresh_weights_and_given_ones() -> None:
     sizes = {**SIZES, "hidden_size": 256, "heads": 4, "intermediate_size": -1, "num_hidden_layers": 8}
     torch.manual_seed(0)

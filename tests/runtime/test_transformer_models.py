@@ -139,6 +139,16 @@ def test_a_fused_model_goes_to_another_process() -> None:
         _ = models.FusedGPT2Block
 
 
+def test_adapters_that_leave_the_fused_layers_out_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    peft = pytest.importorskip("peft")
+    model = make()
+    use_transformer_layer(model)
+    models.warn_of_adapters(model)
+    assert not caplog.records
+    models.warn_of_adapters(peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear")))
+    assert "the 3 fused layers have none" in caplog.text
+
+
 def test_what_no_layer_can_take_the_place_of_is_refused() -> None:
     with pytest.raises(BadInput, match="Linear has none of the layers BertLayer, RobertaLayer, XLMRobertaLayer"):
         use_transformer_layer(nn.Linear(2, 2))

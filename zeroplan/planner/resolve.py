@@ -18,7 +18,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.layout import layout_of, unmeasured, without_degrees
+from zeroplan.planner.layout import layout_of, require_compilable, unmeasured, without_degrees
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.request import Request
 from zeroplan.planner.training_task import with_training_task
@@ -149,7 +149,7 @@ def resolve(request: Request) -> Resolved:
         )
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
-    if workload.compile is not None and engine.starts_uncompiled:
+    if workload.compile is not None and engine.starts_uncompiled and request.pp == 1:  # no plan of stages has peaks
         warnings.append("the first micro batch of a compiled model runs uncompiled; the peaks hold it")
     zero_init = request.zero_init is not False and workload.quantize is None  # transformers makes no quantised model under it
     if request.partition is not None and not (engine.partition and request.pp > 1):
@@ -179,9 +179,7 @@ def resolve(request: Request) -> Resolved:
     if workload.sparse_attention is not None and workload.compile is not None:
         raise BadInput("compiled blocks with sparse attention are not planned", where="--compile", remedy="leave it out")
     if layout is not None and workload.compile is not None:
-        raise BadInput(
-            "compiled models are planned for data parallelism alone", where="--compile", remedy=without_degrees(request)
-        )
+        require_compilable(request, engine.compiled_degrees)
     warnings += [f"{where}: as DeepSpeed's source has it, but not measured on a GPU" for where in tiled]
     if layout is not None and not engine.own_layers and (said := unmeasured(layout, request.schedule)):
         warnings.append(said)

@@ -144,7 +144,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         mask = usable_mask(attention_mask, hidden.dtype)
         device = hidden.device.type
         with torch.autocast(device if device != "meta" else "cpu", enabled=False):
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_compiling() or not hidden.numel():  # nothing to compute: no kernel of ours is launched
                 out = self._by_compiler(hidden, mask, params)
             else:
                 out = self._by_functions(hidden.contiguous(), mask, params)
@@ -207,7 +207,9 @@ class DeepSpeedTransformerLayer(nn.Module):
         return found
 
     def _by_compiler(self, hidden: torch.Tensor, mask: torch.Tensor | None, params: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The layer in torch's own operations, which ``torch.compile`` fuses; it decides itself what is kept."""
+        """The layer in torch's own operations, which ``torch.compile`` fuses; it decides itself what is kept. They also take
+        no samples or no tokens.
+        """
         config = self.config
         shape, eps = (config.hidden_size,), config.layer_norm_eps
         first, between = (params["norm_w"], params["norm_b"], eps), (params["attn_nw"], params["attn_nb"], eps)
@@ -215,7 +217,7 @@ class DeepSpeedTransformerLayer(nn.Module):
         samples, tokens, _ = hidden.shape
         rows = functional.layer_norm(hidden, shape, *first) if config.pre_layer_norm else hidden
         made = functional.linear(rows, params["attn_qkvw"], params["attn_qkvb"])
-        made = made.view(samples, tokens, 3, config.heads, -1)
+        made = made.view(samples, tokens, 3, config.heads, config.hidden_size // config.heads)
         query, key, value = (made[:, :, i].transpose(1, 2) for i in range(3))
         context = functional.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, dropout_p=self._ratio(config.attn_dropout_ratio)

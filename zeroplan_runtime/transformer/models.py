@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.transformer.config import DeepSpeedTransformerConfig
 from zeroplan_runtime.transformer.layer import DeepSpeedTransformerLayer
+
+logger = logging.getLogger("zeroplan_runtime")
 
 _WHERE = "use_transformer_layer"
 #: transformers' layers that compute what this one does, by module.
@@ -66,6 +69,19 @@ def use_transformer_layer(model: nn.Module, **options: Any) -> Callable[[], None
             parent.add_module(name, layer.train(fused.training))
 
     return restore
+
+
+def warn_of_adapters(model: nn.Module) -> None:
+    """Says so where peft has adapted a model whose fused layers it left out: it adapts linear layers, which they lack."""
+    if not hasattr(model, "peft_config"):
+        return
+    fused = [layer for layer in model.modules() if isinstance(layer, DeepSpeedTransformerLayer)]
+    if fused and not any(param.requires_grad for layer in fused for param in layer.parameters()):
+        logger.warning(
+            "peft adapts linear layers, of which the %d fused layers have none: frozen, without adapters, they learn nothing; "
+            "leave use_transformer_layer out, or set modules_to_save",
+            len(fused),
+        )
 
 
 def _is_known(module: nn.Module) -> bool:

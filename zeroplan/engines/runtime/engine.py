@@ -99,6 +99,7 @@ class Runtime(Engine):
     casts_modules = True
     own_optimizers = True
     compiles = True
+    compiled_degrees = ("pp",)  # parameters that ranks divide do not trace
     starts_uncompiled = True  # its guards of parameters' aliases do not trace
 
     def __init__(self, runtime_options: RuntimeOptions | None = None) -> None:

@@ -56,6 +56,7 @@ class Mark(IntEnum):
     REFERENCE_BEGIN = 4  # until the next mark, modules are those of a reference model, which an engine shards, too
     REFERENCE_END = 5
     WEIGHTS_BEGIN = 6  # of a backward in two halves: the gradients of inputs are made, those of weights follow
+    OUTPUT = 7  # the loop's variable has the model's output; the last micro batch's goes, where the tape keeps one
 
 
 class Kind(IntEnum):

@@ -166,7 +166,9 @@ class Workload:
     `compile` is what ``torch.compile`` is called on; None for nothing. `generation` is what the model generates before each
     step, on the GPUs that train; None for nothing. `colocated` is vLLM where it does so.
     `moved` means that the model is made on the host and then moved to the GPU,
-    where a tied weight is one from the beginning; made on the GPU, its second owner's goes when the tie is made.
+    where a tied weight is one from the beginning; made on the GPU, its second owner's goes when the tie is made. `mixed_units`
+    means that FSDP 1 wraps blocks with the adapters in them, `longest_first` that the first micro batch holds the longest of
+    samples that differ in length, and no later one.
     """
 
     micro_batch: int = 1
@@ -218,6 +220,8 @@ class Workload:
     generation: Generation | None = None
     colocated: Colocated | None = None
     moved: bool = False
+    mixed_units: bool = False
+    longest_first: bool = False
 
     @property
     def rows(self) -> int:

@@ -304,6 +304,10 @@ class Engine(ABC):
 
         return options_for(case.workload, layout=case.layout)
 
+    def graded(self, case: Case) -> frozenset[str]:
+        """Return the names of frozen parameters for which the engine has gradients made all the same."""
+        return frozenset()
+
     def own_tape(self, case: Case) -> ExpandedTape | None:
         """Return the tape of one micro batch on the pipeline rank that is looked at, of an engine with layers of its own; None
         where the model's own code runs, which is traced.

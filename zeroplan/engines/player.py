@@ -6,6 +6,9 @@ Note [The kept loss]
     checkpointing makes require one. A tape frees them after BACKWARD_END; here they go when the loop's variable is
     assigned again: after the next micro batch's forward, or after the step that follows it for the last of a window. The HF
     Trainer keeps the detached loss, so that all of it goes with the backward (transformers 5.17, trainer.py, training_step).
+    A loop that also keeps the output by name, as LitGPT's does its logits, has it beside the next micro batch until the model
+    has returned: a tape marks that point (``Mark.OUTPUT``), where all goes. Where batches differ in length the longest one
+    comes after such as are drawn, never after itself.
 """
 
 from __future__ import annotations
@@ -116,9 +119,12 @@ class CuePlayer:
             Op.EXIT: schedule.exit,
             Op.BWD_ENTER: schedule.backward_enter,
             Op.BWD_EXIT: schedule.backward_exit,
-            Op.MARK: self._reference,
+            Op.MARK: self._mark,
         }
-        self.references = {Mark.REFERENCE_BEGIN: schedule.reference_begin, Mark.REFERENCE_END: schedule.reference_end}
+        self.marked: dict[int, Callable[[], None]] = {
+            Mark.REFERENCE_BEGIN: schedule.reference_begin,
+            Mark.REFERENCE_END: schedule.reference_end,
+        }
         recorder.follow(event_blocks)
 
     def run(self, cues: Sequence[Cue]) -> None:
@@ -134,8 +140,8 @@ class CuePlayer:
             elif op is not None:
                 hooks[op](arg)
 
-    def _reference(self, mark: int) -> None:
-        self.references[Mark(mark)]()
+    def _mark(self, mark: int) -> None:
+        self.marked[mark]()
 
     def _workspace(self, index: int, module: int) -> None:
         """A workspace is allocated by the first call and never freed."""
@@ -163,6 +169,7 @@ class Run:
         cublas_workspace: bytes of one cuBLAS workspace; 0 leaves cuBLASLt's out, too.
         detached_loss: the loop keeps the loss without its graph.
         saves: whether it saves, between two steps.
+        longest_first: of micro batches that differ in length the first is the longest, and no later one is.
     """
 
     grad_accum: int
@@ -171,6 +178,7 @@ class Run:
     cublas_workspace: int = 0
     detached_loss: bool = False
     saves: bool = False
+    longest_first: bool = False
 
 
 def play(
@@ -210,6 +218,8 @@ def play(
     kept = _Kept()
     played = min(run.grad_accum, DISTINCT_MICRO_BATCHES)
     evaluation, order = tape.evaluation, [*script.shapes, script]
+    if run.longest_first and script.shapes:
+        order = [script, *script.shapes]
     steps = run.steps + -(-len(script.shapes) // played)  # lengths that change first, then the longest as often as any
     passed = 0
     afterwards = STEPS_AFTERWARDS if evaluation is not None or run.saves else 0
@@ -228,9 +238,11 @@ def play(
         previous, kept = kept, _Kept()
         for micro in range(played):
             boundary = micro == played - 1
-            micro_batch = order[min(passed, len(order) - 1)]
+            again = script.keeps_output and not run.longest_first
+            micro_batch = order[passed % len(order) if again else min(passed, len(order) - 1)]
             passed += 1
             schedule.forward_begin()
+            player.kept = (previous, kept)
             player.run(micro_batch.forward)
             player.drop(kept)
             recorder.mark("fwd")
@@ -290,12 +302,18 @@ class _Player(CuePlayer):
     def __init__(self, script: Script, recorder: Recorder, schedule: EngineSchedule, workspace: int) -> None:
         super().__init__(recorder, schedule, script.event_blocks, workspace)
         self.script, self.schedule = script, schedule
+        self.kept: tuple[_Kept, ...] = ()
+        self.marked[Mark.OUTPUT] = self._drop_all
 
     def end(self, script: Script) -> _Kept:
         """Frees the inputs of a micro batch; returns what its loss keeps."""
         for storage in script.inputs:
             self.recorder.free(self.recorder.handle_of(storage))
         return _Kept([self.recorder.handle_of(storage) for storage in script.kept], self.schedule.graph_kept())
+
+    def _drop_all(self) -> None:
+        for kept in self.kept:
+            self.drop(kept)
 
     def drop(self, kept: _Kept) -> None:
         """Frees what an earlier loss kept."""

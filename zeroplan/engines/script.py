@@ -63,6 +63,7 @@ class Script:
         evaluation: the cues of an evaluation's forward, the batch's own storages included; empty without one.
         shapes: the micro batches that come before this one, of other lengths.
         generation: the cues of what is generated before a step, which no hook follows; empty without any.
+        keeps_output: whether the loop keeps the model's output until it has the next one.
     """
 
     forward: tuple[Cue, ...]
@@ -73,6 +74,7 @@ class Script:
     evaluation: tuple[Cue, ...] = ()
     shapes: tuple[Script, ...] = ()
     generation: tuple[Cue, ...] = ()
+    keeps_output: bool = False
 
 
 class Scripts:
@@ -136,6 +138,7 @@ def _micro_batch(tape: ExpandedTape, event_blocks: EventBlocks, *, modules: bool
         inputs=tuple(arg for arg in last if allocated[arg] == Kind.INPUT),
         kept=tuple(arg for arg in last if allocated[arg] != Kind.INPUT),
         event_blocks=event_blocks,
+        keeps_output=int(Mark.OUTPUT) in marks,
     )
 
 
@@ -203,8 +206,8 @@ def _adds_bias(module: TapeModule, tape: ExpandedTape, *, own_linear: bool) -> b
 _HOOKS = frozenset({Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT, Op.MARK})
 
 
-#: The marks that a cue is made of.
-_REFERENCE = frozenset({int(Mark.REFERENCE_BEGIN), int(Mark.REFERENCE_END)})
+#: The marks that a cue is made of; the last of them also where the engine has no module hooks.
+_CUED = frozenset({int(Mark.REFERENCE_BEGIN), int(Mark.REFERENCE_END), int(Mark.OUTPUT)})
 
 
 def cues_of(
@@ -223,7 +226,7 @@ def cues_of(
                 event_blocks.alloc(arg, aux, buffers[kind], module)
             elif op == free:
                 event_blocks.free(arg)
-            elif op not in silent and (op != Op.MARK or arg in _REFERENCE):
+            elif arg in _CUED if op == Op.MARK and (arg == Mark.OUTPUT or op not in silent) else op not in silent:
                 cues.append(Cue(event_blocks.close(), op, arg, aux))
         if end < half.stop or workspace[0] >= 0:
             cues.append(Cue(event_blocks.close(), WORKSPACE, *workspace))

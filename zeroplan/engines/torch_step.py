@@ -29,6 +29,7 @@ def torch_run(workload: Workload, cublas_workspace: int) -> Run:
         cublas_workspace=cublas_workspace,
         detached_loss=workload.detached_loss,
         saves=workload.saving is not None,
+        longest_first=workload.longest_first,
     )
 
 

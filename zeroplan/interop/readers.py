@@ -13,7 +13,7 @@ from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.interop.deepspeed_version import version_beside
 from zeroplan.interop.programs.accelerate import launch_document
 from zeroplan.interop.programs.document import Document, find_beside, load_document
-from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named
+from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named, version_of
 from zeroplan.interop.programs.shell import RECIPE_FLAGS, RECIPES, Command
 from zeroplan.interop.setups import Setup
 
@@ -47,11 +47,12 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
     Raises:
         BadInput: when it cannot be read, holds values of wrong types, is nobody's, or could be several programs'.
     """
-    document = replace(load_document(source), task=task or "")
+    version = "" if program is None else version_of(program)
+    document = replace(load_document(source), task=task or "", version=version)
     script, recipe = document.name, _recipe(document)
     named = [path for path in _named_files(document) if recipe is None or str(path) != recipe.name]
     if recipe is not None:
-        document = recipe
+        document = replace(recipe, version=version)
     owner = program_named(program) if program is not None else _owner(document, named)
     setups = [] if owner is None else [owner.read(document)]
     if recipe is not None:

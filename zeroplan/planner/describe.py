@@ -29,6 +29,8 @@ _ASKED_FOR = {
     "whole_embedding_states": False,
     "accelerate_units": False,
     "one_unit": False,
+    "mixed_units": False,
+    "longest_first": False,
     "pairs": False,
     "reference": None,
     "kl_batch": False,

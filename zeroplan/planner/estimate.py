@@ -135,7 +135,7 @@ def _tapes(engine: Engine, request: Request) -> ExpandedTapes:
     if request.inputs is not None:
         from zeroplan.planner.live_module import ModuleTapes
 
-        return ModuleTapes(engine, request.model, request.inputs)
+        return ModuleTapes(engine, request.model, request.inputs, cut=request.built)
     from zeroplan.planner.tapes import ExpandedTapes
 
     return ExpandedTapes(engine)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.lengths import padded_batches
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.engines.base import Case, Engine
@@ -21,7 +22,7 @@ def with_shape(request: Request) -> Request:
     """
     if not hasattr(request.model, "named_parameters"):
         raise BadInput("inputs are an example batch for a live module", where="inputs", remedy="give the module as the model")
-    if request.lora_rank is not None or request.quantize is not None:
+    if (request.lora_rank is not None or request.quantize is not None) and not request.built:
         raise BadInput(
             "an example batch is traced through the module as it is", where="inputs", remedy="give the module with its adapters"
         )
@@ -34,12 +35,23 @@ def with_shape(request: Request) -> Request:
     return replace(request, micro_batch=samples, seq_len=positions)
 
 
-class ModuleTapes(ExpandedTapes):
-    """Tapes of one module for one batch, in the dtypes that each case asks for."""
+#: Micro batches of another length that are traced before the longest: each takes a trace of its own.
+_SHORTER = 1
 
-    def __init__(self, engine: Engine, module: Any, inputs: Any) -> None:
+
+class ModuleTapes(ExpandedTapes):
+    """Tapes of one module for one batch, in the dtypes that each case asks for.
+
+    Args:
+        engine: what trains.
+        module: the module.
+        inputs: one micro batch.
+        cut: whether the batch's tensors are of shape (samples, tokens), so that shorter ones can be made of it.
+    """
+
+    def __init__(self, engine: Engine, module: Any, inputs: Any, *, cut: bool = False) -> None:
         super().__init__(engine)
-        self._asked, self._module, self._inputs = engine, module, inputs
+        self._asked, self._module, self._inputs, self._cut = engine, module, inputs, cut
         self._made: dict[str, ExpandedTape | NoTapeError] = {}
 
     def of(self, case: Case) -> ExpandedTape:
@@ -53,12 +65,22 @@ class ModuleTapes(ExpandedTapes):
         return found
 
     def _traced(self, case: Case) -> ExpandedTape | NoTapeError:
-        from zeroplan.trace.example import trace_example
-
         work = case.workload
         try:
-            tape = trace_example(self._module, self._inputs, self._asked.trace_options(case))
-            return tape.expand(work.micro_batch, work.seq_len or 1, None, device=KernelDevice.of(case.cluster.gpu))
+            tape = self._of_length(case, work.seq_len or 1)
+            if not (self._cut and work.lengths):
+                return tape
+            drawn = padded_batches(work.lengths, work.rows, cut=work.seq_len)[-1 - _SHORTER : -1]
+            return replace(tape, shapes=tuple(self._of_length(case, length) for length in drawn))
         except Exception as fault:  # the user's own code runs here
             text = " ".join(str(fault).split())[:160]
             return NoTapeError(f"the module cannot be traced ({type(fault).__name__}: {text})")
+
+    def _of_length(self, case: Case, length: int) -> ExpandedTape:
+        from zeroplan.trace.example import trace_example
+
+        work, inputs = case.workload, self._inputs
+        if length != work.seq_len:
+            inputs = {name: tensor[:, :length] for name, tensor in inputs.items()}
+        tape = trace_example(self._module, inputs, self._asked.trace_options(case), self._asked.graded(case))
+        return tape.expand(work.micro_batch, length, None, device=KernelDevice.of(case.cluster.gpu))

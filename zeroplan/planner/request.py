@@ -99,6 +99,9 @@ class Request:
     whole_embedding_states: bool = False
     accelerate_units: bool = False
     one_unit: bool = False
+    mixed_units: bool = False
+    longest_first: bool = False
+    built: bool = False  # the live module came with its adapters and quantised layers from a program's reader
     pads: bool = False
     pairs: bool = False
     reference: Reference | None = None

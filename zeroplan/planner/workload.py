@@ -54,7 +54,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     if request.lora_targets and request.lora_rank is None:
         raise BadInput("targets without a rank", where="--lora-targets", remedy="give --lora-rank 16 as well")
     quantization = None if request.quantize is None else parse_quantization(request.quantize)
-    if quantization is not None and request.lora_rank is None:
+    if quantization is not None and request.lora_rank is None and not request.built:
         raise BadInput(
             "a quantised base is frozen", where=request.quantized_by, remedy="give --lora-rank 16 to train adapters beside it"
         )
@@ -107,6 +107,8 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         whole_embedding_states=request.whole_embedding_states,
         accelerate_units=request.accelerate_units,
         one_unit=request.one_unit,
+        mixed_units=request.mixed_units,
+        longest_first=request.longest_first,
         pairs=request.pairs,
         reference=request.reference,
         kl_batch=request.kl_batch,

@@ -46,8 +46,14 @@ def shape_of(batch: Mapping[str, Any]) -> tuple[int, int]:
     return max(1, samples), max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
 
 
-def trace_example(module: nn.Module, inputs: Any, options: TraceOptions) -> Tape:
+def trace_example(module: nn.Module, inputs: Any, options: TraceOptions, graded: frozenset[str] = frozenset()) -> Tape:
     """Return the tape of the module for this batch. The module itself is left as it is.
+
+    Args:
+        module: the module.
+        inputs: one micro batch.
+        options: how it runs.
+        graded: frozen parameters for which the engine has gradients made all the same.
 
     Raises:
         BadInput: inputs that the module's forward does not take.
@@ -61,18 +67,19 @@ def trace_example(module: nn.Module, inputs: Any, options: TraceOptions) -> Tape
         dtype = half if half is not None and value.is_floating_point() else value.dtype
         return torch.empty(value.shape, dtype=dtype, device="meta", requires_grad=value.requires_grad)
 
-    made = _on_meta(module, half)
+    made = _on_meta(module, half, graded)
     with moe_layers.alone(made):
         return trace_module(made, lambda: tree_map(empty, batch), options)
 
 
-def _on_meta(module: nn.Module, half: torch.dtype | None) -> nn.Module:
+def _on_meta(module: nn.Module, half: torch.dtype | None, graded: frozenset[str]) -> nn.Module:
     """Return a copy in training mode without weights, floating parameters and buffers in `half` where that is given."""
     memo: dict[int, Any] = moe_layers.groups_of(module)
-    for tensor in (*module.parameters(), *module.buffers()):
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         dtype = half if half is not None and tensor.is_floating_point() else tensor.dtype
         empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
-        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+        trained = tensor.requires_grad or name in graded
+        memo[id(tensor)] = nn.Parameter(empty, trained) if isinstance(tensor, nn.Parameter) else empty
     made = copy.deepcopy(module, memo)
     config: Any = getattr(made, "config", None)
     if hasattr(config, "use_cache"):

@@ -29,36 +29,49 @@ class _Product(torch.autograd.Function):
     """y = x·Wᵀ + b with a weight that is dequantised into `x`'s dtype, and again for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, nested: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: Linear4bit, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         # the nested scales' offset is added out of place
-        scales = [_scales(weight), _scales(weight)] if nested else []
-        whole = weight.new_empty(weight.shape, dtype=x.dtype)
+        scales = [_scales(weight), _scales(weight)] if layer.nested else []
+        whole = _dequantized(layer, weight, x.dtype)
         out = torch.nn.functional.linear(x, whole, bias)
         del scales
-        ctx.weight, ctx.nested = weight, nested
+        ctx.layer, ctx.weight, ctx.input = layer, weight, x if layer.keeps_input else None
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         weight: torch.Tensor = ctx.weight
-        scales = _scales(weight) if ctx.nested else None
-        whole = weight.new_empty(weight.shape, dtype=grad.dtype)
+        scales = _scales(weight) if ctx.layer.nested else None
+        whole = _dequantized(ctx.layer, weight, grad.dtype)
         del scales
         return torch.matmul(grad, whole), None, None, None
 
 
+def _dequantized(layer: Linear4bit, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The whole weight in `dtype`; made in fp16 first, where it was quantised from that."""
+    return weight.new_empty(weight.shape, dtype=torch.float16 if layer.from_half else dtype).to(dtype)
+
+
 class Linear4bit(nn.Linear):
-    """A linear layer whose frozen weight is kept in 4 bits; it computes in `compute_dtype` and answers in its input's."""
+    """A linear layer whose frozen weight is kept in 4 bits; it computes in `compute_dtype` and answers in its input's.
+
+    Attributes:
+        nested: whether scales are quantised again.
+        from_half: whether the weight was quantised from fp16 and is dequantised into that, whatever it is used in.
+        keeps_input: whether a product keeps its input, as bitsandbytes did before 0.43.2 (``ctx.tensors``).
+    """
 
     compute_dtype = torch.bfloat16
     nested = True
+    from_half = False
+    keeps_input = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in]; returns [..., out]."""
         dtype = x.dtype
         bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        out: torch.Tensor = _Product.apply(x.to(self.compute_dtype), self.weight, bias, self.nested)
+        out: torch.Tensor = _Product.apply(x.to(self.compute_dtype), self, self.weight, bias)
         return out.to(dtype)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import Mark
+from zeroplan.core.tape import Mark, Op
 from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
@@ -72,6 +72,8 @@ def _record(
     try:
         with ranks.running(), regions, recorder, functions:
             batch = inputs()
+            if hasattr(model, "on_output"):  # a loop that keeps the output by name until it has the next one
+                model.on_output = lambda: recorder.out.add(Op.MARK, Mark.OUTPUT)
             halves = BackwardInHalves(model, recorder) if options.halves else None
             recorder.mark(Mark.FORWARD_BEGIN)
             with torch.set_grad_enabled(not options.evaluation):

@@ -116,6 +116,11 @@ class Fsdp(TorchEngine[FsdpRank]):
             reshard=case.zero.stage == 3,
         )
 
+    def graded(self, case: Case) -> frozenset[str]:
+        """Return what lies frozen in a unit that is trained. See Note [Units that mix trained and frozen weights]."""
+        rank = self.rank(case, case.parameters)
+        return frozenset(rank.parameters.names[p] for p in rank.graded)
+
     def record(self, rank: FsdpRank, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.fsdp.schedule.record_fsdp`."""
         from zeroplan.engines.fsdp.schedule import record_fsdp

@@ -3,6 +3,15 @@
 A unit is what the wrapping policy wraps: a block, or the root, which holds all that no block does. Adapters' matrices are units
 of their own (peft's ``fsdp_auto_wrap_policy``, which the HF Trainer sets), so that no flat parameter mixes them with frozen
 weights.
+
+Note [Units that mix trained and frozen weights]
+    With ``use_orig_params`` a policy may wrap a block with the adapters in it, as Lightning's does for LitGPT. Their flat
+    parameter requires a gradient as soon as one of them does, and what the block computes with are views of it: so the backward
+    makes a gradient for each frozen weight, too, joins them all into the flat gradient, keeps that whole between micro batches
+    that are not synchronised, and reduces all of it. Only then are frozen parameters left without: the optimizer steps the
+    adapters alone.
+    Source: torch 2.13 (2.1 is alike), fsdp/_flat_param.py (_validate_tensors_to_flatten, _use_unsharded_views,
+    _use_sharded_grad_views)
 Source: torch/distributed/fsdp/_flat_param.py of torch 2.11, _init_flat_param_and_metadata and shard
 """
 
@@ -50,6 +59,19 @@ class FsdpRank(TorchRank):
         """Whether a block is gathered in another dtype than it is kept in."""
         return any(self.casts(unit) for unit in self.units if unit)
 
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The parameters that the optimizer steps."""
+        found, mixed = self.parameters.trained, self.workload.mixed_units
+        return tuple(p for p in found if self.parameters.adapters[p]) if mixed else found
+
+    @cached_property
+    def graded(self) -> tuple[int, ...]:
+        """The parameters that get a gradient. See Note [Units that mix trained and frozen weights]."""
+        if not self.workload.mixed_units:
+            return self.parameters.trained
+        return tuple(sorted(p for unit in self.trained_units for p in self.units[unit] if self.numel[p]))
+
     @cached_property
     def units(self) -> dict[str, list[int]]:
         """The parameters of each block, of each adapter's matrix, and of the root under an empty name."""
@@ -57,13 +79,13 @@ class FsdpRank(TorchRank):
         for p, block in enumerate(self.parameters.blocks):
             if self.workload.one_unit:
                 block = ""
-            own = self.parameters.adapters[p]
+            own = self.parameters.adapters[p] and not self.workload.mixed_units
             found.setdefault(self.parameters.names[p].rpartition(".")[0] if own else block, []).append(p)
         return found
 
     @cached_property
     def trained_units(self) -> tuple[str, ...]:
-        """The units that hold a trained parameter; none mixes trained and frozen ones."""
+        """The units that hold a trained parameter."""
         trained = self.parameters.trainable
         return tuple(unit for unit, params in self.units.items() if any(trained[p] for p in params))
 

@@ -73,10 +73,10 @@ class FsdpSchedule(EngineSchedule):
         self.whole = next((at for at, module in enumerate(tape.modules) if not module.name), _NONE)
         names = {home: tape.modules[home].name if home >= 0 else "" for home in self.home}
         self.units = {home: FlatUnit(name, set()) for home, name in names.items()}
-        for p in rank.trained:
+        for p in rank.graded:
             self.units[self.home[p]].params.add(p)
-        trained = rank.parameters.adapters
-        self.adapters = {name for name, params in rank.units.items() if trained[params[0]]}
+        mixed, added = rank.workload.mixed_units, rank.parameters.adapters
+        self.adapters = {name for name, params in rank.units.items() if added[params[0]] and not mixed}
         self.order: list[int] = []  # units but the root, as their forwards ended
         self.position: dict[int, int] = {}
         self.in_backward = False
@@ -91,7 +91,7 @@ class FsdpSchedule(EngineSchedule):
         adapters = self.rank.parameters.adapters
         for index, module in enumerate(tape.modules):
             for p in module.params:
-                if adapters[p]:
+                if adapters[p] and not self.rank.workload.mixed_units:
                     homes[p] = index
         return homes
 

@@ -33,6 +33,7 @@ class Document:
         command: the command line that the file holds, if it is a script.
         task: what a flag says that the run does; empty where none does.
         pipeline: what a Python script says of the PipelineModule that it builds.
+        version: of its program, where a flag names one.
     """
 
     data: Mapping[str, Any]
@@ -41,6 +42,7 @@ class Document:
     command: Command | None = field(default=None)
     task: str = ""
     pipeline: PipelineScript | None = None
+    version: str = ""
 
     def has(self, *keys: str) -> tuple[str, ...]:
         """Return those of the keys that the file holds."""

@@ -17,12 +17,14 @@ class Program(ABC):
         title: as people write it.
         version: whose defaults and keys are assumed.
         base: the program on which it builds, whose keys it has too: a file with evidence of both is this one's.
+        first: the oldest version that ``--program NAME==VERSION`` may name; None where it is known in one alone.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     version: ClassVar[str]
     base: ClassVar[str] = ""
+    first: ClassVar[str | None] = None
 
     @property
     def label(self) -> str:

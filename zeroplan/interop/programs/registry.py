@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.versions import parse_version
 from zeroplan.interop.programs.accelerate import Accelerate
 from zeroplan.interop.programs.axolotl import Axolotl
 from zeroplan.interop.programs.document import Document
@@ -42,17 +43,40 @@ _MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 _ENOUGH = 2
 
 
-def program_named(name: str) -> Program:
-    """Return the program of that name.
+def program_named(asked: str) -> Program:
+    """Return the program of that name, which a version may follow: ``litgpt==0.4.0``.
 
     Raises:
         BadInput: an unknown name.
     """
+    name = asked.partition("==")[0]
     found = PROGRAMS.get(name.strip().lower().replace("_", "-")) or PROGRAMS.get(name.strip().lower())
     if found is None:
         near = did_you_mean(name, PROGRAMS) or f"use one of {', '.join(PROGRAMS)}"
         raise BadInput(f"unknown program {name[:40]!r}", where="--program", remedy=near)
     return found
+
+
+def version_of(asked: str) -> str:
+    """Return the version that a program is asked for in, empty for the one whose defaults are assumed.
+
+    Raises:
+        BadInput: no version, or of a program that is known in one alone.
+    """
+    name, _, version = asked.partition("==")
+    if not version:
+        return ""
+    program = program_named(name)
+    if program.first is None:
+        raise BadInput(
+            f"of {program.title} {program.version} alone is known", where="--program", remedy=f"write {program.name}"
+        )
+    if not parse_version(program.first) <= parse_version(version, where="--program") <= parse_version(program.version):
+        known = f"{program.first} to {program.version}"
+        raise BadInput(
+            f"of {program.title} {known} are known", where="--program", remedy=f"write {program.name}=={program.version}"
+        )
+    return version.strip()
 
 
 def owner_of(document: Document) -> Program:

@@ -72,8 +72,9 @@ def _record(
     try:
         with ranks.running(), regions, recorder, functions:
             batch = inputs()
-            if hasattr(model, "on_output"):  # a loop that keeps the output by name until it has the next one
-                model.on_output = lambda: recorder.out.add(Op.MARK, Mark.OUTPUT)
+            keeping: Any = model
+            if hasattr(keeping, "on_output"):  # a loop that keeps the output by name until it has the next one
+                keeping.on_output = lambda: recorder.out.add(Op.MARK, Mark.OUTPUT)
             halves = BackwardInHalves(model, recorder) if options.halves else None
             recorder.mark(Mark.FORWARD_BEGIN)
             with torch.set_grad_enabled(not options.evaluation):

@@ -92,13 +92,14 @@ def test_mixtures_and_parts_that_are_recomputed(tmp_path: Any) -> None:
         tmp_path,
         "--swiglu --disable-bias-linear --num-experts 8 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 1e-2 "
         "--moe-router-dtype fp32 --recompute-granularity selective --recompute-modules moe layernorm "
-        "--moe-expert-capacity-factor 1.25",
+        "--moe-expert-capacity-factor 1.25 --moe-z-loss-coeff 1e-3",
     )
     model = setup.model
     assert isinstance(model, dict)
     assert (model["moe_aux_loss_coeff"], model["moe_router_dtype"]) == (0.01, "fp32")
     assert model["recompute_modules"] == ("moe", "layernorm")
-    assert named(setup) == {"recompute_modules", "moe_expert_capacity_factor"}
+    assert (model["moe_expert_capacity_factor"], model["moe_z_loss_coeff"]) == (1.25, 0.001)
+    assert named(setup) == {"recompute_modules"}
 
 
 def test_yaml_of_two_sections(tmp_path: Any) -> None:

@@ -83,6 +83,9 @@ class MegatronModel:
     moe_router_pre_softmax: bool = False
     moe_router_enable_expert_bias: bool = False
     moe_aux_loss_coeff: float = 0.0
+    moe_z_loss_coeff: float = 0.0
+    moe_expert_capacity_factor: float = 0.0
+    moe_token_drop_policy: str = "probs"
     multi_latent_attention: bool = False
     q_lora_rank: int = 0
     kv_lora_rank: int = 32
@@ -314,8 +317,9 @@ def _checked(name: str, kind: str, default: Any, value: Any) -> Any:
             return value
     elif kind == "bool" and isinstance(value, bool):
         return value
-    elif kind == "float" and isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
-        return float(value)
+    elif kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+        if 0 <= value < (_MOST if name == "moe_expert_capacity_factor" else 1):
+            return float(value)
     elif kind == "str" and isinstance(value, str):
         return value
     elif kind.startswith("tuple") and isinstance(value, list | tuple):

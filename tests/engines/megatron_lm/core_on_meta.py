@@ -365,6 +365,13 @@ CASES = {
     "mixture etp 2": Run(ep=2, tp=2, sp=True, etp=2, micro_batch=4, more=tuple(SHARED.items())),
     "mixture gpt fp32": Run(ep=8, llama=False, more=tuple(SHARED.items())),
     "mixture pre aux": Run(ep=8, more=(*MIXTURE.items(), ("moe_router_pre_softmax", True), ("moe_aux_loss_coeff", 0.01))),
+    "mixture z": Run(ep=8, more=(*MIXTURE.items(), ("moe_z_loss_coeff", 0.001))),
+    "mixture z fp32": Run(ep=8, more=(*SHARED.items(), ("moe_z_loss_coeff", 0.001), ("moe_aux_loss_coeff", 0.01))),
+    "mixture drops": Run(ep=8, more=(*MIXTURE.items(), ("moe_expert_capacity_factor", 0.5))),
+    "mixture drops by position": Run(
+        ep=4, more=(*SHARED.items(), ("moe_expert_capacity_factor", 1.5), ("moe_token_drop_policy", "position"))
+    ),
+    "mixture has room": Run(ep=8, more=(*MIXTURE.items(), ("moe_expert_capacity_factor", 16.0))),
     "mixture sigmoid": Run(ep=32, more=(*SHARED.items(), *SIGMOID.items())),
     "latent": Run(more=tuple(LATENT.items())),
     "latent without q_lora": Run(more=(*LATENT.items(), ("q_lora_rank", 0))),

@@ -10,6 +10,16 @@ from typing import Any
 from unittest import mock
 
 
+class Replaced:
+    """A module with single names replaced."""
+
+    def __init__(self, module: Any, **names: Any) -> None:
+        self.__dict__.update(names, _module=module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 def balance() -> None:
     """Put the stand-ins in place."""
     import torch
@@ -43,6 +53,23 @@ def balance() -> None:
         def backward(ctx: Any, gradient: Any) -> Any:
             return gradient.new_zeros(ctx.shape), None
 
+    class LogSumExp(torch.autograd.Function):
+        """``logsumexp`` with the copies that torch's own makes."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            shifted = x - x.amax(-1, keepdim=True)
+            out = shifted.exp_().sum(-1)
+            ctx.save_for_backward(x, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            x, out = ctx.saved_tensors
+            less = x - out[:, None]
+            shares = less.exp()
+            return gradient[:, None] * shares
+
     own = moe_utils.permute
 
     def permute(tokens: Any, routing_map: Any, probs: Any = None, num_out_tokens: Any = None, **options: Any) -> Any:
@@ -58,7 +85,11 @@ def balance() -> None:
         """Return the counts that come to the host, once all are made."""
         if point != "before_permutation_1":
             return tokens_per_expert
-        sent = int(self.num_out_tokens)
+        sent = self.num_out_tokens
+        if isinstance(sent, torch.Tensor):  # experts that drop tokens
+            rows, factor = self.routing_map.size(0) * self.config.moe_router_topk, self.config.moe_expert_capacity_factor
+            most = moe_utils.get_capacity(rows, self.num_experts, factor)
+            sent = self.num_out_tokens = self.num_experts * min(rows // self.num_experts, most)
         if self.ep_size > 1 or self.tp_size > 1:
             self.input_splits = self.output_splits = [sent // self.ep_size] * self.ep_size
             self.output_splits_tp = torch.tensor([sent] * self.tp_size)
@@ -85,6 +116,7 @@ def balance() -> None:
 
     moe_utils.te_general_gemm = None  # 0.16.1 leaves the name undefined without TransformerEngine
     token_dispatcher.permute = permute
+    moe_utils.torch = Replaced(torch, logsumexp=lambda logits, dim: LogSumExp.apply(logits))
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = object()
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = counted
     fused_bias_swiglu.weighted_swiglu = lambda y, weights: y.new_empty((*y.shape[:-1], y.shape[-1] // 2))

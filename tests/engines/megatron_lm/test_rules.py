@@ -62,6 +62,8 @@ IMPOSSIBLE: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = [
     ({"multi_latent_attention": True, "transformer_impl": "local"}, {}, {}, "--multi-latent-attention"),
     ({"multi_latent_attention": True, "rope_type": "mrope"}, {}, {}, "--rope-type"),
     ({"num_experts": 8, "moe_token_dispatcher_type": "gather"}, {}, {}, "no dispatcher"),
+    ({"num_experts": 8, "moe_token_dispatcher_type": "flex"}, {}, {}, "flex dispatcher requires ranks"),
+    ({"num_experts": 8, "moe_token_drop_policy": "last"}, {}, {}, "--moe-token-drop-policy"),
     ({"num_experts": 8, "moe_grouped_gemm": True, "transformer_impl": "local"}, {}, {}, "--moe-grouped-gemm"),
     ({"num_experts": 8, "moe_router_score_function": "tanh"}, {}, {}, "--moe-router-score-function"),
     ({"num_experts": 8, "moe_router_enable_expert_bias": True}, {}, {}, "--moe-router-enable-expert-bias"),

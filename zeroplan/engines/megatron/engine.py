@@ -37,6 +37,11 @@ _NO_MEASUREMENT = Unmodelled(
     "no GPU has measured TransformerEngine's layers, whose sizes follow from source, without cuDNN's workspaces, nor the "
     "memory of Megatron's communicators; with Megatron's own layers one GPU's peaks were met",
 )
+_FLEX = (
+    "DeepEP's buffers, whose sizes its tuned tables give, and the tokens that it sends once to each rank, whose number the data"
+    " decide; activations are not shown"
+)
+_RING = "the keys and values that TransformerEngine's attention receives from a sample's next rank while it computes"
 _ROUTING = "each expert is planned with as many tokens as the others"
 
 
@@ -120,8 +125,16 @@ class Megatron(Engine):
         model = self._model(case)
         mixture = model is not None and bool(model.num_experts)
         found = [replace(_NO_MEASUREMENT, says=f"{_NO_MEASUREMENT.says}; {_ROUTING}") if mixture else _NO_MEASUREMENT]
+        if model is not None and model.num_experts and model.moe_token_dispatcher_type == "flex":
+            found.append(Unmodelled("--moe-token-dispatcher-type", Effect.MORE, _FLEX))
         if case.layout.cp > 1:
-            found.append(Unmodelled("--cp", Effect.MORE, "what attention sends round the ranks of a sample"))
+            found.append(
+                Unmodelled(
+                    "--cp",
+                    Effect.MORE,
+                    _RING,
+                )
+            )
         if model is not None and model.uses_engine and self._scores(case, model):
             says = "TransformerEngine's own unfused attention; Megatron's is in the figures"
             found.append(Unmodelled("--attention-backend", Effect.UNKNOWN, says))

@@ -72,7 +72,7 @@ def _exchanged(w: TapeWriter, s: Shapes, r: Routing, number: int, x: Value, prob
 def _permute(w: TapeWriter, r: Routing, x: Value, probabilities: Value, order: list[Storage]) -> tuple[Value, Value]:
     """Return the tokens once for each expert they take, expert by expert, and their probabilities; `order` gets places."""
     size, scores = x.nbytes, r.scores
-    tokens, chosen = r.sent * r.token, r.chosen
+    tokens, chosen = r.sent * r.token, r.sent * r.element
     if r.fused:
         order.append(w.empty(r.rows * (2 * r.experts + 1) * _INT32))
 
@@ -217,7 +217,7 @@ def _gathered_experts(w: TapeWriter, s: Shapes, r: Routing, number: int, x: Valu
 
 def _taken(w: TapeWriter, r: Routing, every: Value, local: int, rows: int) -> tuple[list[Storage], Value]:
     """Return the places of this rank's tokens among all, and the tokens."""
-    got = local * r.topk // r.experts
+    got = r.got * r.ep * r.local // r.experts
     if r.fused:
         order = [w.empty(rows * (2 * r.local + 1) * _INT32)]
     else:

@@ -6,7 +6,8 @@ Sources: Megatron-Core 0.16.1, ``megatron/core/transformer/moe/router.py`` (``To
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from zeroplan.core.tape import Kind
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
@@ -30,6 +31,7 @@ class Routing:
         ep, etp: ranks that share the experts, and each expert's matrices.
         fused: whether TransformerEngine's kernels put tokens in order.
         engine: whether router and experts multiply by TransformerEngine's functions.
+        most: of the rank's tokens, those that one expert takes at most; None for all.
     """
 
     rows: int
@@ -42,12 +44,13 @@ class Routing:
     etp: int
     fused: bool
     engine: bool
+    most: int | None = None
 
     @classmethod
     def of(cls, s: Shapes) -> Routing:
         """Return those of a micro batch."""
         model = s.model
-        return cls(
+        whole = cls(
             rows=s.rows,
             experts=model.num_experts,
             topk=model.moe_router_topk,
@@ -59,11 +62,21 @@ class Routing:
             fused=model.moe_permute_fusion,
             engine=model.uses_engine,
         )
+        factor = model.moe_expert_capacity_factor
+        return replace(whole, most=whole.capacity(factor)) if factor > 0 else whole
+
+    def capacity(self, factor: float) -> int:
+        """Return the tokens that an expert may take of a rank's (``get_capacity``)."""
+        return math.ceil(self.rows * self.topk / self.experts * factor)
 
     @property
     def sent(self) -> int:
-        """Tokens that the rank sends, each once for every expert it takes; it receives as many."""
-        return self.rows * self.topk
+        """Tokens that the rank sends, each once for every expert it takes, and no more than these may take; it receives as
+        many.
+        """
+        if self.most is None:
+            return self.rows * self.topk
+        return self.experts * min(self.rows * self.topk // self.experts, self.most)
 
     @property
     def got(self) -> int:
@@ -84,6 +97,8 @@ class Routing:
 def route(w: TapeWriter, s: Shapes, r: Routing, x: Value) -> tuple[Value, Storage]:
     """Return the probabilities of all tokens and experts, most of them 0, and which are chosen."""
     logits = _gate(w, s, r, x)
+    if s.model.moe_z_loss_coeff:
+        logits = _small_logits(w, r, logits)
     sigmoid = s.model.moe_router_score_function == "sigmoid"
     places: list[Storage] = []
     weights = (_sigmoid if sigmoid else _softmax)(w, s, r, logits, places)
@@ -98,6 +113,8 @@ def route(w: TapeWriter, s: Shapes, r: Routing, x: Value) -> tuple[Value, Storag
     del weights, spread
     routes = _map(w, r)
     places.clear()
+    if s.model.moe_expert_capacity_factor > 0:
+        probabilities, routes = _dropped(w, s, r, probabilities, routes)
     if s.model.moe_aux_loss_coeff:
         probabilities = _balanced(w, r, logits, probabilities)
     return probabilities, routes
@@ -233,6 +250,59 @@ def _sigmoid(w: TapeWriter, s: Shapes, r: Routing, logits: Value, places: list[S
 
     saved = [chosen.storage, total.storage]
     return w.apply([chosen, total], [w.empty(size)], saved, share_backward)[0]
+
+
+def _small_logits(w: TapeWriter, r: Routing, logits: Value) -> Value:
+    """The z-loss: the square of each token's log-sum-exp, which hangs on the logits. torch's log-sum-exp makes a copy of them
+    forward, and keeps them for a backward of three.
+
+    Sources: ``z_loss_func``; aten/src/ATen/native/ReduceOps.cpp (``logsumexp_out_impl``), FunctionsManual.cpp
+    (``logsumexp_backward``)
+    """
+    size, row = r.scores, r.rows * r.element
+    shifted = w.empty(size)
+    out = w.empty(row)
+    del shifted
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        less = w.empty(size)
+        shares = w.empty(size)
+        made = w.empty(size)
+        del less, shares
+        return [made]
+
+    summed = w.apply([logits], [out], [logits.storage, out], backward)[0]
+    del out
+    squares = w.apply([summed], [w.empty(row)], [summed.storage], lambda saved, g: [w.empty(row)])[0]
+    del summed
+    loss = w.apply([squares], [w.empty(r.element)], [], lambda saved, g: [g[0]])[0]
+    return w.apply([logits, loss], [logits.storage], [], lambda saved, g: [g[0], w.empty(r.element)])[0]
+
+
+def _dropped(w: TapeWriter, s: Shapes, r: Routing, probabilities: Value, routes: Storage) -> tuple[Value, Storage]:
+    """Return probabilities and map without what is beyond the experts' capacity. Source: ``apply_router_token_dropping``"""
+    capacity, pairs, size = r.capacity(s.model.moe_expert_capacity_factor), r.rows * r.experts, r.scores
+    until_the_end: list[Storage] = []
+    if capacity > r.rows:
+        made = w.empty(size)
+    else:
+        by_position = s.model.moe_token_drop_policy == "position"
+        source = w.empty(pairs * _INT32) if by_position else None
+        width = _INT32 if by_position else r.element
+        until_the_end += [w.empty(capacity * r.experts * width), w.empty(capacity * r.experts * _INT64)]
+        del source
+        zeros = w.empty(size)
+        made = w.empty(size)
+        del zeros
+    until_the_end.append(w.empty(pairs * _BOOL))
+    del made
+    kept = w.empty(pairs * _BOOL)
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        return [w.empty(size)]
+
+    held = s.model.moe_token_dispatcher_type != "allgather"  # by the dispatcher, which is counted apart
+    return w.apply([probabilities], [w.empty(size)], [] if held else [kept], backward)[0], kept
 
 
 def _balanced(w: TapeWriter, r: Routing, logits: Value, probabilities: Value) -> Value:

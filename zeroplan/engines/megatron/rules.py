@@ -158,6 +158,11 @@ def _choices(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterat
     if m.num_experts and m.moe_token_dispatcher_type not in ("allgather", "alltoall", "flex"):
         what = f"{m.moe_token_dispatcher_type[:40]!r} is no dispatcher"
         yield RefusedArgument(what, "--moe-token-dispatcher-type", "use allgather, alltoall or flex")
+    if m.num_experts and m.moe_token_dispatcher_type == "flex" and layout.tp * layout.ep == 1:
+        what = "the flex dispatcher requires ranks that share experts or matrices"
+        yield RefusedArgument(what, "--moe-token-dispatcher-type", "use alltoall, or raise ep")
+    if m.num_experts and m.moe_token_drop_policy not in ("probs", "position"):
+        yield RefusedArgument("no such policy of dropping tokens", "--moe-token-drop-policy", "use probs or position")
     if m.num_experts and m.moe_grouped_gemm and not m.uses_engine:
         what = "grouped products need TransformerEngine, or a package that Megatron-Core is about to drop"
         yield RefusedArgument(what, "--moe-grouped-gemm", "use --transformer-impl transformer_engine")

@@ -98,11 +98,9 @@ _NOT_MODELLED = {
     "spec": (UNKNOWN, "layers by a specification of its own"),
     "hybrid_override_pattern": (UNKNOWN, "layers of other kinds"),
     "experimental_attention_variant": (UNKNOWN, "another attention"),
-    "moe_expert_capacity_factor": (UNKNOWN, "tokens beyond a capacity are dropped; planned is balance without drops"),
     "moe_pad_expert_input_to_capacity": (MORE, "experts' inputs padded to a capacity"),
     "moe_shared_expert_overlap": (UNKNOWN, "shared experts beside the exchange; planned is one after the other"),
     "moe_shared_expert_gate": (MORE, "a gate of the shared experts"),
-    "moe_z_loss_coeff": (MORE, "a loss of the router's logits"),
     "moe_input_jitter_eps": (MORE, "a copy of the router's input"),
     "moe_latent_size": (UNKNOWN, "projections around the experts"),
     "ddp_pad_buckets_for_high_nccl_busbw": (MORE, "buckets with more padding"),
@@ -237,6 +235,8 @@ class MegatronLm(Program):
 
     def _experts(self, run: Builder, found: dict[str, Any]) -> None:
         self._balance(run, found)
+        if (factor := run.amount("moe_expert_capacity_factor")) is not None and factor <= 0:
+            found.pop("moe_expert_capacity_factor", None)  # which Megatron-LM takes for none
         said, layers = run.value("moe_layer_freq"), found.get("num_layers")
         if said is None or not found.get("num_experts") or not isinstance(layers, int) or layers > 10_000:
             return

@@ -127,9 +127,9 @@ class ExpandedTape:
     Nobody changes a tape after it is expanded, so what follows from its columns is computed once, when it is first asked for.
     A tape is equal to itself alone: caches hold it as a key without comparing its columns.
     `evaluation` is the forward of another batch, which the same modules run between two steps; `generation` what they generate
-    before each. `shapes` are the micro
-    batches of the first steps where batches differ in length; this tape is the last of them. `halves` is the same micro batch
-    with its backward in two halves (:mod:`zeroplan.trace.halves`), for pipelines that run them apart.
+    before each. `shapes` are the micro batches of the first steps where batches differ in length; this tape is the last of
+    them. `halves` is the same micro batch with its backward in two halves (:mod:`zeroplan.trace.halves`), for pipelines that
+    run them apart. `buffers` are bytes of the model's registered buffers, which lie beside its parameters all the time.
     """
 
     modules: tuple[TapeModule, ...]
@@ -143,6 +143,7 @@ class ExpandedTape:
     shapes: tuple[ExpandedTape, ...] = ()
     generation: ExpandedTape | None = None
     halves: ExpandedTape | None = None
+    buffers: int = 0
 
     def __len__(self) -> int:
         return len(self.op)
@@ -154,6 +155,7 @@ class ExpandedTape:
     def with_events(self, events: Iterable[TapeEvent]) -> ExpandedTape:
         """Return a tape of the same modules, parameters and tapes beside it with other events."""
         beside = {"evaluation": self.evaluation, "shapes": self.shapes, "generation": self.generation}
+        beside["buffers"] = self.buffers  # type: ignore[assignment]
         tape = ExpandedTape(self.modules, self.params, **beside)  # type: ignore[arg-type]
         columns = (tape.op, tape.arg, tape.aux, tape.kind, tape.module)
         for event in events:
@@ -224,7 +226,7 @@ class ExpandedTape:
         evaluation = None if self.evaluation is None else self.evaluation.shape
         generation = None if self.generation is None else self.generation.shape
         shapes = tuple(tape.shape for tape in self.shapes)
-        return hash((columns, self.modules, self.params, evaluation, shapes, generation))
+        return hash((columns, self.modules, self.params, evaluation, shapes, generation, self.buffers))
 
 
 def blocks_of(modules: Sequence[TapeModule]) -> list[int]:

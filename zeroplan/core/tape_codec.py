@@ -53,6 +53,7 @@ def to_json(tape: Tape) -> dict[str, Any]:
         "segments": stored,
         "buffers": tape.buffers,
         "about": tape.about,
+        **({"held": tape.held} if tape.held else {}),
     }
 
 
@@ -91,6 +92,7 @@ def from_json(data: dict[str, Any]) -> Tape:
             for p in data["programs"]
         ],
         buffers=data["buffers"],
+        held=data.get("held", 0),
         about=data["about"],
     )
 

@@ -497,4 +497,4 @@ def shifted(tape: ExpandedTape, by: int) -> ExpandedTape:
     grad = int(Op.GRAD)
     arg = [value + by if op in stored else value for op, value in zip(tape.op, tape.arg, strict=True)]
     aux = [value + by if op == grad else value for op, value in zip(tape.op, tape.aux, strict=True)]
-    return ExpandedTape(tape.modules, tape.params, tape.op, arg, aux, tape.kind, tape.module)
+    return ExpandedTape(tape.modules, tape.params, tape.op, arg, aux, tape.kind, tape.module, buffers=tape.buffers)

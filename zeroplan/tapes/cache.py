@@ -19,7 +19,7 @@ from zeroplan.core.tape_format import FORMAT, Tape
 from zeroplan.core.tape_options import TraceOptions
 
 #: Bumped when a trace of the same model comes out otherwise, so that older ones are not read.
-_REVISION = 6
+_REVISION = 7
 #: Config keys that change no allocation and differ between copies of one model.
 _NOISE = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "bos_token_id",

@@ -42,6 +42,11 @@ def find_blocks(model: nn.Module, depths: Sequence[tuple[int, int]]) -> list[Blo
     return found
 
 
+#: Bytes of registered buffers from which they are counted: most models have a few hundred (rotary frequencies, biases of
+#: routers), GPT-Neo a mask of all positions a block.
+LEAST_BUFFERS = 16 << 20
+
+
 class Assembler:
     """Collects the parts of one model's tape."""
 
@@ -55,7 +60,9 @@ class Assembler:
         self._param_place = [self._find(name) for name, _ in self.params]
         self.outside_modules = _numbered(i for i, p in enumerate(self._place) if p is None)
         self.outside_params = _numbered(i for i, p in enumerate(self._param_place) if p is None)
-        self.buffers = sum({b.untyped_storage()._cdata: b.untyped_storage().nbytes() for b in model.buffers()}.values())
+        held = {b.untyped_storage()._cdata: (name, b.untyped_storage().nbytes()) for name, b in model.named_buffers()}
+        self.buffers = sum(size for _, size in held.values())
+        self._held = [(self._find(name), size) for name, size in held.values()]
         self.traced = [self._traced(s) for s in range(len(self.blocks))]
         owners = {id(p): i for i, (_, p) in enumerate(self.params)}
         self._own = [
@@ -113,6 +120,7 @@ class Assembler:
             DoesNotFoldError: when inner blocks differ, so that the depth cannot be extrapolated.
         """
         stacks = [self._stack(s, programs, shapes) for s in range(len(self.blocks))]
+        held = sum(size * (1 if at is None else stacks[at[0]].plan.count(at[1])) for at, size in self._held)
         modules = [self._module(i, None) for i in self.outside_modules]
         params = [self._param(i, shapes, "") for i in self.outside_params]
         return Tape(
@@ -123,6 +131,7 @@ class Assembler:
             stacks,
             programs,
             self.buffers,
+            held if held >= LEAST_BUFFERS else 0,
         )
 
     def _stack(self, s: int, programs: list[TapeProgram], shapes: Sequence[tuple[int, ...]]) -> Stack:

@@ -2,7 +2,7 @@
 
     python3 -m benchmarks.step.predict [benchmarks/results/step/h200_x4_compiled.jsonl …] [--compiled]
 
-Each row of ``benchmarks.step.compare`` is planned as its command ran it, but for FSDP2's reduction, which plans have in fp32.
+Each row of ``benchmarks.step.compare`` is planned as its command ran it.
 A row's allocated peak is over the timed steps, so the plan's leaves the runtime's first micro batch out, which runs uncompiled
 since rows say so (`uncompiled_first`). What that one reserved stays, but where the runtime gives it back (`released_first`).
 """
@@ -52,6 +52,8 @@ def request_of(row: dict[str, Any]) -> Request:
     }
     if case.engine in ("zeroplan", "deepspeed"):
         return Request(**common, ds_config=case.ds_config(row["micro"], row["ranks"]))
+    if case.engine == "fsdp2" and not case.fp32_reduce:
+        common["reduce_dtype"] = "bf16"
     return Request(**common, stage=case.stage)
 
 

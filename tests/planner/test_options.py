@@ -50,6 +50,7 @@ _DEGREES = {"tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "
                 "checkpoint_policy",
                 "set_to_none",
                 "fp8",
+                "reduce_dtype",
                 "tiled_mlp",
                 "tiled_loss",
                 "zero_init",

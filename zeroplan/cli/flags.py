@@ -63,7 +63,10 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Pri
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
-NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model", "fp8", "tiled_mlp", "tiled_loss")
+NOT_LOOPED = (
+    *("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model"),
+    *("fp8", "tiled_mlp", "tiled_loss", "reduce_dtype"),
+)
 #: Fields of a layout, for verbs that take data parallelism alone.
 DEGREES = ("tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "partition", "dp_replicate")
 
@@ -112,6 +115,9 @@ OPTIONS: dict[str, Any] = {
     "target_len": _option(str | None, "--target-len", "Tokens of its target. [--seq-len]", _WORK, metavar="TOKENS"),
     "grad_accum": _option(int | None, "--grad-accum", "Passes a step. [1]", _WORK),
     "dtype": _option(str | None, "--dtype", "bf16, fp16 or fp32. [bf16]", _WORK),
+    "reduce_dtype": _option(
+        str | None, "--reduce-dtype", "In which gradients are reduced: fp32, or that of --dtype (--engine fsdp2). [fp32]", _WORK
+    ),
     "optimizer": _option(str | None, "--optimizer", "adamw, lion, sgd, … [adamw]", _WORK, names=complete.optimizers),
     "set_to_none": _option(
         bool, "--set-to-none/--no-set-to-none", "zero_grad frees gradients, or keeps them as zeros (--engine ddp).", _WORK

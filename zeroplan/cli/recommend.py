@@ -87,7 +87,16 @@ Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, he
 
 @verb("zeroplan recommend meta-llama/Llama-3.1-8B --gpu 4xA100 -o ds_config.json", "zeroplan recommend --gpu RTX4090")
 @flags.takes_request(
-    *flags.DEGREES, "ds_config", "checkpoint_policy", "files", "program", "zero_init", "fp8", "tiled_mlp", "tiled_loss"
+    *flags.DEGREES,
+    "ds_config",
+    "checkpoint_policy",
+    "files",
+    "program",
+    "zero_init",
+    "fp8",
+    "tiled_mlp",
+    "tiled_loss",
+    "reduce_dtype",
 )
 def recommend(
     request: Request,

@@ -46,7 +46,17 @@ Svg = Annotated[str | None, typer.Option("--svg", help="Write the pictures alone
 
 @verb("zeroplan scale meta-llama/Llama-3.1-8B --gpu H100", "zeroplan scale gpt2-xl --gpus 1..64 --gpu V100-32G --stage 3")
 @flags.takes_request(
-    *flags.DEGREES, "nodes", "ds_config", "checkpoint_policy", "files", "program", "zero_init", "fp8", "tiled_mlp", "tiled_loss"
+    *flags.DEGREES,
+    "nodes",
+    "ds_config",
+    "checkpoint_policy",
+    "files",
+    "program",
+    "zero_init",
+    "fp8",
+    "tiled_mlp",
+    "tiled_loss",
+    "reduce_dtype",
 )
 def scale(
     request: Request,

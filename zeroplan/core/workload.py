@@ -169,6 +169,8 @@ class Workload:
     where a tied weight is one from the beginning; made on the GPU, its second owner's goes when the tie is made. `mixed_units`
     means that FSDP 1 wraps blocks with the adapters in them, `longest_first` that the first micro batch holds the longest of
     samples that differ in length, and no later one.
+    `reduce_dtype` is that in which FSDP2 reduces gradients (``MixedPrecisionPolicy``); None for fp32, and without a policy for
+    the parameters' own.
     """
 
     micro_batch: int = 1
@@ -222,6 +224,7 @@ class Workload:
     moved: bool = False
     mixed_units: bool = False
     longest_first: bool = False
+    reduce_dtype: DType | None = None
 
     @property
     def rows(self) -> int:

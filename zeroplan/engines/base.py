@@ -148,6 +148,7 @@ class Engine(ABC):
         own_experts: whether it trains modules with DeepSpeed's MoE layers, of which each rank has its own experts.
         compiles: whether compiled blocks are modelled, since no hook of the engine lies within one.
         compiled_degrees: the degrees of parallelism, beside data parallelism, beside which it trains compiled blocks.
+        reduces_as_told: whether the program says in which dtype gradients are reduced.
         compiled_whole: how a whole compiled model differs from its compiled blocks, which are counted, and what it does.
         starts_uncompiled: whether the first micro batch of a compiled model runs as written.
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
@@ -183,6 +184,7 @@ class Engine(ABC):
     own_experts: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     compiled_degrees: ClassVar[tuple[str, ...]] = ()
+    reduces_as_told: ClassVar[bool] = False
     compiled_whole: ClassVar[tuple[Effect, str]] = (
         Effect.LESS,
         "graphs of what lies between the units, such as the loss, keep fewer tensors; eager ones are counted",

@@ -25,6 +25,7 @@ _LAUNCHERS_OWN = (
     "fsdp_version",
     "state_dict",
     "accelerate_units",
+    "reduce_dtype",
     "one_unit",
     "gpus",
     "nodes",

@@ -57,6 +57,8 @@ class Setup:
         adapter_dtype: of adapters beside a quantised base, where the program casts them.
         whole_embedding_states: whether an 8-bit optimizer keeps the embeddings' states in fp32.
         accelerate_units: whether accelerate applies ``fully_shard``, with units of its own for embedding, norm and head.
+        reduce_dtype: in which FSDP2 reduces gradients: a dtype's name, or ``products`` for that of the products; None where the
+            program reduces in fp32.
         one_unit: whether FSDP 1 wraps the model as a whole.
         pairs: whether a chosen and a rejected sample pass together.
         head: the task whose head the model has, where it is not the one of its own checkpoint.
@@ -124,6 +126,7 @@ class Setup:
     adapter_dtype: str | None = None
     whole_embedding_states: bool = False
     accelerate_units: bool = False
+    reduce_dtype: str | None = None
     one_unit: bool = False
     pairs: bool = False
     head: str | None = None

@@ -55,6 +55,7 @@ _ASKED_FOR = {
     "quantize_training": None,
     "local_steps": 0,
     "compile": None,
+    "reduce_dtype": None,
 }
 
 

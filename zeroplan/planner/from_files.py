@@ -171,6 +171,9 @@ def filled(request: Request, setup: Setup) -> Request:
     changes["chunked_head"] = setup.chunked_head
     for field in ("whole_embedding_states", "accelerate_units", "one_unit"):
         changes[field] = getattr(setup, field)
+    if setup.reduce_dtype is not None and find_engine(changes.get("engine", request.engine)).reduces_as_told:
+        own = changes.get("dtype", request.dtype) or "bf16"
+        changes["reduce_dtype"] = request.reduce_dtype or (own if setup.reduce_dtype == "products" else setup.reduce_dtype)
     if setup.lora_rank is not None:
         changes["one_unit"] = False  # peft's policy takes the place of every other
     changes |= {"lora_dropout": setup.lora_dropout, "detached_loss": setup.detached_loss}

@@ -71,6 +71,7 @@ class StageOptions(MachineOptions, total=False):
     checkpoint_policy: str
     set_to_none: bool
     fp8: str | None
+    reduce_dtype: str | None
     tiled_mlp: int
     tiled_loss: int
     compile: str | None

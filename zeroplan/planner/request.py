@@ -98,6 +98,7 @@ class Request:
     detached_loss: bool = False
     whole_embedding_states: bool = False
     accelerate_units: bool = False
+    reduce_dtype: str | None = None
     one_unit: bool = False
     mixed_units: bool = False
     longest_first: bool = False

@@ -106,6 +106,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         detached_loss=request.detached_loss,
         whole_embedding_states=request.whole_embedding_states,
         accelerate_units=request.accelerate_units,
+        reduce_dtype=_reduction(request, engine, dtype),
         one_unit=request.one_unit,
         mixed_units=request.mixed_units,
         longest_first=request.longest_first,
@@ -131,6 +132,23 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         whole_base=quantization is not None and (request.whole_base or isinstance(quantization, PackedWeights)),
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
+
+
+def _reduction(request: Request, engine: Engine, dtype: DType) -> DType | None:
+    """The dtype in which gradients are reduced, where it is not the engine's own.
+
+    Raises:
+        BadInput: an engine that takes none, or a dtype that is neither fp32 nor that of the products.
+    """
+    if request.reduce_dtype is None:
+        return None
+    where = "--reduce-dtype"
+    if not engine.reduces_as_told:
+        raise BadInput(f"{engine.name} has no such policy", where=where, remedy="leave it out, or use --engine fsdp2")
+    found = _one_of(DType, request.reduce_dtype, where)
+    if found not in (DType.FP32, dtype):
+        raise BadInput(f"gradients made in {dtype} are not reduced in {found}", where=where, remedy=f"use fp32 or {dtype}")
+    return found
 
 
 def _compiled(request: Request) -> Compilation | None:

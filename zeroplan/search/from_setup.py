@@ -74,6 +74,7 @@ def _free_search(
         optimizer_kind=None,
         precision=None,
         gradient_checkpointing=False,
+        reduce_dtype=asked.reduce_dtype if find_engine(request.engine).reduces_as_told else None,
     )
     if request.compile is not None:
         free = replace(free, compile=request.compile)

@@ -42,6 +42,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     quantized_bases = True
     packed_bases = ("gptq", "awq")
     compiles = True
+    reduces_as_told = True
     compiled_whole = (Effect.MORE, "no GPU has measured a model that is compiled as a whole")
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     gathers_in_half = True

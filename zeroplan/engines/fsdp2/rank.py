@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.expert_parallel import experts_of, is_expert, sharded_dimension
 from zeroplan.core.tensor_parallel import EMBEDDING
+from zeroplan.core.workload import DType
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import pow2
 
@@ -114,8 +115,11 @@ class Fsdp2Rank(TorchRank):
 
     @cached_property
     def reduce_bytes(self) -> int:
-        """Bytes of one gradient element in the reduction."""
-        return self.original_bytes
+        """Bytes of one gradient element in the reduction: fp32, unless the program's policy says another or there is none."""
+        work = self.workload
+        if work.reduce_dtype is not None:
+            return work.reduce_dtype.bytes
+        return self.original_bytes if work.quantize is None else DType.FP32.bytes
 
     @cached_property
     def sharded(self) -> int:

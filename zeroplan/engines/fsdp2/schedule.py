@@ -6,7 +6,10 @@ Note [FSDP2's buffers]
     output lives until the next group's copy-out; in the backward it is freed at once, and the group before it in the
     forward's order is gathered ahead. After a block's backward its gradients are packed, in the reduction's dtype, into a
     flat input that lives until the next block's, and reduced into this rank's part, of which the sharded gradients are
-    views until ``zero_grad``. With one rank there is no gather: each parameter is cast and copied.
+    views until ``zero_grad``; where the reduction has another dtype than the parameters, a copy of it in theirs takes its
+    place (with replicas the part itself stays until the backward's end). The gradient of a group's last parameter stays until
+    the reduction has been asked for: a loop's variable names it. With one rank there is no gather: each parameter is cast and
+    copied.
     Gradients are reduced in the last micro batch of a step alone (``set_requires_gradient_sync``), as accelerate, the HF
     Trainer and Lightning have it. The others leave whole gradients, cast to the reduction's dtype, to which the next ones are
     added (``unsharded_accumulated_grad``).
@@ -33,8 +36,8 @@ from zeroplan.engines.player import EngineSchedule, play
 from zeroplan.engines.torch_step import optimizer_step, torch_run
 from zeroplan.simulate.recorder import Recorder
 
-#: Streams of the simulated device: compute, the all-gathers', the reductions'.
-COMPUTE, GATHER, REDUCE = 0, 1, 2
+#: Streams of the simulated device: compute, the all-gathers', the reductions', and that of reductions over replicas.
+COMPUTE, GATHER, REDUCE, ALL_REDUCE = 0, 1, 2, 3
 _NONE = -2  # no module
 
 
@@ -87,6 +90,7 @@ class Fsdp2Schedule(EngineSchedule):
         self.stepped = False
         self.kept_output: int = -1  # the forward's last all-gather output
         self.reduce_inputs: list[int] = []
+        self.all_reduced: list[int] = []  # parts in the reduction's dtype
         self.made_numel = _gradients(tape) if rank.layout.tp > 1 else {}
         self.root_module = next((i for i, m in enumerate(tape.modules) if m.parent < 0), -1)
         self.tail: set[int] = set()  # the modules that accelerate makes one unit: final norm, head, and an embedding tied to it
@@ -135,9 +139,9 @@ class Fsdp2Schedule(EngineSchedule):
                 made.add(p)
 
     def _shard_made_model(self) -> None:
-        """Make the whole model on the GPU, then shard one parameter after another, block by block and the root's last.
+        """Make the whole model on the GPU, then shard its parameters, block by block and the root's last.
 
-        Source: _fsdp_param.py, _init_sharded_param
+        Source: _fsdp_param.py, _init_sharded_param; _fully_shard.py, fully_shard
         """
         rank = self.rank
         whole = {p: self.alloc(rank.width(p) * count, Buffer.PARAM_FULL, note=p) for p, count in enumerate(rank.numel)}
@@ -146,6 +150,7 @@ class Fsdp2Schedule(EngineSchedule):
         for group in sorted(self.groups.values(), key=lambda group: group.module < 0):
             for p in group.params:
                 self.alloc(rank.width(p) * rank.chunks[p], Buffer.PARAM_SHARD, note=p)
+            for p in group.params:  # fully_shard's list of them goes when it returns
                 self.free(whole[p])
 
     def groups_of(self, module: int) -> tuple[Group, ...]:
@@ -314,22 +319,47 @@ class Fsdp2Schedule(EngineSchedule):
             return
         if group.last:
             self._free_reduce_inputs()
-        unsharded = [*group.accumulated.values(), *group.grads.values()]
-        if not unsharded:
+        found = group.accumulated | group.grads
+        if not found:
             return
         width, rank = self.rank.reduce_bytes, self.rank
         count = sum(rank.chunks[p] for p in group.params if rank.parameters.trainable[p])
-        if group.ranks > 1 and not group.rows:  # _fsdp_collectives.py, foreach_reduce
-            unsharded = [self._copy_of_gradient(group, p, handle) for p, handle in (group.accumulated | group.grads).items()]
+        named = found[max(found)] if group.ranks > 1 else -1  # a loop's variable in foreach_reduce
+        copied = group.ranks > 1 and not group.rows
+        for p in sorted(found) if copied else ():
+            whole, found[p] = found[p], self._copy_of_gradient(group, p)
+            if whole != named:
+                self.free(whole)
         self.reduce_inputs.append(self.alloc(width * count * group.ranks, Buffer.COMM_REDUCE_SCATTER, note=group.module))
-        for handle in unsharded:
-            self.free(handle)
+        for handle in found.values():
+            if handle != named:
+                self.free(handle)
         group.accumulated.clear()
         group.grads.clear()
-        group.reduced = self.alloc(width * count, Buffer.GRAD_SHARD, stream=REDUCE, note=group.module)
+        group.reduced = self._reduced(count, group.module)
+        if named >= 0:
+            self.free(named)
         if self.rank.offload:
             self.free(group.reduced)  # a copy on the host replaces it
             group.reduced = -1
+
+    def _reduced(self, count: int, module: int) -> int:
+        """Allocate this rank's part of the reduced gradients, and where the reduction has another dtype its copy in the
+        parameters' own, in whose place the part goes (_to_dtype_if_needed).
+        """
+        rank = self.rank
+        if rank.reduce_bytes == rank.original_bytes:
+            return self.alloc(rank.original_bytes * count, Buffer.GRAD_SHARD, stream=REDUCE, note=module)
+        part = self.alloc(rank.reduce_bytes * count, Buffer.COMM_REDUCE_SCATTER, stream=REDUCE, note=module)
+        replicated = rank.layout.dp_replicate > 1
+        cast = self.alloc(
+            rank.original_bytes * count, Buffer.GRAD_SHARD, stream=ALL_REDUCE if replicated else REDUCE, note=module
+        )
+        if replicated:
+            self.all_reduced.append(part)  # AllReduceState, until finalize_backward
+        else:
+            self.free(part)
+        return cast
 
     def _keep_unsharded(self, group: Group) -> None:
         """FSDPParam.to_accumulated_grad_if_needed: gradients of another dtype are cast to the reduction's."""
@@ -341,12 +371,10 @@ class Fsdp2Schedule(EngineSchedule):
             group.accumulated[p] = handle
         group.grads.clear()
 
-    def _copy_of_gradient(self, group: Group, p: int, handle: int) -> int:
-        """Copy a whole gradient into the order of the ranks' parts, and free it."""
+    def _copy_of_gradient(self, group: Group, p: int) -> int:
+        """Copy a whole gradient into the order of the ranks' parts."""
         width = self.rank.reduce_bytes if p in group.accumulated else self.rank.param_bytes
-        copied = self.alloc(width * self.rank.numel[p], Buffer.COMM_REDUCE_SCATTER, note=p)
-        self.free(handle)
-        return copied
+        return self.alloc(width * self.rank.numel[p], Buffer.COMM_REDUCE_SCATTER, note=p)
 
     def _free_reduce_inputs(self) -> None:
         for handle in self.reduce_inputs:
@@ -362,6 +390,9 @@ class Fsdp2Schedule(EngineSchedule):
         if self.root is not None:
             self._post_backward(self.root)
         self._free_reduce_inputs()
+        for handle in self.all_reduced:
+            self.free(handle)
+        self.all_reduced.clear()
 
     def step(self, applied: bool) -> None:
         """Clip, step this rank's chunks and free their gradients (``zero_grad``); with offload all of this is on the host."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from zeroplan.core.workload import DType
 from zeroplan.interop.forms.accelerate_config import accelerate_fsdp2
 from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles, document_text
 from zeroplan.interop.forms.explicit import no_learning_rate
@@ -37,7 +38,7 @@ def _fsdp2_by_accelerate(one: Configuration) -> FormFiles:
             "step in accelerator.accumulate(model)",
             *must_adapt(one),
             "leave the model's own gradient checkpointing off",
-            *(reduced if config["mixed_precision"] != "no" else ()),
+            *(reduced if config["mixed_precision"] != "no" and work.reduce_dtype in (None, DType.FP32) else ()),
             f"step by {work.optimizer}",
         ),
         notes=(_ACCELERATE_DIFFERS, no_learning_rate("the program's optimizer")),

@@ -143,9 +143,9 @@ class Torchtitan(Program):
         run.set("dtype", kept if kept != "fp32" else dtype, "training.mixed_precision_param")
         run.set("model_dtype", kept, "training.dtype")
         run.set("autocast", kept == "fp32")
-        reduce = run.word("training.mixed_precision_reduce")
-        if reduce not in (None, "float32"):
-            run.leave_out("training.mixed_precision_reduce", UNKNOWN, "gradients are reduced in 32 bits in the figures")
+        reduce = _DTYPES.get(run.word("training.mixed_precision_reduce") or "float32", "fp32")
+        if reduce != "fp32" or kept != "fp32":
+            run.set("reduce_dtype", reduce, "training.mixed_precision_reduce")
         if run.flag("training.enable_cpu_offload"):
             run.set("offload_optimizer", "cpu", "training.enable_cpu_offload")
             run.set("offload_param", "cpu", "training.enable_cpu_offload")

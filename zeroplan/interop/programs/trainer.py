@@ -308,6 +308,7 @@ def set_fsdp(
         run.set("offload_param", "cpu", key)
     if version == 2:
         run.set("accelerate_units", True)
+        run.set("reduce_dtype", "products")  # accelerate 1.15, utils/dataclasses.py, set_mixed_precision
     if version == 1:
         run.set("fsdp_version", 1)
         run.leave_out(key, UNKNOWN, FSDP_1)

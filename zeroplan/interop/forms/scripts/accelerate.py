@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from zeroplan.core.workload import DType
 from zeroplan.interop.forms.configuration import Configuration
-from zeroplan.interop.forms.scripts.parts import arithmetic, require_optimizer_of_deepspeed, script, torch_optimizer
+from zeroplan.interop.forms.scripts.parts import (
+    arithmetic,
+    reduction,
+    require_optimizer_of_deepspeed,
+    script,
+    torch_optimizer,
+)
 
 _DEEPSPEED = """
 def main() -> None:
@@ -68,7 +74,7 @@ def deepspeed_script(one: Configuration) -> str:
 
 
 def fsdp2_script(one: Configuration) -> str:
-    """Write the script for accelerate with FSDP2: fp32 parameters, gradients reduced in fp32, as planned.
+    """Write the script for accelerate with FSDP2: fp32 parameters, gradients reduced as planned.
 
     Raises:
         BadInput: a model or an optimizer that no script can be written for.
@@ -80,7 +86,7 @@ def fsdp2_script(one: Configuration) -> str:
             "from accelerate.utils import FullyShardedDataParallelPlugin",
             "from torch.distributed.fsdp import MixedPrecisionPolicy",
         ]
-        policy = f"MixedPrecisionPolicy(param_dtype={compute}, reduce_dtype=torch.float32)"
+        policy = f"MixedPrecisionPolicy(param_dtype={compute}, reduce_dtype={reduction(one.workload)})"
         plugin = f"fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy={policy})"
     begin = _FSDP2.replace("@micro", str(one.workload.micro_batch)).replace("@plugin", plugin)
     return script(

@@ -244,6 +244,13 @@ def torch_optimizer(work: Workload, *, sharded: bool = False) -> str:
     return f"torch.optim.{row.torch.name}(trainable{''.join(f', {name}={value!r}' for name, value in arguments.items())})"
 
 
+def reduction(workload: Workload) -> str:
+    """Return torch's name of the dtype in which FSDP2 reduces gradients."""
+    if workload.reduce_dtype in (None, DType.FP32):
+        return "torch.float32"
+    return arithmetic(workload) or "torch.float32"
+
+
 def arithmetic(work: Workload) -> str | None:
     """Return torch's name of the dtype that 16-bit arithmetic runs in; None in full precision."""
     return None if work.precision is Precision.FP32 or work.dtype is DType.FP32 else _DTYPES[work.dtype]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroplan.core.workload import Compilation, DType
 from zeroplan.interop.forms.configuration import Configuration
-from zeroplan.interop.forms.scripts.parts import arithmetic, script, torch_optimizer
+from zeroplan.interop.forms.scripts.parts import arithmetic, reduction, script, torch_optimizer
 
 _LOOP = """
 MICRO_BATCH, GRAD_ACCUM = @micro, @accum
@@ -99,7 +99,7 @@ def fsdp2_script(one: Configuration) -> str:
     options = [f'"reshard_after_forward": {one.zero.stage == 3}']
     names = ["fully_shard"]
     if compute is not None:
-        options.append(f'"mp_policy": MixedPrecisionPolicy(param_dtype={compute}, reduce_dtype=torch.float32)')
+        options.append(f'"mp_policy": MixedPrecisionPolicy(param_dtype={compute}, reduce_dtype={reduction(one.workload)})')
         names.append("MixedPrecisionPolicy")
     if offload:
         options.append('"offload_policy": CPUOffloadPolicy()')

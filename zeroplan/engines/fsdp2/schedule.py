@@ -1,9 +1,9 @@
 """FSDP2's allocations over a run: what `fully_shard` on each block and the root gathers, reduces and frees, and when.
 
 Note [FSDP2's buffers]
-    A group is a block's parameters, or the root's (all that no block holds). To unshard one, its chunks are cast into a
-    flat input, gathered into an output of ranks × that, and copied out into one tensor a parameter. In the forward the
-    output lives until the next group's copy-out; in the backward it is freed at once, and the group before it in the
+    A group is a block's parameters, or the root's (all that no block holds). To unshard one, its chunks of another dtype are
+    cast into a flat input, all are gathered into an output of ranks × them, and copied out into one tensor a parameter. In the
+    forward the output lives until the next group's copy-out; in the backward it is freed at once, and the group before it in the
     forward's order is gathered ahead. After a block's backward its gradients are packed, in the reduction's dtype, into a
     flat input that lives until the next block's, and reduced into this rank's part, of which the sharded gradients are
     views until ``zero_grad``; where the reduction has another dtype than the parameters, a copy of it in theirs takes its
@@ -52,6 +52,7 @@ class Group:
         last: whether the module has no further group.
         rows: whether the first dimension is sharded.
         input_numel: elements of this rank's chunks, which the gather sends.
+        cast_numel: those of them that have another dtype than they are gathered in.
         parameters: the unsharded parameters' blocks.
         output: the gather's output, until it is copied out; -1 for none, as below.
         grads: by parameter, the gradient of this micro batch.
@@ -65,6 +66,7 @@ class Group:
     last: bool = True
     rows: bool = True
     input_numel: int = 0
+    cast_numel: int = 0
     parameters: list[int] = field(default_factory=list)
     output: int = -1
     grads: dict[int, int] = field(default_factory=dict)
@@ -112,6 +114,7 @@ class Fsdp2Schedule(EngineSchedule):
             self.groups[module].last = False
         for group in (*self.groups.values(), *self.experts.values()):
             group.input_numel = sum(rank.chunks[p] for p in group.params)
+            group.cast_numel = sum(rank.chunks[p] for p in group.params if rank.width(p) != rank.param_bytes)
         self.ahead = _followers(sorted(self.groups)) if self.experts else {}
         self.root = self.groups.get(-1)
         if self.root is not None and self.rank.workload.accelerate_units:
@@ -160,14 +163,17 @@ class Fsdp2Schedule(EngineSchedule):
     # --- unshard, reshard -------------------------------------------------------------------------------------------------
 
     def _unshard(self, group: Group, stream: int = GATHER) -> None:
-        """FSDPParamGroup.unshard: casts the group's chunks into a flat input and all-gathers it. One rank has no gather."""
+        """FSDPParamGroup.unshard: casts the chunks of another dtype into a flat input and all-gathers all of them. One rank has
+        no gather.
+        """
         if group.output >= 0 or group.parameters or group.ranks == 1:
             return
         width = self.rank.param_bytes
         if self.rank.offload:
             source = [self._from_host(p, stream=stream) for p in group.params]
         else:
-            source = [self.alloc(width * group.input_numel, Buffer.COMM_ALL_GATHER, stream=stream, note=group.module)]
+            casts = [width * group.cast_numel] if group.cast_numel else []
+            source = [self.alloc(nbytes, Buffer.COMM_ALL_GATHER, stream=stream, note=group.module) for nbytes in casts]
         group.output = self.alloc(
             width * group.input_numel * group.ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=group.module
         )

@@ -3,8 +3,8 @@
 Note [FSDP2's buffers]
     A group is a block's parameters, or the root's (all that no block holds). To unshard one, its chunks of another dtype are
     cast into a flat input, all are gathered into an output of ranks × them, and copied out into one tensor a parameter. In the
-    forward the output lives until the next group's copy-out; in the backward it is freed at once, and the group before it in the
-    forward's order is gathered ahead. After a block's backward its gradients are packed, in the reduction's dtype, into a
+    forward the output lives until the next group's copy-out; in the backward it is freed at once, and the group before it in
+    the forward's order is gathered ahead. After a block's backward its gradients are packed, in the reduction's dtype, into a
     flat input that lives until the next block's, and reduced into this rank's part, of which the sharded gradients are
     views until ``zero_grad``; where the reduction has another dtype than the parameters, a copy of it in theirs takes its
     place (with replicas the part itself stays until the backward's end). The gradient of a group's last parameter stays until

@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses, AutoTP and PipelineModule on real ranks over NCCL, and what the plans say of them.
+"""DeepSpeed's Ulysses, AutoTP, PipelineModule and MoE layers on real ranks over NCCL, and what the plans say of them.
 
 ``python -m benchmarks.mesh.deepspeed_ranks predict`` keeps the predictions, before any run. On a machine with two GPUs,
 ``python -m benchmarks.mesh.deepspeed_ranks measure ROWS.jsonl [--only RE] [--tiny]`` measures; ``--tiny`` shrinks models, so
@@ -33,7 +33,10 @@ _WORDY: dict[str, Any] = LLAMA | {"tie_word_embeddings": False, "vocab_size": 12
 
 @dataclass(frozen=True)
 class Case:
-    """One run on two GPUs of one node: a Llama under DeepSpeed; `seq_len` counts the tokens of a whole sample."""
+    """One run on two GPUs of one node: a Llama under DeepSpeed; `seq_len` counts the tokens of a whole sample.
+
+    With `moe`, arguments of ``deepspeed.moe.layer.MoE``, a stack of such layers instead (moe_stack.py).
+    """
 
     id: str
     stage: int
@@ -47,6 +50,7 @@ class Case:
     grad_accum: int = 1
     checkpointing: bool = False
     tiled_loss: int = 0
+    moe: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(
         default_factory=lambda: LLAMA | {"tie_word_embeddings": False, "max_position_embeddings": 65536}
     )
@@ -91,6 +95,11 @@ CASES = (
     Case("P03", stage=1, pp=2, grad_accum=4, micro_batch=2, seq_len=4096, sums="fp32"),
     Case("P04", stage=1, pp=2, grad_accum=6, seq_len=4096, gpus=4),
     Case("P05", stage=1, pp=2, grad_accum=4, seq_len=4096, model=LLAMA | {"tie_word_embeddings": True}),
+    Case("X00", stage=2, moe={"num_experts": 8, "ep_size": 2, "k": 2, "capacity_factor": 1.25}, seq_len=4096),
+    Case("X01", stage=1, moe={"num_experts": 8, "ep_size": 2, "k": 1}, micro_batch=2, seq_len=4096, grad_accum=2),
+    Case("X02", stage=2, moe={"num_experts": 4, "ep_size": 1, "k": 2, "use_residual": True}, seq_len=4096),
+    Case("X03", stage=1, moe={"num_experts": 8, "ep_size": 2, "k": 2}, seq_len=4096, sums="fp32"),
+    Case("X04", stage=0, moe={"num_experts": 8, "ep_size": 2, "k": 2}, seq_len=4096),
     Case("T00", stage=2, tiled_loss=8, seq_len=8192, model=_WORDY),
     Case("T01", stage=1, tiled_loss=4, seq_len=8192, checkpointing=True, model=_WORDY),
 )
@@ -118,6 +127,11 @@ def main() -> None:
 
 def figures(case: Case) -> dict[str, int]:
     """Return what a plan of the case says today, in bytes."""
+    if case.moe:
+        from benchmarks.mesh.moe_stack import planned
+
+        gpu = planned(case.moe, case.micro_batch, case.seq_len, gpu="H200", gpus=case.gpus, ds_config=case.ds_config)
+        return {"allocated": gpu.peak_allocated or 0, "reserved": gpu.peak_reserved or 0, "total": gpu.total or 0}
     request = Request(
         model=case.model,
         gpu="H200",
@@ -217,6 +231,12 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
     if case.pp > 1:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__, "deepspeed": deepspeed.__version__}
         return _measured(_stage_of(case, device), card, before) | {"versions": versions}
+    if case.moe:
+        from benchmarks.mesh.moe_stack import step_of
+
+        versions = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
+        step = step_of(case.moe, case.micro_batch, case.seq_len, dict(case.ds_config), device)
+        return _measured(step, card, before) | {"versions": versions}
     config = transformers.AutoConfig.for_model(**case.model)
     if case.stage == 3:
         import_module("torch._dynamo")  # zero.Init replaces torch.tensor, whose signature dynamo checks when first imported

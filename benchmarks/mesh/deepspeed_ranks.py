@@ -235,8 +235,8 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
         from benchmarks.mesh.moe_stack import step_of
 
         versions = {"torch": torch.__version__, "deepspeed": deepspeed.__version__}
-        step = step_of(case.moe, case.micro_batch, case.seq_len, dict(case.ds_config), device)
-        return _measured(step, card, before) | {"versions": versions}
+        mixtures = step_of(case.moe, case.micro_batch, case.seq_len, dict(case.ds_config), device)
+        return _measured(mixtures, card, before) | {"versions": versions}
     config = transformers.AutoConfig.for_model(**case.model)
     if case.stage == 3:
         import_module("torch._dynamo")  # zero.Init replaces torch.tensor, whose signature dynamo checks when first imported

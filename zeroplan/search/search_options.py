@@ -121,6 +121,12 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
     if cluster.vram is None and options.candidates is None:
         raise BadInput("no GPU memory is given", where="--vram", remedy="give --vram 24G, or a card: --gpu A100-80G")
     spec, workload = resolved.spec, resolved.workload
+    if spec.own_experts is not None:
+        raise BadInput(
+            "step times of DeepSpeed's MoE layers, which exchange tokens, are not modelled",
+            where="model",
+            remedy="plan the module with estimate",
+        )
     if request.dtype is None and not cluster.gpu.bf16 and workload.dtype is DType.BF16:
         workload = replace(workload, dtype=DType.FP16)
         warnings.append(f"{cluster.gpu.name} has no bf16: fp16 is used; give --dtype fp32 for full precision")

@@ -138,6 +138,11 @@ def test_experts_that_drop_no_tokens_are_not_said_to_fit() -> None:
     assert [one.key for one in plan.unmodelled] == ["drop_tokens"]
 
 
+def test_a_search_over_such_a_module_is_refused() -> None:
+    with pytest.raises(BadInput, match="step times of DeepSpeed's MoE layers"):
+        zeroplan.recommend(_module(), gpus=8, gpu="H100")
+
+
 @pytest.mark.parametrize(
     ("layers", "fields", "says"),
     [

@@ -73,11 +73,33 @@ def test_the_plan_is_that_of_flags(script: Path) -> None:
     assert plan.unmodelled == asked.unmodelled
 
 
+def test_a_command_line_that_starts_such_a_script(script: Path) -> None:
+    """Its flags win over the parser's defaults, and the launcher says the machine."""
+    text = SCRIPT.replace('"--stages"', '"-p", "--stages"').replace("def main():", 'def main(part="type:decoder"):')
+    text = text.replace('partition_method="uniform"', "partition_method=part").replace(", config=ds_config)", ")")
+    script.write_text(text)
+    run = script.parent / "run.sh"
+    for flags in ("-p 2", "--stages=2"):
+        run.write_text(f"deepspeed --num_gpus 4 train.py --deepspeed_config ds.json {flags}\n")
+        setup = read_setups([str(run)])
+        assert setup.degrees == {"pp": 2, "partition": "type:decoder"}
+        assert (setup.gpus, setup.model) == (4, "meta-llama/Llama-3.1-8B")
+        assert setup.ds_config == CONFIG | {"pipeline": {"activation_checkpoint_interval": 1}}
+        assert not any("--stages" in clause for clause in setup.assumed)
+
+
 def test_check_says_what_was_read(script: Path, cli: Any) -> None:
-    code, out, _ = cli("check", str(script))
-    assert code == 0
-    assert "num_stages" in out
-    assert "meta-llama/Llama-3.1-8B" in out
+    run = script.parent / "run.sh"
+    run.write_text("deepspeed --num_gpus 8 train.py\n")
+    for file in (script, run):
+        code, out, _ = cli("check", str(file))
+        assert code == 0
+        assert "num_stages" in out
+        assert "meta-llama/Llama-3.1-8B" in out
+    script.write_text("print(1)")
+    code, _, err = cli("check", str(script))
+    assert code == 2
+    assert "it builds none" in err
 
 
 @pytest.mark.parametrize(
@@ -87,6 +109,8 @@ def test_check_says_what_was_read(script: Path, cli: Any) -> None:
         ("N = 3\nm = deepspeed.pipe.PipelineModule(x, N, partition_method=f'type:b')", None, "partition_method"),
         ("t = PipeDataParallelTopology(num_pp=4, num_dp=2)\nm = PipelineModule(layers=x, topology=t)", 4, None),
         ("m = PipelineModule(x, topology=PipeModelDataParallelTopology(num_pp=4, num_mp=2, num_dp=1))", None, "num_mp"),
+        ("def f(n=4):\n  return PipelineModule(x, num_stages=n)\nf()", 4, None),
+        ("def f(n=4):\n  return PipelineModule(x, num_stages=n)\nf(8)", None, "is no number that the text tells"),
         ("class G(PipelineModule):\n  def __init__(s):\n    super().__init__(layers=x, num_stages=6)", 6, None),
         ("m = PipelineModule(x, num_stages=int(os.environ['PP']))", None, r"num_stages \(int\(os.environ\['PP'\]\)\)"),
         ("N = 2\nN = 4\nm = PipelineModule(x, num_stages=N)", None, "is no number that the text tells"),

@@ -168,14 +168,14 @@ def _is_ds_config(file: str, program: str | None) -> bool:
         return program_named(program).name == "ds_config"
     if not os.path.lexists(file.replace("\0", "")):
         return True
-    if file.lower().endswith(".py"):
-        return False
     try:
         document = load_document(file)
     except BadInput:
-        if file.lower().endswith((".yaml", ".yml", ".toml", ".sh", ".slurm")):
+        if file.lower().endswith((".yaml", ".yml", ".toml", ".sh", ".slurm", ".py")):
             raise
         return True  # whose reader says what is wrong
+    if document.pipeline is not None:
+        return False
     owners = [one.name for one in PROGRAMS.values() if one.recognises(document) or one.could_own(document)]
     return owners == ["ds_config"] or (not owners and not file.lower().endswith((".yaml", ".yml", ".toml")))
 

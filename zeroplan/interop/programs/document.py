@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,12 +81,28 @@ def _from_path(path: str) -> Document:
     if path.lower().rpartition(".")[2] in _SCRIPTS:
         text = text_of(read_bytes(path, CONFIG.size), path)
         refuse_other_program(text, path)
-        command = training_command(text, path)
+        command = training_command(text, path, lambda program: _builds_pipeline(folder / program))
+        if _builds_pipeline(script := folder / command.program):
+            return Document({}, path, folder, pipeline=_pipeline_of(script, command))
         return Document(command.flags, path, folder, command)
     if path.lower().endswith(".py"):
-        text = text_of(read_bytes(path, CONFIG.size), path)
-        return Document({}, path, folder, pipeline=read_pipeline_script(text, path))
+        return Document({}, path, folder, pipeline=_pipeline_of(Path(path), None))
     return Document(interpolated(read_document(path)), path, folder)
+
+
+def _builds_pipeline(script: Path) -> bool:
+    """Return whether a program is a Python script in reach whose text names a PipelineModule."""
+    if script.suffix != ".py" or not os.path.isfile(script) or os.path.getsize(script) > CONFIG.size:
+        return False
+    return b"PipelineModule(" in script.read_bytes()
+
+
+def _pipeline_of(script: Path, command: Command | None) -> PipelineScript:
+    text = text_of(read_bytes(str(script), CONFIG.size), str(script))
+    if command is None:
+        return read_pipeline_script(text, str(script))
+    found = read_pipeline_script(text, str(script), command.flags, command.files)
+    return replace(found, gpus=command.gpus, nodes=command.nodes)
 
 
 _INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")

@@ -61,6 +61,9 @@ def _of_script(run: Builder, document: Document, script: PipelineScript) -> Setu
         run.degree("pp", script.stages, "num_stages")
         if script.partition is not None:
             run.degree("partition", script.partition, "partition_method")
+    for field, count in (("gpus", script.gpus), ("nodes", script.nodes)):
+        if count is not None:
+            run.set(field, count, "deepspeed")
     if script.model is not None:
         run.set("model", script.model, "from_pretrained")
     config = script.config

@@ -1,7 +1,8 @@
 """A Python script that builds DeepSpeed's ``PipelineModule``: what its text says of stages, model and configuration.
 
-Nothing of it is run or imported. Known are literals, names that are given one literal alone, and a parser's arguments, of
-which the default counts. Calls of ``PipelineModule`` and of its subclasses' ``super().__init__`` tell the stages.
+Nothing of it is run or imported. Known are literals, names that are given one literal alone, a parser's arguments, of which
+the command line's count, else the defaults, and parameters of functions, of which the defaults do where no call gives others.
+Calls of ``PipelineModule`` and of its subclasses' ``super().__init__`` tell the stages.
 
 Source: DeepSpeed 0.19.8, runtime/pipe/module.py (PipelineModule.__init__), deepspeed/__init__.py (initialize)
 """
@@ -9,8 +10,9 @@ Source: DeepSpeed 0.19.8, runtime/pipe/module.py (PipelineModule.__init__), deep
 from __future__ import annotations
 
 import ast
+import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,7 @@ _CLASS = "PipelineModule"
 #: Topologies that tell the stages, first.
 _TOPOLOGIES = ("PipeDataParallelTopology", "PipeModelDataParallelTopology")
 _UNKNOWN = object()
+_SHORT = re.compile(r"-[A-Za-z]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,8 @@ class PipelineScript:
         model: the id or path that the script loads; None where no text names one alone.
         config: what ``deepspeed.initialize`` is given: an object, or a path; None where the text does not tell.
         defaults: the parser's arguments whose defaults were taken, by name.
+        gpus: a node, where the command line says.
+        nodes: where the command line says.
     """
 
     stages: int
@@ -41,10 +46,14 @@ class PipelineScript:
     model: str | None = None
     config: Mapping[str, Any] | str | None = None
     defaults: tuple[str, ...] = ()
+    gpus: int | None = None
+    nodes: int | None = None
 
 
-def read_pipeline_script(text: str, name: str) -> PipelineScript:
-    """Read a script.
+def read_pipeline_script(
+    text: str, name: str, flags: Mapping[str, Any] | None = None, words: Sequence[str] = ()
+) -> PipelineScript:
+    """Read a script, started with these flags by their long names, and further words.
 
     Raises:
         BadInput: a text that is no Python, builds no PipelineModule or several, or does not tell the number of stages.
@@ -63,7 +72,7 @@ def read_pipeline_script(text: str, name: str) -> PipelineScript:
             where=name,
             remedy="give the command line that starts it in a .sh file, or its ds_config",
         )
-    names = _Names(nodes)
+    names = _Names(nodes, *_short_apart(flags or {}, words))
     found = {_stages(call, names, name): call for call in built}
     if len(found) > 1:
         raise BadInput(f"builds PipelineModules of {' and '.join(map(str, found))} stages", where=name, remedy="leave one")
@@ -78,6 +87,18 @@ def read_pipeline_script(text: str, name: str) -> PipelineScript:
         config=_config(nodes, names),
         defaults=tuple(sorted(names.taken)),
     )
+
+
+def _short_apart(flags: Mapping[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return long flags, and further words with the short ones that stand behind a long one's values."""
+    long, rest = dict(flags), [str(word) for word in words]
+    for name, value in flags.items():
+        values = value if isinstance(value, list) else [value]
+        cut = next((at for at, one in enumerate(values) if isinstance(one, str) and _SHORT.fullmatch(one)), None)
+        if cut is not None:
+            long[name] = values[:cut] if cut > 1 else values[0] if cut else True
+            rest += [str(one) for one in values[cut:]]
+    return long, rest
 
 
 def _literal(call: ast.Call, names: _Names, key: str, place: int, kind: type, where: str) -> Any:
@@ -181,11 +202,13 @@ def _config(nodes: list[ast.AST], names: _Names) -> Mapping[str, Any] | str | No
 class _Names:
     """The literals that names stand for, and the defaults of a parser's arguments."""
 
-    def __init__(self, nodes: list[ast.AST]) -> None:
+    def __init__(self, nodes: list[ast.AST], flags: Mapping[str, Any], words: list[str]) -> None:
+        self._flags, self._words = flags, words
         self._given: dict[str, list[ast.expr]] = {}
         self._parsed = {"args"}  # names of what a parser returns
         self.arguments: dict[str, Any] = {}
         self.taken: set[str] = set()
+        self._said: set[str] = set()  # by the command line
         for node in nodes:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
@@ -196,9 +219,25 @@ class _Names:
                 self._given.setdefault(node.optional_vars.id, []).append(node.context_expr)
             elif isinstance(node, ast.For):
                 self._assigned(node.target, ast.Name("?"))
+        calls = [node for node in nodes if isinstance(node, ast.Call)]
         for node in nodes:
-            if isinstance(node, ast.Call) and _called(node.func) == "add_argument":
-                self._add(node)
+            if isinstance(node, ast.FunctionDef):
+                self._defaults(node, [call for call in calls if _called(call.func) == node.name])
+        for call in calls:
+            if _called(call.func) == "add_argument":
+                self._add(call)
+        for name, value in flags.items():
+            self.arguments[name] = value
+            self._said.add(name)
+
+    def _defaults(self, function: ast.FunctionDef, calls: list[ast.Call]) -> None:
+        """Keep the defaults of a function's parameters, which are unknown where a call gives others."""
+        places = function.args.args
+        first = len(places) - len(function.args.defaults)
+        for place, default in enumerate(function.args.defaults, first):
+            name = places[place].arg
+            given = any(len(call.args) > place or any(one.arg in (name, None) for one in call.keywords) for call in calls)
+            self._given.setdefault(name, []).append(ast.Name("?") if given else default)
 
     def _assigned(self, target: ast.expr, value: ast.expr) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Call) and _called(value.func) == "parse_known_args":
@@ -215,8 +254,16 @@ class _Names:
         flags = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
         default = self.of(next((one.value for one in call.keywords if one.arg == "default"), None))
         long = next((flag for flag in flags if flag.startswith("--")), None)
-        if long is not None and default is not None:
-            self.arguments[long[2:].replace("-", "_")] = default
+        if long is None:
+            return
+        name = long[2:].replace("-", "_")
+        if default is not None:
+            self.arguments[name] = default
+        short = next((at for at, word in enumerate(self._words[:-1]) if word in flags and word != long), None)
+        if short is not None:
+            value = self._words[short + 1]
+            self.arguments[name] = int(value) if value.isdigit() and len(value) < 10 else value
+            self._said.add(name)
 
     def node(self, node: ast.expr | None) -> ast.expr | None:
         """The expression that a name stands for, where it is given one alone; else the node itself."""
@@ -244,7 +291,8 @@ class _Names:
             name = node.attr
             if f"args.{name}" in self._given or name not in self.arguments or _called(node.value) not in self._parsed:
                 return _UNKNOWN
-            self.taken.add(name)
+            if name not in self._said:
+                self.taken.add(name)
             return self.arguments[name]
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             value = self._value(node.operand, depth + 1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -98,13 +98,17 @@ class Command:
     open_machine: str = ""
 
 
-def training_command(text: str, name: str) -> Command:
-    """Return the one command of a script that trains.
+def _none(_program: str) -> bool:
+    return False
+
+
+def training_command(text: str, name: str, takes: Callable[[str], bool] = _none) -> Command:
+    """Return the one command of a script that trains. `takes` says of a program whose flags do not show it that it does.
 
     Raises:
         BadInput: when there is none, or when several differ.
     """
-    found = list(_commands(text, name))
+    found = list(_commands(text, name, takes))
     if not found:
         raise BadInput(
             "holds no command that trains",
@@ -120,7 +124,7 @@ def training_command(text: str, name: str) -> Command:
     return found[0]
 
 
-def _commands(text: str, name: str) -> Iterator[Command]:
+def _commands(text: str, name: str, takes: Callable[[str], bool]) -> Iterator[Command]:
     variables: dict[str, str] = {}
     lines = _ARRAY.sub(_as_text, _QUOTED_ARRAY.sub(r"${\1}", _CONTINUED.sub(" ", text))).splitlines()
     if len(lines) > _MOST_LINES:
@@ -145,7 +149,7 @@ def _commands(text: str, name: str) -> Iterator[Command]:
                     _assign(said, variables)
             continue
         for part in _parts(words):
-            command = _command(part, own)
+            command = _command(part, own, takes)
             if command is not None:
                 yield command
 
@@ -237,7 +241,7 @@ def _computed(match: re.Match[str]) -> str:
     return str(total + sign * product)
 
 
-def _command(words: list[str], environment: Mapping[str, str]) -> Command | None:
+def _command(words: list[str], environment: Mapping[str, str], takes: Callable[[str], bool]) -> Command | None:
     at = 0
     while at < len(words) and (words[at] in _WRAPPERS or _ASSIGNMENT.match(words[at])):
         at += 1
@@ -246,9 +250,9 @@ def _command(words: list[str], environment: Mapping[str, str]) -> Command | None
         return None
     first = rest[0].rpartition("/")[2]
     if first == "accelerate" and rest[1:2] == ["launch"]:
-        return _launched("accelerate", rest[2:], environment)
+        return _launched("accelerate", rest[2:], environment, takes)
     if first in ("deepspeed", "torchrun"):
-        return _launched(first, rest[1:], environment)
+        return _launched(first, rest[1:], environment, takes)
     if _PYTHON.match(rest[0]):
         modules = {
             "torch.distributed.launch": "torchrun",
@@ -256,14 +260,14 @@ def _command(words: list[str], environment: Mapping[str, str]) -> Command | None
             "accelerate.commands.launch": "accelerate",
         }
         if rest[1:2] == ["-m"] and len(rest) > 2 and rest[2] in modules:
-            return _launched(modules[rest[2]], rest[3:], environment)
-        return _program("", {}, [word for word in rest[1:] if word != "-u"], environment)
+            return _launched(modules[rest[2]], rest[3:], environment, takes)
+        return _program("", {}, [word for word in rest[1:] if word != "-u"], environment, takes)
     if first in _OWN_COMMANDS and len(rest) > 1:
-        return _program("", {}, [first, *rest[1:]], environment)
+        return _program("", {}, [first, *rest[1:]], environment, takes)
     return None
 
 
-def _launched(launcher: str, words: list[str], environment: Mapping[str, str]) -> Command | None:
+def _launched(launcher: str, words: list[str], environment: Mapping[str, str], takes: Callable[[str], bool]) -> Command | None:
     """Return the program that a launcher starts; the launcher's own flags come before its name."""
     machine: dict[str, Any] = {}
     known = _LAUNCHERS[launcher]
@@ -281,10 +285,16 @@ def _launched(launcher: str, words: list[str], environment: Mapping[str, str]) -
         if not has_value and at < len(words) and not words[at].startswith("-") and not words[at].endswith((".py", ".sh")):
             value, at = words[at], at + 1
         machine[known.get(name) or f"--{name}"] = value if value or has_value else True
-    return _program(launcher, machine, words[at:], environment)
+    return _program(launcher, machine, words[at:], environment, takes)
 
 
-def _program(launcher: str, machine: Mapping[str, Any], words: list[str], environment: Mapping[str, str]) -> Command | None:
+def _program(
+    launcher: str,
+    machine: Mapping[str, Any],
+    words: list[str],
+    environment: Mapping[str, str],
+    takes: Callable[[str], bool],
+) -> Command | None:
     if words[:1] == ["-m"]:
         words = words[1:]
     if not words:
@@ -297,7 +307,7 @@ def _program(launcher: str, machine: Mapping[str, Any], words: list[str], enviro
         return None
     flags, files = _flags(rest)
     recipe = any(word.lower().endswith(RECIPES) for word in (*files, *(str(flags.get(flag, "")) for flag in RECIPE_FLAGS)))
-    if not (recipe or " " in program or _TRAINING_FLAGS & flags.keys()):
+    if not (recipe or " " in program or _TRAINING_FLAGS & flags.keys() or takes(program)):
         return None
     gpus, nodes, processes = (_whole(machine.get(key)) for key in ("gpus", "nodes", "processes"))
     own = {key.removeprefix("--"): _value(str(value)) for key, value in machine.items() if key.startswith("--")}

@@ -8,6 +8,7 @@ from typing import Any
 
 from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.lit_model import LitModel
+from zeroplan.core.ppo import Ppo
 from zeroplan.core.unmodelled import Unmodelled
 
 
@@ -69,6 +70,7 @@ class Setup:
         lit_model: the model of LitGPT's own code that the run trains; None for other code.
         generation: what the model generates before each step (:class:`zeroplan.core.generation.Generation`); None for nothing.
         colocated: vLLM's engine on the GPUs that train (:class:`zeroplan.core.generation.Colocated`); None for none.
+        ppo: what PPO's four models pass (:class:`zeroplan.core.ppo.Ppo`); None for other tasks.
         chunked_head: whether TRL computes head and loss together in tiles.
         labelled_share: of the tokens that have a label, where the head sees those alone.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
@@ -136,6 +138,7 @@ class Setup:
     lit_model: LitModel | None = None
     generation: Generation | None = None
     colocated: Colocated | None = None
+    ppo: Ppo | None = None
     moved: bool = False
     chunked_head: bool = False
     labelled_share: float | None = None

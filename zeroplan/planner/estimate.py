@@ -60,6 +60,10 @@ def estimate_runs(request: Request, each: Callable[[Estimate, int], None] | None
             from zeroplan.planner.own_code import with_own_code
 
             request = with_own_code(request, setup)
+        if setup.ppo is not None and request.depth != FORMULA:
+            from zeroplan.planner.ppo import with_ppo
+
+            request = with_ppo(request, setup)
     if request.inputs is not None:
         from zeroplan.planner.live_module import with_shape
 
@@ -135,7 +139,7 @@ def _tapes(engine: Engine, request: Request) -> ExpandedTapes:
     if request.inputs is not None:
         from zeroplan.planner.live_module import ModuleTapes
 
-        return ModuleTapes(engine, request.model, request.inputs, cut=request.built)
+        return ModuleTapes(engine, request.model, request.inputs, cut=request.built, rollout=request.rollout)
     from zeroplan.planner.tapes import ExpandedTapes
 
     return ExpandedTapes(engine)

@@ -7,6 +7,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.lengths import padded_batches
+from zeroplan.core.ppo import Rollout
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.engines.base import Case, Engine
@@ -47,11 +48,13 @@ class ModuleTapes(ExpandedTapes):
         module: the module.
         inputs: one micro batch.
         cut: whether the batch's tensors are of shape (samples, tokens), so that shorter ones can be made of it.
+        rollout: what passes before a step; None for nothing.
     """
 
-    def __init__(self, engine: Engine, module: Any, inputs: Any, *, cut: bool = False) -> None:
+    def __init__(self, engine: Engine, module: Any, inputs: Any, *, cut: bool = False, rollout: Rollout | None = None) -> None:
         super().__init__(engine)
         self._asked, self._module, self._inputs, self._cut = engine, module, inputs, cut
+        self._rollout = rollout
         self._made: dict[str, ExpandedTape | NoTapeError] = {}
 
     def of(self, case: Case) -> ExpandedTape:
@@ -68,6 +71,10 @@ class ModuleTapes(ExpandedTapes):
         work = case.workload
         try:
             tape = self._of_length(case, work.seq_len or 1)
+            if self._rollout is not None:
+                from zeroplan.planner.ppo import rollout_tape
+
+                return replace(tape, generation=rollout_tape(tape, self._rollout))
             if not (self._cut and work.lengths):
                 return tape
             drawn = padded_batches(work.lengths, work.rows, cut=work.seq_len)[-1 - _SHORTER : -1]

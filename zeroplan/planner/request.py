@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.generation import Colocated, Generation
+from zeroplan.core.ppo import Rollout
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision, Reference
@@ -110,5 +111,6 @@ class Request:
     pair_loss: PairLoss | None = None
     generation: Generation | None = None
     colocated: Colocated | None = None
+    rollout: Rollout | None = None
     moved: bool = False
     unmodelled: tuple[Unmodelled, ...] = ()

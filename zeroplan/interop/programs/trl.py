@@ -9,6 +9,7 @@ import re
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.generation import Colocated, Generation
+from zeroplan.core.ppo import Ppo
 from zeroplan.core.preferences import PLANNED, PairLoss, passes_of
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation, set_weights_dtype
@@ -69,6 +70,8 @@ _COMPLETION_TASKS = ("grpo", "rloo", "ppo")
 #: Those of them that generate by the trained model alone, and the tokens that they generate by default.
 _GENERATING = ("grpo", "rloo")
 _ANSWER = 512
+#: Tokens of a response, and samples that are generated at once, by default in PPO.
+_RESPONSE, _ROLLOUT = 53, 64
 #: Of a card that a colocated vLLM takes by default.
 _VLLM = 0.3
 #: Keys of generation with another cache, or beside other models.
@@ -173,6 +176,8 @@ class Trl(Program):
                 run.set("reference", "base" if run.fields.get("lora_rank") is not None else "model")
             if task in _GENERATING:
                 _generation(run)
+            elif task == "ppo":
+                _ppo(run)
             else:
                 run.leave_out(f"task {task}", *_TASKS[task])
         elif not run.amount("label_smoothing_factor"):
@@ -198,6 +203,23 @@ def _generation(run: Builder) -> None:
     length, answer = run.fields["seq_len"], run.number("max_completion_length") or _ANSWER
     steps, whole = run.number("steps_per_generation"), run.number("generation_batch_size")
     run.set("generation", Generation(length - answer, answer, steps, None if steps else whole))
+
+
+def _ppo(run: Builder) -> None:
+    """Set PPO's models, which TRL's own loop never checkpoints: ``gradient_checkpointing`` reaches none of them.
+
+    Source: TRL 1.8, ``experimental/ppo/ppo_config.py``, ``examples/scripts/ppo/ppo.py``.
+    """
+    run.leave_out("task ppo", *_TASKS["ppo"])
+    answer = run.number("response_length") or _RESPONSE
+    run.set("gradient_checkpointing", False)
+    run.set("detached_loss", True)
+    run.set("eval_batch", None)
+    run.assumed = [one for one in run.assumed if not one.startswith(("gradient_checkpointing", "evaluation keeps"))]
+    if run.value("sft_model_path") is not None:
+        run.take_model("sft_model_path")
+    rollout = run.number("local_rollout_forward_batch_size") or _ROLLOUT
+    run.set("ppo", Ppo(run.text("reward_model_path"), run.fields["seq_len"] - answer, answer, rollout))
 
 
 def _preference(run: Builder, task: str) -> None:
@@ -282,8 +304,8 @@ def _length(run: Builder, task: str) -> None:
     if task in _COMPLETION_TASKS:
         answer = run.number("max_completion_length") or run.number("response_length")
         if answer is None:
-            answer = _ANSWER
-            run.assume("max_completion_length 512")
+            answer = _RESPONSE if task == "ppo" else _ANSWER
+            run.assume(f"response_length {answer}" if task == "ppo" else f"max_completion_length {answer}")
         prompt = run.number("max_prompt_length")
         if prompt is None:
             prompt = 512

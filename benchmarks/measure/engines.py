@@ -97,6 +97,7 @@ def _deepspeed(spec: Spec, probe: Probe, device: torch.device) -> Trained:
             model = _from_config(spec, dtype)
     probe.mark("model")
     model = _prepare(spec, model)
+    probe.mark("prepared")  # DeepSpeed's see_memory_usage forgets the peak of what came before
     trainable = [p for p in model.parameters() if p.requires_grad]
     engine, optimizer, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trainable)
     probe.mark("init")

@@ -77,17 +77,17 @@ def table(measured: dict[str, dict[str, Any]]) -> str:
     """Write one line a case: what was measured, and by how many percent predictions are above it, before the runs and now."""
     blind, now = (json.loads(path.read_text())["cases"] for path in (BLIND, NOW))
     lines = [
-        "| case | allocated GiB | predicted | now | reserved GiB | predicted | now | fits now |",
-        "|---|---|---|---|---|---|---|---|",
+        "| case | allocated GiB | predicted | now | reserved GiB | predicted | now | total GiB | predicted | now | fits now |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in sorted(measured.items()):
         if "error" in row:
             lines.append(f"| {name} | {row['error'][:60]} |")
             continue
         cells = [name]
-        for key in ("peak_allocated", "peak_reserved"):
-            cells.append(f"{row[key] / _GIB:.3f}")
-            cells += [f"{100 * (said[name][key] / row[key] - 1):+.2f} %" for said in (blind, now)]
+        for key, shown in (("peak_allocated", "peak_allocated"), ("peak_reserved", "peak_reserved"), ("total", "nvml_process")):
+            cells.append(f"{row[shown] / _GIB:.3f}")
+            cells += [f"{100 * (said[name][key] / row[shown] - 1):+.2f} %" for said in (blind, now)]
         fits = {True: "yes", False: "no", None: "unknown"}[now[name]["fits"]]
         lines.append(f"| {' | '.join(cells)} | {fits} |")
     return "\n".join(lines)

@@ -91,6 +91,19 @@ def test_the_plan_of_the_files_is_the_measured_run(name: str) -> None:
     assert run.plan.fits is True
 
 
+#: FSDP2 whose weights accelerate hands out from one rank: sending them takes up to 372 MiB more, which no plan has.
+HANDED_OUT = {"accelerate_fsdp2", "accelerate_fsdp2_bf16", "trl_sft_fsdp2"}
+
+
+def test_memory_outside_torch_is_what_the_run_took() -> None:
+    """One rank of the Trainer's calls no collective, but under DeepSpeed and FSDP; DeepSpeed's stages below 3 have two groups."""
+    measured, now = read(BLIND.parent / "measured.jsonl"), json.loads(NOW.read_text())["cases"]
+    for name, row in measured.items():
+        if "error" not in row and row["nvml_process"] and name not in HANDED_OUT:
+            outside = now[name]["total"] - now[name]["peak_reserved"]
+            assert outside == pytest.approx(row["nvml_process"] - row["peak_reserved"], abs=30 << 20), name
+
+
 def test_every_case_has_its_prediction() -> None:
     for path in (BLIND, NOW):
         assert set(json.loads(path.read_text())["cases"]) == {case.id for case in CASES}

@@ -227,6 +227,11 @@ class Workload:
     reduce_dtype: DType | None = None
 
     @property
+    def in_trainer(self) -> bool:
+        """Whether transformers' Trainer runs the loop, which alone keeps losses without their graph."""
+        return self.detached_loss
+
+    @property
     def rows(self) -> int:
         """Sequences of one pass."""
         return self.micro_batch * (2 if self.pairs else 1)

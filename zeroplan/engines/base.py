@@ -350,10 +350,19 @@ class Engine(ABC):
         return None
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
-        """Bytes of NCCL's buffers and kernels on one GPU. The default is one communicator of torch's."""
-        from zeroplan.engines.process import ONE_COMMUNICATOR
+        """Bytes of NCCL's buffers and kernels on one GPU beyond those of a first communicator of one rank.
 
-        return ONE_COMMUNICATOR * layout.communicators
+        The default is one communicator of torch's for each process group of several ranks.
+        """
+        from zeroplan.engines.process import ONE_COMMUNICATOR, SENDING, SPLIT_COMMUNICATOR
+
+        if not layout.communicators:
+            return 0
+        return ONE_COMMUNICATOR + SPLIT_COMMUNICATOR * (layout.communicators - 1) + SENDING * (layout.pp > 1)
+
+    def calls_collectives(self, workload: Workload, layout: ParallelLayout) -> bool:
+        """Whether a rank calls any collective, as a single one does whose program joins a process group."""
+        return True
 
     def outside_torch(
         self, workload: Workload, zero: ZeroConfig, cluster: Cluster, *, pinned: int = 0, layout: ParallelLayout | None = None
@@ -369,9 +378,15 @@ class Engine(ABC):
         """
         from zeroplan.engines.process import outside_torch
 
-        nccl = self.nccl_bytes(workload, zero, layout or cluster.layout)
-        measured = self.measured and layout is None
-        return outside_torch(workload, nccl=nccl, capability=cluster.gpu.capability, pinned=pinned, measured=measured)
+        ranks = layout or cluster.layout
+        return outside_torch(
+            workload,
+            nccl=self.nccl_bytes(workload, zero, ranks),
+            capability=cluster.gpu.capability,
+            pinned=pinned,
+            measured=self.measured and layout is None,
+            collectives=self.calls_collectives(workload, ranks),
+        )
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
         """Return the resident bytes of one rank's process by the end of each phase, without the engine's own buffers.

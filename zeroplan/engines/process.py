@@ -22,10 +22,21 @@ from zeroplan.core.zero_config import ZeroConfig
 #: Bytes in use on the device after the first CUDA call: the context itself.
 CONTEXT = 618 * MIB
 #: CUDA loads kernels as they are first called: cuBLAS's, torch's own, the optimizer's. Flash attention's come on top.
-KERNELS = 694 * MIB
+KERNELS = 136 * MIB
 FLASH_KERNELS = 16 * MIB
-#: NCCL's buffers and kernels for one communicator with two collectives, as FSDP2 has.
+#: What a process' first collective takes, in a group of its own alone: NCCL's kernels and a communicator.
+FIRST_COMMUNICATOR = 558 * MIB
+#: What one communicator of several ranks takes beyond that, with two collectives, as FSDP2 has; on 2, 4 and 8 ranks alike.
 ONE_COMMUNICATOR = 282 * MIB
+#: Each further one of several ranks where the process is bound to its GPU, so that torch splits it off the first (R04, R05,
+#: R10, R11, R18, R19 in benchmarks/results/mesh.jsonl), and what stages that send in theirs take beyond it (R06 to R09).
+SPLIT_COMMUNICATOR = 446 * MIB
+SENDING = 157 * MIB
+#: Each further one of a process that is not bound, made at its first collective: of several ranks, of one, of pairs that send
+#: both ways. One of which all-to-all alone is asked takes as much as pairs do (benchmarks/mesh/communicators.py, two GPUs).
+FURTHER_COMMUNICATOR = 486 * MIB
+FURTHER_ALONE = 388 * MIB
+PAIRS = 640 * MIB
 #: The device maps pinned host memory by pages of 4 KiB with entries of 8 bytes: 1/512 of the bytes pinned.
 PINNED_PER_TABLE_BYTE = 512
 
@@ -111,22 +122,29 @@ class Outside:
 
 
 def outside_torch(
-    workload: Workload, *, nccl: int, capability: tuple[int, int], pinned: int = 0, measured: bool = True
+    workload: Workload,
+    *,
+    nccl: int,
+    capability: tuple[int, int],
+    pinned: int = 0,
+    measured: bool = True,
+    collectives: bool = True,
 ) -> Outside:
     """Return the bytes that NVML shows beyond the allocator's reserved ones.
 
     Args:
         workload: decides which kernels the process loads.
-        nccl: bytes of NCCL's buffers and kernels.
+        nccl: bytes of NCCL's buffers and kernels beyond a first communicator of one rank.
         capability: the GPU's compute capability.
         pinned: bytes of host memory that the rank pins.
         measured: whether the engine's own part was measured.
+        collectives: whether the process calls any.
     """
     flash = workload.attn is not Attention.EAGER and workload.dtype is not DType.FP32
     known = measured and capability == _MEASURED_CAPABILITY
     return Outside(
         context=CONTEXT,
-        kernels=KERNELS + (FLASH_KERNELS if flash else 0),
+        kernels=KERNELS + (FLASH_KERNELS if flash else 0) + (FIRST_COMMUNICATOR if collectives else 0),
         nccl=nccl,
         page_tables=pinned // PINNED_PER_TABLE_BYTE,
         spread=MEASURED_SPREAD if known else GUESSED_SPREAD,

@@ -12,20 +12,26 @@ from benchmarks.megatron.compare import MEASURED, figures
 ROWS = {row["id"]: row for row in map(json.loads, MEASURED.read_text().splitlines())}
 #: What the plans of compiled losses on tp ranks and of GPT recomputed do not have.
 MISSED = {"M11": 0.01, "M16": 0.01}
-#: These ran without `deallocate_pipeline_outputs`, which Megatron-LM sets: a stage kept what it had sent.
-KEPT_OUTPUTS = {"M17": 0.002, "M19": 0.005, "M20": 0.003, "N03": 0.002}
-#: Not measured: time ran out.
-LEFT = {"E02", "N04"}
+#: Reserved is planned too large where experts' buffers of changing sizes find room that the plan does not.
+RESERVED = {"E02": 0.07}
+#: What lies outside torch's allocator is the same to so many bytes: NCCL's communicators, kernels and the context.
+OUTSIDE = 24 << 20
 
 
 @pytest.mark.parametrize("case", [case for case in (*CASES, *TWO_GPUS) if case.id in ROWS], ids=lambda case: case.id)
 def test_allocated_and_reserved(case: Case) -> None:
     told, row = figures(case), ROWS[case.id]
     assert row["ok"]
-    allowed = MISSED.get(case.id) or KEPT_OUTPUTS.get(case.id) or 0.0005
-    assert told["allocated"] == pytest.approx(row["allocated"], rel=allowed)
-    assert told["reserved"] == pytest.approx(row["reserved"], rel=0.03)
+    assert told["allocated"] == pytest.approx(row["allocated"], rel=MISSED.get(case.id, 0.0005))
+    assert told["reserved"] == pytest.approx(row["reserved"], rel=RESERVED.get(case.id, 0.03))
+
+
+@pytest.mark.parametrize("case", TWO_GPUS, ids=lambda case: case.id)
+def test_memory_outside_torch_is_that_of_the_communicators_that_are_made(case: Case) -> None:
+    told, row = figures(case), ROWS[case.id]
+    most = max(rank["total"] - rank["reserved"] for rank in row["per_rank"])
+    assert told["total"] - told["reserved"] == pytest.approx(most, abs=OUTSIDE)
 
 
 def test_every_other_case_was_measured() -> None:
-    assert ROWS.keys() | LEFT == {case.id for case in (*CASES, *TWO_GPUS)}
+    assert ROWS.keys() == {case.id for case in (*CASES, *TWO_GPUS)}

@@ -115,6 +115,12 @@ class Ddp(TorchEngine[DdpRank]):
         """Return the bytes of one communicator that all-reduces; 0 for one rank."""
         return _NCCL if layout.world_size > 1 else 0
 
+    def calls_collectives(self, workload: Workload, layout: ParallelLayout) -> bool:
+        """Whether a rank calls any: transformers' Trainer wraps no model in DDP for one rank (37 runs of one GPU,
+        benchmarks/from_files: 742 to 784 MiB outside torch's allocator).
+        """
+        return layout.world_size > 1 or not workload.in_trainer
+
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
         """Measured with DDP; otherwise as :meth:`zeroplan.engines.base.Engine.host_rss`."""
         from zeroplan.engines.process import host_rss

@@ -10,8 +10,11 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.process import (
     ADAPTERS,
     EXPERTS,
+    FURTHER_ALONE,
+    FURTHER_COMMUNICATOR,
     NO_ROTARY,
     ONE_COMMUNICATOR,
+    PAIRS,
     Change,
     arithmetic_change,
     changed,
@@ -25,9 +28,6 @@ _NCCL = 482 * MIB
 #: to P02 (benchmarks/mesh/deepspeed_ranks.py).
 _STAGES = 1905 * MIB
 _MEASURED_STAGES = 2
-_EXPERT_GROUPS = 2 * _STAGES // 5
-#: A single rank calls no collective, except that fp16 at stage 3 all-reduces its overflow flag.
-_NCCL_ALONE = 390 * MIB
 
 #: Resident MiB of a rank by the end of each phase at stage 2, bf16 and fused attention, without DeepSpeed's buffers.
 _RSS = {Phase.LOAD: 1400, Phase.INIT: 1480, Phase.FORWARD: 1870, Phase.BACKWARD: 1920, Phase.STEP: 2147}
@@ -45,17 +45,22 @@ _ADAPTERS_STAGE3 = 105
 def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
     """Return the bytes of NCCL's buffers and kernels on one GPU.
 
-    MoE layers make two groups more, of ranks with the same and with other experts (utils/groups.py,
-    _create_expert_and_data_parallel), taken as large as a pipeline's are.
+    MoE layers make two groups more (utils/groups.py, _create_expert_and_data_parallel): of ranks with other experts, all to all,
+    and of ranks with the same ones.
 
-    A pipeline stage has the communicators that two stages were measured with, and one more for its second neighbour.
-    Source: runtime/pipe/topology.py, PipelineParallelGrid; runtime/pipe/p2p.py
+    A pipeline stage has the communicators that two stages were measured with, and one more for its second neighbour. Stages 0
+    to 2 reduce in a group of DeepSpeed's own, stage 3 in torch's default one, of which transformers' Trainer asks collectives,
+    too. A single rank at stage 3 asks for a second one with fp16 alone, whose overflow flag is all-reduced.
+    Sources: runtime/pipe/topology.py, PipelineParallelGrid; runtime/pipe/p2p.py; utils/groups.py, _clone_world_group; measured:
+    ds2_two, ds2_offload, trl_sft_lora_zero2, trainer_ds2 and, at stage 3, ds3_two (benchmarks/from_files).
     """
+    two_groups = workload.in_trainer and zero.stage < 3
     if layout.world_size > 1:
         stages = _STAGES + ONE_COMMUNICATOR * (layout.pp > _MEASURED_STAGES) if layout.pp > 1 else 0
-        stages += _EXPERT_GROUPS * layout.own_experts
-        return _NCCL + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1) + stages
-    return _NCCL_ALONE if zero.stage == 3 and workload.dtype is DType.FP16 else 0
+        experts = (PAIRS + FURTHER_COMMUNICATOR) * layout.own_experts
+        own = ONE_COMMUNICATOR + FURTHER_COMMUNICATOR if two_groups else _NCCL
+        return own + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1) + stages + experts
+    return FURTHER_ALONE if two_groups or (zero.stage == 3 and workload.dtype is DType.FP16) else 0
 
 
 def host_rss(workload: Workload, zero: ZeroConfig, *, rotary: bool, experts: bool) -> dict[Phase, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
@@ -11,6 +12,7 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saver
+from zeroplan.core.units import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
@@ -21,9 +23,11 @@ from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
+    from zeroplan.core.cluster import Cluster
     from zeroplan.core.saving import Saving
     from zeroplan.core.tape import ExpandedTape
     from zeroplan.core.workload import Compilation, Workload
+    from zeroplan.engines.process import Outside
     from zeroplan.engines.saved_files import Written
     from zeroplan.engines.simulation import HostPhase
     from zeroplan.interop.forms.configuration import Form
@@ -31,6 +35,10 @@ if TYPE_CHECKING:
 
 #: Qwen3-MoE was measured with tp, sp and cp among data-parallel ranks. DeepSeek's attention is whole on every tp rank.
 _SHARED_MIXTURE = "{0} of DeepSeek's mixtures, or of mixtures beside ep or stages, which no GPU has measured"
+
+#: Where accelerate loads weights on one rank alone (``cpu_ram_efficient_loading``), that one sends each rank its shards, for
+#: which NCCL connects pairs: 116 to 372 MiB more on two GPUs (accelerate_fsdp2 and trl_sft_fsdp2, benchmarks/from_files).
+_SCATTERED = 372 * MIB
 
 
 class Fsdp2(TorchEngine[Fsdp2Rank]):
@@ -156,6 +164,14 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             pp_rank=case.pp_rank,
             hidden_size=int(case.spec.config.get("hidden_size") or 0) if chunks else 0,
         )
+
+    def outside_torch(
+        self, workload: Workload, zero: ZeroConfig, cluster: Cluster, *, pinned: int = 0, layout: ParallelLayout | None = None
+    ) -> Outside:
+        """See :meth:`zeroplan.engines.base.Engine.outside_torch`; the interval holds what handing out weights may take."""
+        found = super().outside_torch(workload, zero, cluster, pinned=pinned, layout=layout)
+        scattered = workload.accelerate_units and (layout or cluster.layout).world_size > 1
+        return replace(found, spread=found.spread + _SCATTERED) if scattered else found
 
     def record(self, rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.fsdp2.schedule.record_fsdp2`."""

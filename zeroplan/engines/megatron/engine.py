@@ -9,7 +9,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled
-from zeroplan.core.workload import Attention, DType, Precision
+from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.megatron.bridge import model_of, require_known
@@ -34,8 +34,8 @@ _CUDNN = (9, 0)
 _NO_MEASUREMENT = Unmodelled(
     UNMEASURED,
     Effect.MORE,
-    "no GPU has measured TransformerEngine's layers, whose sizes follow from source, without cuDNN's workspaces, nor the "
-    "memory of Megatron's communicators; with Megatron's own layers one GPU's peaks were met",
+    "no GPU has measured TransformerEngine's layers, whose sizes follow from source, without cuDNN's workspaces; with "
+    "Megatron's own layers the peaks of one and two GPUs were met",
 )
 _FLEX = (
     "DeepEP's buffers, whose sizes its tuned tables give, and the tokens that it sends once to each rank, whose number the data"
@@ -247,6 +247,12 @@ class Megatron(Engine):
         rank = self.rank(case)
         recorder = record_stages(rank) if case.layout.pp > 1 else record_megatron(rank, tape)
         return Simulation(simulate(recorder, config, device_memory=case.cluster.vram))
+
+    def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
+        """See :func:`zeroplan.engines.megatron.process.nccl_bytes`."""
+        from zeroplan.engines.megatron.process import nccl_bytes
+
+        return nccl_bytes(zero, layout)
 
     # --- time -------------------------------------------------------------------------------------------------------------
 

@@ -96,7 +96,7 @@ HANDED_OUT = {"accelerate_fsdp2", "accelerate_fsdp2_bf16", "trl_sft_fsdp2"}
 
 
 def test_memory_outside_torch_is_what_the_run_took() -> None:
-    """One rank of the Trainer's calls no collective, but under DeepSpeed and FSDP; DeepSpeed's stages below 3 have two groups."""
+    """One rank of the Trainer calls collectives under DeepSpeed and FSDP alone; DeepSpeed below stage 3 has two groups."""
     measured, now = read(BLIND.parent / "measured.jsonl"), json.loads(NOW.read_text())["cases"]
     for name, row in measured.items():
         if "error" not in row and row["nvml_process"] and name not in HANDED_OUT:

@@ -1,4 +1,4 @@
-"""What Megatron-LM's process groups take beside torch's allocator. See Note [Measured, not derived] in ``engines/process.py``."""
+"""What Megatron-LM's process groups take outside torch's allocator: Note [Measured, not derived] in ``engines/process.py``."""
 
 from __future__ import annotations
 

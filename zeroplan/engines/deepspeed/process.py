@@ -45,8 +45,8 @@ _ADAPTERS_STAGE3 = 105
 def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
     """Return the bytes of NCCL's buffers and kernels on one GPU.
 
-    MoE layers make two groups more (utils/groups.py, _create_expert_and_data_parallel): of ranks with other experts, all to all,
-    and of ranks with the same ones.
+    MoE layers make two groups more (utils/groups.py, _create_expert_and_data_parallel): ranks with other experts, all to all,
+    and ranks with the same ones.
 
     A pipeline stage has the communicators that two stages were measured with, and one more for its second neighbour. Stages 0
     to 2 reduce in a group of DeepSpeed's own, stage 3 in torch's default one, of which transformers' Trainer asks collectives,

@@ -15,9 +15,9 @@ def nccl_bytes(zero: ZeroConfig, layout: ParallelLayout) -> int:
     their norm over all that share the optimizer's states. Stages send in pairs, experts' tokens go all to all. With
     context parallelism, whose ring sends in pairs as well, and more than two stages it was not measured.
 
-    Sources: Megatron-LM core_v0.16.1, ``core/parallel_state.py``, ``core/tensor_parallel/cross_entropy.py``,
-    ``core/distributed/param_and_grad_buffer.py``, ``core/optimizer/clip_grads.py``, ``core/pipeline_parallel/
-    p2p_communication.py``, ``core/transformer/moe/token_dispatcher.py``; what each takes: ``benchmarks/mesh/communicators.py``.
+    Sources: Megatron-LM core_v0.16.1, ``megatron/core/parallel_state.py``, ``megatron/core/tensor_parallel/cross_entropy.py``,
+    ``megatron/core/distributed/param_and_grad_buffer.py``, ``megatron/core/optimizer/clip_grads.py``,
+    ``megatron/core/transformer/moe/token_dispatcher.py``; what each takes: ``benchmarks/mesh/communicators.py``.
     """
     if layout.world_size == 1:
         return 2 * FURTHER_ALONE  # the loss' and the gradients' beside the one of all ranks

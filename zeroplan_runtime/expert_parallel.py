@@ -56,6 +56,12 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, *, partial: bool = False) 
     Raises:
         BadInput: for a model without experts that transformers runs by grouped products, or that the ranks do not divide.
     """
+    if not isinstance(model, nn.Module) or not isinstance(mesh, DeviceMesh):
+        raise BadInput(
+            f"a {type(model).__name__} and a {type(mesh).__name__} are no model and no mesh",
+            where=_WHERE,
+            remedy="give the model, and mesh['ep'] of the mesh for initialize()",
+        )
     names = mesh.mesh_dim_names or ("ep",)
     if mesh.ndim > 1 and set(names) != {"ep", "tp"}:
         raise BadInput(f"it has the dimensions {', '.join(names)}", where=_WHERE, remedy="give mesh['ep'], mesh['tp'] or both")
@@ -93,6 +99,9 @@ def _require_divided(module: Any, degrees: dict[str, int]) -> None:
     Raises:
         BadInput: naming what is not divided.
     """
+    if any(isinstance(param, DTensor) for param in module.parameters(recurse=False)):
+        remedy = 'call it once, with mesh["ep", "tp"] for both'
+        raise BadInput("these experts are distributed already", where=_WHERE, remedy=remedy)
     experts, ep, tp = module.num_experts, degrees.get("ep", 1), degrees.get("tp", 1)
     if experts % ep:
         what, remedy = f"{ep} ranks do not divide {experts} experts", f"use a divisor of {experts}"

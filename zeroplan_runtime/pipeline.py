@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.pytree import tensors_of
 
 _WHERE = "engine.pipeline_schedule"
 _Engine = Any  # zeroplan_runtime.engine.Engine, which imports this file
@@ -39,7 +40,8 @@ def make_schedule(
         The schedule.
 
     Raises:
-        BadInput: without ``pp``, and for schedules with several stages a rank.
+        BadInput: without ``pp``, for schedules with several stages a rank, what is no loss, and fewer micro batches than 1F1B
+            has stages.
     """
     pp, mesh = engine.ranks.pp, engine.ranks.mesh
     if pp is None or mesh is None:
@@ -54,9 +56,73 @@ def make_schedule(
             where=_WHERE,
             remedy="use ScheduleGPipe or Schedule1F1B",
         )
+    micros = engine.gradient_accumulation_steps()
+    if not callable(loss_fn):
+        raise BadInput(
+            f"a {type(loss_fn).__name__} is no loss",
+            where=_WHERE,
+            remedy="give a function of the last stage's output and the target",
+        )
+    if issubclass(chosen, Schedule1F1B) and micros < pp.world_size:
+        raise BadInput(
+            f"{micros} micro batches are fewer than the {pp.world_size} stages of 1F1B",
+            where=_WHERE,
+            remedy=f"set gradient_accumulation_steps to {pp.world_size} or more, or use GPipe",
+        )
     engine.progress.boundary = True  # each engine.step() follows all micro batches
     stage = EngineStage(engine, pp.rank, pp.world_size, engine.device, group=mesh.get_group("pp"), **options)
-    return chosen(stage, n_microbatches=engine.gradient_accumulation_steps(), loss_fn=loss_fn, scale_grads=False)
+    made: Any = type(chosen.__name__, (_EvenSteps, chosen), {})
+    schedule: PipelineScheduleSingle = made(stage, n_microbatches=micros, loss_fn=loss_fn, scale_grads=False)
+    return schedule
+
+
+class _EvenSteps:
+    """A schedule of torch's whose steps take batches that divide into equal micro batches, of one shape in all steps.
+
+    torch's stages receive into memory that is made in the first step. A smaller micro batch would leave another's rows in it.
+    """
+
+    _stage: Any
+    _n_microbatches: int
+    _has_backward: bool
+    _first: dict[str, tuple[Any, ...]] | None = None
+
+    def step(self, *args: Any, target: Any = None, **options: Any) -> Any:
+        """As torch's.
+
+        Raises:
+            BadInput: on this stage, for a batch that is not given, that does not divide, or whose shape is another now.
+        """
+        where = "schedule.step"
+        given = {name: value for name, value in options.items() if name not in ("losses", "return_outputs", "loss_kwargs")}
+        if self._stage.is_first and not args and not given:
+            raise BadInput("the first stage was given no inputs", where=where, remedy="call step(inputs) on its ranks")
+        if self._stage.is_last and self._has_backward and target is None:
+            raise BadInput("the last stage was given no target", where=where, remedy="call step(target=labels) on its ranks")
+        shapes = {}
+        for name, value in (("inputs", (args, given)), ("target", target)):
+            found = list(tensors_of(value))
+            for one in found:
+                if not one.dim() or not len(one) or len(one) % self._n_microbatches:
+                    raise BadInput(
+                        f"{name} of shape {tuple(one.shape)} do not divide into {self._n_microbatches} equal micro batches",
+                        where=where,
+                        remedy="give as many samples as gradient_accumulation_steps × the micro batch (a loader's drop_last)",
+                    )
+            shapes[name] = tuple((tuple(one.shape), one.dtype) for one in found)
+        self._first = self._first or shapes
+        if shapes != self._first:
+            raise BadInput(
+                f"the batch has shapes {_told(shapes)}, and had {_told(self._first)} in the first step, for which the stages' "
+                "memory was made",
+                where=where,
+                remedy="pad it, or make another schedule for it on all ranks",
+            )
+        return super().step(*args, target=target, **options)  # type: ignore[misc]
+
+
+def _told(shapes: dict[str, tuple[Any, ...]]) -> str:
+    return " and ".join(str(shape) for found in shapes.values() for shape, _ in found)
 
 
 class EngineStage(PipelineStage):

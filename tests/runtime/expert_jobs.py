@@ -151,6 +151,8 @@ def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
             shared(), optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}}, zero_optimization={"stage": 1}
         ),
         "no experts": lambda: zeroplan_runtime.share_experts(models.make(), mesh["ep"]),
+        "twice": lambda: zeroplan_runtime.share_experts(shared(), mesh["ep"]),
+        "group": lambda: zeroplan_runtime.share_experts(mixture(), dist.group.WORLD),  # type: ignore[arg-type]
         "not divided": lambda: zeroplan_runtime.share_experts(mixture(num_experts=6), mesh_of(ep=4)["ep"]),
     }
     said = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -147,14 +148,7 @@ def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
         "unknown": lambda: run(models.make(), mesh=mesh_of(dp=2, rows=2)),
         "both": lambda: run(models.make(), group=dist.group.WORLD),
     }
-    said = {}
-    for name, act in tried.items():
-        try:
-            act()
-            said[name] = "nothing"
-        except BadInput as fault:
-            said[name] = str(fault)
-    return said
+    return {name: _said(act) for name, act in tried.items()}
 
 
 def resume(_group: dist.ProcessGroup, folder: str) -> dict[str, Any] | None:
@@ -295,6 +289,61 @@ def hands_on(_group: dist.ProcessGroup) -> dict[str, Any]:
         engine.destroy(keep_parameters=True)
         found[stage, "left"] = tuple(weight.full_tensor().shape)
     return found
+
+
+def stage_refusals(_group: dist.ProcessGroup) -> dict[str, str]:
+    """What is said of batches and schedules with which a pipeline would train wrong; nothing is sent between the stages."""
+    mesh = mesh_of(pp=2, dp=2)
+
+    def made(accumulation: int = 2) -> Any:
+        config = ds_config(1, gradient_accumulation_steps=accumulation)
+        model = Stage(models.make(), mesh.get_local_rank("pp"))
+        return zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu")[0]
+
+    def give(rows: int, *, first: bool = True, second: bool = True) -> None:
+        schedule, tokens = made().pipeline_schedule("GPipe", loss_of), models.batch(0, 0, 0)[:rows]
+        if mesh.get_local_rank("pp") == 0:
+            schedule.step(*([tokens] if first else []))
+        else:
+            schedule.step(target=tokens if second else None)
+
+    def change() -> None:
+        schedule, tokens = made().pipeline_schedule("GPipe", loss_of), models.batch(0, 0, 0)[:2]
+        for given in (tokens, tokens[:, :5]):
+            _ = schedule.step(given) if mesh.get_local_rank("pp") == 0 else schedule.step(target=given)
+
+    tried = {
+        "uneven": lambda: give(3),
+        "empty": lambda: give(0),
+        "nothing": lambda: give(2, first=False, second=False),
+        "changed": change,
+        "few": lambda: made(1).pipeline_schedule("1F1B", loss_of),
+        "no loss": lambda: made().pipeline_schedule("GPipe", "mean"),
+    }
+    return {name: _said(act) for name, act in tried.items()}
+
+
+def _said(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except BadInput as fault:
+        return str(fault)
+    return "nothing"
+
+
+def cut_otherwise(_group: dist.ProcessGroup, folder: str) -> str:
+    """Saves matrices that are split by columns of outputs, and loads them where they are split by columns of inputs."""
+    mesh = mesh_of(dp=2, tp=2)
+
+    def made(up: Any, down: Any) -> Any:
+        model = models.make(odd=False)
+        plan = {f"blocks.{i}.{name}": style for i in range(5) for name, style in (("up", up), ("down", down))}
+        parallelize_module(model, mesh["tp"], plan)
+        return zeroplan_runtime.initialize(model=model, config=ds_config(2), mesh=mesh, device="cpu")[0]
+
+    made(ColwiseParallel(), RowwiseParallel()).save_checkpoint(folder)
+    whole = {"output_layouts": Replicate()}
+    return _said(lambda: made(RowwiseParallel(input_layouts=Replicate()), ColwiseParallel(**whole)).load_checkpoint(folder))
 
 
 def resume_pipeline(_group: dist.ProcessGroup, folder: str) -> float:

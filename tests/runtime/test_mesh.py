@@ -206,3 +206,22 @@ def test_own_reads_and_writes_of_split_parameters(pool: RankPool) -> None:
 
 def test_checkpoints_keep_the_stages(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(4, mesh_jobs.resume_pipeline, str(tmp_path)) == [0.0] * 4
+
+
+def test_batches_that_stages_would_take_for_others_are_refused(pool: RankPool) -> None:
+    for rank, said in enumerate(pool.run(4, mesh_jobs.stage_refusals)):
+        for name, words in {
+            "uneven": "do not divide into 2 equal micro batches",
+            "empty": "do not divide into 2 equal micro batches",
+            "nothing": "the last stage was given no target" if rank > 1 else "the first stage was given no inputs",
+            "changed": "and had (2, 7) in the first step",
+            "few": "1 micro batches are fewer than the 2 stages of 1F1B",
+            "no loss": "a str is no loss",
+        }.items():
+            assert words in said[name], (name, said[name])
+
+
+def test_parts_that_were_cut_otherwise_are_not_loaded(pool: RankPool, tmp_path: Path) -> None:
+    """As many elements in another order: rows for columns."""
+    for said in pool.run(4, mesh_jobs.cut_otherwise, str(tmp_path)):
+        assert "was saved as (16, 20) tp:S(0) and is (32, 10) tp:S(1) here" in said, said

@@ -149,6 +149,8 @@ def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:
             "lamb": "of which ranks of ep have parts",
             "one bit": "those of ep have other experts",
             "no experts": "no experts of grouped products",
+            "twice": "these experts are distributed already",
+            "group": "are no model and no mesh",
             "not divided": "4 ranks do not divide 6 experts",
         }.items():
             assert said[name] != "nothing", name

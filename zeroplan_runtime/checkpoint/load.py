@@ -16,6 +16,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import by_torch, on_all_ranks
 from zeroplan_runtime.checkpoint.manifest import SaveId, read_manifest, read_state
+from zeroplan_runtime.checkpoint.parameter_shapes import require_same_order
 from zeroplan_runtime.checkpoint.planners import (
     ShardLoadPlanner,
     StateShard,
@@ -154,6 +155,7 @@ class _Checkpoint:
         buffers = buffer_shards(engine.module, engine.ranks.part)
         compresses = engine.model_states.setup.compresses and state["ranks"] == engine.comm.world_size
         errors = optimizer and compresses and state.get("errors", False)
+        require_same_order(engine, state, path)
         check_metadata(engine.model_states, buffers, reader.metadata, optimizer=optimizer, frozen=frozen, errors=errors)
         return cls(engine, path, save, {**state, **{key: decode(state[key]) for key in _TYPED}}, reader, errors)
 

@@ -14,6 +14,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import by_torch, on_all_ranks
 from zeroplan_runtime.checkpoint.manifest import Manifest, SaveId, write_manifest
+from zeroplan_runtime.checkpoint.parameter_shapes import parts_held
 from zeroplan_runtime.checkpoint.planners import ShardSavePlanner, buffer_shards, error_shards, state_shards
 from zeroplan_runtime.checkpoint.typed_json import encode
 from zeroplan_runtime.checkpoint.writer import ShardWriter
@@ -59,14 +60,15 @@ def save_checkpoint(
 
         state: dict[str, Any] = {}
 
-        def prepare() -> tuple[str, SaveId]:
+        def prepare() -> tuple[str, SaveId, dict[str, str]]:
             atomic_files.require_tag(tag, where)
             state.update(_state(engine, client_state, frozen=not exclude_frozen_parameters))
-            return tag, SaveId(uuid.uuid4().hex, engine.progress.global_steps)
+            return tag, SaveId(uuid.uuid4().hex, engine.progress.global_steps), parts_held(engine)
 
         prepared = on_all_ranks(engine, prepare, where)
-        _require_one_tag([chosen for chosen, _ in prepared])
+        _require_one_tag([chosen for chosen, _, _ in prepared])
         save = prepared[0][1]
+        state["model"]["parts"] = {name: cut for _, _, parts in prepared for name, cut in parts.items()}
         path = atomic_files.unfinished(folder, tag)
 
         def make_folder() -> None:

@@ -62,11 +62,10 @@ def _quiet(quiet: bool) -> bool:
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", callback=_quiet, help="Print the verdict alone, and no progress.")]
 
 _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
+#: Fields of what programs call for long sequences, and no file turns on.
+ALST = ("tiled_mlp", "tiled_loss", "offload_checkpoints")
 #: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
-NOT_LOOPED = (
-    *("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model"),
-    *("fp8", "tiled_mlp", "tiled_loss", "reduce_dtype"),
-)
+NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model", "fp8", *ALST, "reduce_dtype")
 #: Fields of a layout, for verbs that take data parallelism alone.
 DEGREES = ("tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "partition", "dp_replicate")
 
@@ -155,6 +154,12 @@ OPTIONS: dict[str, Any] = {
         "Head and loss run in so many tiles of tokens (DeepSpeed's TiledFusedLogitsLoss; --engine deepspeed). [0]",
         _WORK,
         metavar="TILES",
+    ),
+    "offload_checkpoints": _option(
+        bool,
+        "--offload-checkpoints",
+        "Inputs of recomputed blocks wait on the host (DeepSpeed's CheckpointHiddenStatesOffload; --engine deepspeed).",
+        _WORK,
     ),
     "compile": _option(
         str | None,

@@ -94,8 +94,7 @@ Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, he
     "program",
     "zero_init",
     "fp8",
-    "tiled_mlp",
-    "tiled_loss",
+    *flags.ALST,
     "reduce_dtype",
 )
 def recommend(

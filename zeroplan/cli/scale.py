@@ -54,8 +54,7 @@ Svg = Annotated[str | None, typer.Option("--svg", help="Write the pictures alone
     "program",
     "zero_init",
     "fp8",
-    "tiled_mlp",
-    "tiled_loss",
+    *flags.ALST,
     "reduce_dtype",
 )
 def scale(

@@ -49,6 +49,7 @@ _ASKED_FOR = {
     "fp8": None,
     "tiled_mlp": 0,
     "tiled_loss": 0,
+    "offload_checkpoints": False,
     "sparse_attention": None,
     "curriculum": None,
     "layer_drop": None,

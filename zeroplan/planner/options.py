@@ -74,6 +74,7 @@ class StageOptions(MachineOptions, total=False):
     reduce_dtype: str | None
     tiled_mlp: int
     tiled_loss: int
+    offload_checkpoints: bool
     compile: str | None
     zero_init: bool | None
     tp: int

@@ -46,6 +46,7 @@ class Request:
     fp8: str | None = None
     tiled_mlp: int = 0
     tiled_loss: int = 0
+    offload_checkpoints: bool = False
     compile: str | None = None
     adapter_dtype: str | None = None
     whole_base: bool = False

@@ -107,6 +107,9 @@ def resolve(request: Request) -> Resolved:
         raise BadInput(f"tiles are DeepSpeed's, and {engine.name} has none", where=tiled[0], remedy="use --engine deepspeed")
     if tiled:
         _require_tiles(request, workload)
+    if workload.offload_checkpoints:
+        _require_offloaded_checkpoints(request, workload, offered=engine.tiles_mlps)
+        tiled.append("--offload-checkpoints")
     if workload.tiled_loss:
         _require_plain_loss(request, spec, workload)
     if workload.quantize is not None:
@@ -212,6 +215,33 @@ def _require_tiles(request: Request, workload: Workload) -> None:
     for name, count, most in (("mlp", workload.tiled_mlp, tokens), ("loss", workload.tiled_loss, tokens * workload.rows)):
         if count > most:
             raise BadInput(f"{count:,} tiles of {most:,} tokens", where=f"--tiled-{name}", remedy="use 8, or fewer than tokens")
+
+
+def _require_offloaded_checkpoints(request: Request, workload: Workload, *, offered: bool) -> None:
+    """Refuse what `CheckpointHiddenStatesOffload` does not do, and what is not modelled beside it.
+
+    Raises:
+        BadInput: naming it.
+    """
+    where, policy = "--offload-checkpoints", workload.recomputation
+    if not offered:
+        what = "checkpoints on the host by DeepSpeed's context are planned under DeepSpeed alone"
+        raise BadInput(what, where=where, remedy="use --engine deepspeed, or zeroplan with activation_checkpointing")
+    if policy is None or policy.selective or policy.every > 1:
+        what = "every block's input is offloaded where every block is recomputed as a whole"
+        raise BadInput(what, where=where, remedy="use --gradient-checkpointing with --checkpoint-policy full")
+    others = (
+        ("--task", request.task is not None),
+        ("--lora-rank", workload.lora_rank is not None),
+        ("--pp", request.pp > 1),
+        ("--tp", request.tp > 1),
+        ("--compile", workload.compile is not None),
+        ("--images", bool(workload.images)),
+        ("--lengths", bool(workload.lengths)),
+    )
+    for flag, asked in others:
+        if asked:
+            raise BadInput("checkpoints on the host are not modelled beside it", where=flag, remedy=f"leave it or {where} out")
 
 
 def _require_plain_loss(request: Request, spec: ModelSpec, workload: Workload) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from zeroplan.core.chunked_head import with_chunked_head
 from zeroplan.core.errors import BadInput
 from zeroplan.core.lengths import padded_batches
+from zeroplan.core.offloaded_checkpoints import with_offloaded_checkpoints
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.reference_forward import with_forward_before, with_reference
 from zeroplan.core.tape import ExpandedTape
@@ -65,6 +66,8 @@ def expand_for(tape: Tape, case: Case, *, trace: bool = False, zero3: bool = Fal
     seq = (work.seq_len or 1) // options_for(work, layout=case.layout).split_tokens
     rows = work.micro_batch if work.pair_loss is not None else work.rows  # that tape counts pairs
     expanded = tape.expand(rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
+    if work.offload_checkpoints:
+        expanded = with_offloaded_checkpoints(expanded)
     if work.chunked_head:
         expanded = with_chunked_head(expanded, batch=work.rows, seq_len=seq, share=work.labelled_share)
     if work.kl_batch:

@@ -128,6 +128,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         fp8=recipe,
         tiled_mlp=_tiles(request.tiled_mlp, "--tiled-mlp", request),
         tiled_loss=_tiles(request.tiled_loss, "--tiled-loss", request),
+        offload_checkpoints=request.offload_checkpoints,
         compile=compiled,
         whole_base=quantization is not None and (request.whole_base or isinstance(quantization, PackedWeights)),
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),

@@ -31,6 +31,11 @@ def rank_fields(case: Case, parameters: Parameters) -> dict[str, Any]:
         work = case.workload
         width = int(case.spec.config.get("hidden_size") or 0) * work.dtype.bytes
         more = {"pipeline_stage": stage, "hidden": work.micro_batch * (work.seq_len or 1) * width}
+    if case.workload.offload_checkpoints:
+        work, blocks = case.workload, {block for block in parameters.blocks if block}
+        tokens = work.micro_batch * (work.seq_len or 1) // case.layout.ulysses
+        width = int(case.spec.config.get("hidden_size") or 0) * work.dtype.bytes
+        more = {"checkpoint": tokens * width, "offloaded_inputs": max(0, len(blocks) - 1)}
     return {
         "parameters": parameters,
         "workload": case.workload,

@@ -447,6 +447,15 @@ def updated_params_cast(c: DeepSpeedRank) -> int:
     return 0
 
 
+@_add(Buffer.ACTIVATION_CHECKPOINT, Place.PINNED, _FROM_FIRST_FORWARD)
+def offloaded_inputs(c: DeepSpeedRank) -> int:
+    """Copies of recomputed blocks' inputs on the host; torch rounds each pinned block to a power of two.
+
+    Source: activation_checkpointing/offload_activations.py, _empty_cpu_like
+    """
+    return c.offloaded_inputs * pow2(c.checkpoint) if c.offloaded_inputs else 0
+
+
 @_add(Buffer.SWAP_BUFFER, Place.PINNED, ALWAYS)
 def optimizer_swap_buffers(c: DeepSpeedRank) -> int:
     """Pinned buffers through which sub-groups travel to and from disk: buffer_count of the largest sub-group.

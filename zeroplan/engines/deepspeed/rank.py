@@ -43,6 +43,8 @@ class DeepSpeedRank(SteppedGroups):
         saved_weights: elements of linear layers' weights that autograd keeps until their backward, as far as a formula tells.
         pipeline_stage: the stage of a ``PipelineModule`` that it has; None without one.
         hidden: bytes of the hidden states that pipeline stages send each other.
+        checkpoint: bytes of the input of a recomputed block, where inputs wait on the host.
+        offloaded_inputs: how many wait there.
     """
 
     device_memory: int | None = None
@@ -50,6 +52,10 @@ class DeepSpeedRank(SteppedGroups):
     saved_weights: int = means("elements of linear layers' weights that autograd keeps until their backward", default=0)
     pipeline_stage: Stage | None = None
     hidden: int = means("bytes of one micro batch's hidden states, which pipeline stages send each other", default=0)
+    checkpoint: int = means("bytes of the input of a recomputed block, where inputs wait on the host", default=0)
+    offloaded_inputs: int = means(
+        "inputs of recomputed blocks that are copied to the host: all but the last block's", default=0
+    )
 
     def at(self, rank: int) -> DeepSpeedRank:
         """Return another rank of the same job."""
@@ -423,6 +429,8 @@ def deepspeed_rank(
     saved_weights: int = 0,
     pipeline_stage: Stage | None = None,
     hidden: int = 0,
+    checkpoint: int = 0,
+    offloaded_inputs: int = 0,
 ) -> DeepSpeedRank:
     """Derive one rank of a job from the fields of :class:`DeepSpeedRank`; without a `gpu` cuBLAS takes no workspace."""
     return DeepSpeedRank(
@@ -438,4 +446,6 @@ def deepspeed_rank(
         saved_weights=saved_weights,
         pipeline_stage=pipeline_stage,
         hidden=hidden,
+        checkpoint=checkpoint,
+        offloaded_inputs=offloaded_inputs,
     )

@@ -48,13 +48,24 @@ def _temporaries(rank: DeepSpeedRank, host: HostRecorder, count: int) -> None:
         host.free(quotient)
 
 
+def _checkpoints(rank: DeepSpeedRank, host: HostRecorder) -> None:
+    """Pin a buffer for each checkpointed input that is copied; they are used again in every micro batch.
+
+    Source: runtime/activation_checkpointing/offload_activations.py, _empty_cpu_like
+    """
+    for _ in range(rank.offloaded_inputs):
+        host.alloc(rank.checkpoint, Buffer.ACTIVATION_CHECKPOINT, pinned=True)
+
+
 def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     host.mark(Phase.LOAD)
     if rank.stage and not rank.full_fp32_grads and not rank.does(Knob.FLATTENS_ON_GPU):
         for (_, params), ranks in zip(rank.param_groups, rank.group_ranks, strict=True):
             _flatten(rank, host, sum(rank.numel[p] for p in params), ranks)
     if not rank.offloads_optimizer:
-        for phase in (Phase.INIT, Phase.FORWARD, Phase.BACKWARD, Phase.STEP):
+        host.mark(Phase.INIT)
+        _checkpoints(rank, host)
+        for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP):
             host.mark(phase)
         return
     pin = rank.zero.offload_optimizer.pin_memory
@@ -84,6 +95,7 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     if early:
         _first_step12(rank, host)
     host.mark(Phase.INIT)
+    _checkpoints(rank, host)
     host.mark(Phase.FORWARD)
     if rank.workload.grad_accum > 1 and m == DType.FP32.bytes:  # 16-bit masters' gradients accumulate in place
         for p, _ in group.owned(rank.rank):  # stage_1_and_2.py, async_accumulate_grad_in_cpu_via_gpu: whole parameters
@@ -145,6 +157,7 @@ def _stage3(rank: DeepSpeedRank, host: HostRecorder) -> None:
         if not rank.does(Knob.STATES_AT_FIRST_STEP):
             _step(rank, host)
     host.mark(Phase.INIT)
+    _checkpoints(rank, host)
     host.mark(Phase.FORWARD)
     host.mark(Phase.BACKWARD)
     if rank.offloads_optimizer:

@@ -21,6 +21,7 @@ from zeroplan.engines.deepspeed.recordings import MOST_TAPES, Recordings
 from zeroplan.engines.deepspeed.schedule import distinct_ranks
 from zeroplan.engines.deepspeed.schedule_host import record_host
 from zeroplan.engines.simulation import HostRun, Simulation
+from zeroplan.ledger.derive import pow2
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import Timeline
@@ -114,7 +115,8 @@ class Simulator:
 def _with_host(rank: DeepSpeedRank, found: Simulation) -> Simulation:
     """The runs on the GPU with the host's phases, and with what saving and resuming would add to both."""
     run = host_of(rank, after_init=found.held_after(Phase.INIT) or 0, after_step=found.held_after(Phase.STEP) or 0)
-    return replace(found, host=run.host, checkpoint=run.checkpoint)
+    moved = (pow2(rank.checkpoint),) * rank.offloaded_inputs
+    return replace(found, host=run.host, checkpoint=run.checkpoint, moved=moved)
 
 
 def host_of(rank: DeepSpeedRank, *, after_init: int = 0, after_step: int = 0) -> HostRun:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from zeroplan.core.checkpointed_inputs import checkpointed_inputs
 from zeroplan.core.layout import LEAST_MOVED_BYTES, Layout, UnitKind
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeEvent
+from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts
@@ -98,30 +99,17 @@ def offloaded_inputs(
         parts: the ranks that divide them.
         to_host: they leave for pinned memory, a buffer each.
     """
-    found, forward_end = _checkpointed(tape, blocks)
-    lives = _Lifetimes(tape)
-    inputs: list[int | None] = []
-    for before, block in zip([None, *found], found, strict=False):
-        inside = before is not None and before.stack == block.stack
-        inputs.append(lives.input_of(block, before.forward) if inside and before is not None else None)
-    # A stack's first input is as large as the others. Tables and masks, which all blocks share, wait like it and are not.
-    sizes = {lives.bytes[storage] for storage in inputs if storage is not None}
-    for index, block in enumerate(found):
-        if inputs[index] is None:
-            inputs[index] = lives.input_of(block, found[index - 1].forward if index else 0, sizes)
-    claimed = [
-        (block, storage)
-        for block, storage in zip(found, inputs, strict=True)
-        if storage is not None and lives.bytes[storage] >= LEAST_MOVED_BYTES
-    ]
+    inside = {at for at, module in enumerate(tape.modules) if module.name.removeprefix(PEFT_PREFIX) in blocks}
+    found = checkpointed_inputs(tape, inside)
+    claimed = [one for one in found.inputs if one.bytes >= LEAST_MOVED_BYTES]
     moved = []
-    for index, (_, storage) in enumerate(claimed[:-1]):
-        goes = claimed[index + 2][0].forward if index + 2 < len(claimed) else forward_end
-        following, size = claimed[index + 1][0], lives.bytes[storage]
+    for index, one in enumerate(claimed[:-1]):
+        goes = claimed[index + 2].forward if index + 2 < len(claimed) else found.forward_end
+        following, size = claimed[index + 1], one.bytes
         divided = parts if size % (parts * _LEAST_WIDTH) == 0 else 1
         if to_host or divided > 1:
-            times = following.forward, goes, following.again, claimed[index][0].again
-            moved.append(OffloadedInput(storage, size, divided, to_host, *times))
+            times = following.forward, goes, following.again, one.again
+            moved.append(OffloadedInput(one.storage, size, divided, to_host, *times))
     return tuple(moved)
 
 
@@ -164,63 +152,3 @@ def with_offloaded_inputs(tape: ExpandedTape, moved: Collection[OffloadedInput])
 def host_buffers(moved: Collection[OffloadedInput]) -> dict[str, int]:
     """Bytes of the pinned buffers by the name that the Arena's row has for the unit (zeroplan_runtime's HostPool)."""
     return {f"checkpoint.{index}": one.part for index, one in enumerate(one for one in moved if one.to_host)}
-
-
-@dataclass(frozen=True, slots=True)
-class _CheckpointedBlock:
-    """A checkpointed block: its list's name, and the events at which its forward, its recomputation and what follows begin."""
-
-    stack: str
-    forward: int
-    again: int
-    until: int
-
-
-def _checkpointed(tape: ExpandedTape, blocks: Collection[str]) -> tuple[list[_CheckpointedBlock], int]:
-    """Return the blocks whose forward runs again in the backward, in the order of the forward, and where the forward ends."""
-    names = [module.name.removeprefix(PEFT_PREFIX) for module in tape.modules]
-    entered: dict[int, int] = {}
-    again: dict[int, int] = {}
-    forward_end = backward_end = 0
-    for at, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)):
-        if op == Op.MARK:
-            forward_end = at if arg == Mark.FORWARD_END else forward_end
-            backward_end = at if arg == Mark.BACKWARD_END else backward_end
-        elif op == Op.ENTER and names[arg] in blocks:
-            (again if forward_end else entered).setdefault(arg, at)
-    order = [module for module in entered if module in again]
-    ends = [backward_end, *(again[module] for module in order)]
-    stacks = [names[module].rpartition(".")[0] for module in order]
-    return [
-        _CheckpointedBlock(stack, entered[module], again[module], end)
-        for stack, module, end in zip(stacks, order, ends, strict=False)
-    ], forward_end
-
-
-class _Lifetimes:
-    """Birth and death of each storage of a tape."""
-
-    def __init__(self, tape: ExpandedTape) -> None:
-        self.made: dict[int, int] = {}
-        self.gone: dict[int, int] = {}
-        self.bytes: dict[int, int] = {}
-        for at, (op, arg, aux, _, _) in enumerate(tape.events()):
-            if op == Op.ALLOC:
-                self.made[arg], self.bytes[arg] = at, aux
-            elif op == Op.FREE:
-                self.gone[arg] = at
-        self._latest = sorted(self.made, key=self.made.__getitem__, reverse=True)
-
-    def input_of(self, block: _CheckpointedBlock, since: int, sizes: Collection[int] = ()) -> int | None:
-        """The last storage made after event `since` that waits for the block's backward; of one of `sizes`, if there are any.
-
-        What was there when the block before was entered is shared by several (a mask, an encoder's output), and what is freed
-        later than the block's backward is kept by autograd.
-        """
-        for storage in self._latest:
-            if self.made[storage] < since:
-                break
-            waits = self.made[storage] < block.forward and block.again < self.gone.get(storage, 0) < block.until
-            if waits and (not sizes or self.bytes[storage] in sizes):
-                return storage
-        return None

@@ -1,0 +1,56 @@
+"""Inputs of checkpointed blocks that wait on the host, as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them.
+
+Note [Offloaded checkpoints]
+    While its context lasts, a checkpointed block's input goes to pinned memory by a stream of its own. The newest one stays;
+    the one before it is copied when the newest is there, and is let go when the next but one is: so an input leaves the GPU
+    when the second block behind its own is entered. The last two inputs of a forward never leave, but the last but one has
+    its copy on the host. The backward of a block makes its input again on the GPU, and **keeps it until the context ends**,
+    behind the backward: what was spared at the loss is back when the first block's gradients are made.
+
+    Pinned buffers are used again, a buffer for each input but the last. What comes back is allocated on the copying stream,
+    whose segments serve no other: they are in no figure of reserved memory.
+
+    Source: DeepSpeed 0.19.8, runtime/activation_checkpointing/offload_activations.py (``_ActivationOffloadEngine`` with its
+    defaults ``max_fwd_stash_count`` 2, ``keep_last_count`` 1; ``_restore_tensor``, which caches; ``_sync_and_clear``)
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.checkpointed_inputs import checkpointed_inputs
+from zeroplan.core.errors import BadInput
+from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent, blocks_of
+
+#: Inputs that are on the GPU at the end of the forward (``keep_last_count``, and the last that was copied).
+_STAYING = 2
+
+
+def with_offloaded_checkpoints(tape: ExpandedTape) -> ExpandedTape:
+    """Return the tape in which checkpointed inputs leave in the forward and come back. See Note [Offloaded checkpoints].
+
+    Raises:
+        BadInput: a model whose blocks' inputs are not found.
+    """
+    found = checkpointed_inputs(tape, set(blocks_of(tape.modules)))
+    inputs = found.inputs
+    if not inputs or len(inputs) != found.blocks:
+        raise BadInput(
+            "the inputs of its checkpointed blocks are not found", where="--offload-checkpoints", remedy="leave it out"
+        )
+    first = 1 + max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC)
+    added: dict[int, list[TapeEvent]] = {}
+    kept: list[int] = []
+    for number, one in enumerate(inputs):
+        storage = one.storage
+        if number + _STAYING < len(inputs):
+            added.setdefault(inputs[number + _STAYING].forward, []).append((Op.FREE, storage, 0, 0, -1))
+            storage = first + number
+            added.setdefault(one.again, []).append((Op.ALLOC, storage, one.bytes, Kind.CHECKPOINT, -1))
+        kept.append(storage)
+    added[found.backward_end] = [(Op.FREE, storage, 0, 0, -1) for storage in kept]
+    waiting = {one.storage for one in inputs}
+    events: list[TapeEvent] = []
+    for at, event in enumerate(tape.events()):
+        events += added.get(at, ())
+        if event[0] != Op.FREE or event[1] not in waiting:
+            events.append(event)
+    return tape.with_events(events)

@@ -26,8 +26,11 @@ _OF_FILES = {
         "reference",
         "kl_batch",
         "pair_loss",
-        "generation",
-        "moved",
+        "built",
+        "colocated",
+        "longest_first",
+        "mixed_units",
+        "quantized_by",
     ),
 }
 #: Degrees of parallelism that a search does not take.
@@ -53,6 +56,7 @@ _DEGREES = {"tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "
                 "reduce_dtype",
                 "tiled_mlp",
                 "tiled_loss",
+                "offload_checkpoints",
                 "zero_init",
                 *_DEGREES,
                 *_OF_FILES,

@@ -91,6 +91,18 @@ def chunks_of(blocks: int, ranks: int, chunks: int, rank: int) -> tuple[Stage, .
     return stages_of(blocks, ranks * chunks)[rank::ranks]
 
 
+def recomputed_groups(stage: Stage, interval: int) -> tuple[int, int, int]:
+    """Return the groups of blocks that a ``PipelineModule``'s stage recomputes together: their size, the first block, and the
+    one behind the last.
+
+    A stage's layers are grouped from its first on. A group with the embedding, the final norm or the head is not recomputed, as
+    where ``checkpointable_layers`` names the blocks' class alone. Source: runtime/pipe/module.py (``forward``)
+    """
+    begin = min(stage.first + (interval - 1 if stage.is_first else 0), stage.end)
+    end = begin + (stage.end - begin) // interval * interval if stage.is_last else stage.end
+    return interval, begin, end
+
+
 def layer_stages(parameters: Parameters, stages: int, method: str) -> tuple[Stage, ...]:
     """Divide a model's layers over the stages of a ``PipelineModule``. See Note [Layers of a PipelineModule].
 

@@ -70,7 +70,8 @@ class TraceOptions:
     `sparse`: block-sparse attention, whatever `attn` says (:mod:`zeroplan.trace.sparse_attention`). With a `pair_loss` a micro
     batch holds pairs, and the loss is computed over all their logits (:mod:`zeroplan.trace.pair_loss`), in fp32 with
     `wide_logits`. `halves`: the backward makes the gradients of activations first, and those of weights behind all of them
-    (:mod:`zeroplan.trace.halves`).
+    (:mod:`zeroplan.trace.halves`). `grouped`: so many blocks are recomputed together, from one block on to before another;
+    others are not recomputed.
     """
 
     attn: Attention = Attention.SDPA
@@ -102,6 +103,7 @@ class TraceOptions:
     pair_loss: PairLoss | None = None
     wide_logits: bool = False
     halves: bool = False
+    grouped: tuple[int, int, int] | None = None
 
     @property
     def split_tokens(self) -> int:
@@ -151,6 +153,8 @@ class TraceOptions:
             parts.append(f"pairs-{self.pair_loss}" + ("-fp32" if self.wide_logits else ""))
         if self.halves:
             parts.append("halves")
+        if self.grouped is not None:
+            parts.append("groups" + "-".join(map(str, self.grouped)))
         return "_".join(parts)
 
 

@@ -160,6 +160,7 @@ class Workload:
     `target_len` is the length of an encoder-decoder's targets; None where it is `seq_len`, that of its sources.
     `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
     DeepSpeed's ``TiledMLP`` does, and `tiled_loss` that of head and loss (``TiledFusedLogitsLoss``); 0 for none.
+    `checkpoint_interval` layers of a pipeline stage are recomputed together (DeepSpeed's ``activation_checkpoint_interval``).
     `offload_checkpoints`: checkpointed inputs wait on the host, as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them.
     `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
     tokens in the first steps. `layer_drop` leaves blocks out of later steps.
@@ -215,6 +216,7 @@ class Workload:
     tiled_mlp: int = 0
     tiled_loss: int = 0
     offload_checkpoints: bool = False
+    checkpoint_interval: int = 1
     sparse_attention: SparseAttention | None = None
     curriculum: Curriculum | None = None
     layer_drop: ProgressiveLayerDrop | None = None

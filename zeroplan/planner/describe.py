@@ -50,6 +50,7 @@ _ASKED_FOR = {
     "tiled_mlp": 0,
     "tiled_loss": 0,
     "offload_checkpoints": False,
+    "checkpoint_interval": 1,
     "sparse_attention": None,
     "curriculum": None,
     "layer_drop": None,

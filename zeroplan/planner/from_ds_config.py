@@ -84,6 +84,8 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
         unmodelled = tuple(one for one in unmodelled if one.key != _PP)
         if interval == 1:
             workload = replace(workload, gradient_checkpointing=True)
+        elif isinstance(interval, int) and interval > 1:
+            workload = replace(workload, gradient_checkpointing=True, checkpoint_interval=interval)
         elif interval:
             unmodelled += (Unmodelled(f"{_PP}.activation_checkpoint_interval", Effect.UNKNOWN, _GROUPS),)
     return DsConfigRun(engine.with_ds_config(config), workload, config.zero, warnings, unmodelled, tp, ulysses)

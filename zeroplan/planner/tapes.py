@@ -13,7 +13,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.reference_forward import with_forward_before, with_reference
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_format import Tape
-from zeroplan.core.tape_options import options_for
+from zeroplan.core.tape_options import TraceOptions, options_for
 from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Reference, Workload
 from zeroplan.engines.base import Case, Engine
@@ -135,9 +135,10 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             remedy="give inputs=, one micro batch" if spec.source == "module" else "give the model's id or config.json",
         )
     _require_layers(spec)
-    zero3 = engine.trace_options(case).zero3
+    asked = engine.trace_options(case)
+    zero3 = asked.zero3
     try:
-        tape = find_tape(spec, workload, zero3=zero3, layout=case.parallel)
+        tape = _grouped(case, asked) if asked.grouped else find_tape(spec, workload, zero3=zero3, layout=case.parallel)
         if tape is None:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
@@ -154,6 +155,12 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         if workload.images:
             raise
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
+
+
+def _grouped(case: Case, asked: TraceOptions) -> Tape:
+    """Return the case's tape with blocks that are recomputed together."""
+    options = replace(options_for(case.workload, layout=case.parallel), grouped=asked.grouped)
+    return lookup(case.spec, options) or tape_for(case.spec, options, case.workload)
 
 
 def _halves(case: Case) -> ExpandedTape:

@@ -138,7 +138,7 @@ def traced(
 ) -> Tape:
     """Trace the tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
     try:
-        many = max(options.tiled_mlp, options.tiled_loss) > MOST_TRACED
+        many = max(options.tiled_mlp, options.tiled_loss) > MOST_TRACED or options.grouped is not None
         if not options.images and options.at is None and not many:  # images' placeholders need a length of their own
             return trace_model(config, auto_class, options)
     except (UnlikeError, DoesNotFitError):
@@ -223,6 +223,9 @@ def _attempts(
     """
     whole = full_config(config)
     lora = (rank,) if rank else _RANKS
+    if options.grouped is not None:  # blocks run in another order than one after another
+        yield _Attempt(whole, [], auto_class, options, lora, ranks)
+        return
     for extra in (0, 2):
         depths = depths_of(whole, extra=extra, every=options.every)
         short = shorten(whole, depths)

@@ -22,7 +22,7 @@ from zeroplan.trace.known import KnownValues
 from zeroplan.trace.pair_loss import loss_of_pairs
 from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording, StorageRecorder
-from zeroplan.trace.selective import checkpoint_every, contexts
+from zeroplan.trace.selective import checkpoint_every, checkpoint_groups, contexts
 
 
 def record(
@@ -125,6 +125,8 @@ def checkpoint_blocks(model: nn.Module, options: TraceOptions, functions: CudaFu
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
     if options.every > 1:
         checkpoint_every(base, options.every)
+    if options.grouped is not None:
+        checkpoint_groups(base, *options.grouped)
 
 
 def loss_of(output: Any, *, required: bool = False) -> torch.Tensor:

@@ -9,6 +9,7 @@ Note [Selective checkpointing]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -97,3 +98,47 @@ def checkpoint_every(model: nn.Module, every: int) -> None:
             where="--checkpoint-policy",
             remedy="use full or selective",
         )
+
+
+def checkpoint_groups(model: nn.Module, size: int, begin: int, end: int) -> None:
+    """Recompute blocks `begin` to before `end` in groups of `size`, the last of which may have fewer, and no others.
+
+    Raises:
+        BadInput: when the model's blocks cannot be run together.
+    """
+    stacks = [list(one) for one in model.modules() if isinstance(one, nn.ModuleList) and _switched(one)]
+    if len(stacks) != 1 or len(set(getattr(model.config, "layer_types", None) or ())) > 1:
+        raise BadInput("blocks that differ are not recomputed together here", where="activation_checkpoint_interval")
+    (blocks,) = stacks
+    for block in blocks:
+        block.gradient_checkpointing = False  # type: ignore[assignment]
+    for first in range(begin, end, size):
+        _join(blocks[first : min(first + size, end)])
+
+
+def _switched(blocks: nn.ModuleList) -> bool:
+    return all(getattr(block, "gradient_checkpointing", None) is True for block in blocks)
+
+
+def _join(blocks: Sequence[Any]) -> None:
+    """Let the first block's checkpoint run all of these, and the others pass on what they are given."""
+    head, rest = blocks[0], blocks[1:]
+    checkpoint = head._gradient_checkpointing_func
+
+    def together(run: Any, hidden: torch.Tensor, *args: Any) -> Any:
+        def every(states: Any, *others: Any) -> Any:
+            states = run(states, *others)
+            for block in rest:
+                states = nn.Module.__call__(block, states, *others, **run.keywords)
+            return states
+
+        return checkpoint(every, hidden, *args)
+
+    for block in blocks:
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = _pass_on
+    head._gradient_checkpointing_func = together
+
+
+def _pass_on(_: Any, hidden: torch.Tensor, *__: Any) -> torch.Tensor:
+    return hidden

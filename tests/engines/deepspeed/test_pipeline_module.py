@@ -19,9 +19,9 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.pipeline import layer_stages, stage_parameters
+from zeroplan.core.pipeline import Stage, layer_stages, recomputed_groups, stage_parameters
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.tape import ExpandedTape, Kind, Op
+from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
 from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -52,6 +52,7 @@ SMALL: dict[str, Any] = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 128,
 }
+DEEP = SMALL | {"num_hidden_layers": 9}
 #: Smallest allocations that are compared: in 16 bits products on a CPU take scratch of 50 KB.
 LEAST = {"fp32": 40_000, "bf16": 200_000}
 
@@ -76,6 +77,20 @@ def real_case(
 REAL = [
     real_case("stage 0, fp32", 0, "fp32", partition="uniform"),
     real_case("stage 0, fp32, recomputed", 0, "fp32", checkpointed=True, config={"pipeline": {"use_reentrant": False}}),
+    real_case("stage 0, fp32, two together", 0, "fp32", checkpointed=2, config={"pipeline": {"use_reentrant": False}}),
+    real_case(
+        "stage 1, fp32, three together", 1, "fp32", model=DEEP, checkpointed=3, config={"pipeline": {"use_reentrant": False}}
+    ),
+    real_case(
+        "stage 1, fp32, two together, three stages",
+        1,
+        "fp32",
+        stages=3,
+        dp=2,
+        model=DEEP,
+        checkpointed=2,
+        config={"pipeline": {"use_reentrant": False}},
+    ),
     real_case("stage 1, fp32, three stages", 1, "fp32", stages=3, dp=2, micro_batches=7, partition="type:block"),
     real_case("stage 1, fp32, one micro batch", 1, "fp32", micro_batches=1),
     real_case("stage 1, bf16", 1, "bf16", dp=2, micro_batches=3),
@@ -88,7 +103,7 @@ REAL = [
 
 def small_stage(case: dict[str, Any], number: int) -> Recorder:
     """Our record of one stage of a real case."""
-    from zeroplan.trace.api import trace_model
+    from zeroplan.trace.api import traced
 
     config = read_ds_config(case["config"])
     dtype = DType(case["dtype"])
@@ -99,10 +114,10 @@ def small_stage(case: dict[str, Any], number: int) -> Recorder:
         dtype=dtype,
         precision=Precision.FP32 if dtype is DType.FP32 else Precision.MIXED,
         attn=Attention.EAGER,
-        gradient_checkpointing=case["checkpointed"],
+        gradient_checkpointing=bool(case["checkpointed"]),
+        checkpoint_interval=max(1, int(case["checkpointed"])),
         optimizer_kind=OptimizerKind.LOOP,
     )
-    tape = trace_model(case["model"], "AutoModelForCausalLM", options_for(workload)).expand(case["batch"], case["seq"])
     ranks = case["stages"] * case["dp"]
     layout = ParallelLayout(gpus=ranks, pp=case["stages"])
     zero = replace(config.zero, overlap_comm=False)
@@ -114,6 +129,10 @@ def small_stage(case: dict[str, Any], number: int) -> Recorder:
         parallel=layout,
         pp_rank=number,
         partition=case["partition"],
+    )
+    options = replace(options_for(workload), grouped=find_engine("deepspeed").trace_options(one).grouped)
+    tape = traced(case["model"], "AutoModelForCausalLM", options, case["batch"], case["seq"], None).expand(
+        case["batch"], case["seq"]
     )
     return record_stage(replace(rank_of(one, tape.parameters), cublas_workspace=0), tape, steps=2)
 
@@ -159,7 +178,7 @@ def test_stages_need_what_deepspeeds_engine_allocates(tmp_path: Path, warm_pytho
     for row, case in zip(rows, REAL, strict=True):
         parameters, least = load_model(case["model"]).parameters, LEAST[case["dtype"]]
         parts = [one.first + 1 for one in layer_stages(parameters, case["stages"], case["partition"])]
-        assert [0, *parts[1:], 7] == row["parts"], row["id"]
+        assert [0, *parts[1:], case["model"]["num_hidden_layers"] + 3] == row["parts"], row["id"]
         for number, phases in enumerate(row["stages"]):
             ours = phases_of(small_stage(case, number), least)
             for name, sizes in phases[1:]:
@@ -331,6 +350,39 @@ def test_what_deepspeed_or_the_plan_does_not_do(given: dict[str, Any], said: str
         estimate_report(asked(**given))
 
 
+def test_layers_that_are_recomputed_together() -> None:
+    """Groups begin with each stage's first layer; those with the embedding, the norm or the head are not recomputed."""
+    stages = [Stage(0, 4, 0, 5), Stage(1, 4, 5, 11), Stage(2, 4, 11, 17), Stage(3, 4, 17, 21)]
+    assert [recomputed_groups(one, 2) for one in stages] == [(2, 1, 5), (2, 5, 11), (2, 11, 17), (2, 17, 21)]
+    assert [recomputed_groups(one, 4) for one in stages] == [(4, 3, 5), (4, 5, 11), (4, 11, 17), (4, 17, 21)]
+    assert [recomputed_groups(one, 9) for one in stages] == [(9, 5, 5), (9, 5, 11), (9, 11, 17), (9, 17, 17)]
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(not can_trace(), reason="needs torch and transformers")
+def test_groups_keep_fewer_inputs_and_more_within() -> None:
+    """At the forward's end, three groups of two blocks keep three inputs, where six blocks keep six."""
+    from zeroplan.trace.api import traced
+
+    model = SMALL | {"num_hidden_layers": 6}
+    options = options_for(Workload(micro_batch=2, seq_len=64, gradient_checkpointing=True))
+
+    def kept(grouped: tuple[int, int, int] | None) -> int:
+        tape = traced(model, "AutoModelForCausalLM", replace(options, grouped=grouped), 2, 64, None).expand(2, 64)
+        alive: dict[int, int] = {}
+        for op, arg, aux, _, _ in tape.events():
+            if op == Op.ALLOC:
+                alive[arg] = aux
+            elif op == Op.FREE:
+                alive.pop(arg)
+            elif op == Op.MARK and arg == Mark.FORWARD_END:
+                break
+        return sum(alive.values())
+
+    assert kept(None) - kept((2, 0, 6)) == 3 * 2 * 64 * 128 * 2
+    assert kept((2, 0, 0)) > kept((2, 0, 4)) > kept((2, 0, 6))
+
+
 def test_a_file_counts_data_parallel_ranks_and_asks_for_recomputation() -> None:
     """``train_batch_size`` is micro batch × accumulation × the ranks that read different samples: here 1 × 8 × 2."""
     config: dict[str, Any] = {
@@ -349,7 +401,7 @@ def test_a_file_counts_data_parallel_ranks_and_asks_for_recomputation() -> None:
     assert (report.workload["grad_accum"], report.workload["gradient_checkpointing"]) == (8, True)
     assert not left_out(report.plans[0])
     config["pipeline"] = {"activation_checkpoint_interval": 2}
-    (plan,) = estimate_report(replace(request, ds_config=config)).plans
-    assert left_out(plan) == ["pipeline.activation_checkpoint_interval"]
+    report = estimate_report(replace(request, ds_config=config))
+    assert (report.workload["checkpoint_interval"], left_out(report.plans[0])) == (2, [])
     (plan,) = estimate_report(replace(request, ds_config=config | {"train_batch_size": 32}, pp=1)).plans
     assert left_out(plan) == ["pipeline"]

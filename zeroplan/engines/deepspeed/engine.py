@@ -251,7 +251,13 @@ class DeepSpeed(Engine):
         """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""
         from zeroplan.core.tape_options import options_for
 
-        return options_for(case.workload, zero3=case.zero.stage == 3)
+        options = options_for(case.workload, zero3=case.zero.stage == 3)
+        if case.workload.checkpoint_interval == 1 or case.layout.pp == 1:
+            return options
+        from zeroplan.core.pipeline import recomputed_groups
+
+        (stage,) = case.pipeline_chunks
+        return replace(options, grouped=recomputed_groups(stage, case.workload.checkpoint_interval))
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """Simulate the stage's schedule on each rank that may need the most memory."""

@@ -197,18 +197,19 @@ def test_stage_1_equals_stage_0(pool: RankPool) -> None:
 
 @pytest.mark.long
 def test_learns_as_well_as_lamb(pool: RankPool) -> None:
-    steps = 240
-    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 20, "warmup_max_lr": 2e-2, "total_num_steps": steps}}
+    """With the paper's share of warm-up, of enough steps for the weights' norms to settle (docs/one_bit.md)."""
+    steps = 960
+    schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 80, "warmup_max_lr": 2e-2, "total_num_steps": steps}}
     params = {"lr": 2e-2, "weight_decay": 0.0, "max_coeff": 10.0}
     plain = ds_config(0, scheduler=schedule, optimizer={"type": "Lamb", "params": params})
     lamb = pool.run(2, learn, plain, steps)[0]
     more: dict[str, Any] = {
         "params": {**params, "coeff_beta": 0.9, "factor_min": 0.5, "factor_max": 4.0, "factor_threshold": 0.1}
     }
-    mine = pool.run(2, learn, config_of(0, freeze_step=120, scheduler=schedule, **more), steps)[0]
+    mine = pool.run(2, learn, config_of(0, freeze_step=144, scheduler=schedule, **more), steps)[0]
     untrained = pool.run(2, learn, plain, 0)[0]
     assert lamb < 0.85 * untrained
-    assert mine < 1.03 * lamb
+    assert mine < 1.01 * lamb
 
 
 def skip_one(group: dist.ProcessGroup, stage: int) -> tuple[int, bool, bool]:

@@ -440,3 +440,10 @@ class TestOptimizerParams:
         assert ids(zero(0) | said, Severity.ERROR) == {"optimizer.one_bit"}
         assert not ids(zero(0) | said, Severity.ERROR, engine_version="0.19.6")
         assert ids(zero(1) | said, Severity.ERROR, engine_version="0.19.6") == {"optimizer.one_bit_zero"}
+
+    def test_what_the_runtime_leaves_out_is_said(self) -> None:
+        config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": "auto"}, "zero_optimization": {"stage": "auto"}}
+        found = inspect_ds_config(config, dialect=Dialect.RUNTIME)
+        assert [one.where for one in found.warnings] == ["bf16.enabled", "zero_optimization.stage"]
+        filled = inspect_ds_config(config, dialect=Dialect.RUNTIME, fill={"bf16.enabled": True})
+        assert [one.where for one in filled.warnings] == ["zero_optimization.stage"]

@@ -296,3 +296,21 @@ def test_a_script_quantises_by_the_names_of_peft(write: Callable[[str, str], str
     assert read_setup(said | {"bits": 8}, program="hf-trainer").quantize == "int8"
     gptq = read_setup(said | {"q_lora": True}, program="hf-trainer")
     assert (gptq.quantize, [one.key for one in gptq.unmodelled]) == (None, ["quantisation"])
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"output_dir": "o", "deepspeed": {"zero_optimization": {"stage": 3}}, "fsdp": "full_shard"},
+        {
+            "base_model": "m",
+            "micro_batch_size": 1,
+            "datasets": [],
+            "deepspeed": {"zero_optimization": {"stage": 3}},
+            "fsdp": ["full_shard"],
+        },
+    ],
+)
+def test_two_engines_in_one_file_are_refused_as_their_programs_do(file: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="stands beside deepspeed"):
+        read_setup(file)

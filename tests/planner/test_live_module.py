@@ -67,3 +67,65 @@ def test_what_an_example_cannot_say(changes: dict[str, Any], says: str) -> None:
     asked = {"model": _module(), "inputs": torch.empty(2, 4, 256), "engine": "ddp", **changes}
     with pytest.raises(BadInput, match=says):
         zeroplan.estimate(**asked)
+
+
+@pytest.mark.parametrize(
+    ("engine", "stage", "width"), [("deepspeed", 2, 2), ("zeroplan", 2, 2), ("fsdp2", 3, 4), ("ddp", 0, 4)]
+)
+def test_registered_buffers_lie_whole_on_every_rank(engine: str, stage: int, width: int) -> None:
+    """One that two modules hold counts once; ddp's are fp32 under autocast, and FSDP 2 leaves them as they are."""
+    import torch
+
+    rows, x = 1 << 20, torch.empty(8, 16, 256)
+    asked: dict[str, Any] = {"engine": engine, "gpu": "H100", "stage": stage, "gpus": 2}
+    plain = zeroplan.estimate(_module(), inputs=x, **asked)[0]
+    module = _module()
+    module.register_buffer("table", torch.empty(rows, 64))
+    module.up.register_buffer("table", module.table)
+    held = zeroplan.estimate(module, inputs=x, **asked)[0]
+    assert held.gpu.peak_allocated - plain.gpu.peak_allocated >= rows * 64 * width
+    assert {line.bytes for line in held.lines if line.buffer == "model.buffer"} == {rows * 64 * width}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"gradient_checkpointing": "no"}, "gradient_checkpointing: 'no' is neither True nor False"),
+        ({"gpus": "4"}, "gpus: '4' is no whole number"),
+        ({"micro_batch": 2.0}, "micro_batch: 2.0 is no whole number"),
+        ({"stage": True}, "stage: True is no whole number"),
+        ({"optimizer": dict}, "optimizer: <class 'dict'> is no name"),
+        ({"engine": None}, "engine: None is no name"),
+        ({"ds_config": []}, "ds_config: a list is no ds_config"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(BadInput) as error:
+        zeroplan.estimate("openai-community/gpt2", depth="formula", **fields)
+    assert said in str(error.value)
+
+
+def test_dtypes_of_torch_and_numbers_of_numpy_are_understood() -> None:
+    import numpy as np
+    import torch
+
+    (plan,) = zeroplan.estimate(
+        "openai-community/gpt2", depth="formula", stage=np.int64(2), dtype=torch.float16, gpus=np.int32(2)
+    )
+    assert plan.stage == 2
+    assert (
+        zeroplan.estimate(None, params=7.5e9)[0].gpu.model_states
+        == zeroplan.estimate(None, params=7_500_000_000)[0].gpu.model_states
+    )
+
+
+def test_what_is_no_module_yet_is_refused() -> None:
+    import torch
+
+    class NoInit(torch.nn.Module):
+        def __init__(self) -> None:
+            pass
+
+    for wrong in (NoInit(), torch.nn.Linear):
+        with pytest.raises(BadInput, match=r"super\(\).__init__|is no model"):
+            zeroplan.estimate(wrong)

@@ -31,6 +31,10 @@ def load_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dic
     if isinstance(source, Mapping):
         name, strict = "ds_config", True
         data = plain_copy(source, name)
+    elif not isinstance(source, str | os.PathLike):
+        raise BadInput(
+            f"a {type(source).__name__} is no ds_config", where="ds_config", remedy="give a dict or the path of its JSON"
+        )
     else:
         name = os.fspath(source)
         text, shown = _text(name), name if len(name) <= 200 else "ds_config"

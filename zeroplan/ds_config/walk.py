@@ -326,6 +326,10 @@ def _subsection(reading: Reading, section: Section, key: Key, where: str, value:
         _walk_section(reading, target, value)
 
 
+#: Keys at ``auto`` of which a runtime that nothing fills is another than the file seems to ask for.
+_DECIDING = frozenset({"bf16.enabled", "fp16.enabled", "zero_optimization.stage", "optimizer.type"})
+
+
 def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: Mode, key: Key | None) -> None:
     """Note an ``auto`` that nobody fills: it is dropped in a pydantic block and kept as a string elsewhere."""
     reading.keys.append(KeyReport(where, key.effect if key else effects(where), value, "left open"))
@@ -334,6 +338,10 @@ def _left_open(reading: Reading, where: str, canonical: str, value: Any, mode: M
         if where.endswith("params.lr"):
             what, remedy = "'auto' is for the HF Trainer to fill", "write the learning rate"
             reading.add("auto.rejected", Severity.OPEN, where, what, remedy)
+        elif canonical in _DECIDING:
+            default = "none" if key is None or key.optional else show(_plain(key.default))
+            what = f'"auto" is left out by the runtime alone, which takes {default}; the HF Trainer may fill it'
+            reading.add("auto.dropped", Severity.WARNING, where, what, "write a value")
         return
     trainer = canonical in HF_FILLS
     if trainer and reading.hidden_size is not None:

@@ -61,8 +61,11 @@ def _require_whole(module: Any) -> None:
     """Refuse a module of which DeepSpeed gives each rank a part.
 
     Raises:
-        BadInput: naming the first such layer.
+        BadInput: naming the first such layer, or that the module was never initialised.
     """
+    if "_modules" not in vars(module):
+        what = f"{type(module).__name__} has no parameters: its __init__ never called nn.Module's"
+        raise BadInput(what, where="model", remedy="call super().__init__() first")
     for name, child in module.named_modules():
         for base in type(child).__mro__:
             known = _PARTS.get((base.__module__, base.__name__))

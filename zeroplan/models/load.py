@@ -48,7 +48,7 @@ def load_model(
         return spec_from_config(
             source, name=_name_of(source), source="config", where=where, trust_remote_code=trust_remote_code
         )
-    if hasattr(source, "named_parameters"):
+    if hasattr(source, "named_parameters") and not isinstance(source, type):
         from zeroplan.models.live import spec_from_module
 
         return spec_from_module(source)

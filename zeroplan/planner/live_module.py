@@ -10,6 +10,7 @@ from zeroplan.core.lengths import padded_batches
 from zeroplan.core.ppo import Rollout
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_sizes import KernelDevice
+from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.request import Request
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
@@ -84,10 +85,14 @@ class ModuleTapes(ExpandedTapes):
             return NoTapeError(f"the module cannot be traced ({type(fault).__name__}: {text})")
 
     def _of_length(self, case: Case, length: int) -> ExpandedTape:
-        from zeroplan.trace.example import trace_example
+        from zeroplan.trace.example import buffer_bytes, trace_example
 
         work, inputs = case.workload, self._inputs
         if length != work.seq_len:
             inputs = {name: tensor[:, :length] for name, tensor in inputs.items()}
         tape = trace_example(self._module, inputs, self._asked.trace_options(case), self._asked.graded(case))
-        return tape.expand(work.micro_batch, length, None, device=KernelDevice.of(case.cluster.gpu))
+        expanded = tape.expand(work.micro_batch, length, None, device=KernelDevice.of(case.cluster.gpu))
+        # DeepSpeed casts the module, the included runtime what a state_dict holds; FSDP and autocast leave buffers as they are.
+        dialect = self._asked.dialect if work.param_bytes == 2 else None
+        persistent = dialect is Dialect.RUNTIME
+        return replace(expanded, buffers=sum(buffer_bytes(self._module, half=dialect is not None, persistent=persistent)))

@@ -21,6 +21,7 @@ from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, require_compilable, unmeasured, without_degrees
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.request import Request
+from zeroplan.planner.requested_types import with_checked_types
 from zeroplan.planner.training_task import with_training_task
 from zeroplan.planner.workload import workload_of
 
@@ -47,7 +48,7 @@ def resolve(request: Request) -> Resolved:
     Raises:
         BadInput: the first value that cannot be used.
     """
-    request = with_training_task(request)
+    request = with_training_task(with_checked_types(request))
     if request.depth is not None and request.depth not in DEPTHS:
         raise BadInput(f"unknown depth {request.depth!r}", where="--depth", remedy=f"use one of {', '.join(DEPTHS)}")
     engine = find_engine(request.engine)

@@ -50,7 +50,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     ):
         if value is not None and not 1 <= value <= _MOST:
             raise BadInput(f"{value} is out of range", where=where, remedy="use a whole number above zero")
-    optimizer = find_optimizer(request.optimizer or DEFAULT_OPTIMIZER)
+    optimizer = find_optimizer(DEFAULT_OPTIMIZER if request.optimizer is None else request.optimizer)
     if request.lora_targets and request.lora_rank is None:
         raise BadInput("targets without a rank", where="--lora-targets", remedy="give --lora-rank 16 as well")
     quantization = None if request.quantize is None else parse_quantization(request.quantize)

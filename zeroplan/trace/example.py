@@ -72,6 +72,20 @@ def trace_example(module: nn.Module, inputs: Any, options: TraceOptions, graded:
         return trace_module(made, lambda: tree_map(empty, batch), options)
 
 
+def buffer_bytes(module: nn.Module, *, half: bool, persistent: bool) -> tuple[int, ...]:
+    """Return the bytes of each registered buffer, one that several modules hold once.
+
+    Args:
+        half: floats are cast to 16 bits; if `persistent`, those alone that a state_dict holds.
+    """
+    left = {id(owner._buffers[name]) for owner in module.modules() for name in owner._non_persistent_buffers_set}
+    found: dict[int, int] = {}
+    for tensor in module.buffers():
+        cast = half and tensor.is_floating_point() and not (persistent and id(tensor) in left)
+        found.setdefault(tensor.untyped_storage()._cdata, tensor.numel() * (2 if cast else tensor.element_size()))
+    return tuple(size for size in found.values() if size)
+
+
 def _on_meta(module: nn.Module, half: torch.dtype | None, graded: frozenset[str]) -> nn.Module:
     """Return a copy in training mode without weights, floating parameters and buffers in `half` where that is given."""
     memo: dict[int, Any] = moe_layers.groups_of(module)

@@ -187,6 +187,8 @@ class Axolotl(Program):
     def _sharding(self, run: Builder) -> int:
         """Set the engine; return the version of FSDP, 0 for another engine."""
         if run.ds_config("deepspeed") is not None:
+            if run.value("fsdp"):
+                raise run.bad("fsdp", "stands beside deepspeed, and axolotl takes one of the two", "remove one")
             run.set("engine", "deepspeed", "deepspeed")
             run.set("zero_init", True)
             return 0

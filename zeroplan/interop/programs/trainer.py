@@ -154,10 +154,13 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
     set_saving(run)
     # DeepSpeed's own arguments are a switch and a path.
     key = "deepspeed_config" if run.data.get("deepspeed") is True and "deepspeed_config" in run.data else "deepspeed"
+    shards = run.value("fsdp") not in (None, False, "", [])
     if run.ds_config(key) is not None:
+        if shards:
+            raise run.bad("fsdp", "stands beside deepspeed, and the Trainer takes one of the two", "remove one")
         run.set("engine", "deepspeed", key)
         run.set("zero_init", True)  # the arguments stand before the model is loaded
-    elif run.value("fsdp") not in (None, False, "", []):
+    elif shards:
         _fsdp(run)
     take_machine(run)
 

@@ -81,6 +81,10 @@ CASES: dict[str, tuple[Any, str]] = {
         {"model_type": "deberta-v2", "relative_attention": True, "pos_att_type": 3},
         "'pos_att_type' must be a list of words",
     ),
+    "more experts a token than there are": (
+        {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 99},
+        "'num_experts_per_tok' 99 is more than 'num_local_experts' 8",
+    ),
     "falcon's heads": ({"model_type": "falcon", "hidden_size": 100, "num_attention_heads": 71}, "100 is not a multiple of 71"),
     "an image of text": ({"model_type": "vit", "image_size": "big"}, "'image_size' must be a whole number, not 'big'"),
     "an oblong image": ({"model_type": "vit", "image_size": [224, 448]}, "'image_size' must be a whole number, not a list"),

@@ -13,6 +13,9 @@ from zeroplan.models.families import FAMILIES, units_of
 from zeroplan.models.families.config import Config, NotDescribedError
 from zeroplan.models.spec import ModelSpec
 
+#: Keys of configs that count the experts of a block.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
 
 def describable(config: Mapping[Any, Any]) -> bool:
     """Return whether the config alone gives the shapes here: its family is described, or transformers is installed."""
@@ -22,6 +25,21 @@ def describable(config: Mapping[Any, Any]) -> bool:
 
 def _transformers_installed() -> bool:
     return find_spec("transformers") is not None and find_spec("torch") is not None
+
+
+def _require_enough_experts(config: Mapping[Any, Any], where: str) -> None:
+    """Refuse a mixture whose tokens take more experts than a block has, which no router runs.
+
+    Raises:
+        BadInput: naming both numbers.
+    """
+    taken = config.get("num_experts_per_tok")
+    for key in _EXPERTS:
+        experts = config.get(key)
+        if type(taken) is int and type(experts) is int and 0 < experts < taken:
+            raise BadInput(
+                f"'num_experts_per_tok' {taken:,} is more than {key!r} {experts:,}", where=where, remedy="lower the first"
+            )
 
 
 def spec_from_config(
@@ -56,6 +74,7 @@ def spec_from_config(
     if not model_type:
         raise BadInput("has no model_type", where=where, remedy="give the config.json that transformers writes")
     refuse_drafters(config, where)
+    _require_enough_experts(config, where)
     if model_type in FAMILIES:
         try:
             auto_class = described_head(config, model_type)

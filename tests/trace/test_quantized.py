@@ -79,3 +79,40 @@ def test_each_product_takes_the_whole_weight_for_a_while() -> None:
 def test_what_is_not_modelled_is_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(BadInput, match=says):
         estimate_report(Request(**{**ASKED, **changes}))  # type: ignore[arg-type]
+
+
+MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "num_local_experts": 4,
+           "vocab_size": 1000}  # fmt: skip
+
+
+@pytest.mark.torch
+def test_experts_were_linear_layers_before_transformers_5() -> None:
+    """By hand: three matrices of 256 × 512 an expert, four experts, four blocks, in 4 bits instead of 16."""
+    asked = {**ASKED, "model": MIXTRAL, "lora_targets": ["q_proj"]}
+
+    def kept(**changes: Any) -> int:
+        resolved = resolve(Request(**asked, **changes))
+        (held,) = (i for i in evaluate(*resolved.engine.ledger(resolved.cases[0])) if i.buffer == Buffer.PARAM_FULL)
+        return int(held.bytes)
+
+    elements = 4 * 4 * 3 * 256 * 512
+    packed = 4 * sum(sum(Quantization.NF4.blocks_of_weight(shape)) for shape in [(4, 1024, 256), (4, 256, 512)])
+    wide = 4  # --engine ddp casts what is not quantised to fp32
+    assert kept() - kept(transformers_version="4.40.0") == wide * elements - packed
+    (run,) = estimate_runs(Request(**asked, transformers_version="4.40.0", depth="simulated")).runs
+    assert run is not None
+    assert sum(run.tape.parameters.quantized) == 4 * (4 + 2)
+    assert {module.type for module in run.tape.modules if module.name.endswith(".experts")} == {"Experts4bit"}
+
+
+@pytest.mark.torch
+def test_a_base_waited_on_the_host_for_fsdp_1_before_transformers_5() -> None:
+    def made(**changes: Any) -> int:
+        (run,) = estimate_runs(Request(**{**ASKED, "engine": "fsdp", "stage": 3, "gpus": 4}, **changes)).runs
+        assert run is not None
+        return run.simulation.timeline.marks[0].peak
+
+    matrices = 6 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256)
+    saved = made() - made(transformers_version="4.40.0")
+    assert matrices // 2 // 2 < saved < matrices // 2  # what is sharded already, and one block, are on the GPU

@@ -118,6 +118,13 @@ OPTIONS: dict[str, Any] = {
         str | None, "--reduce-dtype", "In which gradients are reduced: fp32, or that of --dtype (--engine fsdp2). [fp32]", _WORK
     ),
     "optimizer": _option(str | None, "--optimizer", "adamw, lion, sgd, … [adamw]", _WORK, names=complete.optimizers),
+    "transformers_version": _option(
+        str | None,
+        "--transformers-version",
+        "Before 5 --quantize took experts, too, FSDP 1 found the base on the host, and checkpoints were reentrant. [5.17.0]",
+        _WORK,
+        metavar="VERSION",
+    ),
     "set_to_none": _option(
         bool, "--set-to-none/--no-set-to-none", "zero_grad frees gradients, or keeps them as zeros (--engine ddp).", _WORK
     ),

@@ -23,7 +23,9 @@ from zeroplan.core.parameters import Parameters
 #: Layers that autocast runs in 16 bits. Source: DeepSpeed 0.19.8, runtime/torch_autocast.py, LOWER_PRECISION_SAFE_MODULES.
 AUTOCAST_LAYERS = frozenset({"Linear", "Linear4bit", "Linear4bitSingle", "Conv1d", "Conv2d", "Conv3d"})
 #: The classes of layers whose weight is quantised.
-QUANTIZED_LAYERS = frozenset({"Linear4bit", "Linear4bitSingle", "Linear8bitLt", "PackedLinear", "ChannelInt8Linear"})
+QUANTIZED_LAYERS = frozenset(
+    {"Linear4bit", "Linear4bitSingle", "Linear8bitLt", "PackedLinear", "ChannelInt8Linear", "Experts4bit", "Experts4bitSingle"}
+)
 #: How the classes of embeddings are called: ``torch.nn.Embedding`` and what transformers derives from it.
 _TABLE = "Embedding"
 _BLOCK = re.compile(r"^(?:[a-zA-Z_]\w*\.)+\d+$")
@@ -178,7 +180,7 @@ class ExpandedTape:
             blocks=tuple(self.modules[home].name if home >= 0 else "" for home in homes),
             modules=tuple(module.params for module in self.modules),
             embeddings=tuple(p in tables for p in range(len(self.params))),
-            quantized=tuple(p in packed and len(param.shape) == 2 for p, param in enumerate(self.params)),
+            quantized=tuple(p in packed and len(param.shape) >= 2 for p, param in enumerate(self.params)),
         )
 
     @cached_property

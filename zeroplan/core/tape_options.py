@@ -60,8 +60,9 @@ class TraceOptions:
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices; `cp`
     ranks share each sample's tokens by rings, `ulysses` ranks by exchanging heads, and `ep` ranks the experts.
     `whole_vocabulary`: tensor-parallel ranks gather the logits. `lora_dropout`: adapters drop some of their input. `quantized`:
-    how linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), and with `half_adapters` the adapters
-    beside them in 16 bits. `images` of `image_size` pixels a side come with each sample. `evaluation`: the forward alone, in
+    how linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), with `half_adapters` the adapters
+    beside them in 16 bits, with `linear_experts` experts as layers of their own. `images` of `image_size` pixels a side come
+    with each sample. `evaluation`: the forward alone, in
     evaluation mode and without gradients. `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0
     where it is theirs. `fp8`: how linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`). `tiled_mlp`: tiles
     in which MLPs run (:mod:`zeroplan.trace.tiled`), and `tiled_loss` head and loss (:mod:`zeroplan.trace.tiled_loss`); 0 for
@@ -89,6 +90,7 @@ class TraceOptions:
     quantized: Products | None = None
     lora_dropout: bool = False
     half_adapters: bool = False
+    linear_experts: bool = False
     images: int = 0
     image_size: int | None = None
     evaluation: bool = False
@@ -118,7 +120,8 @@ class TraceOptions:
         if self.zero3:
             parts.append("zero3")
         if self.quantized is not None:
-            parts.append(self.quantized + ("-half" if self.half_adapters else ""))
+            experts = "-experts" if self.linear_experts else ""
+            parts.append(self.quantized + ("-half" if self.half_adapters else "") + experts)
         if self.lora is not None:
             parts.append("lora" + "".join(f"+{name}" for name in sorted(self.lora)))
         if self.lora_dropout:
@@ -190,6 +193,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         quantized=None if workload.quantize is None else workload.quantize.products,
         lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
         half_adapters=workload.quantize is not None and workload.adapter_bytes == 2 and arithmetic is not Arithmetic.HALF,
+        linear_experts=workload.linear_experts,
         images=workload.images,
         image_size=workload.image_size,
         target_len=workload.target_len or 0,

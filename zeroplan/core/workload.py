@@ -170,7 +170,9 @@ class Workload:
     `moved` means that the model is made on the host and then moved to the GPU,
     where a tied weight is one from the beginning; made on the GPU, its second owner's goes when the tie is made. `mixed_units`
     means that FSDP 1 wraps blocks with the adapters in them, `longest_first` that the first micro batch holds the longest of
-    samples that differ in length, and no later one.
+    samples that differ in length, and no later one. Before transformers 5 `linear_experts` were layers of their own, which
+    bitsandbytes quantises, and `base_on_host` was where FSDP 1 found quantised weights. `reentrant` is the way in which blocks
+    are checkpointed, as that version did unless told otherwise.
     `reduce_dtype` is that in which FSDP2 reduces gradients (``MixedPrecisionPolicy``); None for fp32, and without a policy for
     the parameters' own.
     """
@@ -228,6 +230,9 @@ class Workload:
     moved: bool = False
     mixed_units: bool = False
     longest_first: bool = False
+    linear_experts: bool = False
+    base_on_host: bool = False
+    reentrant: bool = False
     reduce_dtype: DType | None = None
 
     @property

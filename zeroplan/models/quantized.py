@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import CAUSAL_LM
-from zeroplan.models.spec import ModelSpec
+from zeroplan.models.spec import ModelSpec, Tensor
 
 _DECODERS = ("", CAUSAL_LM)
 
@@ -20,10 +20,11 @@ def why_not_quantized(spec: ModelSpec) -> str:
     return ""
 
 
-def with_quantized_base(spec: ModelSpec) -> ModelSpec:
+def with_quantized_base(spec: ModelSpec, *, linear_experts: bool = False) -> ModelSpec:
     """Return the model with its linear layers quantised, but for the output projection, as transformers' bitsandbytes does.
 
-    Experts that lie in one parameter are no linear layers and stay in 16 bits.
+    Experts that lie in one parameter are no linear layers and stay in 16 bits. Versions of transformers before 5 had a layer
+    for each expert's matrix; with `linear_experts` their weights are quantised as those were.
 
     Raises:
         BadInput: a model without shapes, no language model, or one whose linear layers are transposed (GPT-2).
@@ -32,7 +33,9 @@ def with_quantized_base(spec: ModelSpec) -> ModelSpec:
         raise BadInput("a bare count has no layers to quantise", where="--quantize", remedy="give a model")
     if why := why_not_quantized(spec):
         raise BadInput(why, where="--quantize", remedy="leave it out")
-    units = [
-        replace(unit, tensors=tuple(replace(t, quantized=t.kind == "linear") for t in unit.tensors)) for unit in spec.units
-    ]
+
+    def quantized(tensor: Tensor) -> bool:
+        return tensor.kind == "linear" or (linear_experts and len(tensor.shape) == 3)
+
+    units = [replace(unit, tensors=tuple(replace(t, quantized=quantized(t)) for t in unit.tensors)) for unit in spec.units]
     return replace(spec, units=tuple(units))

@@ -41,6 +41,7 @@ class Request:
     lora_rank: int | None = None
     lora_targets: Sequence[str] = ()
     quantize: str | None = None
+    transformers_version: str | None = None
     quantized_by: str = "--quantize"
     set_to_none: bool = True
     fp8: str | None = None

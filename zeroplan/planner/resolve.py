@@ -129,7 +129,7 @@ def resolve(request: Request) -> Resolved:
             )
         from zeroplan.models.quantized import with_quantized_base
 
-        spec = with_quantized_base(spec)
+        spec = with_quantized_base(spec, linear_experts=workload.linear_experts)
     rank = workload.lora_rank
     if rank is not None:
         from zeroplan.models.lora import with_lora

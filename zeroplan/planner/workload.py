@@ -13,8 +13,9 @@ from zeroplan.core.lengths import read_lengths, sampled
 from zeroplan.core.model_config import SEQ2SEQ_LM, SPEECH_SEQ2SEQ, auto_class_of
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.quantization import PackedWeights, parse_quantization
+from zeroplan.core.quantization import PackedWeights, Products, parse_quantization
 from zeroplan.core.saving import Saver, Saving, StateDict
+from zeroplan.core.versions import TRANSFORMERS, parse_version, version_text
 from zeroplan.core.workload import Attention, CheckpointPolicy, Compilation, DType, OptimizerKind, Precision, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
@@ -24,6 +25,9 @@ from zeroplan.planner.request import Request
 DEFAULT_SEQ_LEN = 2048
 #: No count of a workload goes beyond this; it keeps arithmetic and loops sane.
 _MOST = 1 << 31
+#: The first transformers that takes quantised weights to the host where FSDP or ZeRO shards them (``modeling_utils.py`` of
+#: 4.40.0, ``_load_state_dict_into_meta_model``).
+_OLDEST_TRANSFORMERS = (4, 39, 0)
 #: Divisions of dtypes whose arithmetic no wrapper casts.
 _UNCAST = (Precision.PURE, Precision.FP32)
 _E = TypeVar("_E", DType, Attention, Compilation, StateDict, Saver)
@@ -58,6 +62,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         raise BadInput(
             "a quantised base is frozen", where=request.quantized_by, remedy="give --lora-rank 16 to train adapters beside it"
         )
+    older = _before_5(request)
     if request.adapter_dtype is not None and quantization is None:
         raise BadInput("adapters without a quantised base", where="adapter_dtype", remedy="give quantize as well")
     if request.image_size is not None and not request.images:
@@ -110,6 +115,9 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         one_unit=request.one_unit,
         mixed_units=request.mixed_units,
         longest_first=request.longest_first,
+        linear_experts=older and quantization is not None and quantization.products in (Products.NESTED, Products.SINGLE),
+        base_on_host=older and quantization is not None,
+        reentrant=older and request.gradient_checkpointing,
         pairs=request.pairs,
         reference=request.reference,
         kl_batch=request.kl_batch,
@@ -150,6 +158,24 @@ def _reduction(request: Request, engine: Engine, dtype: DType) -> DType | None:
     if found not in (DType.FP32, dtype):
         raise BadInput(f"gradients made in {dtype} are not reduced in {found}", where=where, remedy=f"use fp32 or {dtype}")
     return found
+
+
+def _before_5(request: Request) -> bool:
+    """Return whether transformers is one before 5.
+
+    Raises:
+        BadInput: a version that is not known.
+    """
+    if request.transformers_version is None:
+        return False
+    where = "--transformers-version"
+    asked, known = parse_version(request.transformers_version, where), parse_version(TRANSFORMERS)
+    if not _OLDEST_TRANSFORMERS <= asked <= known:
+        oldest = version_text(_OLDEST_TRANSFORMERS)
+        raise BadInput(
+            f"of transformers {oldest} to {TRANSFORMERS} are known", where=where, remedy=f"use {oldest} or {TRANSFORMERS}"
+        )
+    return asked < (5, 0, 0)
 
 
 def _compiled(request: Request) -> Compilation | None:

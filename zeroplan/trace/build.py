@@ -33,6 +33,7 @@ from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.float8 import convert
 from zeroplan.trace.pair_loss import pairs_of
 from zeroplan.trace.quantized import adapt, quantize
+from zeroplan.trace.quantized_experts import quantize_experts
 from zeroplan.trace.sparse_attention import register_sparse
 from zeroplan.trace.tiled import tile_mlps
 from zeroplan.trace.tiled_loss import tile_loss
@@ -226,6 +227,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         _untie(model)
     if options.quantized is not None:
         quantize(model, options.quantized)
+        if options.linear_experts:
+            quantize_experts(model, options.quantized)
     if options.lora is not None:
         fp32 = options.arithmetic is Arithmetic.HALF_AUTOCAST
         model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout)

@@ -29,7 +29,7 @@ class _Product(torch.autograd.Function):
     """y = x·Wᵀ + b with a weight that is dequantised into `x`'s dtype, and again for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, layer: Linear4bit, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, layer: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         # the nested scales' offset is added out of place
         scales = [_scales(weight), _scales(weight)] if layer.nested else []
         whole = _dequantized(layer, weight, x.dtype)
@@ -48,7 +48,7 @@ class _Product(torch.autograd.Function):
         return torch.matmul(grad, whole), None, None, None
 
 
-def _dequantized(layer: Linear4bit, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _dequantized(layer: Any, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The whole weight in `dtype`; made in fp16 first, where it was quantised from that."""
     return weight.new_empty(weight.shape, dtype=torch.float16 if layer.from_half else dtype).to(dtype)
 
@@ -69,10 +69,14 @@ class Linear4bit(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., in]; returns [..., out]."""
-        dtype = x.dtype
-        bias = None if self.bias is None else self.bias.to(self.compute_dtype)
-        out: torch.Tensor = _Product.apply(x.to(self.compute_dtype), self, self.weight, bias)
-        return out.to(dtype)
+        return multiplied(self, x, self.weight, self.bias)
+
+
+def multiplied(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the product by a weight in 4 bits, in the input's dtype. x: [..., in], weight: [out, in]; returns [..., out]."""
+    bias = None if bias is None else bias.to(layer.compute_dtype)
+    out: torch.Tensor = _Product.apply(x.to(layer.compute_dtype), layer, weight, bias)
+    return out.to(x.dtype)
 
 
 class Linear4bitSingle(Linear4bit):

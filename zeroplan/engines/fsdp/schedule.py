@@ -13,6 +13,9 @@ Note [FSDP 1's buffers]
     ``use_orig_params`` makes the optimizer's parameters views: ``zero_grad`` frees the gradients' views, and the flat gradients
     stay until the next forward or state dict notices that (_flat_param.py, _reset_flat_param_grad_info_if_needed).
     With gradient accumulation under ``no_sync`` the flat gradients stay whole, and later ones are added to them.
+    A frozen unit waits for the gradients of its inputs by ``register_multi_grad_hook``, which holds the nodes of those inputs
+    until the backward's end. Under reentrant checkpoints these are leaves: the block's recomputed input and its gradient, which
+    stay for each block. (Run by tests/engines/torch/test_fsdp_reentrant.py: torch 2.13 does so, and not without reentrance.)
     Source: torch/distributed/fsdp/_runtime_utils.py (_unshard, _post_forward_reshard, _pre_backward_hook, _post_backward_hook,
     _reduce_grad, _reduce_grad_no_shard) and _flat_param.py of torch 2.11.
 """
@@ -23,7 +26,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape, Op, block_of_each
+from zeroplan.core.tape import ExpandedTape, Kind, Op, block_of_each
 from zeroplan.core.tied_gradients import with_gradients_apart
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.engines.fsdp.saving import record_save
@@ -34,6 +37,7 @@ from zeroplan.simulate.recorder import Recorder
 #: Streams of the simulated device: compute, the all-gathers', the reductions', the casts' before a gather.
 COMPUTE, GATHER, REDUCE, CAST = 0, 1, 2, 3
 _NONE = -1
+_CHECKPOINT = (int(Op.ALLOC), int(Kind.CHECKPOINT))
 
 
 @dataclass(slots=True)
@@ -77,6 +81,9 @@ class FsdpSchedule(EngineSchedule):
             self.units[self.home[p]].params.add(p)
         mixed, added = rank.workload.mixed_units, rank.parameters.adapters
         self.adapters = {name for name, params in rank.units.items() if added[params[0]] and not mixed}
+        inputs = [aux for op, aux, kind in zip(tape.op, tape.aux, tape.kind, strict=True) if (op, kind) == _CHECKPOINT]
+        self.held_bytes = max(inputs, default=0) if rank.workload.reentrant else 0
+        self.held: list[int] = []  # inputs of blocks and their gradients, which their units hold
         self.order: list[int] = []  # units but the root, as their forwards ended
         self.position: dict[int, int] = {}
         self.in_backward = False
@@ -103,12 +110,14 @@ class FsdpSchedule(EngineSchedule):
         rank = self.rank
         there = {}
         if rank.quant_states:  # a quantised base is on the GPU already, with all that stands beside it
-            there = {p: self.alloc(rank.width(p) * count, Buffer.PARAM_FULL) for p, count in enumerate(rank.numel)}
+            away = rank.parameters.packed if rank.workload.base_on_host else ()
+            counts = {p: count for p, count in enumerate(rank.numel) if p not in set(away)}
+            there = {p: self.alloc(rank.width(p) * count, Buffer.PARAM_FULL) for p, count in counts.items()}
             for nbytes in rank.quant_states:
                 self.alloc(nbytes, Buffer.PARAM_FULL)
         for unit in sorted(self.units.values(), key=lambda unit: not unit.name):
             width, params = rank.bytes_of(unit.name), rank.units[unit.name]
-            moved = [there[p] if there else self.alloc(width * rank.numel[p], Buffer.PARAM_FULL) for p in params]
+            moved = [there[p] if p in there else self.alloc(width * rank.numel[p], Buffer.PARAM_FULL) for p in params]
             flat = self.alloc(width * rank.flat(unit.name), Buffer.PARAM_SHARD)
             if rank.sharded:
                 self.alloc(width * rank.shard(unit.name), Buffer.PARAM_SHARD)
@@ -211,6 +220,10 @@ class FsdpSchedule(EngineSchedule):
         unit = self.units.get(module)
         if unit is not None and module >= 0 and not unit.params:
             self._reshard(unit)
+            if self.held_bytes:
+                if self.held:  # the gradient that the block behind it has made use of
+                    self.held.append(self.alloc(self.held_bytes, Buffer.ACTIVATION_TEMP))
+                self.held.append(self.alloc(self.held_bytes, Buffer.ACTIVATION_CHECKPOINT))
 
     # --- gradients --------------------------------------------------------------------------------------------------------
 
@@ -291,6 +304,9 @@ class FsdpSchedule(EngineSchedule):
 
     def backward_end(self, boundary: bool) -> None:
         """Finish units of which not every parameter had a gradient; free what is still unsharded."""
+        for handle in self.held:
+            self.free(handle)
+        self.held.clear()
         for unit in self.units.values():
             if unit.grads:
                 self._post_backward(unit)

@@ -1,0 +1,113 @@
+"""FSDP 1 with frozen units under reentrant checkpoints: what torch holds until a backward's end, and the plan beside it."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroplan.core.errors import BadInput
+from zeroplan.planner.estimate import estimate_report, estimate_runs
+from zeroplan.planner.request import Request
+
+LAYERS, WIDTH, TOKENS = 6, 256, 2 * 600
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 64}  # fmt: skip
+ASKED: dict[str, Any] = {
+    "model": LLAMA,
+    "engine": "fsdp",
+    "stage": 3,
+    "gpus": 2,
+    "gpu": "H200",
+    "lora_rank": 8,
+    "lora_targets": ["q_proj"],
+    "seq_len": 600,
+    "micro_batch": 2,
+    "gradient_checkpointing": True,
+    "detached_loss": True,
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_torch_holds_the_inputs_of_reentrant_blocks(reentrant: bool, tmp_path: Path) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.utils.checkpoint import checkpoint
+
+    inputs: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+    held: list[tuple[int, bool]] = []
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.added = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.base.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.base(x) + self.added(x)
+            return out
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.h = nn.Embedding(10, 8), nn.ModuleList(Block() for _ in range(3))
+            self.embedding.requires_grad_(False)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embedding(ids).requires_grad_(True)
+            for block in self.h:
+                x = checkpoint(block, x, use_reentrant=reentrant)
+            return x.sum()
+
+    def wraps(module: nn.Module, recurse: bool, **_: Any) -> bool:
+        return recurse or isinstance(module, Block) or (isinstance(module, nn.Linear) and module.weight.requires_grad)
+
+    def entered(at: int) -> Any:
+        def hook(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if at == 0 and torch.is_grad_enabled():
+                alive = [one() for refs in inputs.values() for one in refs]
+                held[:] = [(id(one), one.is_leaf and one.grad is not None) for one in alive if one is not None]
+            if at > 0 and torch.is_grad_enabled():
+                inputs.setdefault(at, []).append(weakref.ref(args[0]))
+
+        return hook
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        model: Any = FullyShardedDataParallel(Model(), auto_wrap_policy=wraps, device_id=torch.device("cpu"))
+        for at, block in enumerate(model.module.h):
+            block.register_forward_pre_hook(entered(at))
+        model(torch.zeros(4, dtype=torch.long)).backward()
+    finally:
+        dist.destroy_process_group()
+    # while the first block's backward runs, both behind it: their inputs, with gradients
+    assert [graded for _, graded in held] == ([True, True] if reentrant else [])
+    assert all(one() is None for refs in inputs.values() for one in refs)
+
+
+@pytest.mark.torch
+def test_the_plan_holds_them_too() -> None:
+    """At the backward's end the inputs of all blocks and their gradients, where without them one input is left of what the
+    backward began with.
+    """
+
+    def backward(**changes: Any) -> int:
+        (run,) = estimate_runs(Request(**ASKED, **changes)).runs
+        assert run is not None
+        return max(mark.peak for mark in run.simulation.timeline.marks if mark.name == "bwd")
+
+    unit = 2 * TOKENS * WIDTH
+    more = backward(transformers_version="4.40.0") - backward(transformers_version="5.0")
+    assert unit * (LAYERS - 2) < more < unit * LAYERS
+
+
+def test_of_older_and_newer_versions_nothing_is_known() -> None:
+    for version in ("4.30", "9.0", "newest"):
+        with pytest.raises(BadInput) as refused:
+            estimate_report(Request(**ASKED, transformers_version=version))
+        assert refused.value.where == "--transformers-version"

@@ -23,6 +23,7 @@ from benchmarks.kernels.measure import machine, race, save
 from zeroplan_runtime import sparse_attention
 from zeroplan_runtime.sparse_attention import SparsityConfig
 from zeroplan_runtime.sparse_attention.attention import tiled_attention
+from zeroplan_runtime.sparse_attention.block_attention import BlockLists, block_attention, lists_for_kernels
 from zeroplan_runtime.sparse_attention.tiles import SparseScores
 
 #: Tokens at which results are checked; the second fills neither a tile nor a block.
@@ -54,11 +55,12 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--tile", type=int, default=128)
+    parser.add_argument("--flex", default="fixed,bigbird", help="kinds that FlexAttention computes, too, at the longest length")
     parser.add_argument("--autotune", action="store_true", help="try several kernels of FlexAttention for each shape")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("FlexAttention has its backward on a GPU alone, and there is none")
+        raise SystemExit("the kernels run on a GPU alone, and there is none")
     lengths, kinds = [int(one) for one in given.lengths.split(",")], given.kinds.split(",")
     checks = {kind: check(kind, given) for kind in kinds}
     rows: list[dict[str, Any]] = []
@@ -83,6 +85,38 @@ def scores_of(kind: str, tokens: int, given: argparse.Namespace) -> SparseScores
     return scores.for_kernels(queries=config.moves_queries, keys=config.moves_keys).to(torch.device("cuda"))
 
 
+def lists_of(kind: str, tokens: int, given: argparse.Namespace) -> BlockLists | None:
+    """Return a kind's lists for the GPU; None where tiles are computed."""
+    config, causal = config_of(kind, given.heads)
+    scores = SparseScores.make(config, tokens, causal=causal, tile=given.tile)
+    return lists_for_kernels(config, scores, torch.device("cuda"), shares_keys=False)
+
+
+def attend_of(kind: str, tokens: int, given: argparse.Namespace, padding: torch.Tensor | None = None) -> _Attend:
+    """Return the attention of a kind, as a model has it."""
+    lists = lists_of(kind, tokens, given)
+    if lists is not None and lists.hides(padding):
+        return partial(block_attention, lists=lists, padding=padding)
+    scores = scores_of(kind, tokens, given)
+    return partial(ours, scores=scores, mask=scores.block_mask(padding), given=given)
+
+
+def flex_of(kind: str, tokens: int, given: argparse.Namespace) -> _Attend:
+    """Return FlexAttention with the mask that it makes itself of the layout, as a user would write it."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    config, causal = config_of(kind, given.heads)
+    made = SparseScores.make(config, tokens, causal=causal).to(torch.device("cuda"))
+    table, block = made.table[0], made.block
+
+    def counts(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        found = table[q // block, k // block]
+        return found & (q >= k) if causal else found
+
+    mask = create_block_mask(counts, None, None, tokens, tokens, device="cuda")
+    return partial(ours, scores=made, mask=mask, given=given)
+
+
 def states(tokens: int, given: argparse.Namespace) -> list[torch.Tensor]:
     """Return query, key, value and the output's gradient [batch, heads, tokens, width], laid out as a model's projections."""
     shape = (given.batch, tokens, given.heads, given.width)
@@ -101,13 +135,15 @@ def check(kind: str, given: argparse.Namespace) -> dict[str, float]:
     worst: dict[str, float] = {}
     for tokens in CHECKED:
         config, causal = config_of(kind, given.heads)
-        scores = scores_of(kind, tokens, given)
         padding = torch.ones(given.batch, tokens, dtype=torch.bool, device="cuda")
-        padding[-1, tokens * 3 // 4 :] = False
+        lists = lists_of(kind, tokens, given)
+        if lists is None or lists.hides(padding):  # dense kernels get whole samples alone
+            padding[-1, tokens * 3 // 4 :] = False
         mask = SparseScores.make(config, tokens, causal=causal).dense_mask().cuda().unsqueeze(0) & padding[:, None, None]
         inputs = states(tokens, given)
         kept = padding[:, None, :, None]  # what queries of padding see is of no use
-        found = gradients(partial(ours, scores=scores, mask=scores.block_mask(padding), given=given), inputs, kept)
+        attend = attend_of(kind, tokens, given, None if bool(padding.all()) else padding)
+        found = gradients(attend, inputs, kept)
         exact = gradients(
             partial(plain, mask=mask), [each.detach().float().requires_grad_(i < 3) for i, each in enumerate(inputs)], kept
         )
@@ -172,10 +208,10 @@ def timed(tokens: int, kinds: list[str], given: argparse.Namespace) -> list[dict
             contenders[f"{name}{after}"] = (partial(dense, backend=backend, causal=causal), causal, 1.0)
     contenders["eager"] = (plain, False, 1.0)
     for kind in kinds:
-        scores = scores_of(kind, tokens, given)
-        share = scores.computed_tiles / scores.tiles[0][0].numel()
-        call = partial(ours, scores=scores, mask=scores.block_mask(), given=given)
-        contenders[kind] = (call, KINDS[kind][2], share)
+        contenders[kind] = (attend_of(kind, tokens, given), KINDS[kind][2], share_of(kind, tokens, given))
+    if tokens == max(int(one) for one in given.lengths.split(",")):
+        for kind in filter(None, given.flex.split(",")):
+            contenders[f"flex {kind}"] = (flex_of(kind, tokens, given), KINDS[kind][2], 1.0)
     rows: dict[str, dict[str, Any]] = {}
     for name, (attend, causal, share) in list(contenders.items()):
         try:
@@ -186,7 +222,7 @@ def timed(tokens: int, kinds: list[str], given: argparse.Namespace) -> list[dict
             del contenders[name]
             torch.cuda.empty_cache()
             continue
-        rows[name] = {"tokens": tokens, "name": name, "causal": causal, "tiles": share, "peak": peak}
+        rows[name] = {"tokens": tokens, "name": name, "causal": causal, "share": share, "peak": peak}
     device = torch.device("cuda")
     both = race({name: (partial(gradients, contenders[name][0], inputs), 1.0) for name in rows}, device)
     forward = race({name: (partial(forward_alone, contenders[name][0], inputs), 1.0) for name in rows}, device)
@@ -199,8 +235,17 @@ def timed(tokens: int, kinds: list[str], given: argparse.Namespace) -> list[dict
         }
         ratios = "  ".join(f"{one} {ratio:5.2f} x" for one, ratio in row["faster_than"].items())
         took = f"{row['ms']:9.3f} ms ({row['forward_ms']:8.3f} forward)"
-        print(f"{tokens:7,d} {name:18s} {took} {row['peak'] / 2**20:9.1f} MiB  tiles {row['tiles']:5.1%}  {ratios}", flush=True)
+        print(f"{tokens:7,d} {name:18s} {took} {row['peak'] / 2**20:9.1f} MiB  share {row['share']:6.2%}  {ratios}", flush=True)
     return list(rows.values())
+
+
+def share_of(kind: str, tokens: int, given: argparse.Namespace) -> float:
+    """Return the share of the scores that exist, or that tiles compute."""
+    lists = lists_of(kind, tokens, given)
+    if lists is None:
+        scores = scores_of(kind, tokens, given)
+        return scores.computed_tiles / scores.tiles[0][0].numel()
+    return (lists.met + (0 if lists.shared is None else len(lists.shared))) / tokens
 
 
 def forward_alone(attend: _Attend, inputs: list[torch.Tensor]) -> None:
@@ -234,11 +279,11 @@ def longer(tokens: int, kinds: list[str], given: argparse.Namespace) -> dict[str
         torch._dynamo.reset()
         peaks: dict[int, int] = {}
         for times in MULTIPLES:
-            scores = scores_of(kind, tokens * times, given)
+            torch.cuda.empty_cache()
             before = torch.cuda.memory_allocated()
-            mask = scores.block_mask()
-            tables = torch.cuda.memory_allocated() - before + scores.table.nbytes
-            peaks[times] = peak(tokens * times, partial(ours, scores=scores, mask=mask, given=given)) + tables
+            attend = attend_of(kind, tokens * times, given)
+            tables = torch.cuda.memory_allocated() - before
+            peaks[times] = peak(tokens * times, attend) + tables
             if peaks[times] > budget:
                 break
         within = max((times for times, size in peaks.items() if size <= budget), default=0)

@@ -21,6 +21,12 @@ MODEL_TYPES = ("bert", "roberta", "gpt2", "llama")
 #: Tokens of a side of the tiles that FlexAttention's kernels compute.
 TILE = 128
 
+#: Sides of blocks that the kernels of lists take, as matrix units have at least 16 rows, and the widest head.
+LIST_BLOCKS, MOST_WIDTH = (16, 32, 64, 128), 128
+
+#: Tokens that a piece meets at most: a global row or column of more is several pieces (``block_kernels.py``).
+LIST_PIECE = 512
+
 #: Single blocks of a row that a layout's rules can name, and numbers (int32) of a token that rules keep (``rules.py``).
 RULE_EXTRAS = 4
 RULE_NUMBERS = 6 + RULE_EXTRAS
@@ -47,6 +53,10 @@ class SparseTables:
         moves_keys: keys are attended in another order, as copies.
         moves_queries: queries are, too, where the model is not causal.
         orders_by_head: the order is each head's own; heads that share keys then leave these as they are.
+        listed: blocks of keys that a block of queries meets by lists, those aside that all queries see or that see all; 0
+            where tiles are computed in any case.
+        long_rows, long_columns: blocks that see all, and that all see.
+        shared: of so many blocks of keys, so many are seen by all and computed densely, in a model that is not causal.
     """
 
     block: int
@@ -54,12 +64,24 @@ class SparseTables:
     moves_keys: bool
     moves_queries: bool
     orders_by_head: bool
+    listed: int = 0
+    long_rows: int = 0
+    long_columns: int = 0
+    shared: tuple[int, int] | None = None
 
     @property
     def key(self) -> str:
         """A short name, unique for the tables."""
         flags = {"h": self.by_head, "k": self.moves_keys, "q": self.moves_queries, "o": self.orders_by_head}
-        return f"sparse{self.block}" + "".join(letter for letter, on in flags.items() if on)
+        name = f"sparse{self.block}" + "".join(letter for letter, on in flags.items() if on)
+        lists = (self.listed, self.long_rows, self.long_columns, *(self.shared or ()))
+        return f"{name}_{'_'.join(map(str, lists))}" if self.listed else name
+
+    def lists(self, width: int, *, half: bool, causal: bool, shares_keys: bool) -> bool:
+        """Whether kernels of lists compute it (``block_attention.py``): heads of `width` elements, in 16 bits if `half`."""
+        if not self.listed or width > MOST_WIDTH or (self.by_head and shares_keys):
+            return False
+        return self.shared is None or (half and width % 8 == 0 and not causal and not shares_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +157,43 @@ class SparseAttention:
             moves_keys=self.moves_keys,
             moves_queries=self.moves_queries,
             orders_by_head=self.num_different_global_patterns > 1 and self.mode == SparsityMode.FIXED,
+            **self._lists(by_head),
         )
+
+    def _lists(self, by_head: bool) -> dict[str, Any]:
+        """The fields of the tables that are of lists."""
+        both = self.attention == "bidirectional"
+        count = self._global_blocks
+        if self.block not in LIST_BLOCKS or self.mode == SparsityMode.DENSE:
+            return {}
+        if self.mode == SparsityMode.FIXED:
+            if by_head or self.horizontal_global_attention or not both:
+                return {}
+            return {
+                "listed": self.num_local_blocks - self.num_global_blocks,
+                "shared": (self.num_local_blocks, self.num_global_blocks),
+            }
+        if self.mode == SparsityMode.VARIABLE:
+            rows = count if self.horizontal_global_attention else 0
+            listed = self.num_random_blocks + max(self.local_window_blocks)
+            return {"listed": listed, "long_rows": rows, "long_columns": count}
+        if self.mode == SparsityMode.LOCAL_SLIDING_WINDOW:
+            return {"listed": self.num_sliding_window_blocks}
+        random = self.num_random_blocks if self.mode == SparsityMode.BIGBIRD else 0
+        return {
+            "listed": self.num_sliding_window_blocks + random,
+            "long_rows": count if both else 0,
+            "long_columns": count,
+        }
+
+    @property
+    def _global_blocks(self) -> int:
+        if self.mode == SparsityMode.BIGBIRD:
+            return self.num_global_blocks
+        if self.global_block_end_indices is None:
+            return len(self.global_block_indices)
+        pairs = zip(self.global_block_indices, self.global_block_end_indices, strict=True)
+        return sum(end - start for start, end in pairs)
 
     @property
     def moves_keys(self) -> bool:

@@ -66,7 +66,7 @@ _ASKED_FOR = {
 
 #: What no search models, in time or memory: the key that asks for it, and why. A plan of it has no search to go on to.
 UNSEARCHED = {
-    "sparse_attention": ("sparse_attention", "neither the time nor the memory of block-sparse attention has been measured"),
+    "sparse_attention": ("sparse_attention", "the time that block-sparse attention takes is in no figure"),
     "curriculum": (
         CURRICULUM_LEARNING,
         "what is reserved as the sequences of a curriculum grow is in no figure, nor is the time of the shorter steps",

@@ -16,6 +16,7 @@ from torch import nn
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sparse_attention import TILE, require_model_type, require_tiles
 from zeroplan_runtime.sparse_attention.attention import dense_attention, tiled_attention
+from zeroplan_runtime.sparse_attention.block_attention import BlockLists, block_attention, lists_for_kernels
 from zeroplan_runtime.sparse_attention.sparsity_config import SparsityConfig
 from zeroplan_runtime.sparse_attention.tiles import SparseScores
 
@@ -110,13 +111,17 @@ class ForwardMask:
     """What all layers of one forward share; transformers hands it to them in the place of a mask.
 
     Attributes:
-        scores: which scores exist.
+        scores: which scores exist, where tiles of them or all are computed.
         kernel: FlexAttention's mask on CUDA; elsewhere whether each score counts, bool [samples or 1, heads or 1, tokens,
             tokens].
+        lists: what the kernels of lists compute instead, on CUDA.
+        padding: for them: which keys are tokens, bool [samples, tokens].
     """
 
-    scores: SparseScores
-    kernel: Any
+    scores: SparseScores | None = None
+    kernel: Any = None
+    lists: BlockLists | None = None
+    padding: torch.Tensor | None = None
 
 
 class SparseInterface:
@@ -130,6 +135,7 @@ class SparseInterface:
         self.shares_keys, self.tile, self.autotune = shares_keys, tile, autotune
         self.name = f"zeroplan_sparse_{next(_numbers)}"
         self._scores: dict[tuple[int, torch.device, bool], SparseScores] = {}
+        self._lists: dict[tuple[int, torch.device, bool], BlockLists | None] = {}
 
     def attach(self, model: nn.Module, configs: list[Any]) -> Callable[[], None]:
         """Makes the models of these configs use it; returns what undoes that."""
@@ -148,6 +154,16 @@ class SparseInterface:
                 interface._global_mapping.pop(self.name, None)
 
         return detach
+
+    def lists_of(self, tokens: int, device: torch.device, *, causal: bool) -> BlockLists | None:
+        """Returns the lists of a sequence of `tokens` tokens, if kernels are to take them; made once."""
+        key = (tokens, device, causal)
+        if key not in self._lists:
+            if len(self._lists) == _MOST_LENGTHS:
+                del self._lists[next(iter(self._lists))]
+            scores = SparseScores.make(self.sparsity_config, tokens, causal=causal, tile=self.tile)
+            self._lists[key] = lists_for_kernels(self.sparsity_config, scores, device, shares_keys=self.shares_keys)
+        return self._lists[key]
 
     def scores_of(self, tokens: int, device: torch.device, *, causal: bool) -> SparseScores:
         """Returns the scores of a sequence of `tokens` tokens; made once."""
@@ -193,8 +209,15 @@ class SparseInterface:
                 f"{q_length} queries for {kv_length} keys", where=_WHERE, remedy="generate without a cache (use_cache=False)"
             )
         where = torch.device("cpu" if device is None else device)
-        scores = self.scores_of(kv_length, where, causal=mask_function is causal_mask_function)
+        causal = mask_function is causal_mask_function
         padding = None if attention_mask is None else attention_mask.bool()
+        if where.type == "cuda" and not torch.compiler.is_compiling():
+            lists = self.lists_of(kv_length, where, causal=causal)
+            if lists is not None and padding is not None and not lists.hides(padding) and bool(padding.all()):
+                padding = None
+            if lists is not None and lists.hides(padding):
+                return ForwardMask(lists=lists, padding=padding)
+        scores = self.scores_of(kv_length, where, causal=causal)
         if where.type == "cuda":
             return ForwardMask(scores, scores.block_mask(padding))
         dense = scores.dense_mask().unsqueeze(0)
@@ -216,9 +239,14 @@ class SparseInterface:
             raise BadInput(
                 "a mask of scores is not supported", where=_WHERE, remedy="give attention_mask [samples, tokens], or none"
             )
-        if query.is_cuda:
-            scores, kernel = attention_mask.scores, attention_mask.kernel
+        scores, kernel, lists = attention_mask.scores, attention_mask.kernel, attention_mask.lists
+        if lists is not None and not lists.takes(query):
+            scores = self.scores_of(query.shape[2], query.device, causal=lists.causal)
+            kernel, lists = scores.block_mask(attention_mask.padding), None
+        if lists is not None:
+            out = block_attention(query, key, value, lists, padding=attention_mask.padding, scale=scaling)
+        elif query.is_cuda and scores is not None:
             out = tiled_attention(query, key, value, scores, kernel, scale=scaling, autotune=self.autotune)
         else:
-            out = dense_attention(query, key, value, attention_mask.kernel, scale=scaling)
+            out = dense_attention(query, key, value, kernel, scale=scaling)
         return out.transpose(1, 2).contiguous(), None

@@ -8,6 +8,7 @@ from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.sparse_attention.attention import ScoreMod, dense_attention, tiled_attention
+from zeroplan_runtime.sparse_attention.block_attention import BlockLists, block_attention, lists_for_kernels
 from zeroplan_runtime.sparse_attention.sparsity_config import SparsityConfig
 from zeroplan_runtime.sparse_attention.tiles import SparseScores
 
@@ -49,6 +50,7 @@ class SparseSelfAttention(nn.Module):
         self.register_buffer("master_layout", sparsity_config.make_layout(max_seq_length))
         self._synchronized = False
         self._scores: dict[tuple[int, torch.device], SparseScores] = {}
+        self._lists: dict[tuple[int, torch.device], BlockLists | None] = {}
 
     def get_layout(self, length: int) -> torch.Tensor:
         """Returns the layout for `length` tokens, int64 [heads, blocks, blocks].
@@ -59,6 +61,7 @@ class SparseSelfAttention(nn.Module):
         if not self._synchronized and dist.is_initialized():
             dist.broadcast(self.master_layout, src=0)
             self._scores.clear()
+            self._lists.clear()
         self._synchronized = True
         block = self.sparsity_config.block
         most = self.master_layout.shape[-1] * block
@@ -115,6 +118,11 @@ class SparseSelfAttention(nn.Module):
             kept, added_k = (padding != 0, None) if self.key_padding_mask_mode == "mul" else (None, padding)
         if mask is not None:
             also, added = (mask != 0, None) if self.attn_mask_mode == "mul" else (None, mask)
+        plain = all(part is None for part in (rpe, also, added_k, added)) and not torch.compiler.is_compiling()
+        if query.is_cuda and plain:
+            lists = self._lists_at(length, layouts)
+            if lists is not None and lists.hides(kept) and lists.takes(query):
+                return block_attention(query, key, value, lists, padding=kept)
         if query.is_cuda:
             scores = self._scores_at(length, layouts)
             score_mod = _score_mod(scores, None if rpe is None else rpe.expand(samples, heads, length, length), added_k, added)
@@ -126,6 +134,13 @@ class SparseSelfAttention(nn.Module):
         given = [part for part in parts if part is not None]
         total = sum(given[1:], given[0]) if given else None
         return dense_attention(query, key, value, allowed, added=total)
+
+    def _lists_at(self, length: int, layouts: torch.Tensor) -> BlockLists | None:
+        key = (length, layouts.device)
+        if key not in self._lists:
+            found = SparseScores.of_layouts(layouts.cpu(), self.sparsity_config.block, length, causal=False)
+            self._lists[key] = lists_for_kernels(self.sparsity_config, found, layouts.device, shares_keys=False)
+        return self._lists[key]
 
     def _scores_at(self, length: int, layouts: torch.Tensor) -> SparseScores:
         key = (length, layouts.device)

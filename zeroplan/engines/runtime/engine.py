@@ -77,8 +77,6 @@ VERSION = "0.1.0"
 #: What a plan says of meshes.
 NOT_MEASURED = "what the runtime does on a mesh beside its own buffers, which no GPU has measured"
 
-#: What a plan says of block-sparse attention.
-SPARSE_NOT_MEASURED = "what its compiled kernels allocate, and their compilation takes of the host, which no GPU has measured"
 #: What the figures leave out of a curriculum: blocks that served shorter sequences do not serve longer ones.
 GROWING = "what is reserved when sequences grow, and an evaluation of longer ones"
 #: What the figures, which are of a step of all layers, leave out of layer dropping.
@@ -141,15 +139,13 @@ class Runtime(Engine):
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return what no GPU has measured: layouts beside data parallelism, beside the runtime's own buffers, which are exact,
-        and block-sparse attention.
+        and what steps that differ from each other reserve.
         """
         found = []
         layout = case.layout if case.parallel is not None else None
         if layout is not None and not _measured(case, layout):
             flag = next(f"--{name}" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1)
             found.append(Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED))
-        if case.workload.sparse_attention is not None:
-            found.append(Unmodelled("sparse_attention", Effect.UNKNOWN, SPARSE_NOT_MEASURED))
         if case.workload.curriculum is not None:
             found.append(Unmodelled(CURRICULUM_LEARNING, Effect.MORE, GROWING))
         if case.workload.layer_drop is not None:

@@ -20,6 +20,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.local_tensors import is_distributed, local_of
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
+from zeroplan_runtime.pytree import tensors_of
 
 logger = logging.getLogger("zeroplan_runtime")
 
@@ -148,9 +149,27 @@ class EngineChecks:
         self._failed = ""  # what failed half-way and why, so that parameters and states do not fit together; empty if nothing
         self._failed_backward = ""  # why the last backward raised; empty if it did not
         self._has_reduced_grads = False  # the last backward of an accumulation is done
+        self._no_samples = False  # in the last forward
         self._checked_model = False  # the model was found to have the parameters that the engine took
 
     # ------------------------------------------------------------------ calls
+
+    def saw_inputs(self, args: Any, kwargs: Any) -> None:
+        """Notes whether a forward's inputs hold no samples."""
+        self._no_samples = any(one.dim() and not len(one) for one in tensors_of((args, kwargs)))
+
+    def require_number(self, loss: torch.Tensor) -> None:
+        """Checks the loss of a batch of no samples, whose mean is none; only there does the host wait for it.
+
+        Raises:
+            BadInput: with the remedy.
+        """
+        if self._no_samples and bool(local_of(loss.detach()).isnan()):
+            raise BadInput(
+                "the batch holds no samples, and its loss is not a number",
+                where="engine.backward",
+                remedy="leave it out on all ranks (a loader's drop_last), or divide the loss's sum by one at least",
+            )
 
     def require_usable(self, where: str, *, allow_failed_step: bool = False) -> None:
         """Checks that the engine is not destroyed and, unless `allow_failed_step`, that its last step or load did not fail.

@@ -30,6 +30,8 @@ _HASH_MODULUS = 16777213
 #: What gloo's errors begin with.
 _SOURCE_PLACE = re.compile(r"^\[[^\]]*\] ")
 
+_TRANSPORT = re.compile(r"^\[[^\]]*(gloo|NCCL|nccl)[^\]]*\] ")
+
 _use_count: Any = getattr(torch._C, "_storage_Use_Count", None)
 #: How long a collective waits for gloo's thread to let go, in seconds. Another thread may have taken a view to keep.
 _MOST_SECONDS = 1.0
@@ -87,6 +89,23 @@ class Communicator:
                 raise
             reason = _SOURCE_PLACE.sub("", (str(fault).splitlines() or [""])[0])[:160]
             raise RankLost(self.explain(f"could not {what} ({reason})")) from None
+
+    @contextmanager
+    def naming_ranks_that_computing_lost(self) -> Iterator[None]:
+        """Enters a context of computations whose own collectives, those of ``tp`` and ``ep``, fail where a rank is lost.
+
+        Raises:
+            RankLost: where :attr:`explain` is set and the transport failed; other errors pass.
+        """
+        try:
+            yield
+        except RankLost:
+            raise
+        except RuntimeError as fault:
+            if not transport_failed(fault):
+                raise
+            with self.naming_lost_ranks("compute"):
+                raise
 
     def all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> None:
         """Fills `whole` [ranks × n] with every rank's `shard` [n], which may be this rank's part of `whole`."""
@@ -165,6 +184,11 @@ class Communicator:
         if self.world_size > 1:
             with self.naming_lost_ranks("meet"):
                 dist.barrier(self.group)
+
+
+def transport_failed(fault: RuntimeError) -> bool:
+    """Returns whether gloo or NCCL could not reach a rank, as their errors tell."""
+    return isinstance(fault, dist.DistError) or bool(_TRANSPORT.match(str(fault)))
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -20,19 +20,18 @@ from zeroplan.ds_config.rules_runtime import require_offloadable
 from zeroplan.ds_config.runtime import runtime_setup
 from zeroplan_runtime.activity import Activity
 from zeroplan_runtime.arena import DTYPES, Arena
-from zeroplan_runtime.audit import Audit
 from zeroplan_runtime.checks import (
     EngineChecks,
     freeze_outside,
     groups_of,
-    kept_alias,
     refuse_copy,
     require_loss,
     require_model,
 )
 from zeroplan_runtime.chunked_cross_entropy import attach_chunked_cross_entropy
-from zeroplan_runtime.compiled import compile_units, is_compiled, outside_graphs, refuse_compiled, require_whole, uncompiled
+from zeroplan_runtime.compiled import compile_units, is_compiled, outside_graphs, refuse_compiled, require_whole
 from zeroplan_runtime.config import RuntimeConfig
+from zeroplan_runtime.engine_audits import EngineAudits
 from zeroplan_runtime.engine_checkpoints import EngineCheckpoints
 from zeroplan_runtime.engine_getters import EngineGetters
 from zeroplan_runtime.full_tensors import full_params
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 
-class Engine(EngineGetters, EngineCheckpoints):
+class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
     """A model trained under ZeRO. Make one by :func:`zeroplan_runtime.initialize`.
 
     Call ``loss = engine(batch)``, ``engine.backward(loss)`` and ``engine.step()`` for each micro batch; the last ``step`` of
@@ -97,9 +96,6 @@ class Engine(EngineGetters, EngineCheckpoints):
         self.last_step = None
         self._in_no_sync = False
         self._pending_result: StepResult | None = None
-        self._audit: Audit | None = None
-        self._watches_aliases = True
-        self._ran_uncompiled = False
 
         require_model(model, comm.world_size, on_mesh=ranks.mesh is not None)
         require_distributed(model, ranks)
@@ -181,7 +177,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             else None
         )
         if self.watchdog is not None:
-            comm.explain = ranks.world.explain = self.watchdog.explain
+            ranks.explain_losses(self.watchdog.explain)
             weakref.finalize(self, self.watchdog.stop)
         self.optimizer_step = self.host = None
         if optimizer is not None:
@@ -218,10 +214,12 @@ class Engine(EngineGetters, EngineCheckpoints):
         if self.curriculum is not None and (self.module.training or torch.is_grad_enabled()):
             args, kwargs = self.curriculum.cut(args, kwargs, self.progress.global_steps + 1)
         self.replicas.compare_inputs(args, kwargs)
+        self.checks.saw_inputs(args, kwargs)
         if self.monitor is not None and torch.is_grad_enabled():
             self.monitor.saw_inputs(args, kwargs)
         saving = self.activations.saving() if self.activations is not None else nullcontext()
-        with self.activity.inside(), self._audited(), self._counted(backward=False), saving:
+        naming = self.ranks.world.naming_ranks_that_computing_lost()
+        with self.activity.inside(), naming, self._audited(), self._counted(backward=False), saving:
             output = self.module(*args, **kwargs)
         self.schedule.guard.close_all()
         return output
@@ -240,11 +238,12 @@ class Engine(EngineGetters, EngineCheckpoints):
             The loss, divided by the accumulation steps if `scale_wrt_gas`.
 
         Raises:
-            BadInput: when `loss` is not one element with a gradient, after a backward that failed, and for a second call in
-                a step where updates on the host start in the backward.
+            BadInput: when `loss` is not one element with a gradient, or of no samples and no number, after a backward that
+                failed, and for a second call in a step where updates on the host start in the backward.
         """
         self.checks.require_usable("engine.backward")
         require_loss(loss)
+        self.checks.require_number(loss)
         parts = self.settings.grad_accum if scale_wrt_gas and self.settings.counts_micro_batches else 1
         scaled = loss / parts if parts > 1 else loss
         with self.during_backward(boundary=self.is_gradient_accumulation_boundary()):
@@ -275,7 +274,8 @@ class Engine(EngineGetters, EngineCheckpoints):
         self._drop_layers(self.progress.global_steps)
         self.schedule.root_pre_backward()
         during = self.checks.during_backward(boundary=boundary)
-        with during, self.activity.inside(), self._audited(), self._counted(backward=True):
+        naming = self.ranks.world.naming_ranks_that_computing_lost()
+        with during, self.activity.inside(), naming, self._audited(), self._counted(backward=True):
             yield
             self.schedule.root_post_backward()
 
@@ -342,27 +342,6 @@ class Engine(EngineGetters, EngineCheckpoints):
             return nullcontext()
         return self.flops_profiler.counting(self.progress.global_steps, backward=backward)
 
-    def _audited(self) -> AbstractContextManager[object]:
-        """Returns a context that checks parameter reads in the first micro batches at stage 3, and aliases in the first of
-        all.
-        """
-        steps = self.settings.runtime_options.audit_steps
-        audits = self.micro_steps < steps and self.model_states.setup.shards_params
-        self.schedule.keeps_guard = audits or self._watches_aliases
-        if self._watches_aliases:
-            self.schedule.guard.watch()
-        if not self.schedule.keeps_guard:
-            self._audit = None
-            if self._ran_uncompiled and is_compiled(self.module):
-                refuse_compiled(self.module)
-                self.model_states.release_cache()  # see Note [What the uncompiled micro batch leaves] in compiled.py
-            self._ran_uncompiled = False
-            return nullcontext()
-        self._ran_uncompiled = True
-        if audits and self._audit is None:
-            self._audit = Audit(self.model_states)
-        return uncompiled(self._audit if self._audit is not None else nullcontext())
-
     def step(self) -> None:
         """Ends a micro batch; the last one of an accumulation updates the parameters and the learning rate."""
         self.checks.require_usable("engine.step")
@@ -403,40 +382,6 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.flops_profiler.stepped(self.progress.global_steps)
         if not self.settings.check_overflow or self.device.type == "cpu":
             self.finish_step()
-
-    def _look_for_aliases(self) -> None:
-        """Looks for aliases that forwards took. The ranks agree on what follows from those of the first.
-
-        Raises:
-            BadInput: when one is kept on any rank, at stage 3, and for an array of numpy's whose values would get old.
-        """
-        if self.host is not None or self.model_states.setup.shards_params:
-            self._aliases.require_no_arrays()
-        if not self._watches_aliases:
-            if self.schedule.hooked and not self.schedule.has_aliases:
-                self._aliases.check()
-            return
-        name = self.schedule.guard.end_watch()
-        found = torch.tensor(float(self.schedule.has_aliases or bool(name)), device=self.device)
-        if self.comm.world_size > 1:
-            self.comm.all_reduce_max(found)
-        self.schedule.has_aliases = bool(found)
-        if self.schedule.has_aliases and self.model_states.setup.shards_params:
-            raise kept_alias(name)
-        self._watches_aliases = False
-
-    def _own_tensors(self) -> Iterator[torch.Tensor]:
-        """The engine's tensors that may lie in the parameters' memory."""
-        for unit in self.model_states.units:
-            yield unit.param_slot.tensor
-            for flat in unit.flats():
-                yield from (flat.full, flat.shard, flat.part)
-            yield from (one for one in (unit.master, unit.param_16bit) if one is not None)
-            hosts = unit.offloaded.buffers if unit.offloaded is not None else ()
-            slices = self.optimizer_step.slices[unit.index] if self.optimizer_step is not None else []
-            for part in [*slices, *(part for buffers in hosts for part in buffers.slices)]:
-                yield from (one for one in (part.master, part.param) if one is not None)
-            yield from (one for buffers in hosts if (one := buffers.param) is not None)
 
     def finish_step(self) -> None:
         """Updates loss scale, step count and learning rate from the last step's result. Does nothing if that was done.
@@ -505,7 +450,7 @@ class Engine(EngineGetters, EngineCheckpoints):
             self.monitor.close()
         if self.watchdog is not None:
             self.watchdog.stop()
-            self.comm.explain = self.ranks.world.explain = None
+            self.ranks.explain_losses(None)
         for undo in reversed(self._undo):
             undo()
         self.schedule.remove()

@@ -21,7 +21,7 @@ Note [Mesh]
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 
@@ -151,6 +151,12 @@ class MeshRanks:
     def reports(self) -> bool:
         """Whether this rank shows the run's progress: the first of those that see the loss."""
         return self.leads_stage and (self.pp is None or self.pp.rank == self.pp.world_size - 1)
+
+    def explain_losses(self, explain: Callable[[str], str] | None) -> None:
+        """Lets all of this rank's groups name a rank that is lost; None lets none."""
+        for comm in (self.world, self.shard, self.experts, self.ep, *self.model.values()):
+            if comm is not None:
+                comm.explain = explain
 
     def sum_over_model(self, values: torch.Tensor) -> None:
         """Replaces `values` by their sum over the ranks that hold the other parts of the model."""

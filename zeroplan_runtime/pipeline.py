@@ -17,7 +17,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.comm import transport_failed
 from zeroplan_runtime.pytree import tensors_of
+from zeroplan_runtime.watchdog import RankLost
 
 _WHERE = "engine.pipeline_schedule"
 _Engine = Any  # zeroplan_runtime.engine.Engine, which imports this file
@@ -91,6 +93,7 @@ class _EvenSteps:
         """As torch's.
 
         Raises:
+            RankLost: when a rank of another stage has ended.
             BadInput: on this stage, for a batch that is not given, that does not divide, or whose shape is another now.
         """
         where = "schedule.step"
@@ -118,7 +121,13 @@ class _EvenSteps:
                 where=where,
                 remedy="pad it, or make another schedule for it on all ranks",
             )
-        return super().step(*args, target=target, **options)  # type: ignore[misc]
+        try:
+            return super().step(*args, target=target, **options)  # type: ignore[misc]
+        except RuntimeError as fault:
+            if isinstance(fault, RankLost) or not transport_failed(fault):
+                raise
+            reason = str(fault).splitlines()[0][:160]
+            raise RankLost(f"could not send between pipeline stages, as another rank has ended or waits ({reason})") from None
 
 
 def _told(shapes: dict[str, tuple[Any, ...]]) -> str:

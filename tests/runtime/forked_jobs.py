@@ -37,6 +37,7 @@ class Job:
         zero: more of the section ``zero_optimization``.
         ranks: their number.
         device: ``cpu``, over gloo, or ``cuda``, one GPU a rank over NCCL.
+        tp: all of them share the matrices.
     """
 
     fault: str
@@ -46,6 +47,7 @@ class Job:
     zero: dict[str, Any] = field(default_factory=dict)
     ranks: int = RANKS
     device: str = "cpu"
+    tp: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def _train(job: Job) -> None:
 
     config = ds_config(3, zeroplan={"timeout": PATIENCE}, zero_optimization=job.zero)
     with mock.patch.object(watchdog, "LONGEST_INTERVAL", min(watchdog.LONGEST_INTERVAL, job.timeout / 8)):
-        engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=config, device=job.device)
+        engine, *_ = zeroplan_runtime.initialize(config=config, device=job.device, **_model(job))
     names = {"engine": engine, "torch": torch, "os": os, "signal": signal, "time": time}
     for number in range(1000):
         if number == 3 and job.act:
@@ -149,9 +151,26 @@ def _train(job: Job) -> None:
                 Path("begun").touch()
                 exec(job.fault, names)
             exec(job.act, names)
-        loss = engine(models.batch(number, 0, engine.global_rank).to(engine.device))
+        loss = engine(models.batch(number, 0, 0 if job.tp else engine.global_rank).to(engine.device))
         engine.backward(loss)
         engine.step()
+
+
+def _model(job: Job) -> dict[str, Any]:
+    """The model, and the mesh over which it is split."""
+    from tests.runtime import models
+
+    if not job.tp:
+        return {"model": models.make()}
+    import torch.distributed as dist
+
+    from tests.runtime.mesh_jobs import split
+    from tests.runtime.mesh_training import mesh_of
+
+    dist.init_process_group("gloo")
+    mesh, model = mesh_of(tp=job.ranks), models.make(odd=False)
+    split(model, mesh)
+    return {"model": model, "mesh": mesh}
 
 
 if __name__ == "__main__":

@@ -48,6 +48,21 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_batch_of_no_samples_trains_no_numbers_that_are_none() -> None:
+    engine, empty = start(), models.batch(0, 0, 0)[:0]
+    assert "the batch holds no samples, and its loss is not a number" in said_by(lambda: engine.backward(engine(empty)))
+    engine.backward(engine(empty).nan_to_num())  # nothing to learn from, as a sum of no losses
+    engine.step()
+    take_steps(engine)
+    assert all(torch.isfinite(param).all() for param in engine.module.parameters())
+
+
+def test_a_checkpoint_of_a_transposed_matrix_is_not_loaded(tmp_path: Path) -> None:
+    start(nn.Sequential(nn.Linear(4, 6, bias=False))).save_checkpoint(tmp_path)
+    other = start(nn.Sequential(nn.Linear(6, 4, bias=False)))
+    assert "'0.weight' was saved as (6, 4) and is (4, 6) here" in said_by(lambda: other.load_checkpoint(tmp_path))
+
+
 # ---------------------------------------------------------------------- one engine a model
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests.runtime.ranks import RankPool
 from zeroplan_runtime import comm
 from zeroplan_runtime.comm import Communicator
+from zeroplan_runtime.watchdog import RankLost
 
 
 @pytest.mark.parametrize("turns", [0, 3, None], ids=["at_once", "later", "never"])
@@ -65,3 +66,14 @@ def uses_after(group: dist.ProcessGroup) -> list[tuple[str, int]]:
 def test_gloo_has_let_go_when_a_collective_returns(pool: RankPool) -> None:
     """A third of the gathers returns too early otherwise."""
     assert pool.run(2, uses_after) == [[]] * 2
+
+
+def test_a_rank_that_is_lost_in_the_models_own_collectives_is_named() -> None:
+    alone = Communicator.alone()
+    alone.explain = lambda what: f"rank 1 is dead: {what}"
+    gone = "[/torch/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8932. Check its logs."
+    with pytest.raises(RankLost, match=r"rank 1 is dead: could not compute \(Connection closed by peer"):  # noqa: SIM117
+        with alone.naming_ranks_that_computing_lost():
+            raise RuntimeError(gone)
+    with pytest.raises(RuntimeError, match="shapes differ"), alone.naming_ranks_that_computing_lost():
+        raise RuntimeError("[rows] shapes differ")

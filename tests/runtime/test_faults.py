@@ -37,6 +37,7 @@ JOBS = {
     "is stopped in a save": Job(f"torch.save = lambda *_, **__: {STOP}", 4, act=SAVE),
     "dies in a load": Job(f"torch.load = lambda *_, **__: {KILL}", 6, act=LOAD),
     "dies in an offloaded update": Job(KILL, 6, zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    "dies on tp": Job(KILL, 6, ranks=2, tp=True),
     "reads": Job("pass", 4, act=READ, zero={"stage": 1, "offload_optimizer": {"device": "cpu"}}),
 }
 
@@ -78,6 +79,12 @@ def test_a_rank_that_is_stopped_or_killed_elsewhere_is_named(ended: dict[str, Fu
 def test_a_rank_that_dies_under_an_offloaded_update_is_named(ended: dict[str, Future[Ended]]) -> None:
     name = "dies in an offloaded update"
     require_named(name, JOBS[name], ended[name].result())
+
+
+@pytest.mark.long
+def test_a_rank_that_shares_matrices_and_dies_is_named(ended: dict[str, Future[Ended]]) -> None:
+    """In a collective of the model's, not of the engine's."""
+    require_named("dies on tp", JOBS["dies on tp"], ended["dies on tp"].result())
 
 
 def require_named(name: str, job: Job, found: Ended) -> None:

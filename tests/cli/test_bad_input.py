@@ -67,6 +67,8 @@ CASES: dict[str, tuple[list[str], str]] = {
     "targets without rank": ([LLAMA, "--lora-targets", "q_proj"], "--lora-rank"),
     "unknown target": ([LLAMA, "--lora-rank", "8", "--lora-targets", "q_prof"], "q_proj"),
     "one-bit adam with ZeRO": ([LLAMA, "--stage", "2", "--optimizer", "onebitadam"], "onebitadam"),
+    "empty optimizer": ([LLAMA, "--optimizer", ""], "unknown optimizer"),
+    "one-bit adam, which DeepSpeed removed": ([LLAMA, "--stage", "0", "--optimizer", "onebitadam"], "0.19.7 removed it"),
     "unknown flag": ([LLAMA, "--gpuz", "8"], "--gpuz"),
     "missing ds_config": ([LLAMA, "--ds-config", "/nonexistent/ds.json"], "ds.json"),
     "missing folder": (["./no/such/folder"], "no/such/folder"),
@@ -123,6 +125,13 @@ def _assert_one_clear_line(result: tuple[int, str, str], holds: str) -> None:
 def test_flags(name: str, cli: Callable[..., tuple[int, str, str]]) -> None:
     words, holds = CASES[name]
     _assert_one_clear_line(cli("estimate", *words), holds)
+
+
+@pytest.mark.parametrize(
+    ("script", "holds"), [("", "no program"), ("train.ipynb", "nbconvert"), ("train.py --lr 3", "the program alone")]
+)
+def test_programs_that_no_launcher_starts(script: str, holds: str, cli: Callable[..., tuple[int, str, str]]) -> None:
+    _assert_one_clear_line(cli("recommend", LLAMA, "--vram", "24G", "-o", "ds.json", "--script", script), holds)
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -214,6 +214,22 @@ def _layouts(
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
+def _require_program(script: str) -> None:
+    """Refuse what no launcher can start.
+
+    Raises:
+        BadInput: an empty name, a notebook, or a program with its arguments.
+    """
+    if not script.strip():
+        raise BadInput("names no program", where="--script", remedy="give its path, or leave it out")
+    if script.lower().endswith(".ipynb"):
+        what = "is a notebook, which no launcher starts"
+        raise BadInput(what, where="--script", remedy="write it out first: jupyter nbconvert --to script NOTEBOOK")
+    if " -" in script and not os.path.exists(script):
+        what = f"{script[:60]!r} holds arguments, and would be started as one path"
+        raise BadInput(what, where="--script", remedy="name the program alone, and add its arguments to the printed command")
+
+
 def _target(
     request: Request,
     output: str | None,
@@ -237,6 +253,8 @@ def _target(
         return None
     if new_script is not None and script is not None:
         raise BadInput("cannot stand beside --new-script", where="--script", remedy="use one of the two")
+    if script is not None:
+        _require_program(script)
     names = tuple(name.strip() for name in (hosts or "").split(",") if name.strip())
     if len(names) not in (0, request.nodes):
         raise BadInput(f"names {len(names)} of {request.nodes} nodes", where="--hosts", remedy="name each node, by comma")

@@ -12,6 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from importlib import import_module
@@ -49,6 +50,8 @@ class Case:
     seq_len: int = 8192
     grad_accum: int = 1
     checkpointing: bool = False
+    together: int = 1  # layers of a stage that are recomputed together
+    offloads: bool = False  # checkpointed inputs wait on the host
     tiled_loss: int = 0
     moe: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(
@@ -76,6 +79,8 @@ class Case:
             config["data_types"] = {"grad_accum_dtype": self.sums}
         if self.pp > 1:
             config["pipeline"] = {"use_reentrant": False}
+        if self.together > 1:
+            config["pipeline"]["activation_checkpoint_interval"] = self.together
         return config | ({"tensor_parallel": {"autotp_size": self.tp}} if self.tp > 1 else {})
 
 
@@ -95,6 +100,10 @@ CASES = (
     Case("P03", stage=1, pp=2, grad_accum=4, micro_batch=2, seq_len=4096, sums="fp32"),
     Case("P04", stage=1, pp=2, grad_accum=6, seq_len=4096, gpus=4),
     Case("P05", stage=1, pp=2, grad_accum=4, seq_len=4096, model=LLAMA | {"tie_word_embeddings": True}),
+    Case("P06", stage=1, pp=2, grad_accum=4, seq_len=4096, checkpointing=True, together=2, partition="type:decoder"),
+    Case("K00", stage=2, seq_len=16384, checkpointing=True, offloads=True),
+    Case("K01", stage=3, seq_len=16384, checkpointing=True, offloads=True),
+    Case("K02", stage=2, seq_len=16384, checkpointing=True),
     Case("X00", stage=2, moe={"num_experts": 8, "ep_size": 2, "k": 2, "capacity_factor": 1.25}, seq_len=4096),
     Case("X01", stage=1, moe={"num_experts": 8, "ep_size": 2, "k": 1}, micro_batch=2, seq_len=4096, grad_accum=2),
     Case("X02", stage=2, moe={"num_experts": 4, "ep_size": 1, "k": 2, "use_residual": True}, seq_len=4096),
@@ -138,6 +147,7 @@ def figures(case: Case) -> dict[str, int]:
         gpus=case.gpus,
         seq_len=case.seq_len,
         gradient_checkpointing=case.checkpointing,
+        offload_checkpoints=case.offloads,
         tiled_loss=case.tiled_loss,
         ulysses=case.ulysses,
         pp=case.pp,
@@ -278,8 +288,9 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
                 positions = torch.arange(first, first + tokens, device=device).expand(shape).contiguous()
                 labels = torch.randint(3, case.model["vocab_size"], shape, device=device)
                 batch = {"input_ids": ids, "position_ids": positions, "shift_labels": labels, "labels": labels}
-            loss = engine(**batch).loss
-            engine.backward(loss)
+            with _offloading() if case.offloads else nullcontext():
+                loss = engine(**batch).loss
+                engine.backward(loss)
             engine.step()
         return float(loss.detach())
 
@@ -299,6 +310,13 @@ def _measured(step: Callable[[], float], card: Any, before: int) -> dict[str, An
         "total": card.used() - before,
         "loss": loss,
     }
+
+
+def _offloading() -> Any:
+    """The context in which checkpointed inputs wait on the host."""
+    from deepspeed.runtime.activation_checkpointing import offload_activations
+
+    return offload_activations.get_checkpoint_hidden_states_offloading_ctx_manager()
 
 
 def _forward_in_tiles(model: Any, tiles: int, input_ids: Any, labels: Any) -> Any:
@@ -329,7 +347,7 @@ def _stage_of(case: Case, device: Any) -> Callable[[], float]:
 
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        model = pipeline_module(case.model, case.pp, case.partition, checkpointing=case.checkpointing)
+        model = pipeline_module(case.model, case.pp, case.partition, together=case.together if case.checkpointing else 0)
     torch.set_default_dtype(torch.float32)
     engine, *_ = deepspeed.initialize(model=model, config=dict(case.ds_config), model_parameters=model.parameters())
 

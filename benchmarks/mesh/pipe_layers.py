@@ -74,14 +74,14 @@ class HeadPipe(nn.Module):
         return found
 
 
-def pipeline_module(model: dict[str, Any], stages: int, partition: str, *, checkpointing: bool) -> PipelineModule:
+def pipeline_module(model: dict[str, Any], stages: int, partition: str, *, together: int) -> PipelineModule:
     """Return this rank's stage, of layers in the default dtype and on the default device.
 
     Args:
         model: the Llama's config.
         stages: how many.
         partition: DeepSpeed's ``partition_method``.
-        checkpointing: recompute block by block.
+        together: layers that are recomputed together, 0 for no recomputation.
     """
     config = transformers.AutoConfig.for_model(**model, attn_implementation="sdpa")
     blocks = [LayerSpec(DecoderPipe, config, number) for number in range(config.num_hidden_layers)]
@@ -95,7 +95,7 @@ def pipeline_module(model: dict[str, Any], stages: int, partition: str, *, check
         num_stages=stages,
         loss_fn=_loss(config.vocab_size),
         partition_method=partition,
-        activation_checkpoint_interval=int(checkpointing),
+        activation_checkpoint_interval=together,
         checkpointable_layers=["DecoderPipe"],
     )
 

@@ -193,9 +193,11 @@ def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -
     mesh = _mesh(device, (case.pp, case.dp // case.ep, case.ep, case.tp), ("pp", "dp", "ep", "tp"))
     model = _on_meta(case)
     if case.ep > 1:
-        balance(zeroplan_runtime.share_experts(model, mesh["ep"]), device)
+        zeroplan_runtime.share_experts(model, mesh["ep"])
     if case.tp > 1:
         parallelize(model, mesh["tp"], sequence=case.sp)
+    if "num_experts" in case.model:
+        balance(model, device)
     if case.pp > 1:
         (model,) = stages_on(partial(_on_meta, case), case, rank // (case.ranks // case.pp))
     model.to_empty(device=device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import zeroplan_runtime
@@ -73,6 +74,14 @@ def _has(mesh: DeviceMesh, name: str) -> bool:
 WIDE = {"dp": 2, "cp": 2}
 
 
+@functools.cache
+def wide_mesh() -> DeviceMesh:
+    """A mesh of its own, since the name stays with it."""
+    mesh = init_device_mesh("cpu", tuple(WIDE.values()), mesh_dim_names=tuple(WIDE))
+    mesh["dp", "cp"]._flatten("ep")
+    return mesh
+
+
 def train_shared(
     _group: dist.ProcessGroup,
     cases: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]],
@@ -94,9 +103,7 @@ def laid_out(
     sizes: dict[str, int], length: int, *, sequence: bool = False, **options: Any
 ) -> tuple[DeviceMesh, nn.Module, Step, dict[str, Any]]:
     """The mesh, this rank's part of the mixture, its steps, and further arguments of ``initialize``."""
-    mesh, sample = mesh_of(**sizes), 0
-    if sizes == WIDE and not _has(mesh, "ep"):
-        mesh["dp", "cp"]._flatten("ep")
+    mesh, sample = wide_mesh() if sizes == WIDE else mesh_of(**sizes), 0
     for name, size in sizes.items():
         sample = sample if name in ("tp", "pp") else sample * size + mesh.get_local_rank(name)
     model = share(mixture(**options), mesh, sequence=sequence)

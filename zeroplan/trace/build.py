@@ -50,6 +50,8 @@ _DEPTHS = (
     "decoder_layers",
     "num_encoder_layers",
 )
+#: Config keys that name blocks as a backbone's stages.
+_STAGES = ("stage_names", "out_features", "out_indices")
 #: Config keys of the period at which blocks are of another kind.
 _PERIODS = (
     "decoder_sparse_step",
@@ -160,6 +162,8 @@ def shorten(config: dict[str, Any], depths: list[Depth]) -> dict[str, Any]:
         for key, value in inner.items():
             if isinstance(value, list) and len(value) == depth.real:
                 inner[key] = value[: depth.traced]
+        for key in _STAGES:  # of a backbone, whose stages are the blocks: they follow from their number
+            inner.pop(key, None)
     return out
 
 
@@ -222,6 +226,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
             raise _no_flash(config) from None
     if attention == FLASH and not model._supports_flash_attn:
         raise _no_flash(config)
+    model.to("meta")  # some make a parameter by torch.Tensor(n), which no device's context reaches
     model.tie_weights()
     if config.get("tie_word_embeddings") is False:
         _untie(model)
@@ -322,12 +327,26 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
         return {"input_ids": ids, "token_type_ids": tokens(point.batch, point.seq), "labels": ids}
     if auto_class == SEQUENCE_CLASSIFICATION:
         labels = torch.empty(point.batch, dtype=dtype, device="meta") if labels_of(config) == 1 else tokens(point.batch)
-        return {"input_ids": ids, "labels": labels}
+        return {"input_ids": _ended(config, point) if ends_samples(config) else ids, "labels": labels}
     if auto_class == QUESTION_ANSWERING:
         return {"input_ids": ids, "start_positions": tokens(point.batch), "end_positions": tokens(point.batch)}
     if options.target_len:
         return {"input_ids": ids, "labels": tokens(point.batch, options.target_len)}
     return {"input_ids": ids, "labels": ids}
+
+
+def ends_samples(config: Mapping[str, Any]) -> bool:
+    """Return whether a model's classifier looks for the last token of each sample by its value, as BART's and T5's do."""
+    return bool(config.get("is_encoder_decoder"))
+
+
+def _ended(config: Mapping[str, Any], point: TracePoint) -> torch.Tensor:
+    """Return tokens with values, of which the last of each sample ends it (:mod:`zeroplan.trace.known`)."""
+    end = config.get("eos_token_id")
+    end = end[0] if isinstance(end, list) else end
+    ids = torch.full((point.batch, point.seq), 3 if end != 3 else 4, dtype=torch.int64)
+    ids[:, -1] = end if isinstance(end, int) else 0
+    return ids.to("meta")
 
 
 def _audio(config: Mapping[str, Any], auto_class: str, point: TracePoint, dtype: torch.dtype) -> dict[str, Any]:

@@ -54,6 +54,14 @@ BEFORE[_aten.embedding_dense_backward.default] = _embedding_sort
 AFTER[_aten.embedding_dense_backward.default] = _embedding_sum
 
 
+def _ctc_backward(args: Any, kwargs: Any) -> Sizes:
+    """Return the bytes of CTC's backward variables, as many as its forward ones (``LossCTC.cu``)."""
+    return [args[6].numel() * args[6].element_size()]
+
+
+BEFORE[_aten._ctc_loss_backward.Tensor] = _ctc_backward
+
+
 def _scan(args: Any, kwargs: Any, out: Any) -> Sizes:
     """Return the bytes of a cumulative sum's cast input, and of the scratch block by which it scans a single row
     (``ScanUtils.cuh``).

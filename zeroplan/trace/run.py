@@ -60,7 +60,7 @@ def _record(
     model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions, ranks: Ranks, needs_loss: bool
 ) -> Recording:
     outside = [ranks.local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    known = KnownValues() if options.images else None
+    known = KnownValues() if options.images or _reads_tokens(model) else None
     recorder = StorageRecorder(outside, unwrapped=ranks.unwrapped, known=known)
     regions = _regions(model, options)
     follower = ModuleHooks(model, recorder, zero3=options.zero3, local=ranks.local, left_out=regions.inner)
@@ -96,6 +96,13 @@ def _record(
     finally:
         follower.detach()
     return recorder.out
+
+
+def _reads_tokens(model: nn.Module) -> bool:
+    """Return whether the model's forward reads values of its tokens: where a sample ends."""
+    config = getattr(model, "config", None)
+    classifies = type(model).__name__.endswith("ForSequenceClassification")
+    return classifies and bool(getattr(config, "is_encoder_decoder", False))
 
 
 def _regions(model: nn.Module, options: TraceOptions) -> CompiledRegions:

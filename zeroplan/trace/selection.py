@@ -23,8 +23,12 @@ def _places(mask: torch.Tensor, known: KnownValues | None) -> torch.Tensor:
     return torch.empty((selected, max(mask.dim(), 1)), dtype=torch.int64, device=mask.device)
 
 
-def result(func: Any, args: Any, known: KnownValues | None = None) -> torch.Tensor | None:
-    """Return the operator's result where a mask decides its shape, else None."""
+def result(func: Any, args: Any, known: KnownValues | None = None) -> Any:
+    """Return the operator's result where a mask decides its shape, or where torch has no rule for it; else None."""
+    if func is _aten._ctc_loss.Tensor and args[0].device.type == "meta":
+        return _ctc(args[0], args[1])
+    if func is _aten._ctc_loss_backward.Tensor and args[1].device.type == "meta":
+        return torch.empty_like(args[1], memory_format=torch.contiguous_format)
     if func is _aten.nonzero.default and args[0].device.type == "meta":
         return _places(args[0], known)
     if func is _aten.masked_select.default and args[0].device.type == "meta":
@@ -34,6 +38,16 @@ def result(func: Any, args: Any, known: KnownValues | None = None) -> torch.Tens
         chosen: torch.Tensor = args[0].new_empty(count)
         return chosen
     return None
+
+
+def _ctc(scores: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return CTC's losses of each sample, and its forward variables (``LossCTC.cu``, ``ctc_loss_gpu_template``).
+
+    scores: [frames, samples, words]; targets: those of all samples behind one another.
+    """
+    frames, samples, _ = scores.shape
+    longest = targets.numel() // max(samples, 1) if targets.dim() == 1 else targets.shape[1]
+    return scores.new_empty(samples), scores.new_empty((samples, frames, 2 * longest + 1))
 
 
 def arguments(func: Any, args: Any, known: KnownValues | None = None) -> Any:

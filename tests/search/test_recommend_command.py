@@ -569,3 +569,11 @@ def test_a_process_that_dies_ends_the_measurement() -> None:
 
     with pytest.raises(BadInput, match=r"rank \d of 2 ended early"):
         calibrate_host.measure_host(2, "no such device")
+
+
+def test_what_one_configuration_would_surprise_with_is_said_where_it_is_shown(cli: Cli) -> None:
+    words = ("recommend", "openai-community/gpt2", "--vram", "24G", "--gpus", "2", "--engine", "zeroplan", "--stage", "3")
+    words += ("--micro-batch", "1", "--depth", "formula", "--json")
+    for offload, said in (((), False), (("--offload-param", "nvme", "--nvme", "1T"), True)):
+        _, out, _ = cli(*words, *offload)
+        assert any("max_in_cpu" in text for text in json.loads(out)["warnings"]) is said

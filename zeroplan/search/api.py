@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
-from zeroplan.engines.base import Engine
+from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
@@ -111,7 +111,9 @@ def _answer(
     *,
     considered: int,
 ) -> SearchResult:
-    warnings = [*options.notes, *resolved.warnings]
+    shown = ((one, Case(resolved.spec, one.workload, resolved.cluster, one.zero)) for one in ranking)
+    remarks = (one.engine.remark(case) for one, case in shown)
+    warnings = [*options.notes, *resolved.warnings, *dict.fromkeys(text for text in remarks if text)]
     if memory.no_tape:  # the first, since it decides more than the others
         text = f"formula depth: {memory.no_tape}; what may fit is judged by {_judged_by(resolved)}, and nothing is known to fit"
         warnings.insert(0, text)

@@ -117,7 +117,9 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
             raise BadInput(what, where="--compile", remedy="use blocks, or let the search checkpoint")
         free = replace(free, gradient_checkpointing=True)
     resolved = resolve(free)
-    cluster, warnings = resolved.cluster, list(resolved.warnings)
+    # What is to be said of single cases is said of those that the answer shows.
+    remarks = {resolved.engine.remark(case) for case in resolved.cases}
+    cluster, warnings = resolved.cluster, [text for text in resolved.warnings if text not in remarks]
     if cluster.vram is None and options.candidates is None:
         raise BadInput("no GPU memory is given", where="--vram", remedy="give --vram 24G, or a card: --gpu A100-80G")
     spec, workload = resolved.spec, resolved.workload

@@ -78,16 +78,12 @@ def test_the_interval_of_interleaved_stages_holds_what_was_measured(traced_here:
 
 @pytest.mark.long
 @pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")
-@pytest.mark.parametrize(("number", "off"), [("Z00", 0.0005), ("Z02", 0.035)])
-def test_zero_bubble_is_met_on_its_first_rank_alone(
-    number: str, off: float, traced_here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("number", ["Z00", "Z02"])
+def test_zero_bubble_allocates_what_was_measured(number: str, traced_here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(traced_here))
     rows = {row["id"]: row for row in map(json.loads, MEASURED.read_text().splitlines())}
     case = next(case for case in CASES if case.id == number)
-    plan = plan_of(case)
-    assert figures(plan, case)["allocated"] == pytest.approx(rows[number]["allocated"], rel=off)
-    assert plan.fits is None
+    assert figures(plan_of(case), case)["allocated"] == pytest.approx(rows[number]["allocated"], rel=0.001)
 
 
 def test_every_case_ran() -> None:

@@ -81,6 +81,16 @@ class _PlainTorch(PipelineEngineSchedule):
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
         self.kept: dict[int, int] = {}
+        self.hooked = False
+
+    def backward_begin(self, boundary: bool) -> None:
+        self.hooked = True
+
+    def backward_end(self, boundary: bool) -> None:
+        self.hooked = False
+
+    def backward_exit(self, module: int) -> None:
+        assert self.hooked, "no hook runs while gradients of weights are made apart"
 
     def grad(self, param: int, handle: int) -> None:
         if param in self.kept:

@@ -436,7 +436,7 @@ class _StagePlayer(CuePlayer):
             ends = (0, part.split, len(tape) if part.weights < 0 else part.weights, len(tape))
             for half, (begin, end) in enumerate(pairwise(ends)):
                 taken = workspaces_of(tape, range(begin, end), half) if not slot and half < len(ends) - 2 else []
-                halves[half].append(cues_of(tape, range(begin, end), taken, True, blocks))
+                halves[half].append(cues_of(tape, range(begin, end), taken, half < len(halves) - 1, blocks))
         super().__init__(recorder, chunk.schedule, blocks, run.cublas_workspace)
         self.sent = -1
         self.received: list[int] = []  # gradients that stay on the inputs of which they are

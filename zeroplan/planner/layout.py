@@ -8,7 +8,6 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, Workload
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
@@ -99,20 +98,16 @@ def without_degrees(request: Request) -> str:
     return f"leave {' and '.join(said) or '--dp-replicate'} out"
 
 
-def missed(layout: ParallelLayout | None, schedule: str) -> tuple[Unmodelled, ...]:
-    """Return why a layout's plans are not relied upon: measured runs needed more, and why is not known."""
-    if layout is None or schedule != "zero-bubble":
-        return ()
-    says = "ranks behind the first allocated up to 4.3 % more than planned on an H200 (torch 2.11; planned as torch 2.13 does)"
-    return (Unmodelled("--schedule", Effect.MORE, says),)
-
-
-def unmeasured(layout: ParallelLayout) -> str:
+def unmeasured(layout: ParallelLayout, schedule: str) -> str:
     """Return a warning where a layout was not held against a GPU, or was not met as closely as others; empty elsewhere."""
     if layout.own_experts:
         return "MoE layers: as DeepSpeed's source has them, but not measured on a GPU"
     if layout.ulysses > 1:
         return "--ulysses: as DeepSpeed's source has it, but not measured on a GPU"
+    if schedule == "zero-bubble":
+        return (
+            "--schedule zero-bubble: one of seven measured ranks reserved 10 % more than its plan says; the interval holds it"
+        )
     if layout.vpp > 1:
         return "--vpp: one of five measured ranks reserved 12 % more than its plan says, and the interval is as wide"
     return ""

@@ -18,7 +18,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.layout import layout_of, missed, require_compilable, unmeasured, without_degrees
+from zeroplan.planner.layout import layout_of, require_compilable, unmeasured, without_degrees
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.request import Request
 from zeroplan.planner.requested_types import with_checked_types
@@ -172,7 +172,6 @@ def resolve(request: Request) -> Resolved:
         own_layers=engine.own_layers,
         partition=partition,
     )
-    unmodelled += missed(layout, request.schedule)
     if layout is not None and workload.quantize is not None:
         raise BadInput(
             "quantised bases are modelled for data parallelism alone",
@@ -186,7 +185,7 @@ def resolve(request: Request) -> Resolved:
     if layout is not None and workload.compile is not None:
         require_compilable(request, engine.compiled_degrees)
     warnings += [f"{where}: as DeepSpeed's source has it, but not measured on a GPU" for where in tiled]
-    if layout is not None and not engine.own_layers and (said := unmeasured(layout)):
+    if layout is not None and not engine.own_layers and (said := unmeasured(layout, request.schedule)):
         warnings.append(said)
     every = [
         Case(

@@ -166,6 +166,11 @@ def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
         from peft.utils.other import fsdp_auto_wrap_policy
 
         policy = fsdp_auto_wrap_policy(model)
+        for (
+            module
+        ) in model.modules():  # peft 0.21.2 casts inputs to the dtype of an adapter's part, which is not its gathered one
+            if hasattr(module, "cast_input_dtype_enabled"):
+                module.cast_input_dtype_enabled = False
     wrapped = FullyShardedDataParallel(
         model,
         auto_wrap_policy=policy,

@@ -70,6 +70,18 @@ def test_sizes_by_hand() -> None:
     assert beside["fp32"] == pytest.approx(4 * root, abs=room)  # the part is the gradient
 
 
+def test_replicas_keep_parts_in_16_bits_until_the_backwards_end() -> None:
+    """AllReduceState holds each group's part; behind the backward ranks with replicas have what those without have."""
+    asked: dict[str, Any] = {"model": "meta-llama/Llama-3.2-1B", "engine": "fsdp2", "gpu": "H200", "seq_len": 64, "stage": 3}
+    runs = [
+        estimate_runs(Request(**asked, gpus=gpus, dp_replicate=gpus // 2, reduce_dtype="bf16", depth="simulated")).runs[0]
+        for gpus in (2, 4)
+    ]
+    ends = [{mark.name: mark for mark in run.simulation.timeline.marks}["bwd"] for run in runs if run is not None]
+    assert ends[1].allocated == pytest.approx(ends[0].allocated, abs=4 << 20)
+    assert ends[1].peak > ends[0].peak + (500 << 20)  # 2 bytes of half the blocks' 0.97 B parameters
+
+
 @pytest.mark.parametrize(
     ("name", "text", "engine", "dtype"),
     [

@@ -81,7 +81,7 @@ class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):
         for module in sorted(self.groups):
             for group in reversed(self.groups_of(module)):
                 self._post_backward(group)
-        self._free_reduce_inputs()
+        self._finalize_backward()
 
 
 def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:

@@ -395,6 +395,10 @@ class Fsdp2Schedule(EngineSchedule):
                     self._post_backward(group)
         if self.root is not None:
             self._post_backward(self.root)
+        self._finalize_backward()
+
+    def _finalize_backward(self) -> None:
+        """Free what reductions that are under way need (FSDPState._root_post_backward_final_callback)."""
         self._free_reduce_inputs()
         for handle in self.all_reduced:
             self.free(handle)

@@ -26,7 +26,7 @@ from benchmarks.verified import verify_measured
 from docs.commands import PAGES_WITH_COMMANDS, renewed
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
-from zeroplan.core.units import format_bytes, format_count
+from zeroplan.core.units import GIB, format_bytes, format_count
 from zeroplan.core.versions import Version, version_text
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
@@ -253,8 +253,58 @@ def accuracy_in_words() -> str:
     return "\n\n".join([fill(head, 120), table, fill(tail, 120)])
 
 
+def _reported() -> Any:
+    return json.loads((RESULTS / "reported.json").read_text())
+
+
+def _score_row(name: str, one: Any) -> list[str]:
+    verdicts = [str(one["verdicts"][kind]) for kind in ("right", "false-safe", "false alarm", "unknown")]
+    return [name, str(one["runs"]), *verdicts, f"{one['close']} of {one['figures']}" if one["figures"] else ""]
+
+
+def _source(name: str) -> str:
+    """A thread as it is, a file of a repository by its name alone."""
+    repository, _, path = name.partition(":")
+    return f"{repository}, {Path(path).stem}" if path else repository
+
+
+def reported_scores() -> str:
+    """Reported runs by source: verdicts, and figures that are close."""
+    result = _reported()
+    head = ["source", "runs", "right", "false-safe", "false alarm", "unknown", "figures within 10 %"]
+    rows = [_score_row(_source(source), one) for source, one in result["complete_by_source"].items()]
+    return render(head, [*rows, _score_row("**all**", result["complete"])], "github")
+
+
+def reported_unknown() -> str:
+    """Reported runs of which a plan does not say whether they fit, by the reason that it gives."""
+    reasons: dict[str, list[str]] = {}
+    for run in _reported()["runs"]:
+        if run["complete"] and run["verdict"] == "unknown":
+            reasons.setdefault(run["said"], []).append(run["id"])
+    rows = [[str(len(ids)), ", ".join(f"`{one}`" for one in ids), says.replace("|", "/")] for says, ids in reasons.items()]
+    return render(["runs", "which", "what the plan says"], sorted(rows, key=lambda row: -int(row[0])), "github")
+
+
+def reported_far() -> str:
+    """Reported figures of which the plan is more than 10 % away."""
+    rows = [
+        [f"`{run['id']}`", one["what"], f"{one['reported'] / GIB:.1f}", f"{one['planned'] / GIB:.1f}", f"{one['error']:+.0%}"]
+        for run in _reported()["runs"]
+        if run["complete"]
+        for one in run["figures"]
+        if abs(one["error"]) > 0.10
+    ]
+    return render(["run", "figure", "reported, GiB", "planned", "error"], rows, "github")
+
+
 #: Parts of pages that are written by hand, between ``<!-- made: NAME -->`` and ``<!-- end -->``.
-PARTS: dict[str, Callable[[], str]] = {"accuracy": accuracy_in_words}
+PARTS: dict[str, Callable[[], str]] = {
+    "accuracy": accuracy_in_words,
+    "reported_scores": reported_scores,
+    "reported_unknown": reported_unknown,
+    "reported_far": reported_far,
+}
 
 
 def with_parts(text: str) -> str:

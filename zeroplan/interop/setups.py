@@ -35,6 +35,7 @@ class Setup:
         optimizer_kind: how it walks its tensors, where the program decides that.
         attn: the attention implementation.
         gradient_checkpointing: whether blocks are recomputed.
+        reentrant: whether checkpoints are reentrant, where the file says so.
         checkpoint_policy: which, in the words of ``--checkpoint-policy``; None for all.
         lora_rank: of the adapters; None trains the model itself.
         lora_dropout: whether adapters drop some of their input.
@@ -106,6 +107,7 @@ class Setup:
     optimizer_kind: str | None = None
     attn: str | None = None
     gradient_checkpointing: bool | None = None
+    reentrant: bool | None = None
     checkpoint_policy: str | None = None
     lora_rank: int | None = None
     lora_dropout: bool = False

@@ -165,6 +165,8 @@ def filled(request: Request, setup: Setup) -> Request:
         changes["gradient_checkpointing"] = setup.gradient_checkpointing
         if setup.checkpoint_policy is not None and request.checkpoint_policy == "full":
             changes["checkpoint_policy"] = setup.checkpoint_policy
+    if setup.reentrant is not None:
+        changes["reentrant"] = setup.reentrant
     if setup.optimizer_kind is not None:
         changes["optimizer_kind"] = OptimizerKind(setup.optimizer_kind)
     changes["precision"] = _precision(setup)

@@ -42,6 +42,7 @@ class Request:
     lora_targets: Sequence[str] = ()
     quantize: str | None = None
     transformers_version: str | None = None
+    reentrant: bool | None = None
     quantized_by: str = "--quantize"
     set_to_none: bool = True
     fp8: str | None = None

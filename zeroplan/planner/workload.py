@@ -117,7 +117,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         longest_first=request.longest_first,
         linear_experts=older and quantization is not None and quantization.products in (Products.NESTED, Products.SINGLE),
         base_on_host=older and quantization is not None,
-        reentrant=older and request.gradient_checkpointing,
+        reentrant=request.gradient_checkpointing and (older if request.reentrant is None else request.reentrant),
         pairs=request.pairs,
         reference=request.reference,
         kl_batch=request.kl_batch,

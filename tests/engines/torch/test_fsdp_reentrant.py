@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from zeroplan.core.errors import BadInput
+from zeroplan.interop.readers import read_setup
 from zeroplan.planner.estimate import estimate_report, estimate_runs
 from zeroplan.planner.request import Request
 
@@ -106,8 +107,32 @@ def test_the_plan_holds_them_too() -> None:
     assert unit * (LAYERS - 2) < more < unit * LAYERS
 
 
+@pytest.mark.torch
+def test_reentrant_forwards_keep_no_gathered_weights() -> None:
+    """At stage 3 a product keeps its gathered weight in its graph, which a reentrant checkpoint's forward does not make."""
+    sharded = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    config = {"zero_optimization": sharded, "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2}
+    asked = {**ASKED, "engine": "deepspeed", "stage": None, "quantize": "nf4", "micro_batch": None, "ds_config": config}
+
+    def forward(**changes: Any) -> int:
+        (run,) = estimate_runs(Request(**asked, **changes)).runs
+        assert run is not None
+        return next(mark.allocated for mark in run.simulation.timeline.marks if mark.name == "fwd")
+
+    packed = LAYERS * (2 * WIDTH * WIDTH + 2 * 128 * WIDTH + 3 * 512 * WIDTH) // 2
+    assert forward() - forward(reentrant=True) == pytest.approx(packed, rel=0.1)
+
+
 def test_of_older_and_newer_versions_nothing_is_known() -> None:
     for version in ("4.30", "9.0", "newest"):
         with pytest.raises(BadInput) as refused:
             estimate_report(Request(**ASKED, transformers_version=version))
         assert refused.value.where == "--transformers-version"
+
+
+def test_files_say_which_way_of_checkpointing() -> None:
+    file = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "gradient_checkpointing": True, "bf16": True}
+    assert read_setup(file, "hf-trainer").reentrant is None
+    assert read_setup({**file, "use_reentrant": "True"}, "hf-trainer").reentrant is True
+    kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    assert read_setup({**file, **kwargs}, "hf-trainer").reentrant is False

@@ -52,14 +52,15 @@ class DeepSpeedSchedule(EngineSchedule):
         for nbytes in self.rank.quant_states:
             self.alloc(nbytes, Buffer.PARAM_FROZEN)
         self.free_all(twins)
-        if self.rank.quant_states:  # prepare_model_for_kbit_training
+        if self.rank.quant_states and not self.rank.workload.base_on_host:  # prepare_model_for_kbit_training
             quantized = set(self.rank.parameters.packed)
             self._recast([p for p in self.params if p not in quantized], DType.FP32.bytes)
 
     def add_adapters(self) -> None:
         """Allocate the parameters that peft adds to the built model, whole and on the GPU.
 
-        Beside a quantised base they are made in fp32, and DeepSpeed casts them with all that is not quantised.
+        Beside a quantised base they are made in fp32, and DeepSpeed casts them with all that is not quantised. A base that
+        waits on the host is not prepared in fp32 (TRL 0.11, ``is_sharded_qlora``), so that adapters alone are cast.
         """
         prepared = bool(self.rank.quant_states)
         width = DType.FP32.bytes if prepared else self.rank.param_bytes
@@ -67,8 +68,10 @@ class DeepSpeedSchedule(EngineSchedule):
             if added:
                 self.params[p] = self.alloc(width * self.rank.numel[p], self._param_buffer(p), note=p)
         if prepared:
-            quantized = set(self.rank.parameters.packed)
-            self._recast([p for p in sorted(self.params) if p not in quantized], self.rank.param_bytes)
+            quantized, alone = set(self.rank.parameters.packed), self.rank.workload.base_on_host
+            others = [p for p in sorted(self.params) if p not in quantized]
+            cast = [p for p in others if self.rank.parameters.adapters[p] or not alone]
+            self._recast(cast, self.rank.param_bytes)
 
     def _recast(self, params: Iterable[int], width: int) -> None:
         """Put another dtype's copy in the place of each parameter."""

@@ -221,7 +221,8 @@ class Stage3(DeepSpeedSchedule):
         saved = (self.saves.recomputation if self.backward else self.saves.forward).get(module)
         if saved and not self.evaluating:
             self.coordinator.save(module, saved)
-        if module in self.keeps and not (self.evaluating or self.referring):
+        graphless = self.rank.workload.reentrant and not self.backward  # a reentrant checkpoint's forward has no graph
+        if module in self.keeps and not (self.evaluating or self.referring or graphless):
             (self.held_again if self.backward else self.held).extend(self.coordinator.hold(self.keeps[module]))
         if not self.inside_leaf[module]:
             self.coordinator.release(module, forward=True)

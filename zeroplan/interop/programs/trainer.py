@@ -148,6 +148,7 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
         )
     else:
         run.set("gradient_checkpointing", again, "gradient_checkpointing")
+    _reentrance(run)
     run.leave_out_flags(_NOT_MODELLED)
     set_compile(run)
     _evaluation(run)
@@ -265,6 +266,16 @@ def _fsdp(run: Builder) -> None:
         wraps=_WRAPS,
         state_dict="full",
     )
+
+
+def _reentrance(run: Builder) -> None:
+    """Set the way of checkpointing where the file says it: the Trainer's own key, or that of peft's and TRL's scripts."""
+    kwargs = run.value("gradient_checkpointing_kwargs")
+    for keys, key in ((Keys(kwargs, run.name) if isinstance(kwargs, dict) else run, "use_reentrant"), (run, "use_reentrant")):
+        said = keys.flag(key)
+        if said is not None:
+            run.set("reentrant", said, key)
+            return
 
 
 def set_fsdp(

@@ -84,6 +84,7 @@ def forward(
     PRECISION: tl.constexpr,
 ) -> None:
     """Computes output and log-sum-exp of a piece's queries; where STARTED, from those of other keys that stand there."""
+    scale = tl.cast(scale, tl.float32)  # inductor hands it over in 64 bits
     sample, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     layout = head if BY_HEAD else 0
     block, first, count, slot = _piece(pieces_ptr, layout, tl.program_id(0))
@@ -243,6 +244,7 @@ def backward_queries(
     PRECISION: tl.constexpr,
 ) -> None:
     """Computes the gradient of a piece's queries, and each query's output times its gradient, summed (`delta`)."""
+    scale = tl.cast(scale, tl.float32)  # inductor hands it over in 64 bits
     sample, head = (tl.program_id(1) // heads).to(tl.int64), tl.program_id(1) % heads
     layout = head if BY_HEAD else 0
     block, first, count, slot = _piece(pieces_ptr, layout, tl.program_id(0))
@@ -340,6 +342,7 @@ def backward_keys(
     PRECISION: tl.constexpr,
 ) -> None:
     """Computes the gradients of a piece's keys and values, over all heads that share them."""
+    scale = tl.cast(scale, tl.float32)  # inductor hands it over in 64 bits
     sample, key_head = (tl.program_id(1) // key_heads).to(tl.int64), tl.program_id(1) % key_heads
     layout = key_head if BY_HEAD else 0
     block, first, count, slot = _piece(pieces_ptr, layout, tl.program_id(0))

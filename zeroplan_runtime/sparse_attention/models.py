@@ -25,6 +25,8 @@ logger = logging.getLogger("zeroplan_runtime")
 _WHERE = "sparse attention"
 #: Lengths whose tables are kept.
 _MOST_LENGTHS = 16
+#: A compiled model breaks its graph here: inductor would compile these kernels anew, which no GPU has run.
+_as_written = torch.compiler.disable(block_attention)
 _numbers = itertools.count()
 
 
@@ -244,7 +246,8 @@ class SparseInterface:
             scores = self.scores_of(query.shape[2], query.device, causal=lists.causal)
             kernel, lists = scores.block_mask(attention_mask.padding), None
         if lists is not None:
-            out = block_attention(query, key, value, lists, padding=attention_mask.padding, scale=scaling)
+            attend = _as_written if torch.compiler.is_compiling() else block_attention
+            out = attend(query, key, value, lists, padding=attention_mask.padding, scale=scaling)
         elif query.is_cuda and scores is not None:
             out = tiled_attention(query, key, value, scores, kernel, scale=scaling, autotune=self.autotune)
         else:

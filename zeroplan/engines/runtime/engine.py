@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
-from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
 from zeroplan.core.optimizers import runtime_type
@@ -289,12 +288,8 @@ class Runtime(Engine):
 
 
 def _measured(case: Case, layout: ParallelLayout) -> bool:
-    """Whether two GPUs measured such a layout: ep alone at stages 2 and 3, and tp of a model without experts at stage 2, whose
-    parameters stay as those of stages 0 and 1 do.
-    """
-    if max(layout.cp, layout.pp, parts_of(case)) > 1:
-        return False
-    return layout.tp == 1 or (case.zero.stage < 3 and not experts_of(case.spec.parameters))
+    """Whether two GPUs measured such a layout: ep alone at stages 2 and 3, tp at stage 2, and of a mixture at stage 3, too."""
+    return max(layout.cp, layout.pp, parts_of(case)) == 1
 
 
 @lru_cache(maxsize=64)

@@ -31,6 +31,8 @@ _OF_FILES = {
         "longest_first",
         "mixed_units",
         "quantized_by",
+        "reentrant",
+        "rollout",
     ),
 }
 #: Degrees of parallelism that a search does not take.

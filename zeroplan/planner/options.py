@@ -36,6 +36,7 @@ class RunOptions(TypedDict, total=False):
     labelled_share: float | None
     engine: str
     deepspeed_version: str | None
+    transformers_version: str | None
     offload_optimizer: str | None
     offload_param: str | None
 

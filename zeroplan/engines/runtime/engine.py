@@ -289,7 +289,7 @@ class Runtime(Engine):
 
 def _measured(case: Case, layout: ParallelLayout) -> bool:
     """Whether two GPUs measured such a layout: ep alone at stages 2 and 3, tp at stage 2, and of a mixture at stage 3, too."""
-    return max(layout.cp, layout.pp, parts_of(case)) == 1
+    return max(layout.cp, layout.pp, parts_of(case)) == 1 and min(layout.tp, layout.ep) == 1
 
 
 @lru_cache(maxsize=64)

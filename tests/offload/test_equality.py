@@ -68,6 +68,7 @@ def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
     assert_equal(pool, ranks, cases)
 
 
+@pytest.mark.long
 @ranks_and_more(1, 2)
 def test_accumulation_clipping_and_wider_sums(pool: RankPool, ranks: int) -> None:
     several = {"gradient_accumulation_steps": 3, "gradient_clipping": 0.5}

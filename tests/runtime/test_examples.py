@@ -101,7 +101,7 @@ def test_states_of_more_than_four_times_the_allowance(output: Output, tmp_path: 
         assert rows[0] != rows[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.torch
 def test_the_examples_of_tasks_print_plan_beside_measurement(output: Output) -> None:
     """Each learns, and what the runtime keeps is as planned; all in one process. Of minGPT the plans of a post come first."""

@@ -126,7 +126,7 @@ def train(group: dist.ProcessGroup, stage: int, remat: str, folder: str) -> dict
     return {"losses": losses, "params": params, "seen": seen, "whole": whole, "theta": theta, "seed": seed, "after": after}
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), 2, pytest.param(3, marks=pytest.mark.long)])
 def test_a_training_is_plain_torchs_with_the_same_blocks_left_out_and_resumes(
     pool: RankPool, tmp_path: Path, stage: int
 ) -> None:

@@ -125,6 +125,7 @@ def test_gradient_checkpointing_of_transformers_reaches_the_layers() -> None:
         assert torch.equal(one, other)
 
 
+@pytest.mark.long
 def test_a_fused_model_goes_to_another_process() -> None:
     """Its layers' classes are made when they are asked for, also by a process that has made none."""
     model = make()

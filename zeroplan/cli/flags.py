@@ -68,6 +68,8 @@ ALST = ("tiled_mlp", "tiled_loss", "offload_checkpoints")
 NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model", "fp8", *ALST, "reduce_dtype")
 #: Fields of a layout, for verbs that take data parallelism alone.
 DEGREES = ("tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "partition", "dp_replicate")
+#: Fields that ``recommend`` and ``scale`` do not take: they have their own way to say them, or search no such run.
+NOT_SEARCHED = (*DEGREES, "ds_config", "checkpoint_policy", "files", "program", "zero_init", "fp8", *ALST, "reduce_dtype")
 
 
 def _option(

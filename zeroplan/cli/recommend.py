@@ -86,17 +86,7 @@ Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, he
 
 
 @verb("zeroplan recommend meta-llama/Llama-3.1-8B --gpu 4xA100 -o ds_config.json", "zeroplan recommend --gpu RTX4090")
-@flags.takes_request(
-    *flags.DEGREES,
-    "ds_config",
-    "checkpoint_policy",
-    "files",
-    "program",
-    "zero_init",
-    "fp8",
-    *flags.ALST,
-    "reduce_dtype",
-)
+@flags.takes_request(*flags.NOT_SEARCHED)
 def recommend(
     request: Request,
     gradient_checkpointing: Checkpointing = None,

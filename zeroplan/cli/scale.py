@@ -45,18 +45,7 @@ Svg = Annotated[str | None, typer.Option("--svg", help="Write the pictures alone
 
 
 @verb("zeroplan scale meta-llama/Llama-3.1-8B --gpu H100", "zeroplan scale gpt2-xl --gpus 1..64 --gpu V100-32G --stage 3")
-@flags.takes_request(
-    *flags.DEGREES,
-    "nodes",
-    "ds_config",
-    "checkpoint_policy",
-    "files",
-    "program",
-    "zero_init",
-    "fp8",
-    *flags.ALST,
-    "reduce_dtype",
-)
+@flags.takes_request("nodes", *flags.NOT_SEARCHED)
 def scale(
     request: Request,
     gpus: Ranks = "8..1024",

@@ -93,7 +93,7 @@ def theirs(case: dict[str, Any]) -> list[Any]:
 
 
 def ours(case: dict[str, Any]) -> list[Any]:
-    """The same of our plan."""
+    """Return what the plan's schedule allocates and frees in the same case, phase by phase."""
     config = read_ds_config(case["config"])
     dtype = DType(case["dtype"])
     workload = Workload(

@@ -32,7 +32,8 @@ def measure_cases(
         says: what the program does, for its help.
         cases: those of one GPU among fake ranks.
         on_two_gpus: those whose ranks are all real.
-        measure: ``measure(case, rank, fake=…)`` runs a case on one of its ranks, in a process of its own.
+        measure: ``measure(case, rank, fake=…)`` runs a case on one of its ranks, in a process of its own; with
+            ``histories=FOLDER`` where the command line asks for them.
         tiny: returns a case that a CPU can try.
         seconds: a case's limit.
         by_place: whether a row holds its case, and the figures of the rank at the case's place; else those of the rank that
@@ -43,7 +44,9 @@ def measure_cases(
     parser.add_argument("--two-gpus", action="store_true")
     parser.add_argument("--only", default="")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--histories", type=Path, help="where the recorded events of each rank's allocator go")
     asked = parser.parse_args()
+    told = {} if asked.histories is None else {"histories": asked.histories}
     kept = [line for line in asked.rows.read_text().splitlines() if json.loads(line)["ok"]] if asked.rows.exists() else []
     asked.rows.write_text("".join(f"{line}\n" for line in kept))
     done = {json.loads(line)["id"] for line in kept}
@@ -53,7 +56,7 @@ def measure_cases(
         began = time.monotonic()
         tried = tiny(case) if asked.tiny else case
         found = run_ranks(
-            partial(measure, tried, fake=not asked.two_gpus), case.ranks if asked.two_gpus else 1, timeout=seconds
+            partial(measure, tried, fake=not asked.two_gpus, **told), case.ranks if asked.two_gpus else 1, timeout=seconds
         )
         fault = failure(found)
         row: dict[str, Any] = {"id": case.id} | ({"case": case.to_dict()} if by_place else {})

@@ -122,6 +122,7 @@ def main() -> None:
     parser.add_argument("--only", default="")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--now", action="store_true")
+    parser.add_argument("--histories", type=Path, help="where the recorded events of each rank's allocator go")
     asked = parser.parse_args()
     chosen = [case for case in CASES if re.search(asked.only, case.id)]
     if asked.verb == "predict":
@@ -129,7 +130,7 @@ def main() -> None:
     elif asked.rows is None:
         parser.error("which rows?")
     elif asked.verb == "measure":
-        _measure([_tiny(case) for case in chosen] if asked.tiny else chosen, asked.rows)
+        _measure([_tiny(case) for case in chosen] if asked.tiny else chosen, asked.rows, asked.histories)
     else:
         _compare(chosen, asked.rows, now=asked.now)
 
@@ -195,7 +196,7 @@ def _tiny(case: Case) -> Case:
     return replace(case, model=case.model | small, seq_len=128)
 
 
-def _measure(cases: list[Case], rows: Path) -> None:
+def _measure(cases: list[Case], rows: Path, histories: Path | None) -> None:
     from benchmarks.forked import failure, run_ranks
 
     done = {json.loads(line)["id"] for line in rows.read_text().splitlines()} if rows.exists() else set()
@@ -203,7 +204,7 @@ def _measure(cases: list[Case], rows: Path) -> None:
         if case.id in done:
             continue
         began = time.monotonic()
-        found = run_ranks(partial(_on_rank, case), case.gpus, timeout=SECONDS)
+        found = run_ranks(partial(_run_on_rank, case, histories), case.gpus, timeout=SECONDS)
         fault = failure(found)
         row: dict[str, Any] = {
             "id": case.id,
@@ -219,6 +220,22 @@ def _measure(cases: list[Case], rows: Path) -> None:
         with rows.open("a") as out:
             out.write(json.dumps(row) + "\n")
         print(case.id, f"{row['seconds']} s", fault or [f"{row[name] / 2**20:.1f}" for name in _SHOWN], flush=True)
+
+
+def _run_on_rank(case: Case, histories: Path | None, rank: int) -> dict[str, Any]:
+    """Run a case on one rank; the events of its allocator go to a file in `histories`."""
+    import torch
+
+    from benchmarks.measure import history
+
+    recorded = histories is not None and torch.cuda.is_available()
+    if recorded:
+        torch.cuda.set_device(rank)
+        history.start(cpp_stacks=False, free_stacks=not case.checkpointing)
+    found = _on_rank(case, rank)
+    if recorded and histories is not None:
+        history.write(history.collect([], {"case": asdict(case), "rank": rank}), histories / f"{case.id}-{rank}.json.gz")
+    return found
 
 
 def _on_rank(case: Case, rank: int) -> dict[str, Any]:

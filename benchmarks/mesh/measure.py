@@ -1,4 +1,4 @@
-"""Measures the cases: ``python -m benchmarks.mesh.measure ROWS.jsonl [--two-gpus] [--only RE] [--tiny]``.
+"""Measures the cases: ``python -m benchmarks.mesh.measure ROWS.jsonl [--two-gpus] [--only RE] [--tiny] [--histories FOLDER]``.
 
 On one GPU the other ranks are those of torch's fake process group, whose collectives return at once; operators, FSDP2 and the
 caching allocator are real. With ``--two-gpus`` both ranks and NCCL are real. Each rank runs in a process of its own, forked
@@ -7,14 +7,17 @@ from one that has imported everything. ``--tiny`` shrinks the models, so that th
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from benchmarks.measure import history
 from benchmarks.measure.probe import Device
 from benchmarks.measured_cases import measure_cases
 from benchmarks.mesh.cases import CASES, TWO_GPUS, Case
@@ -30,13 +33,14 @@ def _tiny(case: Case) -> Case:
     return replace(case, model=case.model | small, seq_len=128, alloc_conf="")
 
 
-def measure(case: Case, rank: int, *, fake: bool) -> dict[str, Any]:
+def measure(case: Case, rank: int, *, fake: bool, histories: Path | None = None) -> dict[str, Any]:
     """Run some steps of a case on one of its ranks; returns the peaks and the state after each part of a step, in bytes.
 
     Args:
         case: the case.
         rank: this process' number among the real ones.
         fake: whether this is the measured rank among fake ones.
+        histories: where the recorded events of the allocator go; None records none.
     """
     gpu = Device(rank)
     before = gpu.used()
@@ -45,6 +49,9 @@ def measure(case: Case, rank: int, *, fake: bool) -> dict[str, Any]:
         if case.alloc_conf:
             torch.cuda.memory._set_allocator_settings(case.alloc_conf)
         torch.cuda.set_device(device)
+    recorded = gpu.cuda and histories is not None
+    if recorded:
+        history.start(cpp_stacks=False)
     place = case.place if fake else rank
     if fake:
         dist.init_process_group("fake", store=FakeStore(), rank=place, world_size=case.ranks)
@@ -52,11 +59,14 @@ def measure(case: Case, rank: int, *, fake: bool) -> dict[str, Any]:
         dist.init_process_group("nccl" if gpu.cuda else "gloo", device_id=device if gpu.cuda else None)
     torch.manual_seed(0)
     marks: list[dict[str, Any]] = []
-    step = ENGINES[case.engine](case, device, place, lambda name: marks.append(_state(name)), fake=fake)
+    step = ENGINES[case.engine](case, device, place, lambda name: marks.append(_state(name, timed=recorded)), fake=fake)
     for number in range(STEPS_UNTIL_STEADY):
         step(number)
     if gpu.cuda:
         torch.cuda.synchronize()
+    if recorded and histories is not None:
+        events = history.collect(marks, {"case": case.to_dict(), "rank": place})
+        history.write(events, histories / f"{case.id}-{place}.json.gz")
     row = {
         "allocated": max(mark.get("peak", 0) for mark in marks),
         "reserved": max(mark.get("peak_reserved", 0) for mark in marks),
@@ -79,11 +89,14 @@ def _version(library: str) -> str | None:
         return None
 
 
-def _state(name: str) -> dict[str, Any]:
-    """Return the allocated and reserved bytes, and their peaks since the last mark."""
+def _state(name: str, *, timed: bool) -> dict[str, Any]:
+    """Return the allocated and reserved bytes, and their peaks since the last mark; where `timed` also when that was."""
     if not torch.cuda.is_available():
         return {"mark": name}
-    found = {
+    if timed:
+        torch.cuda.synchronize()
+    found: dict[str, Any] = {"time_us": time.time_ns() // 1000} if timed else {}
+    found |= {
         "mark": name,
         "allocated": torch.cuda.memory_allocated(),
         "reserved": torch.cuda.memory_reserved(),

@@ -75,8 +75,10 @@ def test_a_model_computes_on_a_gpu_what_it_computes_on_a_cpu(kind: str) -> None:
         use_sparse_attention(model, FixedSparsityConfig(HEADS))
         results.append(run(model.to(device), ids.to(device), mask.to(device), mask.to(device)))
     assert error(results[1][0], results[0][0]) < 1e-2
+    # A bias of the keys moves no probability: its gradient is rounding alone, small beside the others.
+    least = 1e-5 * max(float(each.norm()) for each in results[0][1])
     for one, other in zip(results[1][1], results[0][1], strict=True):
-        assert error(one, other) < 3e-2
+        assert float((one.cpu() - other).norm()) < 3e-2 * max(float(other.norm()), least)
 
 
 def test_the_module_takes_masks_and_positions() -> None:

@@ -12,12 +12,15 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, PipelineSchedule, in_flight, with_gathers
 
 ONE_F_ONE_B, GPIPE, ZERO_BUBBLE = PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE, PipelineSchedule.ZERO_BUBBLE
+ZBV, DUALPIPE_V = PipelineSchedule.ZBV, PipelineSchedule.DUALPIPE_V
 
 #: torch's schedules of several chunks.
 _LOOPED = {
     ONE_F_ONE_B: "ScheduleInterleaved1F1B",
     GPIPE: "ScheduleLoopedBFS",
     ZERO_BUBBLE: "ScheduleInterleavedZeroBubble",
+    ZBV: "ScheduleZBVZeroBubble",
+    DUALPIPE_V: "ScheduleDualPipeV",
 }
 
 
@@ -59,7 +62,7 @@ def _chunks(
 ) -> tuple[list[Action], list[Action]]:
     """Return a rank's forwards and backwards as torch orders them, and the same with gathers and reductions."""
     made = getattr(schedules, _LOOPED[schedule])(
-        [_Stage(rank + chunk * ranks, rank, ranks, chunks) for chunk in range(chunks)], count
+        [_Stage(schedule.stage_of(chunk, rank, ranks), rank, ranks, chunks) for chunk in range(chunks)], count
     )
     computed = made.pipeline_order[rank]
     gathered = schedules._add_reduce_grad(schedules._add_unshard_reshard(computed), count)
@@ -67,16 +70,18 @@ def _chunks(
 
 
 def _plain(actions: list[Any], ranks: int) -> list[Action]:
+    """Return torch's actions, those that it overlaps one by one."""
     named = {do.value: do for do in Do}
     found = []
     for one in actions:
-        if one is not None:
-            number = -1 if one.microbatch_index is None else one.microbatch_index
-            found.append(Action(named[one.computation_type.value], one.stage_index // ranks, number))
+        for part in (one,) if one is None or not one.sub_actions else one.sub_actions:
+            if part is not None:
+                number = -1 if part.microbatch_index is None else part.microbatch_index
+                found.append(Action(named[part.computation_type.value], part.stage_index // ranks, number))
     return found
 
 
-@pytest.mark.parametrize("schedule", PipelineSchedule)
+@pytest.mark.parametrize("schedule", [ONE_F_ONE_B, GPIPE, ZERO_BUBBLE])
 @pytest.mark.parametrize(
     ("ranks", "chunks", "count"),
     [
@@ -103,6 +108,47 @@ def test_the_order_is_torchs(schedule: PipelineSchedule, ranks: int, chunks: int
         computed, gathered = _chunks(schedules, schedule, rank, ranks, chunks, count)
         assert ours == computed
         assert with_gathers(ours) == gathered
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "counts"),
+    [
+        (ZBV, 2, (1, 2, 3, 4, 9)),
+        (ZBV, 4, (1, 5, 7, 8, 16)),
+        (ZBV, 8, (3, 15, 16, 32)),
+        (DUALPIPE_V, 2, (4, 5, 9)),
+        (DUALPIPE_V, 4, (8, 11, 16)),
+        (DUALPIPE_V, 8, (16, 17, 32)),
+    ],
+)
+def test_the_order_of_folded_schedules_is_torchs(schedule: PipelineSchedule, ranks: int, counts: tuple[int, ...]) -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for count in counts:
+        for rank in range(ranks):
+            ours = PipelineOrder(schedule, rank, ranks, 2, count).actions()
+            computed, gathered = _chunks(schedules, schedule, rank, ranks, 2, count)
+            assert ours == computed
+            found, last = with_gathers(ours), Action(Do.RESHARD, 0)
+            assert found == gathered or (found[:-2], set(found[-2:])) == (gathered[:-2], {last, last._replace(chunk=1)})
+
+
+def test_a_rank_of_a_folded_pipeline_has_stages_alike_far_from_its_ends() -> None:
+    mapping = pytest.importorskip("torch.distributed.pipelining._utils").generate_rank_to_stage_mapping
+    for ranks in (1, 2, 4, 8):
+        ours = {rank: [ZBV.stage_of(chunk, rank, ranks) for chunk in (0, 1)] for rank in range(ranks)}
+        assert ours == mapping(ranks, 2 * ranks, style="v")
+
+
+def test_what_folded_schedules_refuse_is_refused_as_in_torch() -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    with pytest.raises(ValueError, match="exactly 2 stages per rank"):
+        schedules.ScheduleZBVZeroBubble([_Stage(chunk, 0, 2, 3) for chunk in range(3)], 8)
+    with pytest.raises(BadInput, match="zbv runs exactly 2 chunks a rank, and not 3"):
+        PipelineOrder(ZBV, 0, 2, 3, 8)
+    with pytest.raises(ValueError, match="at least as many microbatches as stages"):
+        schedules.ScheduleDualPipeV([_Stage(0, 0, 4, 2), _Stage(7, 0, 4, 2)], 7)
+    with pytest.raises(BadInput, match="dualpipev over 2 × 4 stages takes 8 micro batches or more, and not 7"):
+        PipelineOrder(DUALPIPE_V, 0, 4, 2, 7)
 
 
 def test_rounds_that_do_not_divide_are_refused_as_in_torch() -> None:
@@ -142,6 +188,8 @@ def test_fewer_micro_batches_reach_the_same_state(
     """A micro batch goes forward, then backward; a chunk's slots are taken in turn; the shortened step holds as many."""
     if ranks == 1:
         chunks = 1
+    if schedule.folded:
+        chunks = 2
     try:
         order = PipelineOrder(schedule, data.draw(st.integers(0, ranks - 1)), ranks, chunks, count)
     except BadInput:

@@ -16,16 +16,26 @@ Note [Zero bubble]
     weights, which fill what would be a bubble. ZB1P (Qi et al. 2023, "Zero Bubble Pipeline Parallelism", section 2) warms up
     by one micro batch a rank behind it, in place of two, and puts the weights of as many micro batches off as there are ranks
     in front. torch runs it for any number of chunks as a looped schedule (``ScheduleInterleavedZeroBubble``).
+
+Note [Folded schedules]
+    ZBV and DualPipeV lay the pipeline's 2 p stages on p ranks as a V: rank r has the stages r and 2 p − 1 − r, so that the first
+    rank has embedding, head and loss, and the last one hands hidden states and their gradients on to itself. ZBV halves every
+    backward. DualPipeV halves few: those in front of its steady state, and about half of those behind it; in the steady state a
+    forward of one chunk and a whole backward of the other are one action, which torch runs one behind the other unless a program
+    registers a function that overlaps them. Sources: Qi et al. 2023, section 6; DeepSeek-V3's report (arXiv 2412.19437), section
+    3.2.1, and deepseek-ai/DualPipe, dualpipev.py; torch/distributed/pipelining/schedules.py (``ScheduleZBVZeroBubble``,
+    ``ScheduleDualPipeV``), _utils.py (``generate_stage_to_rank_mapping``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, StrEnum
-from typing import NamedTuple
+from enum import StrEnum
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.folded_order import dualpipe_v_order, zbv_order
+from zeroplan.core.pipeline_action import Action, Do
 
 
 class PipelineSchedule(StrEnum):
@@ -34,19 +44,33 @@ class PipelineSchedule(StrEnum):
     ONE_F_ONE_B = "1f1b"
     GPIPE = "gpipe"
     ZERO_BUBBLE = "zero-bubble"
+    ZBV = "zbv"
+    DUALPIPE_V = "dualpipev"
 
     @property
     def halves(self) -> bool:
-        """Whether a backward runs in two halves. See Note [Zero bubble]."""
-        return self is PipelineSchedule.ZERO_BUBBLE
+        """Whether backwards run in two halves, all or some. See Note [Zero bubble]."""
+        return self not in (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE)
+
+    @property
+    def folded(self) -> bool:
+        """Whether a rank's two stages lie at the same distance from the pipeline's ends. See Note [Folded schedules]."""
+        return self in (PipelineSchedule.ZBV, PipelineSchedule.DUALPIPE_V)
+
+    def stage_of(self, chunk: int, rank: int, ranks: int) -> int:
+        """Return the pipeline's stage that a rank has as one of its chunks."""
+        if self.folded and chunk:
+            return 2 * ranks - 1 - rank
+        return chunk * ranks + rank
 
 
 #: Known elsewhere by these names, and why not here.
 _REFUSED = {
     "interleaved": ("the interleaved schedule is 1f1b with several chunks a rank", "use --schedule 1f1b --vpp 2"),
-    "zbv": ("the ZBV schedule is not modelled: its ranks pass hidden states on to themselves", "use zero-bubble"),
-    "dualpipe": ("DualPipe is not modelled: it runs both ways", "use zero-bubble"),
-    "dualpipev": ("DualPipeV is not modelled: its ranks pass hidden states on to themselves", "use zero-bubble"),
+    "dualpipe": (
+        "DualPipe runs both ways through two copies of every stage, whose gradients no engine that is planned adds up",
+        "use dualpipev, which has one copy",
+    ),
 }
 
 
@@ -64,26 +88,6 @@ def schedule_of(name: str) -> PipelineSchedule:
     except ValueError:
         known = ", ".join(PipelineSchedule)
         raise BadInput(f"unknown schedule {name[:40]!r}", where="--schedule", remedy=f"use one of {known}") from None
-
-
-class Do(Enum):
-    """What a pipeline rank does with one of its chunks."""
-
-    FORWARD = "F"
-    BACKWARD = "B"
-    INPUT = "I"  # the first half of a backward: the gradient of the input
-    WEIGHT = "W"  # the second: the gradients of the weights
-    UNSHARD = "UNSHARD"
-    RESHARD = "RESHARD"
-    REDUCE = "REDUCE_GRAD"
-
-
-class Action(NamedTuple):
-    """One thing that a rank does: with which of its chunks, counted from 0, and with which micro batch (-1 for none)."""
-
-    do: Do
-    chunk: int
-    micro_batch: int = -1
 
 
 #: What ends a micro batch on a chunk.
@@ -109,7 +113,8 @@ class PipelineOrder:
         takes_fewer: there may be fewer micro batches than stages, as under DeepSpeed.
 
     Raises:
-        BadInput: fewer micro batches than 1F1B has stages, or some that a schedule of rounds cannot take in equal ones.
+        BadInput: fewer micro batches than 1F1B or DualPipeV has stages, some that a schedule of rounds cannot take in equal
+            ones, or other than two chunks of a folded schedule.
     """
 
     schedule: PipelineSchedule
@@ -122,6 +127,9 @@ class PipelineOrder:
     def __post_init__(self) -> None:
         if self.schedule is PipelineSchedule.GPIPE:
             return
+        if self.schedule.folded:
+            self._require_folded()
+            return
         if not self.looped and self.micro_batches < self.ranks and not self.takes_fewer:
             what = f"1f1b over {self.ranks} stages takes {self.ranks} micro batches or more, and not {self.micro_batches}"
             raise BadInput(what, where="--grad-accum", remedy=f"use --grad-accum {self.ranks} or more, or --schedule gpipe")
@@ -129,6 +137,16 @@ class PipelineOrder:
             kind = self.schedule if self.schedule.halves else "interleaved"
             what = f"the {self.rounds} rounds of the {kind} schedule do not divide {self.micro_batches} micro batches"
             raise BadInput(what, where="--grad-accum", remedy=f"use a multiple of --pp {self.ranks}")
+
+    def _require_folded(self) -> None:
+        """Refuse what torch's folded schedules do."""
+        if self.chunks != 2:
+            what = f"{self.schedule} runs exactly 2 chunks a rank, and not {self.chunks}"
+            raise BadInput(what, where="--vpp", remedy="use --vpp 2")
+        stages = 2 * self.ranks
+        if self.schedule is PipelineSchedule.DUALPIPE_V and self.micro_batches < stages:
+            what = f"dualpipev over 2 × {self.ranks} stages takes {stages} micro batches or more, and not {self.micro_batches}"
+            raise BadInput(what, where="--grad-accum", remedy=f"use --grad-accum {stages} or more, or --schedule zbv")
 
     @property
     def looped(self) -> bool:
@@ -142,6 +160,10 @@ class PipelineOrder:
 
     def actions(self) -> list[Action]:
         """Return the forwards and backwards of a step."""
+        if self.schedule is PipelineSchedule.ZBV:
+            return zbv_order(self.rank, self.ranks, self.micro_batches)
+        if self.schedule is PipelineSchedule.DUALPIPE_V:
+            return dualpipe_v_order(self.rank, self.ranks, self.micro_batches)
         if self.schedule.halves:
             return self._zero_bubble()
         if self.chunks == 1:
@@ -153,7 +175,7 @@ class PipelineOrder:
     def shortened(self) -> list[Action]:
         """Return the forwards and backwards of a step with fewer micro batches that reaches the same steady state.
 
-        Where a backward runs in two halves, the gradients of all micro batches' inputs stay, so that each is played.
+        Where backwards run in two halves, the gradients of all micro batches' inputs stay, so that each is played.
         """
         if self.schedule is PipelineSchedule.GPIPE or self.schedule.halves:
             return self.actions()

@@ -134,6 +134,26 @@ CASES = (
         for i, rank in enumerate((0, 1, 3))
     ),
     Case("Z06", QWEN2, dp=4, pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1, schedule="zero-bubble"),
+    *(
+        Case(
+            f"F{number}{i}",
+            LLAMA_14,
+            dp=2,
+            pp=4,
+            vpp=2,
+            pp_rank=rank,
+            stage=2,
+            grad_accum=count,
+            micro_batch=1,
+            schedule=schedule,
+        )
+        for number, (schedule, count) in enumerate((("zbv", 8), ("dualpipev", 10)))
+        for i, rank in enumerate((0, 2, 3))
+    ),
+    *(
+        Case(f"F{number}3", QWEN2, dp=4, pp=2, vpp=2, pp_rank=1, stage=2, grad_accum=5, micro_batch=1, schedule=schedule)
+        for number, schedule in enumerate(("zbv", "dualpipev"))
+    ),
     Case("E00", QWEN3_MOE, dp=8, ep=4),
     Case("E01", QWEN3_MOE, dp=8, ep=8, checkpointing=True),
     Case("E02", QWEN3_MOE, dp=16, ep=4, micro_batch=1, grad_accum=2),
@@ -155,6 +175,8 @@ TWO_GPUS = (
     Case("R08", pp=2, vpp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1),
     Case("R09", pp=2, vpp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1),
     Case("R20", pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1, schedule="zero-bubble"),
+    Case("R23", pp=2, vpp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1, schedule="zbv"),
+    Case("R24", pp=2, vpp=2, pp_rank=1, stage=2, grad_accum=6, micro_batch=1, schedule="dualpipev"),
     Case("R10", QWEN3_MOE, dp=2, ep=2),
     Case("R11", QWEN3_MOE, dp=2, ep=2, checkpointing=True),
     Case("R12", engine="deepspeed", tp=2, stage=0, micro_batch=1),

@@ -14,19 +14,28 @@ from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
+    ScheduleDualPipeV,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
     schedules,
 )
 from torch.distributed.pipelining import stage as stages
 
 from benchmarks.mesh.cases import Case
 from zeroplan.core.pipeline import Stage, chunks_of
+from zeroplan.core.pipeline_order import schedule_of
 
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
-LOOPED = {"1f1b": ScheduleInterleaved1F1B, "gpipe": ScheduleLoopedBFS, "zero-bubble": ScheduleInterleavedZeroBubble}
+LOOPED = {
+    "1f1b": ScheduleInterleaved1F1B,
+    "gpipe": ScheduleLoopedBFS,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
 
 
 class StageModel(nn.Module):
@@ -54,7 +63,7 @@ class StageModel(nn.Module):
 def stages_on(make: Callable[[], Any], case: Case, rank: int) -> list[StageModel]:
     """Return a pipeline rank's parts of the model that `make` returns, a new one at each call."""
     blocks = case.model["num_hidden_layers"]
-    return [StageModel(make(), stage) for stage in chunks_of(blocks, case.pp, case.vpp, rank)]
+    return [StageModel(make(), stage) for stage in chunks_of(blocks, case.pp, case.vpp, rank, schedule_of(case.schedule))]
 
 
 def schedule_on(

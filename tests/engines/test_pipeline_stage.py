@@ -16,7 +16,7 @@ from zeroplan.core.tape import ExpandedTape, Kind, Op
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
-from zeroplan.engines.pipeline import cut
+from zeroplan.engines.pipeline_cut import cut
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.tapes import find_tape

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.pipeline import chunks_of
+from zeroplan.core.pipeline import Stage, chunks_of
 from zeroplan.core.pipeline_order import PipelineOrder, PipelineSchedule
 from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.core.tape_options import TraceOptions
@@ -23,7 +23,8 @@ from zeroplan.core.tape_sizes import FUNCTIONS, KernelDevice
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
-from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, cut, play_pipeline
+from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
+from zeroplan.engines.pipeline_cut import cut, passing_on
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
@@ -59,6 +60,12 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 CLASS = "AutoModelForCausalLM"
+ZERO_BUBBLE, ZBV, DUALPIPE_V = PipelineSchedule.ZERO_BUBBLE, PipelineSchedule.ZBV, PipelineSchedule.DUALPIPE_V
+CLASSES = {
+    ZERO_BUBBLE: "ScheduleInterleavedZeroBubble",
+    ZBV: "ScheduleZBVZeroBubble",
+    DUALPIPE_V: "ScheduleDualPipeV",
+}
 
 
 class _Shape:
@@ -108,8 +115,9 @@ def _played(order: PipelineOrder, tapes: tuple[ExpandedTape, ExpandedTape]) -> I
     """The bytes alive after each event of the plan's run."""
     recorder = Recorder()
     chunks = [
-        ModelChunk(stage, cut(tapes[not stage.is_first], stage), _PlainTorch(recorder))
-        for stage in chunks_of(BLOCKS, order.ranks, order.chunks, order.rank)
+        _chunk(stage, stages, order.schedule, tapes, recorder)
+        for stages in (chunks_of(BLOCKS, order.ranks, order.chunks, order.rank, order.schedule),)
+        for stage in stages
     ]
     play_pipeline(PipelineRun(order, STEPS), chunks, recorder, lambda: None)
     sizes: list[int] = []
@@ -124,13 +132,27 @@ def _played(order: PipelineOrder, tapes: tuple[ExpandedTape, ExpandedTape]) -> I
         yield alive
 
 
+def _chunk(
+    stage: Stage,
+    stages: Sequence[Stage],
+    schedule: PipelineSchedule,
+    tapes: tuple[ExpandedTape, ExpandedTape],
+    recorder: Recorder,
+) -> ModelChunk:
+    indices = {one.index for one in stages}
+    given = {"output": stage.index + 1 in indices, "gradient": stage.index - 1 in indices}
+    whole, halved = (passing_on(cut(tape, stage), **given) for tape in tapes)
+    part = whole if stage.is_first else halved
+    return ModelChunk(stage, part, _PlainTorch(recorder), whole if schedule.mixed and not stage.is_first else None)
+
+
 def _run_by_torch(order: PipelineOrder) -> Iterator[int]:
     """The bytes alive after each event of torch's own schedule, whose other ranks answer nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=order.rank, world_size=order.ranks)
     config = full_config(CONFIG)
     models = [
         StageModel(build_model(config, CLASS, TraceOptions(), 0), stage)
-        for stage in chunks_of(BLOCKS, order.ranks, order.chunks, order.rank)
+        for stage in chunks_of(BLOCKS, order.ranks, order.chunks, order.rank, order.schedule)
     ]
     shape: Any = _Shape
     stages = [
@@ -144,7 +166,7 @@ def _run_by_torch(order: PipelineOrder) -> Iterator[int]:
     def send_nothing(*_: Any, **__: Any) -> list[Any]:  # a Mock would remember, and so hold, what is sent
         return []
 
-    schedule = schedules.ScheduleInterleavedZeroBubble(
+    schedule = getattr(schedules, CLASSES[order.schedule])(
         stages, n_microbatches=order.micro_batches, loss_fn=partial(loss_of, models[-1]), scale_grads=False
     )
     recorder = StorageRecorder([tensor for model in models for tensor in (*model.parameters(), *model.buffers())])
@@ -180,14 +202,22 @@ def _run_by_torch(order: PipelineOrder) -> Iterator[int]:
 
 
 @pytest.mark.parametrize(
-    ("rank", "ranks", "chunks", "count"),
-    [(1, 3, 1, 4), (2, 3, 1, 4), (1, 2, 2, 2)],
+    ("schedule", "rank", "ranks", "chunks", "count"),
+    [
+        (ZERO_BUBBLE, 1, 3, 1, 4),
+        (ZERO_BUBBLE, 2, 3, 1, 4),
+        (ZERO_BUBBLE, 1, 2, 2, 2),
+        (ZBV, 0, 2, 2, 4),
+        (ZBV, 1, 2, 2, 4),
+        (DUALPIPE_V, 0, 2, 2, 5),
+        (DUALPIPE_V, 1, 2, 2, 5),
+    ],
 )
 def test_a_rank_allocates_what_torchs_own_does(
-    tapes: tuple[ExpandedTape, ExpandedTape], rank: int, ranks: int, chunks: int, count: int
+    tapes: tuple[ExpandedTape, ExpandedTape], schedule: PipelineSchedule, rank: int, ranks: int, chunks: int, count: int
 ) -> None:
     """The peak agrees but for masks and positions, of which every chunk keeps some."""
-    order = PipelineOrder(PipelineSchedule.ZERO_BUBBLE, rank, ranks, chunks, count)
+    order = PipelineOrder(schedule, rank, ranks, chunks, count)
     ours, theirs = list(_played(order, tapes)), list(_run_by_torch(order))
     assert max(ours) == pytest.approx(max(theirs), rel=2e-3)
     assert ours[-1] == pytest.approx(theirs[-1], rel=2e-3)
@@ -202,6 +232,17 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: tuple[ExpandedTa
         assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
         with pytest.raises(ValueError, match="needs the tape of one"):
             find_engine("fsdp2").simulate(case, tapes[0])
+
+
+@pytest.mark.parametrize("schedule", [ZBV, DUALPIPE_V])
+def test_what_the_ledger_keeps_of_a_folded_pipeline_the_schedule_leaves_alive(
+    tapes: tuple[ExpandedTape, ExpandedTape], schedule: PipelineSchedule
+) -> None:
+    work, layout = Workload(micro_batch=BATCH, seq_len=SEQ, grad_accum=5), ParallelLayout(gpus=4, pp=2, vpp=2)
+    for number in range(2):
+        case = Case(load_model(CONFIG), work, Cluster(gpus=4), ZeroConfig.of(2), parallel=layout, pp_rank=number)
+        case = replace(case, pipeline=schedule)
+        assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), replace(tapes[0], halves=tapes[1]))
 
 
 def test_halves_make_what_the_whole_backward_makes(tapes: tuple[ExpandedTape, ExpandedTape]) -> None:

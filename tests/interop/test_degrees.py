@@ -79,8 +79,11 @@ def test_torchtitans_pipelines(titan: Callable[[str], str]) -> None:
     assert (halved.vpp, halved.schedule) == (2, "zero-bubble")
     with pytest.raises(BadInput, match=r"3 does not divide training\.local_batch_size 4"):
         read_setup(titan("pipeline_parallel_degree = 2\npipeline_parallel_microbatch_size = 3"))
-    with pytest.raises(BadInput, match="zbvzerobubble is not modelled"):
-        read_setup(titan("pipeline_parallel_degree = 2\npipeline_parallel_schedule = 'ZBVZeroBubble'"))
+    for name, schedule in (("ZBVZeroBubble", "zbv"), ("DualPipeV", "dualpipev")):
+        folded = asked(titan(f"pipeline_parallel_degree = 2\npipeline_parallel_schedule = '{name}'"), gpus=8)
+        assert (folded.vpp, folded.schedule) == (2, schedule)
+    with pytest.raises(BadInput, match="the schedule dualpipe is not modelled"):
+        read_setup(titan("pipeline_parallel_degree = 2\npipeline_parallel_schedule = 'DualPipe'"))
     both = read_setup(titan("pipeline_parallel_degree = 2\ntensor_parallel_degree = 2"))
     assert "sequence parallelism" in keys_of(both)
     assert "sp" not in both.degrees

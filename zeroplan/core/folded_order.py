@@ -85,7 +85,7 @@ def zbv_order(rank: int, ranks: int, micro_batches: int) -> list[Action]:
 
 
 def dualpipe_v_order(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    """Return what DualPipeV runs on a rank, of 2 p micro batches or more. Both parts of an overlapped action stand by themselves.
+    """Return what DualPipeV runs on a rank, of 2 p micro batches or more; parts of an overlapped action stand by themselves.
 
     Source: torch's ``ScheduleDualPipeV``, whose steps are those of deepseek-ai/DualPipe, dualpipev.py (``step``).
     """

@@ -3,7 +3,8 @@
 Note [Stages]
     A model's blocks are divided evenly, and the embedding and the head count as one block each: stages of equal weight, the
     first ones one heavier where they do not divide. The embedding is on the first stage, the final norm and the head are on
-    the last. With several chunks a rank (vpp) the pipeline has ranks × chunks such stages, and a rank has every `ranks`-th.
+    the last. With several chunks a rank (vpp) the pipeline has ranks × chunks such stages, and a rank has every `ranks`-th, or
+    under a folded schedule one from each end (Note [Folded schedules] in ``pipeline_order.py``).
     Source: torchtitan, ``distributed/pipeline_parallel.py`` (``generate_llm_fqn_per_model_part``).
 
 Note [Layers of a PipelineModule]
@@ -25,6 +26,7 @@ from itertools import pairwise
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.pipeline_order import PipelineSchedule
 from zeroplan.core.tensor_parallel import EMBEDDING
 
 #: Classes of the layers that are no blocks.
@@ -82,13 +84,16 @@ def stages_of(blocks: int, stages: int) -> tuple[Stage, ...]:
     return tuple(found)
 
 
-def chunks_of(blocks: int, ranks: int, chunks: int, rank: int) -> tuple[Stage, ...]:
+def chunks_of(
+    blocks: int, ranks: int, chunks: int, rank: int, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
+) -> tuple[Stage, ...]:
     """Return the stages that one pipeline rank has. See Note [Stages].
 
     Raises:
         BadInput: fewer blocks than the stages need.
     """
-    return stages_of(blocks, ranks * chunks)[rank::ranks]
+    stages = stages_of(blocks, ranks * chunks)
+    return tuple(stages[schedule.stage_of(chunk, rank, ranks)] for chunk in range(chunks))
 
 
 def recomputed_groups(stage: Stage, interval: int) -> tuple[int, int, int]:

@@ -18,13 +18,13 @@ Note [Zero bubble]
     in front. torch runs it for any number of chunks as a looped schedule (``ScheduleInterleavedZeroBubble``).
 
 Note [Folded schedules]
-    ZBV and DualPipeV lay the pipeline's 2 p stages on p ranks as a V: rank r has the stages r and 2 p − 1 − r, so that the first
-    rank has embedding, head and loss, and the last one hands hidden states and their gradients on to itself. ZBV halves every
-    backward. DualPipeV halves few: those in front of its steady state, and about half of those behind it; in the steady state a
-    forward of one chunk and a whole backward of the other are one action, which torch runs one behind the other unless a program
-    registers a function that overlaps them. Sources: Qi et al. 2023, section 6; DeepSeek-V3's report (arXiv 2412.19437), section
-    3.2.1, and deepseek-ai/DualPipe, dualpipev.py; torch/distributed/pipelining/schedules.py (``ScheduleZBVZeroBubble``,
-    ``ScheduleDualPipeV``), _utils.py (``generate_stage_to_rank_mapping``).
+    ZBV and DualPipeV lay the pipeline's 2 p stages on p ranks as a V: rank r has the stages r and 2 p − 1 − r, so that the
+    first rank has embedding, head and loss, and the last one hands hidden states and their gradients on to itself. ZBV halves
+    every backward. DualPipeV halves few: those in front of its steady state, and about half of those behind it; in the steady
+    state a forward of one chunk and a whole backward of the other are one action, which torch runs one behind the other unless
+    a program registers a function that overlaps them. Sources: Qi et al. 2023, section 6; DeepSeek-V3's report (arXiv
+    2412.19437), section 3.2.1, and deepseek-ai/DualPipe, dualpipev.py; torch/distributed/pipelining/schedules.py
+    (``ScheduleZBVZeroBubble``, ``ScheduleDualPipeV``), _utils.py (``generate_stage_to_rank_mapping``).
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class PipelineSchedule(StrEnum):
     def halves(self) -> bool:
         """Whether backwards run in two halves, all or some. See Note [Zero bubble]."""
         return self not in (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some backwards run in two halves and others do not."""
+        return self is PipelineSchedule.DUALPIPE_V
 
     @property
     def folded(self) -> bool:

@@ -75,6 +75,7 @@ class Kind(IntEnum):
     INPUT = 8
     ACT_GRAD = 9  # gradient of an activation
     COMM = 10  # the output of a collective between tensor-parallel ranks
+    PASSED = 11  # what a pipeline stage passes on to another stage of its rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,11 +71,12 @@ class Case:
         if self.layout.pp == 1:
             return ()
         from zeroplan.core.pipeline import chunks_of, layer_stages
+        from zeroplan.core.pipeline_order import schedule_of
 
         if self.partition:
             return (layer_stages(self.spec.parameters, self.layout.pp, self.partition)[self.pp_rank],)
         blocks = len({block for block in self.spec.parameters.blocks if block})
-        return chunks_of(blocks, self.layout.pp, self.layout.vpp, self.pp_rank)
+        return chunks_of(blocks, self.layout.pp, self.layout.vpp, self.pp_rank, schedule_of(self.pipeline))
 
     @property
     def halves(self) -> bool:
@@ -85,6 +86,15 @@ class Case:
         from zeroplan.core.pipeline_order import schedule_of
 
         return schedule_of(self.pipeline).halves
+
+    @property
+    def folded(self) -> bool:
+        """Whether a pipeline rank has a stage from each end of the pipeline."""
+        if self.layout.pp == 1:
+            return False
+        from zeroplan.core.pipeline_order import schedule_of
+
+        return schedule_of(self.pipeline).folded
 
     @property
     def layout(self) -> ParallelLayout:

@@ -26,6 +26,7 @@ BUFFER_OF_KIND = {
     Kind.INPUT: Buffer.INPUT,
     Kind.ACT_GRAD: Buffer.ACTIVATION_TEMP,
     Kind.COMM: Buffer.COMM_ACTIVATION,
+    Kind.PASSED: Buffer.COMM_PIPELINE,
 }
 
 #: Beside :class:`zeroplan.core.tape.Op`: a thread's first call of cuBLAS or cuBLASLt. A cue's `arg` is the workspace's index:

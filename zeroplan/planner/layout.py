@@ -104,6 +104,8 @@ def unmeasured(layout: ParallelLayout, schedule: str) -> str:
         return "MoE layers: measured on two GPUs alone, where stage 0 took 5 % less than planned"
     if layout.ulysses > 1:
         return "--ulysses: as DeepSpeed's source has it, but not measured on a GPU"
+    if schedule in ("zbv", "dualpipev"):
+        return f"--schedule {schedule}: held against torch's own schedule without a GPU, and measured on none"
     if schedule == "zero-bubble":
         return (
             "--schedule zero-bubble: one of seven measured ranks reserved 10 % more than its plan says; the interval holds it"

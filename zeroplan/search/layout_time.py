@@ -148,7 +148,9 @@ class LayoutCost:
     def _chunks(self) -> list[tuple[Stage, ...]]:
         """The stages of each pipeline rank."""
         pp, vpp = self.layout.pp, self.layout.vpp
-        return [chunks_of(self.blocks, pp, vpp, rank) for rank in range(pp)] if pp > 1 else [(Stage(0, 1, 0, self.blocks),)]
+        if pp == 1:
+            return [(Stage(0, 1, 0, self.blocks),)]
+        return [chunks_of(self.blocks, pp, vpp, rank, schedule_of(self.case.pipeline)) for rank in range(pp)]
 
     # --- one micro batch --------------------------------------------------------------------------------------------------
 
@@ -226,10 +228,10 @@ class LayoutCost:
         pp, vpp = self.layout.pp, self.layout.vpp
         schedule = schedule_of(self.case.pipeline)
         orders = [PipelineOrder(schedule, rank, pp, vpp, self.work.grad_accum).actions() for rank in range(pp)]
-        stages = [ranks[stage % pp][stage // pp] for stage in range(pp * vpp)]
+        placed = {schedule.stage_of(chunk, rank, pp): ranks[rank][chunk] for rank in range(pp) for chunk in range(vpp)}
         span = self.layout.world_size // pp + 1
-        times = [StageTime(forward.total, backward.total) for forward, backward in stages]
-        return play(orders, times, self._link(self.hidden_bytes, span))
+        times = [StageTime(forward.total, backward.total) for _, (forward, backward) in sorted(placed.items())]
+        return play(orders, times, self._link(self.hidden_bytes, span), schedule)
 
     def _held(self, rank: int) -> tuple[int, int]:
         """Return the elements that a pipeline rank has before they are sharded: dense ones, and experts'."""

@@ -29,7 +29,7 @@ from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.pipeline import record_stage, slots_of, train_schedule
-from zeroplan.engines.pipeline import cut
+from zeroplan.engines.pipeline_cut import cut
 from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.load import load_model

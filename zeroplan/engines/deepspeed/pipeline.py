@@ -28,7 +28,7 @@ from zeroplan.core.tied_gradients import with_gradients_apart
 from zeroplan.engines.deepspeed.base import DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.schedule import STEPS_UNTIL_STEADY, stage_schedule
-from zeroplan.engines.pipeline import StageTape, cut, shifted
+from zeroplan.engines.pipeline_cut import StageTape, cut, shifted
 from zeroplan.engines.player import CuePlayer
 from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.simulate.event_blocks import EventBlocks

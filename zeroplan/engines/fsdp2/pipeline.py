@@ -24,7 +24,8 @@ from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.fsdp2.schedule import COMPUTE, Fsdp2Schedule, Group
-from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, StageTape, cut, play_pipeline
+from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
+from zeroplan.engines.pipeline_cut import StageTape, cut, passing_on
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 
@@ -95,7 +96,7 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     behind = tape.halves if schedule.halves else tape
     if behind is None:
         raise ValueError("a schedule that halves backwards needs the tape of one")
-    chunks = [_chunk(rank, stage, tape if stage.is_first else behind, recorder) for stage in rank.pipeline_chunks]
+    chunks = [_chunk(rank, stage, tape, behind, recorder) for stage in rank.pipeline_chunks]
     order = PipelineOrder(schedule, rank.pp_rank, rank.layout.pp, len(chunks), micro_batches=rank.workload.grad_accum)
     run = PipelineRun(order, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
     stepped = False
@@ -110,7 +111,13 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     return recorder
 
 
-def _chunk(rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, recorder: Recorder) -> ModelChunk:
-    part = cut(tape, stage)
-    one = replace(rank, parameters=part.tape.parameters, pipeline_chunks=(stage,))
-    return ModelChunk(stage, part, Fsdp2StageSchedule(one, part, recorder))
+def _chunk(rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, behind: ExpandedTape, recorder: Recorder) -> ModelChunk:
+    """Return one of a rank's chunks. Stages behind the first play the tape `behind`, and `tape` where not all is halved."""
+    indices = {one.index for one in rank.pipeline_chunks}
+    mixed = schedule_of(rank.pipeline).mixed and not stage.is_first
+    parts = [
+        passing_on(cut(of, stage), output=stage.index + 1 in indices, gradient=stage.index - 1 in indices)
+        for of in ((behind, tape) if mixed else (tape if stage.is_first else behind,))
+    ]
+    one = replace(rank, parameters=parts[0].tape.parameters, pipeline_chunks=(stage,))
+    return ModelChunk(stage, parts[0], Fsdp2StageSchedule(one, parts[0], recorder), parts[1] if mixed else None)

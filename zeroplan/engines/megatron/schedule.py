@@ -14,11 +14,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.pipeline_order import Action, Do, in_flight
+from zeroplan.core.pipeline_action import Action, Do
+from zeroplan.core.pipeline_order import in_flight
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.megatron.chunk import ChunkTape, chunk_tape
 from zeroplan.engines.megatron.rank import MegatronRank
-from zeroplan.engines.pipeline import shifted
+from zeroplan.engines.pipeline_cut import shifted
 from zeroplan.engines.player import CuePlayer, EngineSchedule, Run, play
 from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY

@@ -53,6 +53,8 @@ _SCHEDULES = {
     "interleaved1f1b": ("1f1b", 2),
     "loopedbfs": ("gpipe", 2),
     "interleavedzerobubble": ("zero-bubble", 2),
+    "zbvzerobubble": ("zbv", 2),
+    "dualpipev": ("dualpipev", 2),
 }
 #: Names of one degree in the sections of different years.
 _NAMES = {

@@ -273,7 +273,8 @@ def test_scripts_compile_in_every_form(cli: Cli, tmp_path: Path) -> None:
     }
     for engine, names in forms.items():
         for form in names:
-            script = tmp_path / f"{engine}_{form}.py"
+            script = tmp_path / f"{engine}_{form}" / "train.py"
+            script.parent.mkdir()
             Started(cli, "--engine", engine, "--form", form, "--lora-rank", "8", "--new-script", str(script))
             text = script.read_text()
             compile(text, script.name, "exec")

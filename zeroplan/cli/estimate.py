@@ -18,9 +18,14 @@ if TYPE_CHECKING:
 Check = Annotated[bool, typer.Option("--check", help="Exit with 1 when no listed plan fits.")]
 Peak = Annotated[bool, typer.Option("--peak", help="List what is alive at each plan's peak, largest first.")]
 Html = Annotated[
-    str | None, typer.Option("--html", metavar="FILE", help="Write the whole report, with timelines, as one page.")
+    str | None,
+    typer.Option(
+        "--html", metavar="FILE", callback=flags.writable, help="Write the whole report, with timelines, as one page."
+    ),
 ]
-Timeline = Annotated[str | None, typer.Option("--timeline", metavar="FILE", help="Draw the one plan's timeline as SVG.")]
+Timeline = Annotated[
+    str | None, typer.Option("--timeline", metavar="FILE", callback=flags.writable, help="Draw the one plan's timeline as SVG.")
+]
 
 
 @verb(

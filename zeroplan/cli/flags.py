@@ -16,13 +16,34 @@ from zeroplan.core.units import parse_count, parse_tokens
 from zeroplan.engines.registry import BUILT_IN
 from zeroplan.planner.request import Request
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+def _require_one_form(as_json: bool, style: str) -> None:
+    if as_json and style != "plain":
+        raise BadInput("cannot stand beside --json", where=f"--format {style}", remedy="use one of the two")
+
+
+def _json(context: typer.Context, as_json: bool) -> bool:
+    """Refuse JSON in another format; whichever of the two is read second meets the first."""
+    _require_one_form(as_json, context.params.get("style") or "plain")
+    return as_json
+
+
+Json = Annotated[bool, typer.Option("--json", callback=_json, help="Print JSON.")]
+
+
+def writable(path: str | None) -> str | None:
+    """Refuse, before the work starts, a file that could not be written after it: the callback of options that name one."""
+    if path is not None:
+        from zeroplan.core.files import require_writable
+
+        require_writable(path)
+    return path
 
 
 _MARKDOWN = dict.fromkeys(("markdown", "md"), "github")
 
 
-def _style(style: str) -> str:
+def _style(context: typer.Context, style: str) -> str:
     """Refuse an unknown format before the work starts."""
     from zeroplan.report.table import FORMATS
 
@@ -30,6 +51,7 @@ def _style(style: str) -> str:
 
     if style not in FORMATS:
         raise BadInput(f"unknown format {style[:40]!r}", where="--format", remedy=f"use one of {', '.join(FORMATS)}")
+    _require_one_form(bool(context.params.get("as_json")), style)
     return style
 
 

@@ -140,7 +140,7 @@ def recommend(
         given |= {"--compile": compile, "--output": output, "--form": form, "--new-script": new_script, "--html": html}
         _layouts(request, gradient_checkpointing, given, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
         return
-    target = _target(request, output, form, launcher, script, new_script, hosts)
+    target = _target(request, output, form, launcher, script, new_script, hosts, html)
     if target is not None and target.form == "trl":
         request = replace(request, chunked_head=True)  # SFTTrainer's own: head and loss in tiles
 
@@ -152,12 +152,7 @@ def recommend(
     if candidates is not None and source:
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
     found = run_search(request, options)
-    written = _write(found, target)
-    if html is not None:
-        from zeroplan.core.files import write_atomic
-        from zeroplan.report.recommendation_html import answer_html
-
-        write_atomic(html, answer_html(found))
+    written = _write(found, target, html)
     if as_json:
         show(json.dumps(found.to_dict() | _files_json(written), indent=2))
     else:
@@ -228,18 +223,21 @@ def _target(
     script: str | None,
     new_script: str | None,
     hosts: str | None,
+    html: str | None,
 ) -> Target | None:
     """Return the target of the files; None without -o and --new-script. A path that cannot be written is refused before the
     search.
     """
     from zeroplan.engines.registry import find_engine
-    from zeroplan.search.files import Target, form_of, require_folders, require_no_other_program
+    from zeroplan.search.files import Target, form_of
+    from zeroplan.search.places import require_no_other_program, require_places
 
     engine = find_engine(request.engine)
     if output is None and new_script is None:
         for where, given in (("--form", form), ("--launcher", launcher), ("--script", script), ("--hosts", hosts)):
             if given is not None:
                 raise BadInput("no file is asked for", where=where, remedy="give -o ds_config.json as well")
+        require_places(html)
         return None
     if new_script is not None and script is not None:
         raise BadInput("cannot stand beside --new-script", where="--script", remedy="use one of the two")
@@ -250,25 +248,33 @@ def _target(
         raise BadInput(f"names {len(names)} of {request.nodes} nodes", where="--hosts", remedy="name each node, by comma")
     target = Target(output, form, launcher, script or "train.py", new_script, names)
     form_of(engine, target)
-    require_folders(output, new_script)
+    require_places(output, new_script, html)
     if new_script is not None:
         require_no_other_program(new_script)
     return target
 
 
-def _write(found: SearchResult, target: Target | None) -> Files | None:
-    """Write the best configuration's files. None where nothing is asked for, or nothing fits."""
-    best = found.best
-    if target is None or best is None:
-        return None
-    from zeroplan.core.files import write_atomic
-    from zeroplan.search.files import files_of
+def _write(found: SearchResult, target: Target | None, html: str | None = None) -> Files | None:
+    """Write the files of the best configuration, and the page. Returns the former; None where none are asked for, or nothing
+    fits.
+    """
+    from zeroplan.core.files import write_together
 
-    files = files_of(best, found.cluster, target, found.loaded)
-    if target.output is not None and target.output.endswith(os.sep):
-        os.makedirs(target.output, exist_ok=True)
-    for path, text in files.texts.items():
-        write_atomic(path, text)
+    best, files, texts = found.best, None, {}
+    if target is not None and best is not None:
+        from zeroplan.search.files import files_of
+        from zeroplan.search.places import require_no_other_files
+
+        files = files_of(best, found.cluster, target, found.loaded)
+        require_no_other_files(files, target)
+        texts.update(files.texts)
+        if target.output is not None and target.output.endswith(os.sep):
+            os.makedirs(target.output, exist_ok=True)
+    if html is not None:
+        from zeroplan.report.recommendation_html import answer_html
+
+        texts[html] = answer_html(found)
+    write_together(texts)
     return files
 
 

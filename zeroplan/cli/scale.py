@@ -40,8 +40,10 @@ OffloadParam = Annotated[
     str | None, typer.Option("--offload-param", rich_help_panel="Sharding", help="none, cpu or nvme. [the best]")
 ]
 Profile = Annotated[str | None, typer.Option("--profile", help="Rates by doctor --calibrate.")]
-Html = Annotated[str | None, typer.Option("--html", help="Write a page with the pictures.", metavar="FILE")]
-Svg = Annotated[str | None, typer.Option("--svg", help="Write the pictures alone.", metavar="FILE")]
+Html = Annotated[
+    str | None, typer.Option("--html", callback=flags.writable, help="Write a page with the pictures.", metavar="FILE")
+]
+Svg = Annotated[str | None, typer.Option("--svg", callback=flags.writable, help="Write the pictures alone.", metavar="FILE")]
 
 
 @verb("zeroplan scale meta-llama/Llama-3.1-8B --gpu H100", "zeroplan scale gpt2-xl --gpus 1..64 --gpu V100-32G --stage 3")

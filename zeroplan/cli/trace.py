@@ -46,7 +46,10 @@ Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding"
 def trace_command(
     request: Request,
     stage: Stage = None,
-    output: Annotated[str | None, typer.Option("-o", "--output", metavar="FILE", help="Write the tape there as JSON.")] = None,
+    output: Annotated[
+        str | None,
+        typer.Option("-o", "--output", metavar="FILE", callback=flags.writable, help="Write the tape there as JSON."),
+    ] = None,
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:

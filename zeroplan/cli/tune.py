@@ -26,7 +26,9 @@ Steps = Annotated[int, typer.Option("--steps", rich_help_panel=_RUN, help="Optim
 Folder = Annotated[str | None, typer.Option("--folder", rich_help_panel=_RUN, help="Keep results there; go on from them.")]
 Candidates = Annotated[int, typer.Option("--candidates", rich_help_panel=_RUN, help="Configurations to choose from.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", rich_help_panel=_RUN, help="Sequences a step.")]
-Output = Annotated[str | None, typer.Option("-o", "--output", help="Write the fastest one's ds_config there.")]
+Output = Annotated[
+    str | None, typer.Option("-o", "--output", callback=flags.writable, help="Write the fastest one's ds_config there.")
+]
 
 
 @verb("zeroplan tune meta-llama/Llama-3.2-1B --folder tuned", "zeroplan tune gpt2 --engine deepspeed -o ds_config.json")
@@ -57,12 +59,15 @@ def tune(
     """
     from zeroplan.core.files import write_atomic
     from zeroplan.ds_config.writer import dump_ds_config
+    from zeroplan.engines.registry import find_engine
     from zeroplan.report.terminal import Terminal
     from zeroplan.report.tuning import tuning_text
     from zeroplan.tuning.api import tune as run
 
     if request.model is None:
         raise BadInput("no model", where="MODEL", remedy="give one id, path or config")
+    if output is not None and find_engine(engine).dialect is None:
+        raise BadInput(f"{engine} reads no ds_config", where="--output", remedy="leave it out")
     given = flags.chosen(request)
     model = given.pop("model")
     found = run(
@@ -81,8 +86,7 @@ def tune(
     )
     config = None if found.best is None else found.best.recommendation.ds_config()
     if output is not None and found.best is not None:
-        if config is None:
-            raise BadInput(f"{engine} reads no ds_config", where="--output", remedy="leave it out")
+        assert config is not None
         write_atomic(output, dump_ds_config(config))
     show(json.dumps(found.to_dict(), indent=2) if as_json else tuning_text(found, Terminal.here(), quiet=quiet))
     if found.best is None:

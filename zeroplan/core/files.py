@@ -6,10 +6,11 @@ Every file that a user names is read through :func:`read_bytes`. :mod:`.document
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -121,16 +122,76 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         BadInput: when the folder is missing or the place cannot be written.
     """
-    target = Path(path)
+    write_together({os.fspath(path): text})
+
+
+def write_together(texts: Mapping[str, str]) -> None:
+    """Write UTF-8 texts to files that a user names: all of them or, where one cannot be written, none.
+
+    Each lies whole beside its place before the first takes its place.
+
+    Raises:
+        BadInput: naming the file that cannot be written.
+    """
+    staged: list[tuple[str, Path]] = []
     try:
-        if target.is_dir():
-            raise BadInput("is a folder", where=str(target), remedy="give the name of a file")
-        replace_file(target, text.encode())
+        for path, text in texts.items():
+            with _refusing_to_write(path):
+                target = _regular(path)
+                staged.append((_stage(target, text.encode()), target))
+        for (temporary, target), path in zip(staged, texts, strict=True):
+            with _refusing_to_write(path):
+                os.replace(temporary, target)
+    except BaseException:
+        for temporary, _ in staged:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise
+
+
+def require_writable(*paths: str | None) -> None:
+    """Refuse, before any work, files that could not be written after it; None stands for none.
+
+    Raises:
+        BadInput: for standard output, a folder, a device, and a place whose folder is missing or cannot be written.
+    """
+    for path in filter(None, paths):
+        if path == "-":
+            raise BadInput("standard output is no file", where=path, remedy="give the name of a file, or use --json")
+        with _refusing_to_write(path):
+            folder = _regular(path).parent
+            if not folder.is_dir():
+                raise BadInput(
+                    f"there is no folder {os.path.dirname(path) or folder}", where=path, remedy="make it, or name another"
+                )
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, f"the folder {folder} is read-only")
+
+
+@contextlib.contextmanager
+def _refusing_to_write(path: str) -> Iterator[None]:
+    """Turn what the system says against writing the file into bad input."""
+    try:
+        yield
+    except BadInput:
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, BadInput):
-            raise
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"cannot be written ({reason})", where=str(target), remedy="give a writable place") from None
+        raise BadInput(f"cannot be written ({reason})", where=path, remedy="give a writable place") from None
+
+
+def _regular(path: str) -> Path:
+    """The file to write, behind links.
+
+    Raises:
+        BadInput: when a folder, a device or a pipe is there. Renaming a file over a device would take the device away.
+    """
+    target = Path(os.path.realpath(path))
+    mode = target.stat().st_mode if target.exists() else stat.S_IFREG
+    if not stat.S_ISREG(mode):
+        what = "is a folder" if stat.S_ISDIR(mode) else _not_a_file(mode)
+        raise BadInput(what, where=path, remedy="give the name of a file")
+    return target
 
 
 def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
@@ -142,19 +203,30 @@ def replace_file(path: str | os.PathLike[str], data: bytes) -> None:
         OSError: when the place cannot be written. What was there before is still there.
     """
     target = Path(path)
+    temporary = _stage(target, data)
+    try:
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def _stage(target: Path, data: bytes) -> str:
+    """Write the data to a temporary file beside `target` and flush it to disk; returns its path."""
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:64]}.", dir=target.parent)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name[:16]}.", dir=target.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
         Path(temporary).chmod(mode)
-        os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
+    return temporary
 
 
 def _umask() -> int:

@@ -100,7 +100,7 @@ _SETTLING, _PERSISTENT = 20, 3
 _SLOWER = 1.5
 
 _EXPANDABLE = Advice(
-    "set PYTORCH_ALLOC_CONF=expandable_segments:True",
+    "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
     "the allocator holds memory in pieces that are too small; expandable segments grow in place",
     "--alloc-conf expandable_segments:True",
 )

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_head
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.interop.forms.configuration import Configuration, Form, Model
-from zeroplan.interop.forms.launch import LAUNCHERS, Launch, Shell, launch
-from zeroplan.interop.forms.scripts.parts import MARK
+from zeroplan.interop.forms.launch import LAUNCHERS, Launch, Shell, launch, require_hosts
 from zeroplan.models.spec import ModelSpec
 from zeroplan.search.results import Recommendation
 from zeroplan.search.space import NVME_PATH
+from zeroplan.simulate.allocator.config import VARIABLES
 
 #: Files that hold weights, by how their names end.
 _WEIGHTS = (".safetensors", ".bin")
@@ -95,10 +94,10 @@ def files_of(one: Recommendation, cluster: Cluster, target: Target, model: Model
         new_script=target.new_script is not None,
     )
     written = form.write(configuration)
-    texts = dict(written.texts)
+    scripts: dict[str, str] = {}
     if target.new_script is not None:
         assert form.script is not None
-        texts[target.new_script] = form.script(configuration)
+        scripts[target.new_script] = form.script(configuration)
     start = launch(
         configuration.launcher,
         gpus=cluster.gpus,
@@ -112,16 +111,35 @@ def files_of(one: Recommendation, cluster: Cluster, target: Target, model: Model
         local_rank=not configuration.new_script,
     )
     must = () if configuration.new_script else written.program_must
-    return Files(texts | dict(start.files), start, must, (*start.notes, *_swap_note(one), *written.notes))
+    _require_apart(*written.texts, *scripts, *start.files)
+    texts = {**written.texts, **scripts, **start.files}
+    return Files(texts, start, must, (*start.notes, *_swap_note(one), *_alloc_note(one), *written.notes))
+
+
+def _require_apart(*paths: str) -> None:
+    plain = [os.path.normpath(path) for path in paths]
+    twice = next((path for path in plain if plain.count(path) > 1), None)
+    if twice is not None:
+        raise BadInput(f"{twice} is the name of two files", where="--output", remedy="name another, or give a folder/")
 
 
 def _environment(one: Recommendation, cluster: Cluster) -> dict[str, str | Shell]:
-    """The allocator's settings, and threads for an optimizer that steps on the host, which torchrun would give one."""
-    found: dict[str, str | Shell] = {"PYTORCH_ALLOC_CONF": one.alloc_conf} if one.alloc_conf else {}
+    """The allocator's settings, and threads for an optimizer that steps on the host, which torchrun would give one.
+
+    Either variable of the allocator alone would be ignored: the new one by torch before 2.9, and by later ones where the
+    user's shell sets the old one.
+    """
+    found: dict[str, str | Shell] = dict.fromkeys(VARIABLES, one.alloc_conf) if one.alloc_conf else {}
     if one.zero.offload_optimizer:
         gpus = cluster.gpus
         found["OMP_NUM_THREADS"] = Shell("$(nproc)" if gpus == 1 else f"$(( ($(nproc) + {gpus - 1}) / {gpus} ))")
     return found
+
+
+def _alloc_note(one: Recommendation) -> tuple[str, ...]:
+    """Say that the shell has settings of torch's allocator, where the plan is without."""
+    held = [name for name in VARIABLES if os.environ.get(name)]
+    return (f"the plan is of torch's own allocator settings: unset {held[0]} first",) if held and not one.alloc_conf else ()
 
 
 def _swap_note(one: Recommendation) -> tuple[str, ...]:
@@ -168,6 +186,7 @@ def form_of(engine: Engine, target: Target) -> Form:
     if launcher is not None and launcher not in form.launchers:
         remedy = f"use {' or '.join(form.launchers)}"
         raise BadInput(f"{launcher} does not start the form {name} of {engine.name}", where="--launcher", remedy=remedy)
+    require_hosts(launcher or form.launchers[0], target.hosts)
     if target.new_script is not None and form.script is None:
         raise BadInput(f"no script is written for the form {name}", where="--new-script", remedy="give your own by --script")
     if target.new_script is None and not form.main:
@@ -179,36 +198,6 @@ def form_of(engine: Engine, target: Target) -> Form:
             remedy=f"give --new-script train.py, which holds it all{also}",
         )
     return form
-
-
-def require_folders(*paths: str | None) -> None:
-    """Refuse, before any search, paths in folders that are not there. A path that ends with a slash is a folder to be made,
-    in which the others may lie.
-
-    Raises:
-        BadInput: naming the folder.
-    """
-    made = {os.path.normpath(path) for path in paths if path and path.endswith(os.sep)}
-    for path in paths:
-        folder = os.path.dirname((path or "").rstrip(os.sep))
-        if folder and not os.path.isdir(folder) and os.path.normpath(folder) not in made:
-            raise BadInput(f"there is no folder {folder}", where=path or "", remedy="make it, or name another")
-
-
-def require_no_other_program(path: str) -> None:
-    """Refuse to write a new script over a program that is not one.
-
-    Raises:
-        BadInput: where such a file is.
-    """
-    if not os.path.lexists(path):
-        return
-    if not read_head(path, len(MARK), where="--new-script")[0].startswith(MARK.encode()):
-        raise BadInput(
-            f"{path} is there already and was not written by recommend",
-            where="--new-script",
-            remedy="name another file, or give --script to start it",
-        )
 
 
 def output_of(target: Target, form: Form) -> str:

@@ -26,6 +26,7 @@ from zeroplan.search.api import run_search
 from zeroplan.search.machine import look
 from zeroplan.search.results import Recommendation
 from zeroplan.search.search_options import SearchOptions
+from zeroplan.simulate.allocator.config import VARIABLES
 from zeroplan.tuning.options import TuneOptions
 from zeroplan.tuning.results import Outcome, Trial, Trials, Tuned, Tuning, key_of
 from zeroplan.validate.api import verify
@@ -120,16 +121,17 @@ def _described(machine: VerifyMachine, ranks: int) -> dict[str, Any]:
 @contextmanager
 def _alloc_conf(text: str) -> Iterator[None]:
     """Start ranks with these settings of torch's allocator."""
-    before = os.environ.get("PYTORCH_ALLOC_CONF")
+    before = {name: os.environ.get(name) for name in VARIABLES}
     if text:
-        os.environ["PYTORCH_ALLOC_CONF"] = text
+        os.environ.update(dict.fromkeys(VARIABLES, text))
     try:
         yield
     finally:
-        if text and before is None:
-            del os.environ["PYTORCH_ALLOC_CONF"]
-        elif text and before is not None:
-            os.environ["PYTORCH_ALLOC_CONF"] = before
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _measured(

@@ -10,10 +10,13 @@ from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.documents import dump_yaml
+from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 
 DS_CONFIG = "ds_config.json"
+#: The first line of files that know comments, by which a later run knows them as its own.
+WRITTEN = "# Written by zeroplan recommend.\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +61,16 @@ class Configuration:
     new_script: bool = False
 
     def beside(self, name: str) -> str:
-        """Return the path of a file in the main file's folder."""
-        return os.path.join(os.path.dirname(self.output), name)
+        """Return the path of a file in the main file's folder.
+
+        Raises:
+            BadInput: where the main file has this name.
+        """
+        path = os.path.join(os.path.dirname(self.output), name)
+        if name and os.path.normpath(path) == os.path.normpath(self.output):
+            what = f"{name} is another file that is written there"
+            raise BadInput(what, where=f"-o {self.output}", remedy=f"name it {DS_CONFIG}, or give a folder/")
+        return path
 
     @property
     def explicit(self) -> Mapping[str, Any]:
@@ -113,4 +124,4 @@ def json_text(data: object) -> str:
 
 def document_text(path: str, data: Mapping[str, Any]) -> str:
     """Write the object in the format that the path's ending names: JSON for ``.json``, else YAML."""
-    return json_text(data) if path.endswith(".json") else dump_yaml(data)
+    return json_text(data) if path.endswith(".json") else WRITTEN + dump_yaml(data)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroplan.core.documents import dump_yaml
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import dump_ds_config, write_ds_config
 from zeroplan.interop.forms.accelerate_config import accelerate_deepspeed, accelerate_ranks
-from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles
+from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles, document_text
 from zeroplan.interop.forms.program import (
     adapter_files,
     must_adapt,
@@ -37,7 +36,11 @@ def explicit_ds_config(zero: ZeroConfig, workload: Workload, layout: ParallelLay
 
 def ranks_file(one: Configuration) -> dict[str, str]:
     """accelerate's file that starts the ranks alone, by its path, where accelerate is the launcher."""
-    return {one.beside("accelerate.yaml"): dump_yaml(accelerate_ranks(one.cluster))} if one.launcher == "accelerate" else {}
+    return (
+        {one.beside("accelerate.yaml"): document_text("", accelerate_ranks(one.cluster))}
+        if one.launcher == "accelerate"
+        else {}
+    )
 
 
 def _explicit(one: Configuration) -> FormFiles:
@@ -62,7 +65,7 @@ def _accelerate(one: Configuration) -> FormFiles:
     yaml = accelerate_deepspeed(one.zero, one.cluster, one.output)
     micro = one.workload.micro_batch
     return FormFiles(
-        {one.output: dump_ds_config(one.explicit), beside: dump_yaml(yaml), **adapter_files(one)},
+        {one.output: dump_ds_config(one.explicit), beside: document_text(beside, yaml), **adapter_files(one)},
         accelerate_config=beside,
         program_must=(
             *must_load(one),

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroplan.core.errors import BadInput
+from zeroplan.interop.forms.configuration import WRITTEN
 
 LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
 #: Where ranks of several nodes meet, until the user says otherwise.
 _PORT = 29500
+#: The file of variables that DeepSpeed's launcher hands on to other nodes.
+EXPORTED = "deepspeed_env"
+#: The name of a node, as every launcher takes it.
+_HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _EACH_NODE = "run the command on every node, with NODE_RANK=0 on the first, 1 on the next, and so on"
 
 
@@ -95,6 +101,22 @@ def launch(
     raise BadInput(f"unknown launcher {launcher[:40]!r}", where="--launcher", remedy=f"use one of {', '.join(LAUNCHERS)}")
 
 
+def require_hosts(launcher: str, names: Sequence[str]) -> None:
+    """Refuse names of nodes that the launcher would not take, or take otherwise.
+
+    Raises:
+        BadInput: naming the first of them.
+    """
+    remedy = "give names or addresses, by comma: alpha,beta"
+    for name in names:
+        if _HOST.fullmatch(name) is None:
+            raise BadInput(f"{name[:40]!r} is no name of a node", where="--hosts", remedy=remedy)
+        if names.count(name) > 1:
+            raise BadInput(f"names {name} twice", where="--hosts", remedy=remedy)
+    if names and launcher == "slurm":
+        raise BadInput("Slurm names the nodes itself", where="--hosts", remedy="leave it out")
+
+
 def _first(names: Sequence[str], hosts: Sequence[str]) -> tuple[str, ...]:
     return () if hosts else (f"{names[0]} stands for your first node's name: give it by --hosts",)
 
@@ -117,21 +139,43 @@ def _deepspeed(
     nodes = len(names)
     if nodes == 1:
         return Launch(f"deepspeed --num_gpus {gpus} {bare}{tail}", {}, variables)
+    _require_plain(tail)
     hostfile = os.path.join(folder, "hostfile")
-    files = {hostfile: "".join(f"{name} slots={gpus}\n" for name in names)}
+    files = {hostfile: WRITTEN + "".join(f"{name} slots={gpus}\n" for name in names)}
+    notes = list(made_up)
+    if shlex.quote(os.getcwd()) != os.getcwd():
+        notes.append("DeepSpeed's launcher enters this folder on each node without quotes: use one named by plain letters")
     command = f"deepspeed --hostfile {shlex.quote(hostfile)} --num_nodes {nodes} --num_gpus {gpus} {bare}{tail}"
     plain = {name: value for name, value in variables.items() if isinstance(value, str)}
     if plain:
-        exported = os.path.join(folder, "deepspeed_env")
+        exported = os.path.join(folder, EXPORTED)
         files[exported] = "".join(f"{name}={value}\n" for name, value in plain.items())
-        return Launch(command, files, {"DS_ENV_FILE": exported}, made_up)
-    return Launch(command, files, {}, made_up)
+        return Launch(command, files, {"DS_ENV_FILE": exported}, tuple(notes))
+    return Launch(command, files, {}, tuple(notes))
+
+
+def _require_plain(tail: str) -> None:
+    """Refuse names that the shell of another node would take apart.
+
+    Source: ``deepspeed/launcher/multinode_runner.py`` 0.19.8, PDSHRunner: arguments with a space get double quotes, nothing
+    else gets any.
+
+    Raises:
+        BadInput: naming the first of them.
+    """
+    script, *arguments = shlex.split(tail)
+    plain = [word for word in arguments if " " not in word or re.search("[$`\\\\]", word)]
+    for word in (script, *plain):
+        if shlex.quote(word) != word:
+            what = f"DeepSpeed's launcher hands {word[:60]!r} to other nodes without quotes"
+            raise BadInput(what, where="--launcher", remedy="use --launcher torchrun, or names of plain letters")
 
 
 def _sbatch(gpus: int, nodes: int, tail: str, variables: Mapping[str, str | Shell], accelerate_config: str) -> str:
     """Write a Slurm script with one task a node; each starts its node's ranks and meets the others at the first node."""
     lines = [
         "#!/bin/bash",
+        WRITTEN.rstrip(),
         f"#SBATCH --nodes={nodes}",
         "#SBATCH --ntasks-per-node=1",
         f"#SBATCH --gpus-per-node={gpus}",

@@ -30,7 +30,7 @@ def _lightning(one: Configuration) -> FormFiles:
     return FormFiles(
         {one.output: dump_ds_config(form), path: json_text(arguments), **adapter_files(one)},
         program_must=(
-            f'build Trainer(strategy=DeepSpeedStrategy(config="{one.output}"), **arguments) with the arguments in {path}',
+            f"build Trainer(strategy=DeepSpeedStrategy(config={one.output!r}), **arguments) with the arguments in {path}",
             *must_load(one),
             f"give its DataLoader batch_size={micro}",
             *must_adapt(one),

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.workload import Attention, Compilation, Workload
+from zeroplan.core.quantization import Quantization
+from zeroplan.core.workload import Attention, Compilation, Reference, Workload
 from zeroplan.interop.forms.configuration import Configuration, json_text
 
 #: Without reentrant checkpointing no input needs a gradient, and hooks of ZeRO and FSDP see every recomputation.
 CHECKPOINTING = {"use_reentrant": False}
 ADAPTERS = "adapter_config.json"
+#: The keys of such a file as it is written here; peft writes others, too.
+ADAPTER_KEYS = frozenset({"peft_type", "r", "target_modules", "lora_dropout", "bias"})
 _ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: "flash_attention_2"}
 
 
@@ -44,9 +47,45 @@ def folder_of(one: Configuration) -> str:
 def must_load(one: Configuration) -> tuple[str, ...]:
     """Sentences on the data and on the model as it is loaded."""
     work = one.workload
-    said = [f"make sequences of {work.seq_len} tokens"]
+    said = [*must_feed(one)]
     if work.attn is not Attention.SDPA:
         said.append(f'load the model with attn_implementation="{attention(work)}"')
+    if isinstance(work.quantize, Quantization):
+        said.append(f"load the frozen base in {work.quantize} by bitsandbytes")
+    return (*said, *must_else(one))
+
+
+def must_feed(one: Configuration) -> tuple[str, ...]:
+    """Return the sentence on the lengths of the data."""
+    work = one.workload
+    if work.lengths:
+        return (f"pad each batch to its longest sample, and cut samples at {work.seq_len} tokens",)
+    if work.target_len is not None:
+        return (f"make sources of {work.seq_len} tokens and targets of {work.target_len}",)
+    return (f"make sequences of {work.seq_len} tokens",)
+
+
+def must_else(one: Configuration) -> tuple[str, ...]:
+    """Return sentences on what the plan holds beside a plain step, which no file says and no script of ours does."""
+    work = one.workload
+    said = []
+    if work.pairs:
+        said.append("train on pairs of a chosen and a rejected answer, a pair a sample")
+    if work.reference is not None:
+        base = "the model with its adapters switched off" if work.reference is Reference.BASE else "a frozen copy of the model"
+        said.append(f"ask {base} as the reference")
+    if work.kl_batch:
+        said.append("pass a second batch for the KL term")
+    if work.images:
+        said.append(f"give each sample {work.images} image{'s' * (work.images > 1)}")
+    if work.labelled_share is not None:
+        said.append(f"compute the head of labelled tokens alone, {100 * work.labelled_share:g} % of all")
+    if work.evaluation is not None:
+        said.append(f"evaluate in passes of at most {work.evaluation.batch} samples a GPU")
+    if work.saving is not None:
+        said.append(f"save {work.saving.state_dict} states{'' if work.saving.optimizer else ', the model alone'}")
+    if not work.set_to_none:
+        said.append("call optimizer.zero_grad(set_to_none=False)")
     return tuple(said)
 
 

@@ -14,13 +14,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.model_config import CAUSAL_LM
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import DType
 from zeroplan.ds_config.framework_forms import hf_trainer_form
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles, json_text
 from zeroplan.interop.forms.explicit import no_learning_rate, ranks_file
-from zeroplan.interop.forms.program import CHECKPOINTING, adapter_files, attention, lora_targets, must_adapt, must_load
+from zeroplan.interop.forms.program import (
+    CHECKPOINTING,
+    adapter_files,
+    attention,
+    lora_targets,
+    must_adapt,
+    must_else,
+    must_feed,
+    must_load,
+)
 from zeroplan.interop.forms.scripts.trainer import trainer_script, trl_script
 
 ARGUMENTS = "training_arguments.json"
@@ -66,14 +76,21 @@ def _trainer(one: Configuration) -> FormFiles:
 
 
 def _trl(one: Configuration) -> FormFiles:
-    """Return the arguments of SFTConfig; the user's program gets those of TRL's ModelConfig as well."""
-    form, arguments = training_arguments(one)
+    """Return the arguments of SFTConfig; the user's program gets those of TRL's ModelConfig as well.
+
+    Raises:
+        BadInput: a training that is not SFTTrainer's.
+    """
     work = one.workload
+    if work.pairs or work.reference is not None or one.model.auto_class not in ("", CAUSAL_LM):
+        what = "trl is SFTTrainer's form, which trains causal language models on single answers"
+        raise BadInput(what, where="--form", remedy="use --form trainer, whose arguments TRL's other trainers take as well")
+    form, arguments = training_arguments(one)
     arguments |= {"max_length": work.seq_len, "packing": False, "loss_type": "nll"}
     own = arguments | {"attn_implementation": attention(work), "dtype": _DTYPES[work.dtype]}
     if work.lora_rank is not None:
         own |= {"use_peft": True, "lora_r": work.lora_rank, "lora_dropout": 0.0, "lora_target_modules": lora_targets(work)}
-    return _files(one, form, arguments, own, (f"make sequences of {work.seq_len} tokens",), (_FUSED_HEAD,))
+    return _files(one, form, arguments, own, (*must_feed(one), *must_else(one)), (_FUSED_HEAD,))
 
 
 def _files(

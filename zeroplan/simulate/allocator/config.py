@@ -54,6 +54,8 @@ WITH_EFFECT = frozenset(
     }
 )
 _WHERE = "PYTORCH_ALLOC_CONF"
+#: The variables that hold them. torch 2.9 added the second, and takes the first where both are set (tried on 2.13).
+VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from zeroplan.interop.forms.configuration import Configuration
 from zeroplan.interop.forms.scripts.parts import script
 
@@ -49,7 +51,8 @@ def lightning_script(one: Configuration) -> str:
     Raises:
         BadInput: a model that no script can be written for.
     """
-    loop = _LOOP.replace("@config", repr(one.output)).replace("@arguments", repr(one.beside(ARGUMENTS)))
+    paths = {"@config": one.output, "@arguments": one.beside(ARGUMENTS)}
+    loop = re.sub("@config|@arguments", lambda found: repr(paths[found[0]]), _LOOP)
     others = (
         "from lightning.pytorch import LightningModule, Trainer",
         "from lightning.pytorch.strategies import DeepSpeedStrategy",

@@ -10,7 +10,7 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import PackedWeights, Quantization
 from zeroplan.core.workload import Compilation, DType, Precision, Workload
 from zeroplan.interop.forms.configuration import Configuration
-from zeroplan.interop.forms.program import attention, folder_of
+from zeroplan.interop.forms.program import attention, folder_of, must_else, must_feed
 
 #: The first words of every script, by which a later one is known to overwrite no program of the user's.
 MARK = '"""Trains '
@@ -124,7 +124,7 @@ def script(
         one.model.auto_class,
         "AutoTokenizer",
         *quantized,
-        *(["AutoConfig"] if builds_empty or not one.model.weights else []),
+        *(["AutoConfig"] if builds_empty or not one.model.weights or work.from_scratch else []),
     ]
     third = {*_OTHERS, *others, f"from transformers import {', '.join(sorted(names))}"}
     if work.lora_rank is not None and adapts:
@@ -133,7 +133,7 @@ def script(
         third.add("from zeroplan_runtime import compile_blocks")
     imports += sorted(third, key=_import_order)
     head = _HEAD.substitute(
-        place=one.model.place,
+        place=one.model.place.encode("unicode_escape").decode().replace('"', "'"),
         planned=_planned(one),
         learning_rate=learning_rate,
         imports="\n".join(imports),
@@ -149,6 +149,8 @@ def script(
 
 
 def _require_model(one: Configuration) -> None:
+    for said in (*must_else(one), *(must_feed(one) if one.workload.lengths or one.workload.target_len is not None else ())):
+        raise BadInput(f"no script is written that would {said}", where="--new-script", remedy="give your own by --script")
     if one.workload.quantize is not None and not one.model.weights:
         raise BadInput("a base is quantised as its weights are read", where="--new-script", remedy="name a model with weights")
     sharded = one.ds_config is not None or one.zero.stage > 0
@@ -186,8 +188,9 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
     asked = f'dtype={_DTYPES[dtype]}, attn_implementation="{attention(work)}"'
     loaded = f"model = {auto}.from_pretrained(MODEL, {asked}{_QUANTIZED if work.quantize is not None else ''})"
     empty = f"model = {auto}.from_config(AutoConfig.from_pretrained(MODEL), {asked})"
-    if not one.model.weights:
-        lines = ["# MODEL holds no weights: these are random.", empty]
+    if not one.model.weights or work.from_scratch:
+        why = "Trained from scratch" if one.model.weights else "MODEL holds no weights"
+        lines = [f"# {why}: these are random.", empty]
     elif builds_empty:
         lines = ["if weights:", f"    {loaded}", "else:", f"    {empty}"]
     else:

@@ -208,6 +208,14 @@ def test_a_files_name_leaves_no_folder(name: str) -> None:
     assert len(read[0]["name"]) <= 80
 
 
+def test_what_files_say_of_model_and_machine() -> None:
+    flags = f"--model_name_or_path {GPT2} --per_device_train_batch_size 2 --block_size 256 --output_dir out"
+    script = {"name": "train.sh", "text": f"torchrun --nproc_per_node 2 run_clm.py {flags}\n"}
+    says = [answer({"verb": "read", "files": files})["says"] for files in ([script], [{"name": "ds.json", "text": DS_CONFIG}])]
+    assert says == [["gpus", "model", "nodes"], []]
+    assert answer({"verb": "read", "files": [{"name": "config.json", "text": '{"model_type": "gpt2"}'}]})["says"] == ["model"]
+
+
 def test_every_program_can_be_named() -> None:
     text = (files("zeroplan.ui") / "static" / "index.html").read_text()
     (row,) = re.findall(r'<select data-field="program">(.*)</select>', text)

@@ -244,6 +244,9 @@ def test_an_unknown_model_is_refused_in_one_line(visit: Callable[..., Visit]) ->
     one.page.fill("[data-field=model]", "7.5B")
     one.settled("Unknown")
     assert "Not in the figures" in one.text("verdict") + one.text("notes")
+    one.page.fill("#f-micro_batch", "-5")
+    one.settled("No answer")
+    assert "--micro-batch: -5 is out of range" in one.text("error")
 
 
 @pytest.fixture(scope="module")

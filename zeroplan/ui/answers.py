@@ -327,10 +327,22 @@ def _sharded_as(zero: ZeroConfig) -> tuple[int, str, str]:
     return zero.stage, zero.offload_optimizer.device, zero.offload_param.device
 
 
+def _read(asked: Asked, say: Say | None) -> dict[str, Any]:
+    """Return which of model, GPUs and nodes the question's files say: there the page's own values make way."""
+    from zeroplan.interop.readers import read_setups
+
+    says = {"model"} if any(one["as"] == "model" for one in asked.read) else set()
+    if asked.sources:
+        setup = read_setups(asked.sources, asked.request.program, None)
+        says |= {name for name in ("model", "gpus", "nodes") if getattr(setup, name) is not None}
+    return {"says": sorted(says)}
+
+
 _VERBS: dict[str, Callable[[Asked, Say | None], dict[str, Any]]] = {
     "estimate": _estimate,
     "recommend": _recommend,
     "files": _files,
+    "read": _read,
 }
 
 

@@ -30,7 +30,7 @@ _FOR_SEARCH = frozenset(
     {"model", "params", "task", "seq_len", "dtype", "optimizer", "attn", "quantize", "lora_rank", "from_scratch"}
     | {"gpu", "vram", "cpu_ram", "nvme", "host", "engine", "depth", "program", "gpus", "nodes"}
 )
-VERBS = ("estimate", "recommend", "files")
+VERBS = ("estimate", "recommend", "files", "read")
 #: Longest text of a field, in characters; most files; and characters of a file's name that are kept.
 _MOST_TEXT, _MOST_FILES, _MOST_NAME = 4096, 8, 80
 _KNOWN = (*_KINDS, "verb", "files", "show", "form", "global_batch")
@@ -41,7 +41,7 @@ class Asked:
     """One question.
 
     Attributes:
-        verb: estimate, recommend or files.
+        verb: estimate, recommend, files (write a plan's) or read (which fields the question's files say).
         request: what to plan; every stage and offload is left open.
         show: stage and offloads of the plan that the answer is about; None lets the answer choose.
         words: the command that asks the same, without `show`.

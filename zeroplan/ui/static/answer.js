@@ -40,7 +40,13 @@ export function progress(done, of) {
   );
 }
 
+// Says why there is no answer, and marks the field that is to blame: "--micro-batch" names micro_batch.
 export function failed(error) {
+  const blamed = (error?.where ?? "").replace(/^--/, "").replaceAll("-", "_").toLowerCase().replace(/^params$/, "model");
+  for (const input of document.querySelectorAll("[data-field], [data-box]")) {
+    if (blamed && (input.dataset.field ?? input.dataset.box) === blamed) input.setAttribute("aria-invalid", "true");
+    else input.removeAttribute("aria-invalid");
+  }
   by("error").hidden = !error;
   by("error").replaceChildren(...(error ? [make("p", {}, make("strong", {}, "Not planned: "), error.text)] : []));
 }
@@ -100,7 +106,7 @@ export function rows(plans, chosen, choose, { done = true } = {}) {
     });
     return row;
   });
-  const cells = head.map((text, at) => make("th", { scope: "col", class: [at === 2 || at === 4 || at === 5 ? "figure" : "", hide.includes(at) ? "narrow-hide" : ""].join(" ").trim() || null }, text));
+  const cells = head.map((text, at) => make("th", { scope: "col", "aria-label": text ? null : "share of the card", class: [at === 2 || at === 4 || at === 5 ? "figure" : "", hide.includes(at) ? "narrow-hide" : ""].join(" ").trim() || null }, text));
   by("rows").replaceChildren(make("thead", {}, make("tr", {}, ...cells.filter((_, at) => shown[at]))), make("tbody", {}, ...body));
 }
 
@@ -175,7 +181,7 @@ export function found(answer, apply) {
       make("td", { class: fits(one.plan).kind }, fits(one.plan).text),
     );
   });
-  const table = make("div", { class: "scroll" }, make("table", {}, make("thead", {}, make("tr", {}, ...["show", "tokens/s", "GPU at most", "fits"].map((text, at) => make("th", { scope: "col", class: at === 1 || at === 2 ? "figure" : null }, text)))), make("tbody", {}, ...rows)));
+  const table = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "What the search found" }, make("table", {}, make("thead", {}, make("tr", {}, ...["show", "tokens/s", "GPU at most", "fits"].map((text, at) => make("th", { scope: "col", class: at === 1 || at === 2 ? "figure" : null }, text)))), make("tbody", {}, ...rows)));
   const said = [...(answer.report.ranking[0]?.reasons ?? []), ...answer.report.changes.map((one) => `It would fit with ${one.what}.`), ...answer.report.warnings];
   place.replaceChildren(head, ...(rows.length ? [table] : []), make("ul", {}, ...said.map((text) => make("li", {}, text))), make("p", { class: "hint" }, make("code", {}, answer.command)));
 }

@@ -1,15 +1,27 @@
 // Who answers: the server of `zeroplan ui`, or Python in a worker of this page. Both take a question and say the same things.
 
+// A request to the server; `signal` ends it.
+async function sent(path, options) {
+  try {
+    return await fetch(path, options);
+  } catch (fault) {
+    throw fault.name === "AbortError" ? fault : new Error(GONE);
+  }
+}
+
+const GONE = "the server of this page does not answer; start zeroplan ui again, then change anything";
+
 class Server {
   async names() {
-    const answer = await fetch("api/names");
+    const answer = await sent("api/names");
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     return answer.json();
   }
 
   // Resolves to the answer; `say` is told of each plan as it is done, and of the answer without its knobs.
-  async ask(question, say = () => {}) {
-    const answer = await fetch("api/ask", {
+  async ask(question, say = () => {}, signal = undefined) {
+    const answer = await sent("api/ask", {
+      signal,
       method: "POST",
       headers: { "Content-Type": "application/json" },
       body: JSON.stringify(question),
@@ -24,7 +36,9 @@ class Server {
     let rest = "";
     let last = null;
     for (;;) {
-      const { value, done } = await reader.read();
+      const { value, done } = await reader.read().catch((fault) => {
+        throw fault.name === "AbortError" ? fault : new Error(GONE);
+      });
       if (done) break;
       const lines = (rest + value).split("\n");
       rest = lines.pop();

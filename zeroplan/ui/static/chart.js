@@ -37,7 +37,10 @@ export class Chart {
     });
     this.#observer.observe(place);
     place.addEventListener("keydown", (event) => this.#keys(event));
-    place.addEventListener("blur", () => this.onCursor(null));
+    place.addEventListener("blur", () => {
+      this.#speak(this.#timeline?.peak ?? 0);
+      this.onCursor(null);
+    });
   }
 
   // Draws a timeline under `top` bytes; without one the text says why there is none.
@@ -47,11 +50,15 @@ export class Chart {
     this.#timeline = timeline;
     this.#place.replaceChildren();
     this.#place.setAttribute("aria-label", label);
-    this.#place.setAttribute("role", "img");
+    this.#place.setAttribute("role", timeline ? "slider" : "img"); // its cursor is moved as a slider's
+    this.#place.tabIndex = timeline ? 0 : -1;
     if (!timeline) {
       this.#place.append(make("p", { class: "none" }, none));
       return;
     }
+    this.#place.setAttribute("aria-valuemin", 0);
+    this.#place.setAttribute("aria-valuemax", timeline.positions.length - 1);
+    this.#speak(timeline.peak);
     const colors = { ink: ink(this.#place, "ink"), faint: ink(this.#place, "faint"), line: ink(this.#place, "line"), bad: ink(this.#place, "bad"), paper: ink(this.#place, "paper") };
     const sums = timeline.layers.reduce((found, layer) => {
       const below = found.at(-1);
@@ -74,7 +81,7 @@ export class Chart {
           grid: { stroke: colors.line, width: 1 },
           ticks: { show: false },
           size: 58,
-          values: (_, splits) => splits.map((value) => (value ? `${+(value / GIB).toFixed(2)} GiB` : "0")),
+          values: (_, splits) => splits.map((value) => (!value ? "0" : top < GIB ? `${+(value / 2 ** 20).toPrecision(3)} MiB` : `${+(value / GIB).toFixed(2)} GiB`)),
           splits: () => ticks(top),
         },
       ],
@@ -87,13 +94,26 @@ export class Chart {
     this.#plot = new uPlot(options, [timeline.positions, ...order.map((at) => sums[at]), timeline.reserved], this.#place);
   }
 
+  // Tells a screen reader where the cursor is, and what is allocated there.
+  #speak(at) {
+    const timeline = this.#timeline;
+    if (!timeline) return;
+    const mark = timeline.marks.find(([end]) => end >= timeline.positions[at]);
+    const largest = timeline.layers.reduce((best, layer) => (layer.bytes[at] > best.bytes[at] ? layer : best));
+    const inPhase = mark ? `${phase(mark[1])}: ` : "";
+    this.#place.setAttribute("aria-valuenow", at);
+    this.#place.setAttribute("aria-valuetext", `${inPhase}${size(timeline.allocated[at])} allocated, most of it ${largest.name} ${size(largest.bytes[at])}`);
+  }
+
   #keys(event) {
-    if (!this.#plot || !this.#timeline || !["ArrowLeft", "ArrowRight", "Home", "End"].includes(event.key)) return;
+    if (!this.#plot || !this.#timeline || !["ArrowLeft", "ArrowRight", "PageUp", "PageDown", "Home", "End"].includes(event.key)) return;
     event.preventDefault();
     const last = this.#timeline.positions.length - 1;
     const now = this.#plot.cursor.idx ?? this.#timeline.peak;
-    const to = { ArrowLeft: now - 1, ArrowRight: now + 1, Home: 0, End: last }[event.key];
+    const page = Math.ceil(last / 20);
+    const to = { ArrowLeft: now - 1, ArrowRight: now + 1, PageUp: now - page, PageDown: now + page, Home: 0, End: last }[event.key];
     const at = Math.min(Math.max(to, 0), last);
+    this.#speak(at);
     this.#plot.setCursor({ left: this.#plot.valToPos(this.#timeline.positions[at], "x"), top: 10 });
   }
 }
@@ -122,8 +142,8 @@ function overlay(plot, timeline, usable, top, colors) {
     ctx.moveTo(x(end), bbox.top);
     ctx.lineTo(x(end), bbox.top + bbox.height);
     ctx.stroke();
-    const name = phase(mark);
-    if (ctx.measureText(name).width < x(end) - x(start) - 4 * ratio) {
+    const name = [phase(mark), mark].find((one) => ctx.measureText(one).width < x(end) - x(start) - 4 * ratio);
+    if (name) {
       ctx.fillStyle = colors.faint;
       ctx.fillText(name, (x(start) + x(end)) / 2, bbox.top - 6 * ratio);
     }

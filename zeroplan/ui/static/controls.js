@@ -19,7 +19,7 @@ export function build(names, change) {
     const field = input.dataset.field;
     const read = () => {
       if (input.type === "checkbox") return input.checked || null;
-      if (input.type === "number") return whole(input.value);
+      if (input.type === "number") return whole(input);
       return input.value.trim() || null;
     };
     const moment = input.tagName === "SELECT" || input.type === "checkbox" ? "change" : "input";
@@ -40,8 +40,11 @@ function together(field, on) {
   return {};
 }
 
-function whole(text) {
-  return /^\d{1,12}$/.test(text.trim()) ? Number(text) : null;
+// The number in a box. What is none is asked as it stands, and refused by name, so that no other run is answered for it.
+function whole(input) {
+  if (input.validity.badInput) return "what is typed";
+  if (input.value === "") return null;
+  return Number.isSafeInteger(input.valueAsNumber) ? input.valueAsNumber : input.value;
 }
 
 function slider(place, change) {
@@ -56,7 +59,7 @@ function slider(place, change) {
     spoken(range, box.value);
     change({ [field]: steps[range.value] });
   });
-  box.addEventListener("input", () => change({ [field]: whole(box.value) }));
+  box.addEventListener("input", () => change({ [field]: whole(box) }));
 }
 
 function spoken(range, value) {
@@ -85,19 +88,33 @@ export function pick(plans, now, key, value) {
   return best ? { stage: best.stage, offload_optimizer: best.offload_optimizer, offload_param: best.offload_param } : null;
 }
 
-// Show the state in the form. What it leaves open shows the answer's own figures.
-export function sync(state, answer, names) {
-  const typing = document.activeElement;
+// A select shows what the state says, else what a file says; a name that it does not offer, such as a GPU's other
+// spelling, is added to it.
+function select(input, value, effective) {
+  const option = (name) => [...input.options].find((one) => one.value === name) ?? [...input.options].find((one) => one.text === name);
+  const name = value ?? effective ?? "";
+  const found = option(name) ?? make("option", { value: name }, name);
+  if (!found.parentElement) input.append(found);
+  input.value = found.value;
+}
+
+// Show the state in the form. What it leaves open shows the answer's own figures. The box in which somebody types is left
+// alone, unless `typed` takes it, too.
+export function sync(state, answer, names, { typed = false } = {}) {
+  const typing = typed ? null : document.activeElement;
   const set = (input, value) => {
-    if (input !== typing || input.tagName === "SELECT") input.value = value ?? "";
+    if (input !== typing) input.value = value ?? "";
   };
   const report = answer?.report;
   const effective = { ...report?.workload, ...report?.cluster };
+  const said = state.files?.length && report ? { ...effective, engine: report.plans[0]?.engine, model: report.model.name } : {};
   for (const input of all("[data-field]")) {
-    if (input.type === "checkbox") input.checked = Boolean(state[input.dataset.field] ?? effective[input.dataset.field]);
-    else set(input, state[input.dataset.field]);
+    const field = input.dataset.field;
+    if (input.type === "checkbox") input.checked = Boolean(state[field] ?? said[field]);
+    else if (input.tagName === "SELECT") select(input, state[field], field === "gpu" ? undefined : said[field]);
+    else set(input, state[field] ?? (field === "model" ? said.model : undefined));
   }
-  for (const input of all("[data-toggle]")) input.checked = Boolean(state[input.dataset.toggle] ?? (input.dataset.toggle !== "alloc_conf" && effective[input.dataset.toggle]));
+  for (const input of all("[data-toggle]")) input.checked = Boolean(state[input.dataset.toggle] ?? (input.dataset.toggle !== "alloc_conf" && said[input.dataset.toggle]));
   for (const place of all("[data-slider]")) {
     const field = place.dataset.slider;
     const value = state[field] ?? effective[field] ?? (report ? 1 : ""); // nothing is known before the first answer
@@ -109,7 +126,7 @@ export function sync(state, answer, names) {
     spoken(range, value);
   }
   by("program-row").hidden = !state.files?.length;
-  by("rank").hidden = !(state.lora_rank ?? effective.lora_rank);
+  by("rank").hidden = !(state.lora_rank ?? said.lora_rank);
   by("vram-row").hidden = Boolean(state.gpu);
   const plan = report && answer.chosen !== null && answer.chosen !== undefined ? report.plans[answer.chosen] : null;
   for (const input of all("[data-plan] input")) {
@@ -122,16 +139,36 @@ export function sync(state, answer, names) {
     input.checked = Boolean(plan && plan[key] === value && (key !== "stage" || state.show));
     input.disabled = Boolean(report && !report.plans.some((one) => one[key] === value));
   }
-  const typed = (state.model ?? "").toLowerCase();
-  const known = names.models.find((one) => [one.model, ...one.also].some((name) => name.toLowerCase() === typed));
+  const name = (state.model ?? "").toLowerCase();
+  const known = names.models.find((one) => [one.model, ...one.also].some((other) => other.toLowerCase() === name));
   const model = report?.model;
   const hint = model ? `${count(model.params)} parameters${model.trainable === model.params ? "" : `, ${count(model.trainable)} trainable`}` : "";
   by("model-hint").textContent = hint || (known ? `${count(known.params)} parameters` : "");
 }
 
-// Files by drop, paste and choice; `add` gets their names and texts.
-export function takeFiles(add) {
-  const read = async (list) => add(await Promise.all([...list].map(async (file) => ({ name: file.name, text: await file.text() }))));
+// Characters of a file, at most: a configuration has a few thousand.
+const MOST = 900_000;
+
+// Files by drop, paste and choice; `add` gets their names and texts, `refuse` why there are none.
+export function takeFiles(add, refuse) {
+  const given = (files) => {
+    const big = files.find((file) => (file.size ?? file.text.length) > MOST);
+    if (big) refuse(`${big.name} is larger than 900 kB; give a configuration, not data`);
+    return !big;
+  };
+  const read = async (list) => {
+    const files = [...list];
+    if (!given(files)) return;
+    try {
+      add(await Promise.all(files.map(async (file) => ({ name: file.name, text: await file.text() }))));
+    } catch {
+      refuse(`${files.map((file) => file.name).join(", ")} cannot be read; choose files, not a folder`);
+    }
+  };
+  const paste = (text) => {
+    const file = { name: nameOf(text), text };
+    if (text.trim() && given([file])) add([file]);
+  };
   const drop = by("drop");
   addEventListener("dragover", (event) => {
     event.preventDefault();
@@ -144,17 +181,26 @@ export function takeFiles(add) {
     event.preventDefault();
     drop.classList.remove("over");
     if (event.dataTransfer.files.length) read(event.dataTransfer.files);
+    else paste(event.dataTransfer.getData("text/plain"));
   });
   by("pick").addEventListener("change", (event) => {
-    read(event.target.files);
-    event.target.value = "";
+    read(event.target.files).then(() => (event.target.value = ""));
   });
-  by("paste").addEventListener("input", (event) => {
-    const text = event.target.value;
-    if (!text.trim()) return;
-    event.target.value = "";
-    add([{ name: nameOf(text), text }]);
+  // A paste is taken at once; what is typed, when the box is left.
+  const box = by("paste");
+  let length = 0;
+  const take = () => {
+    const text = box.value;
+    box.value = "";
+    length = 0;
+    paste(text);
+  };
+  box.addEventListener("input", (event) => {
+    const typed = Math.abs(box.value.length - length) <= 1 && !/^insertFrom/.test(event.inputType ?? "");
+    length = box.value.length;
+    if (!typed) take();
   });
+  box.addEventListener("change", take);
 }
 
 // How a command line of a launch script begins, after variables that are set for it.

@@ -4,20 +4,27 @@ import * as view from "./answer.js";
 import { backend } from "./backend.js";
 import { Chart, ceiling } from "./chart.js";
 import { build, listFiles, pick, sync, takeFiles } from "./controls.js";
-import { FIRST, changed, fromHash, question, toHash } from "./state.js";
+import { FIRST, PLAN, changed, fromHash, question, toHash } from "./state.js";
 import { by, copy, dark, make, save, toast } from "./words.js";
 
 // Milliseconds between the last change and the question: a slider that is dragged asks once it rests.
 const REST = 140;
+// Milliseconds after which a question whose answer nobody waits for any more is ended; a shorter one is let finish.
+const LONG = 3000;
 
 const planner = backend();
 let names = null;
-let { state, held } = fromHash(location.hash);
+// A history entry keeps the whole state, files too long for a link included; a link has what stands in it.
+let { state, held } = history.state?.state ? history.state : fromHash(location.hash);
 let answer = null; // the last one without an error
 let heldAnswer = null;
-let asking = false;
+let asking = null; // ends the question that is being answered
+let since = 0;
+let others = {}; // model and machine before files said them
+let sought = ""; // what the search was asked whose configurations are shown
 let again = false;
 let timer = 0;
+let reading = 0; // files that are looked into before they are asked about
 
 // The legend is of the plan under the cursor, and without one of the plan that is shown.
 const chart = new Chart(by("chart"), (at) => view.legend(answer?.timeline, at, "Here:"));
@@ -34,36 +41,46 @@ function change(fields, { push = false } = {}) {
   go({ ...state, ...plain }, push);
 }
 
-function go(next, push) {
+function go(next, push, { applied = false } = {}) {
   state = Object.fromEntries(Object.entries(next).filter(([, value]) => value !== null && value !== undefined && value !== ""));
-  remember(push);
+  if (push) remember(true);
+  if (applied) sought = searchKey();
+  else if (sought && sought !== searchKey()) forget();
   sync(state, answer, names);
-  by("answer").setAttribute("aria-busy", "true"); // what is shown is of the question before
   listFiles(state.files, answer?.read, removeFile); // now, since a file that cannot be read never becomes an answer
   clearTimeout(timer);
   timer = setTimeout(() => {
     timer = 0;
+    if (!push) remember();
     ask();
   }, push ? 0 : REST);
+  busy();
+}
+
+// Says whether what is shown is of the question before.
+function busy() {
+  by("answer").setAttribute("aria-busy", String(Boolean(asking || timer || reading)));
 }
 
 function remember(push) {
   const { hash } = toHash(state, held);
-  history[push ? "pushState" : "replaceState"](null, "", hash);
+  history[push ? "pushState" : "replaceState"]({ state, held }, "", hash);
 }
 
 async function ask() {
   if (asking) {
     again = true;
+    if (Date.now() - since > LONG) asking.abort();
     return;
   }
-  asking = true;
-  by("answer").setAttribute("aria-busy", "true");
+  asking = new AbortController();
+  since = Date.now();
+  busy();
   by("answer").classList.add("old");
   const rows = []; // a row that is simulated takes the place of its formula's
   let chosen = -1;
   try {
-    const got = await planner.ask(question(state), (message) => {
+    const told = (message) => {
       if (again) return;
       if (message.so_far) {
         chosen = message.so_far.chosen;
@@ -74,17 +91,18 @@ async function ask() {
         view.rows(rows, chosen, choose, { done: false });
         if (!answer) view.progress(rows.filter((one) => one.depth !== "formula").length, message.of);
       }
-    });
+    };
+    const got = await planner.ask(question(state), told, asking.signal);
     if (!again) await show(got);
   } catch (fault) {
-    view.failed({ text: fault.message });
+    if (!again) refuse({ text: fault.message });
   } finally {
-    asking = false;
+    asking = null;
     if (again) {
       again = false;
       ask();
     } else {
-      by("answer").setAttribute("aria-busy", String(timer !== 0));
+      busy();
       by("answer").classList.remove("old");
     }
   }
@@ -99,15 +117,22 @@ function soon(found, rows) {
   drawPlan();
 }
 
+function refuse(error) {
+  view.failed(error);
+  by("verdict").className = "card verdict";
+  by("verdict").replaceChildren(make("h2", {}, "No answer"), make("p", {}, "The figures below are of the question before."));
+  if (!answer) by("verdict").lastChild.remove();
+}
+
 async function show(got) {
-  view.failed(got.error ?? null);
-  if (got.error) {
-    by("verdict").className = "card verdict";
-    by("verdict").replaceChildren(make("h2", {}, "No answer"), make("p", {}, "The figures below are of the question before."));
-    if (!answer) by("verdict").lastChild.remove();
-    return;
-  }
+  if (got.error) return refuse(got.error);
+  view.failed(null);
   answer = got;
+  const plan = got.report.plans[got.chosen];
+  if (state.show && !PLAN.every((key) => plan?.[key] === state.show[key])) {
+    delete state.show; // no row of this engine or file, so the answer has chosen
+    remember();
+  }
   if (held && !heldAnswer) {
     const of = await planner.ask(question(held));
     if (of.error) held = null;
@@ -122,6 +147,8 @@ function drawPlan() {
   view.knobs(answer, turn);
   view.lines(answer.report.plans[answer.chosen]);
   by("command").textContent = answer.command;
+  document.title = `${answer.verdict}: ${answer.report.model.name}, zeroplan`;
+  for (const button of [by("hold"), by("make-files"), document.querySelector("[data-copy=command]")]) button.disabled = false;
   by("save-answer").disabled = answer.knobs === null;
   by("made").replaceChildren();
   by("form-row").hidden = true;
@@ -181,27 +208,53 @@ function turn(knob) {
   toast(`${knob.what}: the Back button undoes it`);
 }
 
-function addFiles(files) {
-  const big = files.find((file) => file.text.length > 900_000);
-  if (big) return view.failed({ text: `${big.name} is larger than 900 kB; give a configuration, not data` });
-  const kept = (state.files ?? []).filter((one) => !files.some((file) => file.name === one.name));
-  // The file decides, so what sliders said of the run makes way; the model and the machine stay.
+// The files decide, so what sliders said of the run makes way; the machine stays, and what else no file says.
+async function addFiles(added) {
+  const together = () => [...(state.files ?? []).filter((one) => !added.some((file) => file.name === one.name)), ...added];
+  reading += 1;
+  busy();
+  const read = await planner.ask({ verb: "read", files: together() }).catch(() => ({})); // the question itself says what fails
+  reading -= 1;
   const { model, gpu, vram, gpus, nodes, cpu_ram, nvme } = state;
-  go({ model, gpu, vram, gpus, nodes, cpu_ram, nvme, files: [...kept, ...files] }, true);
+  const next = { model, gpu, vram, gpus, nodes, cpu_ram, nvme, files: together() };
+  for (const name of read.says ?? []) {
+    if (next[name] !== undefined) others[name] = next[name];
+    delete next[name];
+  }
+  go(next, true);
 }
 
 function removeFile(at) {
   const files = state.files.filter((_, index) => index !== at);
-  go({ ...state, files: files.length ? files : null, program: files.length ? state.program : null }, true);
+  const next = { ...state, files: files.length ? files : null, program: files.length ? state.program : null };
+  if (!files.length) for (const [name, value] of Object.entries({ model: FIRST.model, ...others })) next[name] ??= value;
+  if (!files.length) others = {};
+  go(next, true);
+}
+
+// What a search is asked: not what it finds out itself.
+function searchQuestion() {
+  const { show: _, ...open } = state;
+  const batch = by("global-batch");
+  const sequences = batch.validity.badInput ? { global_batch: "what is typed" } : batch.value ? { global_batch: Number(batch.value) } : {};
+  return searched(question(open, { verb: "recommend", ...sequences }));
+}
+
+const searchKey = () => JSON.stringify(searchQuestion());
+
+function forget() {
+  sought = "";
+  by("found").replaceChildren(make("p", { class: "hint" }, "What was found was for another question."));
 }
 
 async function search() {
-  const batch = Number(by("global-batch").value);
-  const { show: _, ...open } = state;
+  const key = searchKey();
   by("search").disabled = true;
   by("found").replaceChildren(make("p", { class: "hint" }, "Searching…"));
   try {
-    const got = await planner.ask(searched(question(open, { verb: "recommend", ...(batch >= 1 ? { global_batch: batch } : {}) })));
+    const got = await planner.ask(searchQuestion());
+    if (key !== searchKey()) return forget();
+    sought = key;
     if (got.error) by("found").replaceChildren(make("p", { class: "no" }, got.error.text));
     else view.found(got, answer?.read.some((one) => one.as === "run") ? null : apply);
   } catch (fault) {
@@ -214,16 +267,17 @@ async function search() {
 // Show a configuration that the search found, with its own file where it has one.
 function apply(choice) {
   const next = changed(searched({ ...state, show: null, dtype: choice.files.length ? null : state.dtype }), choice.change);
-  go({ ...next, files: [...(state.files ?? []), ...choice.files] }, true);
+  const kept = (state.files ?? []).filter((one) => !choice.files.some((file) => file.name === one.name));
+  go({ ...next, files: [...kept, ...choice.files] }, true, { applied: true });
 }
 
-// What the search finds out itself is not asked.
 function searched(asked) {
   for (const name of ["micro_batch", "grad_accum", "gradient_checkpointing", "alloc_conf", "tp", "sp", "cp", "pp", "vpp"]) delete asked[name];
   return asked;
 }
 
 async function makeFiles() {
+  const of = answer;
   const plan = answer?.report.plans[answer.chosen];
   if (!plan) return;
   const at = { stage: plan.stage, offload_optimizer: plan.offload_optimizer, offload_param: plan.offload_param };
@@ -231,6 +285,7 @@ async function makeFiles() {
   by("make-files").disabled = true;
   const got = await planner.ask({ ...question(state, { verb: "files", ...(form ? { form } : {}) }), show: at }).catch((fault) => ({ error: { text: fault.message } }));
   by("make-files").disabled = false;
+  if (of !== answer) return; // another plan is shown by now
   if (got.error) return by("made").replaceChildren(make("p", { class: "no" }, got.error.text));
   by("form-row").hidden = got.forms.length < 2;
   by("form").replaceChildren(...got.forms.map((name) => make("option", { value: name, selected: name === got.form }, name)));
@@ -261,16 +316,31 @@ function theme() {
   charts();
 }
 
+// Paper is light, whatever the screen is.
+let screen = null;
+function onPaper(yes) {
+  const root = document.documentElement;
+  if (yes) screen = root.dataset.theme ?? "";
+  root.dataset.theme = yes ? "light" : screen;
+  if (!root.dataset.theme) delete root.dataset.theme;
+  charts();
+}
+
 function wire() {
   build(names, change);
-  takeFiles(addFiles);
+  takeFiles(addFiles, (text) => view.failed({ text }));
+  by("controls").addEventListener("focusout", () => setTimeout(() => sync(state, answer, names)));
+  by("skip").addEventListener("click", (event) => {
+    event.preventDefault(); // what stands after "#" is the question
+    by("answer").focus();
+    by("answer").scrollIntoView();
+  });
   by("controls").addEventListener("submit", (event) => event.preventDefault());
   by("theme").addEventListener("click", theme);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
   by("share").addEventListener("click", () => {
-    const { whole } = toHash(state, held);
-    copy(location.href);
-    if (!whole) toast("Copied, without the files: they are too long for a link");
+    const { hash, whole } = toHash(state, held);
+    copy(new URL(hash, location.href).href, whole ? "Copied" : "Copied, without the files: they are too long for a link");
   });
   by("reset").addEventListener("click", () => go({ ...FIRST }, true));
   by("search").addEventListener("click", search);
@@ -292,11 +362,16 @@ function wire() {
     charts();
   });
   by("swap").addEventListener("click", () => go({ ...held }, true));
-  addEventListener("popstate", () => {
+  addEventListener("beforeprint", () => onPaper(true));
+  addEventListener("afterprint", () => onPaper(false));
+  addEventListener("popstate", (event) => {
     const was = JSON.stringify(held);
-    ({ state, held } = fromHash(location.hash));
+    clearTimeout(timer);
+    timer = 0;
+    ({ state, held } = event.state?.state ? event.state : fromHash(location.hash));
     if (JSON.stringify(held) !== was) heldAnswer = null;
-    sync(state, answer, names);
+    if (sought && sought !== searchKey()) forget();
+    sync(state, answer, names, { typed: true });
     listFiles(state.files, answer?.read, removeFile);
     ask();
   });

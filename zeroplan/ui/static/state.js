@@ -4,7 +4,7 @@
 const NUMBERS = ["seq_len", "micro_batch", "grad_accum", "gpus", "nodes", "lora_rank", "tp", "cp", "pp", "vpp"];
 const TEXTS = ["model", "gpu", "vram", "cpu_ram", "nvme", "engine", "dtype", "optimizer", "attn", "quantize", "alloc_conf", "program"];
 const SWITCHES = ["gradient_checkpointing", "from_scratch", "sp"];
-const PLAN = ["stage", "offload_optimizer", "offload_param"];
+export const PLAN = ["stage", "offload_optimizer", "offload_param"];
 // A link with more than this many characters of files is cut by mail programs and chats.
 const MOST_FILES = 6000;
 
@@ -25,7 +25,7 @@ export function fromText(text) {
   for (const name of TEXTS) if (given.get(name)) state[name] = given.get(name).slice(0, 4096);
   for (const name of NUMBERS) {
     const value = Number(given.get(name));
-    if (given.has(name) && Number.isSafeInteger(value)) state[name] = value;
+    if (given.get(name)) state[name] = Number.isSafeInteger(value) ? value : given.get(name).slice(0, 40); // refused by name
   }
   for (const name of SWITCHES) if (given.get(name) === "1") state[name] = true;
   const show = (given.get("show") ?? "").split(".");
@@ -33,8 +33,8 @@ export function fromText(text) {
     state.show = { stage: Number(show[0]), offload_optimizer: show[1], offload_param: show[2] };
   }
   const files = given.getAll("file").map((one) => {
-    const end = one.indexOf("\n");
-    return { name: one.slice(0, end), text: one.slice(end + 1) };
+    const [name, ...text] = one.split("\n");
+    return { name, text: text.join("\n") };
   });
   if (files.length) state.files = files;
   return state;
@@ -51,7 +51,8 @@ export function fromHash(hash) {
   const text = hash.replace(/^#/, "");
   if (!text) return { state: { ...FIRST }, held: null };
   const held = new URLSearchParams(text).get("held");
-  return { state: fromText(text), held: held ? fromText(held) : null };
+  const state = fromText(text);
+  return { state: Object.keys(state).length ? state : { ...FIRST }, held: held ? fromText(held) : null };
 }
 
 // A bare count stands where a model's name would: 7.5B.

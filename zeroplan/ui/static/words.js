@@ -65,10 +65,10 @@ export function toast(text) {
   toast.timer = setTimeout(() => place.classList.remove("shown"), 2200);
 }
 
-export async function copy(text) {
+export async function copy(text, said = "Copied") {
   try {
     await navigator.clipboard.writeText(text);
-    toast("Copied");
+    toast(said);
   } catch {
     toast("The browser does not let a page copy: select the text and copy it");
   }

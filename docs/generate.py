@@ -19,6 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.blind import blind_sentence, predicted_first, proof, trust
 from benchmarks.published.page import published
 from benchmarks.recommend.page import measured
 from benchmarks.step.page import runtime_speed
@@ -168,7 +169,7 @@ def accuracy() -> str:
     out = [
         "# Accuracy",
         "",
-        "Runs of real DeepSpeed 0.19.8, FSDP2 and DDP (torch 2.11, transformers 5.17) on 1 to 8 H100 and H200 GPUs, in",
+        "Runs of real DeepSpeed 0.19.8, FSDP 1 and 2, and DDP (torch 2.11, transformers 5.17) on 1 to 8 H100 and H200 GPUs, in",
         "`benchmarks/ground_truth/`, each predicted from what a user would have typed. `python -m benchmarks.accuracy` makes",
         "this table again; error is predicted / measured − 1. Allocated and reserved memory have no constant from a run; what",
         "processes and CUDA's libraries take beside them was read off some of these runs (`zeroplan/engines/process.py`).",
@@ -184,19 +185,7 @@ def accuracy() -> str:
         "less). `D16` is planned with a step that fp16 discards and had none. Host figures rest on how many library pages a",
         "process has touched.",
         "",
-        "## Predicted before measured",
-        "",
-        f"The runs whose ids begin with F and K, {blind['summary']['rows'] + len(blind['refused'])} of them (further families,",
-        "mixtures of experts, odd lengths, optimizer and offload options), were measured when their predictions already stood:",
-        "",
-        render(["figure", "runs", "median", "95 %", "worst"], _errors(blind["summary"], what), "github"),
-        "",
-        "Allocated memory was right to 0.02% everywhere. What missed, and the cause, since modelled: `F18` reserved (a leaf",
-        "module's gradients are reduced in the order of its parameters); host memory of `K01` (a partial offload pins the",
-        "GPU's gradients, too), of `K25` (torch's own Adam on the host has two temporaries), of `F16` and `F17` (grouped",
-        "products' kernels) and of `K09` (an offloaded optimizer's kernels are never loaded); `K13` was refused (FSDP2 with",
-        "CPUOffloadPolicy). `K10` and `K21` reserved still miss. The table at the head shows all runs as predicted now.",
-        "",
+        *predicted_first(_errors(blind["summary"], what), len(blind["refused"])),
         "## Other estimators on the same runs",
         "",
         "Against what NVML showed (`python -m benchmarks.peers`).",
@@ -221,11 +210,9 @@ def _errors(summary: dict[str, Any], what: dict[str, str]) -> list[list[str]]:
 
 def accuracy_in_words() -> str:
     """The part of the README, and of the page on how the figures were come by."""
-    ours, blind, peers = (
-        json.loads((RESULTS / f"{name}.json").read_text())["summary"] for name in ("accuracy", "blind", "peers")
-    )
+    ours, peers = (json.loads((RESULTS / f"{name}.json").read_text())["summary"] for name in ("accuracy", "peers"))
     head = (
-        f"On {ours['rows']} measured runs of real DeepSpeed, FSDP2 and DDP on 1 to 8 H100 and H200 GPUs, each predicted from"
+        f"On {ours['rows']} measured runs of real DeepSpeed, FSDP and DDP on 1 to 8 H100 and H200 GPUs, each predicted from"
         " what a user would have typed, the prediction was off by:"
     )
     names = {
@@ -240,17 +227,10 @@ def accuracy_in_words() -> str:
     ]
     others = {"DeepSpeed's estimator": "DeepSpeed's estimator", "accelerate": "accelerate's", "llm-analysis": "llm-analysis"}
     means = [f"{name} by {peers[key]['mean_absolute']:.0%}" for key, name in others.items()]
-    tail = (
-        (
-            f"{blind['rows']} of the runs were predicted before they were measured; allocated memory was right to"
-            f" {blind['peak_allocated']['worst']:.2%} on all of them. On the same runs {means[0]} is off on average,"
-            f" {' and '.join(means[1:])}."
-        )
-        .replace(" by", " is off by", 1)
-        .replace(" is off on average", " on average")
-    )
+    beside = f"On the same runs {means[0]} is off on average, {' and '.join(means[1:])}.".replace(" by", " is off by", 1)
+    beside = beside.replace(" is off on average", " on average")
     table = render(["", "in the median", "in 95 % within", "at worst"], rows, "github")
-    return "\n\n".join([fill(head, 120), table, fill(tail, 120)])
+    return "\n\n".join([fill(head, 120), table, blind_sentence(), fill(beside, 120)])
 
 
 def _reported() -> Any:
@@ -301,6 +281,8 @@ def reported_far() -> str:
 #: Parts of pages that are written by hand, between ``<!-- made: NAME -->`` and ``<!-- end -->``.
 PARTS: dict[str, Callable[[], str]] = {
     "accuracy": accuracy_in_words,
+    "proof": proof,
+    "trust": trust,
     "reported_scores": reported_scores,
     "reported_unknown": reported_unknown,
     "reported_far": reported_far,

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.layout import OwnedBuffer, spaced
 from zeroplan.core.layout_setup import StateDType
+from zeroplan.core.owned_buffers import OwnedBuffer, spaced
 from zeroplan.core.workload import DType
 from zeroplan_runtime.offload import pinned
 

@@ -24,9 +24,10 @@ from torch import nn
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, OwnedBuffer, UnitKind, plan_layout, runtime_buffers
+from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, UnitKind, plan_layout
 from zeroplan.core.layout_setup import RuntimeSetup as Setup
 from zeroplan.core.optimizers import OPTIMIZERS
+from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.kernels import map_words

@@ -30,7 +30,7 @@ def turn(stage: int) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import zeroplan_runtime
-    from zeroplan.core.layout import runtime_buffers
+    from zeroplan.core.owned_buffers import runtime_buffers
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

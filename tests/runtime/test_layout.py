@@ -16,9 +16,9 @@ from zeroplan.core.layout import (
     UnitShape,
     flat_of,
     plan_layout,
-    runtime_buffers,
 )
 from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.core.workload import DType
 
 params = st.lists(

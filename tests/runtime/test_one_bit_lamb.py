@@ -20,7 +20,7 @@ from tests.runtime.test_one_bit import Simulation, compress, learn, run, start
 from tests.runtime.train import ds_config, train
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import OwnedBuffer, runtime_buffers
+from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan_runtime.engine import Engine
 
 FREEZE, STEPS = 4, 9

@@ -17,7 +17,7 @@ from tests.runtime.train import ds_config
 from zeroplan.core import quantize_training
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import runtime_buffers
+from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan_runtime.config import read_config
 from zeroplan_runtime.full_tensors import full_params

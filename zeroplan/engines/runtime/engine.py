@@ -11,8 +11,9 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.layer_drop import LAYER_DROP
-from zeroplan.core.layout import Layout, UnitKind, runtime_buffers
+from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.optimizers import runtime_type
+from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.quantize_training import QUANTIZE_TRAINING
 from zeroplan.core.saving import Saver, StateDict

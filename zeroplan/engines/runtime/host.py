@@ -17,7 +17,8 @@ from functools import lru_cache
 from itertools import pairwise
 
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.layout import Flat, Layout, UnitLayout, runtime_buffers
+from zeroplan.core.layout import Flat, Layout, UnitLayout
+from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.engines.simulation import CheckpointPhase, HostPhase
 
 _FP32_BYTES = 4

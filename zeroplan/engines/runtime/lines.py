@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
-from zeroplan.core.layout import PAGE, Layout, OwnedBuffer, runtime_buffers
+from zeroplan.core.layout import PAGE, Layout
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
+from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.engines.runtime.checkpoints import OffloadedInputSizes
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import LedgerBuilder, means

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout import EXPERTS_SUFFIX, Layout, OwnedBuffer, UnitKind, runtime_buffers
+from zeroplan.core.layout import EXPERTS_SUFFIX, Layout, UnitKind
+from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.tape import ExpandedTape, Mark, Op, TapeEvent
 from zeroplan.engines.player import EngineSchedule
 from zeroplan.engines.runtime.units import PEFT_PREFIX

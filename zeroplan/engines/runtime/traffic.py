@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.layout import Layout, runtime_buffers
+from zeroplan.core.layout import Layout
 from zeroplan.core.one_bit import message_words
 from zeroplan.core.optimizers import OPTIMIZERS
+from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime_options import RuntimeOptions

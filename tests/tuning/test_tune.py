@@ -110,7 +110,7 @@ def test_a_process_that_is_killed_leaves_its_results(candidates: list[Recommenda
 
         return run
 
-    for last, outcome in ((Killed, Outcome.KILLED), (KeyboardInterrupt, None)):
+    for last, outcome in ((Killed, Outcome.KILLED), (KeyboardInterrupt, None), (SystemExit, None)):
         folder, ran, again = tmp_path / last.__name__, list[str](), ["", ""]
         with pytest.raises(last):
             measure(candidates, Trials.of(folder, {"model": 1}), dies_second(last, ran), 5)

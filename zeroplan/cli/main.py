@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import gc
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -72,6 +74,20 @@ def _register() -> None:
 _INTERRUPTED, _READER_GONE = 128 + 2, 128 + 13
 
 
+def _end(signum: int, frame: object) -> None:
+    """End as Ctrl-C does, so that what was begun is ended, too: ranks, temporary files."""
+    sys.exit(128 + signum)
+
+
+def _end_in_order() -> None:
+    """Take SIGTERM, as ``timeout`` sends it, and the end of the terminal like Ctrl-C, unless the caller has them ignored."""
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        with contextlib.suppress(ValueError):  # not in the main thread
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, _end)
+
+
 def run() -> None:
     """Run the command line. Bad input, a closed pipe, a full disk and Ctrl-C end with one line or none, never a traceback."""
     # zeroplan's models use no pydantic plugin. Looking for plugins would read the metadata of every installed package.
@@ -80,6 +96,7 @@ def run() -> None:
     atexit.register(
         gc.freeze
     )  # else the interpreter looks for cycles among all objects before it ends: a fifth of a cold start
+    _end_in_order()
     _register()
     progress.begin()
     try:

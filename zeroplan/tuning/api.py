@@ -177,7 +177,7 @@ def measure(candidates: Sequence[Recommendation], trials: Trials, run: Run, runs
         trials.begin(key)
         try:
             trial = run(by_key[key])
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # SIGTERM is the latter
             trials.forget()
             raise
         except BadInput as error:  # what the engine refuses to run here

@@ -19,9 +19,10 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from zeroplan.validate.job import VerifyJob, ended_early
+from zeroplan.validate.lifeline import hold
 from zeroplan.validate.run_folder import BEAT, DEVICE, JOBS, RESULT
 
 #: Called with a job's index and a line of text about what its first rank begins.
@@ -45,6 +46,7 @@ class TorchrunLaunch:
         self._folder = tempfile.TemporaryDirectory(prefix="zeroplan-verify-")
         self.folder = Path(self._folder.name)
         self._process: subprocess.Popen[bytes] | None = None
+        self._lifeline: BinaryIO | None = None
         self._read = 0
         self.failure = ""
 
@@ -52,6 +54,7 @@ class TorchrunLaunch:
         """Start the ranks, and return at once."""
         (self.folder / JOBS).write_text(json.dumps([job.to_json() for job in self.jobs]))
         (self.folder / DEVICE).write_text(self.device)
+        self._lifeline = hold(self.folder)
         if self.jobs[0].live is not None:
             from zeroplan.validate.live import write_live
 
@@ -86,6 +89,8 @@ class TorchrunLaunch:
         """End the ranks if they still run, and remove their files."""
         if self._process is not None:
             self._end(self._process)
+        if self._lifeline is not None:
+            self._lifeline.close()
         self._folder.cleanup()
 
     def _follow(self, process: subprocess.Popen[bytes]) -> None:

@@ -20,6 +20,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
 from zeroplan.engines.registry import load_engine
 from zeroplan.validate.job import VerifyJob, ended_early
+from zeroplan.validate.lifeline import end_with_launcher
 from zeroplan.validate.run_folder import BEAT, DEVICE, JOBS, MODULE, RESULT
 
 #: The exit code of a rank whose run ended early, whose result says why.
@@ -86,6 +87,7 @@ def _refused(error: Exception) -> dict[str, Any]:
 def main(folder: Path) -> None:
     """Run the jobs in order, until one fails."""
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+    end_with_launcher(folder)
     beat = Heartbeat(folder, rank)
     beat.say("importing torch")
     device = (folder / DEVICE).read_text()

@@ -91,7 +91,7 @@ def test_pipeline_stages_have_expert_groups_of_their_own() -> None:
         ({"ep": 16, "nodes": 2}, "ep 16 does not divide the 8 experts"),
         ({"ep": 4, "pp": 4, "stage": 2, "grad_accum": 4}, "ep 4 does not divide the 2 ranks of one stage and replica"),
         ({"ep": 2, "etp": 2}, "etp 2 is neither 1 nor tp 1"),
-        ({"ep": 2, "tp": 2}, "experts whose ranks lie across tp are not modelled"),
+        ({"ep": 2, "tp": 4, "etp": 2}, "etp 2 is neither 1 nor tp 4"),
         ({"ep": 0}, "ep 0 is below 1"),
         ({"ep": 2, "lora_rank": 4}, "expert parallelism with LoRA is not modelled"),
         ({"ep": 2, "dtype": "fp32"}, "shared experts are modelled in 16 bits"),

@@ -144,6 +144,9 @@ def test_torchtitans_experts_are_shared(titan: Callable[[str], str]) -> None:
     assert {one.key for one in request.unmodelled} == {"model.name"}
     layout = resolve(request).cases[0].layout
     assert (layout.dp, layout.expert_shard_group) == (4, 1)
+    path.write_text(path.read_text().replace("expert_tensor_parallel_degree = 2\n", ""))  # later versions have no such key
+    later = resolve(asked(str(path), gpus=8)).cases[0].layout
+    assert (later.etp, later.dp, later.expert_shard_group) == (1, 4, 2)
 
 
 def test_a_torchtitan_command_line_brings_its_file(titan: Callable[[str], str], tmp_path: Any) -> None:

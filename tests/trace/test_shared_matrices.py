@@ -11,10 +11,17 @@ import pytest
 
 from tests.conftest import ROOT
 from tests.core.test_expert_parallel import CONFIG
+from tests.engines.test_contract import ledger_and_schedule_differ
 from tests.patience import PATIENCE
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_options import TraceOptions
 from zeroplan.core.tensor_parallel import local_parameters
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
@@ -63,14 +70,21 @@ needs_torch = pytest.mark.skipif(not can_trace(), reason="tracing needs torch an
 @pytest.mark.slow
 @needs_torch
 def test_two_ranks_compute_what_the_whole_model_does(warm_python: Path) -> None:
-    """Loss and every gradient, with the tokens between the matrices whole and split."""
-    cases = [(QWEN, False), (QWEN, True), (MIXTRAL, False), (MIXTRAL, True), (DEEPSEEK, False)]
+    """Loss and every gradient: tokens between the matrices whole and split, experts of both ranks shared and of one whole."""
+    cases = [
+        (QWEN, False, False),
+        (QWEN, True, False),
+        (MIXTRAL, False, False),
+        (MIXTRAL, True, False),
+        (DEEPSEEK, False, False),
+    ]
+    cases += [(QWEN, False, True), (QWEN, True, True), (DEEPSEEK, False, True)]
     start = [warm_python.with_name("torchrun"), "--standalone", "--nproc-per-node=2", "-m", "tests.trace.shared_matrices"]
     done = subprocess.run([*start, json.dumps(cases)], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE, check=False)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [(name, split) for name, split, *_ in found] == [(config["model_type"], split) for config, split in cases]
-    for name, _, worst, off, count in found:
+    assert [tuple(one[:3]) for one in found] == [(config["model_type"], split, across) for config, split, across in cases]
+    for name, _, _, worst, off, count in found:
         assert off < 1e-4, (name, worst)
         assert count > 20
 
@@ -95,8 +109,10 @@ def test_the_plans_are_those_of_transformers(config: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @needs_torch
-@pytest.mark.parametrize(("ep", "sp"), [(1, False), (1, True), (2, True)])
-def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool) -> None:
+@pytest.mark.parametrize(
+    ("ep", "sp", "across"), [(1, False, False), (1, True, False), (2, True, False), (2, False, True), (2, True, True)]
+)
+def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool, across: bool) -> None:
     """Also where other ranks have other experts, and these share their matrices."""
     from zeroplan.core.expert_parallel import with_local_experts
     from zeroplan.trace.api import trace_model
@@ -104,10 +120,14 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool) -> No
     parameters = load_model(CONFIG).parameters
     whole = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions()).expand(2, 64)
     tokens = 32 if sp else 64  # of one rank
-    tape = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(tp=2, sp=sp, ep=ep)).expand(2, tokens)
+    tape = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(tp=2, sp=sp, ep=ep, across=across)).expand(2, tokens)
     assert tape.parameters.names == parameters.names
-    assert tape.parameters.shapes == with_local_experts(local_parameters(parameters, "qwen3_moe", 2), ep).shapes
+    local = local_parameters(parameters, "qwen3_moe", 2, whole_experts=across)
+    assert tape.parameters.shapes == with_local_experts(local, ep).shapes
     assert tape.activation_peak < whole.activation_peak
+    work, layout = Workload(micro_batch=2, seq_len=64), ParallelLayout(gpus=8, tp=2, sp=sp, ep=ep, etp=1 if across else 2)
+    case = Case(load_model(CONFIG), work, Cluster(gpus=8), ZeroConfig.of(3), parallel=layout)
+    assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +138,8 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool) -> No
             "tp 4 does not divide the 18 channels of an expert",
         ),
         ({"tp": 2, "sp": True, "model": DEEPSEEK}, "sequence parallelism of deepseek_v3 is not modelled"),
-        ({"tp": 2, "ep": 2}, "experts whose ranks lie across tp are not modelled"),
+        ({"tp": 4, "ep": 2, "etp": 2, "model": {**QWEN, "num_key_value_heads": 4}}, "etp 2 is neither 1 nor tp 4"),
+        ({"tp": 2, "ep": 2, "seq_len": 63}, "tp 2 does not divide the 63 tokens of a micro batch"),
         ({"tp": 2, "engine": "deepspeed"}, "AutoTP rejects qwen3_moe's tp_plan"),
         ({"cp": 2, "model": DEEPSEEK}, "context parallelism of deepseek_v3 is not modelled"),
     ],

@@ -254,7 +254,9 @@ OPTIONS: dict[str, Any] = {
     ),
     "vpp": _option(int, "--vpp", "Chunks of blocks a pipeline rank has (interleaved schedules). [1]", _MESH),
     "ep": _option(int, "--ep", "GPUs that share the experts of a layer (expert parallelism). [1]", _MESH),
-    "etp": _option(int, "--etp", "GPUs that share each expert's matrices: 1, or as many as --tp. [1]", _MESH),
+    "etp": _option(
+        int, "--etp", "GPUs that share each expert's matrices: 1, or as many as --tp; any under megatron. [1]", _MESH
+    ),
     "schedule": _option(
         str, "--schedule", "The order of a stage's micro batches: 1f1b, gpipe, zero-bubble, zbv or dualpipev.", _MESH
     ),

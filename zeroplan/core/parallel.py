@@ -72,9 +72,6 @@ class ParallelLayout:
         self._require_divides(("ep", "etp"), stage, f"the {stage} ranks of one stage and replica")
         if self.vpp > 1 and self.pp == 1:
             raise BadInput(f"vpp {self.vpp} needs pipeline stages", where="vpp", remedy="raise pp, or use vpp 1")
-        if self.etp not in (1, self.tp):
-            what = f"etp {self.etp} is neither 1 nor tp {self.tp}"
-            raise BadInput(what, where="etp", remedy="experts' matrices are whole, or shared as the dense ones are")
         if self.sp and self.tp == 1:
             raise BadInput("sp needs tensor parallelism", where="sp", remedy="raise tp, or leave sp out")
 
@@ -87,6 +84,11 @@ class ParallelLayout:
             factors = " × ".join(f"{name} {getattr(self, name)}" for name in said)
             shown = factors if " × " not in factors else f"{factors} = {product}"
             raise BadInput(f"{shown} does not divide {what}", where=said[0], remedy=f"use divisors of {total}")
+
+    @property
+    def experts_across(self) -> bool:
+        """Whether ranks that share the dense matrices have different experts, which are whole (``etp`` 1)."""
+        return self.ep > 1 and self.tp > 1 and self.etp == 1
 
     @property
     def world_size(self) -> int:

@@ -58,7 +58,8 @@ class TraceOptions:
     `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means no
     LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices; `cp`
-    ranks share each sample's tokens by rings, `ulysses` ranks by exchanging heads, and `ep` ranks the experts.
+    ranks share each sample's tokens by rings, `ulysses` ranks by exchanging heads, and `ep` ranks the experts,
+    those of `tp` among them with `across`.
     `whole_vocabulary`: tensor-parallel ranks gather the logits. `lora_dropout`: adapters drop some of their input. `quantized`:
     how linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), with `half_adapters` the adapters
     beside them in 16 bits, with `linear_experts` experts as layers of their own. `images` of `image_size` pixels a side come
@@ -85,6 +86,7 @@ class TraceOptions:
     sp: bool = False
     cp: int = 1
     ep: int = 1
+    across: bool = False
     ulysses: int = 1
     whole_vocabulary: bool = False
     quantized: Products | None = None
@@ -131,7 +133,7 @@ class TraceOptions:
         if self.cp > 1:
             parts.append(f"cp{self.cp}")
         if self.ep > 1:
-            parts.append(f"ep{self.ep}")
+            parts.append(f"ep{self.ep}" + ("+across" if self.across else ""))
         if self.ulysses > 1:
             parts.append(f"ulysses{self.ulysses}")
         if self.images:
@@ -188,6 +190,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         sp=layout is not None and layout.sp,
         cp=layout.cp if layout is not None else 1,
         ep=layout.ep if layout is not None else 1,
+        across=layout is not None and layout.experts_across,
         ulysses=layout.ulysses if layout is not None else 1,
         whole_vocabulary=layout is not None and layout.whole_vocabulary,
         quantized=None if workload.quantize is None else workload.quantize.products,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 
@@ -140,7 +141,7 @@ def require_divides(config: Mapping[str, Any], layout: ParallelLayout, seq_len: 
         "channels of the MLP": config.get("intermediate_size"),
         "words of the vocabulary": config.get("vocab_size"),
     }
-    if "moe_intermediate_size" in config and not layout.whole_vocabulary:
+    if "moe_intermediate_size" in config and not (layout.whole_vocabulary or layout.experts_across):
         numbers["channels of an expert"] = config["moe_intermediate_size"]
     if layout.sp:
         numbers["tokens of a sample"] = seq_len
@@ -151,8 +152,17 @@ def require_divides(config: Mapping[str, Any], layout: ParallelLayout, seq_len: 
             )
 
 
-def local_parameters(parameters: Parameters, model_type: str, tp: int, *, whole_vocabulary: bool = False) -> Parameters:
+def local_parameters(
+    parameters: Parameters, model_type: str, tp: int, *, whole_vocabulary: bool = False, whole_experts: bool = False
+) -> Parameters:
     """Return what one of `tp` tensor-parallel ranks holds of a model's parameters: the same list with the shapes of its parts.
+
+    Args:
+        parameters: the whole model's.
+        model_type: names the plan.
+        tp: ranks.
+        whole_vocabulary: the embedding is whole on every rank.
+        whole_experts: so are the matrices of the experts that are chosen from.
 
     Raises:
         BadInput: where the architecture's plan is not known, or only the number of parameters is.
@@ -168,7 +178,10 @@ def local_parameters(parameters: Parameters, model_type: str, tp: int, *, whole_
     plan = tensor_plan(model_type, auto_tp=whole_vocabulary)
     shapes = zip(parameters.names, parameters.blocks, parameters.shapes, strict=True)
     split = (HEAD,) if whole_vocabulary else (EMBEDDING, HEAD)
-    local = tuple(_local(_dimension(plan, name, block, split), shape, tp) for name, block, shape in shapes)
+    local = tuple(
+        shape if whole_experts and is_expert(name) else _local(_dimension(plan, name, block, split), shape, tp)
+        for name, block, shape in shapes
+    )
     return replace(parameters, shapes=local)
 
 

@@ -111,7 +111,11 @@ class Case:
 
         layout = self.layout
         shared = local_parameters(
-            self.spec.parameters, self.spec.model_type, layout.tp, whole_vocabulary=layout.whole_vocabulary
+            self.spec.parameters,
+            self.spec.model_type,
+            layout.tp,
+            whole_vocabulary=layout.whole_vocabulary,
+            whole_experts=layout.experts_across,
         )
         return with_local_experts(shared, layout.ep)
 

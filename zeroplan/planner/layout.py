@@ -229,11 +229,16 @@ def _require_experts(layout: ParallelLayout, spec: ModelSpec, workload: Workload
     """Refuse what expert parallelism does not divide, and what is not modelled beside it."""
     from zeroplan.core.expert_parallel import require_experts
 
+    if layout.etp not in (1, layout.tp):
+        what = f"etp {layout.etp} is neither 1 nor tp {layout.tp}"
+        remedy = "experts' matrices are whole, or shared as the dense ones are; --engine megatron has any"
+        raise BadInput(what, where="--etp", remedy=remedy)
     if layout.etp > 1 and layout.ep == 1:
         return  # the ranks of tp share all matrices
-    if layout.tp > 1 and layout.etp == 1:
-        what = "experts whose ranks lie across tp are not modelled"
-        raise BadInput(what, where="--etp", remedy=f"give --etp {layout.tp}, which shares their matrices, or --tp 1")
+    tokens = workload.micro_batch * (workload.seq_len or 0) // layout.cp
+    if layout.experts_across and tokens % layout.tp:
+        what = f"tp {layout.tp} does not divide the {tokens:,} tokens of a micro batch, which its ranks exchange in parts"
+        raise BadInput(what, where="--etp", remedy=f"use another --seq-len, or --etp {layout.tp}")
     if workload.lora_rank is not None:
         raise BadInput("expert parallelism with LoRA is not modelled", where="--ep", remedy="leave --lora-rank out")
     require_experts(spec.parameters, spec.model_type, layout)

@@ -209,6 +209,8 @@ class LayoutCost:
         if ep == 1:
             return 0.0
         routed = self.hidden_bytes * int(config.get("num_experts_per_tok") or 1)
+        if self.layout.experts_across:
+            routed //= self.layout.tp  # each of them has its part of the tokens
         inside = min(ep, self.layout.gpus)
         near = routed * (inside - 1) / ep / (self.rates.link_gbs * _GIGA)
         far = routed * (ep - inside) / ep / (self.rates.node_gbs * _GIGA)

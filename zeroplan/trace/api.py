@@ -211,7 +211,7 @@ def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
     from zeroplan.trace.mesh import MeshRank, fake_mesh
 
     with fake_mesh(options.ep, options.cp, options.tp) as mesh:
-        yield MeshRank(mesh, sequence=options.sp)
+        yield MeshRank(mesh, sequence=options.sp, across=options.across)
 
 
 def _attempts(

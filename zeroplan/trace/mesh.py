@@ -52,8 +52,9 @@ def fake_mesh(ep: int, cp: int, tp: int) -> Iterator[DeviceMesh]:
 class MeshRank(Ranks):
     """The rank of a mesh with the dimensions ``ep``, ``cp`` and ``tp``."""
 
-    def __init__(self, mesh: DeviceMesh, *, sequence: bool) -> None:
-        self._mesh, self._sequence = mesh, sequence
+    def __init__(self, mesh: DeviceMesh, *, sequence: bool, across: bool = False) -> None:
+        """`across`: ranks of ``tp`` are among those of ``ep``, so that experts' matrices are whole."""
+        self._mesh, self._sequence, self._across = mesh, sequence, across
         self._tp, self._cp, self._ep = (mesh[name].size() for name in ("tp", "cp", "ep"))
         self.unwrapped = (DTensor,) if self._tp * self._cp > 1 else ()
 
@@ -62,7 +63,7 @@ class MeshRank(Ranks):
         if self._ep > 1:
             share_experts(model, self._mesh["ep"].get_group())
         if self._tp > 1:
-            parallelize(model, self._mesh["tp"], sequence=self._sequence)
+            parallelize(model, self._mesh["tp"], sequence=self._sequence, across=self._across)
 
     def inputs(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return what this rank has of a batch. torch resizes the tensors, whose memory stays whole (``context_parallel``); the

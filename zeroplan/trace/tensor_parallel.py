@@ -44,7 +44,7 @@ class ReplicateParallel(ParallelStyle):
         return distribute_module(module, device_mesh, whole, before, after)
 
 
-def parallelize(model: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
+def parallelize(model: Any, mesh: DeviceMesh, *, sequence: bool, across: bool = False) -> None:
     """Lay a causal language model of transformers out over a tensor-parallel mesh. The logits stay split, for `loss_parallel`.
 
     Args:
@@ -52,6 +52,7 @@ def parallelize(model: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
         mesh: one dimension of ranks.
         sequence: split the tokens between the matrices, too (sequence parallelism). The tokens are split behind the embedding,
             because transformers makes its masks of the embedding's output.
+        across: the ranks have different experts, which exchange tokens already, and not parts of each.
 
     Raises:
         BadInput: an architecture without a known plan, or whose tokens are not split.
@@ -77,10 +78,10 @@ def parallelize(model: Any, mesh: DeviceMesh, *, sequence: bool) -> None:
         if sequence and not number:
             whole = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True)
             parallelize_module(block, mesh, whole)
-        parallelize_module(block, mesh, _styles(block, plan, sequence))
+        parallelize_module(block, mesh, _styles(block, plan, sequence, across))
 
 
-def _styles(block: nn.Module, plan: TensorPlan, sequence: bool) -> dict[str, ParallelStyle]:
+def _styles(block: nn.Module, plan: TensorPlan, sequence: bool, across: bool) -> dict[str, ParallelStyle]:
     """The style of each module of a block that has parameters of its own."""
     outputs = Shard(1) if sequence else Replicate()
     styles: dict[str, ParallelStyle] = {}
@@ -108,9 +109,9 @@ def _styles(block: nn.Module, plan: TensorPlan, sequence: bool) -> dict[str, Par
         elif name.endswith(".experts"):
             if any(isinstance(param, DTensor) for param in module.parameters()):
                 continue  # ranks of ep share them, too
-            from zeroplan.trace.tensor_parallel_experts import ExpertMatricesParallel
+            from zeroplan.trace.tensor_parallel_experts import ExpertMatricesParallel, ExpertsAcross
 
-            styles[name] = ExpertMatricesParallel(plan, partial=sequence)
+            styles[name] = ExpertsAcross(partial=sequence) if across else ExpertMatricesParallel(plan, partial=sequence)
         elif name == "mlp.gate":
             from zeroplan.trace.tensor_parallel_experts import RouterParallel
 

@@ -140,7 +140,7 @@ def _fake_ranks(run: Run) -> Iterator[None]:
     current = torch.cuda.current_device
     torch.cuda.current_device = lambda: torch.device("meta")  # type: ignore[assignment,return-value]
     rank = 0 if run.pp_rank is None else run.pp_rank * run.tp
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.tp * stages * run.ep)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.tp * stages * run.ep * run.etp)
     from megatron.core import parallel_state
 
     try:
@@ -363,6 +363,8 @@ CASES = {
     "mixture ep 4": Run(ep=4, more=tuple(MIXTURE.items())),
     "mixture ep 2 tp 2 sp shared": Run(ep=2, tp=2, sp=True, micro_batch=4, more=tuple(SHARED.items())),
     "mixture etp 2": Run(ep=2, tp=2, sp=True, etp=2, micro_batch=4, more=tuple(SHARED.items())),
+    "mixture tp 2 etp 4": Run(ep=2, tp=2, sp=True, etp=4, micro_batch=4, more=tuple(SHARED.items())),
+    "mixture etp 2 alone": Run(ep=2, etp=2, micro_batch=4, more=tuple(SHARED.items())),
     "mixture gpt fp32": Run(ep=8, llama=False, more=tuple(SHARED.items())),
     "mixture pre aux": Run(ep=8, more=(*MIXTURE.items(), ("moe_router_pre_softmax", True), ("moe_aux_loss_coeff", 0.01))),
     "mixture z": Run(ep=8, more=(*MIXTURE.items(), ("moe_z_loss_coeff", 0.001))),
@@ -382,6 +384,9 @@ CASES = {
     "gathered ep 4": Run(ep=4, more=(*MIXTURE.items(), ("moe_token_dispatcher_type", "allgather"))),
     "gathered tp 2 etp 2": Run(
         ep=2, tp=2, sp=True, etp=2, micro_batch=4, more=(*SHARED.items(), ("moe_token_dispatcher_type", "allgather"))
+    ),
+    "gathered tp 4 etp 2": Run(
+        ep=2, tp=4, sp=True, etp=2, micro_batch=4, more=(*SHARED.items(), ("moe_token_dispatcher_type", "allgather"))
     ),
     "mixture moe": Run(ep=4, recompute="selective", more=(*MIXTURE.items(), ("recompute_modules", ["moe"]))),
     "mixture shared": Run(

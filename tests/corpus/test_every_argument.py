@@ -21,7 +21,11 @@ MINIMAL: dict[str, dict[str, Any]] = {
     "axolotl": {"base_model": "m", "datasets": [], "micro_batch_size": 1, "sequence_len": 512},
     "open-instruct": {"model_name_or_path": "m", "max_seq_length": 512, "use_flash_attn": True, "deepspeed_stage": 3},
     "ms-swift": {"model": "m", "tuner_type": "full", "max_length": 512},
-    "torchtune": {"model": {"_component_": "torchtune.models.llama3.llama3_8b"}, "tokenizer": {"max_seq_len": 512}},
+    "torchtune": {
+        "model": {"_component_": "torchtune.models.llama3.llama3_8b"},
+        "tokenizer": {"max_seq_len": 512},
+        "epochs": 1,
+    },
     "torchtitan": {"model.flavor": "8B", "parallelism.tensor_parallel_degree": 1},
     "litgpt": {"checkpoint_dir": "m", "train": {"micro_batch_size": 1, "global_batch_size": 1, "max_seq_length": 512}},
 }

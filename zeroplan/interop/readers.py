@@ -19,6 +19,8 @@ from zeroplan.interop.setups import Setup
 
 #: Programs that decide the engine and the machine, and leave the rest to another file.
 _LAUNCHERS = ("accelerate", "ds_config")
+#: Where torch looks for the allocator's settings; the older name is still read.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 #: Fields that a launcher's file decides where both say them.
 _LAUNCHERS_OWN = (
     "engine",
@@ -55,7 +57,7 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
     if recipe is not None:
         document = replace(recipe, version=version)
     owner = program_named(program) if program is not None else _owner(document, named)
-    setups = [] if owner is None else [owner.read(document)]
+    setups = [] if owner is None else [_with_allocator(owner.read(document), document.command)]
     if recipe is not None:
         setups = [replace(one, files=(script, *one.files)) for one in setups]
     setups += [read_setup(path) for path in named]
@@ -63,6 +65,13 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
     if flags is not None:
         setups.append(program_named("accelerate").read(flags))
     return join(setups)
+
+
+def _with_allocator(setup: Setup, command: Command | None) -> Setup:
+    """Return the setup with the allocator's settings that stand before a command line or are exported there."""
+    environment = {} if command is None else command.environment
+    said = next((name for name in ALLOCATOR_VARIABLES if environment.get(name)), None)
+    return setup if said is None else replace(setup, alloc_conf=environment[said], keys={**setup.keys, "alloc_conf": said})
 
 
 def read_setups(sources: Sequence[Any], program: str | None = None, task: str | None = None) -> Setup:

@@ -18,6 +18,7 @@ from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.request import Request
+from zeroplan.simulate.allocator.config import AllocatorConfig
 
 #: Fields of a Setup that a Request has too and whose value None means that nothing was said; with their flags.
 _FIELDS = {
@@ -201,8 +202,28 @@ def filled(request: Request, setup: Setup) -> Request:
         changes["zero_init"] = setup.zero_init
     if setup.ds_config is not None:
         changes |= _with_ds_config(setup, changes)
+    if setup.alloc_conf:
+        changes |= _allocator(request, setup, changes["unmodelled"])
+    changes["told_by_file"] = True
     whole = replace(request, files=(), **changes)
     return whole if setup.degrees else _with_global_batch(whole, setup)
+
+
+def _allocator(request: Request, setup: Setup, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
+    """The allocator's settings that the command line gives; those that are not simulated stand among what is left out.
+
+    Raises:
+        BadInput: a flag that contradicts them.
+    """
+    key = setup.keys["alloc_conf"]
+    if request.alloc_conf not in ("", setup.alloc_conf):
+        what = f"{setup.files[0]} says {setup.alloc_conf[:60]} ({key}), the flag {request.alloc_conf[:60]}"
+        raise BadInput(what, where="--alloc-conf", remedy="change one of the two")
+    try:
+        AllocatorConfig.parse(setup.alloc_conf)
+    except BadInput as error:
+        return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, error.what[:120]))}
+    return {"alloc_conf": setup.alloc_conf}
 
 
 def _reads_ds_config_itself(request: Request, setup: Setup) -> bool:

@@ -108,6 +108,7 @@ class Request:
     longest_first: bool = False
     built: bool = False  # the live module came with its adapters and quantised layers from a program's reader
     pads: bool = False
+    told_by_file: bool = False
     pairs: bool = False
     reference: Reference | None = None
     kl_batch: bool = False

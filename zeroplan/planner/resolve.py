@@ -10,7 +10,7 @@ from zeroplan.core.float8 import FLOAT8_CAPABILITY
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import PackedWeights
 from zeroplan.core.tasks import parse_task
-from zeroplan.core.unmodelled import Unmodelled
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
@@ -24,6 +24,9 @@ from zeroplan.planner.request import Request
 from zeroplan.planner.requested_types import with_checked_types
 from zeroplan.planner.training_task import with_training_task
 from zeroplan.planner.workload import workload_of
+
+#: Sections of a config whose models take images or sound beside tokens.
+_TOWERS = frozenset(("vision_config", "audio_config"))
 
 DEPTHS = ("formula", "simulated")
 
@@ -77,6 +80,9 @@ def resolve(request: Request) -> Resolved:
         named = request.quantized_by if request.quantize is not None else KEY
         whole = request.whole_base or checkpoint.in_bytes
         request = replace(request, quantize=quantize, quantized_by=named, whole_base=whole)
+    if request.told_by_file and not request.images and (towers := _TOWERS & spec.config.keys()):
+        says = f"the model has a {min(towers)}, and no key tells of images or sound; text alone is counted (--images)"
+        unmodelled += (Unmodelled("images", Effect.UNKNOWN, says),)
     if request.ds_config is None:
         workload = workload_of(request, engine, spec)
         zeros = [engine.for_optimizer(zero, workload.optimizer) for zero in _zeros(request, engine)]

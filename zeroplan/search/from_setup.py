@@ -73,6 +73,7 @@ def _free_search(
         optimizer=work.optimizer,
         optimizer_kind=None,
         precision=None,
+        alloc_conf=request.alloc_conf,
         gradient_checkpointing=False,
         reduce_dtype=asked.reduce_dtype if find_engine(request.engine).reduces_as_told else None,
     )

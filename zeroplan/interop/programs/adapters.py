@@ -117,5 +117,8 @@ def set_targets(run: Builder, key: str, *, everywhere: bool) -> None:
         run.assume(f"{key}: those of peft for the model", lora_targets=(PEFT_DEFAULT,))
     elif any(name.lower() in _ALL for name in found):
         run.set("lora_targets", (), key)
+        if others := [name for name in found if name.lower() not in _ALL]:
+            says = f"adapters on {', '.join(others)[:60]} beside all linear layers"
+            run.leave_out(key, Effect.MORE, says)
     else:
         run.set("lora_targets", found, key)

@@ -32,6 +32,8 @@ _NOT_MODELLED = {
     "peft_use_dora": (MORE, "DoRA keeps normed copies of the adapted weights"),
     "unfrozen_parameters": (LESS, "only some parameters are trained; all are counted as trained"),
     "relora_steps": (NONE, "adapters are merged and begun anew"),
+    "relora": (UNKNOWN, "adapters are merged into the base and begun anew"),
+    "freeze_mm_modules": (LESS, "vision and sound towers are frozen; all are counted as trained"),
     "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
     "noisy_embedding_alpha": (MORE, "noise as large as the embedded batch"),
     "gptq": (UNKNOWN, "base weights quantised by GPTQ"),
@@ -132,6 +134,9 @@ class Axolotl(Program):
             run.leave_out("gradient_checkpointing", LESS, "checkpoints wait on the host; they are counted on the GPU")
         else:
             run.set("gradient_checkpointing", bool(run.flag("gradient_checkpointing")), "gradient_checkpointing")
+        if run.fields["gradient_checkpointing"]:
+            said = run.block("gradient_checkpointing_kwargs").flag("use_reentrant")
+            run.set("reentrant", bool(said), "" if said is None else "gradient_checkpointing_kwargs")
         fsdp_version = self._sharding(run)
         self._adapter(run)
         self._layout(run, fsdp_version)
@@ -259,6 +264,16 @@ class Axolotl(Program):
             run.assume("full fine-tuning, since adapter is not set")
 
     def _evaluation(self, run: Builder) -> None:
-        batch, size = run.number("eval_batch_size"), run.amount("val_set_size")
-        if batch and size:
-            run.set("eval_batch", batch, "eval_batch_size")
+        """Evaluation between steps, of as many samples as the micro batch has. ``evals_per_epoch`` becomes steps.
+
+        Source: axolotl 0.18, TrainerBuilderBase._configure_save_and_eval_strategy and normalize_config; the Trainer's
+        ``eval_strategy`` is ``no`` where none of the keys is set.
+        """
+        data = "test_datasets" if run.on("test_datasets") else "val_set_size"
+        if not run.on("test_datasets") and not run.amount("val_set_size"):
+            return
+        strategy = run.word("eval_strategy") or run.word("evaluation_strategy") or "no"
+        often = [key for key in ("evals_per_epoch", "eval_steps") if run.on(key)]
+        if often or strategy not in ("no", "never"):
+            batch = run.number("eval_batch_size")
+            run.set("eval_batch", batch or run.fields["micro_batch"], "eval_batch_size" if batch else data)

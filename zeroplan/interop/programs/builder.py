@@ -21,6 +21,7 @@ _QUANTISED = re.compile(r"(?i)(^|[-_./])(awq|gptq|aqlm|bnb|[248][-_]?bit|int[48]
 _SPEAKING = re.compile(
     r"dpo|orpo|kto|simpo|grpo|ppo|reward_model|teacher|ref_model|reference|distill|quant|[48]_?bit|nf4|int[48]|fp8|offload|paral"
     r"|unsloth|liger|galore|freeze|frozen|spectrum|_degree|(tp|sp|cp|pp|ep)_size|packing|lora|adapter|peft|flash|attn|attention"
+    r"|modules_to_save|trainable|load_in|kbits|num_labels|\blisa|_lisa|unfreeze|trainable_params|ema\b|activation_offload"
     r"|checkpointing|compile|max_(seq|source|target|model)?_?len|seq_len|block_size|memory|budget|vision|image|moe|expert"
 )
 #: Keys by which programs lay samples end to end, up to one length.

@@ -53,7 +53,8 @@ _TELLING = frozenset(
     (
         *("lora_rank", "lora_r", "lora_dim", "lora_target", "lora_targets", "lora_target_modules", "target_modules"),
         *("use_lora", "lora_enable", "use_peft", "use_qlora", "q_lora", "train_mode", "train_type", "tuner_type", "sft_type"),
-        *("finetuning_type", "quantization_bit", "bits", "cutoff_len", "adapter"),
+        *("finetuning_type", "quantization_bit", "bits", "cutoff_len", "adapter", "modules_to_save", "trainable"),
+        *("load_in_kbits", "block_size", "max_seq_length", "max_seq_len", "freeze_vision_tower", "model_id"),
     )
 )
 

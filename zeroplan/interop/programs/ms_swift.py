@@ -13,6 +13,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.programs.known import telling_of_others
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TrainerDefaults, read_trainer, set_fsdp
 from zeroplan.interop.setups import Setup
@@ -51,6 +52,13 @@ _NOT_MODELLED = {
     "acc_strategy": (Effect.NONE, "how accuracy is counted"),
 }
 _TASKS = {"rm": "reward"}
+#: Megatron-LM's arguments, of which the YAML of ``megatron sft`` and of ms-swift's trainers under Ray has some.
+_MEGATRON = (
+    "tensor_model_parallel_size",
+    "expert_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "recompute_granularity",
+)
 
 
 class MsSwift(Program):
@@ -66,7 +74,8 @@ class MsSwift(Program):
         if started := document.starts(*_COMMANDS):
             return started
         script = document.command is not None and document.command.program.endswith(("swift/cli/sft.py", "swift/cli/rlhf.py"))
-        return document.has(*_ONLY) if script or "base_model" not in document.data else ()
+        strange = "base_model" in document.data or telling_of_others(document.data, "hf-trainer", self.name)
+        return document.has(*_ONLY) if script or not strange else ()
 
     def read(self, document: Document) -> Setup:
         """Read the run.
@@ -76,7 +85,7 @@ class MsSwift(Program):
         """
         run = Builder(document, self.name, self.label)
         started = document.command.program if document.command else ""
-        if started.startswith("megatron") or "tensor_model_parallel_size" in run.data:
+        if started.startswith("megatron") or document.has(*_MEGATRON):
             raise BadInput(f"{started or 'this'} trains by Megatron-Core", where=run.name, remedy="no engine here plans that")
         self._task(run, started)
         run.take_model("model", "model_id_or_path")
@@ -84,6 +93,9 @@ class MsSwift(Program):
         read_trainer(run, TrainerDefaults(micro_batch=1, checkpointing=True, bf16=True))
         if run.fields.get("engine") is None:
             run.set("engine", "ddp")
+        elif run.fields.get("reentrant") is None:
+            run.set("reentrant", True)  # trainers/mixin.py (_fix_gradient_checkpointing)
+        self._evaluation(run)
         weights = run.word("torch_dtype")
         if weights in _DTYPES:
             run.set("model_dtype", _DTYPES[weights], "torch_dtype")
@@ -111,6 +123,16 @@ class MsSwift(Program):
             run.leave_out("rlhf_type", MORE, f"{kind}: pairs of samples, further models or generation beside the trained model")
         else:
             run.set("task", "sft")
+
+    def _evaluation(self, run: Builder) -> None:
+        """Evaluation as often as it saves, where there is data for it. Source: arguments/sft_args.py (_init_eval_strategy)."""
+        data = next((key for key in ("val_dataset", "cached_val_dataset", "split_dataset_ratio") if run.on(key)), None)
+        strategy = run.word("eval_strategy") or run.word("evaluation_strategy") or run.word("save_strategy") or "steps"
+        if data is None or strategy == "no":
+            run.set("eval_batch", None)
+        else:
+            batch = run.number("per_device_eval_batch_size")
+            run.set("eval_batch", batch or 1, "per_device_eval_batch_size" if batch else data)
 
     def _engine_files(self, run: Builder) -> None:
         """Put in place the ds_configs and FSDP configs that ms-swift brings by name."""

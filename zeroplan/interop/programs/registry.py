@@ -38,7 +38,7 @@ _LISTED = {
 }
 
 #: Arguments that only programs on Megatron-LM have (megatron/training/arguments.py).
-_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_attention_heads")
 #: So many of a program's arguments make a file one that it could read.
 _ENOUGH = 2
 

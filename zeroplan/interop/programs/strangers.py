@@ -25,6 +25,16 @@ _KINDS: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset(("cells", "nbformat")), "is a notebook", "give the arguments that it makes, as JSON or YAML"),
     (frozenset(("apiVersion", "kind")), "is a manifest of Kubernetes", "give the command line that it starts, in a .sh file"),
 )
+_OWN_ENGINE = "no engine here plans that: plan the model by flags, MODEL --engine megatron --tp 2 --pp 2"
+#: Keys that only files of programs with an engine of their own have, whatever else they hold, and that program.
+_ENGINES: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("tokens", "parallelism", "general"), "nanotron"),
+    (("pipe_parallel_size", "num_layers"), "GPT-NeoX"),
+    (("model_parallel_size", "num_layers"), "GPT-NeoX"),
+    (("train_iters", "zero_optimization"), "GPT-NeoX"),
+    (("device_train_microbatch_size", "max_seq_len"), "LLM Foundry"),
+    (("device_train_microbatch_size", "variables"), "LLM Foundry"),
+)
 #: Programs that train with several models and engines of their own at once, and what only their commands have.
 _OTHERS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"\bopenrlhf\.cli\.|\bopenrlhf/cli/"), "OpenRLHF"),
@@ -50,6 +60,10 @@ def refuse_stranger(data: Mapping[str, Any], name: str) -> None:
     Raises:
         BadInput: saying what it is and what to give.
     """
+    plain = {str(key).replace("-", "_") for key in data}
+    for own, title in _ENGINES:
+        if plain.issuperset(own):
+            raise BadInput(f"is a file of {title}, whose engine and model code are its own", where=name, remedy=_OWN_ENGINE)
     if isinstance(data.get("defaults"), list):
         what = "is composed of other files by Hydra (defaults)"
         raise BadInput(what, where=name, remedy="give what Hydra makes of it: the program with --cfg job > run.yaml")

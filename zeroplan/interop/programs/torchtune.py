@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
@@ -44,6 +45,8 @@ _CLASSES = {
     "torchao.prototype.low_bit_optim.cpuoffloadoptimizer": "adamw_torch_fused",
 }
 _SINGLE = re.compile(r"single[-_]?device|low_memory")
+#: Keys of recipes that train.
+_TRAINS = ("optimizer", "epochs", "training", "max_steps_per_epoch")
 _TASKS = (("dpo", "dpo"), ("ppo", "ppo"), ("grpo", "grpo"), ("kd", "distillation"), ("qat", "sft"))
 
 
@@ -63,10 +66,22 @@ class Torchtune(Program):
         )
 
     def read(self, document: Document) -> Setup:
-        """The run. Its model code is torchtune's own, so activations of transformers' model stand in."""
+        """The run. Its model code is torchtune's own, so activations of transformers' model stand in.
+
+        Raises:
+            BadInput: a recipe that evaluates, generates or quantises, or runs on the CPU.
+        """
         run = Builder(document, self.name, self.label)
+        if document.command is None and not document.has(*_TRAINS):
+            what = "does not train: it has no optimizer"
+            raise BadInput(what, where=run.name, remedy="give the config of a recipe that trains")
+        if (run.word("device") or "cuda") == "cpu":
+            raise BadInput("asks for training on the CPU", where=f"{run.name}: device", remedy="plans are of runs on GPUs")
         model = run.block("model")
         component = _component(model.data)
+        if frozen := sorted(key for key in model.data if key.endswith("_trainable")):
+            says = "parts of the model are frozen or adapted by themselves; the plan treats all alike"
+            run.leave_out(f"model.{frozen[0]}", UNKNOWN, says)
         words = f"{document.name} {document.command.program if document.command else ''}".lower()
         said = next((task for word, task in _TASKS if re.search(rf"[\W_]{word}[\W_]", words)), "sft")
         run.set("task", said)

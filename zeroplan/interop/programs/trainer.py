@@ -77,6 +77,10 @@ EXAMPLES = frozenset(
 _WRAPS = "TRANSFORMER_BASED_WRAP"
 #: Keys that tell of saving between steps.
 _SAVES = ("save_strategy", "save_steps", "save_total_limit", "save_only_model")
+#: What commands do beside training, or in its place.
+_OTHER_DEEDS = ("do_predict", "do_infer", "export_dir", "merge_lora_and_save")
+_OTHER_SCRIPT = re.compile(r"(^|_)(export|merge|infer|inference|predict|generate)(_|\.py$)")
+_TRAINING_SCRIPT = re.compile(r"train|tune|sft|run_")
 #: How scripts call double quantisation and the dtype in which 4-bit weights are stored.
 _NESTED = ("use_nested_quant", "use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quant", "use_double_quant")
 _STORAGE = ("bnb_4bit_quant_storage", "bnb_4bit_quant_storage_dtype")
@@ -135,6 +139,7 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
         BadInput: a run on the CPU, both 16-bit dtypes, values of wrong types, or a file that is not there.
     """
     refuse_cpu(run, "use_cpu", "no_cuda")
+    _refuse_no_training(run)
     run.set("detached_loss", True)
     run.set("moved", True)
     run.count("micro_batch", "per_device_train_batch_size", "per_gpu_train_batch_size", default=defaults.micro_batch)
@@ -192,6 +197,25 @@ def set_precision(run: Builder, *, default: str) -> None:
         run.set("dtype", "fp32" if bf16 is False or default == "fp32" else default, "bf16" if bf16 is False else "fp16")
     else:
         run.assume(f"{default} arithmetic" if default == "fp32" else f"{default} true", dtype=default)
+
+
+def _refuse_no_training(run: Builder) -> None:
+    """Refuse a run that predicts, merges or evaluates alone: ``do_train`` is off, or another deed is asked for without it.
+
+    Raises:
+        BadInput: naming the key.
+    """
+    trains = run.flag("do_train") if isinstance(run.data.get("do_train"), bool | str) else None
+    others = [key for key in _OTHER_DEEDS if run.on(key)]
+    program = run.document.command.program.rpartition("/")[2].lower() if run.document.command else ""
+    if _OTHER_SCRIPT.search(program) and not _TRAINING_SCRIPT.search(program):
+        others.append(program)
+    switched_off = trains is False and run.document.command is not None  # arguments that were written out all say false
+    if switched_off or (others and not trains):
+        key = "do_train" if switched_off else others[0]
+        raise BadInput(
+            "does not train: it predicts, merges or evaluates", where=f"{run.name}: {key}", remedy="give a run that trains"
+        )
 
 
 def _evaluation(run: Builder) -> None:
@@ -270,11 +294,10 @@ def _fsdp(run: Builder) -> None:
 
 def _reentrance(run: Builder) -> None:
     """Set the way of checkpointing where the file says it: the Trainer's own key, or that of peft's and TRL's scripts."""
-    kwargs = run.value("gradient_checkpointing_kwargs")
-    for keys, key in ((Keys(kwargs, run.name) if isinstance(kwargs, dict) else run, "use_reentrant"), (run, "use_reentrant")):
-        said = keys.flag(key)
+    for keys in (run.block("gradient_checkpointing_kwargs"), run):
+        said = keys.flag("use_reentrant")
         if said is not None:
-            run.set("reentrant", said, key)
+            run.set("reentrant", said, "use_reentrant")
             return
 
 
@@ -364,7 +387,7 @@ class HfTrainer(Program):
         """Return the script's name, or arguments without the model: programs on the Trainer name theirs in the same file."""
         known = document.has(*sorted(arguments_of(self.name) - _SHARED))
         if document.command is not None:
-            return known if len(known) >= _ENOUGH else ()
+            return known if len(known) >= _ENOUGH and not document.has("num_attention_heads") else ()
         if not document.has(*_CORE):
             return ()
         mostly = 2 * len(document.has(*arguments_of(self.name))) >= len(document.data)
@@ -385,6 +408,8 @@ class HfTrainer(Program):
         """Read the run: DeepSpeed with a ds_config, FSDP where asked for, else DDP."""
         run = Builder(document, self.name, self.label)
         read_trainer(run)
+        if document.command is not None and run.on("do_eval") and "do_train" not in run.data:
+            run.assume("it trains, though do_train is not set")
         if run.fields.get("engine") is None:
             run.set("engine", "ddp")
         run.take_model(*_MODELS)

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.models import VISION
-from zeroplan.core.workload import OptimizerKind
+from benchmarks.measure.models import FURTHER, VISION
+from benchmarks.measure.spec import FUSED, WITHOUT_BETAS
+from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.models.catalog import find
 from zeroplan.planner.request import Request
 
@@ -32,19 +33,21 @@ def load_rows(*paths: Path) -> list[dict[str, Any]]:
 
 def ds_config_of(row: dict[str, Any]) -> dict[str, Any]:
     """Return the ds_config that a DeepSpeed row ran with (README of the rows)."""
+    type_ = row.get("optimizer_type", "AdamW")
+    betas = {} if type_ in WITHOUT_BETAS else {"betas": [0.9, 0.95]}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": row["micro_batch"],
         "gradient_accumulation_steps": row["gradient_accumulation_steps"],
         "gradient_clipping": 1.0,
         "optimizer": {
-            "type": row.get("optimizer_type", "AdamW"),
-            "params": {"lr": 1e-5, "betas": [0.9, 0.95], "weight_decay": 0.1, **(row.get("opt_params") or {})},
+            "type": type_,
+            "params": {"lr": 1e-5, **betas, "weight_decay": 0.1, **(row.get("opt_params") or {})},
         },
         "zero_optimization": {"stage": row["stage"], **(row.get("zero_overrides") or {})},
         **(row.get("ds_overrides") or {}),
     }
     if row["dtype"] != "fp32":
-        config[row["dtype"]] = {"enabled": True}
+        config.setdefault(row["dtype"], {"enabled": True})
     return config
 
 
@@ -55,11 +58,15 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
         "micro_batch": row["micro_batch"],
         "seq_len": row["seq_len"],
         "grad_accum": row["gradient_accumulation_steps"],
-        "dtype": row["dtype"],
+        "dtype": None if "torch_autocast" in (row.get("ds_overrides") or {}) else row["dtype"],  # which says the products'
         "gradient_checkpointing": row["gradient_checkpointing"],
         "attn": row["attn"] or "sdpa",
         "lora_rank": row["lora_rank"],
-        "lora_targets": LORA_TARGETS if row["lora_rank"] else (),
+        "lora_targets": _targets(row) if row["lora_rank"] else (),
+        "reentrant": row.get("reentrant"),
+        "precision": None if row.get("precision") is None else Precision(row["precision"]),
+        "reduce_dtype": row.get("reduce_dtype"),
+        "compile": row.get("compile"),
         "gpus": row["world"],
         "gpu": GPUS[row["gpu"]],
         "engine": row["engine"],
@@ -75,8 +82,9 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
         "set_to_none": row.get("set_to_none", True),
         "target_len": row.get("target_len"),
         "save": row.get("save"),
-        "optimizer_kind": _kind(row.get("opt_params") or {}) if row["engine"] != "deepspeed" else None,
     }
+    if row["engine"] != "deepspeed":
+        common |= _stepped_by(row.get("optimizer_type", "AdamW"), row.get("opt_params") or {})
     if row["engine"] == "deepspeed":
         return Request(**common, ds_config=ds_config_of(row))
     if row["engine"] == "fsdp":
@@ -86,8 +94,39 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
     return Request(**common, stage=row["stage"], offload_optimizer=offload, offload_param=offload)
 
 
+#: The classes that torch's engines stepped with, by the names of ``--optimizer``.
+_OPTIMIZERS = {
+    "AdamW": "adamw",
+    "Adam": "adam",
+    "SGD": "sgd",
+    "Adagrad": "adagrad",
+    "Adafactor": "adafactor",
+    "RMSprop": "rmsprop",
+    "NAdam": "nadam",
+    "bitsandbytes.optim.AdamW8bit": "adamw8bit",
+    "transformers.Adafactor": "adafactor_transformers",
+}
+
+
+def _targets(row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the adapted layers; none named are all linear ones."""
+    named = tuple(row.get("lora_targets") or LORA_TARGETS)
+    return () if named == ("all-linear",) else named
+
+
+def _stepped_by(type_: str, params: dict[str, Any]) -> dict[str, Any]:
+    """Return a row's optimizer as fields of a request; the runs ask for the fused step unless a row says otherwise."""
+    name = _OPTIMIZERS[type_]
+    if name == "sgd" and params.get("momentum"):
+        name = "sgd_momentum"
+    if "." in type_:
+        return {"optimizer": name}
+    fused = type_ in FUSED
+    return {"optimizer": name, "optimizer_kind": _kind({"fused": fused, **params})}
+
+
 def _kind(params: dict[str, Any]) -> OptimizerKind:
-    """Return how torch's optimizer walked its tensors; the runs ask for the fused step unless a row says otherwise."""
+    """Return how torch's optimizer walked its tensors."""
     if params.get("fused", True):
         return OptimizerKind.FUSED
     return OptimizerKind.FOREACH if params.get("foreach", True) else OptimizerKind.LOOP
@@ -96,8 +135,9 @@ def _kind(params: dict[str, Any]) -> OptimizerKind:
 def model_of(row: dict[str, Any]) -> str | dict[str, Any]:
     """The model's name, or the config of one that has single values changed."""
     changes = row.get("model_overrides")
-    if row["model"] in VISION:
-        return {**VISION[row["model"]], **(changes or {})}
+    own = FURTHER.get(row["model"]) or VISION.get(row["model"])
+    if own is not None:
+        return {**own, **(changes or {})}
     if not changes:
         return str(row["model"])
     entry = find(row["model"])

@@ -23,7 +23,8 @@ assert p.abs().max() < 1
 def main() -> int:
     """Build both at once; 0 when both load and the CPU op takes a step."""
     begin = time.monotonic()
-    builds = [subprocess.Popen([sys.executable, "-c", _LOAD.format(name)]) for name in ("FusedAdam", "CPUAdam")]
+    names = ("FusedAdam", "CPUAdam", *sys.argv[1:])  # such as FusedLion
+    builds = [subprocess.Popen([sys.executable, "-c", _LOAD.format(name)]) for name in names]
     codes = [build.wait() for build in builds]
     codes.append(subprocess.run([sys.executable, "-c", _CPU_STEP], check=False).returncode)
     print("ops: exit codes", codes, f"{time.monotonic() - begin:.0f}s", flush=True)

@@ -10,13 +10,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.measure.models import auto_class, build_config
 from benchmarks.measure.probe import Probe
 from benchmarks.measure.saving import save
-from benchmarks.measure.spec import Spec
+from benchmarks.measure.spec import FUSED, Spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -64,17 +65,22 @@ def _prepare(spec: Spec, model: Any) -> Any:
     if spec.lora_rank is not None:
         from peft import LoraConfig, get_peft_model
 
-        lora = LoraConfig(r=spec.lora_rank, lora_alpha=32, target_modules=LORA_TARGETS, task_type="CAUSAL_LM")
+        targets: Any = spec.lora_targets or LORA_TARGETS
+        targets = "all-linear" if targets == ["all-linear"] else targets
+        causal = auto_class(model.config.model_type, spec.task).__name__ == "AutoModelForCausalLM"
+        task = "CAUSAL_LM" if causal or spec.images else None
+        lora = LoraConfig(r=spec.lora_rank, lora_alpha=32, target_modules=targets, task_type=task)
         if spec.quantize is not None and spec.engine in ("ddp", "deepspeed"):  # FSDP shards one dtype beside the adapters
             from peft import prepare_model_for_kbit_training
 
-            how = {"use_gradient_checkpointing": spec.checkpointing, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+            kwargs = {"use_reentrant": spec.reentrant}
+            how = {"use_gradient_checkpointing": spec.checkpointing, "gradient_checkpointing_kwargs": kwargs}
             model = prepare_model_for_kbit_training(model, **how)
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
         if spec.checkpointing:
             model.enable_input_require_grads()
     if spec.checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": spec.reentrant})
     model.config.use_cache = False
     return model
 
@@ -90,7 +96,9 @@ def _deepspeed(spec: Spec, probe: Probe, device: torch.device) -> Trained:
         # zero.Init replaces torch.tensor, whose signature dynamo checks when first imported.
         import_module("torch._dynamo")
 
-        with deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
+        # What is split already is empty: nothing would be drawn, and the padding row of an embedding is not there to be zeroed.
+        undrawn = patch.object(import_module("transformers").PreTrainedModel, "initialize_weights", lambda _: None)
+        with undrawn, deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype):
             model = _from_config(spec, dtype)
     else:
         with torch.device(device):
@@ -127,16 +135,19 @@ def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
         model = _prepare(spec, _quantized(spec, device))
     else:
         with torch.device("meta"):
-            model = _prepare(spec, _from_config(spec, torch.float32))
+            model = _prepare(spec, _from_config(spec, _parameters(spec)))
     if spec.fp8 is not None:
         _convert(model, spec.fp8)
     options: dict[str, Any] = {
         "mesh": init_device_mesh(device.type, (spec.world,)),
         "reshard_after_forward": spec.reshard,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=DTYPES[spec.dtype], reduce_dtype=torch.float32),
+        "mp_policy": MixedPrecisionPolicy()
+        if spec.precision == "pure"
+        else MixedPrecisionPolicy(param_dtype=DTYPES[spec.dtype], reduce_dtype=DTYPES[spec.reduce_dtype or "fp32"]),
     }
     if spec.offload:
         options["offload_policy"] = CPUOffloadPolicy()
+    _compile(spec, model)
     for module in model.modules():
         if type(module).__name__.endswith(_BLOCKS):
             fully_shard(module, **options)
@@ -233,13 +244,38 @@ def _ddp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     if spec.quantize is not None:
         return _torch_loop(spec, probe, device, _quantized(spec, device))
     with torch.device(device):
-        model = _from_config(spec, torch.float32)
+        model = _prepare(spec, _from_config(spec, _parameters(spec)))
     if spec.fp8 is not None:
         _convert(model, spec.fp8)
+    _compile(spec, model)
     if spec.world > 1:
         ids = [device.index] if device.type == "cuda" else None
         model = torch.nn.parallel.DistributedDataParallel(model, device_ids=ids)
     return _torch_loop(spec, probe, device, model)
+
+
+def _parameters(spec: Spec) -> torch.dtype:
+    """The dtype in which FSDP2 and DDP hold parameters."""
+    return DTYPES[spec.dtype] if spec.precision == "pure" else torch.float32
+
+
+def _compile(spec: Spec, model: torch.nn.Module) -> None:
+    """Compile each block, within its checkpoint, or the model as a whole."""
+    if spec.compile == "model":
+        model.compile()
+    elif spec.compile == "blocks":
+        for module in model.modules():
+            if type(module).__name__.endswith(_BLOCKS):
+                module.compile()
+
+
+def _optimizer(spec: Spec, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of a loop over torch's engines: fused where torch can, unless the spec says otherwise."""
+    package, _, name = spec.optimizer_type.rpartition(".")
+    kind = getattr(import_module(package or "torch.optim"), name)
+    fused = {"fused": True} if not package and name in FUSED else {}
+    made: torch.optim.Optimizer = kind(trained, **{"lr": 1e-5, **fused, **spec.optimizer})
+    return made
 
 
 def _init_process_group(device: torch.device, *, host: bool = False) -> None:
@@ -252,15 +288,14 @@ def _init_process_group(device: torch.device, *, host: bool = False) -> None:
 
 def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> Trained:
     """Return the step of AdamW with clipping around an FSDP2 or DDP model; autocast for DDP's fp32 parameters."""
-    if spec.engine == "ddp":
-        prepared = _prepare(spec, getattr(model, "module", model))
-        model = prepared if spec.quantize is not None else model
+    if spec.engine == "ddp" and spec.quantize is not None:
+        model = _prepare(spec, model)
     probe.mark("model")
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, **{"lr": 1e-5, "fused": True, **spec.optimizer})
+    optimizer = _optimizer(spec, trained)
     probe.mark("init")
     dtype = DTYPES[spec.dtype]
-    mixed = spec.engine == "ddp" and dtype != torch.float32
+    mixed = spec.engine == "ddp" and dtype != torch.float32 and spec.precision != "pure"
     autocast = torch.autocast(device.type, dtype=dtype, enabled=mixed)
 
     def step(inputs: dict[str, torch.Tensor]) -> torch.Tensor:

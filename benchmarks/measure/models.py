@@ -6,6 +6,8 @@ event.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from benchmarks.measure.spec import Spec
@@ -88,6 +90,8 @@ VISION: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+#: Further families of transformers, with the values of their published configs; what a config leaves out is the class' default.
+FURTHER: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("further.json").read_text())
 #: What training needs and the catalog, which is about shapes, leaves out; by model type.
 _TOKENS: dict[str, dict[str, Any]] = {"t5": {"decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 1}}
 
@@ -97,6 +101,14 @@ AUTO_CLASS: dict[str, str] = {
     "t5": "AutoModelForSeq2SeqLM",
     "modernbert": "AutoModelForMaskedLM",
     "deberta-v2": "AutoModelForMaskedLM",
+    "deberta": "AutoModelForMaskedLM",
+    "distilbert": "AutoModelForMaskedLM",
+    "albert": "AutoModelForMaskedLM",
+    "xlm-roberta": "AutoModelForMaskedLM",
+    "electra": "AutoModelForMaskedLM",
+    "bart": "AutoModelForSeq2SeqLM",
+    "whisper": "AutoModelForSpeechSeq2Seq",
+    "vit": "AutoModelForImageClassification",
 }
 """``model_type`` to the transformers auto class that gives a loss; all others are causal."""
 
@@ -108,7 +120,7 @@ def build_config(name: str, overrides: dict[str, Any]) -> Any:
     from zeroplan.models.catalog import find
 
     entry = find(name)
-    known = TINY if name == "tiny/llama" else dict(entry.config) if entry else VISION.get(name, {})
+    known = TINY if name == "tiny/llama" else dict(entry.config) if entry else VISION.get(name) or FURTHER.get(name, {})
     if not known:
         raise ValueError(f"no config values are known for {name}")
     values = known | _TOKENS.get(known["model_type"], {}) | overrides
@@ -140,6 +152,22 @@ def image_batch(spec: Spec, dtype: Any, device: Any) -> dict[str, Any]:
     shapes = shapes_of(config, spec.micro_batch, spec.images, spec.image_size)
     made = image_inputs(shapes, spec.micro_batch, spec.seq_len, spec.images, dtype)
     return {name: tensor.to(device) for name, tensor in made.items()}
+
+
+def other_batch(spec: Spec, dtype: Any, device: Any) -> dict[str, Any] | None:
+    """Return one micro batch of a model that takes no tokens: pictures, or the spectrograms of 30 s of sound; else None."""
+    import torch
+
+    config = build_config(spec.model, spec.model_overrides)
+    if config.model_type == "vit":
+        size = (spec.micro_batch, config.num_channels, config.image_size, config.image_size)
+        classes = torch.zeros(spec.micro_batch, dtype=torch.int64, device=device)
+        return {"pixel_values": torch.randn(size, dtype=dtype, device=device), "labels": classes}
+    if config.model_type == "whisper":
+        size = (spec.micro_batch, config.num_mel_bins, 2 * config.max_source_positions)
+        tokens = torch.randint(3, 30000, (spec.micro_batch, spec.seq_len), device=device)
+        return {"input_features": torch.randn(size, dtype=dtype, device=device), "labels": tokens}
+    return None
 
 
 def batch(task: str | None, micro_batch: int, seq_len: int, device: Any, target_len: int | None = None) -> dict[str, Any]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+#: Classes of torch.optim that step in one kernel.
+FUSED = ("Adam", "AdamW", "SGD")
+#: Types of a ds_config's optimizer that take none.
+WITHOUT_BETAS = ("SGD", "Adagrad")
 #: Fields that a row has where they differ from their defaults.
 OPTIONAL = (
     "model_overrides",
@@ -21,6 +25,11 @@ OPTIONAL = (
     "orig_params",
     "save",
     "target_len",
+    "lora_targets",
+    "reentrant",
+    "precision",
+    "reduce_dtype",
+    "compile",
 )
 
 
@@ -40,11 +49,16 @@ class Spec:
     checkpointing: bool = False
     attn: str = "sdpa"
     lora_rank: int | None = None
+    lora_targets: list[str] | None = None  # None: the seven linear kinds of Llama's blocks; ["all-linear"] as peft reads it
+    reentrant: bool = False  # the kind of checkpointing
+    precision: str | None = None  # fsdp2, ddp: "pure" keeps parameters, gradients and states in `dtype`
+    reduce_dtype: str | None = None  # fsdp2: of the reduced gradients, where it is not fp32
+    compile: str | None = None  # fsdp2, ddp: "blocks", each by itself, or "model"
     model_overrides: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)  # overrides of zero_optimization
     ds: dict[str, Any] = field(default_factory=dict)  # overrides at the config's top level
     optimizer: dict[str, Any] = field(default_factory=dict)  # overrides of optimizer.params
-    optimizer_type: str = "AdamW"
+    optimizer_type: str = "AdamW"  # fsdp, fsdp2, ddp: torch's class, or MODULE.CLASS of bitsandbytes.optim or transformers
     task: str | None = None  # another head than the config's
     images: int = 0  # of each sample, for vision-language models
     image_size: int | None = None  # pixels of a side; None: the config's
@@ -97,7 +111,7 @@ class Spec:
                 "type": self.optimizer_type,
                 "params": {
                     "lr": 1e-5,
-                    "betas": [0.9, 0.95],
+                    **({} if self.optimizer_type in WITHOUT_BETAS else {"betas": [0.9, 0.95]}),
                     "weight_decay": 0.1,
                     **self.optimizer,
                 },

@@ -47,18 +47,17 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
 
     import transformers
 
-    from benchmarks.measure.engines import build
-    from benchmarks.measure.models import batch, image_batch
+    from benchmarks.measure.engines import DTYPES, build
+    from benchmarks.measure.models import batch, image_batch, other_batch
 
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
     probe = Probe(gpu)
     trained = build(spec, probe, device)
-    inputs: Any
-    if spec.images:
-        dtype = torch.bfloat16 if spec.engine == "deepspeed" and spec.dtype == "bf16" else torch.float32
-        inputs = image_batch(spec, dtype, device)
-    else:
+    half = spec.engine == "deepspeed" or spec.precision == "pure"
+    dtype = DTYPES[spec.dtype] if half else torch.float32
+    inputs: Any = image_batch(spec, dtype, device) if spec.images else other_batch(spec, dtype, device)
+    if inputs is None:
         inputs = batch(spec.task, spec.micro_batch, spec.seq_len, device, spec.target_len)
     seconds: list[float] = []
     for index in range(spec.steps):

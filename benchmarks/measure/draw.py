@@ -78,16 +78,15 @@ MODELS: dict[str, tuple[float, dict[str, Any], int, bool, list[str]]] = {
     "ibm-granite/granite-3.1-1b-a400m-base": (1, {"num_hidden_layers": 12}, 2048, False, ["q_proj", "v_proj"]),
     "Qwen/Qwen3-Next-80B-A3B": (0.5, {}, 1024, False, ["q_proj", "v_proj"]),
 }
-_EAGER_ALONE = ("openai/gpt-oss-20b", "state-spaces/mamba2-780m", "EleutherAI/gpt-neo-1.3B", "EleutherAI/gpt-j-6b")
-_EAGER_ALONE += ("microsoft/deberta-v3-base",)
+_EAGER_ALONE = {
+    *("openai/gpt-oss-20b", "state-spaces/mamba2-780m", "EleutherAI/gpt-neo-1.3B", "EleutherAI/gpt-j-6b"),
+    "microsoft/deberta-v3-base",
+}
 _LENGTHS = (128, 200, 257, 333, 512, 640, 777, 1000, 1024, 1536, 2048, 3000, 4096)
-_QUANTISED = (
-    "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
-    "mistralai/Mistral-7B-v0.3",
-    "microsoft/Phi-3-mini-4k-instruct",
-    "meta-llama/Llama-3.1-8B",
-)
-_QUANTISED += ("stabilityai/stablelm-2-1_6b", "microsoft/phi-2")
+_QUANTISED = {
+    *("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "mistralai/Mistral-7B-v0.3", "microsoft/Phi-3-mini-4k-instruct"),
+    *("meta-llama/Llama-3.1-8B", "stabilityai/stablelm-2-1_6b", "microsoft/phi-2"),
+}
 _ENCODERS = ("bert", "roberta", "ModernBERT", "deberta", "albert")
 _BF16, _FP16 = {"enabled": True}, {"enabled": True}
 

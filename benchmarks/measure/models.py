@@ -164,9 +164,9 @@ def other_batch(spec: Spec, dtype: Any, device: Any) -> dict[str, Any] | None:
         classes = torch.zeros(spec.micro_batch, dtype=torch.int64, device=device)
         return {"pixel_values": torch.randn(size, dtype=dtype, device=device), "labels": classes}
     if config.model_type == "whisper":
-        size = (spec.micro_batch, config.num_mel_bins, 2 * config.max_source_positions)
+        frames = (spec.micro_batch, config.num_mel_bins, 2 * config.max_source_positions)
         tokens = torch.randint(3, 30000, (spec.micro_batch, spec.seq_len), device=device)
-        return {"input_features": torch.randn(size, dtype=dtype, device=device), "labels": tokens}
+        return {"input_features": torch.randn(frames, dtype=dtype, device=device), "labels": tokens}
     return None
 
 

@@ -31,6 +31,7 @@ PATTERNS = (
 def test_names_stay_and_a_pattern_becomes_names() -> None:
     spec = load_model(dict(CONFIG))
     assert named_targets(spec, ()) == ()
+    assert named_targets(spec, ("all-linear",)) == ()  # peft takes that word alone, and no list that holds it
     assert named_targets(spec, ("q_proj", "layers.1.mlp.up_proj")) == ("q_proj", "layers.1.mlp.up_proj")
     assert named_targets(spec, (PATTERNS[0],)) == ("q_proj", "v_proj")
     assert named_targets(spec, (PEFT_DEFAULT,)) == ("q_proj", "v_proj")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 from zeroplan.core.errors import BadInput
+from zeroplan.models.lora import ALL_LINEAR
 from zeroplan.models.spec import ModelSpec
 
 #: Stands for the layers that peft adapts where its config names none.
@@ -46,12 +47,15 @@ def named_targets(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
         targets: names, one regular expression that full names of modules must match as a whole, or :data:`PEFT_DEFAULT`.
 
     Returns:
-        Last parts of names where those mean exactly the matched layers, else full names.
+        Last parts of names where those mean exactly the matched layers, else full names; none for all linear layers, which peft
+        knows by a word that it takes alone.
 
     Raises:
         BadInput: a pattern that is none, that costs too much time, or that matches no layer; an architecture for which peft
             has no default.
     """
+    if [target.lower() for target in targets] == [ALL_LINEAR]:
+        return ()
     if tuple(targets) == (PEFT_DEFAULT,):
         if spec.model_type not in _PEFT_DEFAULTS:
             raise BadInput(

@@ -40,12 +40,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in slow)
 
 
+def pytest_collection() -> None:
+    """Thousands of tests and their modules are no garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays; else each collection of garbage would go through all of it. Collections are also rarer:
     a plan makes some million objects, none of them in cycles.
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -83,6 +89,24 @@ def folders_of_our_own(shared_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared_folder / "cache"))
         patch.setenv("XDG_CONFIG_HOME", str(shared_folder / "config"))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_built_once() -> Iterator[None]:
+    """The command line is made from its functions once, and not for each of a thousand calls, as a process makes it once."""
+    import typer
+
+    build, built = typer.main.get_command, dict[tuple[int, int], Any]()
+
+    def get_command(app: typer.Typer) -> Any:
+        key = id(app), len(app.registered_commands)
+        if key not in built:
+            built[key] = build(app)
+        return built[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", get_command)
         yield
 
 

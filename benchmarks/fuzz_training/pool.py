@@ -29,7 +29,6 @@ MOST = 4
 PATIENCE, GRACE = 90.0, 4.0
 
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch._inductor.config", "benchmarks.fuzz_training.sharded"])
 
 
 @dataclass
@@ -77,6 +76,8 @@ class Pool:
         self.starts = 0
 
     def _start(self) -> None:
+        # Not before: all pools of a process share one server, and the tests' has a longer list.
+        _CONTEXT.set_forkserver_preload(["torch._inductor.config", "benchmarks.fuzz_training.sharded"])
         self.starts += 1
         self._folder = Path(tempfile.mkdtemp(prefix="fuzz", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
         self._answers = _CONTEXT.Queue()

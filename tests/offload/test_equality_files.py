@@ -60,7 +60,7 @@ def test_units_longer_than_a_lane_are_cut(tmp_path: Path, monkeypatch: pytest.Mo
     assert [name for name in os.listdir(tmp_path) if "swap_" in name and not name.startswith(".")] == []  # nothing is left
 
 
-@pytest.mark.parametrize("param", [False, True])
+@pytest.mark.parametrize("param", [pytest.param(False, marks=pytest.mark.long), True])
 def test_checkpoints(pool: RankPool, tmp_path: Path, param: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     zero = files(tmp_path, param=param)
     folder = str(tmp_path / "saved")

@@ -21,11 +21,6 @@ from zeroplan.planner.tapes import expanded_tape_of
 TINY: dict[str, Any] = {**SHAPES["toy"], "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
 def planned(**fields: Any) -> Report:
     return estimate_report(
         Request(model=TINY, micro_batch=2, seq_len=64, vram="24G", cpu_ram="64G", from_scratch=True, **fields)

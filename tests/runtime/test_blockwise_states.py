@@ -116,7 +116,7 @@ def resume(group: dist.ProcessGroup, folder: str, stage: int, dtype: str, bits: 
     return {"states": states_of(engine), "losses": go_on(engine, 4, 7)}
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", [pytest.param(8, marks=pytest.mark.long), 4])
 def test_a_checkpoint_is_exact_on_any_ranks(pool: RankPool, tmp_path: Path, bits: int) -> None:
     """Codes and scales are loaded as they were saved, also where another number of ranks divides the parameters elsewhere."""
     native = tmp_path / "native"
@@ -185,6 +185,7 @@ def learn(kind: str, steps: int = 150) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 def test_learns_as_adamw_does() -> None:
     """Of the fall of AdamW's loss 8 bits reach 99 %, 4 bits 95 %."""
     wide = learn("AdamW")

@@ -81,7 +81,8 @@ def test_compiled_equals_eager(pool: RankPool, stage: int, ways: tuple[str, ...]
 
 
 @pytest.mark.parametrize(
-    ("stage", "how", "model"), [pytest.param(1, "whole", {}, marks=pytest.mark.long), (3, "blocks", {"remat": "plain"})]
+    ("stage", "how", "model"),
+    [pytest.param(*case, marks=pytest.mark.long) for case in ((1, "whole", {}), (3, "blocks", {"remat": "plain"}))],
 )
 def test_compiled_backwards(pool: RankPool, stage: int, how: str, model: dict[str, Any]) -> None:
     """With graphs of the backward, too, which save and read parameters; and with checkpointing in the graphs."""

@@ -85,7 +85,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("ranks", "cases"), [(1, CASES), pytest.param(2, [CASES[1], CASES[5], CASES[6]], marks=pytest.mark.long)]
+    ("ranks", "cases"),
+    [
+        (1, [CASES[3], CASES[4], CASES[6]]),
+        pytest.param(1, CASES, marks=pytest.mark.long),
+        pytest.param(2, [CASES[1], CASES[5], CASES[6]], marks=pytest.mark.long),
+    ],
+    ids=["three", "all", "two ranks"],
 )
 def test_no_graph_spans_blocks_and_none_is_made_later(pool: RankPool, ranks: int, cases: list[tuple[int, bool, str]]) -> None:
     for case, found in zip(cases, pool.run(ranks, compared, cases)[0], strict=True):

@@ -67,7 +67,7 @@ def test_causal_lm_on_two_ranks(output: Output, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 def test_tensor_parallel_on_four_ranks(output: Output) -> None:
-    said = output("examples/tensor_parallel.py", "--steps", "30", ranks=4)
+    said = output("examples/tensor_parallel.py", "--steps", "14", ranks=4)
     losses = losses_in(said)
     planned, measured = rows_in(said)[0]
     assert planned == measured != "0 B"

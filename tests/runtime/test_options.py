@@ -18,7 +18,7 @@ from tests.runtime.train import ADAMW, distance, ds_config, dtype_of, loss_dista
 from zeroplan.core import layout
 from zeroplan.core.errors import BadInput
 
-STEPS = 6
+STEPS = 4
 
 
 def compare(
@@ -57,7 +57,7 @@ def test_models(pool: RankPool, model: dict[str, Any]) -> None:
     compare(pool, model=model)
 
 
-@pytest.mark.parametrize("zeroplan", [{"direct_linear": False}, {"wide_numel": 10**9}, {"ring": 3}, {"ring": 9}], ids=str)
+@pytest.mark.parametrize("zeroplan", [{"direct_linear": False}, {"wide_numel": 10**9}, {"ring": 3}], ids=str)
 def test_own_keys_change_no_number(pool: RankPool, zeroplan: dict[str, Any]) -> None:
     compare(pool, changes={"zeroplan": zeroplan}, stages=(2, 3))
 
@@ -105,7 +105,7 @@ def first_gradients(group: dist.ProcessGroup, config: dict[str, Any]) -> dict[st
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_reduction_in_fp32(pool: RankPool, ranks: int) -> None:
     """bf16 gradients are cast on arrival, so the mean over the ranks is that of fp32 numbers."""
     compare(pool, changes={"communication_data_type": "fp32"}, dtype="bf16", ranks=ranks, bound=3e-2)
@@ -119,7 +119,7 @@ def train_in_pieces(group: dist.ProcessGroup, numel: int, config: dict[str, Any]
         layout.STAGING_NUMEL = usual
 
 
-@pytest.mark.parametrize("accum", [1, 2])
+@pytest.mark.parametrize("accum", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_size_of_the_staging_buffer_changes_no_number(pool: RankPool, accum: int) -> None:
     config = ds_config(3, "bf16", communication_data_type="fp32", gradient_accumulation_steps=accum)
     small, large = (pool.run(2, train_in_pieces, numel, config)[0] for numel in (256, 1 << 20))
@@ -236,7 +236,7 @@ def grouped(group: dist.ProcessGroup, stage: int, given: bool) -> tuple[list[flo
     )
     losses = []
     for number in range(STEPS):
-        if number == 3:
+        if number == STEPS // 2:
             (optimizer if given else mine).param_groups[0]["lr"] = 5e-3
         losses.append(engine.backward(engine(models.batch(number, 0, dist.get_rank(group)))).item())
         engine.step()
@@ -256,7 +256,7 @@ def test_parameter_groups(pool: RankPool, given: bool) -> None:
     plain = models.make()
     optimizer = torch.optim.AdamW(groups_of(plain), lr=1e-2)
     for number in range(STEPS):
-        if number == 3:
+        if number == STEPS // 2:
             optimizer.param_groups[0]["lr"] = 5e-3
         optimizer.zero_grad()
         for rank in range(2):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,6 @@ ASKED: dict[str, Any] = {"seq_len": 64, "micro_batch": 2, "gpus": 2, "gpu": "H10
 STEP_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "step"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
-
-
 def test_auto_ranks_compiled_and_eager_and_names_which() -> None:
     found = recommend(TINY, engine="fsdp2", compile="auto", stage=3, gradient_checkpointing=False, **ASKED)
     by_kind = {one.workload.compile: one for one in found}
@@ -57,19 +51,24 @@ def test_auto_ranks_compiled_and_eager_and_names_which() -> None:
     assert "compiled" in str(found)
 
 
+@pytest.mark.long
 def test_auto_checkpoints_within_graphs() -> None:
     found = recommend(TINY, engine="fsdp2", compile="auto", stage=3, gradient_checkpointing=True, **ASKED)
     assert {one.workload.compile for one in found} == {None, Compilation.CHECKPOINTED}
 
 
-def test_a_fixed_choice_compiles_every_candidate() -> None:
-    for how in ("blocks", "model"):
-        found = recommend(TINY, engine="ddp", compile=how, gradient_checkpointing=False, **ASKED)
-        assert found.answer is not None
-        assert {one.workload.compile for one in found} == {Compilation(how)}
-        # Neither was measured under DDP: no row promises to fit.
-        assert {one.fits for one in found} == {None}
-        assert any("compilation itself" in text for text in found.answer.warnings)
+@pytest.mark.parametrize("how", [pytest.param("blocks", marks=pytest.mark.long), "model"])
+def test_a_fixed_choice_compiles_every_candidate(how: str) -> None:
+    found = recommend(TINY, engine="ddp", compile=how, gradient_checkpointing=False, **ASKED)
+    assert found.answer is not None
+    assert {one.workload.compile for one in found} == {Compilation(how)}
+    # Neither was measured under DDP: no row promises to fit.
+    assert {one.fits for one in found} == {None}
+    assert any("compilation itself" in text for text in found.answer.warnings)
+
+
+@pytest.mark.long
+def test_checkpointed_blocks_are_compiled_and_points_of_a_scale() -> None:
     found = recommend(TINY, engine="fsdp2", compile="checkpointed-blocks", stage=3, **ASKED)
     assert {one.workload.gradient_checkpointing for one in found} == {True}
     fixed: dict[str, Any] = {"stage": 2, "micro_batch": 2, "gradient_checkpointing": False}
@@ -127,8 +126,24 @@ def test_the_source_of_a_search_keeps_what_it_compiles() -> None:
     assert "torch_compile" in {one.key for one in other.ranking[0].plan.unmodelled}
 
 
-def best_of(engine: str, how: str) -> Recommendation:
+@functools.cache
+def searched(engine: str, how: str) -> Recommendation:
     return recommend(TINY, engine=engine, compile=how, gradient_checkpointing=True, **ASKED)[0]
+
+
+def best_of(engine: str, how: str) -> Recommendation:
+    """What a search for another compilation recommends, as far as files tell; each search would trace a tape of its own."""
+    one = searched(engine, "blocks")
+    return replace(one, workload=replace(one.workload, compile=Compilation(how)))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", ["zeroplan", "fsdp2", "ddp"])
+def test_files_are_those_of_a_search_for_each_compilation(engine: str) -> None:
+    for how in ("checkpointed-blocks", "model"):
+        mine, wanted = (written(make(engine, how), new_script="train.py").texts for make in (best_of, searched))
+        assert mine["train.py"].count("compile") == wanted["train.py"].count("compile") > 0
+        assert searched(engine, how).workload.compile is Compilation(how)
 
 
 def written(one: Recommendation, **target: Any) -> Any:
@@ -195,8 +210,8 @@ def test_a_tuning_runs_each_candidate_as_it_was_planned(monkeypatch: pytest.Monk
     assert {options["compile"] for options in asked} == {None, "blocks"}
 
 
-def test_measured_steps_of_compiled_blocks() -> None:
+@pytest.mark.parametrize("case", [pytest.param("zeroplan:3+compile", marks=pytest.mark.long), "fsdp2:3+compile"])
+def test_measured_steps_of_compiled_blocks(case: str) -> None:
     rows = [json.loads(line) for line in (STEP_RESULTS / "h200_x4_compiled.jsonl").read_text().splitlines()]
-    for case in ("zeroplan:3+compile", "fsdp2:3+compile"):
-        row = next(row for row in rows if (row["case"], row["shape"], row["micro"]) == (case, "llama-1b", 4))
-        assert abs(time_error(row)) < 10, case
+    row = next(row for row in rows if (row["case"], row["shape"], row["micro"]) == (case, "llama-1b", 4))
+    assert abs(time_error(row)) < 10

@@ -115,10 +115,14 @@ def _split(case: Case, mesh: DeviceMesh) -> Any:
     if case.tp > 1:
         parallelize(model, mesh["tp"], sequence=case.sp)
     if case.cp > 1:
-        blocks: list[Any] = list(find_blocks(model).values())
-        for block in blocks:
-            block.self_attn.register_forward_pre_hook(_causal, with_kwargs=True)
+        _without_masks(model)
     return model
+
+
+def _without_masks(model: Any) -> None:
+    blocks: list[Any] = list(find_blocks(model).values())
+    for block in blocks:
+        block.self_attn.register_forward_pre_hook(_causal, with_kwargs=True)
 
 
 def _causal(_: nn.Module, given: Any, named: dict[str, Any]) -> Any:
@@ -140,9 +144,9 @@ def _tokens(case: Case, device: torch.device) -> torch.Tensor:
     return torch.randint(3, case.model["vocab_size"], (samples, case.seq_len), device=device)
 
 
-def _inputs(case: Case, ids: torch.Tensor, mesh: DeviceMesh) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
+def _inputs(case: Case, ids: torch.Tensor, mesh: DeviceMesh | None) -> tuple[dict[str, Any], AbstractContextManager[Any]]:
     """What the model is given, and the context it runs in: with context parallelism what transformers' Trainer prepares."""
-    if case.cp == 1:
+    if case.cp == 1 or mesh is None:
         return {"input_ids": ids, "labels": ids}, nullcontext()
     whole = ids.clone()
     shifted = nn.functional.pad(ids, (0, 1), value=-100)[:, 1:].contiguous()
@@ -173,13 +177,15 @@ def deepspeed(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any)
     }
     engine, *_ = library.initialize(model=model, config=config)
     del model
-    return partial(_engine_step, engine, _tokens(case, device), case, mark, nullcontext)
+    ids = _tokens(case, device)
+    return partial(_engine_step, engine, partial(_inputs, case, ids, None), case, mark, nullcontext)
 
 
-def _engine_step(engine: Any, ids: torch.Tensor, case: Case, mark: Mark, context: Any, number: int) -> None:
+def _engine_step(engine: Any, inputs_of: Any, case: Case, mark: Mark, context: Any, number: int) -> None:
     for micro in range(case.grad_accum):
-        with context():
-            loss = engine(input_ids=ids, labels=ids).loss
+        inputs, shared_tokens = inputs_of()
+        with shared_tokens, context():
+            loss = engine(**inputs).loss
             mark(f"fwd{number}.{micro}")
             engine.backward(loss)
         del loss
@@ -190,8 +196,10 @@ def _engine_step(engine: Any, ids: torch.Tensor, case: Case, mark: Mark, context
 
 def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -> Callable[[int], None]:
     """The included runtime on a mesh. The step's attribute ``arena`` is the engine's."""
-    mesh = _mesh(device, (case.pp, case.dp // case.ep, case.ep, case.tp), ("pp", "dp", "ep", "tp"))
+    mesh = _mesh(device, (case.pp, case.dp // case.ep, case.ep, case.cp, case.tp), ("pp", "dp", "ep", "cp", "tp"))
     model = _on_meta(case)
+    if case.cp > 1:
+        _without_masks(model)
     if case.ep > 1:
         zeroplan_runtime.share_experts(model, mesh["ep"])
     if case.tp > 1:
@@ -214,7 +222,8 @@ def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -
     ids = _tokens(case, device)
     mark("init")
     if case.pp == 1:
-        step: Any = partial(_engine_step, engine, ids, case, mark, loss_parallel if case.tp > 1 else nullcontext)
+        inputs_of = partial(_inputs, case, ids, mesh)
+        step: Any = partial(_engine_step, engine, inputs_of, case, mark, loss_parallel if case.tp > 1 else nullcontext)
     else:
         schedule = engine.pipeline_schedule("1F1B", partial(loss_of, model), **metadata_of(model, case))
         step = partial(_stage_step, engine, partial(run, schedule, [model], ids), mark)

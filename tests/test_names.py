@@ -65,3 +65,10 @@ def test_no_two_classes_have_one_name() -> None:
     )
     # What zeroplan plans for is an engine, and so is what the runtime's `initialize` returns, as DeepSpeed's does.
     assert [name for name, count in names.items() if count > 1] == ["Engine"]
+
+
+def test_no_two_test_files_have_one_module_name() -> None:
+    """Else pytest collects nothing at all. In a folder without ``__init__.py`` a file's module is named by the file alone."""
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if not (path.parent / "__init__.py").exists()]
+    names = Counter(path.stem for path in paths if path.stem.startswith("test_"))
+    assert [name for name, count in names.items() if count > 1] == []

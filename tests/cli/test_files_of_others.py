@@ -11,6 +11,7 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.forms.launch import launch, require_hosts
+from zeroplan.models.catalog import hub_id
 from zeroplan.simulate.allocator.config import VARIABLES
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -34,6 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("-o", "-"), "-: standard output is no file; give the name of a file, or use --json"),
         (("-o", "pipe"), "pipe: is a pipe, not a file"),
         (("--html", "no/page.html"), "there is no folder no"),
+        (("--new-script", "new/"), "--new-script: new/ is a folder; give the name of a file"),
         (("-o", "file/"), "is a file, not a folder"),
         (("-o", "accelerate.yaml", "--form", "accelerate"), "accelerate.yaml is another file that is written there"),
         (("-o", "same", "--new-script", "same"), "same is the name of two files"),
@@ -133,6 +135,21 @@ def test_the_allocators_settings_hold_in_any_torch_and_shell(cli: Cli, here: Pat
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     notes = json.loads(cli(*asked)[1])["files"]["notes"]
     assert "the plan is of torch's own allocator settings: unset PYTORCH_CUDA_ALLOC_CONF first" in notes
+
+
+@pytest.mark.parametrize(
+    ("typed", "at_the_hub"),
+    [
+        ("LLAMA-3.2-1b", LLAMA),
+        ("meta-llama/llama-3.2-1b", LLAMA),
+        ("Llama-3.2-1B-Instruct", f"{LLAMA}-Instruct"),
+        ("unsloth/Llama-3.2-1B", "unsloth/Llama-3.2-1B"),
+        ("gpt2", "openai-community/gpt2"),
+        ("someone/else", "someone/else"),
+    ],
+)
+def test_a_script_names_the_model_as_the_hub_does(typed: str, at_the_hub: str) -> None:
+    assert hub_id(typed) == at_the_hub
 
 
 def test_names_of_nodes() -> None:

@@ -239,6 +239,8 @@ def _target(
                 raise BadInput("no file is asked for", where=where, remedy="give -o ds_config.json as well")
         require_places(html)
         return None
+    if new_script is not None and (new_script.endswith(os.sep) or os.path.isdir(new_script)):
+        raise BadInput(f"{new_script} is a folder", where="--new-script", remedy="give the name of a file, such as train.py")
     if new_script is not None and script is not None:
         raise BadInput("cannot stand beside --new-script", where="--script", remedy="use one of the two")
     if script is not None:

@@ -45,8 +45,20 @@ def with_files(request: Request) -> tuple[Request, Setup]:
     Raises:
         BadInput: files that cannot be read or that a flag contradicts.
     """
-    setup = read_setups(request.files, request.program, training_of(request.task))
+    setup = told_of_machine(read_setups(request.files, request.program, training_of(request.task)), request)
     return _with_layout(filled(request, setup), setup), setup
+
+
+def told_of_machine(setup: Setup, request: Request) -> Setup:
+    """Return the setup, among whose assumptions stands what flags say of the machine in place of its files."""
+    machine = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)
+    said = []
+    for field in ("gpus", "nodes"):
+        theirs, ours = getattr(setup, field), getattr(machine, field)
+        if theirs is not None and ours not in (1, theirs):
+            what = "GPUs a node" if field == "gpus" else "nodes"
+            said.append(f"{ours} {what} by the flags, where {setup.keys.get(field, field)} makes it {theirs}")
+    return replace(setup, assumed=(*setup.assumed, *said))
 
 
 def _with_layout(request: Request, setup: Setup) -> Request:

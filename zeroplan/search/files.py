@@ -13,6 +13,7 @@ from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.interop.forms.configuration import Configuration, Form, Model
 from zeroplan.interop.forms.launch import LAUNCHERS, Launch, Shell, launch, require_hosts
+from zeroplan.models.catalog import hub_id
 from zeroplan.models.spec import ModelSpec
 from zeroplan.search.results import Recommendation
 from zeroplan.search.space import NVME_PATH
@@ -153,6 +154,8 @@ def model_of(place: object, spec: ModelSpec) -> Model:
     """Return the source from which a script gets the model, which the user named by `place`."""
     if not isinstance(place, str | os.PathLike):
         return Model(spec.name if spec.source in ("catalog", "hub") else "", spec.auto_class)
+    if spec.source == "catalog":
+        return Model(hub_id(os.fspath(place)), spec.auto_class)
     path = os.path.expanduser(os.fspath(place))
     if os.path.basename(path) == "config.json" and os.path.isfile(path):
         path = os.path.dirname(path) or "."  # where its weights and its tokenizer are, if there are any

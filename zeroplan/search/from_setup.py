@@ -11,7 +11,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.describe import UNSEARCHED
-from zeroplan.planner.from_files import filled, without_graphs
+from zeroplan.planner.from_files import filled, told_of_machine, without_graphs
 from zeroplan.planner.request import Request
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
@@ -31,7 +31,7 @@ def with_source(request: Request, options: SearchOptions) -> tuple[Request, Sear
         BadInput: a source that cannot be read, lacks a model, or contradicts a flag.
     """
     sources = list(options.source) if isinstance(options.source, list | tuple) else [options.source]
-    setup = read_setups(sources, options.program, training_of(request.task))
+    setup = told_of_machine(read_setups(sources, options.program, training_of(request.task)), request)
     # The split of the batch is the search's, so flags of it bind the search and not the run in use.
     unbound = replace(request, micro_batch=None, grad_accum=None, compile=None)
     asked = filled(unbound, setup)

@@ -32,7 +32,15 @@ _MOST_UNKNOWN = 20
 
 
 class Keys:
-    """A mapping read with types: a value of another type is bad input that names the key."""
+    """A mapping read with types: a value of another type is bad input that names the key.
+
+    Attributes:
+        casts: whether the program makes a number or a truth value of a text. argparse, pydantic and OmegaConf do; the Trainer
+            takes the values of a file as they stand (``HfArgumentParser.parse_dict``), where ``"4"`` ends the run and
+            ``"false"`` is true.
+    """
+
+    casts = True
 
     def __init__(self, data: Mapping[str, Any], name: str) -> None:
         self.data, self.name = data, name
@@ -44,12 +52,22 @@ class Keys:
         value = self.data.get(key)
         return None if isinstance(value, str) and value.strip().lower() in ("auto", "none", "null", "") else value
 
+    def _require_cast(self, key: str) -> None:
+        """Refuse a text for a number or a truth value where the program does not cast it.
+
+        Raises:
+            BadInput: naming the key.
+        """
+        if not self.casts:
+            raise self.bad(key, "is a text, which the Trainer takes as it stands", "write it without quotes")
+
     def number(self, key: str, *, least: int = 1) -> int | None:
-        """A whole number; a float without a fraction and text with digits are taken, as HfArgumentParser and pydantic do."""
+        """A whole number; a float without a fraction is taken, and text with digits where the program casts it."""
         value = self.value(key)
         if value is None:
             return None
         if isinstance(value, str) and value.strip().isdigit() and len(value) < 20:
+            self._require_cast(key)
             value = int(value)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -75,6 +93,8 @@ class Keys:
         if value is None or isinstance(value, bool):
             return value
         if str(value).strip().lower() in _YES + _NO:
+            if isinstance(value, str):
+                self._require_cast(key)
             return str(value).strip().lower() in _YES
         raise self.bad(key, "is neither true nor false", "write true or false")
 

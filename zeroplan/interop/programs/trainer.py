@@ -407,6 +407,7 @@ class HfTrainer(Program):
     def read(self, document: Document) -> Setup:
         """Read the run: DeepSpeed with a ds_config, FSDP where asked for, else DDP."""
         run = Builder(document, self.name, self.label)
+        run.casts = document.command is not None
         read_trainer(run)
         if document.command is not None and run.on("do_eval") and "do_train" not in run.data:
             run.assume("it trains, though do_train is not set")

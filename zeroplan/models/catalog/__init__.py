@@ -103,6 +103,17 @@ def find(name: str) -> Entry | None:
     return None
 
 
+def hub_id(name: str) -> str:
+    """Return the id at the hub of what :func:`find` takes more loosely: with its organisation, and in the hub's own case."""
+    wanted, entry = name.strip().strip("/"), find(name)
+    if entry is None:
+        return wanted
+    organisation, _, bare = entry.id.rpartition("/")
+    if wanted.lower() in (entry.id.lower(), bare.lower()):
+        return entry.id
+    return wanted if "/" in wanted else f"{organisation}/{wanted}"
+
+
 def ids() -> tuple[str, ...]:
     """Return every id of the catalog."""
     return tuple(entry.id for entry in _entries().values())

@@ -161,6 +161,7 @@ class Workload:
     `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
     DeepSpeed's ``TiledMLP`` does, and `tiled_loss` that of head and loss (``TiledFusedLogitsLoss``); 0 for none.
     `checkpoint_interval` layers of a pipeline stage are recomputed together (DeepSpeed's ``activation_checkpoint_interval``).
+    `torch_adam`: the optimizer is a class of torch's where DeepSpeed would build one of its own.
     `offload_checkpoints`: checkpointed inputs wait on the host, as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them.
     `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
     tokens in the first steps. `layer_drop` leaves blocks out of later steps.
@@ -184,6 +185,7 @@ class Workload:
     precision: Precision = Precision.MIXED
     optimizer: str = DEFAULT_OPTIMIZER
     optimizer_kind: OptimizerKind = OptimizerKind.FUSED
+    torch_adam: bool = False
     attn: Attention = Attention.SDPA
     gradient_checkpointing: bool = False
     lora_rank: int | None = None

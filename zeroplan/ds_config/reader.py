@@ -14,7 +14,7 @@ from zeroplan.core.one_bit import local_steps
 from zeroplan.core.optimizers import optimizer_of_type
 from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.core.sparse_attention import SparseAttention
-from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.versions import parse_version
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import (
@@ -109,13 +109,7 @@ class DsConfig:
         """Keys that plans leave out, without those of :attr:`zero`, of which the engine tells."""
         paths = [finding.where for finding in self.findings if finding.id == UNMODELLED]
         held = {f"zero_optimization.{f.name}" for f in fields(ZeroConfig)}
-        found = unmodelled_keys([path for path in paths if path not in held], self.values, self.raw)
-        training = self.training
-        halved = training.dtype is not DType.FP32 and training.autocast is None
-        if self.zero.stage == 0 and halved and training.torch_adam and training.optimizer_params.get("fused") is True:
-            says = "stage 0 flattens gradients for DeepSpeed's Adam, which is counted, and not for torch's"
-            found += (Unmodelled("optimizer.params.torch_adam", Effect.LESS, says),)
-        return found
+        return unmodelled_keys([path for path in paths if path not in held], self.values, self.raw)
 
     @property
     def runs_alone(self) -> bool:

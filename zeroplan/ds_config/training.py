@@ -68,7 +68,7 @@ class TrainingSettings:
         elif self.dtype is not None:
             said |= {"dtype": self.dtype, "precision": Precision.PURE if pure else Precision.MIXED}
         if self.optimizer is not None:
-            said |= {"optimizer": self._optimizer(), "optimizer_kind": self._kind()}
+            said |= {"optimizer": self._optimizer(), "optimizer_kind": self._kind(), "torch_adam": self.torch_adam}
         for name, value in said.items():
             if name in given and getattr(base, name) != value:
                 raise BadInput(

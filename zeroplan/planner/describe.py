@@ -61,6 +61,7 @@ _ASKED_FOR = {
     "local_steps": 0,
     "compile": None,
     "reduce_dtype": None,
+    "torch_adam": False,
 }
 
 

@@ -181,7 +181,7 @@ def filled(request: Request, setup: Setup) -> Request:
     if setup.reentrant is not None:
         changes["reentrant"] = setup.reentrant
     if setup.optimizer_kind is not None:
-        changes["optimizer_kind"] = OptimizerKind(setup.optimizer_kind)
+        changes |= {"optimizer_kind": OptimizerKind(setup.optimizer_kind), "torch_adam": True}
     changes["precision"] = _precision(setup)
     changes["chunked_head"] = setup.chunked_head
     for field in ("whole_embedding_states", "accelerate_units", "one_unit"):

@@ -97,6 +97,7 @@ class Request:
     program: str | None = None
     precision: Precision | None = None
     optimizer_kind: OptimizerKind | None = None
+    torch_adam: bool = False
     chunked_head: bool = False
     lora_dropout: bool = False
     detached_loss: bool = False

@@ -97,6 +97,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         precision=precision,
         optimizer=optimizer.name,
         optimizer_kind=request.optimizer_kind or (OptimizerKind.FUSED if optimizer.fused else OptimizerKind.FOREACH),
+        torch_adam=request.torch_adam,
         attn=_one_of(Attention, request.attn, "--attn"),
         gradient_checkpointing=request.gradient_checkpointing,
         checkpoint_policy=str(policy),

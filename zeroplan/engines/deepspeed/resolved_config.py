@@ -120,7 +120,7 @@ def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = Fal
         contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not OffloadDevice.NONE),
         optimizer_device=offload,
         param_device=zero.offload_param.device if stage == 3 else OffloadDevice.NONE,
-        fused_adam=adam and workload.optimizer_kind is OptimizerKind.FUSED,
+        fused_adam=adam and workload.optimizer_kind is OptimizerKind.FUSED and not workload.torch_adam,
         torch_adam=adam and workload.optimizer_kind is not OptimizerKind.FUSED,
         least_swapped=max(_MIN_AIO_BYTES, zero.aio.block_size),
         version=planned_as(zero.deepspeed),

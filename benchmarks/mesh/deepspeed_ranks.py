@@ -52,6 +52,7 @@ class Case:
     checkpointing: bool = False
     together: int = 1  # layers of a stage that are recomputed together
     offloads: bool = False  # checkpointed inputs wait on the host
+    one_context: bool = False  # which one context lets them; else each micro batch makes its own, with a stream of its own
     tiled_loss: int = 0
     moe: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(
@@ -104,6 +105,8 @@ CASES = (
     Case("K00", stage=2, seq_len=16384, checkpointing=True, offloads=True),
     Case("K01", stage=3, seq_len=16384, checkpointing=True, offloads=True),
     Case("K02", stage=2, seq_len=16384, checkpointing=True),
+    Case("K03", stage=2, seq_len=16384, checkpointing=True, offloads=True, one_context=True),
+    Case("K04", stage=3, seq_len=16384, checkpointing=True, offloads=True, one_context=True, grad_accum=2),
     Case("X00", stage=2, moe={"num_experts": 8, "ep_size": 2, "k": 2, "capacity_factor": 1.25}, seq_len=4096),
     Case("X01", stage=1, moe={"num_experts": 8, "ep_size": 2, "k": 1}, micro_batch=2, seq_len=4096, grad_accum=2),
     Case("X02", stage=2, moe={"num_experts": 4, "ep_size": 1, "k": 2, "use_residual": True}, seq_len=4096),
@@ -163,8 +166,15 @@ def figures(case: Case) -> dict[str, int]:
             "reserved": max(stage.peak_reserved or 0 for stage in plan.stages),
             "total": max(stage.total or 0 for stage in plan.stages),
         }
-    gpu = plan.gpu
-    return {"allocated": gpu.peak_allocated or 0, "reserved": gpu.peak_reserved or 0, "total": gpu.total or 0}
+    gpu, more = plan.gpu, 0
+    if case.offloads and not case.one_context:  # on each further stream all that comes back, an input a segment
+        returned = (case.model["num_hidden_layers"] - 2) * case.micro_batch * case.seq_len * case.model["hidden_size"] * 2
+        more = (STEPS * case.grad_accum - 1) * returned
+    return {
+        "allocated": gpu.peak_allocated or 0,
+        "reserved": (gpu.peak_reserved or 0) + more,
+        "total": (gpu.total or 0) + more,
+    }
 
 
 def _predict(cases: list[Case]) -> None:
@@ -293,6 +303,7 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
             seq_length_is_variable=True,
         )
     engine, *_ = deepspeed.initialize(model=model, config=settings, model_parameters=model.parameters(), mpu=mpu)
+    context = _offloading() if case.one_context else None
     tokens = case.seq_len // case.ulysses
     shape = (case.micro_batch, tokens)
 
@@ -305,7 +316,7 @@ def _on_rank(case: Case, rank: int) -> dict[str, Any]:
                 positions = torch.arange(first, first + tokens, device=device).expand(shape).contiguous()
                 labels = torch.randint(3, case.model["vocab_size"], shape, device=device)
                 batch = {"input_ids": ids, "position_ids": positions, "shift_labels": labels, "labels": labels}
-            with _offloading() if case.offloads else nullcontext():
+            with context or (_offloading() if case.offloads else nullcontext()):
                 loss = engine(**batch).loss
                 engine.backward(loss)
             engine.step()

@@ -8,10 +8,13 @@ Note [Offloaded checkpoints]
     behind the backward: what was spared at the loss is back when the first block's gradients are made.
 
     Pinned buffers are used again, a buffer for each input but the last. What comes back is allocated on the copying stream,
-    whose segments serve no other: they are in no figure of reserved memory.
+    whose segments serve no other. The context has that stream from when it is made. A program makes it once, and enters it
+    for each micro batch; one that makes it anew reserves what comes back on each of the 32 streams that torch hands out in
+    turn (K00 and K01 in benchmarks/results/mesh_deepspeed.jsonl, which had four).
 
     Source: DeepSpeed 0.19.8, runtime/activation_checkpointing/offload_activations.py (``_ActivationOffloadEngine`` with its
-    defaults ``max_fwd_stash_count`` 2, ``keep_last_count`` 1; ``_restore_tensor``, which caches; ``_sync_and_clear``)
+    defaults ``max_fwd_stash_count`` 2, ``keep_last_count`` 1; ``_restore_tensor``, which caches; ``_sync_and_clear``); torch,
+    c10/cuda/CUDAStream.cpp (``kStreamsPerPool``)
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ def with_offloaded_checkpoints(tape: ExpandedTape) -> ExpandedTape:
         if number + _STAYING < len(inputs):
             added.setdefault(inputs[number + _STAYING].forward, []).append((Op.FREE, storage, 0, 0, -1))
             storage = first + number
-            added.setdefault(one.again, []).append((Op.ALLOC, storage, one.bytes, Kind.CHECKPOINT, -1))
+            added.setdefault(one.again, []).append((Op.ALLOC, storage, one.bytes, Kind.RETURNED, -1))
         kept.append(storage)
     added[found.backward_end] = [(Op.FREE, storage, 0, 0, -1) for storage in kept]
     waiting = {one.storage for one in inputs}

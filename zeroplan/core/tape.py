@@ -76,6 +76,7 @@ class Kind(IntEnum):
     ACT_GRAD = 9  # gradient of an activation
     COMM = 10  # the output of a collective between tensor-parallel ranks
     PASSED = 11  # what a pipeline stage passes on to another stage of its rank
+    RETURNED = 12  # a checkpointed input that has come back from the host, by a stream of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,9 @@ STEPS_AFTERWARDS = 2
 #: cuBLASLt's workspace, which torch takes for products with a bias (CUDABlas.cpp, gemm_and_bias).
 CUBLASLT_WORKSPACE = 1 << 20
 
+#: The stream that copies checkpointed inputs back, beyond those that engines number.
+COPYING = 64
+
 
 class EngineSchedule:
     """Hooks in which an engine allocates and frees at each point of a run. A hook that a subclass leaves out does nothing.
@@ -250,6 +253,7 @@ def play(
             recorder.mark("fwd")
             schedule.backward_begin(boundary)
             player.run(micro_batch.backward)
+            player.place_returned(micro_batch)
             schedule.backward_end(boundary)
             kept = player.end(micro_batch)
             if run.detached_loss:
@@ -312,6 +316,11 @@ class _Player(CuePlayer):
         for storage in script.inputs:
             self.recorder.free(self.recorder.handle_of(storage))
         return _Kept([self.recorder.handle_of(storage) for storage in script.kept], self.schedule.graph_kept())
+
+    def place_returned(self, script: Script) -> None:
+        """Put what has come back from the host on the stream that copies it."""
+        for storage in script.returned:
+            self.recorder.place(self.recorder.handle_of(storage), COPYING)
 
     def _drop_all(self) -> None:
         for kept in self.kept:

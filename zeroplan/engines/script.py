@@ -27,6 +27,7 @@ BUFFER_OF_KIND = {
     Kind.ACT_GRAD: Buffer.ACTIVATION_TEMP,
     Kind.COMM: Buffer.COMM_ACTIVATION,
     Kind.PASSED: Buffer.COMM_PIPELINE,
+    Kind.RETURNED: Buffer.ACTIVATION_CHECKPOINT,
 }
 
 #: Beside :class:`zeroplan.core.tape.Op`: a thread's first call of cuBLAS or cuBLASLt. A cue's `arg` is the workspace's index:
@@ -65,6 +66,7 @@ class Script:
         shapes: the micro batches that come before this one, of other lengths.
         generation: the cues of what is generated before a step, which no hook follows; empty without any.
         keeps_output: whether the loop keeps the model's output until it has the next one.
+        returned: storages that the copying stream makes.
     """
 
     forward: tuple[Cue, ...]
@@ -76,6 +78,7 @@ class Script:
     shapes: tuple[Script, ...] = ()
     generation: tuple[Cue, ...] = ()
     keeps_output: bool = False
+    returned: tuple[int, ...] = ()
 
 
 class Scripts:
@@ -140,6 +143,7 @@ def _micro_batch(tape: ExpandedTape, event_blocks: EventBlocks, *, modules: bool
         kept=tuple(arg for arg in last if allocated[arg] != Kind.INPUT),
         event_blocks=event_blocks,
         keeps_output=int(Mark.OUTPUT) in marks,
+        returned=tuple(arg for arg, kind in allocated.items() if kind == Kind.RETURNED),
     )
 
 

@@ -116,7 +116,6 @@ def resolve(request: Request) -> Resolved:
         _require_tiles(request, workload)
     if workload.offload_checkpoints:
         _require_offloaded_checkpoints(request, workload, offered=engine.tiles_mlps)
-        tiled.append("--offload-checkpoints")
     if workload.tiled_loss:
         _require_plain_loss(request, spec, workload)
     if workload.quantize is not None:

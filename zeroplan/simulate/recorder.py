@@ -37,6 +37,7 @@ class Recorder:
         "_firsts",
         "_made",
         "_notes",
+        "_placed",
         "_played",
         "_value",
         "deferred_frees",
@@ -53,6 +54,7 @@ class Recorder:
         self._notes: list[Note] = []
         self._made = 0  # handles so far
         self._beyond = 0  # events of event blocks that were played, beyond the one that plays each
+        self._placed: dict[int, int] = {}  # streams of handles that event blocks make on another than the first
         self._played, self._firsts = array("q"), array("q")  # each event block that was played, and its first handle
         self.deferred_frees: DeferredFrees | None = None  # the schedule's, where a device's pace decides
         self.follow(event_blocks or EventBlocks())
@@ -81,7 +83,17 @@ class Recorder:
         """Return the code and the value of every event; see Note [Event columns]."""
         if not self.event_blocks.beyond:
             return self._code, self._value
-        return write_out(self._code, self._value, self.event_blocks, self.sizes, len(self))
+        code, value = write_out(self._code, self._value, self.event_blocks, self.sizes, len(self))
+        return self._on_their_streams(code), value
+
+    def _on_their_streams(self, code: array[int]) -> array[int]:
+        """Return the codes with the streams of :meth:`place`."""
+        if self._placed:
+            mask, alloc = (1 << OP_BITS) - 1, int(AllocatorOp.ALLOC)
+            made = [at for at, word in enumerate(code) if word & mask == alloc]
+            for handle, stream in self._placed.items():
+                code[made[handle]] = alloc | stream << OP_BITS
+        return code
 
     @property
     def code(self) -> array[int]:
@@ -144,6 +156,10 @@ class Recorder:
         """The handle that a storage of the tape got when it was last allocated."""
         event_block, index = self.event_blocks.place[storage]
         return self._bases[event_block] + index
+
+    def place(self, handle: int, stream: int) -> None:
+        """Set the stream on which an event block has made a block."""
+        self._placed[handle] = stream
 
     def resized(self, sizes: Sequence[int]) -> Recorder:
         """Return the recording with other sizes of the event blocks' storages; everything else is shared, not copied.

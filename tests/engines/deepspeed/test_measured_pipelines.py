@@ -1,4 +1,4 @@
-"""DeepSpeed on two H200s, mostly its PipelineModule (benchmarks/mesh/deepspeed_ranks.py), held against what zeroplan says today."""
+"""DeepSpeed on two H200s, mostly its PipelineModule (benchmarks/mesh/deepspeed_ranks.py), against what zeroplan says today."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ ROWS = {row["id"]: row for row in map(json.loads, PREDICTED.with_name("mesh_deep
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")
-@pytest.mark.parametrize("number", ["P01", *(pytest.param(name, marks=pytest.mark.long) for name in ("P00", "P02", "U04"))])
+@pytest.mark.parametrize(
+    "number", ["P01", *(pytest.param(name, marks=pytest.mark.long) for name in ("P00", "P02", "U04", "K00", "K01"))]
+)
 def test_allocated_reserved_and_total(number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told, row = figures(next(case for case in CASES if case.id == number)), ROWS[number]

@@ -65,8 +65,9 @@ _DIVIDED = "at stage 3 DeepSpeed gathers and divides each layer when the engine 
 #: R12 (benchmarks/mesh): its second rank allocated 12 % more. Source: runtime/utils.py, get_flattened_grad_norm
 _MASKED = "at stage 0 the ranks behind the first mask what all hold out of the gradients' norm, which takes copies of them"
 _WHOLE_LOGITS = "all logits of a rank's tokens, if TRL computes head and loss apart where ranks share samples"
-_COPIED_BACK = (
-    "inputs come back in segments of the copying stream, which serve no other and are in no figure of reserved memory"
+_ONE_CONTEXT = (
+    "--offload-checkpoints: the program makes one context and enters it for each micro batch; one that makes a context each "
+    "time reserves what comes back on up to 32 streams"
 )
 _TILES = "stage 3 fetches and releases what runs in tiles for every tile, which was not compared with DeepSpeed's order"
 _SUPER_OFFLOAD = "gradients and states move between GPU and host in buckets of their own"
@@ -215,8 +216,8 @@ class DeepSpeed(Engine):
             found += [Unmodelled(f"--tiled-{name}", Effect.UNKNOWN, _TILES) for name in tiled]
         if case.spec.own_experts is not None and not case.spec.own_experts.drops_tokens:
             found.append(Unmodelled("drop_tokens", Effect.MORE, _FULLEST))
-        if case.workload.offload_checkpoints:
-            found.append(Unmodelled("--offload-checkpoints", Effect.MORE, _COPIED_BACK))
+        if case.workload.offload_checkpoints and self.version != DEEPSPEED_VERSION:
+            found.append(Unmodelled("--offload-checkpoints", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s context was read"))
         if case.layout.tp > 1 and case.zero.stage == 3:
             found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
         if case.layout.tp > 1 and case.zero.stage == 0:
@@ -227,7 +228,7 @@ class DeepSpeed(Engine):
 
     def remark(self, case: Case) -> str:
         """Return what this version does that its users may not expect."""
-        return version_remark(case.zero, case.workload)
+        return version_remark(case.zero, case.workload) or (_ONE_CONTEXT if case.workload.offload_checkpoints else "")
 
     def answers_reference(self, case: Case) -> bool:
         """Return whether the reference is one that TRL makes below stage 3, whole on every rank, or sharded beside a model that

@@ -11,6 +11,7 @@ process group, whose collectives return at once.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from benchmarks.measured_cases import measure_cases
@@ -24,11 +25,17 @@ def _tiny(case: Case) -> Case:
     return replace(case, model=case.model | small, seq_len=64)
 
 
-def measure(case: Case, rank: int, *, fake: bool) -> dict[str, Any]:
+def measure(case: Case, rank: int, *, fake: bool, histories: Path | None = None) -> dict[str, Any]:
     """Run a case on one of its ranks. Megatron-Core is imported here: its import asks for GPUs, after which no fork has one."""
+    from benchmarks.measure import history
     from benchmarks.megatron.run import run_case
 
-    return run_case(case, rank, fake=fake)
+    if histories is None:
+        return run_case(case, rank, fake=fake)
+    history.start(cpp_stacks=False)
+    row = run_case(case, rank, fake=fake)
+    history.write(history.collect(row["marks"], {"case": case.to_dict()}), histories / f"{case.id}-{case.place}.json.gz")
+    return row
 
 
 if __name__ == "__main__":

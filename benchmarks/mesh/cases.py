@@ -46,7 +46,8 @@ class Case:
     """One layout of one model. Ranks are pp × dp × cp × tp; `stage` 2 leaves parameters gathered after the forward.
 
     `pp_rank` is the pipeline rank that is measured, and `schedule` a name of ``--schedule``. Of the data-parallel ranks, `ep`
-    share the experts, and `dp_replicate` groups have replicas of the shards.
+    share the experts, and `dp_replicate` groups have replicas of the shards. `apart` says that a stage's only block is a group
+    of FSDP2's own, as torchtitan has it, and not part of the stage's.
     """
 
     id: str
@@ -68,6 +69,7 @@ class Case:
     grad_accum: int = 1
     checkpointing: bool = False
     alloc_conf: str = ""
+    apart: bool = True
 
     @property
     def place(self) -> int:
@@ -111,8 +113,10 @@ CASES = (
     Case("C00", dp=4, cp=2, seq_len=8192, micro_batch=1),
     Case("C01", dp=2, cp=4, seq_len=8192, micro_batch=1, checkpointing=True),
     Case("C02", dp=4, tp=2, sp=True, cp=2, seq_len=8192, micro_batch=1),
-    Case("V00", LLAMA_14, dp=2, pp=4, vpp=2, pp_rank=0, stage=2, grad_accum=8, micro_batch=1),
-    Case("V01", LLAMA_14, dp=2, pp=4, vpp=2, pp_rank=3, stage=2, grad_accum=8, micro_batch=1),
+    *(
+        Case(name, LLAMA_14, dp=2, pp=4, vpp=2, pp_rank=rank, stage=2, grad_accum=8, micro_batch=1, apart=apart)
+        for name, rank, apart in (("V00", 0, False), ("V01", 3, False), ("V03", 0, True), ("V04", 3, True))
+    ),
     Case("V02", dp=2, pp=2, vpp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1, schedule="gpipe"),
     *(
         Case(f"Z0{i}", dp=2, pp=4, pp_rank=rank, stage=2, grad_accum=8, micro_batch=1, schedule="zero-bubble")
@@ -130,8 +134,9 @@ CASES = (
             grad_accum=8,
             micro_batch=1,
             schedule="zero-bubble",
+            apart=apart,
         )
-        for i, rank in enumerate((0, 1, 3))
+        for i, rank, apart in ((0, 0, False), (1, 1, False), (2, 3, False), (4, 0, True), (5, 3, True))
     ),
     Case("Z06", QWEN2, dp=4, pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1, schedule="zero-bubble"),
     *(

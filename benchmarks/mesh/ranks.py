@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import zeroplan_runtime
 from benchmarks.mesh import experts
 from benchmarks.mesh.cases import Case
-from benchmarks.mesh.stage import loss_of, metadata_of, run, schedule_on, stages_on
+from benchmarks.mesh.stage import StageModel, loss_of, metadata_of, run, schedule_on, stages_on
 from zeroplan.engines.runtime.trainer_mesh import balance
 from zeroplan.trace.tensor_parallel import parallelize
 from zeroplan_runtime.units import find_blocks
@@ -66,7 +66,7 @@ def fsdp2(case: Case, device: torch.device, rank: int, mark: Mark, *, fake: bool
     for model, own in zip(models, shared, strict=True):
         if own:
             experts.shard_blocks(model, own, options, mesh["efsdp"])
-        for block in () if own else find_blocks(model).values():
+        for block in () if own else _blocks(model, apart=case.apart):
             fully_shard(block, **options)
         fully_shard(model, **options)
         model.to_empty(device=device)
@@ -102,6 +102,12 @@ def fsdp2(case: Case, device: torch.device, rank: int, mark: Mark, *, fake: bool
         mark(f"step{number}")
 
     return step
+
+
+def _blocks(model: Any, *, apart: bool) -> list[nn.Module]:
+    """The blocks that are groups of FSDP2's own, the only one of a stage where they are `apart`."""
+    found = list(find_blocks(model).values())
+    return found or (list(model.model.layers) if apart and isinstance(model, StageModel) else [])
 
 
 def _fill(parameters: list[nn.Parameter]) -> None:

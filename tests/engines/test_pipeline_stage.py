@@ -19,6 +19,7 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.pipeline_cut import cut
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
+from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.tapes import find_tape
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -110,3 +111,36 @@ def test_interleaving_holds_more_than_1f1b_and_gathers_ahead(tape: ExpandedTape)
     held = [run.timeline.alive_by_buffer().get(Buffer.ACTIVATION, 0) for run in (whole, looped)]
     assert held[1] / held[0] == pytest.approx(1 + 3 / (4 * 2), rel=0.1)
     assert looped.peak_allocated > whole.peak_allocated
+
+
+def test_the_latest_output_stays_until_the_next_forward_has_returned(tape: ExpandedTape) -> None:
+    """A variable of torch's Schedule1F1B names it; with several chunks a function returns, and with it the name goes."""
+    stage = stages_of(32, 4)[3]
+    held, freed = (cut(tape, stage, holds_output=yes) for yes in (True, False))
+    (logits,) = held.held
+    frees = [(op, arg) for op, arg in zip(freed.tape.op, freed.tape.arg, strict=True) if op == Op.FREE]
+    assert frees.count((Op.FREE, logits)) == 1
+    assert (Op.FREE, logits) not in set(zip(held.tape.op, held.tape.arg, strict=True))
+    assert not freed.held
+    assert 0 < held.returned < held.split
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_gradients_of_a_group_are_cast_in_the_order_of_its_parameters(tape: ExpandedTape, number: int) -> None:
+    """FSDPParamGroup.post_backward walks its parameters, in whatever order their gradients came."""
+    layout = ParallelLayout(gpus=8, pp=4)
+    case = Case(load_model(MODEL), WORK, Cluster(gpus=8), ZeroConfig.of(2), parallel=layout, pp_rank=number)
+    timeline = find_engine("fsdp2").simulate(case, tape).timeline
+    numel = cut(tape, stages_of(32, 4)[number]).tape.parameters.numel
+    codes, values, names = timeline.recorded
+    alloc = int(AllocatorOp.ALLOC)
+    sizes = [value for code, value in zip(codes, values, strict=True) if code & ((1 << OP_BITS) - 1) == alloc]
+    labels = names.labels_of(range(len(sizes)))
+    casts = [
+        note
+        for (buffer, note), nbytes in zip(labels, sizes, strict=True)
+        if buffer is Buffer.GRAD_FULL and isinstance(note, int) and note < len(numel) and nbytes == 4 * numel[note]
+    ]
+    block = casts[:9]
+    assert len(block) == 9
+    assert block == sorted(block)

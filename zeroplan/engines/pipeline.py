@@ -2,7 +2,9 @@
 
 Note [Playing a stage]
     A stage holds the gradient that it has sent until it sends the next. Where a rank has several chunks, sends are actions of
-    their own, and what was sent is freed at once (``_PipelineScheduleRuntime``).
+    their own, and what was sent is freed at once (``_PipelineScheduleRuntime``). A rank with one chunk also holds the latest
+    micro batch's output, on the last stage its logits, until the next forward has returned: a variable of the schedule names
+    it, and nothing after the last backward (torch/distributed/pipelining/schedules.py, ``Schedule1F1B``, ``ScheduleGPipe``).
 
     A rank with several chunks (vpp) has one part of the tape for each. They have a schedule each, whose hooks are called as
     :func:`~zeroplan.core.pipeline_order.with_gathers` orders them.
@@ -124,9 +126,10 @@ def play_pipeline(
             if looped:  # whose sends are actions of their own, behind which nothing holds what was sent
                 players[action.chunk].drop_sent()
         for player in players:
-            player.drop_sent()
             if not looped:
                 player.schedule.reduce()
+            player.drop_sent()
+            player.drop_held()
         recorder.mark("bwd")
         step_optimizer()
         for chunk in chunks:
@@ -197,15 +200,16 @@ class _Cues:
         width = 1 + max(part.tape.arg, default=0)
         self.bases = range(base, base + slots * width, width)
         self.forwards: list[tuple[Cue, ...]] = []
+        self.losses: list[tuple[Cue, ...]] = []
         self.backwards: list[tuple[Cue, ...]] = []
         self.weights: list[tuple[Cue, ...]] = []
-        halves = (self.forwards, self.backwards, self.weights)
+        threads = ((self.forwards, 0), (self.losses, -1), (self.backwards, 1), (self.weights, -1))  # those of cuBLAS
         for slot, begin_of_slot in enumerate(self.bases):
             tape = shifted(part.tape, begin_of_slot)
-            ends = (0, part.split, len(tape) if part.weights < 0 else part.weights, len(tape))
-            for half, (begin, end) in enumerate(pairwise(ends)):
-                taken = workspaces_of(tape, range(begin, end), half) if not slot and half < len(ends) - 2 else []
-                halves[half].append(cues_of(tape, range(begin, end), taken, half < len(halves) - 1, blocks))
+            ends = (0, part.returned, part.split, len(tape) if part.weights < 0 else part.weights, len(tape))
+            for (cues, thread), (begin, end) in zip(threads, pairwise(ends), strict=True):
+                taken = workspaces_of(tape, range(begin, end), thread) if not slot and thread >= 0 else []
+                cues.append(cues_of(tape, range(begin, end), taken, cues is not self.weights, blocks))
 
 
 class _StagePlayer(CuePlayer):
@@ -230,7 +234,8 @@ class _StagePlayer(CuePlayer):
                 self.end = self.cues[-1].bases.stop
         self.whole = whole if chunk.whole is not None else frozenset()
         super().__init__(recorder, chunk.schedule, blocks, run.cublas_workspace)
-        self.sent = -1
+        self.sent = self.latest = -1
+        self.held: list[int] = []  # the latest micro batch's output, whose backward has run
         self.received: list[int] = []  # gradients that stay on the inputs of which they are
         self.outputs: dict[int, int] = {}  # by micro batch, what the rank's next stage was given, and the one before
         self.gradients: dict[int, int] = {}
@@ -245,6 +250,9 @@ class _StagePlayer(CuePlayer):
         self.schedule.wait_for_unshard()
         self.schedule.forward_begin()
         self.run(cues.forwards[slot])
+        self.drop_held()
+        self.latest = number
+        self.run(cues.losses[slot])
         if self.outputs:
             self._pass_on(self.outputs, number, self.recorder.handle_of(cues.part.output + cues.bases[slot]))
 
@@ -260,6 +268,9 @@ class _StagePlayer(CuePlayer):
         self.schedule.backward_begin(False)
         self.run(cues.backwards[slot])
         self.schedule.backward_end(False)
+        self.held += [self.recorder.handle_of(storage + cues.bases[slot]) for storage in cues.part.held]
+        if number != self.latest:
+            self.drop_held()
         self.drop_sent()
         if cues.part.sent >= 0:
             handle = self.recorder.handle_of(cues.part.sent + cues.bases[slot])
@@ -296,6 +307,12 @@ class _StagePlayer(CuePlayer):
         for handle in self.received:
             self.recorder.free(handle)
         self.received.clear()
+
+    def drop_held(self) -> None:
+        """Free the outputs that the schedule's variables no longer name."""
+        for handle in self.held:
+            self.recorder.free(handle)
+        self.held.clear()
 
     def drop_sent(self) -> None:
         """Free the gradient that was sent last."""

@@ -10,7 +10,8 @@ Note [Cutting a tape]
     buffer for what it receives, to which nothing may be added, so the first sum is a new tensor.
 
     torch keeps a micro batch's output until its backward (``fwd_cache``), logits included, and makes buffers for the inputs
-    and gradients of all micro batches of a step at once, for the whole run.
+    and gradients of all micro batches of a step at once, for the whole run. The loss is not the stage's module's own, whose
+    hooks have run before it.
     Source: torch/distributed/pipelining/stage.py (``_RecvInfo``, ``forward_one_chunk``, ``backward_one_chunk``).
 """
 
@@ -44,6 +45,7 @@ class StageTape:
         logits: the storage of the logits, where the tape leaves it to the player to free them; -1 elsewhere.
         output: the storage of the stage's output, which the tape frees unless :func:`passing_on` has left it to the player; -1
             on the last.
+        held: storages of its output that variables of the schedule name, and the player frees; empty where the tape does.
     """
 
     tape: ExpandedTape
@@ -55,6 +57,7 @@ class StageTape:
     logits: int = -1
     weights: int = -1
     output: int = -1
+    held: tuple[int, ...] = ()
 
 
 class _Cut:
@@ -107,7 +110,7 @@ class _Cut:
             column.append(value)
 
 
-def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
+def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False, holds_output: bool = False) -> StageTape:
     """Cut one stage's micro batch out of a tape. See Note [Cutting a tape].
 
     Args:
@@ -115,6 +118,7 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
         stage: the stage.
         copies: the stage's forward runs on a copy of what it received, and the loss is not the modules' own: its tape begins
             with that copy, and the player frees the logits. DeepSpeed's way.
+        holds_output: the player frees the stage's output.
     """
     walk = _Cut(tape, stage)
     backward = running = False
@@ -126,11 +130,13 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
     hidden = _hidden_bytes(tape, walk)
     residual, summed = -1, -1 if stage.is_last or not stage.end or halves else _first_sum(tape, walk, hidden)
     made_backward: list[int] = []
+    held: list[int] = []
     output = logits = head = returned = -1
     copy = _output_of(tape, walk, hidden, stage.first - 1) if copies and not stage.is_first else -1
     if copy >= 0:
         walk.made[copy] = int(Kind.SAVED)
         walk.add(Op.ALLOC, copy, hidden, Kind.SAVED)
+    root = next((index for index, module in enumerate(tape.modules) if module.parent < 0), -1)
     received: set[int] = set()  # gradients of that size that other stages make
     events = tape.events()
     for at, (op, arg, aux, kind, module) in enumerate(events):
@@ -159,8 +165,8 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
                     made_backward.append(arg)
                 elif aux == hidden and not stage.is_last and _makes(walk, module, stage.end - 1):
                     output = arg
-                elif copies and kind == Kind.LOGITS:
-                    logits, head = arg, module
+                elif kind == Kind.LOGITS and (copies or head < 0):
+                    logits, head = arg if copies else -1, module
             elif backward and aux == hidden:
                 received.add(arg)
         elif op == Op.FREE:
@@ -175,6 +181,8 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
                     pass
                 elif kept and not kept_on and (backward or arg != copy):
                     walk.add(op, arg)
+                elif kept_on and holds_output:
+                    held.append(arg)
                 elif kept_on:
                     walk.late[final if arg == output else 1].append(arg)
                 else:
@@ -185,10 +193,14 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
         elif op == Op.GRAD:
             if arg in walk.place and aux in walk.made and aux not in walk.shared:
                 walk.add(op, walk.place[arg], aux)
+        elif arg == root and op == Op.EXIT and returned >= 0:
+            pass  # the loss is none of its own
         elif arg not in walk.inside or stage.first <= walk.inside[arg] < stage.end:
             walk.add(op, arg)
         if not backward and op == Op.EXIT:
-            if logits >= 0 and arg == head:
+            if arg == head and stage.is_last:
+                if not copies:
+                    walk.add(Op.EXIT, root)
                 returned = len(walk.out)
             if arg in walk.blocks and walk.blocks[arg] == last:
                 place = last + 1
@@ -215,6 +227,7 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False) -> StageTape:
         logits,
         weights,
         output,
+        tuple(held),
     )
 
 

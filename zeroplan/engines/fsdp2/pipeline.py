@@ -96,8 +96,9 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     behind = tape.halves if schedule.halves else tape
     if behind is None:
         raise ValueError("a schedule that halves backwards needs the tape of one")
-    chunks = [_chunk(rank, stage, tape, behind, recorder) for stage in rank.pipeline_chunks]
-    order = PipelineOrder(schedule, rank.pp_rank, rank.layout.pp, len(chunks), micro_batches=rank.workload.grad_accum)
+    stages = rank.pipeline_chunks
+    order = PipelineOrder(schedule, rank.pp_rank, rank.layout.pp, len(stages), micro_batches=rank.workload.grad_accum)
+    chunks = [_chunk(rank, stage, tape, behind, recorder, holds_output=not order.looped) for stage in stages]
     run = PipelineRun(order, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
     stepped = False
 
@@ -111,12 +112,16 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     return recorder
 
 
-def _chunk(rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, behind: ExpandedTape, recorder: Recorder) -> ModelChunk:
+def _chunk(
+    rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, behind: ExpandedTape, recorder: Recorder, *, holds_output: bool
+) -> ModelChunk:
     """Return one of a rank's chunks. Stages behind the first play the tape `behind`, and `tape` where not all is halved."""
     indices = {one.index for one in rank.pipeline_chunks}
     mixed = schedule_of(rank.pipeline).mixed and not stage.is_first
     parts = [
-        passing_on(cut(of, stage), output=stage.index + 1 in indices, gradient=stage.index - 1 in indices)
+        passing_on(
+            cut(of, stage, holds_output=holds_output), output=stage.index + 1 in indices, gradient=stage.index - 1 in indices
+        )
         for of in ((behind, tape) if mixed else (tape if stage.is_first else behind,))
     ]
     one = replace(rank, parameters=parts[0].tape.parameters, pipeline_chunks=(stage,))

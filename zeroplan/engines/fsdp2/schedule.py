@@ -368,8 +368,10 @@ class Fsdp2Schedule(EngineSchedule):
         return cast
 
     def _keep_unsharded(self, group: Group) -> None:
-        """FSDPParam.to_accumulated_grad_if_needed: gradients of another dtype are cast to the reduction's."""
-        for p, handle in group.grads.items():
+        """FSDPParam.to_accumulated_grad_if_needed: gradients of another dtype are cast to the reduction's, in the order of the
+        parameters.
+        """
+        for p, handle in sorted(group.grads.items()):
             if self.casts_grads:
                 cast = self.alloc(self.rank.reduce_bytes * self.made_numel.get(p, self.rank.numel[p]), Buffer.GRAD_FULL, note=p)
                 self.free(handle)

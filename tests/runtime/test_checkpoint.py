@@ -11,6 +11,7 @@ import time
 import weakref
 import zlib
 from dataclasses import replace
+from enum import Enum
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 
 import zeroplan_runtime
 from tests.runtime import models
@@ -127,21 +129,38 @@ def test_another_model_is_refused_by_the_parameters_name(tmp_path: Path) -> None
 
 
 class Trap:
+    def __init__(self, call: Any, *given: Any) -> None:
+        self.made = (call, given)
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (os.system, ("touch sprung",))
+        return self.made
 
 
-def test_a_foreign_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("trap", "said"),
+    [(Trap(os.system, "touch sprung"), r"posix\.system"), (Trap(getattr, Metadata, "__init__"), r"builtins\.getattr")],
+    ids=["call", "attribute"],
+)
+def test_a_foreign_pickle_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trap: Trap, said: str) -> None:
     monkeypatch.chdir(tmp_path)
     single(tmp_path).save_checkpoint(tmp_path)
-    folder, trap = tmp_path / "global_step0", pickle.dumps(Trap())
+    folder, data = tmp_path / "global_step0", pickle.dumps(trap)
     state = read_state(folder)
-    manifest = replace(read_manifest(folder, state), metadata=(len(trap), zlib.crc32(trap)))  # as an attacker would
+    manifest = replace(read_manifest(folder, state), metadata=(len(data), zlib.crc32(data)))  # as an attacker would
     write_manifest(folder, manifest, state)
-    (folder / ".metadata").write_bytes(trap)
-    with pytest.raises(BadInput, match=r"it names posix\.system"):
+    (folder / ".metadata").write_bytes(data)
+    with pytest.raises(BadInput, match=f"it names {said}"):
         single(tmp_path).load_checkpoint(tmp_path)
     assert not (tmp_path / "sprung").exists()
+
+
+def test_an_older_python_names_members_of_enums_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11.0 to 3.11.3, Debian 12's among them, pickle a member as an attribute of its enum."""
+    monkeypatch.setattr(Enum, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+    engine = single(tmp_path)
+    engine.save_checkpoint(tmp_path, client_state={"n": 1})
+    assert b"getattr" in (tmp_path / "global_step0" / ".metadata").read_bytes()
+    assert engine.load_checkpoint(tmp_path)[1] == {"n": 1}
 
 
 def test_saving_again_under_the_same_name(tmp_path: Path) -> None:

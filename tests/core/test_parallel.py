@@ -92,9 +92,13 @@ DEGREES: dict[str, dict[str, int]] = {
 
 
 def test_every_degree_is_tried() -> None:
-    assert {field.name for field in fields(ParallelLayout)} - {"gpus", "nodes", "whole_vocabulary", "own_experts"} == set(
-        DEGREES
-    )
+    assert {field.name for field in fields(ParallelLayout)} - {
+        "gpus",
+        "nodes",
+        "whole_vocabulary",
+        "own_experts",
+        "auto_ep",
+    } == set(DEGREES)
 
 
 #: The degrees that engines have beside data parallelism's.

@@ -41,7 +41,8 @@ class ParallelLayout:
         ulysses: ranks that share each sequence, and in attention its heads (DeepSpeed's ``sequence_parallel_size``).
         whole_vocabulary: whether tensor-parallel ranks have the whole embedding and gather the logits, as transformers' plan
             and DeepSpeed's AutoTP do; else both stay split.
-        own_experts: whether experts have process groups of their own at every `ep`, as DeepSpeed's MoE layers have.
+        own_experts: whether experts have process groups of their own at every `ep`, as those of DeepSpeed's layers have.
+        auto_ep: whether those layers are AutoEP's (core/auto_ep.py), and not the module's own.
 
     Raises:
         BadInput: a degree below 1, degrees that do not divide the ranks, or a degree without the one that it belongs to.
@@ -60,6 +61,7 @@ class ParallelLayout:
     ulysses: int = 1
     whole_vocabulary: bool = False
     own_experts: bool = False
+    auto_ep: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gpus", "nodes", "tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate", "ulysses"):

@@ -59,7 +59,7 @@ class TraceOptions:
     LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
     checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices; `cp`
     ranks share each sample's tokens by rings, `ulysses` ranks by exchanging heads, and `ep` ranks the experts,
-    those of `tp` among them with `across`.
+    those of `tp` among them with `across`, or by DeepSpeed's layers with `auto_ep` (:mod:`zeroplan.trace.auto_ep`).
     `whole_vocabulary`: tensor-parallel ranks gather the logits. `lora_dropout`: adapters drop some of their input. `quantized`:
     how linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), with `half_adapters` the adapters
     beside them in 16 bits, with `linear_experts` experts as layers of their own. `images` of `image_size` pixels a side come
@@ -87,6 +87,7 @@ class TraceOptions:
     cp: int = 1
     ep: int = 1
     across: bool = False
+    auto_ep: bool = False
     ulysses: int = 1
     whole_vocabulary: bool = False
     quantized: Products | None = None
@@ -132,8 +133,8 @@ class TraceOptions:
             parts.append(f"tp{self.tp}" + ("+sp" if self.sp else "") + ("+whole" if self.whole_vocabulary else ""))
         if self.cp > 1:
             parts.append(f"cp{self.cp}")
-        if self.ep > 1:
-            parts.append(f"ep{self.ep}" + ("+across" if self.across else ""))
+        if self.ep > 1 or self.auto_ep:
+            parts.append(("auto" if self.auto_ep else "") + f"ep{self.ep}" + ("+across" if self.across else ""))
         if self.ulysses > 1:
             parts.append(f"ulysses{self.ulysses}")
         if self.images:
@@ -191,6 +192,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         cp=layout.cp if layout is not None else 1,
         ep=layout.ep if layout is not None else 1,
         across=layout is not None and layout.experts_across,
+        auto_ep=layout is not None and layout.auto_ep,
         ulysses=layout.ulysses if layout is not None else 1,
         whole_vocabulary=layout is not None and layout.whole_vocabulary,
         quantized=None if workload.quantize is None else workload.quantize.products,

@@ -104,6 +104,10 @@ class Case:
     @property
     def parameters(self) -> Parameters:
         """The model's parameters that one rank has before an engine shards them over data-parallel ranks."""
+        if self.layout.auto_ep:
+            from zeroplan.core.auto_ep import with_auto_ep
+
+            return with_auto_ep(self.spec.parameters, self.spec.model_type, self.layout.ep)
         if self.layout.tp == self.layout.ep == 1:
             return self.spec.parameters
         from zeroplan.core.expert_parallel import with_local_experts
@@ -159,6 +163,7 @@ class Engine(ABC):
         tiles_mlps: whether MLPs that run tile by tile (DeepSpeed's ``TiledMLP``) are modelled.
         own_layers: whether it runs layers of its own in place of the model's code. It then writes their tape
             (:meth:`own_tape`) and holds layouts against them itself (:meth:`require_workload`).
+        auto_ep: whether it shares the experts of models of transformers by AutoEP's layers (core/auto_ep.py).
         own_experts: whether it trains modules with DeepSpeed's MoE layers, of which each rank has its own experts.
         compiles: whether compiled blocks are modelled, since no hook of the engine lies within one.
         compiled_degrees: the degrees of parallelism, beside data parallelism, beside which it trains compiled blocks.
@@ -196,6 +201,7 @@ class Engine(ABC):
     tiles_mlps: ClassVar[bool] = False
     own_layers: ClassVar[bool] = False
     own_experts: ClassVar[bool] = False
+    auto_ep: ClassVar[bool] = False
     compiles: ClassVar[bool] = False
     compiled_degrees: ClassVar[tuple[str, ...]] = ()
     reduces_as_told: ClassVar[bool] = False

@@ -25,6 +25,19 @@ from zeroplan.planner.workload import workload_of
 _SHARED = ("micro_batch", "grad_accum", "dtype", "optimizer")
 _DS, _TP, _SP = "zero_optimization", "tensor_parallel", "sequence_parallel_size"
 _EP, _EXPERTS = "expert_parallel", ("num_local_experts", "num_experts", "n_routed_experts")
+#: Values of keys of ``expert_parallel`` with which the layer is the one that is planned.
+_AS_PLANNED: dict[str, tuple[Any, ...]] = {
+    "use_grouped_mm": (True,),
+    "score_apply": ("auto", "post"),
+    "combine_impl": ("auto", "weighted_sum"),
+    "row_weighting_impl": ("auto", "eager"),
+    "gate_up_impl": ("separate",),
+    "comm_backend": ("comm",),
+    "score_func": ("auto",),
+    "top_k": ("auto",),
+    "async_split_plan": (False,),
+    "expert_tensor_parallel_size": (1,),
+}
 _PP, _GROUPS = "pipeline", "layers are recomputed in groups across blocks, and blocks one by one are planned"
 _DATA, _ONE = "data_parallel_size", "change one of the two"
 #: Keys of ``tensor_parallel`` that plans have, or that change none.
@@ -35,7 +48,8 @@ _PLANNED_KEYS = ("autotp_size", "dtype", "tp", "tensor_parallel", "keep_module_o
 class DsConfigRun:
     """The one run that a ds_config and the flags describe; `engine` has read its own sections of the file.
 
-    `tp` and `ulysses` are the degrees of tensor and sequence parallelism that file or flag asks for.
+    `tp`, `ulysses` and `ep` are the degrees of tensor, sequence and expert parallelism that file or flag asks for; `auto_ep`
+    says whether AutoEP's layers share the experts.
     """
 
     engine: Engine
@@ -45,6 +59,8 @@ class DsConfigRun:
     unmodelled: tuple[Unmodelled, ...] = ()
     tp: int = 1
     ulysses: int = 1
+    ep: int = 1
+    auto_ep: bool = False
 
 
 def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec) -> DsConfigRun:
@@ -74,8 +90,10 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
     tp, ulysses, unmodelled = request.tp, request.ulysses, config.unmodelled
     if engine.whole_vocabulary and isinstance(config.raw.get(_TP), Mapping):
         tp, unmodelled = _auto_tp(request, cluster, spec, config)
-    if engine.whole_vocabulary and config.values.get(f"{_EP}.enabled"):
-        _require_auto_ep(cluster, spec, config)
+    ep, auto_ep = request.ep, engine.auto_ep and request.ep > 1
+    if engine.auto_ep and config.values.get(f"{_EP}.enabled"):
+        ep, unmodelled = _auto_ep(request, cluster, spec, config, unmodelled)
+        auto_ep = ep > 0
     if engine.whole_vocabulary and _SP in config.raw:
         ulysses = _sequence_ranks(request, cluster, config)
         unmodelled = tuple(one for one in unmodelled if one.key not in (_SP, _DATA))
@@ -88,17 +106,39 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
             workload = replace(workload, gradient_checkpointing=True, checkpoint_interval=interval)
         elif interval:
             unmodelled += (Unmodelled(f"{_PP}.activation_checkpoint_interval", Effect.UNKNOWN, _GROUPS),)
-    return DsConfigRun(engine.with_ds_config(config), workload, config.zero, warnings, unmodelled, tp, ulysses)
+    return DsConfigRun(
+        engine.with_ds_config(config), workload, config.zero, warnings, unmodelled, tp, ulysses, max(ep, 1), auto_ep
+    )
 
 
-def _require_auto_ep(cluster: Cluster, spec: ModelSpec, config: DsConfig) -> None:
-    """Refuse ranks that AutoEP cannot give experts to.
+def _auto_ep(
+    request: Request, cluster: Cluster, spec: ModelSpec, config: DsConfig, unmodelled: tuple[Unmodelled, ...]
+) -> tuple[int, tuple[Unmodelled, ...]]:
+    """Return the degree of the file's ``expert_parallel``, 0 where its layers are not planned, and what the figures leave out.
 
     Raises:
-        BadInput: an ``autoep_size`` that does not divide the ranks or the experts. Source: DeepSpeed 0.19.8,
-            module_inject/auto_ep_folding.py (build_folding_spec), auto_ep_config.py (validate_autoep_post_detection)
+        BadInput: an ``autoep_size`` that does not divide the ranks or the experts, or another than the flag's. Source:
+            DeepSpeed 0.19.8, module_inject/auto_ep_folding.py (build_folding_spec), auto_ep_config.py
+            (validate_autoep_post_detection)
     """
-    size, ranks = config.values.get(f"{_EP}.autoep_size") or 1, cluster.layout.world_size
+    from zeroplan.core.auto_ep import NO_BYTES, SHARED
+
+    section, size = config.raw[_EP], config.values.get(f"{_EP}.autoep_size") or 1
+    _require_auto_ep(size, cluster.layout.world_size, spec, config)
+    if request.ep not in (1, size):
+        raise BadInput(f"{config.source} says {size} (autoep_size), the flag {request.ep}", where="--ep", remedy=_ONE)
+    others = tuple(one for one in unmodelled if one.key != _EP)
+    keys = sorted(
+        key for key, value in section.items() if key not in NO_BYTES and value not in (None, *_AS_PLANNED.get(key, ()))
+    )
+    if spec.model_type not in SHARED or not spec.has_shapes or request.lora_rank is not None:
+        what = "AutoEP with LoRA" if request.lora_rank is not None else f"AutoEP of {spec.model_type or 'this model'}"
+        return 0, (*others, Unmodelled(_EP, Effect.UNKNOWN, f"{what}; every rank's own experts are counted"))
+    says = "changes AutoEP's layer; the one without is planned"
+    return size, (*others, *(Unmodelled(f"{_EP}.{key}", Effect.UNKNOWN, says) for key in keys))
+
+
+def _require_auto_ep(size: Any, ranks: int, spec: ModelSpec, config: DsConfig) -> None:
     experts = next((spec.config[key] for key in _EXPERTS if isinstance(spec.config.get(key), int)), 0)
     for number, what in ((ranks if ranks > 1 else 0, "ranks"), (experts, "experts of a layer")):
         if isinstance(size, int) and size > 0 and number % size:

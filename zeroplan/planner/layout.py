@@ -29,6 +29,7 @@ def layout_of(
     whole_vocabulary: bool = False,
     own_layers: bool = False,
     partition: str = "",
+    auto_ep: bool = False,
 ) -> ParallelLayout | None:
     """Return the layout that the request's degrees give on the cluster; None for data parallelism alone.
 
@@ -40,6 +41,7 @@ def layout_of(
         whole_vocabulary: how the engine divides embedding and head.
         own_layers: the engine's layers are its own, which it holds against the layout itself.
         partition: how it divides layers over pipeline stages (:class:`~zeroplan.engines.base.Case`).
+        auto_ep: whether it puts AutoEP's layers in the place of blocks with experts.
 
     Raises:
         BadInput: degrees that do not divide the ranks or the model, or a model that cannot be divided so.
@@ -49,6 +51,8 @@ def layout_of(
     degrees = {name: getattr(request, name) for name in _DEGREES}
     if spec.own_experts is not None:
         return _of_own_experts(request, cluster, spec.own_experts.ranks)
+    if auto_ep:
+        return _of_auto_ep(request, cluster, spec, workload)
     splits = set(degrees.values()) != {1} or request.sp
     if not splits and request.dp_replicate == 1:
         return None
@@ -92,6 +96,29 @@ def _of_own_experts(request: Request, cluster: Cluster, ep: int) -> ParallelLayo
     return ParallelLayout(cluster.gpus, cluster.nodes, ep=ep, own_experts=True)
 
 
+def _of_auto_ep(request: Request, cluster: Cluster, spec: ModelSpec, workload: Workload) -> ParallelLayout:
+    """Return the layout of a model whose blocks AutoEP replaces, beside data parallelism.
+
+    Raises:
+        BadInput: what AutoEP does not divide or take, and what is not modelled beside it.
+    """
+    from zeroplan.core.auto_ep import require_model
+
+    for name in (*_DEGREES, "dp_replicate"):
+        if name != "ep" and getattr(request, name) > 1:
+            where = f"--{name.replace('_', '-')}"
+            raise BadInput("is not modelled beside AutoEP", where=where, remedy="leave it or --ep at 1")
+    if workload.lora_rank is not None:
+        raise BadInput("adapters beside AutoEP are not modelled", where="--lora-rank", remedy="leave it out")
+    _require_language_model(request, spec, workload)
+    require_model(spec.parameters, spec.model_type, request.ep)
+    if workload.dtype.bytes != 2 or workload.param_bytes == 4:
+        raise BadInput("AutoEP is modelled in 16 bits", where="--dtype", remedy="use --dtype bf16, or --ep 1")
+    if workload.lengths:
+        raise BadInput("batches of different lengths are not modelled with AutoEP", where="--lengths", remedy="leave it out")
+    return ParallelLayout(cluster.gpus, cluster.nodes, sp=request.sp, ep=request.ep, own_experts=True, auto_ep=True)
+
+
 def without_degrees(request: Request) -> str:
     """Return the remedy that leaves data parallelism alone: which of the request's flags to leave out."""
     said = [f"--{name}" for name in _DEGREES if getattr(request, name) > 1]
@@ -100,7 +127,7 @@ def without_degrees(request: Request) -> str:
 
 def unmeasured(layout: ParallelLayout, schedule: str) -> str:
     """Return a warning where a layout was not held against a GPU, or was not met as closely as others; empty elsewhere."""
-    if layout.own_experts:
+    if layout.own_experts and not layout.auto_ep:
         return "MoE layers: measured on two GPUs alone, where stage 0 took 5 % less than planned"
     if layout.ulysses > 1:
         return "--ulysses: as DeepSpeed's source has it, but not measured on a GPU"

@@ -74,6 +74,7 @@ def resolve(request: Request) -> Resolved:
     spec = _model(request)
     checkpoint = base_of(spec, request.quantize, engine, adapters=request.lora_rank is not None)
     unmodelled = request.unmodelled
+    auto_ep = engine.auto_ep and request.ep > 1
     if checkpoint is not None:
         unmodelled += checkpoint.left_out
         quantize = None if checkpoint.quantize is None else str(checkpoint.quantize)
@@ -93,7 +94,8 @@ def resolve(request: Request) -> Resolved:
         engine, workload, zeros = run.engine, run.workload, [run.zero]
         warnings += run.warnings
         unmodelled += run.unmodelled
-        request = replace(request, tp=run.tp, ulysses=run.ulysses)
+        request = replace(request, tp=run.tp, ulysses=run.ulysses, ep=run.ep)
+        auto_ep = run.auto_ep
     engine = engine.for_workload(workload)
     if not workload.set_to_none and not engine.keeps_gradients:
         raise BadInput(f"{engine.name} frees gradients after each step", where="--no-set-to-none", remedy="leave it out")
@@ -176,6 +178,7 @@ def resolve(request: Request) -> Resolved:
         whole_vocabulary=engine.whole_vocabulary,
         own_layers=engine.own_layers,
         partition=partition,
+        auto_ep=auto_ep,
     )
     if layout is not None and workload.quantize is not None:
         raise BadInput(

@@ -200,6 +200,11 @@ def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
 
         yield UlyssesRank(options.ulysses)
         return
+    if options.auto_ep:
+        from zeroplan.trace.auto_ep import AutoEpRank
+
+        yield AutoEpRank(options.ep)
+        return
     if options.tp == options.cp == options.ep == 1:
         yield ALONE
         return

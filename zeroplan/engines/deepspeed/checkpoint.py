@@ -65,7 +65,7 @@ def checkpoint_phases(
         host_step: the same between two steps.
         host_load: the same when the model has been made.
     """
-    owned, weights = _owned(rank), rank.param_bytes * sum(rank.numel)
+    owned, weights = _owned(rank), rank.param_bytes * rank.before_sharing
     read = (host_load, weights) if rank.zero.stage == 3 else (host_load + weights, 0)
     return (
         CheckpointPhase(Phase.WEIGHTS, 0, *read),
@@ -92,7 +92,7 @@ def _save(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> Checkpoint
     if saving.optimizer or saving.saver is not Saver.TRAINER or (rank.stage == 3 and not gathers_weights(rank, saving)):
         parts.append(_checkpoint(rank, owned, saving))
     if rank.stage == 3 and gathers_weights(rank, saving):
-        gathered = max((sum(rank.shards[p] * rank.ranks for p in set(own)) for own in rank.parameters.modules), default=0)
+        gathered = max((sum(rank.whole[p] for p in set(own)) for own in rank.parameters.modules), default=0)
         gpu = max(gpu, gpu - _persistent_bytes(rank) + rank.param_bytes * gathered)
         parts.append(Written(0, rank.param_bytes * (rank.trainable if _adapters_alone(rank, saving) else sum(rank.numel))))
     elif saving.saver is Saver.TRAINER and rank.stage < 3:  # a tied weight is copied once for each owner

@@ -188,7 +188,7 @@ class Coordinator:
             if self.status[p] != _ABSENT:
                 continue
             self.module_params[module] = sorted({*self.module_params[module], p})
-            whole = self.rank.param_bytes * self.rank.shards[p] * self.rank.ranks
+            whole = self.rank.param_bytes * self.rank.whole[p]
             self.blocks[p] = (self.alloc(whole, Buffer.PARAM_FULL, note=p), COMPUTE)
             if self.on_host:
                 self.recorder.free(self.alloc(self.rank.param_bytes * self.rank.shards[p], Buffer.STAGE_H2D, note=p))
@@ -284,8 +284,8 @@ class Coordinator:
         if self.on_host:
             copies = [self.alloc(self.rank.param_bytes * self.rank.shards[p], Buffer.STAGE_H2D, note=p) for p in absent]
         for p in absent:
-            whole = self.rank.param_bytes * self.rank.shards[p] * self.rank.ranks
-            if self.rank.ranks > 1 or self.on_host:
+            whole = self.rank.param_bytes * self.rank.whole[p]
+            if self.rank.ranks_of[p] > 1 or self.on_host:
                 self.blocks[p] = (self.alloc(whole, Buffer.PARAM_FULL, note=p), COMPUTE)
             self.status[p] = _AVAILABLE
         if self.on_host:
@@ -301,11 +301,11 @@ class Coordinator:
         self.deferred_frees.complete_all()
         rank = self.rank
         chosen = sorted(self.persistent)
-        aliased = rank.ranks == 1 and len(chosen) > 1
+        groups = [rank.ranks_of[p] for p in chosen]
         for p in chosen:
-            part = rank.shards[p]
+            aliased = rank.ranks_of[p] == 1 and groups.count(1) > 1
             if not aliased or self.on_host:
-                count = rank.numel[p] if aliased else part * rank.ranks
+                count = rank.numel[p] if aliased else rank.whole[p]
                 self.blocks[p] = (self.alloc(rank.param_bytes * count, Buffer.PARAM_PERSISTENT, note=p), COMPUTE)
             self.status[p] = _AVAILABLE
 
@@ -313,8 +313,13 @@ class Coordinator:
 
     def _gather(self, params: list[int]) -> None:
         """Gather parameters: those with hpZ's secondary shard first, from within the group, then the others
-        (``__all_gather_params_``).
+        (``__all_gather_params_``). Experts have a group of their own (``all_gather_coalesced``, params_by_group).
         """
+        if self.rank.experts:
+            place = self.rank.partition_group
+            for number in sorted({place[p] for p in params}):
+                self._gather_together([p for p in params if place[p] == number])
+            return
         second = [p for p in params if p in self.secondary] if self.secondary else []
         for group in (second, [p for p in params if p not in self.secondary] if second else params):
             if group:
@@ -324,7 +329,7 @@ class Coordinator:
         """Gather one parameter straight into place, or several through one flat buffer (``all_gather_coalesced``)."""
         self.deferred_frees.poll()
         rank, alloc, stream = self.rank, self.alloc, self.stream
-        w, ranks, numel = rank.param_bytes, rank.ranks, rank.numel
+        w, ranks, numel = rank.param_bytes, rank.ranks_of[params[0]], rank.numel
         self.live += sum([numel[p] for p in params])
         flats: list[int] = []
         temps: list[int] = []

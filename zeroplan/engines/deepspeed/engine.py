@@ -83,6 +83,7 @@ class DeepSpeed(Engine):
     whole_vocabulary = True
     tiles_mlps = True
     own_experts = True
+    auto_ep = True
     partition = "parameters"
     measured = True
     pair_losses = True
@@ -168,12 +169,10 @@ class DeepSpeed(Engine):
             require_pipeline(case)
         if case.spec.own_experts is not None:
             require_moe(case)
-        elif case.layout.ep > 1:
-            raise BadInput(
-                "deepspeed shares the experts of its own MoE layers; its AutoEP is not modelled",
-                where="--ep",
-                remedy="leave it at 1, or use --engine fsdp2",
-            )
+        elif case.layout.auto_ep:
+            from zeroplan.engines.deepspeed.auto_ep import require_auto_ep
+
+            require_auto_ep(case)
         optimizer = find_optimizer(case.workload.optimizer)
         if optimizer.until is not None and parse_version(self.version) >= optimizer.until:
             raise BadInput(
@@ -216,6 +215,10 @@ class DeepSpeed(Engine):
             found += [Unmodelled(f"--tiled-{name}", Effect.UNKNOWN, _TILES) for name in tiled]
         if case.spec.own_experts is not None and not case.spec.own_experts.drops_tokens:
             found.append(Unmodelled("drop_tokens", Effect.MORE, _FULLEST))
+        if case.layout.auto_ep:
+            from zeroplan.engines.deepspeed.auto_ep import unmodelled_auto_ep
+
+            found.append(unmodelled_auto_ep(case, self.version))
         if case.workload.offload_checkpoints and self.version != DEEPSPEED_VERSION:
             found.append(Unmodelled("--offload-checkpoints", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s context was read"))
         if case.layout.tp > 1 and case.zero.stage == 3:
@@ -252,7 +255,7 @@ class DeepSpeed(Engine):
         """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""
         from zeroplan.core.tape_options import options_for
 
-        options = options_for(case.workload, zero3=case.zero.stage == 3)
+        options = options_for(case.workload, zero3=case.zero.stage == 3, layout=case.parallel)
         if case.workload.checkpoint_interval == 1 or case.layout.pp == 1:
             return options
         from zeroplan.core.pipeline import recomputed_groups

@@ -46,7 +46,8 @@ def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> 
     """Return the bytes of NCCL's buffers and kernels on one GPU.
 
     MoE layers make two groups more (utils/groups.py, _create_expert_and_data_parallel): ranks with other experts, all to all,
-    and ranks with the same ones.
+    and ranks with the same ones. Stage 3 shards AutoEP's routers in DeepSpeed's own clone of torch's default group, and the
+    rest in that one (stepped_groups.py, routers).
 
     A pipeline stage has the communicators that two stages were measured with, and one more for its second neighbour. Stages 0
     to 2 reduce in a group of DeepSpeed's own, stage 3 in torch's default one, of which transformers' Trainer asks collectives,
@@ -58,6 +59,7 @@ def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> 
     if layout.world_size > 1:
         stages = _STAGES + ONE_COMMUNICATOR * (layout.pp > _MEASURED_STAGES) if layout.pp > 1 else 0
         experts = (PAIRS + FURTHER_COMMUNICATOR) * layout.own_experts
+        experts += FURTHER_COMMUNICATOR * (layout.auto_ep and zero.stage == 3)
         own = ONE_COMMUNICATOR + FURTHER_COMMUNICATOR if two_groups else _NCCL
         return own + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1) + stages + experts
     return FURTHER_ALONE if two_groups or (zero.stage == 3 and workload.dtype is DType.FP16) else 0

@@ -39,7 +39,6 @@ class DeepSpeedRank(SteppedGroups):
 
     Attributes:
         device_memory: bytes of the GPU, which decides whether stages 1 and 2 flatten parameters there; None for enough.
-        zero_init: stage 3 builds the model under ``deepspeed.zero.Init``, else whole on the GPU.
         saved_weights: elements of linear layers' weights that autograd keeps until their backward, as far as a formula tells.
         pipeline_stage: the stage of a ``PipelineModule`` that it has; None without one.
         hidden: bytes of the hidden states that pipeline stages send each other.
@@ -48,7 +47,6 @@ class DeepSpeedRank(SteppedGroups):
     """
 
     device_memory: int | None = None
-    zero_init: bool = True
     saved_weights: int = means("elements of linear layers' weights that autograd keeps until their backward", default=0)
     pipeline_stage: Stage | None = None
     hidden: int = means("bytes of one micro batch's hidden states, which pipeline stages send each other", default=0)
@@ -246,7 +244,8 @@ class DeepSpeedRank(SteppedGroups):
     @cached_property
     def persistent(self) -> int:
         """Elements of parameters at or below stage3_param_persistence_threshold, each padded."""
-        return sum(self.shards[p] for p in self.persistent_params) * self.ranks
+        alone = self.ranks > 1 and not self.zero.offloads_param  # of experts that no other rank has, the part is the whole
+        return sum(self.whole[p] for p in self.persistent_params if not (alone and self.ranks_of[p] == 1))
 
     @cached_property
     def secondary(self) -> int:

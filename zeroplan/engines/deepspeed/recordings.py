@@ -37,7 +37,7 @@ class Recordings:
     def of(self, case: Case, tape: ExpandedTape, rank: DeepSpeedRank, skipped_steps: int) -> Recorder:
         """Return the rank's recording: an earlier one of the same shape with this tape's sizes, else a new one."""
         workload = replace(case.workload, micro_batch=1)
-        layout = (case.zero, case.zero_init, workload, case.cluster, rank.rank, skipped_steps, tape.shape)
+        layout = (case.zero, case.zero_init, workload, case.cluster, case.parallel, rank.rank, skipped_steps, tape.shape)
         found = self._kept.get(layout)
         if found is None:
             played, scripts = self._tape_to_play(tape)

@@ -10,6 +10,7 @@ from zeroplan.core.chunked_head import chunked_head_of
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
+from zeroplan.engines.deepspeed.auto_ep import ReplacedBlocks
 from zeroplan.engines.deepspeed.base import COMPUTE, REDUCE, SCALAR, DeepSpeedSchedule
 from zeroplan.engines.deepspeed.checkpoint import gathers_weights
 from zeroplan.engines.deepspeed.coordinator import Coordinator
@@ -63,6 +64,7 @@ class Stage3(DeepSpeedSchedule):
         self.boundary = True
         self.backward = False
         self.stepped = False  # since the last forward
+        self.replacing = ReplacedBlocks(self) if rank.layout.auto_ep and rank.zero_init else None
         self.evaluating = self.referring = False
         self.norm_results: list[int] = []
         self.lagging = -1  # the gradient freed last, which the reduction's stream may still read
@@ -80,10 +82,12 @@ class Stage3(DeepSpeedSchedule):
             return
         w, seen = self.rank.param_bytes, set[int]()
         for params in self.rank.parameters.modules:
+            if self.replacing is not None and self.replacing.build(params):
+                continue
             owned = [p for p in params if not self.rank.parameters.adapters[p]]
             whole = [self.alloc(w * self.rank.numel[p], Buffer.PARAM_FULL, note=p) for p in owned]
             for p, handle in zip(owned, whole, strict=True):
-                part = self._make_shard(p)
+                part = self.make_shard(p)
                 if part is not None:
                     if p in seen:
                         self.twins.append(part)
@@ -94,7 +98,7 @@ class Stage3(DeepSpeedSchedule):
         if self.reference is not None:
             self.twins += build_reference(self.rank, self.recorder)
 
-    def _make_shard(self, p: int) -> int | None:
+    def make_shard(self, p: int) -> int | None:
         """Allocate hpZ's secondary shard, then this rank's own (partition_parameters.py, _partition)."""
         if self.rank.zero.zero_hpz_partition_size > 1:
             self._make_secondary(p)
@@ -116,11 +120,14 @@ class Stage3(DeepSpeedSchedule):
         """Move the shards into one flat buffer, clone the masters, make buckets and gradient partitions (__init__)."""
         rank = self.rank
         w, m = rank.param_bytes, rank.master_bytes
+        if self.replacing is not None:
+            self.replacing.replace()
         if not self.offload:
             self.alloc(SCALAR, Buffer.OPTIM_TEMP)
         for p in range(len(rank.numel)):  # zero/parameter_offload.py, _convert_to_zero_parameters
-            if rank.parameters.adapters[p] or not rank.zero_init:
-                part = self._make_shard(p)
+            made_later = rank.parameters.adapters[p] or (self.replacing is not None and p in self.replacing.routers)
+            if made_later or not rank.zero_init:
+                part = self.make_shard(p)
                 self.free(self.params.pop(p))
                 if part is not None:
                     self.params[p] = part
@@ -149,7 +156,7 @@ class Stage3(DeepSpeedSchedule):
         if not self.offload:
             self.alloc(rank.accum_bytes * total, Buffer.GRAD_ACCUM)
         for p in self.trained:  # stage3.py, create_reduce_and_remove_grad_hooks gathers each parameter once
-            whole = self.alloc(w * self.shards[p] * rank.ranks, Buffer.PARAM_FULL, note=p)
+            whole = self.alloc(w * rank.whole[p], Buffer.PARAM_FULL, note=p)
             if self.offload_param:
                 self.temporary(w * self.shards[p], Buffer.STAGE_H2D)
             self.free(whole)
@@ -295,6 +302,9 @@ class Stage3(DeepSpeedSchedule):
         """
         count, size = self.rank.numel[param], self.rank.zero.reduce_bucket_size
         comm = self.rank.comm_of[param]
+        before = self.buckets[comm][-1:]
+        if before and self.rank.partition_group[before[0]] != self.rank.partition_group[param]:
+            self._reduce(comm)  # of another process group
         if self.filled[comm] and self.filled[comm] + count > size:
             self._reduce(comm)
         if self.rank.zero.contiguous_gradients and self.filled[comm] + count <= size:
@@ -328,6 +338,7 @@ class Stage3(DeepSpeedSchedule):
         if not bucket:
             return
         c, a = comm, rank.accum_bytes if rank.does(Knob.STAGE3_ACCUM_DTYPE) else rank.param_bytes
+        ranks = rank.ranks_of[bucket[0]]
         held: list[int] = []
         if not rank.zero.reduce_scatter and rank.zero.contiguous_gradients and elements <= rank.zero.reduce_bucket_size:
             if rank.ranks != rank.zero.gradient_predivide_factor:  # scaled out of place, by 1 as well
@@ -336,16 +347,20 @@ class Stage3(DeepSpeedSchedule):
                 cast = self.alloc(a * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream)
                 self.free_all(held)
                 held = [cast]
-            uneven = [p for p in bucket if rank.numel[p] % rank.ranks]
+            uneven = [p for p in bucket if rank.numel[p] % ranks]
             held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in uneven]
         else:
             if c != rank.param_bytes:  # those in the bucket have its dtype already
                 apart = [p for p in bucket if p in self.own or not rank.does(Knob.STAGE3_BUCKET_DTYPE)]
                 held = [self.alloc(c * rank.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in apart]
             flat = -1
-            if len(bucket) > 1 or rank.numel[bucket[0]] % rank.ranks:
-                padded = sum(self.shards[p] for p in bucket) * rank.ranks
+            if len(bucket) > 1 or rank.numel[bucket[0]] % ranks:
+                padded = sum(rank.whole[p] for p in bucket)
                 flat = self.alloc(c * padded, Buffer.COMM_REDUCE_SCATTER, stream=stream)
+            if ranks != rank.ranks:  # experts' gradients are averaged over all ranks: scaled, out of place
+                scaled = [self.alloc(c * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
+                self.free_all([flat] if flat >= 0 else [])
+                held, flat = [*held, *scaled], -1
             if c != a:
                 held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
                 self.free_all([flat] if flat >= 0 else [])
@@ -360,7 +375,8 @@ class Stage3(DeepSpeedSchedule):
         a, m = rank.accum_bytes, rank.master_bytes
         waiting: list[int] = []
         for p in bucket:
-            part = min(self.shards[p], rank.numel[p] - self.shards[p] * rank.rank)
+            place = rank.rank * rank.ranks_of[p] // rank.ranks
+            part = min(self.shards[p], rank.numel[p] - self.shards[p] * place)
             if self.offload and part > 0:
                 back = self.alloc(a * part, Buffer.STAGE_H2D, stream=stream, note=p)
                 if self.boundary:

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+from zeroplan.core.auto_ep import is_auto_ep_expert, is_auto_ep_router
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import Domain
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -35,10 +36,12 @@ class SteppedGroups(ResolvedConfig, Rank):
     Attributes:
         zero: how the job is sharded and offloaded.
         rank: this one's number among the ranks.
+        zero_init: stage 3 builds the model under ``deepspeed.zero.Init``, else whole on the GPU.
     """
 
     zero: ZeroConfig
     rank: int = 0
+    zero_init: bool = True
 
     @property
     def stage(self) -> int:
@@ -48,8 +51,40 @@ class SteppedGroups(ResolvedConfig, Rank):
     @cached_property
     def shards(self) -> tuple[int, ...]:
         """This rank's elements of each parameter at stage 3, where every parameter is padded by itself."""
-        ranks = self.ranks
-        return tuple(-(-count // ranks) for count in self.numel)
+        return tuple(-(-count // ranks) for count, ranks in zip(self.numel, self.ranks_of, strict=True))
+
+    @cached_property
+    def routers(self) -> frozenset[int]:
+        """The routers of AutoEP's layers where stage 3 shards them by themselves: the engine makes them in a process group of
+        its own, and ``zero.Init`` all others in torch's.
+
+        Source: engine.py, _resolve_zero3_param_placement; zero/partition_parameters.py, ds_process_group
+        """
+        if not (self.layout.auto_ep and self.stage == 3 and self.zero_init):
+            return frozenset()
+        names = self.parameters.names
+        return frozenset(p for p in self.parameters.trained if is_auto_ep_router(names[p]))
+
+    @cached_property
+    def partition_group(self) -> tuple[int, ...]:
+        """A number for the process group in which stage 3 shards each parameter."""
+        return tuple(1 if p in self.experts else 2 * (p in self.routers) for p in range(len(self.numel)))
+
+    @cached_property
+    def before_sharing(self) -> int:
+        """Elements of the model that each rank loads, which has every rank's experts where AutoEP takes some of them."""
+        shared = sum(self.numel[p] for p in self.experts) if self.layout.auto_ep else 0
+        return sum(self.numel) + shared * (self.layout.ep - 1)
+
+    @cached_property
+    def ranks_of(self) -> tuple[int, ...]:
+        """The ranks among which stage 3 divides each parameter: for an expert's, those that hold the same experts."""
+        return tuple(self.expert_ranks if p in self.experts else self.ranks for p in range(len(self.numel)))
+
+    @cached_property
+    def whole(self) -> tuple[int, ...]:
+        """Elements of each parameter as stage 3 gathers it: every rank's part."""
+        return tuple(part * ranks for part, ranks in zip(self.shards, self.ranks_of, strict=True))
 
     @cached_property
     def swapping(self) -> Swapping:
@@ -62,9 +97,10 @@ class SteppedGroups(ResolvedConfig, Rank):
 
     @cached_property
     def experts(self) -> frozenset[int]:
-        """The trained parameters of experts of DeepSpeed's MoE layers. See Note [Groups of experts]."""
+        """The trained parameters of experts of DeepSpeed's MoE layers or AutoEP's. See Note [Groups of experts]."""
         names = self.parameters.names
-        return frozenset(p for p in self.parameters.trained if is_expert(names[p]))
+        own = is_auto_ep_expert if self.layout.auto_ep else is_expert
+        return frozenset(p for p in self.parameters.trained if own(names[p]))
 
     @property
     def expert_ranks(self) -> int:
@@ -86,8 +122,9 @@ class SteppedGroups(ResolvedConfig, Rank):
         if not self.optimizer.rest:
             if not self.experts:
                 return ((Domain.ALL, trained),)
-            dense = tuple(p for p in trained if p not in self.experts)
-            groups = (dense, *expert_groups(sorted(self.experts), self.numel))
+            dense = tuple(p for p in trained if p not in self.experts | self.routers)
+            apart = (tuple(sorted(self.routers)),) if self.routers else ()  # stage3.py, _get_trainable_parameter_groups
+            groups = (dense, *apart, *expert_groups(sorted(self.experts), self.numel))
             return tuple((Domain.ALL, group) for group in groups)
         matrices = tuple(p for p in trained if muon_updates(names[p], len(shapes[p])))
         rest = tuple(sorted(set(trained) - set(matrices)))

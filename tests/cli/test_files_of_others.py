@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from zeroplan.cli.flags import recommend_words
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.forms.launch import launch, require_hosts
 from zeroplan.models.catalog import hub_id
+from zeroplan.planner.request import Request
 from zeroplan.simulate.allocator.config import VARIABLES
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -47,6 +50,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (("--new-script", "t.py", "--form", "trainer", "--task", "dpo"), "no script is written that would train on pairs"),
         (("--new-script", "t.py", "--eval-batch", "4"), "would evaluate in passes of at most 4 samples"),
         (("--new-script", "t.py", "--lengths", "100,400"), "would pad each batch to its longest sample"),
+        (("--global-batch", "64", "--grad-accum", "2"), "--global-batch: 64 is not 2 ranks × micro batch 2 × accumulation 2"),
+        (("--layouts", "--launcher", "slurm"), "--launcher: cannot stand beside --layouts"),
+        (("--layouts", "--format", "csv"), "--format: cannot stand beside --layouts"),
         (("--json", "--format", "html"), "--format html: cannot stand beside --json"),
         (("--format", "csv", "--json"), "--format csv: cannot stand beside --json"),
     ],
@@ -150,6 +156,26 @@ def test_the_allocators_settings_hold_in_any_torch_and_shell(cli: Cli, here: Pat
 )
 def test_a_script_names_the_model_as_the_hub_does(typed: str, at_the_hub: str) -> None:
     assert hub_id(typed) == at_the_hub
+
+
+def test_the_next_command_is_of_the_same_run() -> None:
+    asked = Request(model="gpt2", gpu="4xH100", micro_batch=2, grad_accum=8, transformers_version="4.40", set_to_none=False)
+    words = " ".join(recommend_words(asked))
+    assert "--global-batch 64" in words  # which recommend splits anew; without, it would accumulate nothing
+    assert "--transformers-version 4.40 --no-set-to-none" in words
+    assert "--global-batch" not in recommend_words(replace(asked, files=("x.json",)))  # which says it
+    for name, value in {"reduce_dtype": "bf16", "fp8": "rowwise", "tiled_loss": 4}.items():
+        assert recommend_words(replace(asked, **{name: value})) == []  # type: ignore[arg-type]
+
+
+def test_a_layouts_next_command_plans_it(cli: Cli) -> None:
+    out = cli("recommend", LLAMA, "--gpu", "4xA100-80G", "--seq-len", "1024", "--layouts")[1]
+    words = shlex.split(out.partition("Next: zeroplan ")[2].partition("\n\n")[0].replace("\\\n", " "))
+    assert words[:2] == ["estimate", LLAMA]
+    planned = cli(*words, "--depth", "formula", "--json")
+    assert planned[0] == 0, planned[2]
+    cluster = json.loads(planned[1])["cluster"]
+    assert (cluster["ranks"], cluster["gpu"]) == (4, "A100-80G")
 
 
 def test_names_of_nodes() -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import Field, fields
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, fields, replace
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
 from zeroplan.cli import complete
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import parse_count, parse_tokens
 from zeroplan.engines.registry import BUILT_IN
@@ -357,27 +359,56 @@ _FOR_RECOMMEND = (
         "save_only_model",
         "from_scratch",
         "compile",
+        "transformers_version",
+        "labelled_share",
+        "set_to_none",
+        "alloc_conf",
     ),
     *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "engine", "deepspeed_version", "trust_remote_code"),
 )
 
 
+#: Fields of runs that ``recommend`` does not search.
+_ANOTHER_RUN = ("fp8", *ALST, "reduce_dtype")
+
+
 def recommend_words(request: Request) -> list[str]:
-    """Return the words of the ``recommend`` command for the same model, workload and cluster."""
+    """Return the words of the ``recommend`` command for the same model, workload and cluster; none where it knows no such run.
+
+    A batch that was asked for stays the global batch, which ``recommend`` splits anew.
+    """
     given = chosen(request)
-    words = ["zeroplan", "recommend"]
-    for name in _FOR_RECOMMEND:
-        value = given.get(name)
-        if value is None:
-            continue
-        flag = [] if name == "model" else [f"--{name.replace('_', '-')}"]
-        text = [] if value is True else [",".join(value) if isinstance(value, tuple) else str(value)]
-        words += [*flag, *text]
+    if any(name in given for name in _ANOTHER_RUN) or ("checkpoint_policy" in given and request.gradient_checkpointing):
+        return []
+    words = ["zeroplan", "recommend", *_words(given, _FOR_RECOMMEND)]
+    if (request.micro_batch or request.grad_accum) and not request.files and request.ds_config is None:
+        ranks = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu).layout.world_size
+        words += ["--global-batch", str(ranks * (request.micro_batch or 1) * (request.grad_accum or 1))]
     for file in request.files:
         words += ["--from", str(file)]
     if request.ds_config is not None:
         words += ["--from", str(request.ds_config)]
     return words if request.gpu or request.vram else [*words, "--gpu", "H100"]
+
+
+def estimate_words(request: Request, stage: int) -> list[str]:
+    """Return the words of the ``estimate`` command for exactly this run."""
+    bare = None if request.gpu is None else re.sub(r"^\d+x", "", request.gpu)  # --gpus has the count
+    given = chosen(replace(request, stage=stage, gpu=bare, token=None))
+    return ["zeroplan", "estimate", *_words(given, [name for name in OPTIONS if name not in ("files", "inputs")])]
+
+
+def _words(given: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the flags, with their values, of those fields that were given."""
+    words: list[str] = []
+    for name in names:
+        value = given.get(name)
+        if value is None:
+            continue
+        flag = [] if name == "model" else [f"--{'no-' if value is False else ''}{name.replace('_', '-')}"]
+        text = [] if isinstance(value, bool) else [",".join(value) if isinstance(value, tuple) else str(value)]
+        words += [*flag, *text]
+    return words
 
 
 def chosen(request: Request) -> dict[str, Any]:

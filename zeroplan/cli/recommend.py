@@ -138,6 +138,8 @@ def recommend(
     if layouts or smallest:
         given = {"--global-batch": global_batch, "--candidates": candidates, "--from": source, "--profile": profile}
         given |= {"--compile": compile, "--output": output, "--form": form, "--new-script": new_script, "--html": html}
+        given |= {"--launcher": launcher, "--script": script, "--hosts": hosts, "--program": program}
+        given |= {"--goal": goal != "throughput", "--format": style != "plain", "--nvme-path": nvme_path != "/local_nvme"}
         _layouts(request, gradient_checkpointing, given, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
         return
     target = _target(request, output, form, launcher, script, new_script, hosts, html)
@@ -194,7 +196,8 @@ def _layouts(
     if as_json:
         show(json.dumps(found.to_dict(), indent=2))
     else:
-        show(layouts_text(found, terminal=Terminal.here(wide=wide), quiet=quiet))
+        words = [] if found.best is None else flags.estimate_words(found.best.request, found.best.plan.stage)
+        show(layouts_text(found, terminal=Terminal.here(wide=wide), quiet=quiet, next_command=words))
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
@@ -230,7 +233,7 @@ def _target(
     """
     from zeroplan.engines.registry import find_engine
     from zeroplan.search.files import Target, form_of
-    from zeroplan.search.places import require_no_other_program, require_places
+    from zeroplan.search.places import require_no_other_main, require_no_other_program, require_places
 
     engine = find_engine(request.engine)
     if output is None and new_script is None:
@@ -249,10 +252,11 @@ def _target(
     if len(names) not in (0, request.nodes):
         raise BadInput(f"names {len(names)} of {request.nodes} nodes", where="--hosts", remedy="name each node, by comma")
     target = Target(output, form, launcher, script or "train.py", new_script, names)
-    form_of(engine, target)
+    found = form_of(engine, target)
     require_places(output, new_script, html)
     if new_script is not None:
         require_no_other_program(new_script)
+    require_no_other_main(found, target)
     return target
 
 

@@ -110,7 +110,9 @@ def _words_of_the_peak(found: Scaling, request: Request, global_batch: int | Non
         return []
     cluster = found.peak.cluster
     name = None if request.gpu is None else cluster.gpu.name  # without the count that it may hold
-    words = flags.recommend_words(replace(request, gpu=name, gpus=cluster.gpus, nodes=cluster.nodes))
+    words = flags.recommend_words(
+        replace(request, gpu=name, gpus=cluster.gpus, nodes=cluster.nodes, micro_batch=None, grad_accum=None)
+    )
     for field in ("stage", "offload_optimizer", "offload_param", "micro_batch", "grad_accum"):
         if (value := getattr(request, field)) is not None:
             words += [f"--{field.replace('_', '-')}", str(value)]

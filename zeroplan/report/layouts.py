@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroplan.core.units import format_bytes
@@ -12,8 +13,8 @@ if TYPE_CHECKING:
     from zeroplan.search.layouts import LaidOut, LayoutAnswer
 
 
-def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = False) -> str:
-    """Write the verdict, the way to it, and the flags that plan the layout; the verdict alone if `quiet`."""
+def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = False, next_command: Sequence[str] = ()) -> str:
+    """Write the verdict, the way to it, and the command that plans the layout; the verdict alone if `quiet`."""
     best = answer.best
     verdict = f"Fits: {_named(best)}, {_need(best)} a GPU." if best is not None else "Nothing fits: no layout that was tried."
     lines = terminal.verdict(verdict, best is not None)
@@ -32,7 +33,7 @@ def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = Fals
             "Why: of the layouts that fit, this one is modelled to be the fastest. Times of layouts are a model of their work "
             "and links, and were not measured."
         )
-        lines += terminal.wrap(f"Next: zeroplan estimate with {best.flags}")
+        lines += terminal.command("Next: ", next_command) if next_command else []
     for text in answer.warnings:
         lines += terminal.wrap(f"Warning: {text}")
     return "\n".join(lines)

@@ -7,13 +7,13 @@ import os
 from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import read_head, require_writable
-from zeroplan.interop.forms.configuration import DS_CONFIG, WRITTEN
+from zeroplan.interop.forms.configuration import DS_CONFIG, WRITTEN, Form
 from zeroplan.interop.forms.launch import EXPORTED
 from zeroplan.interop.forms.program import ADAPTER_KEYS, ADAPTERS
 from zeroplan.interop.forms.scripts.lightning import ARGUMENTS as TRAINER_ARGUMENTS
 from zeroplan.interop.forms.scripts.parts import MARK
 from zeroplan.interop.forms.trainer import ARGUMENTS
-from zeroplan.search.files import Files, Target
+from zeroplan.search.files import Files, Target, output_of
 
 #: Names of files that no other program reads or writes.
 _OWN_NAMES = (ARGUMENTS, TRAINER_ARGUMENTS, EXPORTED)
@@ -57,6 +57,22 @@ def require_no_other_program(path: str) -> None:
         )
 
 
+def require_no_other_main(form: Form, target: Target) -> None:
+    """Refuse, before the search, a main file that stands where nobody named it.
+
+    Raises:
+        BadInput: naming the file.
+    """
+    path = output_of(target, form)
+    if form.main and target.output is None and not os.path.exists(target.new_script or "") and os.path.lexists(path):
+        raise _other(path)
+
+
+def _other(path: str) -> BadInput:
+    what = f"{path} is there already and was not written by recommend"
+    return BadInput(what, where="--output", remedy="give a folder of its own, such as -o run/")
+
+
 def require_no_other_files(files: Files, target: Target) -> None:
     """Refuse to write over what stands beside the files that the user named, unless an earlier run wrote it.
 
@@ -69,11 +85,7 @@ def require_no_other_files(files: Files, target: Target) -> None:
         named.add(os.path.normpath(next(iter(files.texts))))
     for path, text in files.texts.items():
         if os.path.normpath(path) not in named and os.path.lexists(path) and not _is_ours(path, text):
-            raise BadInput(
-                f"{path} is there already and was not written by recommend",
-                where="--output",
-                remedy="give a folder of its own, such as -o run/",
-            )
+            raise _other(path)
 
 
 def _is_ours(path: str, text: str) -> bool:

@@ -78,7 +78,16 @@ def batch_splits(
         )
     share = global_batch // ranks
     pairs = [(m, share // m) for m in range(1, min(share, 4096) + 1) if share % m == 0]
-    return [(m, a) for m, a in pairs if (micro_batch is None or m == micro_batch) and (grad_accum is None or a == grad_accum)]
+    kept = [(m, a) for m, a in pairs if (micro_batch is None or m == micro_batch) and (grad_accum is None or a == grad_accum)]
+    if not kept:
+        fits = (
+            f"micro batch {micro_batch} × accumulation {grad_accum}"
+            if micro_batch and grad_accum
+            else f"{micro_batch or share}"
+        )
+        what = f"{global_batch} is not {ranks} {'ranks' if ranks > 1 else 'rank'} × {fits}"
+        raise BadInput(what, where="--global-batch", remedy="leave one of them out")
+    return kept
 
 
 def all_candidates(

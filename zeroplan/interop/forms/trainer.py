@@ -16,6 +16,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import CAUSAL_LM
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.quantization import Quantization
 from zeroplan.core.workload import DType
 from zeroplan.ds_config.framework_forms import hf_trainer_form
 from zeroplan.ds_config.writer import dump_ds_config
@@ -88,9 +89,19 @@ def _trl(one: Configuration) -> FormFiles:
     form, arguments = training_arguments(one)
     arguments |= {"max_length": work.seq_len, "packing": False, "loss_type": "nll"}
     own = arguments | {"attn_implementation": attention(work), "dtype": _DTYPES[work.dtype]}
+    if isinstance(work.quantize, Quantization):
+        own |= _quantized(work.quantize)
     if work.lora_rank is not None:
         own |= {"use_peft": True, "lora_r": work.lora_rank, "lora_dropout": 0.0, "lora_target_modules": lora_targets(work)}
     return _files(one, form, arguments, own, (*must_feed(one), *must_else(one)), (_FUSED_HEAD,))
+
+
+def _quantized(how: Quantization) -> dict[str, Any]:
+    """ModelConfig's arguments of a quantised base."""
+    if how is Quantization.INT8:
+        return {"load_in_8bit": True}
+    levels, _, single = how.partition("-")
+    return {"load_in_4bit": True, "bnb_4bit_quant_type": levels, "use_bnb_nested_quant": not single}
 
 
 def _files(

@@ -88,15 +88,6 @@ class Case:
         return schedule_of(self.pipeline).halves
 
     @property
-    def folded(self) -> bool:
-        """Whether a pipeline rank has a stage from each end of the pipeline."""
-        if self.layout.pp == 1:
-            return False
-        from zeroplan.core.pipeline_order import schedule_of
-
-        return schedule_of(self.pipeline).folded
-
-    @property
     def layout(self) -> ParallelLayout:
         """Division of the work among the ranks: `parallel`, or data parallelism over the whole cluster."""
         return self.parallel or self.cluster.layout

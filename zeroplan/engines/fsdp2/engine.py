@@ -117,13 +117,10 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Return the kernels of GPTQ's and AWQ's weights; schedules, and mixtures whose matrices or tokens are shared in ways,
-        that no GPU has measured; and Adafactor where matrices are shared: its row and column sums of distributed tensors were
-        not measured.
+        """Return the kernels of GPTQ's and AWQ's weights; mixtures whose matrices or tokens are shared in ways that no GPU has
+        measured; and Adafactor where matrices are shared: its row and column sums of distributed tensors were not measured.
         """
         found = packed_kernels(case.workload)
-        if case.folded:
-            found = (*found, Unmodelled("--schedule", Effect.UNKNOWN, f"no GPU has measured {case.pipeline}"))
         layout = case.layout
         shared = next((name for name in ("tp", "cp") if getattr(layout, name) > 1), None)
         measured = layout.ep == 1 and layout.pp == 1 and not case.spec.model_type.startswith("deepseek")

@@ -91,6 +91,7 @@ def candidate_of(
     resolved.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)
     own = None if run.engine is resolved.engine else run.engine
     degrees = {"tensor_parallel": run.tp, "sequence_parallel_size": run.ulysses}
-    shared = tuple(Unmodelled(key, Effect.UNKNOWN, _SHARED) for key, degree in degrees.items() if degree > 1)
+    keys = [key for key, degree in degrees.items() if degree > 1] + ["expert_parallel"] * run.auto_ep
+    shared = tuple(Unmodelled(key, Effect.UNKNOWN, _SHARED) for key in keys)
     unmodelled = (*resolved.unmodelled, *run.unmodelled, *shared)
     return Candidate(run.zero, run.workload, alloc_conf or request.alloc_conf, index=index, engine=own, unmodelled=unmodelled)

@@ -73,13 +73,30 @@ EXPERT_PARALLEL = {
 }
 
 
+#: Mixtures that are shipped as ranks of DeepSpeed's AutoEP run them, each with the degree of one node, or of several where a
+#: node's experts are more than one parameter group of DeepSpeed's holds.
+AUTO_EP = {
+    "deepseek-ai/DeepSeek-V3": 64,
+    "deepseek-ai/DeepSeek-V2-Lite": 8,
+    "Qwen/Qwen3-235B-A22B": 8,
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": 8,
+    "Qwen/Qwen3-30B-A3B": 8,
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": 8,
+    "mistralai/Mixtral-8x7B-v0.1": 8,
+    "mistralai/Mixtral-8x22B-v0.1": 8,
+}
+
+
 def variants_of(model: str) -> tuple[TraceOptions, ...]:
     """Return the variants that a catalog model is shipped with: every model's, and those of 2, 4 and 8 tensor-parallel ranks
     where people run it so: in 16 bits under sdpa, without checkpointing and with it, with split tokens and without. Some have
-    those of a ring's ranks, and mixtures those of expert-parallel ranks.
+    those of a ring's ranks, and mixtures those of expert-parallel ranks, some of AutoEP's.
     """
     both = (_FULL, _NONE)
     shared = [TraceOptions(_SDPA, how, ep=ep) for ep in EXPERT_PARALLEL.get(model, ()) for how in both]
+    if model in AUTO_EP:
+        stages = (False, True)
+        shared += [TraceOptions(_SDPA, how, zero3=zero3, ep=AUTO_EP[model], auto_ep=True) for how in both for zero3 in stages]
     if model not in TENSOR_PARALLEL:
         return (*variants(), *shared)
     ranks = [TraceOptions(_SDPA, how, tp=tp, sp=sp) for tp in (8, 4, 2) for sp in (True, False) for how in both]

@@ -209,6 +209,14 @@ def test_experts_are_divided_among_the_ranks_that_hold_them() -> None:
     assert {three.ranks_of[p] for p in three.experts} == {4}
 
 
+def test_the_trainer_lists_routers_behind_the_rest() -> None:
+    """It hands DeepSpeed a list of the model's parameters, to whose end those go that AutoEP puts in their place."""
+    parameters = with_auto_ep(load_model(MIXTRAL).parameters, "mixtral", 4)
+    layout = ParallelLayout(8, ep=4, own_experts=True, auto_ep=True)
+    dense, *_ = deepspeed_rank(parameters, Workload(detached_loss=True), ZeroConfig.of(2), layout).param_groups
+    assert [parameters.names[p].endswith("router.gate.weight") for p in dense[1]][-5:] == [False, True, True, True, True]
+
+
 def asked(**given: Any) -> Request:
     plain = {"model": MIXTRAL, "gpus": 8, "depth": "formula", "seq_len": 64, "gpu": "H100", "engine": "deepspeed"}
     return Request(**plain | given)
@@ -271,6 +279,16 @@ def test_what_is_not_known_leaves_the_answer_open(given: dict[str, Any], said: s
     (plan,) = estimate_report(asked(**given)).plans
     assert plan.fits is None
     assert [one for one in plan.unmodelled if one.key == "expert_parallel" and said in one.says], plan.unmodelled
+
+
+def test_a_search_plans_data_parallelism_and_says_so() -> None:
+    from zeroplan.search.candidates_file import candidate_of
+    from zeroplan.search.search_options import SearchOptions, resolve_search
+
+    resolved = resolve_search(asked(), SearchOptions())
+    for size in (1, 4):
+        candidate = candidate_of(config(size), resolved, asked(), False)
+        assert [one.key for one in candidate.unmodelled] == ["expert_parallel"]
 
 
 def test_keys_that_change_the_layer_are_named() -> None:

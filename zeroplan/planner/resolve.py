@@ -6,9 +6,6 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.float8 import FLOAT8_CAPABILITY
-from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.quantization import PackedWeights
 from zeroplan.core.tasks import parse_task
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, Workload
@@ -18,7 +15,8 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.layout import layout_of, require_compilable, unmeasured, without_degrees
+from zeroplan.planner.layout import layout_of, unmeasured
+from zeroplan.planner.offered import require_beside, require_engines_own, require_offered, require_partition, tiled_flags
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.request import Request
 from zeroplan.planner.requested_types import with_checked_types
@@ -97,78 +95,15 @@ def resolve(request: Request) -> Resolved:
         request = replace(request, tp=run.tp, ulysses=run.ulysses, ep=run.ep)
         auto_ep = run.auto_ep
     engine = engine.for_workload(workload)
-    if not workload.set_to_none and not engine.keeps_gradients:
-        raise BadInput(f"{engine.name} frees gradients after each step", where="--no-set-to-none", remedy="leave it out")
-    if workload.fp8 is not None and not engine.float8:
-        raise BadInput(
-            f"8-bit products are not modelled under {engine.name}", where="--fp8", remedy="use --engine fsdp2 or ddp"
-        )
-    if workload.compile is not None and not engine.compiles:
-        raise BadInput(
-            f"compiled models are not planned under {engine.name}",
-            where="--compile",
-            remedy="use --engine zeroplan, fsdp2 or ddp",
-        )
-    if workload.fp8 is not None and cluster.gpu.capability < FLOAT8_CAPABILITY:
-        raise BadInput(f"{cluster.gpu.name} has no 8-bit floats", where="--fp8", remedy="leave it out, or name an H100")
-    tiled = [f"--tiled-{name}" for name in ("mlp", "loss") if getattr(workload, f"tiled_{name}")]
-    if tiled and not engine.tiles_mlps:
-        raise BadInput(f"tiles are DeepSpeed's, and {engine.name} has none", where=tiled[0], remedy="use --engine deepspeed")
-    if tiled:
-        _require_tiles(request, workload)
-    if workload.offload_checkpoints:
-        _require_offloaded_checkpoints(request, workload, offered=engine.tiles_mlps)
-    if workload.tiled_loss:
-        _require_plain_loss(request, spec, workload)
-    if workload.quantize is not None:
-        packed = workload.quantize.method if isinstance(workload.quantize, PackedWeights) else ""
-        if packed and packed not in engine.packed_bases:
-            raise BadInput(
-                f"a base of {packed} is not modelled under {engine.name}",
-                where=workload.quantized_by,
-                remedy="use --engine ddp" + ("" if packed == "torchao" else " or fsdp2"),
-            )
-        if not engine.quantized_bases:
-            raise BadInput(
-                f"a quantised base is not modelled under {engine.name}",
-                where=workload.quantized_by,
-                remedy="use --engine ddp, fsdp2 or deepspeed",
-            )
-        from zeroplan.models.quantized import with_quantized_base
-
-        spec = with_quantized_base(spec, linear_experts=workload.linear_experts)
-    rank = workload.lora_rank
-    if rank is not None:
-        from zeroplan.models.lora import with_lora
-        from zeroplan.models.lora_targets import named_targets
-
-        if spec.has_shapes:
-            workload = replace(workload, lora_targets=named_targets(spec, workload.lora_targets))
-        spec = with_lora(spec, rank, workload.lora_targets)
-    if spec.own_experts is not None and not engine.own_experts:
-        raise BadInput(f"{engine.name} does not train DeepSpeed's MoE layers", where="model", remedy="use --engine deepspeed")
-    row = find_optimizer(workload.optimizer)
-    if row.runtime_only and not engine.own_optimizers:
-        raise BadInput(
-            f"{row.name} is not modelled under {engine.name}", where="--optimizer", remedy="use --engine zeroplan, or adamw8bit"
-        )
-    if row.until is not None and engine.dialect is None:
-        raise BadInput(
-            f"{row.name} is built from a ds_config alone, and {engine.name} reads none",
-            where="--optimizer",
-            remedy="use --engine zeroplan, or adamw",
-        )
+    require_offered(request, engine, workload, cluster, spec)
+    spec, workload = _as_trained(spec, workload)
+    require_engines_own(engine, spec, workload)
     if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     if workload.compile is not None and engine.starts_uncompiled and request.pp == 1:  # no plan of stages has peaks
         warnings.append("the first micro batch of a compiled model runs uncompiled; the peaks hold it")
     zero_init = request.zero_init is not False and workload.quantize is None  # transformers makes no quantised model under it
-    if request.partition is not None and not (engine.partition and request.pp > 1):
-        raise BadInput(
-            "layers are divided by a method on stages of DeepSpeed's PipelineModule",
-            where="--partition",
-            remedy="use --engine deepspeed --pp 2, or leave it out",
-        )
+    require_partition(request, engine)
     partition = request.partition or engine.partition
     layout = layout_of(
         request,
@@ -180,19 +115,8 @@ def resolve(request: Request) -> Resolved:
         partition=partition,
         auto_ep=auto_ep,
     )
-    if layout is not None and workload.quantize is not None:
-        raise BadInput(
-            "quantised bases are modelled for data parallelism alone",
-            where=workload.quantized_by,
-            remedy=without_degrees(request),
-        )
-    if layout is not None and workload.fp8 is not None:
-        raise BadInput("8-bit products are modelled for data parallelism alone", where="--fp8", remedy=without_degrees(request))
-    if workload.sparse_attention is not None and workload.compile is not None:
-        raise BadInput("compiled blocks with sparse attention are not planned", where="--compile", remedy="leave it out")
-    if layout is not None and workload.compile is not None:
-        require_compilable(request, engine.compiled_degrees)
-    warnings += [f"{where}: as DeepSpeed's source has it, but not measured on a GPU" for where in tiled]
+    require_beside(request, engine, workload, layout)
+    warnings += [f"{where}: as DeepSpeed's source has it, but not measured on a GPU" for where in tiled_flags(workload)]
     if layout is not None and not engine.own_layers and (said := unmeasured(layout, request.schedule)):
         warnings.append(said)
     every = [
@@ -214,68 +138,21 @@ def resolve(request: Request) -> Resolved:
     return Resolved(spec, workload, cluster, engine, cases, request.depth, tuple(warnings), unmodelled)
 
 
-def _require_tiles(request: Request, workload: Workload) -> None:
-    """Refuse more tiles than there are tokens: a rank's of a sample for MLPs, those of all samples for the loss.
+def _as_trained(spec: ModelSpec, workload: Workload) -> tuple[ModelSpec, Workload]:
+    """Return the model with its quantised base and its adapters, and the workload with the adapted layers' names."""
+    if workload.quantize is not None:
+        from zeroplan.models.quantized import with_quantized_base
 
-    Raises:
-        BadInput: such a number.
-    """
-    tokens = (workload.seq_len or 1) // request.ulysses
-    for name, count, most in (("mlp", workload.tiled_mlp, tokens), ("loss", workload.tiled_loss, tokens * workload.rows)):
-        if count > most:
-            raise BadInput(f"{count:,} tiles of {most:,} tokens", where=f"--tiled-{name}", remedy="use 8, or fewer than tokens")
+        spec = with_quantized_base(spec, linear_experts=workload.linear_experts)
+    rank = workload.lora_rank
+    if rank is not None:
+        from zeroplan.models.lora import with_lora
+        from zeroplan.models.lora_targets import named_targets
 
-
-def _require_offloaded_checkpoints(request: Request, workload: Workload, *, offered: bool) -> None:
-    """Refuse what `CheckpointHiddenStatesOffload` does not do, and what is not modelled beside it.
-
-    Raises:
-        BadInput: naming it.
-    """
-    where, policy = "--offload-checkpoints", workload.recomputation
-    if not offered:
-        what = "checkpoints on the host by DeepSpeed's context are planned under DeepSpeed alone"
-        raise BadInput(what, where=where, remedy="use --engine deepspeed, or zeroplan with activation_checkpointing")
-    if policy is None or policy.selective or policy.every > 1:
-        what = "every block's input is offloaded where every block is recomputed as a whole"
-        raise BadInput(what, where=where, remedy="use --gradient-checkpointing with --checkpoint-policy full")
-    others = (
-        ("--task", request.task is not None),
-        ("--lora-rank", workload.lora_rank is not None),
-        ("--pp", request.pp > 1),
-        ("--tp", request.tp > 1),
-        ("--compile", workload.compile is not None),
-        ("--images", bool(workload.images)),
-        ("--lengths", bool(workload.lengths)),
-    )
-    for flag, asked in others:
-        if asked:
-            raise BadInput("checkpoints on the host are not modelled beside it", where=flag, remedy=f"leave it or {where} out")
-
-
-def _require_plain_loss(request: Request, spec: ModelSpec, workload: Workload) -> None:
-    """Refuse what is not modelled beside a loss in tiles, and a head whose gradient is not complete with the loss.
-
-    Raises:
-        BadInput: naming it.
-    """
-    if any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
-        raise BadInput(
-            "the head is tied to the embedding, and DeepSpeed would reduce their gradient twice in a step",
-            where="--tiled-loss",
-            remedy="leave it out",
-        )
-    others = (
-        ("--task", request.task is not None),
-        ("--lora-rank", workload.lora_rank is not None),
-        ("--pp", request.pp > 1),
-        ("--tp", request.tp > 1),
-        ("--ulysses", request.ulysses > 1),
-        ("loss", workload.chunked_head or workload.pair_loss is not None),
-    )
-    for where, asked in others:
-        if asked:
-            raise BadInput("a loss in tiles is not modelled beside it", where=where, remedy="leave one of the two out")
+        if spec.has_shapes:
+            workload = replace(workload, lora_targets=named_targets(spec, workload.lora_targets))
+        spec = with_lora(spec, rank, workload.lora_targets)
+    return spec, workload
 
 
 def _model(request: Request) -> ModelSpec:

@@ -38,7 +38,7 @@ class Gpu:
 
     @property
     def workspace(self) -> int:
-        """Bytes. Source: aten/src/ATen/cuda/CUDABlas.cpp, getChosenWorkspaceSize (32 MiB on sm_90 and later)."""
+        """Bytes. Source: aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize (32 MiB on sm_90 and later)."""
         return _HOPPER_WORKSPACE if self.capability >= (9, 0) else _OLD_WORKSPACE
 
     @property

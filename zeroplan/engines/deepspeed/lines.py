@@ -100,7 +100,10 @@ def param_shard_nvme(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
 def param_frozen(c: DeepSpeedRank) -> int:
-    """Parameters without gradient: whole below stage 3, this rank's part at stage 3."""
+    """Parameters without gradient: whole below stage 3, this rank's part at stage 3.
+
+    Source: engine.py, _configure_distributed_model; zero/partition_parameters.py, _partition_param
+    """
     if c.stage < 3:
         return c.param_bytes * c.frozen
     return c.param_bytes * c.frozen_sharded if c.param_device is OffloadDevice.NONE else 0
@@ -108,13 +111,19 @@ def param_frozen(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
 def quant_states(c: DeepSpeedRank) -> int:
-    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded]."""
+    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded].
+
+    Source: bitsandbytes 0.50, functional.py, QuantState (an attribute of its layer, so that no engine divides it)
+    """
     return c.quant_states_bytes
 
 
 @_add(Buffer.PARAM_FROZEN, Place.PINNED, ALWAYS, state=True)
 def param_frozen_host(c: DeepSpeedRank) -> int:
-    """Offloaded parameters without gradient, each in a pinned block of its own; those in files have none."""
+    """Offloaded parameters without gradient, each in a pinned block of its own; those in files have none.
+
+    Source: zero/partition_parameters.py, _partition_param
+    """
     return c.frozen_blocks if c.param_device is not OffloadDevice.NONE else 0
 
 
@@ -218,7 +227,10 @@ def param_master_nvme(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.GRAD_FULL, Place.HBM, _BACKWARD_TO_STEP, state=True)
 def grad_full(c: DeepSpeedRank) -> int:
-    """Whole gradients of all trainable parameters (stage 0)."""
+    """Whole gradients of all trainable parameters (stage 0).
+
+    Source: engine.py, allreduce_gradients
+    """
     return c.param_bytes * c.trainable if c.stage == 0 else 0
 
 

@@ -13,6 +13,7 @@ from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.ledger.derive import pow2
 from zeroplan.ledger.line import LedgerBuilder
+from zeroplan.ledger.workspace_line import add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add
@@ -196,13 +197,7 @@ def optimizer_temporaries_host(c: DeepSpeedRank) -> int:
     return 2 * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped_host)
 
 
-@_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)
-def cublas_workspace(c: DeepSpeedRank) -> int:
-    """cuBLAS's workspaces: one for the forward's thread, one for the backward's.
-
-    Source: aten/src/ATen/cuda/CUDABlas.cpp, getChosenWorkspaceSize
-    """
-    return 2 * c.cublas_workspace
+add_workspace_line(_lines)
 
 
 PASSING = _lines.ledger()

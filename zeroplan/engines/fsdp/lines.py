@@ -1,6 +1,6 @@
 """FSDP 1's ledger: flat parameters, mixed precision, torch's optimizers on this rank's parts.
 
-Source: torch/distributed/fsdp/_flat_param.py and _runtime_utils.py of torch 2.11.
+Sources without a folder are files of torch/distributed/fsdp/ of torch 2.11.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
+from zeroplan.ledger.workspace_line import add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add
@@ -17,13 +18,19 @@ _COMPUTING = (Phase.FORWARD, Phase.BACKWARD)
 
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: FsdpRank) -> int:
-    """This rank's parts, the masters themselves."""
+    """This rank's parts, the masters themselves.
+
+    Source: _flat_param.py, FlatParamHandle.shard
+    """
     return c.original_bytes * c.part_trained + c.frozen_bytes * c.part_frozen
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
 def quant_states(c: FsdpRank) -> int:
-    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded]."""
+    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded].
+
+    Source: bitsandbytes 0.50, functional.py, QuantState (an attribute of its layer, so that no engine divides it)
+    """
     return c.quant_states_bytes
 
 
@@ -38,7 +45,10 @@ def grad_shard(c: FsdpRank) -> int:
 
 @_add(Buffer.GRAD_FULL, Place.HBM, _COMPUTING)
 def grad_accumulated(c: FsdpRank) -> int:
-    """Whole gradients of the micro batches before the last, which ``no_sync`` leaves unreduced."""
+    """Whole gradients of the micro batches before the last, which ``no_sync`` leaves unreduced.
+
+    Source: _runtime_utils.py, _post_backward_hook
+    """
     return c.param_bytes * c.trained_whole if c.grad_accum > 1 else 0
 
 
@@ -56,7 +66,10 @@ def root_full(c: FsdpRank) -> int:
 
 @_add(Buffer.PARAM_FULL, Place.HBM, _COMPUTING)
 def blocks_full(c: FsdpRank) -> int:
-    """Two blocks in flight, the one that runs and the one that is gathered ahead; without resharding, all."""
+    """Two blocks in flight, the one that runs and the one that is gathered ahead; without resharding, all.
+
+    Source: _runtime_utils.py, _prefetch_handle; _flat_param.py, _alloc_padded_unsharded_flat_param
+    """
     if not c.sharded:
         return c.param_bytes * c.largest_unit if c.casts_blocks else 0
     return 2 * c.param_bytes * c.largest_unit if c.reshard else c.param_bytes * c.gathered_blocks
@@ -71,10 +84,7 @@ def flat_gradient(c: FsdpRank) -> int:
     return 2 * c.param_bytes * c.largest_trained_unit
 
 
-@_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)
-def cublas_workspace(c: FsdpRank) -> int:
-    """cuBLAS's workspaces: one for the forward's thread, one for the backward's."""
-    return 2 * c.cublas_workspace
+add_workspace_line(_lines)
 
 
 LEDGER = _lines.ledger()

@@ -1,7 +1,7 @@
 """FSDP2's ledger: `fully_shard` on each block and the root, mixed precision, fused AdamW.
 
 Each parameter is split along its first dimension in equal, padded chunks; the sharded fp32 parameter is the master.
-Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py and _fsdp_collectives.py.
+Sources without a folder are files of torch/distributed/fsdp/_fully_shard/ of torch 2.11.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
+from zeroplan.ledger.workspace_line import add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add
@@ -17,7 +18,10 @@ _add = _lines.add
 
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: Fsdp2Rank) -> int:
-    """This rank's chunks, the masters themselves: in fp32 unless the program shards a 16-bit model."""
+    """This rank's chunks, the masters themselves: in fp32 unless the program shards a 16-bit model.
+
+    Source: _fsdp_param.py, _init_sharded_param
+    """
     return 0 if c.offload else c.original_bytes * c.sharded_trainable + c.frozen_bytes * c.sharded_frozen
 
 
@@ -32,13 +36,19 @@ def param_shard_host(c: Fsdp2Rank) -> int:
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
 def quant_states(c: Fsdp2Rank) -> int:
-    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded]."""
+    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded].
+
+    Source: bitsandbytes 0.50, functional.py, QuantState (an attribute of its layer, so that no engine divides it)
+    """
     return c.quant_states_bytes
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_shard(c: Fsdp2Rank) -> int:
-    """Reduced gradients in the original dtype, until zero_grad."""
+    """Reduced gradients in the original dtype, until zero_grad.
+
+    Source: _fsdp_collectives.py, foreach_reduce
+    """
     return 0 if c.offload else c.original_bytes * c.sharded_trainable
 
 
@@ -90,25 +100,37 @@ def chunk_from_host(c: Fsdp2Rank) -> int:
 
 @_add(Buffer.PARAM_FULL, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
 def root_full(c: Fsdp2Rank) -> int:
-    """The root's parameters (embedding, final norm, head), gathered from the forward to the end of the backward."""
+    """The root's parameters (embedding, final norm, head), gathered from the forward to the end of the backward.
+
+    Source: _fsdp_state.py, _lazy_init (the root is not resharded after its forward)
+    """
     return c.param_bytes * c.root_unit if c.ranks > 1 or c.param_bytes != c.original_bytes else 0
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
 def blocks_full(c: Fsdp2Rank) -> int:
-    """Every block's gathered parameters, where they are not resharded after the forward."""
+    """Every block's gathered parameters, where they are not resharded after the forward.
+
+    Source: _fsdp_param_group.py, post_forward
+    """
     return 0 if c.reshard else c.param_bytes * (c.params - c.root_unit)
 
 
 @_add(Buffer.COMM_ALL_GATHER, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
 def gathers(c: Fsdp2Rank) -> int:
-    """Three blocks in flight: the previous gather's output, the current one and the unsharded parameters."""
+    """Three blocks in flight: the previous gather's output, the current one and the unsharded parameters.
+
+    Source: _fsdp_param_group.py, unshard and wait_for_unshard; _fsdp_collectives.py, foreach_all_gather
+    """
     return 3 * c.param_bytes * c.largest_unit if c.reshard else 2 * c.param_bytes * c.largest_unit
 
 
 @_add(Buffer.COMM_REDUCE_SCATTER, Place.HBM, (Phase.BACKWARD,))
 def reduce_input(c: Fsdp2Rank) -> int:
-    """The reduce-scatter's input for one block, in the reduction's dtype."""
+    """The reduce-scatter's input for one block, in the reduction's dtype.
+
+    Source: _fsdp_collectives.py, foreach_reduce
+    """
     return c.reduce_bytes * c.largest_unit
 
 
@@ -121,10 +143,7 @@ def pipeline_buffers(c: Fsdp2Rank) -> int:
     return c.hidden_bytes * c.received * c.grad_accum
 
 
-@_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)
-def cublas_workspace(c: Fsdp2Rank) -> int:
-    """cuBLAS's workspaces: one for the forward's thread, one for the backward's."""
-    return 2 * c.cublas_workspace
+add_workspace_line(_lines)
 
 
 LEDGER = _lines.ledger()

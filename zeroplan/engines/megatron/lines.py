@@ -9,6 +9,7 @@ from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.engines.megatron.rank import MegatronRank
 from zeroplan.ledger.line import LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
+from zeroplan.ledger.workspace_line import add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add
@@ -25,7 +26,10 @@ def param_full(c: MegatronRank) -> int:
 
 @_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
 def param_frozen(c: MegatronRank) -> int:
-    """Parameters without gradient, in no buffer."""
+    """Parameters without gradient, in no buffer.
+
+    Source: distributed_data_parallel.py, DistributedDataParallel (buffers take what requires a gradient)
+    """
     return c.element * c.frozen_numel
 
 
@@ -79,7 +83,10 @@ def stand_ins(c: MegatronRank) -> int:
 
 @_add(Buffer.MODEL_BUFFER, Place.HBM, FROM_FIRST_STEP)
 def rotary(c: MegatronRank) -> int:
-    """Angles of rotary positions, which are cached. Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py"""
+    """Angles of rotary positions, which are cached.
+
+    Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py
+    """
     return c.rotary_bytes
 
 
@@ -101,10 +108,7 @@ def engine_workspace(c: MegatronRank) -> int:
     return c.engine_workspace
 
 
-@_add(Buffer.WORKSPACE, Place.HBM, FROM_FIRST_STEP)
-def cublas_workspace(c: MegatronRank) -> int:
-    """cuBLAS's workspaces: one for the forward's thread, one for the backward's."""
-    return 2 * c.cublas_workspace
+add_workspace_line(_lines)
 
 
 LEDGER = _lines.ledger()

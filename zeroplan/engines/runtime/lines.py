@@ -16,6 +16,7 @@ from zeroplan.engines.runtime.checkpoints import OffloadedInputSizes
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import LedgerBuilder, means
 from zeroplan.ledger.optimizer_lines import STATE_DOCS
+from zeroplan.ledger.workspace_line import add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add
@@ -398,10 +399,7 @@ def init_room(c: RuntimeRank) -> int:
     return c.grads_kept * c.grad_bytes
 
 
-@_add(Buffer.WORKSPACE, Place.HBM, ALWAYS)
-def cublas_workspace(c: RuntimeRank) -> int:
-    """cuBLAS's workspaces: one for the forward's thread, one for the backward's, taken at the start."""
-    return 2 * c.cublas_workspace
+add_workspace_line(_lines, ALWAYS)  # taken at the start
 
 
 LEDGER = _lines.ledger()

@@ -94,19 +94,30 @@ def folders_of_our_own(shared_folder: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def commands_built_once() -> Iterator[None]:
-    """The command line is made from its functions once, and not for each of a thousand calls, as a process makes it once."""
+    """The command line is made from its functions once, and not for each of a thousand calls, as a process makes it once.
+
+    Only where it is called: who asks for its commands gets new ones, since each remembers the options of its first call.
+    """
     import typer
 
-    build, built = typer.main.get_command, dict[tuple[int, int], Any]()
+    build, called, built = typer.main.get_command, typer.Typer.__call__, dict[tuple[int, int], Any]()
+    calling: list[typer.Typer] = []
 
     def get_command(app: typer.Typer) -> Any:
-        key = id(app), len(app.registered_commands)
+        if not calling:
+            return build(app)
+        key = id(calling.pop()), len(app.registered_commands)
         if key not in built:
             built[key] = build(app)
         return built[key]
 
+    def call(app: typer.Typer, *words: Any, **options: Any) -> Any:
+        calling[:] = [app]
+        return called(app, *words, **options)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", get_command)
+        patch.setattr(typer.Typer, "__call__", call)
         yield
 
 

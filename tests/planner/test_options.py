@@ -33,6 +33,8 @@ _OF_FILES = {
         "quantized_by",
         "reentrant",
         "rollout",
+        "told_by_file",
+        "torch_adam",
     ),
 }
 #: Degrees of parallelism that a search does not take.

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -52,5 +53,7 @@ def test_a_rank_ends_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
 def test_the_command_ends_in_order(name: str, ignored: bool, code: int) -> None:
     """``timeout`` sends SIGTERM, a closed terminal SIGHUP, which ``nohup`` has ignored."""
     words = ["sh", "-c", f"trap '' HUP; exec {sys.executable} -c \"$0\" {name}"] if ignored else [sys.executable, "-c"]
-    ended = subprocess.run([*words, ASKED, *([] if ignored else [name])], capture_output=True, text=True, check=False)
+    words += [ASKED] if ignored else [ASKED, name]
+    usual = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # also where these tests run under nohup
+    ended = subprocess.run(words, capture_output=True, text=True, check=False, preexec_fn=usual)
     assert (ended.returncode, ended.stdout.strip()) == (code, "in order")

@@ -18,10 +18,11 @@ _ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+
 _VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|(\w+))")
 #: Continued lines: a shell's backslash, and the caret of Windows.
 _CONTINUED = re.compile(r"(?:\\|[ \t]\^)[ \t]*\r?\n")
-#: An array over several lines; its words become the text of a variable. Quoted words and comments may hold parentheses.
+#: An array over several lines; its words become the text of a variable. Quoted words and comments may hold parentheses. They
+#: are taken in a lookahead, which is never tried again otherwise: before Python 3.11.5 ``(a|b)*+`` matches too little.
 _ARRAY = re.compile(
     r"^[ \t]*((?:export|local|declare|readonly)[ \t]+(?:-a[ \t]+)?)?(\w+\+?)="
-    r"\(((?:\"[^\"]*+\"|'[^']*+'|(?<=\s)#[^\n]*+|[^()\"'])*+)\)",
+    r"\((?=((?:\"[^\"]*+\"|'[^']*+'|(?<=\s)#[^\n]*+|[^()\"'\s]++|\s)*))\3\)",
     re.MULTILINE,
 )
 _POSITIONAL = re.compile(r"\$\{?\d+\}?")

@@ -84,8 +84,8 @@ def test_halved_backwards_need_what_was_measured(number: str, traced_here: Path,
     rows = {row["id"]: row for row in map(json.loads, MEASURED.read_text().splitlines())}
     case = next(case for case in CASES if case.id == number)
     told = figures(plan_of(case), case)
-    assert told["allocated"] == pytest.approx(rows[number]["allocated"], rel=0.001)
-    assert told["reserved"] == pytest.approx(rows[number]["reserved"], rel=0.015)
+    assert told["allocated"] == pytest.approx(rows[number]["allocated"], rel=0.002)
+    assert told["reserved"] == pytest.approx(rows[number]["reserved"], rel=0.002)
 
 
 #: Predicted, and not measured yet.

@@ -37,6 +37,7 @@ pytest.importorskip("transformers")
 
 from torch import distributed as dist  # noqa: E402  torch may be missing
 from torch.distributed.pipelining import PipelineStage, schedules  # noqa: E402
+from torch.distributed.pipelining import stage as stages_of_torch  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from benchmarks.mesh.stage import StageModel, loss_of, metadata_of  # noqa: E402
@@ -44,6 +45,7 @@ from zeroplan.trace.api import trace_at  # noqa: E402
 from zeroplan.trace.build import build_model, full_config  # noqa: E402
 from zeroplan.trace.fit import TracePoint  # noqa: E402
 from zeroplan.trace.functions import CudaFunctions  # noqa: E402
+from zeroplan.trace.halves import copied_gradients  # noqa: E402
 from zeroplan.trace.recorder import StorageRecorder  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -178,6 +180,9 @@ def _run_by_torch(order: PipelineOrder) -> Iterator[int]:
             mock.patch.object(schedules, "_batch_p2p", send_nothing),
             recorder,
             CudaFunctions(),
+            mock.patch.object(
+                stages_of_torch, "stage_backward_weight", copied_gradients()(stages_of_torch.stage_backward_weight)
+            ),
         ):
             for _ in range(STEPS):
                 recorder.phase = 2

@@ -98,7 +98,7 @@ def schedule_of(name: str) -> PipelineSchedule:
 #: What ends a micro batch on a chunk.
 _LAST = (Do.BACKWARD, Do.WEIGHT)
 #: Micro batches beyond those in flight that need to be played: each is like the one before it.
-_FURTHER = 3
+_FURTHER = 6
 #: Rounds of the interleaved schedule that need to be played: at most two of warm-up, a steady one, and the last.
 _ROUNDS = 4
 #: Chunks whose parameters are gathered at a time.

@@ -26,6 +26,8 @@ from zeroplan.core.tensor_parallel import EMBEDDING
 
 #: The norm in front of the MLP, whose input is the residual stream, in the architectures of which stages are modelled.
 _SECOND_NORM = "post_attention_layernorm"
+#: Events within which the copy of a gradient is followed by the block whose product takes it, in a backward's second half.
+_FREES = 16
 #: The head's name in them.
 HEAD = "lm_head"
 
@@ -153,7 +155,8 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False, holds_output:
             place = walk.blocks[arg]
         elif not backward and op == Op.ENTER and arg in walk.embedding:
             in_embedding = True
-        kept = _is_kept(stage, place, last, in_embedding or backward)
+        here = _entered_next(walk, at) if weights >= 0 and op == Op.ALLOC else None
+        kept = _is_kept(stage, place if here is None else here, last, in_embedding or backward)
         if op == Op.ALLOC:
             if not running:
                 inputs += aux if stage.is_first or stage.is_last else 0
@@ -278,6 +281,17 @@ def _is_kept(stage: Stage, place: int, last: int, first_only: bool) -> bool:
     if place < 0:
         return stage.is_first or not first_only
     return stage.is_last if place > last else stage.first <= place < stage.end
+
+
+def _entered_next(walk: _Cut, at: int) -> int | None:
+    """Return the block that is entered right behind an event: what is made for it there is copied by no module."""
+    tape = walk.tape
+    for op, arg in zip(tape.op[at + 1 : at + 1 + _FREES], tape.arg[at + 1 : at + 1 + _FREES], strict=True):
+        if op == Op.BWD_ENTER and arg in walk.blocks:
+            return walk.blocks[arg]
+        if op not in (Op.FREE, Op.BWD_EXIT, Op.BWD_ENTER) or (op == Op.BWD_ENTER and arg in walk.inside):
+            break
+    return None
 
 
 def _free_late(walk: _Cut, half: int) -> None:

@@ -9,18 +9,49 @@ Note [Halves]
 
     A weight's gradient belongs to the engine once those functions hold it no more, which is a product later where it is only
     added to an earlier one.
+
+    torch 2.11, which plans are held to, adds up the gradients that arrived at a product before it runs the product, and so
+    copies the only one; each copy stays until the next is made. 2.13 passes them on as they are. :func:`copied_gradients` makes
+    those copies under it, too. Source: _backward.py of 2.11 (``summed_grad``)
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from zeroplan.core.tape import Mark
 from zeroplan.trace.recorder import StorageRecorder
+
+
+@contextmanager
+def copied_gradients() -> Iterator[None]:
+    """Copy the gradient at each weight's product while ``stage_backward_weight`` runs. See Note [Halves]."""
+    place: Any = torch.autograd
+    plain = place.grad
+    copies: list[Any] = []
+
+    def grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
+        if outputs and isinstance(outputs[0], GradientEdge):
+            copies[:] = [one + 0 for one in grad_outputs]
+            grad_outputs = copies
+        return plain(outputs, inputs, grad_outputs=grad_outputs, **options)
+
+    if "sum(" in inspect.getsource(stage_backward_weight):
+        yield
+        return
+    place.grad = grad
+    try:
+        yield
+    finally:
+        place.grad = plain
 
 
 class BackwardInHalves:
@@ -49,7 +80,8 @@ class BackwardInHalves:
         self._handle.remove()
         _, groups = stage_backward_input([loss], None, self._received, iter(self._weights))
         self._recorder.mark(Mark.WEIGHTS_BEGIN)
-        stage_backward_weight(iter(self._weights), groups)
+        with copied_gradients():
+            stage_backward_weight(iter(self._weights), groups)
 
 
 class _Weight:

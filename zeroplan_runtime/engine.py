@@ -59,7 +59,7 @@ from zeroplan_runtime.units import Policy, cast_floating, find_units
 from zeroplan_runtime.watchdog import watch, weakly
 
 if TYPE_CHECKING:
-    from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+    from zeroplan_runtime.pipeline import TorchSchedule
 
 
 class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
@@ -280,8 +280,8 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
             self.schedule.root_post_backward()
 
     def pipeline_schedule(
-        self, kind: type[PipelineScheduleSingle] | str, loss_fn: Callable[..., torch.Tensor], **options: Any
-    ) -> PipelineScheduleSingle:
+        self, kind: type[TorchSchedule] | str, loss_fn: Callable[..., torch.Tensor], **options: Any
+    ) -> TorchSchedule:
         """See :func:`zeroplan_runtime.pipeline.make_schedule`."""
         from zeroplan_runtime.pipeline import make_schedule
 

@@ -158,6 +158,7 @@ def direct_target(module: nn.Linear, x: torch.Tensor) -> GradientTarget | None:
         or not x.numel()
         or not _has_no_other_hooks(weight)
         or function_transforms.are_active()  # which need rules of their own
+        or target.schedule.halves
     ):
         return None
     return target

@@ -4,7 +4,8 @@ Note [Pipelines]
     Each rank of ``pp`` gives its stage's module to ``initialize()``; the engine shards it over the ranks that have the same
     stage. A schedule of :mod:`torch.distributed.pipelining` sends activations and gradients between the stages and calls
     forwards and backwards of micro batches in its order. The micro batches are the accumulation's: gradients add up, and are
-    reduced as for an accumulation, in the step's last backward at stages 0 and 1 and in each from stage 2 on.
+    reduced as for an accumulation, in the step's last backward at stages 0 and 1 and in each from stage 2 on. Zero-bubble
+    schedules run a backward in halves: Note [Halves] in pipeline_halves.py.
 """
 
 from __future__ import annotations
@@ -14,27 +15,38 @@ from typing import Any
 
 import torch
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B, get_schedule_class
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    get_schedule_class,
+)
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.comm import transport_failed
+from zeroplan_runtime.pipeline_halves import Halves
 from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.watchdog import RankLost
 
 _WHERE = "engine.pipeline_schedule"
+_KNOWN = "GPipe, 1F1B or InterleavedZeroBubble"
 _Engine = Any  # zeroplan_runtime.engine.Engine, which imports this file
+#: Those of one stage a rank, and those that take any number, here one.
+TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
 def make_schedule(
-    engine: _Engine, kind: type[PipelineScheduleSingle] | str, loss_fn: Callable[..., torch.Tensor], **options: Any
-) -> PipelineScheduleSingle:
+    engine: _Engine, kind: type[TorchSchedule] | str, loss_fn: Callable[..., torch.Tensor], **options: Any
+) -> TorchSchedule:
     """Makes a torch schedule of this rank's stage, with as many micro batches as the config accumulates.
 
     Call its ``step(inputs, target=labels)`` as torch says, then ``engine.step()``.
 
     Args:
         engine: an engine on a mesh with ``pp``, whose model is this rank's stage.
-        kind: ``ScheduleGPipe``, ``Schedule1F1B``, or their names (``"GPipe"``, ``"1F1B"``).
+        kind: ``ScheduleGPipe``, ``Schedule1F1B``, ``ScheduleInterleavedZeroBubble``, or their names (``"GPipe"``, ``"1F1B"``,
+            ``"InterleavedZeroBubble"``).
         loss_fn: given the last stage's output and a micro batch's target, the mean loss of the micro batch.
         options: further arguments of torch's ``PipelineStage``, such as ``input_args``.
 
@@ -42,8 +54,8 @@ def make_schedule(
         The schedule.
 
     Raises:
-        BadInput: without ``pp``, for schedules with several stages a rank, what is no loss, and fewer micro batches than 1F1B
-            has stages.
+        BadInput: without ``pp``, for schedules with several stages a rank, what is no loss, micro batches that the schedule
+            does not take, and where a backward does not run in halves.
     """
     pp, mesh = engine.ranks.pp, engine.ranks.mesh
     if pp is None or mesh is None:
@@ -51,12 +63,10 @@ def make_schedule(
     try:
         chosen = get_schedule_class(kind) if isinstance(kind, str) else kind
     except ValueError:
-        raise BadInput(f"torch has no schedule {kind!r}", where=_WHERE, remedy="use GPipe or 1F1B") from None
-    if not issubclass(chosen, PipelineScheduleSingle):
+        raise BadInput(f"torch has no schedule {kind!r}", where=_WHERE, remedy=f"use {_KNOWN}") from None
+    if not issubclass(chosen, PipelineScheduleSingle | ScheduleInterleavedZeroBubble):
         raise BadInput(
-            f"{chosen.__name__} gives a rank several stages, of which an engine has one",
-            where=_WHERE,
-            remedy="use ScheduleGPipe or Schedule1F1B",
+            f"{chosen.__name__} gives a rank several stages, of which an engine has one", where=_WHERE, remedy=f"use {_KNOWN}"
         )
     micros = engine.gradient_accumulation_steps()
     if not callable(loss_fn):
@@ -71,10 +81,20 @@ def make_schedule(
             where=_WHERE,
             remedy=f"set gradient_accumulation_steps to {pp.world_size} or more, or use GPipe",
         )
+    halved = issubclass(chosen, ScheduleInterleavedZeroBubble)
+    rounds = max(1, micros // pp.world_size)
+    if halved and micros % rounds:
+        raise BadInput(
+            f"the {rounds} rounds of {chosen.__name__} do not divide {micros} micro batches",
+            where=_WHERE,
+            remedy=f"set gradient_accumulation_steps to a multiple of {pp.world_size}",
+        )
+    halves = Halves(engine.schedule, engine.module, _WHERE) if halved else None
     engine.progress.boundary = True  # each engine.step() follows all micro batches
-    stage = EngineStage(engine, pp.rank, pp.world_size, engine.device, group=mesh.get_group("pp"), **options)
-    made: Any = type(chosen.__name__, (_EvenSteps, chosen), {})
-    schedule: PipelineScheduleSingle = made(stage, n_microbatches=micros, loss_fn=loss_fn, scale_grads=False)
+    stage = EngineStage(engine, halves, pp.rank, pp.world_size, engine.device, group=mesh.get_group("pp"), **options)
+    made: Any = type(chosen.__name__, (_EvenSteps, chosen), {"stage": stage})
+    stages: Any = [stage] if halved else stage
+    schedule: TorchSchedule = made(stages, n_microbatches=micros, loss_fn=loss_fn, scale_grads=False)
     return schedule
 
 
@@ -84,7 +104,7 @@ class _EvenSteps:
     torch's stages receive into memory that is made in the first step. A smaller micro batch would leave another's rows in it.
     """
 
-    _stage: Any
+    stage: EngineStage
     _n_microbatches: int
     _has_backward: bool
     _first: dict[str, tuple[Any, ...]] | None = None
@@ -98,9 +118,9 @@ class _EvenSteps:
         """
         where = "schedule.step"
         given = {name: value for name, value in options.items() if name not in ("losses", "return_outputs", "loss_kwargs")}
-        if self._stage.is_first and not args and not given:
+        if self.stage.is_first and not args and not given:
             raise BadInput("the first stage was given no inputs", where=where, remedy="call step(inputs) on its ranks")
-        if self._stage.is_last and self._has_backward and target is None:
+        if self.stage.is_last and self._has_backward and target is None:
             raise BadInput("the last stage was given no target", where=where, remedy="call step(target=labels) on its ranks")
         shapes = {}
         for name, value in (("inputs", (args, given)), ("target", target)):
@@ -137,28 +157,41 @@ def _told(shapes: dict[str, tuple[Any, ...]]) -> str:
 class EngineStage(PipelineStage):
     """A stage whose module is an engine."""
 
-    def __init__(self, engine: _Engine, *args: Any, **options: Any) -> None:
+    def __init__(self, engine: _Engine, halves: Halves | None, *args: Any, **options: Any) -> None:
         super().__init__(engine, *args, **options)
-        self._engine = engine
+        self._engine, self._halves = engine, halves
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
         """Runs one micro batch's backward as torch's stage does, within the engine's.
 
         The last stage's loss counts as its part of the accumulation, times the loss scale.
-
-        Raises:
-            BadInput: for schedules that run a backward in two halves.
         """
-        engine = self._engine
-        if backward_type != "full":
-            raise BadInput("a backward in two halves is not supported", where=_WHERE, remedy="use GPipe or 1F1B")
-        with engine.during_backward(boundary=last_backward):
+        engine, halves = self._engine, self._halves
+        if backward_type == "input" and halves is not None:
+            roots = bwd_kwargs["stage_output"]
             if self.is_last:
-                loss = bwd_kwargs["stage_output"] / engine.gradient_accumulation_steps()
-                bwd_kwargs = {**bwd_kwargs, "stage_output": loss * engine.scaler.scale}
-                if engine.monitor is not None:
-                    engine.monitor.saw_loss(loss)
-            found = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+                roots = (self._scaled(roots[0]),)
+            with engine.checks.during_backward(boundary=False):
+                found = halves.first(roots, bwd_kwargs["output_grads"], bwd_kwargs["input_values"])
+            for root in bwd_kwargs["stage_output"]:  # as they do with what they are given, so that the loss's graph goes
+                root.detach_()
+            return found
+        with engine.during_backward(boundary=last_backward):
+            if backward_type == "weight" and halves is not None:
+                halves.second(bwd_kwargs["param_groups"])
+                found = (), None
+            else:
+                if self.is_last:
+                    bwd_kwargs = {**bwd_kwargs, "stage_output": self._scaled(bwd_kwargs["stage_output"])}
+                found = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if not last_backward:
             engine.progress.micro_steps += 1
         return found
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        engine = self._engine
+        part = loss / engine.gradient_accumulation_steps()
+        if engine.monitor is not None:
+            engine.monitor.saw_loss(part)
+        scaled: torch.Tensor = part * engine.scaler.scale
+        return scaled

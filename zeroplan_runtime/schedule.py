@@ -71,6 +71,7 @@ class Schedule:
         reading: gives a context for a read of a parameter, which may have to wait for other ranks.
         keeps_guard: parameters stay guarded in the forward, so that aliases taken there are, too.
         has_aliases: the forward keeps aliases of parameters, so a step waits until these are current.
+        halves: backwards run in two halves (:mod:`zeroplan_runtime.pipeline_halves`), so autograd returns all gradients.
         hooked: hooks are on the units, as parameters are not always current; else they are but for hand-written ones.
         aliases: finds aliases that a unit's forward leaves behind; None where no memory is shared.
         keep_writes: called at stage 3 before a unit is resharded, to keep what its forward has written into parameters.
@@ -86,7 +87,7 @@ class Schedule:
         self.progress_count = 0
         self.keep_writes: Callable[[UnitState], None] | None = None
         self.reading: Callable[[str], AbstractContextManager[object]] = nullcontext
-        self.in_engine_backward = False
+        self.in_engine_backward = self.halves = False
         self._in_backward = False
         self._grad_enabled = False  # in this forward, so a backward is expected
         self._current: UnitState | None = None

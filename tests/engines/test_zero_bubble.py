@@ -265,7 +265,7 @@ def test_halves_make_what_the_whole_backward_makes(tapes: tuple[ExpandedTape, Ex
     [
         ({"gradient_checkpointing": True}, "recomputes a block once for each of its weights"),
         ({"tp": 2}, "a backward in two halves is not modelled with --tp"),
-        ({"engine": "zeroplan"}, "an engine of the runtime runs a backward as a whole"),
+        ({"engine": "zeroplan", "stage": 3}, "parameters of stage 3 are not there from a forward to the second half"),
         ({"engine": "deepspeed", "stage": 1}, "DeepSpeed's PipelineModule runs 1f1b"),
         ({"grad_accum": 5}, "the 2 rounds of the zero-bubble schedule do not divide 5 micro batches"),
     ],

@@ -234,7 +234,7 @@ def train_pipeline(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, A
 
 
 def train_stages(
-    _group: dist.ProcessGroup, configs: list[dict[str, Any]], backend: str = "", steps: int = 1
+    _group: dist.ProcessGroup, configs: list[dict[str, Any]], backend: str = "", steps: int = 1, kind: str = "1F1B"
 ) -> list[dict[str, Any]]:
     """Trains the Llama on two stages × two data-parallel ranks for each config, its blocks compiled if a backend is given."""
     mesh, found = mesh_of(pp=2, dp=2), []
@@ -242,7 +242,7 @@ def train_stages(
         model = CausalStage(llama(), mesh.get_local_rank("pp"))
         if backend:
             zeroplan_runtime.compile_blocks(model, policy=is_causal_block, backend=backend)
-        step = on_stages("1F1B", mesh.get_local_rank("dp"), length=6)
+        step = on_stages(kind, mesh.get_local_rank("dp"), length=6)
         found.append(train_on(mesh, model, config, steps, step, policy=is_causal_block))
     return found
 
@@ -295,9 +295,13 @@ def stage_refusals(_group: dist.ProcessGroup) -> dict[str, str]:
     """What is said of batches and schedules with which a pipeline would train wrong; nothing is sent between the stages."""
     mesh = mesh_of(pp=2, dp=2)
 
-    def made(accumulation: int = 2) -> Any:
-        config = ds_config(1, gradient_accumulation_steps=accumulation)
+    def made(accumulation: int = 2, *, stage: int = 1, checkpointed: bool = False, compiled: bool = False) -> Any:
+        config = ds_config(stage, gradient_accumulation_steps=accumulation)
         model = Stage(models.make(), mesh.get_local_rank("pp"))
+        model.gradient_checkpointing = checkpointed
+        if compiled:
+            policy = lambda name, _module: name.startswith("blocks.") and name.count(".") == 1  # noqa: E731
+            zeroplan_runtime.compile_blocks(model, policy=policy, backend="eager")
         return zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device="cpu")[0]
 
     def give(rows: int, *, first: bool = True, second: bool = True) -> None:
@@ -318,6 +322,11 @@ def stage_refusals(_group: dist.ProcessGroup) -> dict[str, str]:
         "nothing": lambda: give(2, first=False, second=False),
         "changed": change,
         "few": lambda: made(1).pipeline_schedule("1F1B", loss_of),
+        "rounds": lambda: made(5).pipeline_schedule("InterleavedZeroBubble", loss_of),
+        "gathered": lambda: made(stage=3).pipeline_schedule("InterleavedZeroBubble", loss_of),
+        "again": lambda: made(checkpointed=True).pipeline_schedule("InterleavedZeroBubble", loss_of),
+        "compiled": lambda: made(compiled=True).pipeline_schedule("InterleavedZeroBubble", loss_of),
+        "folded": lambda: made(4).pipeline_schedule("ZBVZeroBubble", loss_of),
         "no loss": lambda: made().pipeline_schedule("GPipe", "mean"),
     }
     return {name: _said(act) for name, act in tried.items()}

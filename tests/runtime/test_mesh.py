@@ -93,6 +93,9 @@ def test_the_plan_of_a_stage_equals_its_arena(pool: RankPool) -> None:
         for rank, found in enumerate(results):
             planned = planned_rows(mesh_jobs.llama(), config, ParallelLayout(4, pp=2), pp_rank=rank // 2, length=6)
             assert rows_of(found[index]) == planned, (rank, config)
+    halved = pool.run(4, mesh_jobs.train_stages, configs[:2], "", 1, "InterleavedZeroBubble")
+    for whole, found in zip(results, halved, strict=True):
+        assert list(map(rows_of, found)) == list(map(rows_of, whole[:2]))
 
 
 def test_compiled_stages_train_as_plain_ones(pool: RankPool) -> None:
@@ -147,6 +150,8 @@ def test_pipeline_training_equals_plain_torch(pool: RankPool) -> None:
     host = {"device": "cpu"}
     away = {"stage": 3, "offload_optimizer": host, "offload_param": host}
     cases.append(("GPipe", ds_config(0, **config, zero_optimization=away)))
+    cases += [("InterleavedZeroBubble", ds_config(stage, **config)) for stage in range(3)]
+    cases.append(("InterleavedZeroBubble", ds_config(0, **config, zero_optimization={"stage": 2, "offload_optimizer": host})))
     cases.append(
         (
             "GPipe",
@@ -218,6 +223,11 @@ def test_batches_that_stages_would_take_for_others_are_refused(pool: RankPool) -
             "nothing": "the last stage was given no target" if rank > 1 else "the first stage was given no inputs",
             "changed": "and had (2, 7) in the first step",
             "few": "1 micro batches are fewer than the 2 stages of 1F1B",
+            "rounds": "the 2 rounds of ScheduleInterleavedZeroBubble do not divide 5 micro batches",
+            "gathered": "parameters of stage 3 are not there from a forward to the second half",
+            "again": "compute a checkpointed block once for each of its weights",
+            "compiled": "a graph of compiled blocks makes gradients of inputs and of weights at once",
+            "folded": "ScheduleZBVZeroBubble gives a rank several stages, of which an engine has one",
             "no loss": "a str is no loss",
         }.items():
             assert words in said[name], (name, said[name])

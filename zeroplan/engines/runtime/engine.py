@@ -36,11 +36,11 @@ from zeroplan.engines.runtime.layouts import (
     layout_of,
     require_droppable,
     require_exchangeable,
+    require_halvable,
     require_quantisable,
     require_sparse_attention,
     require_splittable,
     require_trainable,
-    require_whole_backwards,
     require_whole_samples,
 )
 from zeroplan.engines.verification import OwnedBuffers
@@ -168,7 +168,7 @@ class Runtime(Engine):
             require_droppable(case)
         if case.workload.quantize_training is not None:
             require_quantisable(case)
-        require_whole_backwards(case)
+        require_halvable(case)
         require_exchangeable(case.workload, case.zero, case.layout)
         require_splittable(case, self.runtime_options)
         if case.zero.offload_optimizer:

@@ -151,15 +151,15 @@ def require_whole_samples(case: Case) -> None:
             raise BadInput(what, where=CURRICULUM_LEARNING, remedy=f"leave the section out, or --{name}")
 
 
-def require_whole_backwards(case: Case) -> None:
-    """Refuse schedules that run a backward in two halves, as the runtime does.
+def require_halvable(case: Case) -> None:
+    """Refuse a backward in two halves where the runtime does.
 
     Raises:
-        BadInput: such a schedule.
+        BadInput: stage 3.
     """
-    if case.halves:
-        what = "an engine of the runtime runs a backward as a whole"
-        raise BadInput(what, where="--schedule", remedy="use 1f1b or gpipe, or --engine fsdp2")
+    if case.halves and case.zero.stage == 3:
+        what = "parameters of stage 3 are not there from a forward to the second half of its backward"
+        raise BadInput(what, where="--schedule", remedy="use 1f1b or gpipe, or --stage 2")
 
 
 def require_droppable(case: Case) -> None:

@@ -13,7 +13,7 @@ from zeroplan.core.lengths import read_lengths, sampled
 from zeroplan.core.model_config import SEQ2SEQ_LM, SPEECH_SEQ2SEQ, auto_class_of
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.quantization import PackedWeights, Products, parse_quantization
+from zeroplan.core.quantization import PackedWeights, Products, Quantization, parse_quantization
 from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.versions import TRANSFORMERS, parse_version, version_text
 from zeroplan.core.workload import Attention, CheckpointPolicy, Compilation, DType, OptimizerKind, Precision, Workload
@@ -40,46 +40,12 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         BadInput: a value out of range or of an unknown name.
     """
     dtype = _one_of(DType, request.dtype or "bf16", "--dtype")
-    for where, value in (
-        ("--micro-batch", request.micro_batch),
-        ("--seq-len", request.seq_len),
-        ("--source-len", request.source_len),
-        ("--target-len", request.target_len),
-        ("--grad-accum", request.grad_accum),
-        ("--lora-rank", request.lora_rank),
-        ("--images", request.images or None),
-        ("--image-size", request.image_size),
-        ("--eval-batch", request.eval_batch),
-        ("--eval-logits", request.eval_logits or None),
-    ):
-        if value is not None and not 1 <= value <= _MOST:
-            raise BadInput(f"{value} is out of range", where=where, remedy="use a whole number above zero")
+    _require_counts(request)
     optimizer = find_optimizer(DEFAULT_OPTIMIZER if request.optimizer is None else request.optimizer)
-    if request.lora_targets and request.lora_rank is None:
-        raise BadInput("targets without a rank", where="--lora-targets", remedy="give --lora-rank 16 as well")
-    quantization = None if request.quantize is None else parse_quantization(request.quantize)
-    if quantization is not None and request.lora_rank is None and not request.built:
-        raise BadInput(
-            "a quantised base is frozen", where=request.quantized_by, remedy="give --lora-rank 16 to train adapters beside it"
-        )
+    quantization = _quantization(request)
     older = _before_5(request)
-    if request.adapter_dtype is not None and quantization is None:
-        raise BadInput("adapters without a quantised base", where="adapter_dtype", remedy="give quantize as well")
-    if request.image_size is not None and not request.images:
-        raise BadInput("a size without images", where="--image-size", remedy="give --images 1 as well")
-    if request.images:
-        require_images(spec.model_type)
-    if request.images and request.depth == "formula":
-        raise BadInput("images are known to a trace alone", where="--images", remedy="leave --depth out")
-    if request.labelled_share is not None and not 0 < request.labelled_share <= 1:
-        raise BadInput(
-            f"{request.labelled_share} is no share of the tokens", where="--labelled-share", remedy="use 0.15 for 15 %"
-        )
-    policy = CheckpointPolicy.parse(request.checkpoint_policy)
-    if policy != CheckpointPolicy() and not request.gradient_checkpointing:
-        raise BadInput(
-            "a policy without checkpointing", where="--checkpoint-policy", remedy="give --gradient-checkpointing as well"
-        )
+    _require_company(request, spec)
+    policy = _policy(request)
     lengths = _lengths(request)
     usual = engine.precision(dtype) if quantization is None else engine.base_precision(dtype, quantization)
     precision = request.precision or usual
@@ -142,6 +108,78 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
         whole_base=quantization is not None and (request.whole_base or isinstance(quantization, PackedWeights)),
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
     )
+
+
+def _require_counts(request: Request) -> None:
+    """Refuse counts that are none.
+
+    Raises:
+        BadInput: naming the flag.
+    """
+    for where, value in (
+        ("--micro-batch", request.micro_batch),
+        ("--seq-len", request.seq_len),
+        ("--source-len", request.source_len),
+        ("--target-len", request.target_len),
+        ("--grad-accum", request.grad_accum),
+        ("--lora-rank", request.lora_rank),
+        ("--images", request.images or None),
+        ("--image-size", request.image_size),
+        ("--eval-batch", request.eval_batch),
+        ("--eval-logits", request.eval_logits or None),
+    ):
+        if value is not None and not 1 <= value <= _MOST:
+            raise BadInput(f"{value} is out of range", where=where, remedy="use a whole number above zero")
+
+
+def _quantization(request: Request) -> Quantization | PackedWeights | None:
+    """The format of the base.
+
+    Raises:
+        BadInput: adapters' targets without adapters, or a base that nothing is trained beside.
+    """
+    if request.lora_targets and request.lora_rank is None:
+        raise BadInput("targets without a rank", where="--lora-targets", remedy="give --lora-rank 16 as well")
+    quantization = None if request.quantize is None else parse_quantization(request.quantize)
+    if quantization is not None and request.lora_rank is None and not request.built:
+        raise BadInput(
+            "a quantised base is frozen", where=request.quantized_by, remedy="give --lora-rank 16 to train adapters beside it"
+        )
+    return quantization
+
+
+def _require_company(request: Request, spec: ModelSpec) -> None:
+    """Refuse values that mean nothing without another, or that the model does not take.
+
+    Raises:
+        BadInput: naming the flag.
+    """
+    if request.adapter_dtype is not None and request.quantize is None:
+        raise BadInput("adapters without a quantised base", where="adapter_dtype", remedy="give quantize as well")
+    if request.image_size is not None and not request.images:
+        raise BadInput("a size without images", where="--image-size", remedy="give --images 1 as well")
+    if request.images:
+        require_images(spec.model_type)
+    if request.images and request.depth == "formula":
+        raise BadInput("images are known to a trace alone", where="--images", remedy="leave --depth out")
+    if request.labelled_share is not None and not 0 < request.labelled_share <= 1:
+        raise BadInput(
+            f"{request.labelled_share} is no share of the tokens", where="--labelled-share", remedy="use 0.15 for 15 %"
+        )
+
+
+def _policy(request: Request) -> CheckpointPolicy:
+    """What is recomputed.
+
+    Raises:
+        BadInput: an unknown policy, or one without checkpointing.
+    """
+    policy = CheckpointPolicy.parse(request.checkpoint_policy)
+    if policy != CheckpointPolicy() and not request.gradient_checkpointing:
+        raise BadInput(
+            "a policy without checkpointing", where="--checkpoint-policy", remedy="give --gradient-checkpointing as well"
+        )
+    return policy
 
 
 def _reduction(request: Request, engine: Engine, dtype: DType) -> DType | None:

@@ -93,6 +93,14 @@ def _layers(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterato
 
 def _choices(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterator[RefusedArgument]:
     """Arguments that exclude each other."""
+    yield from _recomputation(m)
+    yield from _computation(m, layout, work)
+    yield from _experts(m, layout)
+    yield from _attention(m)
+
+
+def _recomputation(m: MegatronModel) -> Iterator[RefusedArgument]:
+    """What is recomputed: a granularity, its method and its number of layers."""
     if m.recompute_granularity not in ("", "full", "selective"):
         yield RefusedArgument(
             f"{m.recompute_granularity[:40]!r} is no granularity", "--recompute-granularity", "use full or selective"
@@ -113,6 +121,10 @@ def _choices(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterat
             yield RefusedArgument("full recomputation of no layers", "--recompute-num-layers", "use 1 or more")
     if m.recompute_granularity != "full" and m.recompute_num_layers:
         yield RefusedArgument("layers to recompute, and no full recomputation", "--recompute-num-layers", "leave it out")
+
+
+def _computation(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterator[RefusedArgument]:
+    """Layers, kernels and precision, and what they need of the layout."""
     if m.normalization not in ("LayerNorm", "RMSNorm"):
         yield RefusedArgument(f"{m.normalization[:40]!r} is no norm", "--normalization", "use LayerNorm or RMSNorm")
     if m.transformer_impl not in ("local", "transformer_engine"):
@@ -144,6 +156,10 @@ def _choices(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterat
         yield RefusedArgument(
             "sequence parallelism without tensor parallelism", "--sequence-parallel", "raise tp, or leave it out"
         )
+
+
+def _experts(m: MegatronModel, layout: ParallelLayout) -> Iterator[RefusedArgument]:
+    """A mixture's experts, its router and its dispatcher."""
     if layout.ep > 1 and not m.num_experts:
         yield RefusedArgument(
             "expert parallelism without experts", "--expert-model-parallel-size", "give --num-experts as well"
@@ -177,6 +193,10 @@ def _choices(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterat
         yield RefusedArgument(what, "--expert-tensor-parallel-size", f"use a divisor of {m.moe_ffn_hidden_size:,}")
     if m.num_experts and m.moe_router_topk > m.num_experts:
         yield RefusedArgument("more experts a token than there are", "--moe-router-topk", "lower it")
+
+
+def _attention(m: MegatronModel) -> Iterator[RefusedArgument]:
+    """Latent attention, and which layers are mixtures."""
     if m.multi_latent_attention and not m.uses_engine:
         what = "Megatron's own attention has keys and values of one width alone"
         yield RefusedArgument(what, "--multi-latent-attention", "use --transformer-impl transformer_engine")

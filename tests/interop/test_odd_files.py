@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[str, str | bytes, str]] = {
         '{"peft_type": "LORA", "r": 16, "target_modules": ["v_proj", "q_proj"], "base_model_name_or_path": "m"}',
         "an adapter on m; give that model with --lora-rank 16 --lora-targets q_proj,v_proj",
     ),
-    "a notebook": ("a.ipynb", '{"cells": [], "nbformat": 4}', "is a notebook"),
+    "a notebook": ("a.ipynb", '{"cells": [], "nbformat": 4}', "builds no arguments"),
     "pickled arguments": ("training_args.bin", b"PK\x03\x04\xff\xfe", "is not UTF-8"),
     "keys of several programs": ("r.yaml", "output_dir: o\nseed: 1\nlora_alpha: 8\nx: 1\ny: 2\nz: 3\nw: 4\n", "say: --program"),
     "branches": ("r.sh", f"if a; then\n torchrun t.py {FLAGS}\nelse\n torchrun u.py {FLAGS}\nfi\n", "holds 2 commands"),

@@ -99,7 +99,7 @@ def test_check_says_what_was_read(script: Path, cli: Any) -> None:
     script.write_text("print(1)")
     code, _, err = cli("check", str(script))
     assert code == 2
-    assert "it builds none" in err
+    assert "builds no arguments of the Trainer and no PipelineModule" in err
 
 
 @pytest.mark.parametrize(

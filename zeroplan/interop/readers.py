@@ -57,7 +57,7 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
     if recipe is not None:
         document = replace(recipe, version=version)
     owner = program_named(program) if program is not None else _owner(document, named)
-    setups = [] if owner is None else [_with_allocator(owner.read(document), document.command)]
+    setups = [] if owner is None else [_with_allocator(_with_script(owner.read(document), document), document.command)]
     if recipe is not None:
         setups = [replace(one, files=(script, *one.files)) for one in setups]
     setups += [read_setup(path) for path in named]
@@ -65,6 +65,20 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
     if flags is not None:
         setups.append(program_named("accelerate").read(flags))
     return join(setups)
+
+
+def _with_script(setup: Setup, document: Document) -> Setup:
+    """Return the setup with what a script's text does not tell, or does beside the arguments that it builds."""
+    script = document.script
+    if script is None:
+        return setup
+    return replace(
+        setup,
+        head=script.head or setup.head,
+        assumed=(*setup.assumed, *script.assumed),
+        unmodelled=(*setup.unmodelled, *script.left_out),
+        open={**setup.open, **script.open},
+    )
 
 
 def _with_allocator(setup: Setup, command: Command | None) -> Setup:

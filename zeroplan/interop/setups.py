@@ -82,6 +82,7 @@ class Setup:
         save_only_model: whether no optimizer states are saved.
         fsdp_version: 1 where FSDP is the older one, whose `engine` is ``fsdp`` if that plans the run.
         pads: whether the program pads each batch to its longest sample, at most `seq_len`, so that lengths vary.
+        open: fields that the file cannot hold and no line of it tells, with what is missing: a flag gives them.
         alloc_conf: what the command line gives ``PYTORCH_ALLOC_CONF``; empty for nothing.
         zero_init: whether the model is built under ``deepspeed.zero.Init``; None where nothing says.
         keys: the key that said each field.
@@ -153,6 +154,7 @@ class Setup:
     save_only_model: bool = False
     fsdp_version: int | None = None
     pads: bool = False
+    open: Mapping[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
     zero_init: bool | None = None
     keys: Mapping[str, str] = field(default_factory=dict)

@@ -214,6 +214,10 @@ def filled(request: Request, setup: Setup) -> Request:
         changes["zero_init"] = setup.zero_init
     if setup.ds_config is not None:
         changes |= _with_ds_config(setup, changes)
+    for field, says in setup.open.items():
+        if getattr(request, field) is None:
+            flag = f"--{field.replace('_', '-')}"
+            changes["unmodelled"] = (*changes["unmodelled"], Unmodelled(flag, Effect.UNKNOWN, says))
     if setup.alloc_conf:
         changes |= _allocator(request, setup, changes["unmodelled"])
     changes["told_by_file"] = True

@@ -12,12 +12,17 @@ from typing import Any
 from zeroplan.core.documents import CONFIG, read_document, text_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import file_kind, read_bytes
+from zeroplan.interop.programs.notebooks import code_of
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
+from zeroplan.interop.programs.script import RunScript, read_script
 from zeroplan.interop.programs.shell import Command, training_command
 from zeroplan.interop.programs.strangers import refuse_other_program
 
 #: Names that end so hold a command line.
 _SCRIPTS = ("sh", "bash", "zsh", "slurm", "sbatch", "txt", "job", "pbs")
+#: What a script has that builds its run's arguments, and what one has that takes them from its command line.
+_MAKES_ARGUMENTS = (b"TrainingArguments(", b"SFTConfig(", b"DPOConfig(", b"Config(\n")
+_PARSES_ARGUMENTS = (b"HfArgumentParser", b"TrlParser", b"parse_args_into_dataclasses")
 #: Folders above a file's own in which a path of it is looked for.
 _FOLDERS_ABOVE = 5
 
@@ -33,6 +38,7 @@ class Document:
         command: the command line that the file holds, if it is a script.
         task: what a flag says that the run does; empty where none does.
         pipeline: what a Python script says of the PipelineModule that it builds.
+        script: what a Python script says of the arguments that it builds.
         version: of its program, where a flag names one.
     """
 
@@ -42,6 +48,7 @@ class Document:
     command: Command | None = field(default=None)
     task: str = ""
     pipeline: PipelineScript | None = None
+    script: RunScript | None = None
     version: str = ""
 
     def has(self, *keys: str) -> tuple[str, ...]:
@@ -81,12 +88,21 @@ def _from_path(path: str) -> Document:
     if path.lower().rpartition(".")[2] in _SCRIPTS:
         text = text_of(read_bytes(path, CONFIG.size), path)
         refuse_other_program(text, path)
-        command = training_command(text, path, lambda program: _builds_pipeline(folder / program))
+        command = training_command(
+            text, path, lambda program: _builds_pipeline(folder / program) or _names_run(folder / program)
+        )
         if _builds_pipeline(script := folder / command.program):
             return Document({}, path, folder, pipeline=_pipeline_of(script, command))
+        if _names_run(script) and (found := _started(script, command)) is not None:
+            return Document(found.data, path, folder, replace(command, flags={}), script=found)
         return Document(command.flags, path, folder, command)
-    if path.lower().endswith(".py"):
-        return Document({}, path, folder, pipeline=_pipeline_of(Path(path), None))
+    if path.lower().endswith((".py", ".ipynb")):
+        text = text_of(read_bytes(path, CONFIG.size), path)
+        text = code_of(text, path) if path.lower().endswith(".ipynb") else text
+        if "PipelineModule" in text:
+            return Document({}, path, folder, pipeline=read_pipeline_script(text, path))
+        found = read_script(text, path)
+        return Document(found.data, path, folder, script=found)
     return Document(interpolated(read_document(path)), path, folder)
 
 
@@ -97,10 +113,25 @@ def _builds_pipeline(script: Path) -> bool:
     return b"PipelineModule(" in script.read_bytes()
 
 
-def _pipeline_of(script: Path, command: Command | None) -> PipelineScript:
+def _names_run(script: Path) -> bool:
+    """Return whether a program is a Python script in reach that makes its arguments itself, not by a parser of transformers."""
+    if script.suffix != ".py" or not os.path.isfile(script) or os.path.getsize(script) > CONFIG.size:
+        return False
+    text = script.read_bytes()
+    return any(word in text for word in _MAKES_ARGUMENTS) and not any(word in text for word in _PARSES_ARGUMENTS)
+
+
+def _started(script: Path, command: Command) -> RunScript | None:
+    """Return what a script says that a command starts; None where it cannot be read, so that the command's flags are all."""
     text = text_of(read_bytes(str(script), CONFIG.size), str(script))
-    if command is None:
-        return read_pipeline_script(text, str(script))
+    try:
+        return read_script(text, str(script), command.flags, command.files, command.environment)
+    except BadInput:
+        return None
+
+
+def _pipeline_of(script: Path, command: Command) -> PipelineScript:
+    text = text_of(read_bytes(str(script), CONFIG.size), str(script))
     found = read_pipeline_script(text, str(script), command.flags, command.files)
     return replace(found, gpus=command.gpus, nodes=command.nodes)
 

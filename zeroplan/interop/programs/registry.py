@@ -85,6 +85,8 @@ def owner_of(document: Document) -> Program:
     Raises:
         BadInput: when no program would take it, or several would.
     """
+    if document.script is not None:
+        return PROGRAMS[document.script.program]
     if document.command is None:
         refuse_stranger(document.data, document.name)
     showing = [one for one in PROGRAMS.values() if one.recognises(document)]

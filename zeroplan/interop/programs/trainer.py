@@ -14,7 +14,14 @@ from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.versions import TRANSFORMERS
-from zeroplan.interop.programs.adapters import BYTES, set_dropout, set_quantisation, set_targets, set_weights_dtype
+from zeroplan.interop.programs.adapters import (
+    BYTES,
+    set_attention,
+    set_dropout,
+    set_quantisation,
+    set_targets,
+    set_weights_dtype,
+)
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.examples import read_example, read_script_name
@@ -415,6 +422,8 @@ class HfTrainer(Program):
             run.set("engine", "ddp")
         run.take_model(*_MODELS)
         _script_task(run)
+        if document.script is not None:
+            set_attention(run, "attn_implementation")
         for key in _LENGTHS:
             if run.number(key) is not None:
                 run.count("seq_len", key)

@@ -258,6 +258,8 @@ def _task(run: Builder) -> str:
         BadInput: nothing decides, and the names of the file, its data or its output speak of another one.
     """
     command = run.document.command
+    if run.document.script is not None and run.document.script.task:
+        return run.document.script.task
     if command is not None:
         said = re.search(r"(sft|dpo|grpo|kto|orpo|cpo|reward|rloo|ppo|bco|gkd)", command.program.rpartition("/")[2])
         if said:

@@ -1,0 +1,196 @@
+"""Python scripts that build the Trainer's arguments: read where the text is sure, and said by line where it is not.
+
+What each would do was taken from running it with recorders in place of transformers, TRL and peft.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zeroplan.core.errors import BadInput
+from zeroplan.interop.readers import read_setup
+from zeroplan.interop.setups import Setup
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+
+HEAD = "import argparse, os, torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
+HEAD += 'model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2", torch_dtype=torch.bfloat16)\n'
+BUILD = 'args = TrainingArguments(output_dir="o", per_device_train_batch_size={})\nTrainer(model=model, args=args).train()\n'
+PARSER = "p = argparse.ArgumentParser()\np.add_argument('-b', '--batch-size', dest='bs', type=int, default=4)\n"
+
+
+def setup_of(folder: Path, source: str, line: str = "") -> Setup:
+    (folder / "train.py").write_text(source)
+    if not line:
+        return read_setup(str(folder / "train.py"))
+    (folder / "run.sh").write_text(line + "\n")
+    return read_setup(str(folder / "run.sh"))
+
+
+SURE: dict[str, tuple[str, str, str, int]] = {
+    "a number": ("", "4", "", 4),
+    "a name": ("bs = 4\n", "bs", "", 4),
+    "arithmetic": ("n = 64\n", "n // 4 if n > 8 else 2", "", 16),
+    "a walrus": ("", "(bs := 4)", "", 4),
+    "a dict": ("cfg = {'train': {'bs': 4}}\n", "cfg['train']['bs']", "", 4),
+    "a dataclass": ("@dataclass\nclass C:\n    bs: int = field(default=4)\nc = C()\n", "c.bs", "", 4),
+    "a dataclass's own": ("@dataclass\nclass C:\n    bs: int = 4\nc = C(bs=16)\n", "c.bs", "", 16),
+    "a class": ("class C:\n    bs = 4\n", "C.bs", "", 4),
+    "a parser's default": (PARSER + "a = p.parse_args()\n", "a.bs", "", 4),
+    "a flag": (PARSER + "a = p.parse_args()\n", "a.bs", "torchrun --nproc_per_node 2 train.py --batch-size 16", 16),
+    "a short flag": (PARSER + "a, _ = p.parse_known_args()\n", "a.bs", "python train.py -b 16", 16),
+    "an abbreviated flag": (PARSER + "a = p.parse_args()\n", "a.bs", "python train.py --batch 16", 16),
+    "a variable of the shell": ("", "int(os.environ['BS'])", "export BS=32\npython train.py", 32),
+}
+
+
+@pytest.mark.parametrize("kind", SURE)
+def test_what_the_text_tells(kind: str, tmp_path: Path) -> None:
+    before, value, line, expected = SURE[kind]
+    setup = setup_of(tmp_path, HEAD + before + BUILD.format(value), line)
+    assert (setup.program, setup.micro_batch, setup.model_dtype) == ("hf-trainer", expected, "bf16")
+    assert not setup.unmodelled
+
+
+UNSURE: dict[str, tuple[str, str]] = {
+    "bound twice": ("bs = 4\nbs = 16\n", "bs"),
+    "a branch": ("if os.path.exists('x'):\n    bs = 4\nelse:\n    bs = 16\n", "bs"),
+    "augmented": ("bs = 4\nbs *= 4\n", "bs"),
+    "the environment": ("", "int(os.environ.get('BS', '4'))"),
+    "an import": ("bs = 4\nfrom config import bs\n", "bs"),
+    "a file": ("import json\ncfg = json.load(open('c.json'))\n", "cfg['bs']"),
+    "a parameter": ("def f(bs):\n    return bs\nbs = 4\n", "bs"),
+    "a loop": ("for bs in (4, 16):\n    pass\n", "bs"),
+    "a pattern": ("bs = 4\nmatch {'bs': 32}:\n    case {'bs': bs}:\n        pass\n", "bs"),
+    "a parser's field that is assigned": (PARSER + "a = p.parse_args()\na.bs *= 4\n", "a.bs"),
+    "a parser's defaults that are set": (PARSER + "p.set_defaults(bs=16)\na = p.parse_args()\n", "a.bs"),
+    "a dict that is updated": ("cfg = {'bs': 4}\ncfg.update(bs=32)\n", "cfg['bs']"),
+    "a dict under another name": ("cfg = {'bs': 4}\nother = cfg\nother['bs'] = 32\n", "cfg['bs']"),
+    "a dict that a function gets": ("def f(d):\n    d['bs'] = 32\ncfg = {'bs': 4}\nf(cfg)\n", "cfg['bs']"),
+    "a dict that a method gets": ("cfg = {'bs': 4}\nobject.f(cfg)\n", "cfg['bs']"),
+    "a part of a dict": ("cfg = {'t': {'bs': 4}}\nt = cfg['t']\nt['bs'] = 32\n", "cfg['t']['bs']"),
+    "a class's field that is assigned": ("class C:\n    bs = 4\nC.bs = 16\n", "C.bs"),
+    "a dataclass with __post_init__": (
+        "@dataclass\nclass C:\n    bs: int = 4\n    def __post_init__(self):\n        self.bs *= 4\nc = C()\n",
+        "c.bs",
+    ),
+    "GPUs": ("", "32 if torch.cuda.device_count() > 1 else 4"),
+}
+
+
+@pytest.mark.parametrize("kind", UNSURE)
+def test_what_the_text_does_not_tell_is_said_by_its_line(kind: str, tmp_path: Path) -> None:
+    before, value = UNSURE[kind]
+    source = HEAD + before + BUILD.format(value)
+    (one,) = [one for one in setup_of(tmp_path, source).unmodelled if one.key == "per_device_train_batch_size"]
+    number = next(at for at, line in enumerate(source.splitlines(), 1) if "TrainingArguments(output" in line)
+    assert one.says == f"line {number}: {value[:50]} is not told".replace('"', "'")
+    assert one.effect == "unknown"
+
+
+DEEDS: dict[str, tuple[str, str]] = {
+    "fields are assigned": ("args.per_device_train_batch_size = 32\n", "args.per_device_train_batch_size"),
+    "fields are set by name": ("for k in ('a',):\n    setattr(args, k, 1)\n", "args"),
+    "another name": ("b = args\nb.bf16 = True\n", "b.bf16"),
+    "a copy": ("import dataclasses\nargs = dataclasses.replace(args, bf16=True)\n", "args"),
+    "frozen parts": ("for n, q in model.named_parameters():\n    q.requires_grad = 'x' in n\n", "requires_grad"),
+    "a frozen tower": ("model.transformer.requires_grad_(False)\n", "requires_grad"),
+    "more rows": ("model.resize_token_embeddings(60000)\n", "resize_token_embeddings"),
+    "a compiled model": ("model = torch.compile(model)\n", "torch.compile"),
+    "other code": ("import t\nt.Attention.forward = lambda *a: 0\n", "t.Attention.forward"),
+    "Liger": ("import l\nl.apply_liger_kernel_to_llama()\n", "apply_liger_kernel_to_llama"),
+    "a cast": ("model = model.to(torch.float32)\n", "dtype of the model"),
+    "a second model": ("b = AutoModelForCausalLM.from_pretrained('x')\n", "models"),
+    "checkpoints on a condition": (
+        "if os.path.exists('x'):\n    model.gradient_checkpointing_enable()\n",
+        "gradient_checkpointing_enable",
+    ),
+    "another tuner": ("import peft\nc = peft.PrefixTuningConfig()\n", "adapters"),
+}
+
+
+@pytest.mark.parametrize("kind", DEEDS)
+def test_what_a_script_does_beside_its_arguments_is_listed(kind: str, tmp_path: Path) -> None:
+    deed, key = DEEDS[kind]
+    found = setup_of(tmp_path, HEAD + BUILD.format(4).replace("Trainer(", deed + "Trainer(", 1)).unmodelled
+    assert key in {one.key for one in found}
+
+
+LORA = "import peft\nc = peft.LoraConfig(r=16, target_modules=['c_attn'], lora_dropout=0.05)\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "rank", "said"),
+    [
+        ("model = peft.get_peft_model(model, c)\n", 16, set()),
+        ("if False:\n    model = peft.get_peft_model(model, c)\n", None, {"adapters"}),
+        ("if os.path.exists('x'):\n    model = peft.get_peft_model(model, c)\n", 16, {"adapters"}),
+        ("c.r = 64\nmodel = peft.get_peft_model(model, c)\n", 16, {"c.r"}),
+        ("", None, {"adapters"}),
+    ],
+)
+def test_adapters(lines: str, rank: int | None, said: set[str], tmp_path: Path) -> None:
+    setup = setup_of(tmp_path, HEAD + LORA + lines + BUILD.format(4))
+    assert (setup.lora_rank, {one.key for one in setup.unmodelled}) == (rank, said)
+    assert setup.lora_targets == (("c_attn",) if rank else ())
+
+
+def test_qlora_with_trls_trainer(tmp_path: Path) -> None:
+    source = (
+        "from transformers import AutoModelForCausalLM, BitsAndBytesConfig\nfrom trl import SFTConfig, SFTTrainer\n"
+        "import peft\n"
+        "q = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True)\n"
+        "m = AutoModelForCausalLM.from_pretrained('gpt2', quantization_config=q, attn_implementation='eager')\n"
+        "SFTTrainer(model=m, args=SFTConfig(max_length=256), peft_config=peft.LoraConfig(r=4, target_modules='all-linear'))\n"
+    )
+    setup = setup_of(tmp_path, source)
+    assert (setup.program, setup.task, setup.quantize, setup.lora_rank, setup.seq_len) == ("trl", "sft", "nf4", 4, 256)
+    assert (setup.attn, setup.lora_targets, setup.gradient_checkpointing) == ("eager", (), True)
+
+
+REFUSED = {
+    "no arguments": ("print(1)\n", "builds no arguments of the Trainer"),
+    "accelerate": ("a = Accelerator()\n", r"a loop of its own over accelerate \(line 1\)"),
+    "deepspeed": ("import deepspeed\ndeepspeed.initialize(model=m)\n", r"a loop of its own over DeepSpeed \(line 2\)"),
+    "a parser of transformers": ("HfArgumentParser((A,)).parse_args_into_dataclasses()\n", "from the command line"),
+    "two sets": (HEAD + BUILD.format(4) * 2, r"builds 2 sets of arguments \(lines 4, 6\)"),
+    "a loop": (HEAD + "for b in (1, 2):\n    args = TrainingArguments(per_device_train_batch_size=b)\n", "in a loop"),
+    "exec": (HEAD + "exec(open('c.py').read())\n" + BUILD.format(4), r"binds names in a way that no text tells \(line 4\)"),
+    "Unsloth": (
+        HEAD.replace("AutoModelForCausalLM", "FastLanguageModel") + BUILD.format(4),
+        r"trains by Unsloth \(line 3\)",
+    ),
+    "no Python": ("def f(:\n", "is no Python"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_one_run_is_refused(kind: str, tmp_path: Path) -> None:
+    source, said = REFUSED[kind]
+    with pytest.raises(BadInput, match=said) as caught:
+        setup_of(tmp_path, source)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_notebook_is_read_without_its_magics(tmp_path: Path) -> None:
+    cells = [["!pip install transformers\n", "%matplotlib inline\n", *HEAD.splitlines(True)], BUILD.format(4)]
+    notebook = {"nbformat": 4, "cells": [{"cell_type": "code", "source": one} for one in cells]}
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps(notebook))
+    assert read_setup(str(path)).micro_batch == 4
+
+
+def test_a_length_that_no_line_tells_is_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEAD + BUILD.format(2))
+    request = {"model": None, "files": (str(tmp_path / "train.py"),), "gpu": "H100"}
+    (plan,) = estimate_report(Request(**request)).plans
+    assert (plan.fits, [one.key for one in plan.unmodelled if one.effect == "unknown"]) == (None, ["--seq-len"])
+    (plan,) = estimate_report(Request(**request, seq_len=256)).plans
+    assert plan.fits is True
+    (tmp_path / "train.py").write_text(
+        HEAD + "def f(t):\n    return tok(t, truncation=True, max_length=256)\n" + BUILD.format(2)
+    )
+    assert estimate_report(Request(**request)).plans[0].gpu == plan.gpu

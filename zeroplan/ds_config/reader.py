@@ -414,7 +414,7 @@ def _without_files(reading: Reading, zero: ZeroConfig) -> list[str]:
 
 _OF_ALL = "changes memory in a way that is not modelled: plans leave it out"
 #: Keys that divide a model or its samples among ranks, and where that is planned.
-_LAYOUTS = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size")
+_LAYOUTS = ("tensor_parallel", "sequence_parallel_size", "data_parallel_size", "expert_parallel")
 _OF_LAYOUTS = "ranks share a model or its samples: estimate and explain plan it, a search counts data parallelism alone"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from zeroplan.core.zero_config import NEWEST_DEEPSPEED
@@ -40,6 +41,13 @@ def _size(v: View) -> int:
     return size if isinstance(size, int) else 1
 
 
+def _groups(v: View) -> bool:
+    """Return whether the numbers of groups, and of those that tokens are limited to, are possible."""
+    groups, limited = _said(v, "num_expert_groups"), _said(v, "num_limited_groups")
+    counts = all(one is None or _count(one, 1) for one in (groups, limited))
+    return counts and (groups is None or limited is None or limited <= groups)
+
+
 def _word(key: str, words: tuple[str, ...]) -> Rule:
     return Rule(
         f"autoep.{key}",
@@ -53,8 +61,91 @@ def _word(key: str, words: tuple[str, ...]) -> Rule:
     )
 
 
+def _count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and value >= least
+
+
+def _attribute(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and value != "" and "." not in value)
+
+
+_PRESETS = ("mixtral", "qwen3_moe", "qwen3_5_moe", "deepseek_v2", "deepseek_v3", "minimax_m3")
+_ACTIVATIONS = ("swiglu", "geglu_tanh", "swiglu_clamped", "swiglu_oai")
+#: Keys with their defaults, which values they take, and what they have to be.
+_VALUES: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
+    ("autoep_size", 1, lambda value: _count(value, 1), "a whole number above zero"),
+    ("comm_num_sm", 12, lambda value: _count(value, 1), "a whole number above zero"),
+    ("comm_qp_margin", 4, lambda value: _count(value, 0), "a whole number, not below zero"),
+    ("comm_max_tokens_per_rank", 0, lambda value: _count(value, 0), "a whole number, not below zero"),
+    ("preset_model", None, lambda value: value is None or value in _PRESETS, f"one of {', '.join(_PRESETS)}"),
+    ("expert_activation", None, lambda value: value is None or value in _ACTIVATIONS, f"one of {', '.join(_ACTIVATIONS)}"),
+    ("has_shared_experts", None, lambda value: value is None or isinstance(value, bool), "true or false"),
+    ("routed_scaling_factor", "auto", lambda value: value == "auto" or isinstance(value, (int, float)), "a number, or auto"),
+    *(
+        (name, None, _attribute, "the name of an attribute, without dots")
+        for name in (
+            *("expert_w1", "expert_w2", "expert_w3", "num_experts_attr", "top_k_attr", "router_pattern", "expert_pattern"),
+            *("shared_experts_pattern", "shared_experts_gate_pattern"),
+        )
+    ),
+)
+
+
+def _value(key: str, default: Any, takes: Callable[[Any], bool], what: str) -> Rule:
+    return Rule(
+        f"autoep.{key}",
+        _E,
+        At.ENGINE,
+        f"{_EP}.{key}",
+        _AE,
+        lambda v: _on(v) and not takes(_said(v, key, default)),
+        f"has to be {what}",
+        "mend it, or leave it out",
+    )
+
+
+def _switch(key: str) -> Rule:
+    return Rule(
+        f"autoep.{key}",
+        _E,
+        At.ENGINE,
+        f"{_EP}.{key}",
+        _AE,
+        lambda v: v.zero.deepspeed == NEWEST_DEEPSPEED and _on(v) and not isinstance(_said(v, key, False), bool),
+        "has to be true or false",
+        "write true or false",
+    )
+
+
 AUTOEP_REFUSALS = (
     *(_word(key, words) for key, words in _WORDS.items()),
+    *(_value(*row) for row in _VALUES),
+    *(_switch(key) for key in ("validate_folding_routing", "async_split_plan")),
+    Rule(
+        "autoep.fused_sum",
+        _E,
+        At.ENGINE,
+        f"{_EP}.combine_impl",
+        _AE,
+        lambda v: (
+            _on(v)
+            and _said(v, "combine_impl") == "fused_weighted_sum"
+            and _said(v, "comm_backend") == "deepep"
+            and _size(v) > 1
+        ),
+        "DeepEP adds a token's rows itself, so that nothing is left to fuse",
+        'set comm_backend to "comm", or remove it',
+    ),
+    Rule(
+        "autoep.limited_groups",
+        _E,
+        At.ENGINE,
+        f"{_EP}.num_limited_groups",
+        _AE,
+        lambda v: _on(v) and not _groups(v),
+        "groups of experts are at least one, and of them no more are chosen than there are",
+        "mend num_expert_groups and num_limited_groups",
+    ),
     Rule(
         "autoep.load_balance",
         _E,

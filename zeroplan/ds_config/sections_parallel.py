@@ -53,7 +53,35 @@ TENSOR_PARALLEL = section(
     other("replace_with_kernel_inject", BOOL, False, alias="kernel_inject"),
 )
 
-EXPERT_PARALLEL = section("expert_parallel", Mode.OPEN, "module_inject/auto_ep_config.py")
+_ANY = ValueKind.ANY  # DeepSpeed's parser takes values as they are, and the engine checks them (rules_autoep.py)
+
+EXPERT_PARALLEL = section(
+    "expert_parallel",
+    Mode.PLAIN,
+    "module_inject/auto_ep_config.py",
+    *(
+        other(name, _ANY, default)
+        for name, default in (("enabled", False), ("autoep_size", 1), ("expert_tensor_parallel_size", 1))
+    ),
+    *(other(name, _ANY, False) for name in ("validate_folding_routing", "async_split_plan", "disable_triton_grouped_mm")),
+    other("use_grouped_mm", _ANY, True),
+    *(other(name, _ANY, "auto") for name in ("score_apply", "combine_impl", "row_weighting_impl", "score_func", "top_k")),
+    other("gate_up_impl", _ANY, "separate"),
+    other("comm_backend", _ANY, "comm"),
+    other("comm_num_sm", _ANY, 12),
+    other("comm_qp_margin", _ANY, 4),
+    other("comm_max_tokens_per_rank", _ANY, 0),
+    other("route_scale", _ANY, 1.0),
+    other("routed_scaling_factor", _ANY, "auto"),
+    *(
+        other(name, _ANY, optional=True)
+        for name in (
+            *("preset_model", "moe_layer_pattern", "expert_pattern", "router_pattern", "route_norm", "num_expert_groups"),
+            *("num_limited_groups", "load_balance_coeff", "expert_w1", "expert_w2", "expert_w3", "num_experts_attr"),
+            *("top_k_attr", "has_shared_experts", "shared_experts_pattern", "shared_experts_gate_pattern", "expert_activation"),
+        )
+    ),
+)
 
 WEIGHT_QUANTIZATION = section(
     "weight_quantization",

@@ -375,6 +375,10 @@ class Engine(ABC):
         """Whether a rank calls any collective, as a single one does whose program joins a process group."""
         return True
 
+    def other_contexts(self, layout: ParallelLayout) -> int:
+        """How many other ranks' processes have a context on the GPU that bears the most of them."""
+        return 0
+
     def outside_torch(
         self, workload: Workload, zero: ZeroConfig, cluster: Cluster, *, pinned: int = 0, layout: ParallelLayout | None = None
     ) -> Outside:
@@ -397,6 +401,7 @@ class Engine(ABC):
             pinned=pinned,
             measured=self.measured and layout is None,
             collectives=self.calls_collectives(workload, ranks),
+            other_contexts=self.other_contexts(ranks),
         )
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:

@@ -37,6 +37,8 @@ SENDING = 157 * MIB
 FURTHER_COMMUNICATOR = 486 * MIB
 FURTHER_ALONE = 388 * MIB
 PAIRS = 640 * MIB
+#: The context of another rank's process, which runs nothing there (R12, R13, A00 and A01 in benchmarks/results).
+OTHER_CONTEXT = 524 * MIB
 #: The device maps pinned host memory by pages of 4 KiB with entries of 8 bytes: 1/512 of the bytes pinned.
 PINNED_PER_TABLE_BYTE = 512
 
@@ -105,7 +107,8 @@ def host_rss(
 class Outside:
     """Bytes of one rank's device memory outside torch's allocator; `spread` is how far off the sum may be.
 
-    `rollout` is what an engine takes that generates on the same GPU while the model trains.
+    `rollout` is what an engine takes that generates on the same GPU while the model trains. `others` are contexts that other
+    ranks' processes have there.
     """
 
     context: int
@@ -114,11 +117,12 @@ class Outside:
     page_tables: int
     spread: int
     rollout: int = 0
+    others: int = 0
 
     @property
     def total(self) -> int:
         """Bytes of one rank's device memory outside torch's allocator."""
-        return self.context + self.kernels + self.nccl + self.page_tables + self.rollout
+        return self.context + self.kernels + self.nccl + self.page_tables + self.rollout + self.others
 
 
 def outside_torch(
@@ -129,6 +133,7 @@ def outside_torch(
     pinned: int = 0,
     measured: bool = True,
     collectives: bool = True,
+    other_contexts: int = 0,
 ) -> Outside:
     """Return the bytes that NVML shows beyond the allocator's reserved ones.
 
@@ -139,6 +144,7 @@ def outside_torch(
         pinned: bytes of host memory that the rank pins.
         measured: whether the engine's own part was measured.
         collectives: whether the process calls any.
+        other_contexts: ranks whose processes have a context on the GPU beside this one's.
     """
     flash = workload.attn is not Attention.EAGER and workload.dtype is not DType.FP32
     known = measured and capability == _MEASURED_CAPABILITY
@@ -148,4 +154,5 @@ def outside_torch(
         nccl=nccl,
         page_tables=pinned // PINNED_PER_TABLE_BYTE,
         spread=MEASURED_SPREAD if known else GUESSED_SPREAD,
+        others=OTHER_CONTEXT * other_contexts,
     )

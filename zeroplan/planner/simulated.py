@@ -160,6 +160,7 @@ def _outside_lines(outside: Outside) -> list[PlanLine]:
     always = ("init", "forward", "backward", "step")
     parts = (
         (Buffer.CONTEXT, outside.context, "measured: the CUDA context"),
+        (Buffer.CONTEXT, outside.others, "measured: contexts of other ranks' processes"),
         (Buffer.CONTEXT, outside.kernels, "measured: kernels that CUDA loads as they are called"),
         (Buffer.CONTEXT, outside.page_tables, "pinned / 512: entries of 8 bytes for pages of 4 KiB"),
         (Buffer.NCCL, outside.nccl, "measured: NCCL's buffers and kernels"),

@@ -190,3 +190,12 @@ def test_what_of_the_section_is_not_planned_is_named(changed: dict[str, Any]) ->
     (plan,) = estimate_report(asked(ds_config=changed)).plans
     assert plan.fits is None
     assert "tensor_parallel" in [one.key for one in plan.unmodelled]
+
+
+def test_the_first_card_bears_the_other_ranks_contexts() -> None:
+    """R12, R13, A00 and A01: 2004 MiB outside torch on the second card, and 522 to 526 more on the first."""
+    engine, cluster = find_engine("deepspeed"), Cluster(gpus=2)
+    found = engine.outside_torch(Workload(), ZeroConfig.of(2), cluster, layout=ParallelLayout(gpus=2, tp=2))
+    assert found.total / 2**20 == pytest.approx(2528, abs=10)
+    assert engine.other_contexts(ParallelLayout(gpus=8, tp=8)) == 7
+    assert not engine.outside_torch(Workload(), ZeroConfig.of(2), Cluster(gpus=8)).others

@@ -283,6 +283,12 @@ class DeepSpeed(Engine):
 
         return nccl_bytes(workload, zero, layout)
 
+    def other_contexts(self, layout: ParallelLayout) -> int:
+        """AutoTP sends the first batch of each group's first rank to the others, as objects: its tensors are made again on that
+        rank's GPU, in the others' processes (engine.py, ``check_dataloader_inputs_same_across_ranks``).
+        """
+        return layout.tp - 1
+
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
         """See :func:`zeroplan.engines.deepspeed.process.host_rss`."""
         from zeroplan.engines.deepspeed.process import host_rss

@@ -49,18 +49,21 @@ def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> 
     and ranks with the same ones. Stage 3 shards AutoEP's routers in DeepSpeed's own clone of torch's default group, and the
     rest in that one (stepped_groups.py, routers).
 
+    Where AutoTP's ranks are all, gradients are reduced in a group of one rank (R12, R13, A00, A01: 2004 MiB outside torch).
+
     A pipeline stage has the communicators that two stages were measured with, and one more for its second neighbour. Stages 0
     to 2 reduce in a group of DeepSpeed's own, stage 3 in torch's default one, of which transformers' Trainer asks collectives,
     too. A single rank at stage 3 asks for a second one with fp16 alone, whose overflow flag is all-reduced.
     Sources: runtime/pipe/topology.py, PipelineParallelGrid; runtime/pipe/p2p.py; utils/groups.py, _clone_world_group; measured:
     ds2_two, ds2_offload, trl_sft_lora_zero2, trainer_ds2 and, at stage 3, ds3_two (benchmarks/from_files).
     """
+    alone = layout.tp > 1 and layout.dp == 1
     two_groups = workload.in_trainer and zero.stage < 3
     if layout.world_size > 1:
         stages = _STAGES + ONE_COMMUNICATOR * (layout.pp > _MEASURED_STAGES) if layout.pp > 1 else 0
         experts = (PAIRS + FURTHER_COMMUNICATOR) * layout.own_experts
         experts += FURTHER_COMMUNICATOR * (layout.auto_ep and zero.stage == 3)
-        own = ONE_COMMUNICATOR + FURTHER_COMMUNICATOR if two_groups else _NCCL
+        own = ONE_COMMUNICATOR + FURTHER_COMMUNICATOR if two_groups else FURTHER_ALONE if alone else _NCCL
         return own + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1) + stages + experts
     return FURTHER_ALONE if two_groups or (zero.stage == 3 and workload.dtype is DType.FP16) else 0
 

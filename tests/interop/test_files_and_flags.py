@@ -40,3 +40,23 @@ def test_flags_of_another_machine_are_told(cli: Cli, tmp_path: Path, verb: str) 
     out = cli(*words, "--gpus", "2")[1]
     assert "2 GPUs a node by the flags, where num_processes makes it 4" in out
     assert json.loads(out)
+
+
+@pytest.mark.parametrize("verb", ["estimate", "recommend", "check"])
+def test_one_gpu_is_one_where_it_is_asked_for(cli: Cli, tmp_path: Path, verb: str) -> None:
+    """Four would each hold a quarter: a plan of them for the one there is would be a false promise."""
+    path = tmp_path / "accelerate.yaml"
+    path.write_text("distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n")
+    words = ("check", str(path), *ASKED[:-2]) if verb == "check" else (verb, *ASKED[:-2], "--from", str(path))
+    engine = ("--engine", "fsdp2") if verb == "recommend" else ()
+
+    def gpus(*more: str) -> int:
+        answer = json.loads(cli(*words, *engine, *more, "--json")[1])
+        return int((answer.get("cluster") or answer["estimate"]["cluster"])["gpus"])
+
+    assert (gpus(), gpus("--gpus", "1"), gpus("--gpus", "2")) == (4, 1, 2)
+    assert "1 GPUs a node by the flags, where num_processes makes it 4" in " ".join(
+        cli(*words, *engine, "--gpus", "1")[1].split()
+    )
+    following = cli(*words, *engine, "--gpus", "1")[1].partition("Next: ")[2].replace("\\\n", " ")
+    assert verb == "recommend" or " --gpus 1 " in following

@@ -71,6 +71,12 @@ def check(
         found = _filled_config(setup, None if gpus is None else gpus * request.nodes, version, request.engine)
     starts = found is None or found.runs_filled
     request = replace(request, model=model, files=tuple(files), program=program, gpus=gpus or request.gpus)
+    if gpus == 1:
+        request = replace(request, ones=(*request.ones, "gpus"))
+    if setup is not None:
+        from zeroplan.planner.from_files import told_of_machine
+
+        setup = told_of_machine(setup, request)
     report = _planned(request, setup) if starts else None
     if as_json:
         show(json.dumps(_json(setup, found, report, _version(request.engine, version)), indent=2))

@@ -233,8 +233,8 @@ OPTIONS: dict[str, Any] = {
     ),
     "save_only_model": _option(bool, "--save-only-model", "Save no optimizer states.", _WORK),
     "from_scratch": _option(bool, "--from-scratch", "Weights are initialised: no host reads pretrained ones.", _WORK),
-    "gpus": _option(int, "--gpus", "GPUs a node.", _CLUSTER),
-    "nodes": _option(int, "--nodes", "Nodes.", _CLUSTER),
+    "gpus": _option(int | None, "--gpus", "GPUs a node. [1, or as the file says]", _CLUSTER),
+    "nodes": _option(int | None, "--nodes", "Nodes. [1, or as the file says]", _CLUSTER),
     "gpu": _option(
         str | None, "--gpu", "A preset, with a count if you like: H100, 4xA100-80G, …", _CLUSTER, names=complete.gpus
     ),
@@ -299,6 +299,8 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "seq_len": lambda text: None if text is None else parse_tokens(text, where="--seq-len"),
     "source_len": lambda text: None if text is None else parse_tokens(text, where="--source-len"),
     "target_len": lambda text: None if text is None else parse_tokens(text, where="--target-len"),
+    "gpus": lambda count: 1 if count is None else count,
+    "nodes": lambda count: 1 if count is None else count,
     "files": lambda paths: tuple(paths or ()),
     "lora_targets": lambda text: tuple(name.strip() for name in (text or "").split(",") if name.strip()),
 }
@@ -324,7 +326,8 @@ def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[...
         @wraps(verb)
         def run(**values: Any) -> None:
             given = {name: values.pop(name) for name in shared if name not in own}
-            verb(Request(**{name: _READERS.get(name, _same)(value) for name, value in given.items()}), **values)
+            ones = tuple(name for name in ("gpus", "nodes") if given.get(name) == 1)
+            verb(Request(**{name: _READERS.get(name, _same)(value) for name, value in given.items()}, ones=ones), **values)
 
         keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in asked]
         run.__signature__ = inspect.Signature(keywords)  # type: ignore[attr-defined]
@@ -380,7 +383,8 @@ def recommend_words(request: Request) -> list[str]:
     given = chosen(request)
     if any(name in given for name in _ANOTHER_RUN) or ("checkpoint_policy" in given and request.gradient_checkpointing):
         return []
-    words = ["zeroplan", "recommend", *_words(given, _FOR_RECOMMEND)]
+    ones = dict.fromkeys(request.ones if request.files else (), 1)
+    words = ["zeroplan", "recommend", *_words(given | ones, _FOR_RECOMMEND)]
     if (request.micro_batch or request.grad_accum) and not request.files and request.ds_config is None:
         ranks = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu).layout.world_size
         words += ["--global-batch", str(ranks * (request.micro_batch or 1) * (request.grad_accum or 1))]
@@ -413,7 +417,7 @@ def _words(given: Mapping[str, Any], names: Iterable[str]) -> list[str]:
 
 def chosen(request: Request) -> dict[str, Any]:
     """Return the fields of the request that differ from their defaults."""
-    values = {field.name: (getattr(request, field.name), field.default) for field in fields(request)}
+    values = {field.name: (getattr(request, field.name), field.default) for field in fields(request) if field.name != "ones"}
     return {name: value for name, (value, default) in values.items() if value != default}
 
 

@@ -54,7 +54,13 @@ Smallest = Annotated[
     bool, typer.Option("--smallest", rich_help_panel=_SEARCH, help="--layouts on the fewest nodes that train the model.")
 ]
 Nodes = Annotated[
-    str, typer.Option("--nodes", rich_help_panel="Cluster", help="Nodes; ? asks for the fewest, as --smallest.", metavar="N|?")
+    str | None,
+    typer.Option(
+        "--nodes",
+        rich_help_panel="Cluster",
+        help="Nodes; ? asks for the fewest, as --smallest. [1, or as the file says]",
+        metavar="N|?",
+    ),
 ]
 Profile = Annotated[str | None, typer.Option("--profile", rich_help_panel=_SEARCH, help="Rates by doctor --calibrate.")]
 NvmePath = Annotated[str, typer.Option("--nvme-path", rich_help_panel=_SEARCH, help="Where swap files may go.")]
@@ -91,7 +97,7 @@ def recommend(
     request: Request,
     gradient_checkpointing: Checkpointing = None,
     compile: flags.SearchedCompile = None,
-    nodes: Nodes = "1",
+    nodes: Nodes = None,
     global_batch: GlobalBatch = None,
     goal: Goal = "throughput",
     candidates: Candidates = None,
@@ -123,7 +129,9 @@ def recommend(
     from zeroplan.search.search_options import SearchOptions
 
     smallest = smallest or nodes == "?"
-    request = replace(request, gradient_checkpointing=bool(gradient_checkpointing), nodes=1 if nodes == "?" else _count(nodes))
+    request = replace(request, gradient_checkpointing=bool(gradient_checkpointing), nodes=_count(nodes))
+    if nodes == "1":
+        request = replace(request, ones=(*request.ones, "nodes"))
     request = replace(request, compile=compile)
     options = SearchOptions(
         global_batch=global_batch,
@@ -165,7 +173,9 @@ def recommend(
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
-def _count(text: str) -> int:
+def _count(text: str | None) -> int:
+    if text in (None, "?"):
+        return 1
     try:
         return int(text)
     except ValueError:

@@ -55,7 +55,7 @@ def told_of_machine(setup: Setup, request: Request) -> Setup:
     said = []
     for field in ("gpus", "nodes"):
         theirs, ours = getattr(setup, field), getattr(machine, field)
-        if theirs is not None and ours not in (1, theirs):
+        if theirs not in (None, ours) and (ours != 1 or field in request.ones):
             what = "GPUs a node" if field == "gpus" else "nodes"
             said.append(f"{ours} {what} by the flags, where {setup.keys.get(field, field)} makes it {theirs}")
     return replace(setup, assumed=(*setup.assumed, *said))
@@ -159,7 +159,7 @@ def filled(request: Request, setup: Setup) -> Request:
         changes["model"] = setup.model
     machine = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)  # --gpu may hold the count
     for field in ("gpus", "nodes"):
-        if getattr(setup, field) is not None and getattr(machine, field) == 1:
+        if getattr(setup, field) is not None and getattr(machine, field) == 1 and field not in request.ones:
             changes[field] = getattr(setup, field)
     if setup.engine is not None and not _reads_ds_config_itself(request, setup):
         changes["engine"] = setup.engine

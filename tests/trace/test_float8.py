@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.small_llama import small_llama
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
@@ -16,9 +17,14 @@ from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 
 LAYERS = 3
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": LAYERS,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
-ASKED: dict[str, Any] = {"model": LLAMA, "engine": "fsdp2", "stage": 3, "gpus": 2, "gpu": "H200", "seq_len": 640}
+ASKED: dict[str, Any] = {
+    "model": small_llama(layers=LAYERS),
+    "engine": "fsdp2",
+    "stage": 3,
+    "gpus": 2,
+    "gpu": "H200",
+    "seq_len": 640,
+}
 
 
 @pytest.mark.torch

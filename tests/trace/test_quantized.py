@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.small_llama import small_llama
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.quantization import Quantization
@@ -15,8 +16,7 @@ from zeroplan.planner.estimate import estimate_report, estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 6,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
+LLAMA = small_llama()
 ASKED: dict[str, Any] = {
     "model": LLAMA,
     "engine": "ddp",

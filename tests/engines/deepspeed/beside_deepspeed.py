@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.patience import PATIENCE
+from tests.engines.deepspeed.scripts import rows_of
 
 
 def assert_same_events(script: str, cases: Sequence[dict[str, Any]], folder: Path, python: Path) -> None:
@@ -20,12 +18,6 @@ def assert_same_events(script: str, cases: Sequence[dict[str, Any]], folder: Pat
         folder: where the cases are written.
         python: the interpreter.
     """
-    path = folder / "cases.json"
-    path.write_text(json.dumps(cases))
-    command = [python, str(Path(__file__).parent / script), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    rows = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert [row["id"] for row in rows] == [case["id"] for case in cases], done.stderr[-2000:]
-    for row in rows:
+    for row in rows_of(script, cases, folder, python):
         for what, ours, theirs in zip(("op", "arg", "aux", "bytes", "shapes"), row["ours"], row["theirs"], strict=True):
             assert ours == theirs, f"{row['id']}: {what}"

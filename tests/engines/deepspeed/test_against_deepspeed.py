@@ -6,15 +6,13 @@ the copies that gloo makes would stand between DeepSpeed's; frees are left out, 
 
 from __future__ import annotations
 
-import json
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.patience import PATIENCE
+from tests.engines.deepspeed.scripts import rows_of
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
@@ -98,19 +96,8 @@ def ds_config(case: str) -> dict[str, Any]:
 def allocations(tmp_path_factory: pytest.TempPathFactory, warm_python: Path) -> dict[str, list[list[Any]]]:
     """By case, what DeepSpeed allocates in each phase."""
     cases = [{"id": case, "dtype": CASES[case][1], "shapes": SHAPES, "config": ds_config(case)} for case in CASES]
-    path = tmp_path_factory.mktemp("deepspeed") / "cases.json"
-    path.write_text(json.dumps(cases))
-    script = Path(__file__).parent / "run_on_cpu.py"
-    done = subprocess.run(
-        [warm_python, str(script), str(path)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    lines = [line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert len(lines) == len(cases), done.stderr[-2000:]
-    return {(found := json.loads(line))["id"]: found["phases"] for line in lines}
+    rows = rows_of("run_on_cpu.py", cases, tmp_path_factory.mktemp("deepspeed"), warm_python)
+    return {row["id"]: row["phases"] for row in rows}
 
 
 def chain_stream(width: int, shapes: list[list[int]] = SHAPES) -> ExpandedTape:

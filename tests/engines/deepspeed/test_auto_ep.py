@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from collections import Counter
 from importlib.util import find_spec
 from math import prod
@@ -13,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.engines.deepspeed.beside_deepspeed import assert_same_events
+from tests.engines.deepspeed.scripts import rows_of
 from tests.engines.deepspeed.test_auto_tp import CONFIG
 from tests.engines.test_contract import ledger_and_schedule_differ
-from tests.patience import PATIENCE
 from zeroplan.core.auto_ep import SHARED, with_auto_ep
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -145,12 +143,7 @@ def on_the_host(case: dict[str, Any]) -> Counter[int]:
 @pytest.mark.skipif(not find_spec("deepspeed") or not can_trace(), reason="needs DeepSpeed, torch and transformers")
 def test_a_rank_allocates_what_deepspeeds_engine_does(tmp_path: Path, warm_python: Path) -> None:
     """The same sizes at initialisation, and in the same order in each step."""
-    path = tmp_path / "cases.json"
-    path.write_text(json.dumps(ENGINE))
-    command = [warm_python, str(Path(__file__).parent / "run_auto_ep_engine.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    rows = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert [row["id"] for row in rows] == [case["id"] for case in ENGINE], done.stderr[-2000:]
+    rows = rows_of("run_auto_ep_engine.py", ENGINE, tmp_path, warm_python)
     for case, row in zip(ENGINE, rows, strict=True):
         (_, ours), *our_steps = row["ours"]
         (_, theirs), *their_steps = row["theirs"]

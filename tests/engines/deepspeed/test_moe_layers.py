@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 import zeroplan
-from tests.patience import PATIENCE
+from tests.engines.deepspeed.scripts import rows_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
@@ -65,12 +63,7 @@ REAL = [
 @pytest.mark.long
 def test_a_rank_allocates_what_deepspeed_allocates(tmp_path: Path, warm_python: Path) -> None:
     """The same sizes in the same order, at initialisation and in each step."""
-    path = tmp_path / "cases.json"
-    path.write_text(json.dumps(REAL))
-    command = [warm_python, str(Path(__file__).parent / "run_moe_layers.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    rows = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert [row["id"] for row in rows] == [case["id"] for case in REAL], done.stderr[-2000:]
+    rows = rows_of("run_moe_layers.py", REAL, tmp_path, warm_python)
     for row in rows:
         for ours, theirs in zip(row["ours"], row["theirs"], strict=True):
             assert ours == theirs, row["id"]

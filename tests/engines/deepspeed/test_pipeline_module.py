@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.engines.deepspeed.scripts import rows_of
 from tests.engines.test_contract import ledger_and_schedule_differ
-from tests.patience import PATIENCE
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -169,12 +167,7 @@ def rise(sizes: list[int]) -> tuple[int, int]:
 @pytest.mark.skipif(not find_spec("deepspeed") or not can_trace(), reason="needs DeepSpeed, torch and transformers")
 def test_stages_need_what_deepspeeds_engine_allocates(tmp_path: Path, warm_python: Path) -> None:
     """Every stage's peak and what it leaves behind are those of the real PipelineEngine, step by step, to the byte."""
-    path = tmp_path / "cases.json"
-    path.write_text(json.dumps(REAL))
-    command = [warm_python, str(Path(__file__).parent / "run_pipeline_module.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
-    rows = [json.loads(line.removeprefix("RESULT ")) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    assert [row["id"] for row in rows] == [case["id"] for case in REAL], done.stderr[-2000:]
+    rows = rows_of("run_pipeline_module.py", REAL, tmp_path, warm_python)
     for row, case in zip(rows, REAL, strict=True):
         parameters, least = load_model(case["model"]).parameters, LEAST[case["dtype"]]
         parts = [one.first + 1 for one in layer_stages(parameters, case["stages"], case["partition"])]

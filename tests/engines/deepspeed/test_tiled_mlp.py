@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.engines.deepspeed.scripts import rows_of
 from tests.engines.deepspeed.test_auto_tp import CONFIG
-from tests.engines.deepspeed.tiles import rows_of
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request

@@ -8,16 +8,15 @@ from typing import Any
 
 import pytest
 
+from tests.small_llama import small_llama
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.estimate import estimate_report, estimate_runs
 from zeroplan.planner.request import Request
 
 LAYERS, WIDTH, TOKENS = 6, 256, 2 * 600
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 64}  # fmt: skip
 ASKED: dict[str, Any] = {
-    "model": LLAMA,
+    "model": small_llama(layers=LAYERS, width=WIDTH, vocab=64),
     "engine": "fsdp",
     "stage": 3,
     "gpus": 2,
@@ -133,6 +132,6 @@ def test_of_older_and_newer_versions_nothing_is_known() -> None:
 def test_files_say_which_way_of_checkpointing() -> None:
     file = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "gradient_checkpointing": True, "bf16": True}
     assert read_setup(file, "hf-trainer").reentrant is None
-    assert read_setup({**file, "use_reentrant": "True"}, "hf-trainer").reentrant is True
+    assert read_setup({**file, "use_reentrant": True}, "hf-trainer").reentrant is True
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
     assert read_setup({**file, **kwargs}, "hf-trainer").reentrant is False

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from benchmarks.rows import HERE, TASKS, load_rows, request_of
+from tests.small_llama import small_llama
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.quantization import Quantization
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from tests.runtime.ranks import RankPool
 
 BASES = HERE / "results" / "bases_deepspeed.jsonl"
-LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 6,
-         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
+LLAMA = small_llama()
 ASKED: dict[str, Any] = {
     "model": LLAMA,
     "gpu": "H200",

@@ -192,6 +192,8 @@ TWO_GPUS = (
     Case("R19", QWEN3_MOE, engine="zeroplan", dp=2, ep=2, stage=3, checkpointing=True),
     Case("R16", engine="zeroplan", pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1),
     Case("R17", engine="zeroplan", pp=2, pp_rank=1, stage=1, grad_accum=4, micro_batch=1),
+    Case("R27", engine="zeroplan", pp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1),
+    Case("R28", QWEN2, engine="zeroplan", pp=2, pp_rank=1, stage=1, grad_accum=4, micro_batch=1, schedule="gpipe"),
     Case("R25", engine="zeroplan", cp=2, stage=2, seq_len=8192, micro_batch=1),
     Case("R26", engine="zeroplan", cp=2, stage=3, seq_len=8192, micro_batch=1, checkpointing=True),
     Case("R21", QWEN3_MOE, engine="zeroplan", tp=2, stage=2),

@@ -69,7 +69,7 @@ def request_of(case: Case) -> Request:
         grad_accum=case.grad_accum,
         gradient_checkpointing=case.checkpointing,
         alloc_conf=case.alloc_conf,
-        depth="formula" if case.engine == "zeroplan" and case.pp > 1 else "simulated",
+        depth="simulated",
     )
 
 

@@ -231,7 +231,9 @@ def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -
         inputs_of = partial(_inputs, case, ids, mesh)
         step: Any = partial(_engine_step, engine, inputs_of, case, mark, loss_parallel if case.tp > 1 else nullcontext)
     else:
-        schedule = engine.pipeline_schedule("1F1B", partial(loss_of, model), **metadata_of(model, case))
+        schedule = engine.pipeline_schedule(
+            "GPipe" if case.schedule == "gpipe" else "1F1B", partial(loss_of, model), **metadata_of(model, case)
+        )
         step = partial(_stage_step, engine, partial(run, schedule, [model], ids), mark)
     step.arena = engine.arena
     found: Callable[[int], None] = step

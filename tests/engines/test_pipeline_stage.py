@@ -80,6 +80,16 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(tape: ExpandedTape, sch
     assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
 
 
+@pytest.mark.parametrize(("stage", "number"), [(0, 0), (1, 3), (2, 1), (3, 0)])
+def test_what_the_runtime_keeps_of_a_stage_its_schedule_leaves_alive(tape: ExpandedTape, stage: int, number: int) -> None:
+    layout = ParallelLayout(gpus=8, pp=4)
+    case = Case(load_model(MODEL), WORK, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout, pp_rank=number)
+    engine = find_engine("zeroplan")
+    assert engine.simulates(case)
+    assert not ledger_and_schedule_differ(case, engine, tape)
+    assert not engine.simulates(replace(case, pipeline=PipelineSchedule.ZERO_BUBBLE))
+
+
 def test_gpipe_holds_every_micro_batch_and_1f1b_those_in_flight(tape: ExpandedTape) -> None:
     layout, engine = ParallelLayout(gpus=8, pp=4), find_engine("fsdp2")
     case = Case(load_model(MODEL), WORK, Cluster(gpus=8), ZeroConfig.of(2), parallel=layout)

@@ -25,9 +25,11 @@ from functools import lru_cache
 from itertools import pairwise
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.pipeline_order import PipelineSchedule
 from zeroplan.core.tensor_parallel import EMBEDDING
+from zeroplan.core.workload import Workload
 
 #: Classes of the layers that are no blocks.
 _OTHER_LAYERS = ("Embedding", "RMSNorm", "Linear")
@@ -94,6 +96,18 @@ def chunks_of(
     """
     stages = stages_of(blocks, ranks * chunks)
     return tuple(stages[schedule.stage_of(chunk, rank, ranks)] for chunk in range(chunks))
+
+
+def received_of(stages: Sequence[Stage]) -> int:
+    """Return the tensors that a rank with these stages receives for each micro batch: for each an input unless it is the
+    pipeline's first, and a gradient unless it is the last.
+    """
+    return sum((not stage.is_first) + (not stage.is_last) for stage in stages)
+
+
+def hidden_bytes_of(workload: Workload, layout: ParallelLayout, hidden_size: int) -> int:
+    """Return the bytes of one micro batch's hidden states, which pipeline stages send each other."""
+    return workload.micro_batch * (workload.seq_len or 1) // layout.cp * hidden_size * workload.dtype.bytes
 
 
 def recomputed_groups(stage: Stage, interval: int) -> tuple[int, int, int]:

@@ -62,11 +62,14 @@ class PipelineEngineSchedule(EngineSchedule):
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """The part of a job that is played: a step's micro batches in their order, for so many `steps`."""
+    """The part of a job that is played: a step's micro batches in their order, for so many `steps`. `warm`: the schedule has
+    recorded cuBLAS's workspaces.
+    """
 
     order: PipelineOrder
     steps: int
     cublas_workspace: int = 0
+    warm: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +190,8 @@ def _players(
         base = player.end
         if players:
             player.workspaces = players[0].workspaces
+        elif run.warm:
+            player.workspaces[:2] = [0, 0]
         players.append(player)
     return players
 

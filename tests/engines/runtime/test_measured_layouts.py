@@ -21,6 +21,7 @@ from zeroplan.models.load import load_model
         (ParallelLayout(gpus=4, ep=4), 3, []),
         (ParallelLayout(gpus=4, tp=2), 3, []),
         (ParallelLayout(gpus=4, pp=2), 2, ["--pp"]),
+        (ParallelLayout(gpus=4, cp=2), 3, []),
         (ParallelLayout(gpus=8, tp=2, cp=2), 1, ["--cp"]),
     ],
 )

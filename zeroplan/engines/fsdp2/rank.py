@@ -39,15 +39,18 @@ class Fsdp2Rank(TorchRank):
     @property
     def hidden_bytes(self) -> int:
         """Bytes of one micro batch's hidden states, which pipeline stages send each other."""
-        work = self.workload
-        return work.micro_batch * (work.seq_len or 1) // self.layout.cp * self.hidden_size * work.dtype.bytes
+        from zeroplan.core.pipeline import hidden_bytes_of
+
+        return hidden_bytes_of(self.workload, self.layout, self.hidden_size)
 
     @property
     def received(self) -> int:
-        """Tensors that a pipeline rank receives for each micro batch: for each chunk an input unless it is the pipeline's first
-        stage, and a gradient unless it is the last.
-        """
-        return sum((not stage.is_first) + (not stage.is_last) for stage in self.pipeline_chunks)
+        """Tensors that a pipeline rank receives for each micro batch."""
+        if not self.pipeline_chunks:
+            return 0
+        from zeroplan.core.pipeline import received_of
+
+        return received_of(self.pipeline_chunks)
 
     @property
     def accumulates(self) -> bool:

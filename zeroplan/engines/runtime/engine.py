@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
+from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.optimizers import runtime_type
@@ -134,8 +135,11 @@ class Runtime(Engine):
         layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "ep", "etp"))
 
     def simulates(self, case: Case) -> bool:
-        """Return whether the case has no pipeline stages, of which only the runtime's own buffers are planned."""
-        return case.layout.pp == 1
+        """Return whether the case has no pipeline stages, or such as run whole backwards of plain blocks; of others only the
+        runtime's own buffers are planned.
+        """
+        moves = case.zero.activation_checkpointing.cpu_checkpointing or parts_of(case) > 1
+        return case.layout.pp == 1 or not (case.halves or moves or case.workload.compile is not None)
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return what no GPU has measured: layouts beside data parallelism, beside the runtime's own buffers, which are exact,
@@ -199,7 +203,8 @@ class Runtime(Engine):
         """Return the runtime's lines and a rank; all ranks are alike."""
         layout = self.layout(case)
         inputs = offloaded_input_sizes(case, layout)
-        return lines.LEDGER, lines.runtime_rank(layout, cublas_workspace=case.cluster.gpu.workspace, inputs=inputs)
+        workspace, received = case.cluster.gpu.workspace, _received(case)
+        return lines.LEDGER, lines.runtime_rank(layout, cublas_workspace=workspace, inputs=inputs, received=received)
 
     def offloaded_inputs(self, case: Case, tape: ExpandedTape) -> tuple[OffloadedInput, ...]:
         """Return the checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``), or that
@@ -288,9 +293,23 @@ class Runtime(Engine):
         return OwnedBuffers(rows, frozenset(row.buffer.value for row in found if row.buffer not in standing))
 
 
+def _received(case: Case) -> int:
+    """Return the bytes of what a pipeline stage receives in a step."""
+    if case.layout.pp == 1:
+        return 0
+    from zeroplan.core.pipeline import hidden_bytes_of, received_of
+
+    hidden = hidden_bytes_of(case.workload, case.layout, int(case.spec.config.get("hidden_size") or 0))
+    return hidden * received_of(case.pipeline_chunks) * case.workload.grad_accum
+
+
 def _measured(case: Case, layout: ParallelLayout) -> bool:
-    """Whether two GPUs measured such a layout: ep alone at stages 2 and 3, tp at stage 2, and of a mixture at stage 3, too."""
-    return max(layout.cp, layout.pp, parts_of(case)) == 1 and min(layout.tp, layout.ep) == 1
+    """Whether two GPUs measured such a layout: ep alone, and cp of dense models alone, at stages 2 and 3; tp at stage 2, and of
+    a mixture at stage 3, too.
+    """
+    if layout.cp > 1:
+        return max(layout.tp, layout.pp, layout.ep) == 1 and not experts_of(case.spec.parameters)
+    return max(layout.pp, parts_of(case)) == 1 and min(layout.tp, layout.ep) == 1
 
 
 @lru_cache(maxsize=64)

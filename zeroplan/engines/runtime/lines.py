@@ -87,6 +87,7 @@ class RuntimeRank:
     )
     master_bytes: int = means("bytes of one master, moment, scalar or word")
     cublas_workspace: int = means("bytes of one cuBLAS workspace on this GPU")
+    received: int = means("bytes of what a pipeline stage receives in a step: inputs, and gradients of outputs")
     masters: bool
     masters_offloaded: bool
     keeps_shards: bool
@@ -98,8 +99,10 @@ class RuntimeRank:
     param_place: Place
 
 
-def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInputSizes = _NO_INPUTS) -> RuntimeRank:
-    """Sum up the rows that the Arena allocates on one rank."""
+def runtime_rank(
+    layout: Layout, *, cublas_workspace: int, inputs: OffloadedInputSizes = _NO_INPUTS, received: int = 0
+) -> RuntimeRank:
+    """Sum up the rows that the Arena allocates on one rank; `received` is bytes of what a pipeline stage receives in a step."""
     setup, rows = layout.setup, runtime_buffers(layout)
     kept = [unit for unit in layout.units if not unit.offloaded]
     ring = {unit.grad_slot for unit in layout.units if unit.shape.in_ring}
@@ -158,6 +161,7 @@ def runtime_rank(layout: Layout, *, cublas_workspace: int, inputs: OffloadedInpu
         swap_bytes=layout.swap_dtype.bytes,
         master_bytes=_FP32_BYTES,
         cublas_workspace=cublas_workspace,
+        received=received,
         masters=bool(masters),
         masters_offloaded=master_offloaded is not None,
         keeps_shards=setup.kept_grad is Buffer.GRAD_SHARD,
@@ -397,6 +401,15 @@ def init_copy(c: RuntimeRank) -> int:
 def init_room(c: RuntimeRank) -> int:
     """A block of the kept gradients' size, given back at once, so that the allocator has a segment in which they fit."""
     return c.grads_kept * c.grad_bytes
+
+
+@_add(Buffer.COMM_PIPELINE, Place.HBM, FROM_FIRST_STEP)
+def pipeline_buffers(c: RuntimeRank) -> int:
+    """A pipeline stage's buffers for inputs and for gradients of outputs, of every micro batch of a step.
+
+    Source: torch/distributed/pipelining/stage.py, _RecvInfo
+    """
+    return c.received
 
 
 add_workspace_line(_lines, ALWAYS)  # taken at the start

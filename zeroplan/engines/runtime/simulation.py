@@ -32,9 +32,7 @@ def computed_tape(
 
     Where `tp` ranks share the logits, the loss is torch's.
     """
-    whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
-    # On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
-    if runtime_options.direct_linear and whole in (setup.param_dtype, DType.FP32):
+    if _writes_gradients(setup, runtime_options):
         tape = with_direct_gradients(tape)
     rows = workload.rows * (workload.seq_len or 0)
     chunk = runtime_options.chunked_cross_entropy
@@ -50,6 +48,15 @@ def computed_tape(
     if chunk:
         tape = with_chunked_cross_entropy(tape, tokens=chunk)
     return tape
+
+
+def _writes_gradients(setup: RuntimeSetup, runtime_options: RuntimeOptions) -> bool:
+    """Return whether linear layers write their weights' gradients in place.
+
+    On a GPU a product of 16-bit factors may be written in fp32, but not the other way round.
+    """
+    whole = setup.reduce_dtype if setup.shards_grads else setup.whole_grad_dtype
+    return runtime_options.direct_linear and whole in (setup.param_dtype, DType.FP32)
 
 
 def simulate_rank(
@@ -70,8 +77,10 @@ def simulate_rank(
         expanded: the model's expanded tape.
         config: settings of the caching allocator; None for its defaults.
     """
+    if case.layout.pp > 1:
+        return _simulate_stage(case, layout, runtime_options, expanded, config)
     skipped = 1 if case.workload.dtype is DType.FP16 else 0
-    room = config is None or config.max_split_size == UNLIMITED
+    room = _makes_room(config)
     recorder = Recorder()
 
     def computed(one: ExpandedTape) -> ExpandedTape:
@@ -88,5 +97,27 @@ def simulate_rank(
     host = host_phases(layout, case.spec.params * case.workload.param_bytes, host_buffers(moved))
     timeline = simulate(recorder, config, device_memory=case.cluster.vram)
     found = Simulation(timeline, host=host, moved=tuple(one.part for one in moved if one.to_host))
+    after = [found.held_after(phase) or 0 for phase in (Phase.INIT, Phase.STEP)]
+    return replace(found, checkpoint=checkpoint_phases(layout, host, after_init=after[0], after_step=after[1]))
+
+
+def _makes_room(config: AllocatorConfig | None) -> bool:
+    return config is None or config.max_split_size == UNLIMITED
+
+
+def _simulate_stage(
+    case: Case, layout: Layout, runtime_options: RuntimeOptions, expanded: ExpandedTape, config: AllocatorConfig | None
+) -> Simulation:
+    """Simulate one pipeline rank. See Note [The runtime on a stage] in ``pipeline.py``."""
+    from zeroplan.engines.runtime.pipeline import record_stage
+
+    tape = replace(expanded, evaluation=None, shapes=())
+    if _writes_gradients(layout.setup, runtime_options):
+        tape = with_direct_gradients(tape)
+    timeline = simulate(
+        record_stage(case, layout, tape, makes_room=_makes_room(config)), config, device_memory=case.cluster.vram
+    )
+    host = host_phases(layout, case.spec.params * case.workload.param_bytes, {})
+    found = Simulation(timeline, host=host)
     after = [found.held_after(phase) or 0 for phase in (Phase.INIT, Phase.STEP)]
     return replace(found, checkpoint=checkpoint_phases(layout, host, after_init=after[0], after_step=after[1]))

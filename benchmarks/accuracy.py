@@ -1,6 +1,6 @@
 """The error of the predictions against the measured runs: every row, by phase, and the summary against the targets.
 
-    python -m benchmarks.accuracy [--ids a1,D04] [--only measured|extra|tasks] [--json FILE]
+    python -m benchmarks.accuracy [--ids a1,D04] [--only measured|extra|tasks|drawn] [--json FILE]
 
 Each row becomes the request that a user would have made (benchmarks/rows.py) and is predicted at simulated depth. Nothing
 is taken from the row but what was asked for, except, for the marks, how many steps it ran and how many of them fp16's loss
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import EXTRA, MEASURED, TASKS, load_rows, request_of
+from benchmarks.rows import DRAWN, EXTRA, MEASURED, TASKS, load_rows, request_of
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
@@ -32,7 +32,7 @@ from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import TimelineMark
 
 #: Rows that were measured when their predictions already stood. What those were is kept in results/blind.json.
-BLIND = ("F", "I", "K", "Y")
+BLIND = ("F", "I", "K", "Y", "W", "U")
 RESULT = Path(__file__).resolve().parent / "results" / "accuracy.json"
 #: Figure: (what it is, largest median, largest at 95 % of rows, largest of all); None where no target is set.
 TARGETS: dict[str, tuple[str, float | None, float | None, float | None]] = {
@@ -189,11 +189,11 @@ def main() -> int:
     """Run the benchmark; 0 when every target is met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ids", default="", help="rows to run, by comma")
-    parser.add_argument("--only", choices=("measured", "extra", "tasks"), help="one file of rows")
+    parser.add_argument("--only", choices=("measured", "extra", "tasks", "drawn"), help="one file of rows")
     parser.add_argument("--json", type=Path, default=None, help=f"where to write (all rows: {RESULT.name})")
     args = parser.parse_args()
     ids = set(filter(None, args.ids.split(",")))
-    paths = [path for path in (MEASURED, EXTRA, TASKS) if args.only is None or path.stem == args.only]
+    paths = [path for path in (MEASURED, EXTRA, TASKS, DRAWN) if args.only is None or path.stem == args.only]
     results, refused = [], []
     print(f"{'row':6} {'what':34} {'allocated':>10} {'reserved':>10} {'NVML':>8} {'RSS':>8} {'marks':>9} {'s':>6}")
     for row in load_rows(*paths):

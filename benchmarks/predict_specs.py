@@ -17,6 +17,7 @@ from benchmarks.measure.spec import OPTIONAL, Spec
 from benchmarks.rows import request_of
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_runs
+from zeroplan.simulate.allocator.config import VARIABLES
 
 
 def row_to_be(spec: Spec, gpu: str) -> dict[str, Any]:
@@ -29,6 +30,7 @@ def row_to_be(spec: Spec, gpu: str) -> dict[str, Any]:
     if spec.quantize is not None and spec.quantize != "int8":
         row["adapter_dtype"] = spec.dtype  # peft makes adapters in the dtype of a 4-bit layer's products
     row |= {"gradient_checkpointing": spec.checkpointing, "zero_overrides": spec.zero}
+    row["alloc_conf"] = ",".join(spec.env[name] for name in VARIABLES if name in spec.env)
     return row | ({"ds_overrides": spec.ds} if spec.ds else {}) | ({"opt_params": spec.optimizer} if spec.optimizer else {})
 
 

@@ -17,6 +17,8 @@ MEASURED = HERE / "ground_truth" / "measured.jsonl"
 EXTRA = HERE / "ground_truth" / "extra.jsonl"
 #: Heads, quantised bases, FSDP 1, T5, fp16 autocast, steps that are not fused, kept gradients; predicted before they ran.
 TASKS = HERE / "ground_truth" / "tasks.jsonl"
+#: Configurations drawn at random (measure/draw.py), predicted before they ran.
+DRAWN = HERE / "ground_truth" / "drawn.jsonl"
 #: The recommendation's grids: each candidate alone on its host, timed without marks. Failures are rows, too.
 GRID = HERE / "ground_truth" / "grid.jsonl"
 #: The linear layers that the measured LoRA runs adapt.

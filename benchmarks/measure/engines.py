@@ -77,6 +77,8 @@ def _prepare(spec: Spec, model: Any) -> Any:
             how = {"use_gradient_checkpointing": spec.checkpointing, "gradient_checkpointing_kwargs": kwargs}
             model = prepare_model_for_kbit_training(model, **how)
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        if spec.precision == "pure":  # on the meta device peft leaves adapters in fp32
+            model = model.to(DTYPES[spec.dtype])
         if spec.checkpointing:
             model.enable_input_require_grads()
     if spec.checkpointing:

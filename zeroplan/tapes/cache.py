@@ -20,6 +20,8 @@ from zeroplan.core.tape_options import TraceOptions
 
 #: Bumped when a trace of the same model comes out otherwise, so that older ones are not read.
 _REVISION = 7
+#: The same of one model type alone, whose traces came out otherwise since.
+_REVISED = {"falcon": 1, "qwen2_moe": 1, "phimoe": 1}
 #: Config keys that change no allocation and differ between copies of one model.
 _NOISE = frozenset(
     {"_name_or_path", "name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map", "bos_token_id",
@@ -41,7 +43,9 @@ def path_of(config: Mapping[str, Any], options: TraceOptions) -> str:
     """The file for a config and options, under the versions that are installed."""
     facts = {key: value for key, value in config.items() if key not in _NOISE}
     facts["num_labels"] = labels_of(config)
-    key = json.dumps([FORMAT, _REVISION, versions(), options.key, facts], sort_keys=True, default=str)
+    revised = _REVISED.get(str(config.get("model_type")))
+    kind = [FORMAT, _REVISION] if revised is None else [FORMAT, _REVISION, revised]
+    key = json.dumps([*kind, versions(), options.key, facts], sort_keys=True, default=str)
     return os.path.join(folder(), hashlib.sha256(key.encode()).hexdigest()[:32] + ".json.xz")
 
 

@@ -206,6 +206,8 @@ def scaled_dot_product_attention(
     # T5's bias is a permuted view of its table's rows: every fused kernel asks for rows that lie together.
     rows = all(t.stride(-1) == 1 for t in (query, key, value, attn_mask) if t is not None)
     square = not is_causal or query.shape[-2] == key.shape[-2]
+    # Falcon-7B leaves it to broadcasting that one key serves all heads (check_batch_size_and_num_heads_dense).
+    four = four and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
     if four and half and rows and attn_mask is None and dim == value.shape[-1] and dim <= 256 and square:
         if dim % 8:
             pad = [0, 8 - dim % 8]

@@ -245,17 +245,24 @@ class _Zero3Linear(torch.autograd.Function):
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """The product of each group of rows with its own matrix, for dtypes that the meta device refuses."""
+    """The product of each group of rows with its own matrix, for dtypes that the meta device refuses.
+
+    Each is kept for the other's gradient alone, as torch's ``derivatives.yaml`` has it of ``_grouped_mm``.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows, matrices)
+        need_rows, need_matrices = ctx.needs_input_grad
+        ctx.save_for_backward(rows if need_matrices else None, matrices if need_rows else None)
+        ctx.like = tuple((one.shape, one.stride(), one.dtype, one.device) for one in (rows, matrices))
         return rows.new_empty((rows.shape[0], matrices.shape[-1]))
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        rows, matrices = ctx.saved_tensors
-        return torch.empty_like(rows), torch.empty_like(matrices)
+        return tuple(
+            torch.empty_strided(shape, stride, dtype=dtype, device=device) if needed else None
+            for (shape, stride, dtype, device), needed in zip(ctx.like, ctx.needs_input_grad, strict=True)
+        )
 
 
 def _grouped(func: Any, args: Any, kwargs: Any) -> Any:

@@ -142,6 +142,19 @@ class DeepSpeedSchedule(EngineSchedule):
             self.optimizer_step(first, range(begin, begin + count))
             begin += count
 
+    def build_optimizer(self) -> None:
+        """Make the states that the optimizer's constructor makes of the module's own parameters, which stay."""
+        for p in self.rank.built_for:
+            for state in self.rank.optimizer.states:
+                self.alloc(self.rank.param_bytes * self.rank.numel[p], state.buffer)
+
+    def rebuild_optimizer(self) -> None:
+        """Make the states of what the rank steps, by the constructor of a second optimizer."""
+        for at in range(len(self.rank.stepped_at_once)):
+            for buffer, nbytes in self.rank.states(at):
+                self.alloc(nbytes, buffer)
+        self.has_states = True
+
     def make_states(self) -> None:
         """Make the optimizer's states before the first step, by a step on zero gradients."""
         if not self.has_states:

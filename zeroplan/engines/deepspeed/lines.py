@@ -352,6 +352,15 @@ _add_states(Place.DRAM, lambda c: c.stepped_host, rest=lambda c: 0 if _on_gpu(c)
 _add_states(Place.NVME, lambda c: c.states_in_files, rest=lambda c: c.rest_in_files, suffix="_nvme")
 
 
+@_add(Buffer.OPTIM_SUM, Place.HBM, ALWAYS, state=True)
+def optim_sum_of_module(c: DeepSpeedRank) -> int:
+    """States of the module's own parameters, which Adagrad's constructor makes before ZeRO gives it masters, and nobody steps.
+
+    Source: engine.py, basic_optimizer; stage_1_and_2.py and stage3.py, initialize_optimizer_states
+    """
+    return c.param_bytes * c.built_numel
+
+
 add_muon_lines(_lines)
 
 

@@ -129,6 +129,25 @@ class DeepSpeedRank(SteppedGroups):
         return [count for count, on in zip(self.numel, self.parameters.trainable, strict=True) if not on]
 
     @cached_property
+    def built_for(self) -> list[int]:
+        """The module's own parameters for which the optimizer makes states when it is built. ZeRO then gives it others to step,
+        and makes a second optimizer for them; the engine keeps the first.
+
+        At stage 3 those that are split already are empty. Source: engine.py, basic_optimizer; zero/stage_1_and_2.py and
+        stage3.py, initialize_optimizer_states
+        """
+        own = self.optimizer.torch
+        if own is None or not own.states_when_built or self.offloads_optimizer or not self.stage:
+            return []
+        whole = self.stage < 3 or not self.zero_init
+        return [p for p in self.trained if whole or self.parameters.adapters[p]]
+
+    @cached_property
+    def built_numel(self) -> int:
+        """Elements of the module's own parameters for which the optimizer made states when it was built."""
+        return sum(self.numel[p] for p in self.built_for)
+
+    @cached_property
     def comm_of(self) -> tuple[int, ...]:
         """Bytes an element of each parameter's gradient while it is reduced."""
         return self._travelling(self.comm_bytes)

@@ -80,6 +80,7 @@ class Stage12(DeepSpeedSchedule):
         """Flatten the parameter groups, clone the masters and make zero gradients for them, which are freed again."""
         rank = self.rank
         w, m = rank.param_bytes, rank.master_bytes
+        self.build_optimizer()
         if not self.offload:
             self.alloc(SCALAR, Buffer.OPTIM_TEMP)  # FusedAdam's overflow flag
         masters = 0
@@ -98,11 +99,11 @@ class Stage12(DeepSpeedSchedule):
             self.alloc(w * rank.largest_param, Buffer.STAGE_D2H)  # temp_grad_buffer_for_gpu_offload
             return
         grads = [self.alloc(m * part.partition, Buffer.INIT_TEMP) for part in self.parts]
-        if not rank.does(Knob.STATES_AT_FIRST_STEP):
+        if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
+            self.rebuild_optimizer()
+        elif not rank.does(Knob.STATES_AT_FIRST_STEP):
             self.make_states()
         self.free_all(grads)
-        if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
-            self.make_states()
 
     def _flatten(self, group: FlatGroup, masters: int) -> None:
         """Flatten a group's parameters on the GPU or, where it has no room beside `masters` bytes, on the host."""

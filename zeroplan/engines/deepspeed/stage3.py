@@ -122,6 +122,7 @@ class Stage3(DeepSpeedSchedule):
         w, m = rank.param_bytes, rank.master_bytes
         if self.replacing is not None:
             self.replacing.replace()
+        self.build_optimizer()
         if not self.offload:
             self.alloc(SCALAR, Buffer.OPTIM_TEMP)
         for p in range(len(rank.numel)):  # zero/parameter_offload.py, _convert_to_zero_parameters
@@ -145,11 +146,11 @@ class Stage3(DeepSpeedSchedule):
             if rank.momentum_precedes:
                 self.alloc(rank.momentum_bytes * rank.matrix, Buffer.OPTIM_MOMENTUM)
             grads = self.alloc(m * max(self.counts, default=0), Buffer.INIT_TEMP)
-            if not rank.does(Knob.STATES_AT_FIRST_STEP):
+            if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
+                self.rebuild_optimizer()
+            elif not rank.does(Knob.STATES_AT_FIRST_STEP):
                 self.make_states()
             self.free(grads)
-            if rank.optimizer.torch is not None and rank.optimizer.torch.states_when_built:
-                self.make_states()
         if rank.zero.contiguous_gradients:
             for width in rank.bucket_widths:
                 self.alloc(width * rank.zero.reduce_bucket_size, Buffer.COMM_BUCKET)

@@ -1,0 +1,26 @@
+"""Drawn configurations whose first prediction was wrong, and whose cause is modelled since: held to what the GPU counted."""
+
+import pytest
+
+from benchmarks.accuracy import measure_row
+from benchmarks.rows import DRAWN, load_rows
+
+#: What was missing, and by how much allocated memory was off.
+MODELLED = {
+    "W75": "sdpa of unequal heads takes torch's own products (-42 %)",
+    "W35": "Adagrad's first states stay with DeepSpeed's engine (-8.3 %)",
+    "W62": "the same, of adapters (-2.4 %)",
+    "W66": "rows of frozen experts are not kept (+1.2 %, reserved +14 %)",
+    "W38": "what the allocator was told was left out of the request (reserved +17 %)",
+}
+
+#: Those that are traced anew.
+TRACED = ("W75", "W62")
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.long) if row in TRACED else row for row in MODELLED])
+def test_what_was_missed_is_met(row: str) -> None:
+    (measured,) = (one for one in load_rows(DRAWN) if one["id"] == row)
+    found = measure_row(measured)
+    assert abs(found.peak_allocated) < 1e-4
+    assert abs(found.peak_reserved) < 2e-4

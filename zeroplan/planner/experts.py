@@ -20,15 +20,19 @@ _EXPERTS = ".experts"
 _ROUTED = frozenset({Buffer.ACTIVATION, Buffer.ACTIVATION_TEMP, Buffer.COMM_ACTIVATION})
 
 
-def uneven(alive: Mapping[tuple[Buffer, Note], int], tape: ExpandedTape) -> int:
+def uneven(alive: Mapping[tuple[Buffer, Note], int], tape: ExpandedTape, *, outside: bool = False) -> int:
     """Return the bytes that a rank with twice the tokens has more: what its experts compute at the run's peak, or at their
     own peak in one micro batch where that is more. See Note [Uneven routing].
 
     Args:
         alive: bytes at the run's peak, by buffer and module.
         tape: the tape whose modules are meant.
+        outside: the experts' parents exchange the tokens (AutoEP). Whatever these hold counts, of which some follows from the
+            tokens that a rank sends.
     """
     experts = {index for index, module in enumerate(tape.modules) if module.name.endswith(_EXPERTS)}
+    if outside:
+        experts |= {tape.modules[index].parent for index in experts}
     at_peak = sum(count for (buffer, note), count in alive.items() if buffer in _ROUTED and note in experts)
     return max(at_peak, _peak(tape, experts))
 

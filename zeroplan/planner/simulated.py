@@ -75,7 +75,7 @@ def simulated_plan(
     if case.layout.ep > 1:
         from zeroplan.planner.experts import uneven
 
-        high += uneven(alive, tape)
+        high += uneven(alive, tape, outside=case.layout.auto_ep)
     live = simulation.held_after(Phase.STEP)
     gpu = formula.gpu.model_copy(
         update={

@@ -110,17 +110,24 @@ class ReplacedBlocks:
                     on.free(shard)
 
 
-_UNMEASURED = "AutoEP's layers are planned as DeepSpeed's source has them; no run was measured"
+#: Architectures of which runs were measured (benchmarks/mesh/auto_ep.py).
+_MEASURED = ("mixtral", "qwen2_moe", "qwen3_moe")
 
 
-def unmodelled_auto_ep(case: Case, version: str) -> Unmodelled:
-    """Return what leaves the answer open with AutoEP's layers."""
+def unmodelled_auto_ep(case: Case, version: str) -> Unmodelled | None:
+    """Return what leaves the answer open with AutoEP's layers; None where such runs were measured."""
     if version != DEEPSPEED_VERSION:
         says = f"only {DEEPSPEED_VERSION}'s AutoEP was read"
     elif case.cluster.gpu.capability < _GROUPED_PRODUCTS:
         says = f"on an {case.cluster.gpu.name} the experts' products are Triton's, whose buffers were not read"
+    elif case.spec.model_type not in _MEASURED:
+        says = f"AutoEP of {case.spec.model_type} is planned as DeepSpeed's source has it; no run was measured"
+    elif case.zero.offloads_optimizer or case.zero.offloads_param:
+        says = "AutoEP with an offload is planned as DeepSpeed's source has it; no run was measured"
+    elif case.zero.stage == 3 and case.layout.ep == 1:
+        says = "stage 3 with every rank's own experts is planned as DeepSpeed's source has it; no run was measured"
     else:
-        says = _UNMEASURED
+        return None
     return Unmodelled("expert_parallel", Effect.UNKNOWN, says)
 
 

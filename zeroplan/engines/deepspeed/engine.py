@@ -218,7 +218,7 @@ class DeepSpeed(Engine):
         if case.layout.auto_ep:
             from zeroplan.engines.deepspeed.auto_ep import unmodelled_auto_ep
 
-            found.append(unmodelled_auto_ep(case, self.version))
+            found += [one for one in (unmodelled_auto_ep(case, self.version),) if one is not None]
         if case.workload.offload_checkpoints and self.version != DEEPSPEED_VERSION:
             found.append(Unmodelled("--offload-checkpoints", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s context was read"))
         if case.layout.tp > 1 and case.zero.stage == 3:

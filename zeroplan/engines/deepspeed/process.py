@@ -7,6 +7,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import DType, OptimizerKind, Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.deepspeed.resolved_config import resolve_config
 from zeroplan.engines.process import (
     ADAPTERS,
     EXPERTS,
@@ -45,10 +46,6 @@ _ADAPTERS_STAGE3 = 105
 def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
     """Return the bytes of NCCL's buffers and kernels on one GPU.
 
-    MoE layers make two groups more (utils/groups.py, _create_expert_and_data_parallel): ranks with other experts, all to all,
-    and ranks with the same ones. Stage 3 shards AutoEP's routers in DeepSpeed's own clone of torch's default group, and the
-    rest in that one (stepped_groups.py, routers).
-
     Where AutoTP's ranks are all, gradients are reduced in a group of one rank (R12, R13, A00, A01: 2004 MiB outside torch).
 
     A pipeline stage has the communicators that two stages were measured with, and one more for its second neighbour. Stages 0
@@ -61,11 +58,27 @@ def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> 
     two_groups = workload.in_trainer and zero.stage < 3
     if layout.world_size > 1:
         stages = _STAGES + ONE_COMMUNICATOR * (layout.pp > _MEASURED_STAGES) if layout.pp > 1 else 0
-        experts = (PAIRS + FURTHER_COMMUNICATOR) * layout.own_experts
-        experts += FURTHER_COMMUNICATOR * (layout.auto_ep and zero.stage == 3)
+        experts = _of_experts(workload, zero, layout) if layout.own_experts else 0
         own = ONE_COMMUNICATOR + FURTHER_COMMUNICATOR if two_groups else FURTHER_ALONE if alone else _NCCL
         return own + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1) + stages + experts
     return FURTHER_ALONE if two_groups or (zero.stage == 3 and workload.dtype is DType.FP16) else 0
+
+
+def _of_experts(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
+    """Return the bytes of the two groups that experts need more: ranks with other experts, all to all, and ranks with the same.
+
+    A group of one rank has a communicator, too. Stage 0 and BF16_Optimizer also add up the experts' norm over the first group
+    (runtime/utils.py, get_norm_with_moe_layers). Stage 3 shards AutoEP's routers in DeepSpeed's own clone of torch's default
+    group, and the rest in that one (stepped_groups.py, routers); one row alone was measured there.
+    Sources: utils/groups.py, _create_expert_and_data_parallel; measured: X00 to X04 (benchmarks/mesh/deepspeed_ranks.py) and
+    Y00 to Y03 (benchmarks/mesh/auto_ep.py), all met to 17 MiB.
+    """
+    exchange = PAIRS if layout.ep > 1 else FURTHER_ALONE
+    if zero.stage == 3:
+        return exchange + 2 * FURTHER_COMMUNICATOR
+    adds = zero.stage == 0 or resolve_config(workload, zero).full_fp32_grads
+    alike = FURTHER_COMMUNICATOR if layout.expert_shard_group > 1 else FURTHER_ALONE
+    return exchange + alike + ONE_COMMUNICATOR * (adds and layout.ep > 1)
 
 
 def host_rss(workload: Workload, zero: ZeroConfig, *, rotary: bool, experts: bool) -> dict[Phase, int]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -50,10 +52,23 @@ def record(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        return _record(model, inputs, options, ranks, needs_loss)
+        with _errors_alone():
+            return _record(model, inputs, options, ranks, needs_loss)
     finally:
         if collecting:
             gc.enable()
+
+
+@contextmanager
+def _errors_alone() -> Iterator[None]:
+    """Keep transformers from warning of a forward that nobody trains: plans stand beside such lines on a terminal."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(max(level, logging.ERROR))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _record(

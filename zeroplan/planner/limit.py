@@ -26,9 +26,6 @@ from zeroplan.simulate.cache_release import NO_RELEASE, CacheRelease
 #: The error of reserved memory on nine of ten measured runs (benchmarks/results/accuracy.json):
 #: the cached block that a request gets depends on timing.
 RESERVED_SPREAD = 0.03
-#: The same of ranks with several chunks of blocks, whose gathers ahead leave other fragments: the largest of five that were
-#: measured (benchmarks/results/mesh.jsonl, V00).
-LOOPED_SPREAD = 0.12
 #: The largest error of allocated memory. It is the one that counts under a limit, where the allocator caches nothing to spare.
 ALLOCATED_SPREAD = 0.002
 
@@ -60,7 +57,7 @@ def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: Al
     usable = case.cluster.usable_vram
     allocated, reserved = simulation.peak_allocated, simulation.peak_reserved
     lags = [run.peak_reserved for run in simulation.other_lags]
-    unsure = outside.spread + round((LOOPED_SPREAD if case.layout.vpp > 1 or case.halves else RESERVED_SPREAD) * reserved)
+    unsure = outside.spread + round(RESERVED_SPREAD * reserved)
     least = min(reserved, *lags, reserved if simulation.least_reserved is None else simulation.least_reserved)
     low = max(allocated + outside.total - outside.spread, least + outside.total - unsure)
     high = max([reserved, *lags]) + outside.total + unsure

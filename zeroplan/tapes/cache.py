@@ -19,7 +19,7 @@ from zeroplan.core.tape_format import FORMAT, Tape
 from zeroplan.core.tape_options import TraceOptions
 
 #: Bumped when a trace of the same model comes out otherwise, so that older ones are not read.
-_REVISION = 7
+_REVISION = 8
 #: The same of one model type alone, whose traces came out otherwise since.
 _REVISED = {"falcon": 1, "qwen2_moe": 1, "phimoe": 1}
 #: Config keys that change no allocation and differ between copies of one model.

@@ -16,7 +16,7 @@ ROWS = {row["id"]: row for row in map(json.loads, PREDICTED.with_name("mesh_deep
 @pytest.mark.slow
 @pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")
 @pytest.mark.parametrize(
-    "number", ["P01", *(pytest.param(name, marks=pytest.mark.long) for name in ("P00", "P02", "U04", "K00", "K01"))]
+    "number", ["P01", *(pytest.param(name, marks=pytest.mark.long) for name in ("P00", "P02", "U04", "K00", "K01", "K03"))]
 )
 def test_allocated_reserved_and_total(number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

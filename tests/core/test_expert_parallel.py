@@ -95,7 +95,6 @@ def test_pipeline_stages_have_expert_groups_of_their_own() -> None:
         ({"ep": 0}, "ep 0 is below 1"),
         ({"ep": 2, "lora_rank": 4}, "expert parallelism with LoRA is not modelled"),
         ({"ep": 2, "dtype": "fp32"}, "shared experts are modelled in 16 bits"),
-        ({"ep": 2, "engine": "deepspeed"}, "its AutoEP is not modelled"),
         ({"ep": 4, "nodes": 5}, "the 10 ranks that hold the same experts do not divide the 96 rows of gate_up_proj"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,6 +257,7 @@ def test_a_script_begins_with_the_weights_that_are_there(tmp_path: Path) -> None
     spec = load_model("openai-community/gpt2")
     assert model_of("openai-community/gpt2", spec) == Model("openai-community/gpt2", "AutoModelForCausalLM", weights=True)
     (tmp_path / "config.json").write_text("{}")
+    spec = replace(spec, source="config")  # as of a folder
     for place in (tmp_path, tmp_path / "config.json"):
         assert model_of(place, spec) == Model(str(tmp_path), "AutoModelForCausalLM", weights=False)
     (tmp_path / "model.safetensors").write_text("")

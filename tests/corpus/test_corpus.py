@@ -1,4 +1,4 @@
-"""Public files of twelve programs, each read as its program reads it: by what ``collect.py`` derived from their sources."""
+"""Public files of thirteen programs, each read as its program reads it: by what ``collect.py`` derived from their sources."""
 
 from __future__ import annotations
 

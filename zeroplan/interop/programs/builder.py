@@ -168,6 +168,7 @@ class Builder(Keys):
         self.assumed: list[str] = []
         self.left_out: list[Unmodelled] = []
         self.degrees: dict[str, int | bool | str] = {}
+        self.open: dict[str, str] = {}
 
     def set(self, field: str, value: Any, key: str = "") -> Any:
         """Give a field of the Setup a value that a key said; without a key, one that follows from others."""
@@ -283,6 +284,7 @@ class Builder(Keys):
             assumed=tuple(self.assumed),
             unmodelled=tuple(self.left_out),
             degrees=self.degrees,
+            open=self.open,
             unknown=tuple(strange[:_MOST_UNKNOWN]),
             **self.fields,
         )

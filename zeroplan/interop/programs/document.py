@@ -12,16 +12,17 @@ from typing import Any
 from zeroplan.core.documents import CONFIG, read_document, text_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import file_kind, read_bytes
+from zeroplan.interop.programs.lightning_script import read_script
 from zeroplan.interop.programs.notebooks import code_of
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
-from zeroplan.interop.programs.script import RunScript, read_script
+from zeroplan.interop.programs.script import RunScript
 from zeroplan.interop.programs.shell import Command, training_command
 from zeroplan.interop.programs.strangers import refuse_other_program
 
 #: Names that end so hold a command line.
 _SCRIPTS = ("sh", "bash", "zsh", "slurm", "sbatch", "txt", "job", "pbs")
 #: What a script has that builds its run's arguments, and what one has that takes them from its command line.
-_MAKES_ARGUMENTS = (b"TrainingArguments(", b"SFTConfig(", b"DPOConfig(", b"Config(\n")
+_MAKES_ARGUMENTS = (b"TrainingArguments(", b"SFTConfig(", b"DPOConfig(", b"Config(\n", b"lightning")
 _PARSES_ARGUMENTS = (b"HfArgumentParser", b"TrlParser", b"parse_args_into_dataclasses")
 #: Folders above a file's own in which a path of it is looked for.
 _FOLDERS_ABOVE = 5

@@ -9,6 +9,7 @@ from zeroplan.interop.programs.axolotl import Axolotl
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.ds_config import DsConfigFile
 from zeroplan.interop.programs.known import arguments_of
+from zeroplan.interop.programs.lightning import Lightning
 from zeroplan.interop.programs.litgpt import LitGpt
 from zeroplan.interop.programs.llama_factory import LlamaFactory
 from zeroplan.interop.programs.megatron_lm import MegatronLm
@@ -23,7 +24,7 @@ from zeroplan.interop.programs.trl import Trl
 
 _ALL = (
     *(DsConfigFile(), HfTrainer(), Trl(), LlamaFactory(), Axolotl(), Accelerate(), Torchtune(), OpenInstruct(), MsSwift()),
-    *(LitGpt(), Torchtitan(), MegatronLm()),
+    *(LitGpt(), Torchtitan(), MegatronLm(), Lightning()),
 )
 #: Every program by the name that ``--program`` takes.
 PROGRAMS: dict[str, Program] = {one.name: one for one in _ALL}

@@ -9,9 +9,9 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import Task
@@ -107,24 +107,14 @@ def parsed(text: str, name: str) -> ast.Module:
         raise BadInput("is no Python that can be parsed", where=name, remedy="mend it, or give the run's arguments") from None
 
 
-def read_script(
-    text: str,
-    name: str,
-    flags: Mapping[str, Any] | None = None,
-    words: Sequence[str] = (),
-    environment: Mapping[str, str] | None = None,
-) -> RunScript:
-    """Read a script, started with these flags, further words and variables.
+class ScriptReader:
+    """Reads one script, and lists what it leaves out.
 
-    Raises:
-        BadInput: it builds no arguments of the Trainer, or several; it trains by a loop of its own; or names are not sure.
+    Args:
+        values: what the text tells.
+        name: of the file.
     """
-    tree = parsed(text, name)
-    values = Values(tree, flags, words, environment)
-    return _Reader(values, name).read()
 
-
-class _Reader:
     def __init__(self, values: Values, name: str) -> None:
         self.values, self.name = values, name
         self.calls = [node for node in values.nodes if isinstance(node, ast.Call) and values.reached(node) is not False]
@@ -146,61 +136,71 @@ class _Reader:
         return name if cls is None else next((self.values.name_of(base) for base in cls.bases), name)
 
     def leave_out(self, key: str, node: ast.AST, effect: Effect, says: str) -> None:
+        """List what no plan holds, by the line of its node; once for each key."""
         if all(one.key != key for one in self.left_out):
             self.left_out.append(Unmodelled(key, effect, f"line {getattr(node, 'lineno', 0)}: {says}"[:120]))
 
     def read(self) -> RunScript:
         """Read the run."""
         if self.values.opaque:
-            self._refuse(f"binds names in a way that no text tells (line {self.values.opaque})")
+            self.refuse(f"binds names in a way that no text tells (line {self.values.opaque})")
         found = self.named(*_ARGUMENTS)
         if len(found) != 1:
             self._refuse_no_arguments(found)
         call = found[0]
         if self.values.in_loop(call):
-            self._refuse(f"makes its arguments in a loop (line {call.lineno})")
+            self.refuse(f"makes its arguments in a loop (line {call.lineno})")
         kind = self.kind(call)
         trainers = self.named(*_TRAINERS)
         if len(trainers) > 1:
-            self._refuse(f"trains {len(trainers)} times (lines {', '.join(str(one.lineno) for one in trainers[:4])})")
+            self.refuse(f"trains {len(trainers)} times (lines {', '.join(str(one.lineno) for one in trainers[:4])})")
         trainer = trainers[0] if trainers else None
         if trainer is not None and self.values.in_loop(trainer):
-            self._refuse(f"trains in a loop (line {trainer.lineno})")
+            self.refuse(f"trains in a loop (line {trainer.lineno})")
         told = next((match for one in (trainer, call) if one is not None and (match := _TASK.match(self.kind(one)))), None)
         program = "trl" if told is not None else _ARGUMENTS[kind]
         self._arguments(call, kind, program)
-        head = self._model(trainer, program)
-        self._adapters(trainer, program)
+        head = self.model(trainer, program)
+        self.adapters(trainer, program)
         self._lengths(trainer, program)
-        self._deeds(call, trainer)
+        self.deeds(trainer)
+        return self.found(program, self.data, head=head, task=told[1].lower() if told is not None else "")
+
+    def found(self, program: str, data: Mapping[str, Any], *, head: str | None, task: str = "") -> RunScript:
+        """Return what was read, with the parser's defaults among what was assumed."""
         if self.values.taken:
             defaults = sorted(self.values.taken)
             self.assumed.append(f"the defaults of {', '.join(f'--{one}' for one in defaults[:6])}")
         return RunScript(
             program=program,
-            data=self.data,
-            task=told[1].lower() if told is not None else "",
+            data=data,
+            task=task,
             head=head,
             left_out=tuple(self.left_out),
             assumed=tuple(self.assumed),
             open=self.open,
         )
 
-    def _refuse(self, what: str) -> None:
+    def refuse(self, what: str) -> NoReturn:
+        """Refuse the script.
+
+        Raises:
+            BadInput: always.
+        """
         remedy = "give the command line that starts it in a .sh file, its ds_config, or its arguments as JSON or YAML"
         raise BadInput(what, where=self.name, remedy=remedy)
 
-    def _refuse_no_arguments(self, found: list[ast.Call]) -> None:
+    def _refuse_no_arguments(self, found: list[ast.Call]) -> NoReturn:
         if found:
-            self._refuse(f"builds {len(found)} sets of arguments (lines {', '.join(str(one.lineno) for one in found[:4])})")
+            self.refuse(f"builds {len(found)} sets of arguments (lines {', '.join(str(one.lineno) for one in found[:4])})")
         loop = next((call for call in self.calls if self.values.name_of(call.func) in _LOOPS or self._initializes(call)), None)
         if loop is not None:
             title = _LOOPS.get(self.values.name_of(loop.func), "DeepSpeed")
-            self._refuse(f"is a Python script with a loop of its own over {title} (line {loop.lineno}), which is not read")
+            self.refuse(f"is a Python script with a loop of its own over {title} (line {loop.lineno}), which is not read")
         from_words = [call for call in self.calls if self.values.name_of(call.func) in ("HfArgumentParser", "TrlParser")]
         if from_words:
-            self._refuse(f"is a Python script that takes its arguments from the command line (line {from_words[0].lineno})")
-        self._refuse("is a Python script that builds no arguments of the Trainer and no PipelineModule")
+            self.refuse(f"is a Python script that takes its arguments from the command line (line {from_words[0].lineno})")
+        self.refuse("is a Python script that builds no arguments of the Trainer and no PipelineModule")
 
     def _initializes(self, call: ast.Call) -> bool:
         return self.values.name_of(call.func) == "initialize" and base_name(call.func) in ("deepspeed", "ds")
@@ -238,7 +238,7 @@ class _Reader:
         return ""
 
     def _argument(self, key: str, value: Any, node: ast.expr) -> None:
-        if _holds_unknown(value):
+        if holds_unknown(value):
             if key == "**" or not _HARMLESS.match(key):
                 self.leave_out(
                     "arguments" if key == "**" else key, node, Effect.UNKNOWN, f"{ast.unparse(node)[:50]} is not told"
@@ -249,7 +249,7 @@ class _Reader:
 
     # The model
 
-    def _model(self, trainer: ast.Call | None, program: str) -> str | None:
+    def model(self, trainer: ast.Call | None, program: str) -> str | None:
         """Take the model that the script loads; return its head, where the class tells one."""
         loads = [call for call in self.calls if self.values.name_of(call.func) == "from_pretrained" and self._loads_model(call)]
         made = [call for call in self.calls if self.values.name_of(call.func) == "from_config"]
@@ -266,7 +266,7 @@ class _Reader:
         self._loading(first, program)
         kind = called(first.func.value) if isinstance(first.func, ast.Attribute) else ""
         if "Unsloth" in kind or kind.startswith("Fast"):
-            self._refuse(f"trains by Unsloth (line {first.lineno}), whose kernels are not modelled")
+            self.refuse(f"trains by Unsloth (line {first.lineno}), whose kernels are not modelled")
         if kind in _HEADS:
             return _HEADS[kind].value
         if not _PLAIN_MODEL.search(kind):
@@ -298,7 +298,7 @@ class _Reader:
         for key, value, node in self.values.keywords(call):
             if key in ("torch_dtype", "dtype"):
                 dtype = True
-                if _holds_unknown(value) or not isinstance(value, str):
+                if holds_unknown(value) or not isinstance(value, str):
                     self.leave_out("dtype", node, Effect.UNKNOWN, f"{ast.unparse(node)[:50]} is not told")
                 else:
                     self.data["dtype"] = value
@@ -335,7 +335,8 @@ class _Reader:
 
     # Adapters
 
-    def _adapters(self, trainer: ast.Call | None, program: str) -> None:
+    def adapters(self, trainer: ast.Call | None, program: str) -> None:
+        """Take the one LoraConfig that the trainer, or a function that puts adapters into a model, gets."""
         configs = self.named("LoraConfig")
         others = [
             call
@@ -377,7 +378,7 @@ class _Reader:
         self.data["use_peft" if program == "trl" else "use_lora"] = True
         own: dict[str, Any] = {"lora_r": 8, "lora_target_modules": PEFT_DEFAULT, "lora_dropout": 0.0}
         for key, value, node in self.values.keywords(call):
-            if key in _OF_LORA and not _holds_unknown(value):
+            if key in _OF_LORA and not holds_unknown(value):
                 own[_OF_LORA[key]] = PEFT_DEFAULT if key == "target_modules" and value is None else value
             elif key in _OF_LORA or key == "**" or (key in _BESIDE_LORA and value):
                 effect = Effect.MORE if key in _BESIDE_LORA else Effect.UNKNOWN
@@ -400,31 +401,34 @@ class _Reader:
             if self._holds_length() or self.data.get("packing"):
                 return
             return
-        cut = [
-            (value, node)
-            for call in self.calls
-            if any(one.arg == "truncation" for one in call.keywords)
-            for key, value, node in self.values.keywords(call)
-            if key == "max_length"
-        ]
-        known = {value for value, _ in cut if isinstance(value, int) and not isinstance(value, bool)}
-        if (
-            len(known) == 1
-            and all(value in known for value, _ in cut if value is not UNKNOWN)
-            and UNKNOWN not in [v for v, _ in cut]
-        ):
-            (length,) = known
+        lengths = self.cut_lengths()
+        if len(lengths) == 1:
+            ((length, line),) = lengths.items()
             self.data["max_length"] = length
-            self.assumed.append(f"samples of {length} tokens, to which line {cut[0][1].lineno} cuts them")
+            self.assumed.append(f"samples of {length} tokens, to which line {line} cuts them")
         elif not self._holds_length():
             self.open["seq_len"] = "no line tells the length of a sample; --seq-len does"
+
+    def cut_lengths(self) -> dict[int, int]:
+        """The lengths to which calls cut samples, with a line of each; empty where the text does not tell one of them."""
+        found: dict[int, int] = {}
+        for call in self.calls:
+            if not any(one.arg == "truncation" for one in call.keywords):
+                continue
+            for key, value, node in self.values.keywords(call):
+                if key == "max_length" and (isinstance(value, bool) or not isinstance(value, int)):
+                    return {}
+                if key == "max_length":
+                    found.setdefault(value, node.lineno)
+        return found
 
     def _holds_length(self) -> bool:
         return any(key in self.data for key in ("max_length", "max_seq_length", "model_max_length"))
 
     # What else it does
 
-    def _deeds(self, made: ast.Call, trainer: ast.Call | None) -> None:
+    def deeds(self, trainer: ast.Call | None) -> None:
+        """List what the script does beside its arguments."""
         for call in self.calls:
             self._deed(call)
         for node in self.values.nodes:
@@ -515,7 +519,8 @@ def _first(call: ast.Call, key: str) -> ast.expr | None:
     return found if found is not None else call.args[0] if call.args and not isinstance(call.args[0], ast.Starred) else None
 
 
-def _holds_unknown(value: Any) -> bool:
+def holds_unknown(value: Any) -> bool:
+    """Whether a value, or one within it, is not told."""
     if isinstance(value, dict):
-        return any(_holds_unknown(one) for one in value.values())
-    return any(_holds_unknown(one) for one in value) if isinstance(value, list) else value is UNKNOWN
+        return any(holds_unknown(one) for one in value.values())
+    return any(holds_unknown(one) for one in value) if isinstance(value, list) else value is UNKNOWN

@@ -430,7 +430,7 @@ class HfTrainer(Program):
                 break
         read_example(run)
         _two_lengths(run)
-        _adapters(run)
+        set_script_adapters(run)
         read_script_name(run)
         if "ds_config" not in run.fields or {"dtype", "torch_dtype"} & set(run.data):
             set_weights_dtype(run, default="weights in fp32: the script's from_pretrained decides")
@@ -467,7 +467,7 @@ def _script_task(run: Builder) -> None:
         run.leave_out(f"task {task}", MORE, "pairs of samples, further models or generation beside the trained model")
 
 
-def _adapters(run: Builder) -> None:
+def set_script_adapters(run: Builder) -> None:
     """LoRA by the names that scripts commonly give it; whether it is on is a switch or a rank."""
     switches = [key for key in ("use_lora", "use_peft", "lora_enable", "use_qlora") if run.flag(key)]
     off = any(run.flag(key) is False for key in ("use_lora", "use_peft", "lora_enable"))

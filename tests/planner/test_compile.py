@@ -48,7 +48,7 @@ def test_what_no_graph_is_traced_with_is_refused(fields: dict[str, Any], said: s
 
 
 def test_compiled_stages_own_what_plain_ones_own_and_promise_nothing() -> None:
-    asked: dict[str, Any] = {"engine": "zeroplan", "stage": 2, "gpus": 4, "pp": 2, "grad_accum": 2}
+    asked: dict[str, Any] = {"engine": "zeroplan", "stage": 2, "gpus": 4, "pp": 2, "grad_accum": 2, "depth": "formula"}
     untied = {**TINY, "tie_word_embeddings": False}
     eager, compiled = (
         estimate_report(Request(model=untied, seq_len=64, vram="24G", **asked, compile=how)) for how in (None, "blocks")

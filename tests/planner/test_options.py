@@ -30,6 +30,7 @@ _OF_FILES = {
         "colocated",
         "longest_first",
         "mixed_units",
+        "ones",
         "quantized_by",
         "reentrant",
         "rollout",

@@ -70,7 +70,8 @@ def _forward(w: TapeWriter, s: Shapes, chunk: ChunkLayers, cp: int, received: Va
     words, weights, w.mask = layers.load(w, s, cp)
     x = layers.embed(w, s, words) if received is None else received
     x = _layers(w, s, chunk.layers, x)
-    x = layers.head(w, s, x, weights) if chunk.ends else x
+    tied = chunk.embeds and not s.model.untie_embeddings_and_output_weights
+    x = layers.head(w, s, x, weights, tied=tied) if chunk.ends else x
     w.mask = None
     return x
 

@@ -74,7 +74,9 @@ def _look_up(w: TapeWriter, s: Shapes, words: Storage) -> Value:
     size = s.whole
 
     def look_up_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [ops.embedding_gradient(w, count, s.model.padded(s.tp) // s.tp, s.model.hidden_size, table)]
+        made = ops.embedding_gradient(w, count, s.model.padded(s.tp) // s.tp, s.model.hidden_size, table)
+        w.attributes.pop(ops.WAITING, None)
+        return [made]
 
     def mask_backward(saved: Saved, g: Gradients) -> Gradients:
         return [w.empty(size)]
@@ -285,15 +287,18 @@ def _wide(w: TapeWriter, s: Shapes, width: int, x: Value, *, normalizes: bool) -
         return ops.row_linear(w, active, s.row(model.hidden_size, width, bias=model.add_bias_linear))
 
 
-def head(w: TapeWriter, s: Shapes, x: Value, loss_mask: Storage) -> Value:
-    """The final norm, this rank's part of the logits, the loss over all parts, and its mean over the labelled tokens."""
+def head(w: TapeWriter, s: Shapes, x: Value, loss_mask: Storage, *, tied: bool) -> Value:
+    """The final norm, this rank's part of the logits, the loss over all parts, and its mean over the labelled tokens.
+
+    `tied`: the matrix is the embedding's, in the same chunk.
+    """
     model = s.model
     with w.module("final_layernorm", model.normalization):
         normed = ops.normalize(w, x, s.norm)
     vocabulary = model.padded(s.tp)
     sizes = replace(s.column(vocabulary, model.hidden_size, bias=False, adds=False), engine=False)  # always Megatron's own
     with w.module("output_layer", "ColumnParallelLinear"):
-        logits = ops.column_linear(w, normed, sizes, kind=Kind.LOGITS)
+        logits = ops.column_linear(w, normed, sizes, kind=Kind.LOGITS, waits=tied)
     del normed
     fused = model.cross_entropy_loss_fusion
     in_place = fused and model.cross_entropy_fusion_impl == "te"

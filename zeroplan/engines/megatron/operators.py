@@ -140,15 +140,22 @@ def normalize(w: TapeWriter, x: Value, norm: Norm) -> Value:
     return w.apply([x], [out], [x.storage, *stats], backward)[0]
 
 
-def column_linear(w: TapeWriter, x: Value, sizes: Linear, kind: Kind | None = None) -> Value:
+#: The attribute that stands for autograd's buffer of a matrix' gradient that waits for the one of its other use.
+WAITING = ("waiting", 0)
+
+
+def column_linear(w: TapeWriter, x: Value, sizes: Linear, kind: Kind | None = None, *, waits: bool = False) -> Value:
     """A column-wise linear layer. Its input is saved as it is, and gathered again for the weight's gradient. `kind` is that of
-    its output.
+    its output. `waits`: the embedding has the same matrix, so that its gradient waits for the embedding's.
     """
     out = _product(w, sizes, kind)
     size = x.nbytes
 
     def backward(saved: Saved, g: Gradients) -> Gradients:
-        return _linear_backward(w, sizes, size)
+        made = _linear_backward(w, sizes, size)
+        if waits:
+            w.attributes[WAITING] = [one for one in made[1:2] if one is not None]
+        return made
 
     return w.apply([x], [out], [x.storage], backward)[0]
 

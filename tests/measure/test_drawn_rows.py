@@ -11,6 +11,7 @@ MODELLED = {
     "W35": "Adagrad's first states stay with DeepSpeed's engine (-8.3 %)",
     "W62": "the same, of adapters (-2.4 %)",
     "W66": "rows of frozen experts are not kept (+1.2 %, reserved +14 %)",
+    "W07": "Muon's two groups are flattened and stepped one after the other (+7.0 %, reserved +15 %)",
     "W38": "what the allocator was told was left out of the request (reserved +17 %)",
 }
 

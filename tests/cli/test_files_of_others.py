@@ -109,6 +109,16 @@ def test_what_a_plan_holds_beside_a_plain_step_is_told(cli: Cli, here: Path) -> 
         assert any(part in one for one in said), said
 
 
+def test_what_is_read_is_not_written_over(cli: Cli, here: Path) -> None:
+    text = '{"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 2e-5}}}'
+    (here / "ds.json").write_text(text)
+    for place in (("-o", "ds.json"), ("-o", "./ds.json"), ("--html", "ds.json")):
+        code, out, err = cli("recommend", LLAMA, *ONE, "--from", "ds.json", *place)
+        assert (code, out) == (2, "")
+        assert "is what --from reads, and what is written holds nothing of its rates and schedules" in err
+    assert (here / "ds.json").read_text() == text
+
+
 def test_a_model_from_scratch_has_random_weights(cli: Cli, here: Path) -> None:
     assert cli("recommend", LLAMA, *ONE, "--from-scratch", "--new-script", "t.py")[0] == 1
     text = (here / "t.py").read_text()

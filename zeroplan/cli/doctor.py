@@ -91,6 +91,8 @@ def _of_log(path: str, request: Request, *, as_json: bool, quiet: bool) -> None:
 def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bool, quiet: bool, report: bool) -> None:
     if output is not None and not calibrate:
         raise BadInput("nothing is measured that could be kept", where="--output", remedy="give --calibrate as well")
+    if output is not None and os.path.isdir(os.path.dirname(output) or "."):  # else the folder is made
+        flags.writable(output)
     if not os.path.isdir(folder):
         raise BadInput(f"{folder} is no folder", where="--nvme-path", remedy="give a folder on the disk to measure")
     from zeroplan.report.machine import MachineReport, issue_text, machine_json, machine_text

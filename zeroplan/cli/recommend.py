@@ -150,7 +150,7 @@ def recommend(
         given |= {"--goal": goal != "throughput", "--format": style != "plain", "--nvme-path": nvme_path != "/local_nvme"}
         _layouts(request, gradient_checkpointing, given, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
         return
-    target = _target(request, output, form, launcher, script, new_script, hosts, html)
+    target = _target(request, output, form, launcher, script, new_script, hosts, html, source or [])
     if target is not None and target.form == "trl":
         request = replace(request, chunked_head=True)  # SFTTrainer's own: head and loss in tiles
 
@@ -237,13 +237,14 @@ def _target(
     new_script: str | None,
     hosts: str | None,
     html: str | None,
+    source: list[str],
 ) -> Target | None:
     """Return the target of the files; None without -o and --new-script. A path that cannot be written is refused before the
     search.
     """
     from zeroplan.engines.registry import find_engine
-    from zeroplan.search.files import Target, form_of
-    from zeroplan.search.places import require_no_other_main, require_no_other_program, require_places
+    from zeroplan.search.files import Target, form_of, output_of
+    from zeroplan.search.places import require_no_other_main, require_no_other_program, require_not_read, require_places
 
     engine = find_engine(request.engine)
     if output is None and new_script is None:
@@ -251,6 +252,7 @@ def _target(
             if given is not None:
                 raise BadInput("no file is asked for", where=where, remedy="give -o ds_config.json as well")
         require_places(html)
+        require_not_read(source, html)
         return None
     if new_script is not None and (new_script.endswith(os.sep) or os.path.isdir(new_script)):
         raise BadInput(f"{new_script} is a folder", where="--new-script", remedy="give the name of a file, such as train.py")
@@ -267,6 +269,7 @@ def _target(
     if new_script is not None:
         require_no_other_program(new_script)
     require_no_other_main(found, target)
+    require_not_read(source, html, new_script, output_of(target, found))
     return target
 
 

@@ -154,9 +154,9 @@ def model_of(place: object, spec: ModelSpec) -> Model:
     """Return the source from which a script gets the model, which the user named by `place`."""
     if not isinstance(place, str | os.PathLike):
         return Model(spec.name if spec.source in ("catalog", "hub") else "", spec.auto_class)
-    if spec.source == "catalog":
-        return Model(hub_id(os.fspath(place)), spec.auto_class)
     path = os.path.expanduser(os.fspath(place))
+    if spec.source == "catalog" and not os.path.exists(path):
+        return Model(hub_id(path), spec.auto_class)
     if os.path.basename(path) == "config.json" and os.path.isfile(path):
         path = os.path.dirname(path) or "."  # where its weights and its tokenizer are, if there are any
     if os.path.isdir(path):

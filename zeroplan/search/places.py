@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
@@ -55,6 +56,19 @@ def require_no_other_program(path: str) -> None:
             where="--new-script",
             remedy="name another file, or give --script to start it",
         )
+
+
+def require_not_read(source: Sequence[str], *paths: str | None) -> None:
+    """Refuse to write over a file that is read: its rates and schedules are in nothing that is written.
+
+    Raises:
+        BadInput: naming the file.
+    """
+    read = {os.path.realpath(path) for path in source}
+    for path in paths:
+        if path is not None and os.path.realpath(path) in read:
+            what = f"{path} is what --from reads, and what is written holds nothing of its rates and schedules"
+            raise BadInput(what, where="--output", remedy="name another file, and add them there")
 
 
 def require_no_other_main(form: Form, target: Target) -> None:

@@ -60,6 +60,10 @@ UNSURE: dict[str, tuple[str, str]] = {
     "a branch": ("if os.path.exists('x'):\n    bs = 4\nelse:\n    bs = 16\n", "bs"),
     "augmented": ("bs = 4\nbs *= 4\n", "bs"),
     "the environment": ("", "int(os.environ.get('BS', '4'))"),
+    "a default of another type": (
+        "p = argparse.ArgumentParser()\np.add_argument('--bs', type=int, default='x')\na = p.parse_args()\n",
+        "a.bs",
+    ),
     "an import": ("bs = 4\nfrom config import bs\n", "bs"),
     "a file": ("import json\ncfg = json.load(open('c.json'))\n", "cfg['bs']"),
     "a parameter": ("def f(bs):\n    return bs\nbs = 4\n", "bs"),
@@ -163,6 +167,7 @@ REFUSED = {
         HEAD.replace("AutoModelForCausalLM", "FastLanguageModel") + BUILD.format(4),
         r"trains by Unsloth \(line 3\)",
     ),
+    "depth": (HEAD + BUILD.format("a" + "()" * 1000), "nested too deep|no Python"),
     "no Python": ("def f(:\n", "is no Python"),
 }
 

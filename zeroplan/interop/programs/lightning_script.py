@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.script import RunScript, ScriptReader, holds_unknown, parsed
 from zeroplan.interop.programs.script_values import UNKNOWN, Values, called
@@ -33,8 +34,11 @@ def read_script(
         BadInput: it builds no arguments of the HF Trainer and no Trainer of Lightning, or several; it trains by a loop of its
             own; or names are not sure.
     """
-    reader = ScriptReader(Values(parsed(text, name), flags, words, environment), name)
-    return _read(reader) if _imports_lightning(reader.values) else reader.read()
+    try:
+        reader = ScriptReader(Values(parsed(text, name), flags, words, environment), name)
+        return _read(reader) if _imports_lightning(reader.values) else reader.read()
+    except RecursionError:
+        raise BadInput("has expressions that are nested too deep", where=name, remedy="give the run's arguments") from None
 
 
 def _imports_lightning(values: Values) -> bool:

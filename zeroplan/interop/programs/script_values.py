@@ -70,6 +70,14 @@ def base_name(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
+def _converted(kind: Callable[[str], Any], text: str) -> Any:
+    """A default by its argument's type, as the parser converts one that is a text."""
+    try:
+        return kind(text)
+    except ValueError:
+        return UNKNOWN
+
+
 def _is_main(test: ast.expr) -> bool:
     """Whether a condition is ``__name__ == "__main__"``."""
     return isinstance(test, ast.Compare) and any(called(one) == "__name__" for one in (test.left, *test.comparators))
@@ -382,7 +390,7 @@ class Values:
         if "default" in given:
             value = self.of(given["default"])
             kind = _CONVERSIONS.get(called(given.get("type")))
-            value = kind(value) if isinstance(value, str) and kind in (int, float) else value
+            value = _converted(kind, value) if isinstance(value, str) and kind in (int, float) else value
         elif action in ("store_true", "store_false"):
             value = action == "store_false"
         else:

@@ -12,6 +12,7 @@ MODELLED = {
     "W62": "the same, of adapters (-2.4 %)",
     "W66": "rows of frozen experts are not kept (+1.2 %, reserved +14 %)",
     "W07": "Muon's two groups are flattened and stepped one after the other (+7.0 %, reserved +15 %)",
+    "U02": "fp16 gradients that are reduced in bf16 are cast (-13.5 %)",
     "W38": "what the allocator was told was left out of the request (reserved +17 %)",
 }
 

@@ -153,6 +153,12 @@ class DeepSpeedRank(SteppedGroups):
         return self._travelling(self.comm_bytes)
 
     @cached_property
+    def other_half(self) -> bool:
+        """Whether gradients are reduced in the 16-bit dtype that is not the model's: as wide, and cast all the same."""
+        sent = self.zero.communication_data_type
+        return self.param_bytes == 2 and sent not in (None, DType.FP32, self.workload.dtype)
+
+    @cached_property
     def gather_of(self) -> tuple[int, ...]:
         """Bytes an element of each parameter while stage 3 gathers it."""
         return self._travelling(self.param_bytes)

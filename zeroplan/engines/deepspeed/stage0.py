@@ -52,7 +52,7 @@ class Stage0(DeepSpeedSchedule):
             filled += count
             if filled > STAGE0_BUCKET or at == len(counts) - 1:
                 flat = self.alloc(width * filled, Buffer.COMM_ALL_REDUCE) if bucket > 1 else None
-                if self.rank.comm_bytes != width:
+                if self.rank.comm_bytes != width or self.rank.other_half:
                     self.temporary(self.rank.comm_bytes * filled, Buffer.COMM_ALL_REDUCE)
                 if flat is not None:
                     self.free(flat)

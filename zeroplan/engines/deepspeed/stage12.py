@@ -260,7 +260,7 @@ class Stage12(DeepSpeedSchedule):
         """Reduce the bucket's slices by owner, flattened anew unless one owner has all (average_tensor)."""
         zero, rank = self.rank.zero, self.rank
         if not zero.reduce_scatter or not rank.does(Knob.REDUCED_IN_COPIES):
-            if bucket.comm != self.bucket_bytes:
+            if bucket.comm != self.bucket_bytes or rank.other_half:
                 cast = bucket.filled if rank.does(Knob.REDUCES_FILLED_PART) else max(bucket.filled, self.bucket_size)
                 self.temporary(bucket.comm * cast, Buffer.COMM_ALL_REDUCE, self.stream)
             if self.compact:
@@ -317,7 +317,7 @@ class Stage12(DeepSpeedSchedule):
         comm = comm if self.rank.layout.ulysses == 1 else 4
         if len(batch) > 1:
             flat = self.alloc(width * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream)
-        if comm != width:
+        if comm != width or self.rank.other_half:
             cast = self.alloc(comm * elements, Buffer.COMM_ALL_REDUCE, stream=self.stream)
             if flat is not None:
                 self.free(flat)

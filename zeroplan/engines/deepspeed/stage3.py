@@ -344,14 +344,14 @@ class Stage3(DeepSpeedSchedule):
         if not rank.zero.reduce_scatter and rank.zero.contiguous_gradients and elements <= rank.zero.reduce_bucket_size:
             if rank.ranks != rank.zero.gradient_predivide_factor:  # scaled out of place, by 1 as well
                 held.append(self.alloc(c * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream))
-            if c != a:
+            if c != a or rank.other_half:
                 cast = self.alloc(a * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream)
                 self.free_all(held)
                 held = [cast]
             uneven = [p for p in bucket if rank.numel[p] % ranks]
             held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in uneven]
         else:
-            if c != rank.param_bytes:  # those in the bucket have its dtype already
+            if c != rank.param_bytes or rank.other_half:  # those in the bucket have its dtype already
                 apart = [p for p in bucket if p in self.own or not rank.does(Knob.STAGE3_BUCKET_DTYPE)]
                 held = [self.alloc(c * rank.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in apart]
             flat = -1
@@ -362,7 +362,7 @@ class Stage3(DeepSpeedSchedule):
                 scaled = [self.alloc(c * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
                 self.free_all([flat] if flat >= 0 else [])
                 held, flat = [*held, *scaled], -1
-            if c != a:
+            if c != a or rank.other_half:
                 held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
                 self.free_all([flat] if flat >= 0 else [])
             elif flat >= 0:

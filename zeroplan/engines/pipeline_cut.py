@@ -141,8 +141,12 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False, holds_output:
     root = next((index for index, module in enumerate(tape.modules) if module.parent < 0), -1)
     received: set[int] = set()  # gradients of that size that other stages make
     events = tape.events()
+    # An enumeration's members are slow to read.
+    alloc, free, grad, mark = int(Op.ALLOC), int(Op.FREE), int(Op.GRAD), int(Op.MARK)
+    enter, leave, into, out_of = int(Op.ENTER), int(Op.EXIT), int(Op.BWD_ENTER), int(Op.BWD_EXIT)
+    of_logits = int(Kind.LOGITS)
     for at, (op, arg, aux, kind, module) in enumerate(events):
-        if op == Op.MARK:
+        if op == mark:
             running = running or arg == Mark.FORWARD_BEGIN
             if arg == Mark.BACKWARD_BEGIN:
                 _free_late(walk, 0)
@@ -151,13 +155,13 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False, holds_output:
                 _free_late(walk, 1)
                 weights, place = len(walk.out), -1
             continue
-        if op == (Op.BWD_ENTER if backward else Op.ENTER) and arg in walk.blocks:
+        if op == (into if backward else enter) and arg in walk.blocks:
             place = walk.blocks[arg]
-        elif not backward and op == Op.ENTER and arg in walk.embedding:
+        elif not backward and op == enter and arg in walk.embedding:
             in_embedding = True
-        here = _entered_next(walk, at) if weights >= 0 and op == Op.ALLOC else None
+        here = _entered_next(walk, at) if weights >= 0 and op == alloc else None
         kept = _is_kept(stage, place if here is None else here, last, in_embedding or backward)
-        if op == Op.ALLOC:
+        if op == alloc:
             if not running:
                 inputs += aux if stage.is_first or stage.is_last else 0
             elif kept:
@@ -168,18 +172,18 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False, holds_output:
                     made_backward.append(arg)
                 elif aux == hidden and not stage.is_last and _makes(walk, module, stage.end - 1):
                     output = arg
-                elif kind == Kind.LOGITS and (copies or head < 0):
+                elif kind == of_logits and (copies or head < 0):
                     logits, head = arg if copies else -1, module
             elif backward and aux == hidden:
                 received.add(arg)
-        elif op == Op.FREE:
+        elif op == free:
             if arg in walk.made:
                 if at == summed:
                     residual = 1 + max(*tape.arg, *walk.made)
                     walk.made[residual] = int(Kind.ACT_GRAD)
-                    walk.add(Op.ALLOC, residual, hidden, Kind.ACT_GRAD, module)
+                    walk.add(alloc, residual, hidden, Kind.ACT_GRAD, module)
                     walk.late[1].append(residual)
-                kept_on = not backward and (walk.made[arg] == Kind.LOGITS or arg == output)
+                kept_on = not backward and (walk.made[arg] == of_logits or arg == output)
                 if arg == logits:
                     pass
                 elif kept and not kept_on and (backward or arg != copy):
@@ -193,25 +197,25 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False, holds_output:
             elif kept and arg in received and residual in walk.late[1]:  # what stands for it on this stage
                 walk.late[1].remove(residual)
                 walk.add(op, residual)
-        elif op == Op.GRAD:
+        elif op == grad:
             if arg in walk.place and aux in walk.made and aux not in walk.shared:
                 walk.add(op, walk.place[arg], aux)
-        elif arg == root and op == Op.EXIT and returned >= 0:
+        elif arg == root and op == leave and returned >= 0:
             pass  # the loss is none of its own
         elif arg not in walk.inside or stage.first <= walk.inside[arg] < stage.end:
             walk.add(op, arg)
-        if not backward and op == Op.EXIT:
+        if not backward and op == leave:
             if arg == head and stage.is_last:
                 if not copies:
-                    walk.add(Op.EXIT, root)
+                    walk.add(leave, root)
                 returned = len(walk.out)
             if arg in walk.blocks and walk.blocks[arg] == last:
                 place = last + 1
             in_embedding = in_embedding and arg not in walk.embedding
-        elif backward and op == Op.BWD_EXIT and tape.modules[arg].name.rpartition(".")[2] == HEAD:
+        elif backward and op == out_of and tape.modules[arg].name.rpartition(".")[2] == HEAD:
             for storage, param in walk.shared.items():
-                walk.add(Op.GRAD, walk.place[param], storage)
-        elif backward and op == Op.BWD_EXIT and arg in walk.blocks and walk.blocks[arg] == (0 if weights < 0 else last):
+                walk.add(grad, walk.place[param], storage)
+        elif backward and op == out_of and arg in walk.blocks and walk.blocks[arg] == (0 if weights < 0 else last):
             place = -1 if weights < 0 else last + 1
     made = [s for s in (residual, *made_backward) if s in walk.late[final]]
     sent = made[-1] if made else -1
@@ -310,15 +314,17 @@ def _first_sum(tape: ExpandedTape, walk: _Cut, hidden: int) -> int:
     """
     block = next(index for index, number in walk.blocks.items() if number == walk.stage.end - 1)
     norms = {i for i, module in enumerate(tape.modules) if module.parent == block and module.name.endswith(_SECOND_NORM)}
-    added, free, new, backward = -1, -1, False, False
-    for at, (op, arg, aux, module) in enumerate(zip(tape.op, tape.arg, tape.aux, tape.module, strict=True)):
-        if op == Op.MARK:
-            backward = backward or arg == Mark.BACKWARD_BEGIN
-        elif backward and op == Op.ALLOC and aux == hidden and module in norms:
-            added, free, new = arg, -1, False
-        elif added >= 0 and free < 0 and op == Op.ALLOC and aux == hidden and module == block:
-            new = True
-        elif op == Op.FREE and arg == added:
+    added, free, new = -1, -1, False
+    begin = list(zip(tape.op, tape.arg, strict=True)).index((int(Op.MARK), int(Mark.BACKWARD_BEGIN)))
+    alloc, end = int(Op.ALLOC), int(Op.FREE)
+    events = zip(tape.op[begin:], tape.arg[begin:], tape.aux[begin:], tape.module[begin:], strict=True)
+    for at, (op, arg, aux, module) in enumerate(events, begin):
+        if op == alloc:
+            if aux == hidden and module in norms:
+                added, free, new = arg, -1, False
+            elif added >= 0 and free < 0 and aux == hidden and module == block:
+                new = True
+        elif op == end and arg == added:
             free = at
     if free < 0:
         raise BadInput("its blocks have another form than those that are modelled", where="--pp", remedy="use --pp 1")

@@ -15,7 +15,7 @@ from zeroplan.core.files import file_kind, read_bytes
 from zeroplan.interop.programs.lightning_script import read_script
 from zeroplan.interop.programs.notebooks import code_of
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
-from zeroplan.interop.programs.script import RunScript
+from zeroplan.interop.programs.script_reader import RunScript
 from zeroplan.interop.programs.shell import Command, training_command
 from zeroplan.interop.programs.strangers import refuse_other_program
 

@@ -8,8 +8,13 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.script import RunScript, ScriptReader, holds_unknown, parsed
-from zeroplan.interop.programs.script_values import UNKNOWN, Values, called
+from zeroplan.interop.programs.script import ScriptReader
+from zeroplan.interop.programs.script_adapters import take_adapters
+from zeroplan.interop.programs.script_deeds import list_deeds
+from zeroplan.interop.programs.script_model import take_model
+from zeroplan.interop.programs.script_reader import RunScript, parsed
+from zeroplan.interop.programs.script_syntax import UNKNOWN, called, holds_unknown
+from zeroplan.interop.programs.script_values import Values
 
 _PACKAGES = ("lightning", "pytorch_lightning")
 #: Arguments of the Trainer that decide memory.
@@ -71,11 +76,11 @@ def _read(reader: ScriptReader) -> RunScript:
             reader.leave_out(f"trainer.{key}", node, Effect.UNKNOWN, f"{ast.unparse(node)[:50]} is not told")
         else:
             section[key] = given
-    head = reader.model(None, "lightning")
+    head = take_model(reader, None, "lightning")
     if "model_name_or_path" not in reader.data and not reader.assumed:
         reader.leave_out("model", trainer, Effect.UNKNOWN, "the script's own model is not read; MODEL is planned in its place")
-    reader.adapters(None, "lightning")
-    reader.deeds(None)
+    take_adapters(reader, None, "lightning")
+    list_deeds(reader, None)
     _loaders(reader)
     _own_steps(reader)
     optimizer = _optimizer(reader)

@@ -8,31 +8,13 @@ binding, an assigned field, a method that changes a dict, the environment) is un
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-#: A value that the text does not tell.
-UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda _self: "unknown"})()
+from zeroplan.interop.programs.script_arithmetic import computed
+from zeroplan.interop.programs.script_parser import ParserArguments
+from zeroplan.interop.programs.script_syntax import UNKNOWN, base_name, called
 
-_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-}
-_COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.Is: operator.is_,
-    ast.IsNot: operator.is_not,
-}
 _CONVERSIONS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
 _FOLDS: dict[str, Callable[..., Any]] = {"max": max, "min": min, "sum": sum, "round": round, "list": list, "tuple": list}
 #: Enumerations of transformers, whose members stand for their names in lower case.
@@ -56,26 +38,6 @@ _READING = frozenset(
 _LIBRARIES = ("transformers", "torch", "peft", "trl", "datasets", "typing", "accelerate", "lightning", "pytorch_lightning")
 _MOST_TEXT = 10_000
 _MOST_DEPTH = 24
-
-
-def called(node: ast.expr | None) -> str:
-    """The last name of what is called: ``from_pretrained`` of ``AutoModel.from_pretrained``."""
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-
-
-def base_name(node: ast.expr) -> str:
-    """The name at the front of ``a.b[c].d``; empty where a call or another expression stands there."""
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
-
-
-def _converted(kind: Callable[[str], Any], text: str) -> Any:
-    """A default by its argument's type, as the parser converts one that is a text."""
-    try:
-        return kind(text)
-    except ValueError:
-        return UNKNOWN
 
 
 def _is_main(test: ast.expr) -> bool:
@@ -107,18 +69,14 @@ class Values:
         self.nodes = list(ast.walk(tree))
         self.parents = {id(inner): node for node in self.nodes for inner in ast.iter_child_nodes(node)}
         self._words = list(words)
-        self._options: dict[str, str] = {}  # a parser's options, and what each fills
         self._aliases: dict[str, str] = {}
         self.taken: set[str] = set()
         self.opaque = 0
         self._flags, self._environment = flags or {}, environment or {}
         self._bound: dict[str, list[ast.expr | None]] = {}
         self._changed: set[str] = set()
-        self._arguments: dict[str, Any] = {}
-        self._switches: set[str] = set()  # by argparse.BooleanOptionalAction
-        self._negated: set[str] = set()  # switches that store false
-        self._converted: set[str] = set()  # by a function of the script's own
         self._fired: set[str] = set()  # parameters that fire gives from the command line
+        self._parser = ParserArguments(self.of)
         self._parsed: set[str] = set()
         self._classes: dict[str, ast.ClassDef] = {}
         self._known: dict[int, Any] = {}
@@ -241,7 +199,10 @@ class Values:
                 self._bind(node.rest, None)
             elif isinstance(node, ast.Call):
                 self._called(node)
-        self._read_parser()
+        self._parser.read(self.nodes)
+        fired = {name: value for name, value in self._flags.items() if name in self._fired}
+        self._bound |= {name: [ast.Constant(value)] for name, value in fired.items()}
+        self._flags = fired | self._parser.given(self._flags, self._words)
         for name, loads in self._loads.items():
             for node in loads if self._holds_items(name) else ():
                 self._handed(node)
@@ -347,66 +308,6 @@ class Values:
                 if isinstance(one, ast.Name):
                     self._changed.add(one.id)
 
-    # A parser's arguments
-
-    def _read_parser(self) -> None:
-        for call in self.nodes:
-            if not isinstance(call, ast.Call):
-                continue
-            if called(call.func) == "add_argument":
-                self._argument(call)
-            elif called(call.func) == "set_defaults":
-                self._arguments |= {one.arg: UNKNOWN for one in call.keywords if one.arg}
-        given: dict[str, Any] = {}
-        for name, value in self._flags.items():
-            if name in self._fired:
-                self._bound[name] = [ast.Constant(value)]
-                given[name] = value
-            near = [name] if name in self._options else [one for one in self._options if one.startswith(name)]
-            if name.startswith("no_") and name[3:] in self._switches:
-                given[name[3:]] = self._arguments[name[3:]] = False
-            elif near:
-                dest = self._options[near[0]]
-                sure = len({self._options[one] for one in near}) == 1 and dest not in self._converted
-                given[dest] = self._arguments[dest] = (
-                    (dest not in self._negated if value is True else value) if sure else UNKNOWN
-                )
-        short = {word[:2] for word in self._words if word[:1] == "-" and word[1:2].isalpha()}
-        for option in short & self._options.keys():
-            dest, at = self._options[option], self._words.index(option) if option in self._words else -1
-            text = self._words[at + 1] if 0 <= at < len(self._words) - 1 else ""
-            known = text.isdigit() and len(text) < 10 and dest not in self._converted
-            given[dest] = self._arguments[dest] = int(text) if known else UNKNOWN
-        self._flags = given
-
-    def _argument(self, call: ast.Call) -> None:
-        words = [one.value for one in call.args if isinstance(one, ast.Constant) and isinstance(one.value, str)]
-        given = {one.arg: one.value for one in call.keywords if one.arg}
-        long = next((word for word in words if word.startswith("--")), words[0] if words else "")
-        dest = self.of(given["dest"]) if "dest" in given else long.lstrip("-").replace("-", "_")
-        if not isinstance(dest, str) or not dest:
-            return
-        action = given["action"].value if "action" in given and isinstance(given["action"], ast.Constant) else None
-        if "default" in given:
-            value = self.of(given["default"])
-            kind = _CONVERSIONS.get(called(given.get("type")))
-            value = _converted(kind, value) if isinstance(value, str) and kind in (int, float) else value
-        elif action in ("store_true", "store_false"):
-            value = action == "store_false"
-        else:
-            value = UNKNOWN if "required" in given or not long.startswith("-") else None
-        if called(given.get("action")) == "BooleanOptionalAction":
-            self._switches.add(dest)
-        elif dest in self._arguments or action not in (None, "store", "store_true", "store_false"):
-            value = UNKNOWN
-        if action == "store_false":
-            self._negated.add(dest)
-        if "type" in given and called(given["type"]) not in ("int", "float", "str"):
-            self._converted.add(dest)
-            value = UNKNOWN if isinstance(value, str) else value
-        self._arguments[dest] = value
-        self._options |= {word if not word.startswith("--") else word[2:].replace("-", "_"): dest for word in words}
-
     # Expressions
 
     def _value(self, node: ast.expr, depth: int) -> Any:
@@ -429,35 +330,7 @@ class Values:
             parts = [self.of(one.value if isinstance(one, ast.FormattedValue) else one, depth) for one in node.values]
             plain = all(not isinstance(one, ast.FormattedValue) or one.format_spec is None for one in node.values)
             return "".join(map(str, parts)) if plain and all(one is not UNKNOWN for one in parts) else UNKNOWN
-        return self._computed(node, depth)
-
-    def _computed(self, node: ast.expr, depth: int) -> Any:
-        if isinstance(node, ast.UnaryOp):
-            value = self.of(node.operand, depth)
-            if value is UNKNOWN:
-                return UNKNOWN
-            return not value if isinstance(node.op, ast.Not) else -value if isinstance(node.op, ast.USub) else UNKNOWN
-        if isinstance(node, ast.BinOp):
-            left, right = self.of(node.left, depth), self.of(node.right, depth)
-            done = _OPERATORS.get(type(node.op))
-            sizes = all(isinstance(one, str | list) or abs(one) < 1 << 40 for one in (left, right) if one is not UNKNOWN)
-            repeats = isinstance(node.op, ast.Mult | ast.Mod) and any(isinstance(one, str | list) for one in (left, right))
-            known = left is not UNKNOWN and right is not UNKNOWN and sizes and not repeats
-            return done(left, right) if done is not None and known else UNKNOWN
-        if isinstance(node, ast.IfExp):
-            test = self.of(node.test, depth)
-            return UNKNOWN if test is UNKNOWN else self.of(node.body if test else node.orelse, depth)
-        if isinstance(node, ast.BoolOp):
-            for one in node.values:
-                value = self.of(one, depth)
-                if value is UNKNOWN or bool(value) is isinstance(node.op, ast.Or):
-                    return value
-            return value
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARISONS:
-            left, right = self.of(node.left, depth), self.of(node.comparators[0], depth)
-            known = left is not UNKNOWN and right is not UNKNOWN
-            return _COMPARISONS[type(node.ops[0])](left, right) if known else UNKNOWN
-        return self.of(node.value, depth) if isinstance(node, ast.NamedExpr) else UNKNOWN
+        return computed(node, lambda one: self.of(one, depth))
 
     def _named(self, name: str, depth: int) -> Any:
         found = self._bound.get(name, [])
@@ -481,7 +354,7 @@ class Values:
         if not isinstance(node.value, ast.Name) or owner in self._changed:
             return UNKNOWN
         if owner in self._parsed and len(self._bound.get(owner, [])) == 1:
-            value = self._arguments.get(node.attr, UNKNOWN)
+            value = self._parser.arguments.get(node.attr, UNKNOWN)
             if node.attr not in self._flags:
                 self.taken.add(node.attr)
             return value

@@ -13,12 +13,15 @@ from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.interop.deepspeed_version import version_beside
 from zeroplan.interop.programs.accelerate import launch_document
 from zeroplan.interop.programs.document import Document, find_beside, load_document
+from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named, version_of
 from zeroplan.interop.programs.shell import RECIPE_FLAGS, RECIPES, Command
 from zeroplan.interop.setups import Setup
 
 #: Programs that decide the engine and the machine, and leave the rest to another file.
 _LAUNCHERS = ("accelerate", "ds_config")
+#: Programs whose arguments scripts of one's own take by ``HfArgumentParser``.
+_OF_SCRIPTS = ("hf-trainer", "trl")
 #: Where torch looks for the allocator's settings; the older name is still read.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 #: Fields that a launcher's file decides where both say them.
@@ -57,7 +60,7 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
     if recipe is not None:
         document = replace(recipe, version=version)
     owner = program_named(program) if program is not None else _owner(document, named)
-    setups = [] if owner is None else [_with_allocator(_with_script(owner.read(document), document), document.command)]
+    setups = [] if owner is None else [_with_allocator(_with_script(_read(owner, document), document), document.command)]
     if recipe is not None:
         setups = [replace(one, files=(script, *one.files)) for one in setups]
     setups += [read_setup(path) for path in named]
@@ -65,6 +68,17 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
     if flags is not None:
         setups.append(program_named("accelerate").read(flags))
     return join(setups)
+
+
+def _read(owner: Program, document: Document) -> Setup:
+    """Read a document, with the defaults of its script's own dataclasses beneath where its program takes such scripts."""
+    defaults, given = document.defaults, document.data
+    if defaults is None or owner.name not in _OF_SCRIPTS:
+        return owner.read(document)
+    beneath = defaults.beneath(given)
+    setup = owner.read(replace(document, data={**beneath, **given}))
+    told = (f"the defaults of {defaults.name}: {', '.join(sorted(beneath)[:6])}",) if beneath else ()
+    return replace(setup, assumed=(*setup.assumed, *told), unmodelled=(*setup.unmodelled, *defaults.unsure(given)))
 
 
 def _with_script(setup: Setup, document: Document) -> Setup:
@@ -129,7 +143,8 @@ def _recipe(document: Document) -> Document | None:
         return None
     named = load_document(str(found[0]))
     flags = {key: value for key, value in command.flags.items() if key not in RECIPE_FLAGS}
-    return Document({**named.data, **flags}, named.name, named.folder, command, document.task)
+    data = {**named.data, **flags}
+    return Document(data, named.name, named.folder, command, document.task, defaults=document.defaults)
 
 
 def _owner(document: Document, named: list[Path]) -> Any:

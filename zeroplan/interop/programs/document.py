@@ -15,6 +15,7 @@ from zeroplan.core.files import file_kind, read_bytes
 from zeroplan.interop.programs.lightning_script import read_script
 from zeroplan.interop.programs.notebooks import code_of
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
+from zeroplan.interop.programs.script_defaults import ScriptDefaults, script_defaults
 from zeroplan.interop.programs.script_reader import RunScript
 from zeroplan.interop.programs.shell import Command, training_command
 from zeroplan.interop.programs.strangers import refuse_other_program
@@ -41,6 +42,7 @@ class Document:
         pipeline: what a Python script says of the PipelineModule that it builds.
         script: what a Python script says of the arguments that it builds.
         version: of its program, where a flag names one.
+        defaults: of the dataclasses of the script that the command starts.
     """
 
     data: Mapping[str, Any]
@@ -51,6 +53,7 @@ class Document:
     pipeline: PipelineScript | None = None
     script: RunScript | None = None
     version: str = ""
+    defaults: ScriptDefaults | None = None
 
     def has(self, *keys: str) -> tuple[str, ...]:
         """Return those of the keys that the file holds."""
@@ -96,7 +99,7 @@ def _from_path(path: str) -> Document:
             return Document({}, path, folder, pipeline=_pipeline_of(script, command))
         if _names_run(script) and (found := _started(script, command)) is not None:
             return Document(found.data, path, folder, replace(command, flags={}), script=found)
-        return Document(command.flags, path, folder, command)
+        return Document(command.flags, path, folder, command, defaults=_defaults_of(script))
     if path.lower().endswith((".py", ".ipynb")):
         text = text_of(read_bytes(path, CONFIG.size), path)
         text = code_of(text, path) if path.lower().endswith(".ipynb") else text
@@ -128,6 +131,18 @@ def _started(script: Path, command: Command) -> RunScript | None:
     try:
         return read_script(text, str(script), command.flags, command.files, command.environment)
     except BadInput:
+        return None
+
+
+def _defaults_of(script: Path) -> ScriptDefaults | None:
+    """Return the defaults of a script in reach that hands its dataclasses to a parser of transformers."""
+    if script.suffix != ".py" or not os.path.isfile(script) or os.path.getsize(script) > CONFIG.size:
+        return None
+    if not any(word in script.read_bytes() for word in _PARSES_ARGUMENTS):
+        return None
+    try:
+        return script_defaults(text_of(read_bytes(str(script), CONFIG.size), str(script)), str(script))
+    except (BadInput, RecursionError):
         return None
 
 

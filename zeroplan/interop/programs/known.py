@@ -59,6 +59,11 @@ _TELLING = frozenset(
 )
 
 
+def told_by_scripts() -> frozenset[str]:
+    """The names that scripts of one's own have for adapters, lengths and the model, beside the Trainer's arguments."""
+    return _TELLING | {"model_name_or_path", "model_max_length", "lora_enable", "lora_dropout", "torch_dtype", "dtype"}
+
+
 def telling_of_others(keys: Iterable[str], *programs: str) -> frozenset[str]:
     """Return those keys that tell of adapters or lengths and that none of these programs has.
 

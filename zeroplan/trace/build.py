@@ -34,6 +34,7 @@ from zeroplan.trace.float8 import convert
 from zeroplan.trace.pair_loss import pairs_of
 from zeroplan.trace.quantized import adapt, quantize
 from zeroplan.trace.quantized_experts import quantize_experts
+from zeroplan.trace.quiet import errors_alone
 from zeroplan.trace.sparse_attention import register_sparse
 from zeroplan.trace.tiled import tile_mlps
 from zeroplan.trace.tiled_loss import tile_loss
@@ -183,7 +184,8 @@ def full_config(config: Mapping[str, Any]) -> dict[str, Any]:
             f"transformers {transformers.__version__} knows no model_type {str(model_type)[:60]!r}",
             remedy="install a newer transformers",
         )
-    built = transformers.AutoConfig.for_model(model_type, **values).to_dict()
+    with errors_alone():
+        built = transformers.AutoConfig.for_model(model_type, **values).to_dict()
     # Names that a config class translates must not stand twice, or the second would undo a shortening.
     kept = {k: v for k, v in built.items() if v is not None or k in values} | {"model_type": model_type}
     if values.get("tie_word_embeddings") is False:
@@ -203,7 +205,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     from transformers.initialization import no_init_weights
 
     values = dict(config)
-    built = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    with errors_alone():
+        built = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     if built.is_encoder_decoder and getattr(built, "decoder_start_token_id", None) is None:
         built.decoder_start_token_id = 0  # labels are shifted by one; the token itself changes no shape
     if auto_class == SEQUENCE_CLASSIFICATION and getattr(built, "pad_token_id", None) is None:
@@ -213,7 +216,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     made = getattr(transformers, auto_class)
     if attention == FLASH:
         register_flash()
-    with torch.device("meta"), no_init_weights():
+    with errors_alone(), torch.device("meta"), no_init_weights():
         try:
             model = made.from_config(built, dtype=dtype, attn_implementation=attention)
         except ValueError:

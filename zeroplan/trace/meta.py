@@ -16,6 +16,7 @@ from zeroplan.core.model_config import (
     architectures_of,
     auto_classes_of,
 )
+from zeroplan.trace.quiet import errors_alone
 
 #: Asked in this order when the config names no architecture.
 _AUTO_BY_USE = (
@@ -64,14 +65,15 @@ def build_on_meta(
     remote = isinstance(config.get("auto_map"), Mapping)
     try:
         if model_type in CONFIG_MAPPING:
-            built = transformers.AutoConfig.for_model(model_type, **values)
+            with errors_alone():
+                built = transformers.AutoConfig.for_model(model_type, **values)
         elif remote and trust_remote_code and repository:
             built = transformers.AutoConfig.from_pretrained(repository, revision=revision, token=token, trust_remote_code=True)
         else:
             raise _unknown(str(model_type), remote, where, transformers.__version__)
         auto_class = _auto_class(built, config, where)
         options = {"trust_remote_code": True} if trust_remote_code and repository and remote else {}
-        with torch.device("meta"):
+        with errors_alone(), torch.device("meta"):
             return getattr(transformers, auto_class).from_config(built, **options), auto_class
     except BadInput:
         raise

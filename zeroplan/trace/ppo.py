@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from zeroplan.trace.build import full_config
+from zeroplan.trace.quiet import errors_alone
 
 _CLIP = 0.2
 
@@ -103,7 +104,8 @@ def _built(config: Mapping[str, Any], auto_class: str) -> Any:
     from transformers.initialization import no_init_weights
 
     values = {**full_config(config), "num_labels": 1} if "Sequence" in auto_class else full_config(config)
-    built = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    with errors_alone():
+        built = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     built.use_cache = False
     if "Sequence" in auto_class and getattr(built, "pad_token_id", None) is None:
         built.pad_token_id = 0

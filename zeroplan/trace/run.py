@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +20,7 @@ from zeroplan.trace.halves import BackwardInHalves
 from zeroplan.trace.hooks import ModuleHooks
 from zeroplan.trace.known import KnownValues
 from zeroplan.trace.pair_loss import loss_of_pairs
+from zeroplan.trace.quiet import errors_alone
 from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording, StorageRecorder
 from zeroplan.trace.selective import checkpoint_every, checkpoint_groups, contexts
@@ -52,23 +51,11 @@ def record(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        with _errors_alone():
+        with errors_alone():
             return _record(model, inputs, options, ranks, needs_loss)
     finally:
         if collecting:
             gc.enable()
-
-
-@contextmanager
-def _errors_alone() -> Iterator[None]:
-    """Keep transformers from warning of a forward that nobody trains: plans stand beside such lines on a terminal."""
-    logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(max(level, logging.ERROR))
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _record(

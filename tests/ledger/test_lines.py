@@ -118,6 +118,7 @@ def test_optimizer_states_by_hand() -> None:
     spec = ModelSpec("flat", (SpecUnit("m", (Tensor("w", (1024, 1024)),)),), "test")
     expected = {"adamw": 8, "lion": 4, "adagrad": 4, "sgd": 0, "sgd_momentum": 4, "lamb": 8, "muon": 4, "adafactor": 4}
     expected["adamw8bit"] = 2 + 8 / 256
+    expected["adagrad"] += 2  # that of the optimizer that was built for the module's 16-bit parameters, which the engine keeps
     for name, k in expected.items():
         plan = formula_plan(engine, Case(spec, Workload(optimizer=name), Cluster(), ZeroConfig.of(2)))
         states = sum(line.bytes for line in plan.lines if line.buffer.startswith("optim.") and line.buffer != "optim.temp")

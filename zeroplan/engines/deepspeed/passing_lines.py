@@ -94,6 +94,26 @@ def updated_params_cast(c: DeepSpeedRank) -> int:
     return 0
 
 
+@_add(Buffer.STAGE_D2H, Place.DRAM, (Phase.INIT, Phase.STEP))
+def masters_cast(c: DeepSpeedRank) -> int:
+    """A sub-group in the masters' dtype on the host, where a blocking copy between devices casts: parameters are offloaded, and
+    the optimizer steps their masters on the GPU (stage 3).
+
+    Source: stage3.py, _create_fp32_partitions, _reassign_or_swap_out_partitioned_parameters
+    """
+    return c.master_bytes * max((c.stepped_at_once[at] for at in c.cast_on_host), default=0)
+
+
+@_add(Buffer.OPTIM_NORM, Place.DRAM, (Phase.STEP,))
+def magnitudes_on_host(c: DeepSpeedRank) -> int:
+    """Absolute values and a mask of all offloaded gradients, in which fp16 is looked through for inf (stage 3).
+
+    Source: stage3.py, has_overflow; aten/src/ATen/native/TensorCompare.cpp, isinf
+    """
+    looks = c.looks_at_flat_gradients and c.optimizer_device is not OffloadDevice.NONE
+    return (c.accum_bytes + 1) * c.sharded if looks else 0
+
+
 @_add(Buffer.ACTIVATION_CHECKPOINT, Place.PINNED, (Phase.FORWARD, Phase.BACKWARD, Phase.STEP))
 def offloaded_inputs(c: DeepSpeedRank) -> int:
     """Copies of recomputed blocks' inputs on the host; torch rounds each pinned block to a power of two.

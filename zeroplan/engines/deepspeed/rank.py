@@ -84,6 +84,11 @@ class DeepSpeedRank(SteppedGroups):
         return bf16 and self.zero.check_grad_overflow and self.version >= CHECK_GRAD_OVERFLOW
 
     @property
+    def looks_at_flat_gradients(self) -> bool:
+        """Whether stage 3 looks for inf and nan in all its gradients at once, where they lie. Source: stage3.py, has_overflow"""
+        return self.stage == 3 and (self.fp16 or not self.does(Knob.OVERFLOW_FP16_ONLY))
+
+    @property
     def device_lags(self) -> bool:
         """Whether stage 3's freed parameters wait for a device that nothing makes the host wait for (coordinator.py).
 

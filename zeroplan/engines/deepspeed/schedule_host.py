@@ -152,6 +152,7 @@ def _stage3(rank: DeepSpeedRank, host: HostRecorder) -> None:
                 host.free(handle)
         if rank.swap_reserve:
             host.lock(w * rank.swap_reserve, Buffer.SWAP_BUFFER)
+    _cast(rank, host)  # stage3.py, _create_fp32_partitions
     if rank.offloads_optimizer:
         _offloaded_optimizer(rank, host)
         if not rank.does(Knob.STATES_AT_FIRST_STEP):
@@ -162,7 +163,25 @@ def _stage3(rank: DeepSpeedRank, host: HostRecorder) -> None:
     host.mark(Phase.BACKWARD)
     if rank.offloads_optimizer:
         _step(rank, host, makes_states=rank.does(Knob.STATES_AT_FIRST_STEP))
+        _look_for_inf(rank, host)  # as the next step does, beside all states
+    _cast(rank, host)  # stage3.py, _reassign_or_swap_out_partitioned_parameters
     host.mark(Phase.STEP)
+
+
+def _cast(rank: DeepSpeedRank, host: HostRecorder) -> None:
+    """Cast parameters to masters on the GPU, or back: a blocking copy between devices makes the wider tensor on the host.
+
+    Source: aten/src/ATen/native/cuda/Copy.cu, copy_kernel_cuda (conversion_device)
+    """
+    for at in rank.cast_on_host:
+        host.free(host.alloc(rank.master_bytes * rank.stepped_at_once[at], Buffer.STAGE_D2H))
+
+
+def _look_for_inf(rank: DeepSpeedRank, host: HostRecorder) -> None:
+    """Look through all offloaded gradients by their absolute values and a mask (has_overflow)."""
+    if rank.looks_at_flat_gradients:
+        for handle in [host.alloc(width * rank.sharded, Buffer.OPTIM_NORM) for width in (rank.accum_bytes, 1)]:
+            host.free(handle)
 
 
 def _step(rank: DeepSpeedRank, host: HostRecorder, *, makes_states: bool = True) -> None:

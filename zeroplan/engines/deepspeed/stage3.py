@@ -429,9 +429,7 @@ class Stage3(DeepSpeedSchedule):
         if self.stream != COMPUTE:
             self.coordinator.deferred_frees.complete_all()
         total = sum(self.shards[p] for p in self.trained)
-        if (
-            rank.fp16 or not rank.does(Knob.OVERFLOW_FP16_ONLY)
-        ) and not self.offload:  # isinf through the absolute values, then isnan
+        if rank.looks_at_flat_gradients and not self.offload:  # isinf through the absolute values, then isnan
             magnitudes = self.alloc(rank.accum_bytes * total, Buffer.OPTIM_NORM, stream=self.stream)
             mask = self.alloc(total, Buffer.OPTIM_NORM, stream=self.stream)
             self.free(magnitudes)

@@ -196,6 +196,16 @@ class SteppedGroups(ResolvedConfig, Rank):
         """Groups that a partial offload leaves on the GPU: the first ones."""
         return groups_on_gpu(len(self.stepped_at_once), self.zero) if self.stage == 3 else 0
 
+    @property
+    def cast_on_host(self) -> range:
+        """The groups whose masters stay on the GPU while their parameters are on the host, as places in :attr:`stepped_at_once`.
+
+        A blocking copy between the two casts on the host.
+        """
+        casts = self.stage == 3 and self.param_device is OffloadDevice.CPU and self.master_bytes != self.param_bytes
+        on_gpu = self.staying if self.offloads_optimizer else len(self.stepped_at_once)
+        return range(on_gpu if casts else 0)
+
     @cached_property
     def stepped_in_memory(self) -> list[int]:
         """Elements of the groups whose optimizer state stays in host memory between steps, where the optimizer is offloaded."""

@@ -72,9 +72,11 @@ def test_the_papers_figure_through_the_api() -> None:
 
 
 def test_mingpt_45b_with_offload_needs_the_host_memory_its_authors_saw() -> None:
-    """About nine tenths of 1 TB; and the 12.8B on eight GPUs cannot have been all of its states, offload or not."""
+    """About nine tenths of 1 TB between steps, and no more than 1 TiB while fp16 is looked through; and the 12.8B on eight GPUs
+    cannot have been all of its states, offload or not.
+    """
     plan = zeroplan.estimate_zero3_mem("minGPT-45B", gpus=8, dtype="fp16", offload_optimizer="cpu")
-    assert 0.85e12 <= plan.cpu.per_node <= 0.95e12
+    assert 0.85e12 <= plan.cpu.phases["backward"] <= 0.95e12 < plan.cpu.per_node < 2**40
     plan = zeroplan.estimate_zero3_mem("minGPT-12.8B", gpus=8, dtype="fp16")
     assert plan.gpu.model_states == 16 * 12_888_735_744 // 8 > 3 * 7797 * 2**20
 

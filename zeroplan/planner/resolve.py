@@ -16,7 +16,7 @@ from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured
-from zeroplan.planner.offered import require_beside, require_engines_own, require_offered, require_partition, tiled_flags
+from zeroplan.planner.offered import require_beside, require_engines_own, require_offered, require_partition
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.request import Request
 from zeroplan.planner.requested_types import with_checked_types
@@ -116,8 +116,9 @@ def resolve(request: Request) -> Resolved:
         auto_ep=auto_ep,
     )
     require_beside(request, engine, workload, layout)
-    warnings += [f"{where}: as DeepSpeed's source has it, but not measured on a GPU" for where in tiled_flags(workload)]
-    if layout is not None and not engine.own_layers and (said := unmeasured(layout, request.schedule)):
+    if workload.tiled_mlp:
+        warnings.append("--tiled-mlp: as DeepSpeed's source has it, but not measured on a GPU")
+    if layout is not None and not engine.own_layers and (said := unmeasured(layout)):
         warnings.append(said)
     every = [
         Case(

@@ -92,7 +92,7 @@ def test_what_is_not_modelled_is_one_line(given: dict[str, Any], said: str) -> N
 
 def test_a_plan_says_what_is_not_known() -> None:
     report = estimate_report(asked(depth="formula", tiled_loss=2))
-    assert any("--tiled-loss" in said and "not measured on a GPU" in said for said in report.warnings)
+    assert not any("not measured" in said for said in report.warnings)
     (plan,) = estimate_report(asked(depth="formula", stage=3, tiled_loss=2)).plans
     assert plan.fits is None
     assert "--tiled-loss" in [one.key for one in plan.unmodelled]

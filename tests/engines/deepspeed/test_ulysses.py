@@ -109,7 +109,7 @@ def test_states_are_sharded_over_all_ranks() -> None:
     report = estimate_report(asked(ulysses=4))
     assert {one.stage for one in report.plans} == {0, 1, 2, 3}
     assert (report.cluster["layout"]["dp"], report.cluster["layout"]["ulysses"]) == (2, 4)
-    assert any("not measured on a GPU" in said for said in report.warnings)
+    assert not any("not measured" in said for said in report.warnings)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,10 @@ class DeepSpeedRank(SteppedGroups):
 
     @property
     def looks_at_flat_gradients(self) -> bool:
-        """Whether stage 3 looks for inf and nan in all its gradients at once, where they lie. Source: stage3.py, has_overflow"""
+        """Whether stage 3 looks for inf and nan in all its gradients at once, where they lie.
+
+        Source: stage3.py, has_overflow
+        """
         return self.stage == 3 and (self.fp16 or not self.does(Knob.OVERFLOW_FP16_ONLY))
 
     @property

@@ -198,7 +198,7 @@ class SteppedGroups(ResolvedConfig, Rank):
 
     @property
     def cast_on_host(self) -> range:
-        """The groups whose masters stay on the GPU while their parameters are on the host, as places in :attr:`stepped_at_once`.
+        """The groups whose masters are on the GPU and parameters on the host, as places in :attr:`stepped_at_once`.
 
         A blocking copy between the two casts on the host.
         """

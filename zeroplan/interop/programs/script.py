@@ -108,13 +108,10 @@ class ScriptReader(Reader):
 
     def _lengths(self, trainer: ast.Call | None, program: str) -> None:
         """Take the length that the trainer, or every call of a tokenizer, cuts samples to."""
-        if trainer is not None and program == "trl":
-            for key, value, node in self.values.keywords(trainer):
+        if program == "trl":
+            for key, value, node in self.values.keywords(trainer) if trainer is not None else ():
                 if key in ("max_seq_length", "max_length", "packing", "max_prompt_length"):
                     self.argument(key, value, node)
-        if program == "trl":
-            if self._holds_length() or self.data.get("packing"):
-                return
             return
         lengths = self.cut_lengths()
         if len(lengths) == 1:

@@ -86,15 +86,11 @@ def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str,
     assert refused.value.exit_code == 2
 
 
-@pytest.mark.parametrize(
-    ("degrees", "named"), [({"cp": 2}, ""), ({"pp": 2, "vpp": 2, "grad_accum": 2}, "--vpp"), ({"tp": 2}, "")]
-)
-def test_what_was_not_met_closely_says_so(degrees: dict[str, int], named: str) -> None:
+@pytest.mark.parametrize("degrees", [{"cp": 2}, {"pp": 2, "vpp": 2, "grad_accum": 2}, {"tp": 2}])
+def test_layouts_that_were_measured_carry_no_warning(degrees: dict[str, int]) -> None:
     config = CONFIG | {"num_hidden_layers": 8}
     asked = Request(**{"model": config, "gpus": 8, "engine": "fsdp2", "stage": 2, "depth": "formula", "seq_len": 64} | degrees)  # type: ignore[arg-type]
-    said = [text for text in estimate_report(asked).warnings if "measured" in text]
-    assert bool(said) == bool(named)
-    assert all(named in text for text in said)
+    assert [text for text in estimate_report(asked).warnings if "measured" in text] == []
 
 
 def test_formulas_tell_the_states_of_a_rank_and_no_fit() -> None:

@@ -9,7 +9,9 @@ import pytest
 
 from zeroplan.api import recommend
 from zeroplan.core.units import GIB
+from zeroplan.engines.registry import find_engine
 from zeroplan.planner.estimate import estimate_runs
+from zeroplan.planner.fit import unsure_of_fragments
 from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import Simulated
 from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -109,3 +111,13 @@ def test_estimate_and_recommend_judge_alike() -> None:
     assert found.alloc_conf == ""
     assert found.plan.gpu == _run(**options, gradient_checkpointing=True).plan.gpu
     assert found.plan.gpu.at_limit
+
+
+def test_fragments_alone_decide_nothing_for_an_engine_that_no_run_showed_at_its_limit() -> None:
+    """On 7.79 GiB FSDP 1 has room for what it allocates, and the simulated allocator does not get through; on 7 it has none."""
+    known = {"model": "openai-community/gpt2", "gpus": 2, "engine": "fsdp", "stage": 3, "micro_batch": 4}
+    open_, refused = (_run(**known, vram=vram).plan for vram in ("7.79", "7"))
+    assert (open_.fits, open_.misfits) == (None, ("gpu",))
+    assert "fragments" in open_.unmodelled[0].says
+    assert (refused.fits, refused.unmodelled) == (False, ())
+    assert unsure_of_fragments(find_engine("fsdp2")) == ()

@@ -86,6 +86,14 @@ def unsure_at_limit(engine: Engine, case: Case, phase: str) -> tuple[Unmodelled,
     return (Unmodelled(LIMIT, Effect.MORE, f"the run fills the card, and gets through by emptying its cache: {says}"),)
 
 
+def unsure_of_fragments(engine: Engine) -> tuple[Unmodelled, ...]:
+    """Return what the figures leave out of a run that has room for all it allocates, and dies of fragments alone."""
+    if engine.measured:
+        return ()
+    says = "the card has room for what is allocated, but not for the planned fragments: no run of"
+    return (Unmodelled(LIMIT, Effect.LESS, f"{says} {engine.name} at the limit of its card was measured"),)
+
+
 def _may_need_more(case: Case, evaluation: Evaluation) -> bool:
     """Return whether an evaluation's forward may need more than the training's: with more samples, with logits that stay, or
     with whole samples where the training's ranks share each (accelerate 1.15, accelerator.py: ``disable_in_eval``).

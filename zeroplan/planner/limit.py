@@ -38,11 +38,13 @@ class RunOnCard:
         simulation: the run whose figures the plan shows: the limited one where the limit changes it and it gets through.
         interval: the lower and the upper bound of the total, in bytes.
         released: what the allocator releases in each step of the limited run.
+        fragmented: it does not get through, though the card has room for all that is allocated.
     """
 
     simulation: Simulation
     interval: tuple[int, int]
     released: CacheRelease = NO_RELEASE
+    fragmented: bool = False
 
 
 def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: AllocatorConfig | None = None) -> RunOnCard:
@@ -77,7 +79,7 @@ def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: Al
                     runs = simulation.under(room, config, device_memory=case.cluster.vram).runs
             released = CacheRelease.most(CacheRelease.of(run, case.workload.grad_accum, page) for run in runs)
             return RunOnCard(limited, (min(low, top), top + doubt), released)
-    return RunOnCard(simulation, (low, max(high, usable + 1)))
+    return RunOnCard(simulation, (low, max(high, usable + 1)), fragmented=allocated <= room and not simulation.out_of_memory)
 
 
 def at_its_limit(case: Case, simulation: Simulation, outside: Outside) -> bool:

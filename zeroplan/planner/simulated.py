@@ -11,7 +11,7 @@ from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation, phase_of_mark
-from zeroplan.planner.fit import judged, left_out, unsure_at_limit
+from zeroplan.planner.fit import judged, left_out, unsure_at_limit, unsure_of_fragments
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import at_its_limit, run_on_card
 from zeroplan.planner.peak import peak_shares
@@ -108,6 +108,8 @@ def simulated_plan(
     unmodelled = left_out(engine, case, tape=tape)
     if simulation is not unlimited and at_its_limit(case, simulation, outside):
         unmodelled += unsure_at_limit(engine, case, phase)
+    elif run.fragmented:
+        unmodelled += unsure_of_fragments(engine)
     fit = judged(case, unmodelled, gpu=high, cpu=cpu.per_node, nvme=formula.nvme.per_node)
     plan = formula.model_copy(
         update={

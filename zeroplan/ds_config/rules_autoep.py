@@ -48,17 +48,22 @@ def _groups(v: View) -> bool:
     return counts and (groups is None or limited is None or limited <= groups)
 
 
-def _word(key: str, words: tuple[str, ...]) -> Rule:
+def _must(key: str, default: Any, takes: Callable[[Any], bool], what: str, remedy: str) -> Rule:
+    """Return the rule of one key, whose value an enabled section has to take."""
     return Rule(
         f"autoep.{key}",
         _E,
         At.ENGINE,
         f"{_EP}.{key}",
         _AE,
-        lambda v: _on(v) and _said(v, key, words[0]) not in words,
-        f"must be {', '.join(words[:-1])} or {words[-1]}",
-        _USE_ONE,
+        lambda v: _on(v) and not takes(_said(v, key, default)),
+        what,
+        remedy,
     )
+
+
+def _word(key: str, words: tuple[str, ...]) -> Rule:
+    return _must(key, words[0], lambda value: value in words, f"must be {', '.join(words[:-1])} or {words[-1]}", _USE_ONE)
 
 
 def _count(value: Any, least: int) -> bool:
@@ -92,29 +97,11 @@ _VALUES: tuple[tuple[str, Any, Callable[[Any], bool], str], ...] = (
 
 
 def _value(key: str, default: Any, takes: Callable[[Any], bool], what: str) -> Rule:
-    return Rule(
-        f"autoep.{key}",
-        _E,
-        At.ENGINE,
-        f"{_EP}.{key}",
-        _AE,
-        lambda v: _on(v) and not takes(_said(v, key, default)),
-        f"has to be {what}",
-        "mend it, or leave it out",
-    )
+    return _must(key, default, takes, f"has to be {what}", "mend it, or leave it out")
 
 
 def _switch(key: str) -> Rule:
-    return Rule(
-        f"autoep.{key}",
-        _E,
-        At.ENGINE,
-        f"{_EP}.{key}",
-        _AE,
-        lambda v: v.zero.deepspeed == NEWEST_DEEPSPEED and _on(v) and not isinstance(_said(v, key, False), bool),
-        "has to be true or false",
-        "write true or false",
-    )
+    return _must(key, False, lambda value: isinstance(value, bool), "has to be true or false", "write true or false")
 
 
 AUTOEP_REFUSALS = (

@@ -28,7 +28,6 @@ Timeout = Annotated[
 
 @verb("zeroplan verify", "zeroplan verify gpt2 --gpus 2 --ds-config ds_config.json", "zeroplan verify --from train.yaml")
 @flags.takes_request(
-    *(name for name in flags.DEGREES if name != "ep"),
     *flags.NOT_LOOPED,
     "params",
     "nodes",

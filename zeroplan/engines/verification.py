@@ -70,6 +70,8 @@ class TrainingRun:
         loss_of: the loss in what the model's forward returned.
         layout: how the ranks divide the work; data parallelism alone but for engines that run others
             (:attr:`~zeroplan.engines.base.Engine.verified_degrees`).
+        schedule: the order of micro batches on pipeline stages (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`).
+        partition: how layers are divided over them (:class:`~zeroplan.engines.base.Case`).
     """
 
     stage: int
@@ -84,6 +86,8 @@ class TrainingRun:
     prepare: Callable[[Any], Any]
     loss_of: Callable[[Any], torch.Tensor]
     layout: ParallelLayout
+    schedule: str
+    partition: str
 
 
 @dataclass(frozen=True, slots=True)

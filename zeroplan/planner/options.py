@@ -109,7 +109,17 @@ class VerifyOptions(RunOptions, total=False):
     ds_config: str | Path | dict[str, Any] | None
     gradient_checkpointing: bool
     compile: str | None
+    tp: int
+    sp: bool
+    cp: int
+    ulysses: int
+    pp: int
+    vpp: int
+    schedule: str
+    partition: str | None
     ep: int
+    etp: int
+    dp_replicate: int
     files: Sequence[Any]
     program: str | None
 

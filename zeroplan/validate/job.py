@@ -32,8 +32,9 @@ class VerifyJob:
         compiled: how the blocks are compiled (:class:`zeroplan.core.workload.Compilation`); None where they are not.
         steps: optimizer steps.
         timeout: seconds without progress after which a rank gives up.
-        ranks: the ranks of the run.
-        ep: those of them that share the experts of a layer.
+        layout: how the ranks divide the work.
+        schedule: the order of micro batches on pipeline stages (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`).
+        partition: how layers are divided over them (:class:`~zeroplan.engines.base.Case`).
         live: the user's own module in place of `model`. It is handed to other processes in a file.
     """
 
@@ -56,15 +57,11 @@ class VerifyJob:
     labelled_share: float | None = None
     target_len: int | None = None
     compiled: str | None = None
-    ranks: int = 1
-    ep: int = 1
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    schedule: str = "1f1b"
+    partition: str = ""
     ds_config: dict[str, Any] = field(default_factory=dict)
     live: LiveModule | None = None
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """How the ranks divide the work."""
-        return ParallelLayout(self.ranks, ep=self.ep)
 
     @property
     def swap_folders(self) -> tuple[str, ...]:
@@ -81,7 +78,8 @@ class VerifyJob:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> VerifyJob:
         """Read a job from the plain values of :meth:`to_json`."""
-        return cls(**{**values, "lora_targets": tuple(values["lora_targets"])})
+        typed = {"lora_targets": tuple(values["lora_targets"]), "layout": ParallelLayout(**values["layout"])}
+        return cls(**{**values, **typed})
 
 
 def job_of(
@@ -134,8 +132,9 @@ def job_of(
         labelled_share=work.labelled_share,
         target_len=work.target_len,
         compiled=work.compile,
-        ranks=case.layout.world_size,
-        ep=case.layout.ep,
+        layout=case.layout,
+        schedule=case.pipeline,
+        partition=case.partition,
         ds_config=engine.run_config(case, raw, timeout),
         live=live,
     )
@@ -147,7 +146,7 @@ def _require_verified(engine: Engine, layout: ParallelLayout) -> None:
     Raises:
         BadInput: naming the first degree above 1.
     """
-    for name in ("tp", "cp", "ulysses", "pp", "ep", "dp_replicate"):
+    for name in ("tp", "cp", "ulysses", "pp", "ep", "etp", "dp_replicate"):
         if getattr(layout, name) > 1 and name not in engine.verified_degrees:
             raise BadInput(
                 f"verify does not run {engine.name} with {name}", where=f"--{name.replace('_', '-')}", remedy="leave it at 1"

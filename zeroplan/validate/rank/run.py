@@ -111,6 +111,8 @@ def _trainer(
             prepare=partial(prepare, job),
             loss_of=loss_of,
             layout=job.layout,
+            schedule=job.schedule,
+            partition=job.partition,
         )
     )
 

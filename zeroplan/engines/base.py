@@ -130,8 +130,6 @@ class Engine(ABC):
         trainer: ``"module:function"`` that builds the engine on a rank of ``verify``: a function from
             :class:`~zeroplan.engines.verification.TrainingRun` to :class:`~zeroplan.engines.verification.Trainer` in a module
             that may import torch. Empty for an engine that ``verify`` cannot run.
-        tensors_from_operators: whether torch's operators return every tensor that the engine makes, so that ``verify`` can
-            count them on a CPU.
         binds_device: whether ranks join NCCL bound to their GPU, which makes the communicator at once.
         verified_degrees: those of a layout that ``verify`` runs the engine with, beside data parallelism.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
@@ -171,7 +169,6 @@ class Engine(ABC):
     dialect: ClassVar[Dialect | None] = None
     alloc_confs: ClassVar[tuple[str, ...]] = ("", "expandable_segments:True")
     trainer: ClassVar[str] = ""
-    tensors_from_operators: ClassVar[bool] = True
     binds_device: ClassVar[bool] = True
     takes_modules: ClassVar[bool] = False
     verified_degrees: ClassVar[tuple[str, ...]] = ()

@@ -54,7 +54,6 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     compiled_whole = (Effect.MORE, "no GPU has measured a model that is compiled as a whole")
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     gathers_in_half = True
-    tensors_from_operators = False  # FSDP2 resizes storages, which no operator returns
 
     def compiled_as(self, workload: Workload) -> Compilation | None:
         """Return what is asked for: between hooks a whole model's graphs are known."""

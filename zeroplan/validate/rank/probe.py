@@ -14,6 +14,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _STATUS = "/proc/self/status"
@@ -103,13 +104,33 @@ class Nvml:
 class TensorCount(TorchDispatchMode):
     """Counts the bytes of the CPU tensors that operators return, by storage, while they live.
 
-    Allocations within an operator are not seen, and autograd does not add gradients in place while a dispatch mode is on.
+    Of a tensor that holds others, such as a DTensor, the ones inside are counted. Allocations within an operator are not seen,
+    and autograd does not add gradients in place while a dispatch mode is on. Storages that Python resizes, as FSDP2 does, count
+    what they hold.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._alive: dict[int, tuple[int, Any]] = {}
+
+    def __enter__(self) -> TensorCount:
+        """Count, and see storages that are resized."""
+        count, resize = self, torch.UntypedStorage.resize_
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            found = resize(storage, size)
+            count.resized(storage)
+            return found
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign,assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        """Leave storages as they were."""
+        super().__exit__(*raised)
+        del torch.UntypedStorage.resize_
 
     def follow(self, tensor: torch.Tensor) -> None:
         """Count a tensor's storage until it is freed."""
@@ -119,12 +140,20 @@ class TensorCount(TorchDispatchMode):
             return
         size = storage.nbytes()
 
-        def dead(_: object, key: int = key, size: int = size) -> None:
-            self._alive.pop(key, None)
-            self.now -= size
+        def dead(_: object, key: int = key) -> None:
+            held, _ref = self._alive.pop(key)
+            self.now -= held
 
         self._alive[key] = (size, weakref.ref(storage, dead))
         self.add(size)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count what a followed storage holds now."""
+        key = int(storage._cdata)
+        if key in self._alive:
+            before, seen = self._alive[key]
+            self._alive[key] = (storage.nbytes(), seen)
+            self.add(storage.nbytes() - before)
 
     def add(self, size: int) -> None:
         """Count bytes that no operator returns; negative bytes are freed ones."""
@@ -132,6 +161,8 @@ class TensorCount(TorchDispatchMode):
         self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it runs the operator on the tensors inside, and those calls come here again
         out = func(*args, **(kwargs or {}))
         for item in out if isinstance(out, tuple | list) else (out,):
             if type(item) is torch.Tensor:
@@ -172,14 +203,14 @@ class RankDevice:
 
 
 class Probe:
-    """Measures a run's peaks by phase. `count` asks for the tensors on a CPU, too."""
+    """Measures a run's peaks by phase."""
 
-    def __init__(self, place: RankDevice, *, count: bool) -> None:
+    def __init__(self, place: RankDevice) -> None:
         self.place, self.device, self.cuda = place, place.device, place.device.type == "cuda"
         if self.cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.tensors = TensorCount() if count and not self.cuda else None
+        self.tensors = None if self.cuda else TensorCount()
         self.phases: dict[str, int] = {}
         self.host_phases: dict[str, int] = {}
         self.peak = self.reserved = 0
@@ -192,11 +223,9 @@ class Probe:
         """Return a context that counts tensors, on a CPU."""
         return self.tensors if self.tensors is not None else nullcontext()
 
-    def allocated(self) -> int | None:
-        """Bytes allocated now, where that is known."""
-        if self.cuda:
-            return int(torch.cuda.memory_allocated(self.device))
-        return self.tensors.now if self.tensors is not None else None
+    def allocated(self) -> int:
+        """Bytes allocated now."""
+        return self.tensors.now if self.tensors is not None else int(torch.cuda.memory_allocated(self.device))
 
     def end(self, phase: str, following: str) -> None:
         """End a phase, whose peaks are read, and begin `following`. Waits for the device."""
@@ -205,14 +234,12 @@ class Probe:
             torch.cuda.synchronize(self.device)
         self.host_phases[phase] = max(self.host_phases.get(phase, 0), resident()[1])
         reset_resident()
-        if self.cuda:
+        if self.tensors is not None:
+            peak, self.tensors.peak = self.tensors.peak, self.tensors.now
+        else:
             peak = int(torch.cuda.max_memory_allocated(self.device))
             self.reserved = max(self.reserved, int(torch.cuda.max_memory_reserved(self.device)))
             torch.cuda.reset_peak_memory_stats(self.device)
-        elif self.tensors is not None:
-            peak, self.tensors.peak = self.tensors.peak, self.tensors.now
-        else:
-            return
         self.peak = max(self.peak, peak)
         self.phases[phase] = max(self.phases.get(phase, 0), peak)
 
@@ -222,9 +249,8 @@ class Probe:
         used, total, source = place.nvml.used(), place.nvml.by_process(), "NVML, by process"
         if total is None and used is not None and place.used_before is not None:
             total, source = used - place.used_before, "NVML, device now less device before"
-        known = self.cuda or self.tensors is not None
         return {
-            "peak_allocated": self.peak if known else None,
+            "peak_allocated": self.peak,
             "peak_reserved": self.reserved if self.cuda else None,
             "tensors_counted": self.tensors is not None,
             "phases": dict(self.phases),

@@ -35,7 +35,7 @@ _VERSIONS = ("torch", "transformers", "deepspeed", "peft")
 def run_job(job: VerifyJob, place: RankDevice, say: Say) -> dict[str, Any]:
     """Run a job and return this rank's figures; ``out_of_memory`` or ``bad_input`` is there where the run ended early."""
     engine = load_engine(job.engine_path)
-    probe = Probe(place, count=engine.tensors_from_operators)
+    probe = Probe(place)
     state: dict[str, Any] = {"trained": None}
     begun = time.time()
     result: dict[str, Any] = {"rank": this_rank()}

@@ -19,8 +19,10 @@ from torch.distributed.tensor.parallel import loss_parallel
 import zeroplan_runtime
 from benchmarks.mesh import experts
 from benchmarks.mesh.cases import Case
-from benchmarks.mesh.stage import StageModel, loss_of, metadata_of, run, schedule_on, stages_on
+from zeroplan.core.pipeline import Stage, chunks_of
+from zeroplan.core.pipeline_order import schedule_of
 from zeroplan.engines.runtime.trainer_mesh import balance
+from zeroplan.engines.torch_stages import StageModel, StepShape, loss_of, metadata_of, run_schedule, schedule_on, stages_on
 from zeroplan.trace.tensor_parallel import parallelize
 from zeroplan_runtime.units import find_blocks
 
@@ -59,7 +61,7 @@ def fsdp2(case: Case, device: torch.device, rank: int, mark: Mark, *, fake: bool
     shape = (case.pp, case.dp_replicate, case.dp // case.dp_replicate // case.ep, case.ep, case.cp, case.tp)
     mesh = _mesh(device, shape, ("pp", "replicate", "efsdp", "ep", "cp", "tp"))
     stage = rank // (case.ranks // case.pp)
-    models: list[Any] = stages_on(lambda: _split(case, mesh), case, stage) if case.pp > 1 else [_split(case, mesh)]
+    models: list[Any] = stages_on(lambda: _split(case, mesh), _chunks(case, stage)) if case.pp > 1 else [_split(case, mesh)]
     shared = [experts.share_balanced(model, mesh["ep"], device, fake=fake) if case.ep > 1 else [] for model in models]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": _sharding(mesh, case), "reshard_after_forward": case.stage == 3, "mp_policy": policy}
@@ -77,7 +79,9 @@ def fsdp2(case: Case, device: torch.device, rank: int, mark: Mark, *, fake: bool
     optimizer = torch.optim.AdamW([{"params": group} for group in groups if group], lr=1e-6, fused=True)
     ids = _tokens(case, device)
     mark("init")
-    pipeline = schedule_on(models, case, mesh["pp"].get_group(), device, fake=fake) if case.pp > 1 else None
+    pipeline = None
+    if case.pp > 1:
+        pipeline = schedule_on(models, _shape(case), mesh["pp"].get_group(), device, fake=fake)
     split_loss: Callable[[], AbstractContextManager[Any]] = loss_parallel if case.tp > 1 else nullcontext
 
     def step(number: int) -> None:
@@ -108,6 +112,14 @@ def _blocks(model: Any, *, apart: bool) -> list[nn.Module]:
     """The blocks that are groups of FSDP2's own, the only one of a stage where they are `apart`."""
     found = list(find_blocks(model).values())
     return found or (list(model.model.layers) if apart and isinstance(model, StageModel) else [])
+
+
+def _chunks(case: Case, rank: int) -> tuple[Stage, ...]:
+    return chunks_of(case.model["num_hidden_layers"], case.pp, case.vpp, rank, schedule_of(case.schedule))
+
+
+def _shape(case: Case) -> StepShape:
+    return StepShape(case.micro_batch, case.seq_len, case.grad_accum, case.schedule)
 
 
 def _fill(parameters: list[nn.Parameter]) -> None:
@@ -213,7 +225,7 @@ def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -
     if "num_experts" in case.model:
         balance(model, device)
     if case.pp > 1:
-        (model,) = stages_on(partial(_on_meta, case), case, rank // (case.ranks // case.pp))
+        (model,) = stages_on(partial(_on_meta, case), _chunks(case, rank // (case.ranks // case.pp)))
     model.to_empty(device=device)
     _fill(list(model.parameters()))  # what tensor-parallel ranks hold alike is the same on both, by the seed
     config: dict[str, Any] = {
@@ -232,15 +244,15 @@ def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -
         step: Any = partial(_engine_step, engine, inputs_of, case, mark, loss_parallel if case.tp > 1 else nullcontext)
     else:
         schedule = engine.pipeline_schedule(
-            "GPipe" if case.schedule == "gpipe" else "1F1B", partial(loss_of, model), **metadata_of(model, case)
+            "GPipe" if case.schedule == "gpipe" else "1F1B", partial(loss_of, model), **metadata_of(model, _shape(case))
         )
-        step = partial(_stage_step, engine, partial(run, schedule, [model], ids), mark)
+        step = partial(_stage_step, engine, partial(run_schedule, schedule, [model], ids), mark)
     step.arena = engine.arena
     found: Callable[[int], None] = step
     return found
 
 
-def _stage_step(engine: Any, schedule: Callable[[], None], mark: Mark, number: int) -> None:
+def _stage_step(engine: Any, schedule: Callable[[], Any], mark: Mark, number: int) -> None:
     schedule()
     mark(f"bwd{number}")
     engine.step()

@@ -40,7 +40,7 @@ from torch.distributed.pipelining import PipelineStage, schedules  # noqa: E402
 from torch.distributed.pipelining import stage as stages_of_torch  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-from benchmarks.mesh.stage import StageModel, loss_of, metadata_of  # noqa: E402
+from zeroplan.engines.torch_stages import StageModel, StepShape, loss_of, metadata_of  # noqa: E402
 from zeroplan.trace.api import trace_at  # noqa: E402
 from zeroplan.trace.build import build_model, full_config  # noqa: E402
 from zeroplan.trace.fit import TracePoint  # noqa: E402
@@ -68,10 +68,6 @@ CLASSES = {
     ZBV: "ScheduleZBVZeroBubble",
     DUALPIPE_V: "ScheduleDualPipeV",
 }
-
-
-class _Shape:
-    micro_batch, seq_len = BATCH, SEQ
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +152,7 @@ def _run_by_torch(order: PipelineOrder) -> Iterator[int]:
         StageModel(build_model(config, CLASS, TraceOptions(), 0), stage)
         for stage in chunks_of(BLOCKS, order.ranks, order.chunks, order.rank, order.schedule)
     ]
-    shape: Any = _Shape
+    shape = StepShape(BATCH, SEQ)
     stages = [
         PipelineStage(model, model.index, model.stages, torch.device("meta"), **metadata_of(model, shape)) for model in models
     ]

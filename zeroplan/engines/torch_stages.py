@@ -1,0 +1,198 @@
+"""The pipeline stages that one rank has of a causal language model of transformers, under torch's own schedules.
+
+Imports torch: only trainers import this module, and only a rank's process imports those.
+
+Note [Stages of a model]
+    A stage keeps the model's own code: its part of the list of blocks, and of embedding, final norm and head what
+    :class:`~zeroplan.core.pipeline.Stage` says. Behind the first stage the blocks are given hidden states in place of
+    embeddings. A config that names a kind of attention for each block (``layer_types``) is cut with them, since the model
+    numbers its blocks from 0. What stands behind the head in the whole model's forward (Gemma 2's capped logits) stands there
+    here, too. Source: transformers, ``modeling_gemma2.py`` (``Gemma2ForCausalLM.forward``)
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    schedules,
+)
+from torch.distributed.pipelining import stage as stages
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.pipeline import Stage
+
+#: torch's classes for a rank with one chunk, and for several, by the names of ``--schedule``.
+SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+LOOPED = {
+    "1f1b": ScheduleInterleaved1F1B,
+    "gpipe": ScheduleLoopedBFS,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
+    "zbv": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """A step of one rank: `micro_batches` of `micro_batch` samples with `seq_len` tokens each, as it has them, in the order of
+    `schedule`, a name of ``--schedule``.
+    """
+
+    micro_batch: int
+    seq_len: int
+    micro_batches: int = 1
+    schedule: str = "1f1b"
+    dtype: torch.dtype = torch.bfloat16
+
+
+class StageModel(nn.Module):
+    """The part of a causal language model that one stage has. The first takes tokens, the last returns logits.
+
+    Raises:
+        BadInput: a model of another build. See Note [Stages of a model].
+    """
+
+    def __init__(self, model: Any, stage: Stage) -> None:
+        super().__init__()
+        _require_cuttable(model)
+        self.first, self.last = stage.is_first, stage.is_last
+        self.index, self.stages = stage.index, stage.stages
+        self.loss_function = model.loss_function
+        model.model.layers = nn.ModuleList(list(model.model.layers)[stage.first : stage.end])
+        self.config = model.model.config = _config_of(model.config, stage)
+        if not stage.is_first:
+            model.model.embed_tokens = None
+        if not stage.is_last:
+            model.model.norm, model.lm_head = nn.Identity(), None
+        self.model, self.lm_head = model.model, model.lm_head
+        self.cap = getattr(model.config, "final_logit_softcapping", None)
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        """Map tokens [B, S] or hidden states [B, S, H] to hidden states or logits."""
+        hidden: torch.Tensor = self.model(**{"input_ids" if self.first else "inputs_embeds": given}).last_hidden_state
+        if not self.last:
+            return hidden
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+def _require_cuttable(model: Any) -> None:
+    blocks = getattr(getattr(model, "model", None), "layers", None)
+    if not isinstance(blocks, nn.ModuleList) or not hasattr(model.model, "embed_tokens") or not hasattr(model, "lm_head"):
+        what = f"{type(model).__name__} has its blocks elsewhere than in model.layers, between model.embed_tokens and lm_head"
+        raise BadInput(what, where="--pp", remedy="use --pp 1")
+    if getattr(model.config, "output_router_logits", False):
+        what = "a mixture's auxiliary loss needs the routers of all stages"
+        raise BadInput(what, where="output_router_logits", remedy="set it to false in the model's config")
+
+
+def _config_of(config: Any, stage: Stage) -> Any:
+    found = copy.copy(config)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        found.layer_types = list(kinds)[stage.first : stage.end]
+    return found
+
+
+def stages_on(make: Callable[[], Any], chunks: Sequence[Stage]) -> list[StageModel]:
+    """Return a pipeline rank's parts of the model that `make` returns, a new one at each call."""
+    return [StageModel(make(), stage) for stage in chunks]
+
+
+def schedule_on(
+    models: Sequence[StageModel], shape: StepShape, group: ProcessGroup, device: torch.device, *, fake: bool = False
+) -> Callable[[torch.Tensor], torch.Tensor | None]:
+    """Return a function that runs the schedule over the tokens of a step, as :func:`run_schedule` says.
+
+    Args:
+        models: the rank's stages, as they are trained.
+        shape: of a step.
+        group: the pipeline's ranks.
+        device: of this rank.
+        fake: whether the other ranks are fake ones.
+    """
+    made = [
+        PipelineStage(model, model.index, model.stages, device, group=group, **metadata_of(model, shape)) for model in models
+    ]
+    if fake:
+        _agree_statically()
+    options: dict[str, Any] = {"n_microbatches": shape.micro_batches, "loss_fn": partial(loss_of, models[-1])}
+    looped = len(models) > 1 or shape.schedule not in SCHEDULES
+    order: Any = LOOPED[shape.schedule](made, **options) if looped else SCHEDULES[shape.schedule](made[0], **options)
+    return partial(run_schedule, order, models)
+
+
+def metadata_of(model: StageModel, shape: StepShape) -> dict[str, Any]:
+    """Return what a stage is told of its inputs and outputs, as far as this torch's ``PipelineStage`` takes it.
+
+    It is given, since fake ranks cannot tell it, and ranks that find it out run the model once more for that.
+    """
+    size = (shape.micro_batch, shape.seq_len)
+    hidden = torch.empty(*size, model.config.hidden_size, dtype=shape.dtype, device="meta", requires_grad=True)
+    tokens = torch.empty(size, dtype=torch.int64, device="meta")
+    logits = torch.empty(*size, model.config.vocab_size, dtype=shape.dtype, device="meta", requires_grad=True)
+    known: dict[str, Any] = {
+        "input_args": (tokens if model.first else hidden,),
+        "output_args": (logits if model.last else hidden,),
+        "input_grads": None if model.first else (hidden.detach(),),
+        "output_grads": None if model.last else (hidden.detach(),),
+    }
+    return {name: value for name, value in known.items() if name in inspect.signature(PipelineStage.__init__).parameters}
+
+
+def loss_of(model: StageModel, found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of logits [B, S, V] or this rank's part of them."""
+    value: torch.Tensor = model.loss_function(logits=found, labels=labels, vocab_size=model.config.vocab_size)
+    return value
+
+
+def run_schedule(schedule: Any, models: Sequence[StageModel], tokens: torch.Tensor) -> torch.Tensor | None:
+    """Run a schedule over the tokens [micro batches × B, S] of a step.
+
+    Returns:
+        The mean loss of the micro batches on the rank with the last stage; None on the others.
+    """
+    last = models[-1].last
+    silent: dict[str, Any] = (
+        {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
+    )
+    losses: list[torch.Tensor] = []
+    given, target = ((tokens,) if models[0].first else ()), (tokens if last else None)
+    schedule.step(*given, target=target, losses=losses, **silent)
+    return torch.stack([_whole(loss.detach()) for loss in losses]).mean() if losses else None
+
+
+def _whole(loss: Any) -> torch.Tensor:
+    found: torch.Tensor = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
+    return found
+
+
+def _agree_statically() -> None:
+    """Newer torch lets stages vote on how they learn their metadata; no fake rank answers."""
+    modes = [module.InferenceMode for module in (schedules, stages) if hasattr(module, "InferenceMode")]
+    if not modes:
+        return
+
+    def static(_: Any, all_stages: Any, *__: Any) -> None:
+        for stage in all_stages:
+            stage._inference_mode = modes[0].STATIC
+
+    mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", static, create=True).start()  # a method of newer torch alone

@@ -121,6 +121,7 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
             quantize_training=config.quantize_training if optimizer is not None else None,
             local_steps=optimizer is not None and optimizer.steps_alone,
             ep=ranks.degrees.get("ep", 1),
+            across=ranks.across,
         )
         if setup.quantize_training is not None:
             require_quantisable(setup, ranks)

@@ -15,6 +15,10 @@ Note [Experts' matrices]
     part, and the results are added over ``tp``, as the gradients of tokens and weights are in the backward. This is what
     transformers' tensor parallelism does with experts (``distributed/tensor_parallel.py``, ``MoeExpertsParallel``), whose
     functions run here.
+
+    Or they have different experts, whole ones: of the tokens that all of them have, each exchanges its part, and the results,
+    of which it has zeros elsewhere, are added over ``tp``. Source: torchtitan v0.2.2, ``distributed/expert_parallel.py``
+    (``ReordererSequenceParallel``), ``models/moe/moe.py``
 """
 
 from __future__ import annotations
@@ -37,7 +41,7 @@ from zeroplan.core.errors import BadInput
 Splits = Callable[[int, torch.Tensor, torch.Tensor], tuple[list[int], list[int]]]
 
 
-def share_experts(model: nn.Module, mesh: DeviceMesh, *, partial: bool = False) -> nn.Module:
+def share_experts(model: nn.Module, mesh: DeviceMesh, *, partial: bool = False, across: DeviceMesh | None = None) -> nn.Module:
     """Distributes the experts of a model of transformers over the ranks of `mesh`, which exchange tokens in its forward.
 
     Every rank keeps its part of the values that it has. Give each rank of ``ep`` samples of its own, and those of ``tp`` the
@@ -46,9 +50,10 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, *, partial: bool = False) 
     Args:
         model: the model, the same on every rank.
         mesh: ``ep`` of the mesh for :func:`zeroplan_runtime.initialize`, whose ranks have some of the experts; ``tp``, whose
-            ranks have parts of every matrix (see Note [Experts' matrices]); or both, as ``mesh["ep", "tp"]``.
+            ranks have parts of every matrix (see Note [Experts' matrices]); both, as ``mesh["ep", "tp"]``; or ``ep_tp``.
         partial: leave each rank of ``tp`` its part of the experts' results, for whoever adds them as the tokens are split
             (sequence parallelism).
+        across: with ``ep_tp``, ``tp`` of the mesh: its ranks have the same tokens, and different experts.
 
     Returns:
         The model, whose experts' parameters are now DTensors.
@@ -63,6 +68,9 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, *, partial: bool = False) 
             remedy="give the model, and mesh['ep'] of the mesh for initialize()",
         )
     names = mesh.mesh_dim_names or ("ep",)
+    if (across is not None) is not (names == (_ACROSS,)):
+        what = f"the ranks of {', '.join(names)} {'have' if across is None else 'do not have'} different experts on those of tp"
+        raise BadInput(what, where=_WHERE, remedy=f'give across=mesh["tp"] with mesh["{_ACROSS}"], and with no other')
     if mesh.ndim > 1 and set(names) != {"ep", "tp"}:
         raise BadInput(f"it has the dimensions {', '.join(names)}", where=_WHERE, remedy="give mesh['ep'], mesh['tp'] or both")
     meshes = {name if name == "tp" else "ep": mesh[name] if mesh.ndim > 1 else mesh for name in names}
@@ -76,7 +84,9 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, *, partial: bool = False) 
             module.register_parameter(name, nn.Parameter(shared, requires_grad=param.requires_grad))
         if "ep" in meshes:
             module.forward = functools.partial(run_experts, module, meshes["ep"].get_group())
-        if "tp" in meshes:
+        if across is not None:
+            exchange_parts(module, across, partial=partial)
+        elif "tp" in meshes:
             from transformers.distributed.tensor_parallel import MoeExpertsParallel
 
             parallel: Any = MoeExpertsParallel()
@@ -87,6 +97,36 @@ def share_experts(model: nn.Module, mesh: DeviceMesh, *, partial: bool = False) 
 
 
 _WHERE = "share_experts"
+_ACROSS = "ep_tp"  # mesh.ACROSS, which this file does not import: the tracer reads it, too
+
+
+def exchange_parts(module: nn.Module, tp: DeviceMesh, *, partial: bool) -> nn.Module:
+    """Lets each rank of `tp`, all of which have the same tokens, run the forward of `module` on its part of them, and adds the
+    results.
+
+    Args:
+        module: experts, whose forward exchanges the tokens that it is given.
+        tp: one dimension of ranks.
+        partial: leave each rank its part of the sum, for whoever scatters it.
+    """
+    from transformers.distributed.tensor_parallel import MoeExpertsParallel, _AllReduceForward
+
+    exchange, count, rank = module.forward, tp.size(), tp.get_local_rank()
+
+    def part(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        mine = slice(hidden.shape[0] * rank // count, hidden.shape[0] * (rank + 1) // count)
+        found = torch.zeros_like(hidden)
+        found[mine] = exchange(hidden[mine], index[mine], weights[mine])
+        return found
+
+    def added(_module: nn.Module, output: Any, mesh: DeviceMesh, source: Any = None) -> Any:
+        return _AllReduceForward.apply(output, mesh.get_group())
+
+    module.forward = part
+    parallel: Any = MoeExpertsParallel()
+    parallel.transform_output_post_forward = _as_it_is if partial else added
+    installed: nn.Module = parallel.install_forward(module, tp)
+    return installed
 
 
 def _as_it_is(_module: nn.Module, output: Any, _mesh: DeviceMesh, source: Any = None) -> Any:

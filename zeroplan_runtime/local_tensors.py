@@ -31,7 +31,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def is_split(param: torch.Tensor) -> bool:
     """Returns whether ranks of ``tp`` hold different parts of `param`, so that they are no replicas.
 
-    Ranks that share experts (``ep``) hold other experts, but each of them is one among ranks of ``tp`` that hold the same.
+    Ranks that share experts (``ep``) hold other experts, but each of them is one among ranks of ``tp`` that hold the same; of
+    those that share them as ``ep_tp``, ranks of ``tp`` hold different ones.
     """
     if not isinstance(param, DTensor):
         return False

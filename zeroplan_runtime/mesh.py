@@ -14,6 +14,11 @@ Note [Mesh]
     share experts may also be those of other data dimensions: ``ep`` is then a name for them, made by
     ``mesh["dp", "cp"]._flatten("ep")``. Each rank of ``tp`` has the same experts, or its part of their matrices.
 
+    Ranks of ``tp`` may also have different experts, whole ones: the ranks that share them are then called ``ep_tp``, the name
+    of dimensions with ``tp`` among them, such as ``mesh["dp", "tp"]._flatten("ep_tp")``. Ranks of ``tp`` have the same tokens,
+    of which each exchanges its part, so an expert's gradient is divided by the number of its ranks that have samples of their
+    own.
+
     What several ranks of ``tp`` hold alike (norms, the biases of row-wise layers) gets equal gradients on all of them, if the
     layers around it are parallelized as torch means them to be. :mod:`zeroplan_runtime.replicas` checks it.
 """
@@ -37,6 +42,8 @@ SAMPLES = ("dp", "dp_shard")
 #: Dimensions that divide the model.
 MODEL = ("pp", "tp")
 _KNOWN = (*SAMPLES, "cp", "ep", *MODEL)
+#: The name of the ranks that share experts, those of ``tp`` among them.
+ACROSS = "ep_tp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +53,9 @@ class MeshRanks:
     Attributes:
         world: all ranks of the run.
         shard: the ranks that hold the same part of the model but for experts, over which ZeRO shards.
-        experts: those of them that also hold the same experts.
-        ep: those of them that share the experts; None where there is one.
+        experts: those that shard the same experts: of `shard`, or of several such groups where ranks of ``tp`` have others.
+        ep: the ranks that share the experts; None where there is one.
+        across: those of `ep` that see the same tokens: ranks of ``tp`` that have different experts, else 1.
         samples: the number of ranks, of one model replica each, that see different samples.
         sample: this rank's place among them.
         model: by dimension, the ranks that hold other parts; dimensions of one rank are left out.
@@ -66,6 +74,7 @@ class MeshRanks:
     experts: Communicator = field(default_factory=Communicator.alone)
     ep: Communicator | None = None
     expert_mesh: DeviceMesh | None = None
+    across: int = 1
 
     @classmethod
     def of_group(cls, group: dist.ProcessGroup | None) -> MeshRanks:
@@ -91,7 +100,8 @@ class MeshRanks:
         shard = Communicator(_group(mesh, data)) if data else Communicator.alone()
         ep, experts, expert_mesh, over = None, shard, *_expert_ranks(mesh, data)
         if expert_mesh is not None:
-            ep, beside = Communicator(expert_mesh.get_group()), tuple(name for name in data if name not in over)
+            holders = (*data, "tp") if "tp" in over else data
+            ep, beside = Communicator(expert_mesh.get_group()), tuple(name for name in holders if name not in over)
             wide = any(sizes[name] > 1 for name in beside)
             experts = Communicator(_group(mesh, beside)) if wide else Communicator.alone()
         shared = sizes.get("ep", 1)
@@ -107,6 +117,7 @@ class MeshRanks:
             experts,
             ep,
             expert_mesh,
+            sizes["tp"] if "tp" in over else 1,
         )
 
     @property
@@ -190,31 +201,45 @@ def _sizes(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def _expert_ranks(mesh: DeviceMesh, data: tuple[str, ...]) -> tuple[DeviceMesh | None, tuple[str, ...]]:
-    """The mesh of the ranks that share experts with this one, and the data dimensions that it is made of; None for no others.
+    """The mesh of the ranks that share experts with this one, and the dimensions that it is made of; None for no others.
 
     Raises:
-        BadInput: for a mesh ``ep`` of other ranks.
+        BadInput: for a mesh ``ep`` or ``ep_tp`` of other ranks.
     """
-    with warnings.catch_warnings():  # torch warns of names that were made by flattening
-        warnings.simplefilter("ignore")
-        try:
-            found = mesh["ep"]
-        except KeyError:
-            return None, ()
-    if found.size() == 1:
+    across = _named(mesh, ACROSS)
+    found = across or _named(mesh, "ep")
+    if found is None:
         return None, ()
     names, place = mesh.mesh_dim_names or (), mesh.get_coordinate() or ()
     ranks = sorted(found.mesh.flatten().tolist())
-    for count in range(1, len(data) + 1):
-        for over in combinations(data, count):
+    among = (*data, "tp") if across is not None and "tp" in names else data
+    for count in range(1, len(among) + 1):
+        for over in combinations(among, count):
             here = tuple(slice(None) if name in over else at for name, at in zip(names, place, strict=True))
-            if sorted(mesh.mesh[here].flatten().tolist()) == ranks:
+            if sorted(mesh.mesh[here].flatten().tolist()) == ranks and (across is None or "tp" in over):
                 return found, over
+    if across is not None:
+        raise BadInput(
+            f"the ranks of {ACROSS} are not those of dimensions with tp among them",
+            where="mesh",
+            remedy=f"make it by mesh['tp']._flatten('{ACROSS}'), or of dp or ep and tp",
+        )
     raise BadInput(
         "the ranks of ep are not those of dimensions that see other samples or tokens",
         where="mesh",
         remedy="make ep a dimension of the mesh, or of dp and cp by mesh['dp', 'cp']._flatten('ep')",
     )
+
+
+def _named(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    """The mesh of that name, a dimension or a flattened one; None where there is none, or of one rank."""
+    with warnings.catch_warnings():  # torch warns of names that were made by flattening
+        warnings.simplefilter("ignore")
+        try:
+            found: DeviceMesh = mesh[name]
+        except KeyError:
+            return None
+    return found if found.size() > 1 else None
 
 
 def _group(mesh: DeviceMesh, names: tuple[str, ...]) -> dist.ProcessGroup:

@@ -294,7 +294,7 @@ class ModelStates:
 
     def grad_scale(self, unit: UnitState) -> float:
         """Returns the factor on each gradient of `unit`: see Note [Mesh] in mesh."""
-        return 1 / self.setup.ep if unit.layout.shape.kind is UnitKind.EXPERTS else 1.0
+        return self.setup.across / self.setup.ep if unit.layout.shape.kind is UnitKind.EXPERTS else 1.0
 
     def part_of(self, unit: UnitState) -> str:
         """Returns the name of the part that this rank's shard group has of the parameters of `unit`; see :class:`MeshRanks`."""

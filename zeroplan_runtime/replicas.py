@@ -24,7 +24,7 @@ from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.expert_parallel import has_grouped_experts
 from zeroplan_runtime.gradient_reduction import GradientReduction
 from zeroplan_runtime.local_tensors import dimensions_of, is_distributed, is_split, local_of, placed_plainly
-from zeroplan_runtime.mesh import MeshRanks
+from zeroplan_runtime.mesh import ACROSS, MeshRanks
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.unit_state import UnitState
@@ -83,7 +83,7 @@ def require_distributed(model: nn.Module, ranks: MeshRanks) -> None:
 
 def _dividing_meshes(ranks: MeshRanks) -> dict[str, DeviceMesh]:
     """The meshes of one dimension over which parameters may be distributed, by name."""
-    found = {} if ranks.expert_mesh is None else {"ep": ranks.expert_mesh}
+    found = {} if ranks.expert_mesh is None else {ACROSS if ranks.across > 1 else "ep": ranks.expert_mesh}
     if ranks.mesh is not None and "tp" in (ranks.mesh.mesh_dim_names or ()):
         found["tp"] = ranks.mesh["tp"]
     return found
@@ -101,8 +101,8 @@ def _place(mesh: DeviceMesh) -> str:
 
 
 def is_shared(param: torch.Tensor) -> bool:
-    """Returns whether a parameter is one of experts that the ranks of ``ep`` share."""
-    return is_distributed(param) and "ep" in dimensions_of(param)
+    """Returns whether a parameter is one of experts that the ranks of ``ep``, or of ``ep_tp``, share."""
+    return is_distributed(param) and not {"ep", ACROSS}.isdisjoint(dimensions_of(param))
 
 
 def require_divisible(setup: RuntimeSetup, degrees: Mapping[str, int]) -> None:

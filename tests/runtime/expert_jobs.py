@@ -53,9 +53,11 @@ def mixture(seed: int = 0, *, remat: bool = False, **changes: Any) -> nn.Module:
 
 
 def share(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> nn.Module:
-    """Lays the mixture out over ``ep`` and ``tp`` of the mesh, as far as it has them."""
+    """Lays the mixture out over ``ep`` and ``tp`` of the mesh, as far as it has them, or over ``ep_tp``."""
     names = tuple(name for name in ("ep", "tp") if _has(mesh, name))
-    if "ep" in names:
+    if _has(mesh, "ep_tp"):
+        zeroplan_runtime.share_experts(model, mesh["ep_tp"], partial=sequence, across=mesh["tp"])
+    elif "ep" in names:
         zeroplan_runtime.share_experts(model, mesh[names] if len(names) > 1 else mesh["ep"], partial=sequence)
     if "tp" in names:
         parallelize(model, mesh["tp"], sequence=sequence)
@@ -82,15 +84,24 @@ def wide_mesh() -> DeviceMesh:
     return mesh
 
 
+@functools.cache
+def across_mesh(*over: str, beside: str = "dp") -> DeviceMesh:
+    """A mesh of its own, 2 × 2, whose dimensions `over` share experts, ``tp`` among them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=(beside, "tp"))
+    mesh[over]._flatten("ep_tp")
+    return mesh
+
+
 def train_shared(
     _group: dist.ProcessGroup,
-    cases: list[tuple[dict[str, Any], dict[str, int], dict[str, Any]]],
+    cases: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]],
     steps: int,
     length: int = models.LENGTH,
 ) -> list[dict[str, Any]]:
     """Trains for each (config, mesh, model) in turn; ranks of all dimensions but ``tp`` and ``pp`` read other samples.
 
-    The model's option ``sequence`` splits the tokens between the matrices, too.
+    The model's option ``sequence`` splits the tokens between the matrices, too. A mesh's entry ``over`` names the dimensions,
+    ``tp`` among them, whose ranks have different experts.
     """
     found = []
     for config, sizes, options in cases:
@@ -100,10 +111,12 @@ def train_shared(
 
 
 def laid_out(
-    sizes: dict[str, int], length: int, *, sequence: bool = False, **options: Any
+    sizes: dict[str, Any], length: int, *, sequence: bool = False, **options: Any
 ) -> tuple[DeviceMesh, nn.Module, Step, dict[str, Any]]:
     """The mesh, this rank's part of the mixture, its steps, and further arguments of ``initialize``."""
-    mesh, sample = wide_mesh() if sizes == WIDE else mesh_of(**sizes), 0
+    over = sizes.get("over", ())
+    sizes, sample = {name: size for name, size in sizes.items() if name != "over"}, 0
+    mesh = across_mesh(*over, beside=next(iter(sizes))) if over else wide_mesh() if sizes == WIDE else mesh_of(**sizes)
     for name, size in sizes.items():
         sample = sample if name in ("tp", "pp") else sample * size + mesh.get_local_rank(name)
     model = share(mixture(**options), mesh, sequence=sequence)
@@ -159,6 +172,9 @@ def refusals(_group: dist.ProcessGroup) -> dict[str, str]:
         ),
         "no experts": lambda: zeroplan_runtime.share_experts(models.make(), mesh["ep"]),
         "twice": lambda: zeroplan_runtime.share_experts(shared(), mesh["ep"]),
+        "no tp": lambda: zeroplan_runtime.share_experts(mixture(), across_mesh("tp")["ep_tp"]),
+        "not across": lambda: zeroplan_runtime.share_experts(mixture(), mesh["ep"], across=across_mesh("tp")["tp"]),
+        "ranks": lambda: run(mixture(), mesh=across_mesh("dp")),
         "group": lambda: zeroplan_runtime.share_experts(mixture(), dist.group.WORLD),  # type: ignore[arg-type]
         "not divided": lambda: zeroplan_runtime.share_experts(mixture(num_experts=6), mesh_of(ep=4)["ep"]),
     }

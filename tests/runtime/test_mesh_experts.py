@@ -29,7 +29,7 @@ HOST: dict[str, Any] = {"device": "cpu"}
 TWO = {"dp": 2, "ep": 2}
 ALL = {"ep": 4}
 CONFIG = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2}
-Case = tuple[dict[str, Any], dict[str, int], dict[str, Any]]
+Case = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 def test_training_equals_plain_torch_and_the_plan_the_arena(pool: RankPool) -> None:
@@ -74,14 +74,18 @@ def hold_shared(pool: RankPool, exact: list[Case], rounded: list[Case]) -> None:
         assert loss_distance([rank[index] for rank in results], losses) < 5e-2, cases[index]
 
 
-#: Meshes beside ``dp`` and ``ep`` alone, and the layouts that plan them: experts' matrices are shared where ``tp`` is.
-MESHES = (
+#: Meshes beside ``dp`` and ``ep`` alone, and the layouts that plan them: experts' matrices are shared where ``tp`` is, or ranks
+#: of ``tp`` have different experts.
+MESHES: tuple[tuple[dict[str, Any], ParallelLayout], ...] = (
     ({"dp": 2, "tp": 2}, ParallelLayout(4, tp=2)),
     ({"ep": 2, "tp": 2}, ParallelLayout(4, tp=2, ep=2, etp=2)),
     (expert_jobs.WIDE, ParallelLayout(4, cp=2, ep=4)),
     ({"pp": 2, "ep": 2}, ParallelLayout(4, pp=2, ep=2)),
     ({"ep": 2, "cp": 2}, ParallelLayout(4, cp=2, ep=2)),
     ({"pp": 2, "tp": 2}, ParallelLayout(4, pp=2, tp=2)),
+    ({"dp": 2, "tp": 2, "over": ("tp",)}, ParallelLayout(4, tp=2, ep=2)),
+    ({"dp": 2, "tp": 2, "over": ("dp", "tp")}, ParallelLayout(4, tp=2, ep=4)),
+    ({"pp": 2, "tp": 2, "over": ("tp",)}, ParallelLayout(4, pp=2, tp=2, ep=2)),
 )
 
 
@@ -113,12 +117,13 @@ def hold_beside(pool: RankPool, chosen: list[tuple[int, int]]) -> None:
         seen = mine[2:] if stages > 1 else mine[::2] if "tp" in sizes else mine
         assert loss_distance(seen, losses) < 2e-5, (sizes, stage)
         params = {**mine[0]["params"], **(mine[2]["params"] if stages > 1 else {})}
-        assert distance({"params": params}, model) < 1e-4, (sizes, stage)
+        far = 2e-4 if "over" in sizes else 1e-4  # one element of a query's matrix, whose gradient is nearly zero
+        assert distance({"params": params}, model) < far, (sizes, stage)
 
 
-def _samples(sizes: dict[str, int]) -> int:
+def _samples(sizes: dict[str, Any]) -> int:
     """The ranks that read samples, or tokens, of their own."""
-    return math.prod(size for name, size in sizes.items() if name not in ("tp", "pp"))
+    return math.prod(size for name, size in sizes.items() if name not in ("tp", "pp", "over"))
 
 
 def plain_run(ranks: int) -> tuple[models.Plain, list[list[float]], list[float]]:
@@ -131,7 +136,7 @@ def plain_run(ranks: int) -> tuple[models.Plain, list[list[float]], list[float]]
 
 
 def test_experts_beside_other_dimensions(pool: RankPool) -> None:
-    hold_beside(pool, [(1, 3), (3, 2)])
+    hold_beside(pool, [(1, 3), (3, 2), (7, 3)])
 
 
 @pytest.mark.long
@@ -150,6 +155,9 @@ def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:
             "one bit": "those of ep have other experts",
             "no experts": "no experts of grouped products",
             "twice": "these experts are distributed already",
+            "no tp": "the ranks of ep_tp have different experts on those of tp",
+            "not across": "the ranks of ep do not have different experts on those of tp",
+            "ranks": "the ranks of ep_tp are not those of dimensions with tp among them",
             "group": "are no model and no mesh",
             "not divided": "4 ranks do not divide 6 experts",
         }.items():

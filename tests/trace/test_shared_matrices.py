@@ -151,6 +151,7 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool, acros
         ({"tp": 2, "sp": True, "model": DEEPSEEK}, "sequence parallelism of deepseek_v3 is not modelled"),
         ({"tp": 4, "ep": 2, "etp": 2, "model": {**QWEN, "num_key_value_heads": 4}}, "etp 2 is neither 1 nor tp 4"),
         ({"tp": 2, "ep": 2, "seq_len": 63}, "tp 2 does not divide the 63 tokens of a micro batch"),
+        ({"tp": 4, "ep": 2, "engine": "zeroplan"}, "ep 2 is no multiple of tp 4"),
         ({"tp": 2, "engine": "deepspeed"}, "AutoTP rejects qwen3_moe's tp_plan"),
         ({"cp": 2, "model": DEEPSEEK}, "context parallelism of deepseek_v3 is not modelled"),
     ],
@@ -163,7 +164,7 @@ def test_what_is_not_modelled_is_refused(asked: dict[str, Any], said: str) -> No
 
 def test_what_no_gpu_has_measured_of_the_runtime_is_no_promise() -> None:
     """Mixtures on tp beside ep; on tp alone they were measured."""
-    for more, named in (({"tp": 2}, []), ({"tp": 2, "ep": 2, "etp": 2}, ["--tp"])):
+    for more, named in (({"tp": 2}, []), ({"tp": 2, "ep": 2, "etp": 2}, ["--tp"]), ({"tp": 2, "ep": 2}, ["--tp"])):
         asked = {"engine": "zeroplan", "stage": 2, "seq_len": 64, "depth": "formula", "vram": "80G", **more}
         (plan,) = estimate_report(Request(**{"model": {**QWEN, "num_key_value_heads": 4}, "gpus": 8, **asked})).plans
         assert plan.fits is None  # without activations

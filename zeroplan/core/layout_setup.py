@@ -35,7 +35,8 @@ class RuntimeSetup:
     `optimizer` is one of :data:`~zeroplan.core.optimizers.RUNTIME_NAMES`.
     `params_in_host` are the elements of parameters in files that stay in host memory.
     `quantize_training` rounds the unsharded weights. With `local_steps` ranks may step alone (0/1 Adam).
-    `ep` of the `ranks` share a block's experts: an expert's parameters have :attr:`expert_ranks`.
+    `ep` ranks share a block's experts, and an expert's parameters have :attr:`expert_ranks`; `across` of the `ep` see the same
+    tokens, as tensor-parallel ranks that have different experts do, and are one of the `ranks` each time.
     """
 
     ranks: int = 1
@@ -57,13 +58,14 @@ class RuntimeSetup:
     quantize_training: QuantizeTraining | None = None
     local_steps: bool = False
     ep: int = 1
+    across: int = 1
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
             raise BadInput(f"stage {self.stage} does not exist", remedy="use 0, 1, 2 or 3")
         if self.ranks < 1 or self.grad_accum < 1 or self.block_slots < 2:
             raise BadInput(f"ranks {self.ranks}, accumulation {self.grad_accum} and ring {self.block_slots} are too small")
-        if self.ranks % self.ep:
+        if self.ep % self.across or self.ranks * self.across % self.ep:
             raise BadInput(f"ep {self.ep} does not divide the {self.ranks} data-parallel ranks")
         if self.optimizer not in RUNTIME_NAMES:
             raise BadInput(f"unknown optimizer {self.optimizer!r}", remedy=f"use one of {', '.join(RUNTIME_NAMES)}")
@@ -71,7 +73,7 @@ class RuntimeSetup:
     @property
     def expert_ranks(self) -> int:
         """The ranks that hold the same experts."""
-        return self.ranks // self.ep
+        return self.ranks * self.across // self.ep
 
     @property
     def states(self) -> tuple[Buffer, ...]:

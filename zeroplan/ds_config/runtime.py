@@ -20,6 +20,7 @@ def runtime_setup(
     quantize_training: QuantizeTraining | None = None,
     local_steps: bool = False,
     ep: int = 1,
+    across: int = 1,
 ) -> RuntimeSetup:
     """Return what decides the runtime's own buffers beside the shapes.
 
@@ -35,7 +36,8 @@ def runtime_setup(
         grad_accum: micro batches a step.
         quantize_training: the section of that name; None without it.
         local_steps: the optimizer lets ranks step alone.
-        ep: those of them that share a block's experts.
+        ep: the ranks that share a block's experts.
+        across: those of `ep` that see the same tokens.
 
     Raises:
         BadInput: a stage that does not exist, counts below their least, or an optimizer that the runtime does not have.
@@ -45,6 +47,7 @@ def runtime_setup(
     return RuntimeSetup(
         ranks=ranks,
         ep=ep,
+        across=across,
         stage=zero.stage,
         param_dtype=dtype,
         reduce_dtype=reduce,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -14,10 +13,10 @@ from transformers.distributed.tensor_parallel import (
     PackedColwiseParallel,
     RowwiseParallel,
     TensorParallelLayer,
-    _AllReduceForward,
 )
 
 from zeroplan.core.tensor_parallel import TensorPlan
+from zeroplan_runtime.expert_parallel import exchange_parts
 
 
 class ExpertMatricesParallel(ParallelStyle):
@@ -44,10 +43,9 @@ class ExpertMatricesParallel(ParallelStyle):
 
 
 class ExpertsAcross(ParallelStyle):
-    """Experts that ranks of ``ep`` share, those of ``tp`` among them: each exchanges its part of the tokens, and the results,
-    of which it has zeros elsewhere, are added up.
+    """Experts that ranks of ``ep`` share, those of ``tp`` among them.
 
-    Source: torchtitan v0.2.2, ``distributed/expert_parallel.py`` (``ReordererSequenceParallel``), ``models/moe/moe.py``
+    See Note [Experts' matrices] in zeroplan_runtime/expert_parallel.py.
 
     Args:
         partial: leave each rank its part of the sum, for whoever scatters it.
@@ -58,20 +56,7 @@ class ExpertsAcross(ParallelStyle):
         self._partial = partial
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        exchange: Any = module.forward
-
-        def part(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-            count = hidden.shape[0] // device_mesh.size()
-            mine = slice(device_mesh.get_local_rank() * count, (device_mesh.get_local_rank() + 1) * count)
-            found = torch.zeros_like(hidden)
-            found[mine] = exchange(hidden[mine], index[mine], weights[mine])
-            return found
-
-        module.forward = part
-        experts: Any = MoeExpertsParallel()
-        experts.transform_output_post_forward = _as_it_is if self._partial else _added
-        installed: nn.Module = experts.install_forward(module, device_mesh)
-        return installed
+        return exchange_parts(module, device_mesh, partial=self._partial)
 
 
 class RouterParallel(ParallelStyle):
@@ -84,11 +69,6 @@ class RouterParallel(ParallelStyle):
         layer.should_use_local_tensors = _always
         installed: nn.Module = layer.install_forward(module, device_mesh)
         return installed
-
-
-def _added(_module: nn.Module, output: Any, mesh: DeviceMesh, source: Any = None) -> Any:
-    """Add up the ranks' results, as transformers does where a parameter is a DTensor that says so."""
-    return _AllReduceForward.apply(output, mesh.get_group())
 
 
 def _as_it_is(_module: nn.Module, output: Any, _mesh: DeviceMesh, source: Any = None) -> Any:

@@ -290,8 +290,9 @@ class OptimizerStep:
             for begin, end in replicated_runs(self.model_states, unit):
                 kernels.squares(grad[begin:end], once, workspace=workspace)
                 squares[0].sub_(once[0], alpha=1 - 1 / replicas)
-        if self._sums_over_experts and unit.layout.shape.kind is not UnitKind.EXPERTS:
-            squares[0].div_(self.model_states.setup.ep)
+        if self._sums_over_experts:
+            setup = self.model_states.setup
+            squares[0].div_(setup.across if unit.layout.shape.kind is UnitKind.EXPERTS else setup.ep)
 
     def _sum_over_ranks(self, values: torch.Tensor) -> None:
         """Adds sums of squares over the ranks that hold other shards, then over those that hold other parts of the model.

@@ -39,18 +39,26 @@ def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, run
         quantize_training=workload.quantize_training,
         local_steps=workload.local_steps > 1,
         ep=parallel.ep,
+        across=parallel.tp if parallel.experts_across else 1,
     )
 
 
 @lru_cache(maxsize=64)
 def _shapes(
-    units: tuple[SpecUnit, ...], model_type: str, wide_numel: int, tp: int, ep: int, chunks: tuple[Stage, ...]
+    units: tuple[SpecUnit, ...],
+    model_type: str,
+    wide_numel: int,
+    tp: int,
+    ep: int,
+    whole_experts: bool,
+    chunks: tuple[Stage, ...],
 ) -> tuple[UnitShape, ...]:
     spec = ModelSpec("", units, "units", model_type)
-    return tuple(unit_shapes(spec, wide_numel=wide_numel, held=_held(spec, tp, ep, chunks), shares_experts=ep > 1))
+    held = _held(spec, tp, ep, whole_experts, chunks)
+    return tuple(unit_shapes(spec, wide_numel=wide_numel, held=held, shares_experts=ep > 1))
 
 
-def _held(spec: ModelSpec, tp: int, ep: int, chunks: tuple[Stage, ...]) -> dict[str, int] | None:
+def _held(spec: ModelSpec, tp: int, ep: int, whole_experts: bool, chunks: tuple[Stage, ...]) -> dict[str, int] | None:
     """Return the elements of each parameter that a rank holds; None where it holds the whole model."""
     if tp == ep == 1 and not chunks:
         return None
@@ -58,7 +66,8 @@ def _held(spec: ModelSpec, tp: int, ep: int, chunks: tuple[Stage, ...]) -> dict[
     from zeroplan.core.pipeline import stage_parameters
     from zeroplan.core.tensor_parallel import local_parameters
 
-    parameters = with_local_experts(local_parameters(spec.parameters, spec.model_type, tp), ep)
+    shared = local_parameters(spec.parameters, spec.model_type, tp, whole_experts=whole_experts)
+    parameters = with_local_experts(shared, ep)
     if chunks:
         parameters = stage_parameters(parameters, chunks)
     return dict(zip(parameters.names, parameters.numel, strict=True))
@@ -83,7 +92,15 @@ def layout_of(
         chunks: the pipeline stages that the rank has; none without a pipeline.
     """
     return plan_layout(
-        _shapes(spec.units, spec.model_type, runtime_options.wide_numel, parallel.tp, parallel.ep, chunks),
+        _shapes(
+            spec.units,
+            spec.model_type,
+            runtime_options.wide_numel,
+            parallel.tp,
+            parallel.ep,
+            parallel.experts_across,
+            chunks,
+        ),
         setup_of(workload, zero, parallel, runtime_options),
     )
 
@@ -94,9 +111,10 @@ def require_splittable(case: Case, runtime_options: RuntimeOptions) -> None:
     Raises:
         BadInput: optimizers that step by whole tensors' norms, the head over labelled tokens with `tp`, and files with `ep`.
     """
-    if case.layout.ep > 1 and case.layout.tp > 1 and case.layout.etp == 1:
-        what = "experts that are whole on ranks of tp are not planned"
-        raise BadInput(what, where="--etp", remedy=f"give --etp {case.layout.tp}, which shares their matrices")
+    if case.layout.experts_across and case.layout.ep % case.layout.tp:
+        what = f"ep {case.layout.ep} is no multiple of tp {case.layout.tp}, whose ranks each have experts of their own"
+        remedy = f"use a multiple of {case.layout.tp}, or --etp {case.layout.tp}, which shares their matrices"
+        raise BadInput(what, where="--ep", remedy=remedy)
     if case.layout.sp and case.zero.activation_checkpointing.partition_activations:
         raise BadInput(
             "sequence parallelism has divided the blocks' inputs already",

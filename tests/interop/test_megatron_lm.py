@@ -131,3 +131,18 @@ def test_what_megatron_refuses_is_one_line(tmp_path: Any, flags: str, words: str
         read_setup(script(tmp_path, flags))
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("program", [None, "megatron-lm"])
+@pytest.mark.parametrize(
+    ("head", "flags", "key"),
+    [
+        ("deepspeed --num_gpus 8 pretrain_gpt.py", "--deepspeed --deepspeed_config ds.json --zero-stage 1", "--deepspeed"),
+        ("torchrun --nproc_per_node 8 pretrain_gpt.py", "--deepspeed-activation-checkpointing", "--deepspeed_activation"),
+        ("deepspeed pretrain_llama.py", "--tensor-model-parallel-size 2", "deepspeed, the launcher"),
+    ],
+)
+def test_megatron_deepspeed_is_refused_by_its_name(tmp_path: Any, head: str, flags: str, key: str, program: str | None) -> None:
+    with pytest.raises(BadInput, match="is a command of Megatron-DeepSpeed") as found:
+        read_setup(script(tmp_path, f"{BASE} {flags}", head=head), program)
+    assert key in found.value.where

@@ -284,7 +284,7 @@ def _write(found: SearchResult, target: Target | None, html: str | None = None) 
         from zeroplan.search.files import files_of
         from zeroplan.search.places import require_no_other_files
 
-        files = files_of(best, found.cluster, target, found.loaded)
+        files = files_of(best, found.cluster, target, found.loaded, found.training)
         require_no_other_files(files, target)
         texts.update(files.texts)
         if target.output is not None and target.output.endswith(os.sep):

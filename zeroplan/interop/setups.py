@@ -10,6 +10,7 @@ from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.lit_model import LitModel
 from zeroplan.core.ppo import Ppo
 from zeroplan.core.unmodelled import Unmodelled
+from zeroplan.interop.training import NO_TRAINING, Training
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,7 @@ class Setup:
         open: fields that the file cannot hold and no line of it tells, with what is missing: a flag gives them.
         alloc_conf: what the command line gives ``PYTORCH_ALLOC_CONF``; empty for nothing.
         zero_init: whether the model is built under ``deepspeed.zero.Init``; None where nothing says.
+        training: what moves training and no memory, which written files carry.
         keys: the key that said each field.
         assumed: what the program's defaults decide, one clause each.
         unmodelled: keys that the fields do not hold.
@@ -157,6 +159,7 @@ class Setup:
     open: Mapping[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
     zero_init: bool | None = None
+    training: Training = NO_TRAINING
     keys: Mapping[str, str] = field(default_factory=dict)
     assumed: tuple[str, ...] = ()
     unmodelled: tuple[Unmodelled, ...] = ()

@@ -130,4 +130,5 @@ def _answer(
         global_batch=options.global_batch,
         rates=resolved.rates.as_dict(),
         loaded=model_of(request.model, spec),
+        training=options.training,
     )

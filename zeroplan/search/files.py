@@ -13,6 +13,7 @@ from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.interop.forms.configuration import Configuration, Form, Model
 from zeroplan.interop.forms.launch import LAUNCHERS, Launch, Shell, launch, require_hosts
+from zeroplan.interop.training import NO_TRAINING, Training, trained_config
 from zeroplan.models.catalog import hub_id
 from zeroplan.models.spec import ModelSpec
 from zeroplan.search.results import Recommendation
@@ -70,7 +71,9 @@ class Files:
         }
 
 
-def files_of(one: Recommendation, cluster: Cluster, target: Target, model: Model | None = None) -> Files:
+def files_of(
+    one: Recommendation, cluster: Cluster, target: Target, model: Model | None = None, training: Training = NO_TRAINING
+) -> Files:
     """Return the files to write, and the command that starts the program.
 
     Args:
@@ -78,21 +81,26 @@ def files_of(one: Recommendation, cluster: Cluster, target: Target, model: Model
         cluster: for the numbers of nodes and GPUs.
         target: where the files go.
         model: for a new script.
+        training: what the run in use says beside what a plan holds.
 
     Raises:
         BadInput: a form or a launcher that the engine does not have, or a script that cannot be written.
     """
     form = form_of(one.engine, target)
+    explicit = one.ds_config()
+    config, carried = (None, ()) if explicit is None else trained_config(explicit, training)
     configuration = Configuration(
         one.zero,
         one.workload,
         cluster,
-        one.ds_config(),
+        config,
         output_of(target, form),
         target.launcher or form.launchers[0],
         model or Model(),
         script=target.new_script or target.script,
         new_script=target.new_script is not None,
+        training=training,
+        carried=carried,
     )
     written = form.write(configuration)
     scripts: dict[str, str] = {}

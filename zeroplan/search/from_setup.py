@@ -10,6 +10,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
+from zeroplan.interop.training import Training, read_training
 from zeroplan.planner.describe import UNSEARCHED
 from zeroplan.planner.from_files import filled, told_of_machine, without_graphs
 from zeroplan.planner.request import Request
@@ -83,7 +84,19 @@ def _free_search(
         free = replace(free, compile=None, unmodelled=(*asked.unmodelled, without_graphs(setup)))
     said = [setup.line, *(f"{one.key}: {one.says}" for one in setup.unmodelled)]
     notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
-    return free, replace(plain, global_batch=batch, notes=notes), current
+    return free, replace(plain, global_batch=batch, notes=notes, training=training_said(setup)), current
+
+
+def training_said(setup: Setup) -> Training:
+    """Return what the source says of training. A ds_config has the last word, as in its programs; without a norm it clips
+    nothing. Source: DeepSpeed 0.19.8, runtime/constants.py (GRADIENT_CLIPPING_DEFAULT).
+    """
+    if setup.ds_config is None:
+        return setup.training
+    found = read_training(setup.ds_config, setup.training.file)
+    if "gradient_clipping" not in setup.ds_config:
+        found = replace(found, values={**found.values, "max_grad_norm": 0.0})
+    return found.over(setup.training)
 
 
 #: Flags and keys of a ds_config by the field of a Request that they fill.

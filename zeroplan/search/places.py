@@ -108,7 +108,7 @@ def _is_ours(path: str, text: str) -> bool:
     if name in _OWN_NAMES:
         return True
     if name == ADAPTERS:
-        return set(read_document(path)) == ADAPTER_KEYS
+        return ADAPTER_KEYS - {"lora_alpha"} <= set(read_document(path)) <= ADAPTER_KEYS
     most = max(len(text.encode()), 200)
     found, size = read_head(path, most)
     return WRITTEN.encode() in found or (found == text.encode() and size == len(found))

@@ -13,6 +13,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Engine
 from zeroplan.interop.forms.configuration import Model
+from zeroplan.interop.training import NO_TRAINING, Training
 from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.search.cost import StepTime
 from zeroplan.search.recommend import HEADROOM, Ranked, headroom
@@ -131,7 +132,7 @@ class Point:
 class SearchResult:
     """The answer of ``recommend``. `ranking` is best first; `nearest` is the nearest miss when nothing fits.
 
-    `loaded` says where a training script gets the model from.
+    `loaded` says where a training script gets the model from, `training` what the run in use says beside what a plan holds.
     """
 
     model: dict[str, Any]
@@ -149,6 +150,7 @@ class SearchResult:
     global_batch: int | None = None
     rates: dict[str, Any] = field(default_factory=dict)
     loaded: Model = field(default_factory=Model)
+    training: Training = NO_TRAINING
 
     @property
     def best(self) -> Recommendation | None:

@@ -15,6 +15,7 @@ from zeroplan.core.units import GIB
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Compilation, DType, Workload
 from zeroplan.engines.base import Case, Engine
+from zeroplan.interop.training import NO_TRAINING, Training
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.formula import FORMULA
 from zeroplan.planner.options import MachineOptions
@@ -48,6 +49,7 @@ class SearchOptions:
         shown: configurations that the answer holds at most, one of each stage, offload and checkpointing.
         explain: whether the answer gives reasons.
         notes: warnings that the answer repeats.
+        training: what the source says of training, beside what a plan holds.
     """
 
     global_batch: int | None = None
@@ -61,6 +63,7 @@ class SearchOptions:
     shown: int = SHOWN
     explain: bool = True
     notes: tuple[str, ...] = ()
+    training: Training = NO_TRAINING
 
 
 class RecommendOptions(MachineOptions, total=False):

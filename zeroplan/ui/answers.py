@@ -278,16 +278,19 @@ def _choice(one: Recommendation) -> dict[str, Any]:
 
 def _files(asked: Asked, say: Say | None) -> dict[str, Any]:
     """Write the files of one plan: the configuration, a training script, and the command that starts it."""
+    from zeroplan.interop.training import NO_TRAINING
     from zeroplan.planner.from_files import with_files
     from zeroplan.planner.resolve import resolve
     from zeroplan.search.api import run_search
     from zeroplan.search.files import Target, files_of, form_of
+    from zeroplan.search.from_setup import training_said
     from zeroplan.search.search_options import SearchOptions
     from zeroplan.search.space import Candidate
 
-    request = asked.request
+    request, training = asked.request, NO_TRAINING
     if asked.sources:
-        request, _ = with_files(replace(request, files=asked.sources))
+        request, setup = with_files(replace(request, files=asked.sources))
+        training = training_said(setup)
     if max(request.tp, request.cp, request.ulysses, request.pp, request.dp_replicate) > 1:
         raise BadInput("no files are written for such a layout", where="--tp, --cp, --pp", remedy="leave them at 1")
     resolved = resolve(request)
@@ -302,7 +305,7 @@ def _files(asked: Asked, say: Say | None) -> dict[str, Any]:
     name = asked.form or next(iter(forms), None)
     form = form_of(one.engine, Target(form=name, new_script="train.py"))
     target = Target(form=name, new_script="train.py" if form.script is not None else None)
-    files = files_of(one, found.cluster, target, found.loaded)
+    files = files_of(one, found.cluster, target, found.loaded, training)
     return {
         "files": [{"name": path, "text": text} for path, text in files.texts.items()],
         "archive": _archive(files.texts),

@@ -13,6 +13,7 @@ from zeroplan.core.documents import dump_yaml
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.interop.training import NO_TRAINING, Training
 
 DS_CONFIG = "ds_config.json"
 #: The first line of files that know comments, by which a later run knows them as its own.
@@ -48,6 +49,8 @@ class Configuration:
         model: for a new training script.
         script: the path of the program that is started.
         new_script: whether `script` is to be written, too; else it is the user's.
+        training: what the file of the run in use says of training, beside what the plan holds.
+        carried: names of those values that `ds_config` holds.
     """
 
     zero: ZeroConfig
@@ -59,6 +62,8 @@ class Configuration:
     model: Model = Model()
     script: str = "train.py"
     new_script: bool = False
+    training: Training = NO_TRAINING
+    carried: tuple[str, ...] = ()
 
     def beside(self, name: str) -> str:
         """Return the path of a file in the main file's folder.

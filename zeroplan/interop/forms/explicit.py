@@ -18,6 +18,7 @@ from zeroplan.interop.forms.program import (
     must_checkpoint,
     must_compile,
     must_load,
+    training_notes,
 )
 from zeroplan.interop.forms.scripts.accelerate import deepspeed_script as accelerate_script
 from zeroplan.interop.forms.scripts.deepspeed import deepspeed_script
@@ -27,7 +28,8 @@ from zeroplan.interop.forms.scripts.runtime import runtime_script
 def explicit_ds_config(zero: ZeroConfig, workload: Workload, layout: ParallelLayout) -> dict[str, Any]:
     """A ds_config that ``deepspeed.initialize`` takes as it is: no ``auto``, batches, precision and optimizer stated.
 
-    The learning rate and the like are left out: they are the user's to choose, and the optimizer has defaults.
+    The learning rate and the like are left out: they are the user's to choose, and the optimizer has defaults. Those of a file
+    that is read are put in as its configuration is written (:func:`zeroplan.interop.training.trained_config`).
     """
     written = find_optimizer(workload.optimizer).written_for(zero.deepspeed)
     block = None if written is None else {"type": written.type} | ({"params": written.params} if written.params else {})
@@ -56,7 +58,7 @@ def _explicit(one: Configuration) -> FormFiles:
             *must_compile(one, "engine.compile()"),
             *must_bring_optimizer(one),
         ),
-        notes=(no_learning_rate("optimizer.params.lr"),),
+        notes=training_notes(one, "optimizer.params.lr", one.carried),
     )
 
 
@@ -74,13 +76,8 @@ def _accelerate(one: Configuration) -> FormFiles:
             *must_checkpoint(one),
             *(must_bring_optimizer(one) or ("hand accelerate a DummyOptim: the ds_config names the optimizer",)),
         ),
-        notes=(no_learning_rate("optimizer.params.lr"),),
+        notes=training_notes(one, "optimizer.params.lr", one.carried),
     )
-
-
-def no_learning_rate(where: str) -> str:
-    """Return the note on the learning rate, which no form makes up."""
-    return f"no learning rate is written, so the program's default holds: set yours by {where}"
 
 
 DEEPSPEED = Form(_explicit, ("deepspeed", "torchrun", "accelerate", "slurm"), script=deepspeed_script)

@@ -7,8 +7,14 @@ from typing import Any
 from zeroplan.ds_config.framework_forms import lightning_form
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles, json_text
-from zeroplan.interop.forms.explicit import no_learning_rate
-from zeroplan.interop.forms.program import adapter_files, must_adapt, must_bring_optimizer, must_checkpoint, must_load
+from zeroplan.interop.forms.program import (
+    adapter_files,
+    must_adapt,
+    must_bring_optimizer,
+    must_checkpoint,
+    must_load,
+    training_notes,
+)
 from zeroplan.interop.forms.scripts.lightning import ARGUMENTS, lightning_script
 
 
@@ -37,7 +43,7 @@ def _lightning(one: Configuration) -> FormFiles:
             *must_checkpoint(one),
             *must_bring_optimizer(one),
         ),
-        notes=(no_learning_rate("optimizer.params.lr"),),
+        notes=training_notes(one, "optimizer.params.lr", one.carried),
     )
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import Quantization
 from zeroplan.core.workload import Attention, Compilation, Reference, Workload
 from zeroplan.interop.forms.configuration import Configuration, json_text
+from zeroplan.interop.training import ADAPTERS as ADAPTER_VALUES
 
 #: Without reentrant checkpointing no input needs a gradient, and hooks of ZeRO and FSDP see every recomputation.
 CHECKPOINTING = {"use_reentrant": False}
 ADAPTERS = "adapter_config.json"
 #: The keys of such a file as it is written here; peft writes others, too.
-ADAPTER_KEYS = frozenset({"peft_type", "r", "target_modules", "lora_dropout", "bias"})
+ADAPTER_KEYS = frozenset({"peft_type", "r", "target_modules", "lora_alpha", "lora_dropout", "bias"})
 _ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: "flash_attention_2"}
 
 
@@ -30,13 +32,29 @@ def lora_targets(workload: Workload) -> str | list[str]:
 def adapter_files(one: Configuration) -> dict[str, str]:
     """Return peft's ``adapter_config.json``, which ``LoraConfig.from_pretrained(folder)`` reads; nothing without LoRA.
 
-    It says what decides memory and speed. ``lora_alpha`` and ``task_type`` stay at peft's defaults.
+    It says what decides memory and speed, and the scale and the dropout of the run in use. ``task_type`` stays at peft's
+    default, and so does ``lora_alpha`` where no file says it.
     """
     work = one.workload
     if work.lora_rank is None:
         return {}
     config: dict[str, Any] = {"peft_type": "LORA", "r": work.lora_rank, "target_modules": lora_targets(work)}
-    return {one.beside(ADAPTERS): json_text(config | {"lora_dropout": 0.0, "bias": "none"})}
+    said = {name: value for name, value in one.training.values.items() if name in ADAPTER_VALUES}
+    return {one.beside(ADAPTERS): json_text(config | {"lora_dropout": 0.0, "bias": "none"} | said)}
+
+
+def training_notes(one: Configuration, where: str, taken: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the notes on what moves training and no plan holds: `taken` are the values of the run in use that the files hold,
+    and `where` the place of a learning rate, which no form makes up.
+    """
+    held = {*taken, *(ADAPTER_VALUES if one.workload.lora_rank is not None else ())}
+    scheduled = one.ds_config is not None and "scheduler" in one.ds_config
+    said = one.training.left_out(held, scheduled=scheduled)
+    if one.training.file and one.workload.lora_rank is not None and "lora_alpha" not in one.training.values:
+        said = (*said, f"{one.training.file} says no lora_alpha: peft's default of 8 holds, your program's may be another")
+    if "learning_rate" in held:
+        return said
+    return (*said, f"no learning rate is written, so the program's default holds: set yours by {where}")
 
 
 def folder_of(one: Configuration) -> str:

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from zeroplan.core.workload import DType
 from zeroplan.interop.forms.accelerate_config import accelerate_fsdp2
 from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles, document_text
-from zeroplan.interop.forms.explicit import no_learning_rate
-from zeroplan.interop.forms.program import adapter_files, must_adapt, must_load
+from zeroplan.interop.forms.program import adapter_files, must_adapt, must_load, training_notes
 from zeroplan.interop.forms.scripts.accelerate import fsdp2_script as accelerate_script
+from zeroplan.interop.forms.scripts.parts import taken_by_script
 from zeroplan.interop.forms.scripts.torch import ddp_script, fsdp2_script
 
 #: What accelerate 1.15 does otherwise (``utils/fsdp_utils.py``, fsdp2_prepare_model).
@@ -21,7 +21,8 @@ _ACCELERATE_DIFFERS = (
 
 def _script_alone(one: Configuration) -> FormFiles:
     """Return the adapters' files alone: the script holds the batch's split."""
-    return FormFiles(adapter_files(one), notes=(no_learning_rate("the optimizer's lr in the script"),))
+    notes = training_notes(one, "the optimizer's lr in the script", taken_by_script(one))
+    return FormFiles(adapter_files(one), notes=notes)
 
 
 def _fsdp2_by_accelerate(one: Configuration) -> FormFiles:
@@ -41,7 +42,10 @@ def _fsdp2_by_accelerate(one: Configuration) -> FormFiles:
             *(reduced if config["mixed_precision"] != "no" and work.reduce_dtype in (None, DType.FP32) else ()),
             f"step by {work.optimizer}",
         ),
-        notes=(_ACCELERATE_DIFFERS, no_learning_rate("the program's optimizer")),
+        notes=(
+            _ACCELERATE_DIFFERS,
+            *training_notes(one, "the program's optimizer", taken_by_script(one) if one.new_script else ()),
+        ),
     )
 
 

@@ -21,7 +21,7 @@ from zeroplan.core.workload import DType
 from zeroplan.ds_config.framework_forms import hf_trainer_form
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles, json_text
-from zeroplan.interop.forms.explicit import no_learning_rate, ranks_file
+from zeroplan.interop.forms.explicit import ranks_file
 from zeroplan.interop.forms.program import (
     CHECKPOINTING,
     adapter_files,
@@ -31,14 +31,18 @@ from zeroplan.interop.forms.program import (
     must_else,
     must_feed,
     must_load,
+    training_notes,
 )
 from zeroplan.interop.forms.scripts.trainer import trainer_script, trl_script
+from zeroplan.interop.training import ADAPTERS as ADAPTER_VALUES
 
 ARGUMENTS = "training_arguments.json"
 #: ModelConfig's names; it loads in fp32 unless told otherwise, of which the host would hold twice the planned bytes.
 _DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
 #: TRL 1.16, ``trainer/sft_trainer.py``: compute_loss asks for ``fused_lm_head``.
 _FUSED_HEAD = "the plan is of SFTTrainer's own head and loss, which never hold the whole logits"
+#: Names of further arguments that a note lists at most.
+_MOST_NAMES = 8
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
 
 
@@ -59,6 +63,10 @@ def training_arguments(one: Configuration) -> tuple[dict[str, Any], dict[str, An
         if not row.optim:
             raise BadInput(f"the Trainer builds no {row.name}", where="--form", remedy="use --form explicit")
         arguments["optim"] = row.optim
+    scheduler = one.training.scheduler
+    if scheduler is not None:
+        form["scheduler"] = dict(scheduler)  # as it stands in the file: the Trainer fills what it leaves open
+    arguments |= {name: value for name, value in one.training.values.items() if name not in ADAPTER_VALUES}
     return form, arguments | {"deepspeed": one.output}
 
 
@@ -93,6 +101,7 @@ def _trl(one: Configuration) -> FormFiles:
         own |= _quantized(work.quantize)
     if work.lora_rank is not None:
         own |= {"use_peft": True, "lora_r": work.lora_rank, "lora_dropout": 0.0, "lora_target_modules": lora_targets(work)}
+        own |= {name: value for name, value in one.training.values.items() if name in ADAPTER_VALUES}
     return _files(one, form, arguments, own, (*must_feed(one), *must_else(one)), (_FUSED_HEAD,))
 
 
@@ -114,7 +123,12 @@ def _files(
 ) -> FormFiles:
     """The files; `own` are the arguments of the user's program."""
     path, started = one.beside(ARGUMENTS), ranks_file(one)
-    texts = {one.output: dump_ds_config(form), path: json_text(arguments), **adapter_files(one), **started}
+    texts = {
+        one.output: dump_ds_config(form),
+        path: json_text(_as_written(arguments)),
+        **adapter_files(one),
+        **started,
+    }
     return FormFiles(
         texts,
         (path,) if one.new_script else flags(own),
@@ -122,9 +136,28 @@ def _files(
         program_must=must,
         notes=(
             *notes,
-            no_learning_rate(f"learning_rate in {path}" if one.new_script else "--learning_rate"),
+            *_other_arguments(one),
+            *training_notes(one, f"learning_rate in {path}" if one.new_script else "--learning_rate", one.training.values),
         ),
     )
+
+
+def _other_arguments(one: Configuration) -> tuple[str, ...]:
+    """Return the note on what else the user's program was given."""
+    rest = one.training.rest
+    if not rest or one.new_script:
+        return ()
+    names = ", ".join(rest[:_MOST_NAMES]) + (f" and {len(rest) - _MOST_NAMES} more" if len(rest) > _MOST_NAMES else "")
+    return (f"the command has what moves memory and training: add {names} of {one.training.file}",)
+
+
+def _as_written(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of transformers 5, which takes a share of the steps as ``warmup_steps`` below 1."""
+    found = dict(arguments)
+    ratio = found.pop("warmup_ratio", None)
+    if ratio and not found.get("warmup_steps"):
+        found["warmup_steps"] = ratio
+    return found
 
 
 TRAINER = Form(_trainer, _LAUNCHERS, script=trainer_script)

@@ -14,6 +14,7 @@ from zeroplan.ds_config.source import load_source
 from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.known import arguments_of, moving_of
 from zeroplan.interop.setups import Setup
+from zeroplan.interop.training import read_training
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _QUANTISED = re.compile(r"(?i)(^|[-_./])(awq|gptq|aqlm|bnb|[248][-_]?bit|int[48]|fp8|nf4|mxfp4|gguf|hqq|eetq)($|[-_./])")
@@ -280,6 +281,7 @@ class Builder(Keys):
             program=self.program,
             title=self.title,
             files=(self.name,),
+            training=read_training(self.data, self.name, self.read if programs else None),
             keys=self.keys,
             assumed=tuple(self.assumed),
             unmodelled=tuple(self.left_out),

@@ -22,6 +22,7 @@ from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.program import Program
+from zeroplan.interop.programs.strangers import refuse_megatron_deepspeed
 from zeroplan.interop.setups import Setup
 from zeroplan.models.megatron import MODEL_TYPE, MegatronModel
 
@@ -161,6 +162,7 @@ class MegatronLm(Program):
         for name in _SECTIONS:
             section = data.pop(name, None)
             data |= dict(section) if isinstance(section, Mapping) else {}
+        refuse_megatron_deepspeed(data, document.name, document.command.launcher if document.command else "")
         run = Builder(replace(document, data=data), self.name, self.label)
         run.set("task", "pretrain")
         run.set("engine", "megatron")

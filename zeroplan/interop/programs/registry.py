@@ -16,7 +16,7 @@ from zeroplan.interop.programs.megatron_lm import MegatronLm
 from zeroplan.interop.programs.ms_swift import MsSwift
 from zeroplan.interop.programs.open_instruct import OpenInstruct
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.strangers import refuse_stranger
+from zeroplan.interop.programs.strangers import MEGATRON, refuse_megatron_deepspeed, refuse_stranger
 from zeroplan.interop.programs.torchtitan import Torchtitan
 from zeroplan.interop.programs.torchtune import Torchtune
 from zeroplan.interop.programs.trainer import HfTrainer
@@ -38,8 +38,6 @@ _LISTED = {
     "ms-swift": ("hf-trainer", "ms-swift"),
 }
 
-#: Arguments that only programs on Megatron-LM have (megatron/training/arguments.py).
-_MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_attention_heads")
 #: So many of a program's arguments make a file one that it could read.
 _ENOUGH = 2
 
@@ -90,8 +88,10 @@ def owner_of(document: Document) -> Program:
         return PROGRAMS[document.script.program]
     if document.command is None:
         refuse_stranger(document.data, document.name)
+    else:
+        refuse_megatron_deepspeed(document.data, document.name, document.command.launcher)
     showing = [one for one in PROGRAMS.values() if one.recognises(document)]
-    if not showing and document.command is not None and document.has(*_MEGATRON):
+    if not showing and document.command is not None and document.has(*MEGATRON):
         raise BadInput(
             f"{document.command.program[:60]} trains by Megatron-LM in a way of its own",
             where=document.name,

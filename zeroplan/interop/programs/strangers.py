@@ -91,6 +91,30 @@ def refuse_other_program(text: str, name: str) -> None:
             )
 
 
+#: Arguments that only Megatron's scripts have, and those by which Megatron-DeepSpeed's hand the engine to DeepSpeed.
+MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "num_attention_heads")
+_TO_DEEPSPEED = ("deepspeed", "deepspeed_config", "zero_stage", "deepspeed_activation_checkpointing", "no_pipeline_parallel")
+
+
+def refuse_megatron_deepspeed(data: Mapping[str, Any], name: str, launcher: str = "") -> None:
+    """Refuse arguments of Megatron-DeepSpeed: Megatron's layers under DeepSpeed's engine, whose stage and optimizer count.
+
+    Source: Megatron-DeepSpeed, ``megatron/arguments.py`` (``_add_zero_args``, ``_add_distributed_args``,
+    ``_add_activation_checkpoint_args``) and ``deepspeed.add_config_arguments``.
+
+    Raises:
+        BadInput: naming the argument.
+    """
+    key = next((f"--{one}" for one in _TO_DEEPSPEED if data.get(one) not in (None, False)), "")
+    key = key or ("deepspeed, the launcher" if launcher == "deepspeed" else "")
+    if key and any(one in data for one in MEGATRON):
+        raise BadInput(
+            "is a command of Megatron-DeepSpeed: ZeRO, the optimizer and the pipeline are DeepSpeed's over Megatron's layers",
+            where=f"{name}: {key}",
+            remedy="no engine here plans both: plan a model of these sizes by flags, MODEL --engine deepspeed --stage 1",
+        )
+
+
 def _base(data: Mapping[str, Any]) -> str:
     return str(data.get("base_model_name_or_path") or "a model that it does not name")[:120]
 

@@ -6,6 +6,7 @@ from zeroplan.core.workload import DType
 from zeroplan.interop.forms.configuration import Configuration
 from zeroplan.interop.forms.scripts.parts import (
     arithmetic,
+    clipping,
     reduction,
     require_optimizer_of_deepspeed,
     script,
@@ -54,7 +55,7 @@ _LOOP = """\
 #: DeepSpeed's engine clips by its config.
 _CLIP = """\
             if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                accelerator.clip_grad_norm_(model.parameters(), @norm)
 """
 
 
@@ -89,9 +90,11 @@ def fsdp2_script(one: Configuration) -> str:
         policy = f"MixedPrecisionPolicy(param_dtype={compute}, reduce_dtype={reduction(one.workload)})"
         plugin = f"fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy={policy})"
     begin = _FSDP2.replace("@micro", str(one.workload.micro_batch)).replace("@plugin", plugin)
+    optimizer = torch_optimizer(one.workload, sharded=True, training=one.training)
+    clip = _CLIP.replace("@norm", clipping(one.training))
     return script(
         one,
-        begin.replace("@optimizer", torch_optimizer(one.workload, sharded=True)) + _LOOP.replace("@clip", _CLIP),
+        begin.replace("@optimizer", optimizer) + _LOOP.replace("@clip", clip),
         others=tuple(others),
         checkpoints=False,  # accelerate's file does, and compiles
         compiles=False,

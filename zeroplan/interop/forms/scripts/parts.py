@@ -11,6 +11,7 @@ from zeroplan.core.quantization import PackedWeights, Quantization
 from zeroplan.core.workload import Compilation, DType, Precision, Workload
 from zeroplan.interop.forms.configuration import Configuration
 from zeroplan.interop.forms.program import attention, folder_of, must_else, must_feed
+from zeroplan.interop.training import NO_TRAINING, Training, taken_by_optimizer, trained_optimizer
 
 #: The first words of every script, by which a later one is known to overwrite no program of the user's.
 MARK = '"""Trains '
@@ -36,7 +37,7 @@ _COMPILED = {
 
 _HEAD = Template('''"""Trains $place as planned: $planned.
 
-Written by `zeroplan recommend`. No learning rate is: $learning_rate.
+Written by `zeroplan recommend`. $learning_rate.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ def script(
         compiles: whether the script compiles blocks itself, where that is planned.
         builds_empty: whether the script also builds the model without reading its weights.
         dtype: of the parameters as loaded; None for that of the workload.
-        learning_rate: whose holds.
+        learning_rate: whose holds where no file says one.
 
     Raises:
         BadInput: a model that no script can be written for.
@@ -135,7 +136,7 @@ def script(
     head = _HEAD.substitute(
         place=one.model.place.encode("unicode_escape").decode().replace('"', "'"),
         planned=_planned(one),
-        learning_rate=learning_rate,
+        learning_rate=_rate(one, learning_rate),
         imports="\n".join(imports),
         model=repr(one.model.place),
         seq_len=work.seq_len,
@@ -169,6 +170,24 @@ def _require_model(one: Configuration) -> None:
             where="--new-script",
             remedy="give your own by --script",
         )
+
+
+def _rate(one: Configuration, otherwise: str) -> str:
+    """Return the clause on the learning rate."""
+    said = one.training.values.get("learning_rate")
+    return f"No learning rate is: {otherwise}" if said is None else f"The learning rate {said} is that of the run in use"
+
+
+def taken_by_script(one: Configuration) -> tuple[str, ...]:
+    """Return the names of what a script of plain torch takes from the run in use."""
+    row = find_optimizer(one.workload.optimizer)
+    own = {} if row.torch is None else trained_optimizer(row.torch.name, one.training)
+    return (*taken_by_optimizer(own), *(("max_grad_norm",) if "max_grad_norm" in one.training.values else ()))
+
+
+def clipping(training: Training) -> str:
+    """Return the norm that a script clips gradients to; 0 clips nothing, as in the Trainer."""
+    return str(training.values.get("max_grad_norm", 1.0) or "float('inf')")
 
 
 def _import_order(line: str) -> tuple[bool, str]:
@@ -230,7 +249,7 @@ def _quantization(work: Workload) -> list[str]:
     ]
 
 
-def torch_optimizer(work: Workload, *, sharded: bool = False) -> str:
+def torch_optimizer(work: Workload, *, sharded: bool = False, training: Training = NO_TRAINING) -> str:
     """Return the call that makes the workload's optimizer of ``trainable``, as its engine runs it.
 
     Where parameters are `sharded` (DTensors), torch 2.13 has no fused step for a class whose loops hold nothing beside the
@@ -243,7 +262,8 @@ def torch_optimizer(work: Workload, *, sharded: bool = False) -> str:
     if row.torch is None or row.rest:
         raise BadInput(f"no script steps by {row.name}", where="--new-script", remedy="give your own by --script, or use adamw")
     fused = row.torch.fused and (not sharded or row.torch.foreach_lists > 0)
-    arguments = {**row.torch.params, **({"fused": True} if fused else {})}
+    own = trained_optimizer(row.torch.name, training)
+    arguments = {**own, **row.torch.params, **({"fused": True} if fused else {})}
     return f"torch.optim.{row.torch.name}(trainable{''.join(f', {name}={value!r}' for name, value in arguments.items())})"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroplan.core.workload import Compilation, DType
 from zeroplan.interop.forms.configuration import Configuration
-from zeroplan.interop.forms.scripts.parts import arithmetic, reduction, script, torch_optimizer
+from zeroplan.interop.forms.scripts.parts import arithmetic, clipping, reduction, script, torch_optimizer
 
 _LOOP = """
 MICRO_BATCH, GRAD_ACCUM = @micro, @accum
@@ -30,7 +30,7 @@ def main() -> None:
         @autocastloss = model(**{name: tensor.to(device) for name, tensor in batch.items()}).loss
         (loss / GRAD_ACCUM).backward()
         if last:
-            torch.nn.utils.clip_grad_norm_(trainable, 1.0)
+            torch.nn.utils.clip_grad_norm_(trainable, @norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             if dist.get_rank() == 0:
@@ -130,8 +130,11 @@ def ddp_script(one: Configuration) -> str:
 def _torch_script(one: Configuration, wrap: str, others: tuple[str, ...], autocast: str, *, sharded: bool = False) -> str:
     work = one.workload
     loop = _LOOP.replace("@micro", str(work.micro_batch)).replace("@accum", str(work.grad_accum))
+    loop = loop.replace("@norm", clipping(one.training))
     loop = loop.replace("@compile", "    model.compile()\n" if work.compile is Compilation.MODEL else "")
     loop = (
-        loop.replace("@wrap", wrap).replace("@optimizer", torch_optimizer(work, sharded=sharded)).replace("@autocast", autocast)
+        loop.replace("@wrap", wrap)
+        .replace("@optimizer", torch_optimizer(work, sharded=sharded, training=one.training))
+        .replace("@autocast", autocast)
     )
     return script(one, loop, others=others, dtype=DType.FP32, builds_empty=sharded, learning_rate=_LEARNING_RATE)

@@ -382,8 +382,8 @@ _FP32, _INT64 = 4, 8
 def cross_entropy(w: TapeWriter, logits: Value, tokens: int, *, fused: bool, in_place: bool) -> Value:
     """The loss of each token over logits that the ranks share.
 
-    Megatron's own keeps their softmax in fp32, which is also their gradient before it is cast. Compiled (``fused``), the
-    cast is part of the kernel. TransformerEngine's (``in_place``) writes the gradient over the logits in the forward.
+    Megatron's own keeps their softmax in fp32, which is also their gradient before it is cast; or compiled (``fused``).
+    TransformerEngine's (``in_place``) writes the gradient over the logits in the forward.
     Source: megatron/core/tensor_parallel/cross_entropy.py, megatron/core/fusions/fused_cross_entropy.py; TransformerEngine,
     pytorch/triton/cross_entropy.py.
     """
@@ -392,6 +392,8 @@ def cross_entropy(w: TapeWriter, logits: Value, tokens: int, *, fused: bool, in_
     row = tokens * _FP32
     if in_place:
         return w.apply([logits], [w.empty(row, Kind.LOSS)], [logits.storage], lambda saved, g: [saved[0]])[0]
+    if fused:
+        return _compiled_cross_entropy(w, logits, tokens)
     softmax = w.empty(wide, Kind.LOGITS)
     largest = w.empty(row)
     w.empty(tokens * _INT64)
@@ -402,8 +404,6 @@ def cross_entropy(w: TapeWriter, logits: Value, tokens: int, *, fused: bool, in_
     del logs, largest, predicted, total
 
     def backward(saved: Saved, g: Gradients) -> Gradients:
-        if fused:
-            return [w.empty(size)]
         numbers = w.empty(tokens * _INT64)
         flags = w.empty(row)
         update = w.empty(row)
@@ -415,10 +415,33 @@ def cross_entropy(w: TapeWriter, logits: Value, tokens: int, *, fused: bool, in_
     def cast_backward(saved: Saved, g: Gradients) -> Gradients:
         return [w.empty(size)]
 
-    if fused:
-        return w.apply([logits], [loss], [softmax, mask, indices], backward)[0]
     whole = w.apply([logits], [logits.storage], [], cast_backward)[0]
     return w.apply([whole], [loss], [softmax, mask, indices], backward)[0]
+
+
+def _compiled_cross_entropy(w: TapeWriter, logits: Value, tokens: int) -> Value:
+    """The loss by four compiled functions. What they write over their input, the exponentials and the gradient, the compiler
+    computes into a tensor of its own first, which goes at the function's end.
+    """
+    size, row, pair = logits.nbytes, tokens * _FP32, 2 * tokens * _FP32
+    wide = size // 2 * _FP32
+    softmax = w.empty(wide, Kind.LOGITS)
+    largest = w.empty(row)
+    mask, indices = w.empty(tokens), w.empty(tokens * _INT64)
+    predicted, total = w.empty(row), w.empty(row)
+    both = w.empty(pair)  # one after the other, for one collective
+    del predicted, total
+    w.empty(wide)  # the exponentials
+    loss = w.empty(row, Kind.LOSS)
+    del largest, both
+
+    def backward(saved: Saved, g: Gradients) -> Gradients:
+        exact = w.empty(wide)
+        made = w.empty(size)
+        del exact
+        return [made]
+
+    return w.apply([logits], [loss], [softmax, mask, indices], backward)[0]
 
 
 def _targets(w: TapeWriter, tokens: int) -> tuple[Storage, Storage, Storage]:

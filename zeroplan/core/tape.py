@@ -46,6 +46,8 @@ class Op(IntEnum):
     BWD_EXIT = 5  # arg: module index; the gradients of its inputs have been made
     GRAD = 6  # arg: parameter index, aux: storage id of the complete gradient, from here on the engine's
     MARK = 7  # arg: a Mark
+    HOLD = 8  # arg: a place of the model, aux: a storage that lives on there, beyond its micro batch
+    DROP = 9  # arg: a place of the model; what it holds goes
 
 
 class Mark(IntEnum):

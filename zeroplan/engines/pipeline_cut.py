@@ -347,7 +347,7 @@ def shifted(tape: ExpandedTape, by: int) -> ExpandedTape:
     if not by:
         return tape
     stored = (int(Op.ALLOC), int(Op.FREE))
-    grad = int(Op.GRAD)
+    handed = (int(Op.GRAD), int(Op.HOLD))
     arg = [value + by if op in stored else value for op, value in zip(tape.op, tape.arg, strict=True)]
-    aux = [value + by if op == grad else value for op, value in zip(tape.op, tape.aux, strict=True)]
+    aux = [value + by if op in handed else value for op, value in zip(tape.op, tape.aux, strict=True)]
     return ExpandedTape(tape.modules, tape.params, tape.op, arg, aux, tape.kind, tape.module, buffers=tape.buffers)

@@ -81,6 +81,12 @@ class EngineSchedule:
     def grad(self, param: int, handle: int) -> None:
         """A parameter's gradient is complete; from here on the schedule owns its block and has to free it."""
 
+    def hold(self, place: int, handle: int) -> None:
+        """A place of the model holds a block of the tape from here on, until :meth:`drop`."""
+
+    def drop(self, place: int) -> None:
+        """What a place of the model holds goes."""
+
     def backward_end(self, boundary: bool) -> None:
         """The backward has returned, and the engine closes the micro batch."""
 
@@ -115,7 +121,7 @@ class CuePlayer:
 
     def __init__(self, recorder: Recorder, schedule: EngineSchedule, event_blocks: EventBlocks, workspace: int) -> None:
         """`workspace`: bytes of one cuBLAS workspace; 0 leaves cuBLASLt's out, too."""
-        self.recorder, self.grad = recorder, schedule.grad
+        self.recorder, self.grad, self.hold = recorder, schedule.grad, schedule.hold
         self.workspaces = [workspace, workspace, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE] if workspace else [0] * 4
         self.hooks: dict[int, Callable[[int], None]] = {
             Op.ENTER: schedule.enter,
@@ -123,6 +129,7 @@ class CuePlayer:
             Op.BWD_ENTER: schedule.backward_enter,
             Op.BWD_EXIT: schedule.backward_exit,
             Op.MARK: self._mark,
+            Op.DROP: schedule.drop,
         }
         self.marked: dict[int, Callable[[], None]] = {
             Mark.REFERENCE_BEGIN: schedule.reference_begin,
@@ -140,6 +147,8 @@ class CuePlayer:
                 self.grad(arg, handle_of(aux))
             elif op == WORKSPACE:
                 self._workspace(arg, aux)
+            elif op == Op.HOLD:
+                self.hold(arg, handle_of(aux))
             elif op is not None:
                 hooks[op](arg)
 

@@ -40,8 +40,8 @@ class Cue(NamedTuple):
 
     Attributes:
         event_block: what is recorded first, by its number; None for nothing.
-        op: a module hook or GRAD of :class:`zeroplan.core.tape.Op`, MARK where a reference begins or ends, or WORKSPACE; None
-            at the end.
+        op: a module hook, GRAD, HOLD or DROP of :class:`zeroplan.core.tape.Op`, MARK where a reference begins or ends, or
+            WORKSPACE; None at the end.
         arg: as in the tape's event.
         aux: as in the tape's event.
     """

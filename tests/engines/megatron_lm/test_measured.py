@@ -10,10 +10,8 @@ from benchmarks.megatron.cases import CASES, TWO_GPUS, Case
 from benchmarks.megatron.compare import MEASURED, figures
 
 ROWS = {row["id"]: row for row in map(json.loads, MEASURED.read_text().splitlines())}
-#: What the plans of compiled losses on tp ranks do not have.
-MISSED = {"M11": 0.01}
-#: Reserved is planned too large where experts' buffers of changing sizes find room that the plan does not.
-RESERVED = {"E02": 0.07}
+#: How far reserved is off where that is not explained: with experts, whose numbers of tokens differ, and with two tp ranks.
+RESERVED = {"E00": 0.02, "E01": 0.012, "E02": 0.005, "N01": 0.016, "N02": 0.021}
 #: What lies outside torch's allocator is the same to so many bytes: NCCL's communicators, kernels and the context.
 OUTSIDE = 24 << 20
 
@@ -22,8 +20,8 @@ OUTSIDE = 24 << 20
 def test_allocated_and_reserved(case: Case) -> None:
     told, row = figures(case), ROWS[case.id]
     assert row["ok"]
-    assert told["allocated"] == pytest.approx(row["allocated"], rel=MISSED.get(case.id, 0.0005))
-    assert told["reserved"] == pytest.approx(row["reserved"], rel=RESERVED.get(case.id, 0.03))
+    assert told["allocated"] == pytest.approx(row["allocated"], rel=0.0005)
+    assert told["reserved"] == pytest.approx(row["reserved"], rel=RESERVED.get(case.id, 0.003))
 
 
 @pytest.mark.parametrize("case", TWO_GPUS, ids=lambda case: case.id)

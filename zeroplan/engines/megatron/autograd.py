@@ -88,7 +88,8 @@ class TapeWriter:
         kept: bytes of the buffers that live for the whole run, which are not the tape's.
         layer: the number of the transformer layer that is described.
         attributes: storages that attributes of modules hold from one use to the next, by their names.
-        graphs: how many graphs such an attribute holds on to, and with each the leaves that it begins with.
+        holder: the layer that was the last to take hold of its graph, and so of the leaves that this begins with; -1 for none.
+        held: such leaves and their gradients, by that layer; they live on until it takes hold of another graph.
     """
 
     def __init__(self, root: str) -> None:
@@ -109,7 +110,8 @@ class TapeWriter:
         self.kept: dict[tuple[str, tuple[int, ...]], int] = {}
         self.layer = 0
         self.attributes: dict[tuple[str, int], list[Storage]] = {}
-        self.graphs = 0
+        self.holder = -1
+        self.held: dict[int, list[Storage]] = {}
 
     def keep(self, key: tuple[str, tuple[int, ...]], nbytes: int) -> None:
         """Note a buffer that is made once for a whole run, as large as its largest use."""
@@ -149,6 +151,10 @@ class TapeWriter:
         """Write the FREE of a storage; called by the storage itself."""
         if ident >= 0:
             self._event(Op.FREE, ident)
+
+    def drop(self, layer: int) -> None:
+        """Write that the graph goes which a layer has held on to."""
+        self._event(Op.DROP, layer)
 
     @contextlib.contextmanager
     def module(self, name: str, kind: str, *, block: bool = False) -> Iterator[None]:
@@ -277,6 +283,10 @@ class TapeWriter:
 
     def tape(self, outlive: tuple[int, ...] = ()) -> tuple[ExpandedTape, int]:
         """Return what was written, and where the backward begins; storages of `outlive` are freed by who plays it."""
+        kept = ((layer, storage.ident) for layer, storages in self.held.items() for storage in storages)
+        held = [(layer, ident) for layer, ident in kept if ident >= 0 and ident not in outlive]
+        outlive = (*outlive, *(ident for _, ident in held))
+        self.held.clear()
         source = self._tape
         ends = {arg: at for at, (op, arg) in enumerate(zip(source.op, source.arg, strict=True)) if op == Op.FREE}
         out = ExpandedTape(tuple(self.modules), ())
@@ -298,6 +308,8 @@ class TapeWriter:
                 add(op, arg, aux, self._kind(arg, at, ends.get(arg, len(source.op))), module)
             elif op != Op.FREE or arg not in outlive:
                 add(op, arg, aux)
+        for layer, storage in held:
+            add(Op.HOLD, layer, storage)
         add(Op.MARK, Mark.BACKWARD_END)
         return out, split
 

@@ -4,7 +4,8 @@ Note [Balanced experts]
     How many tokens an expert gets is decided by the data. Planned is the balance that losses and biases of routers aim at: a
     rank sends its tokens once for each expert that a token takes, and receives as many. Counts of tokens are
     left out. A dispatcher holds probabilities and map of a layer until the layer's next micro batch: they are buffers that are
-    kept. The probabilities hold their graph, and so the input of a checkpoint around the layer, with its gradient.
+    kept. The probabilities hold their graph, and so the input of a checkpoint around the layer, with its gradient, also beside
+    the optimizer's step.
 
 Sources: Megatron-Core 0.16.1, ``megatron/core/transformer/moe/moe_layer.py`` (``MoELayer.forward``),
 ``moe_utils.py``, ``token_dispatcher.py``, ``experts.py``; TransformerEngine of 22 August 2026,
@@ -34,7 +35,10 @@ def mixture(w: TapeWriter, s: Shapes, number: int, x: Value, shared: Callable[[V
             beside = shared(x)
     with w.module("router", "TopKRouter"):
         probabilities, routes = route(w, s, r, x)
-    w.graphs += w.recording  # of the probabilities
+    if s.model.recompute_granularity == "full" or s.model.recomputes("moe"):
+        w.drop(number)
+    if w.recording:
+        w.holder = number  # its probabilities have a graph
     if s.model.moe_token_dispatcher_type == "allgather":
         held = [probabilities]
         del probabilities

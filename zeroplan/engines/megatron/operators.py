@@ -297,12 +297,11 @@ def checkpoint(w: TapeWriter, run: Callable[[list[Value]], Value], inputs: list[
     def backward(saved: Saved, g: Gradients) -> Gradients:
         with w.with_graph():
             leaves = [w.leaf(storage, size) for storage, size in zip(saved, sizes, strict=False)]
-            before = w.graphs
+            w.holder = -1
             output = run(leaves)
         made = w.backward(output, [g[0]], leaves)
-        if w.graphs > before:
-            held = [*(leaf.storage for leaf in leaves), *(one for one in made if one is not None)]
-            w.attributes["leaves", w.graphs] = held
+        if w.holder >= 0:
+            w.held[w.holder] = [*(leaf.storage for leaf in leaves), *(one for one in made if one is not None)]
         return made
 
     return w.apply(inputs, [out], [*(x.storage for x in inputs), *mask], backward)[0]

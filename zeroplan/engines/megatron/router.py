@@ -95,9 +95,11 @@ class Routing:
 
 
 def route(w: TapeWriter, s: Shapes, r: Routing, x: Value) -> tuple[Value, Storage]:
-    """Return the probabilities of all tokens and experts, most of them 0, and which are chosen."""
+    """Return the probabilities of all tokens and experts, most of them 0, and which are chosen. A forward without a graph has
+    none of the losses.
+    """
     logits = _gate(w, s, r, x)
-    if s.model.moe_z_loss_coeff:
+    if s.model.moe_z_loss_coeff and w.recording:
         logits = _small_logits(w, r, logits)
     sigmoid = s.model.moe_router_score_function == "sigmoid"
     places: list[Storage] = []
@@ -115,7 +117,7 @@ def route(w: TapeWriter, s: Shapes, r: Routing, x: Value) -> tuple[Value, Storag
     places.clear()
     if s.model.moe_expert_capacity_factor > 0:
         probabilities, routes = _dropped(w, s, r, probabilities, routes)
-    if s.model.moe_aux_loss_coeff:
+    if s.model.moe_aux_loss_coeff and w.recording:
         probabilities = _balanced(w, r, logits, probabilities)
     return probabilities, routes
 

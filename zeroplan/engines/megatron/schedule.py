@@ -47,6 +47,7 @@ class MegatronSchedule(EngineSchedule):
         self.params: list[int] = []
         self.kept = False
         self.stepped = False
+        self.held: dict[int, list[int]] = {}
 
     def build(self) -> None:
         """Allocate each parameter by itself."""
@@ -88,6 +89,15 @@ class MegatronSchedule(EngineSchedule):
     def grad(self, param: int, handle: int) -> None:
         """Add a gradient to the buffer: nothing stays of it."""
         self.free(handle)
+
+    def hold(self, place: int, handle: int) -> None:
+        """A dispatcher's graph holds a block until the layer's next forward."""
+        self.held.setdefault(place, []).append(handle)
+
+    def drop(self, place: int) -> None:
+        """The layer's forward has come."""
+        for handle in self.held.pop(place, ()):
+            self.free(handle)
 
     def step(self, applied: bool) -> None:
         """Copy 16-bit gradients to fp32, and step Adam, whose states are made by the first step."""

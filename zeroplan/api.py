@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     import pandas
 
     from zeroplan.search.catalog import Overview
+    from zeroplan.search.layout_answer import LaidOut, LayoutAnswer
     from zeroplan.search.results import Recommendation, SearchResult
     from zeroplan.search.scaling import ScaleOptions, Scaling
-    from zeroplan.search.search_options import RecommendOptions
+    from zeroplan.search.search_options import RecommendOptions, SearchOptions
 
 
 class Plans(Sequence[MemoryPlan]):
@@ -101,21 +102,26 @@ class Plans(Sequence[MemoryPlan]):
         return _frame([plan_record(plan) for plan in self])
 
 
-class Recommendations(Sequence["Recommendation"]):
+class Recommendations(Sequence["Recommendation | LaidOut"]):
     """The configurations that ``recommend`` found, best first, with all that the answer holds (`answer`).
 
-    Of a request without a model `overview` says what the machine can train, and the sequence are the configurations for the
-    largest model that it can train in full. Printed, it is what ``zeroplan recommend`` prints.
+    Of a search over layouts the sequence is the one layout, and `layouts` what the search found. Of a request without a model
+    `overview` says what the machine can train, and the sequence are the configurations for the largest model that it can train
+    in full. Printed, it is what ``zeroplan recommend`` prints.
     """
 
-    __slots__ = ("answer", "overview")
+    __slots__ = ("answer", "layouts", "overview")
 
-    def __init__(self, answer: SearchResult | None, overview: Overview | None = None) -> None:
-        self.answer, self.overview = answer, overview
+    def __init__(
+        self, answer: SearchResult | None, overview: Overview | None = None, layouts: LayoutAnswer | None = None
+    ) -> None:
+        self.answer, self.overview, self.layouts = answer, overview, layouts
 
     @property
-    def best(self) -> Recommendation | None:
+    def best(self) -> Recommendation | LaidOut | None:
         """The first that fits, else the first that may; None if none does."""
+        if self.layouts is not None:
+            return self.layouts.chosen
         return None if self.answer is None else self.answer.best
 
     @property
@@ -124,7 +130,8 @@ class Recommendations(Sequence["Recommendation"]):
         return False if self.best is None else self.best.fits
 
     def table(self, style: str = "plain") -> str:
-        """Return one row a configuration, sizes in GiB; without a model one row for each method and model.
+        """Return one row a configuration, sizes in GiB; without a model one row for each method and model; of a search over
+        layouts one for each that was simulated.
 
         Args:
             style: plain, github, html or csv.
@@ -135,27 +142,41 @@ class Recommendations(Sequence["Recommendation"]):
         from zeroplan.report.overview import overview_table
         from zeroplan.report.recommendation import ranking_table
 
-        return ranking_table(tuple(self), style) if self.overview is None else overview_table(self.overview, style)
+        if self.layouts is not None:
+            from zeroplan.report.layouts import layouts_table
+
+            return layouts_table(self.layouts, style)
+        return ranking_table(self._ranking, style) if self.overview is None else overview_table(self.overview, style)
 
     def to_frame(self) -> pandas.DataFrame:
-        """Return one row a configuration, with the fields of :func:`zeroplan.report.recommendation.record`; sizes are bytes.
+        """Return one row a configuration, with the fields of :func:`zeroplan.report.recommendation.record`; sizes are bytes. Of
+        a search over layouts one row a layout, with the fields of its JSON.
 
         Raises:
             BadInput: without pandas.
         """
         from zeroplan.report.recommendation import record
 
-        return _frame([record(one) for one in self])
+        if self.layouts is not None:
+            return _frame([one.to_dict() for one in self.layouts.listed])
+        return _frame([record(one) for one in self._ranking])
+
+    @property
+    def _ranking(self) -> tuple[Recommendation, ...]:
+        return self.answer.ranking if self.answer is not None else ()
 
     def __len__(self) -> int:
-        return 0 if self.answer is None else len(self.answer.ranking)
+        return len(self[:])
 
     @overload
-    def __getitem__(self, index: int) -> Recommendation: ...
+    def __getitem__(self, index: int) -> Recommendation | LaidOut: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[Recommendation, ...]: ...
-    def __getitem__(self, index: int | slice) -> Recommendation | tuple[Recommendation, ...]:
-        return (self.answer.ranking if self.answer is not None else ())[index]
+    def __getitem__(self, index: slice) -> tuple[Recommendation | LaidOut, ...]: ...
+    def __getitem__(self, index: int | slice) -> Recommendation | LaidOut | tuple[Recommendation | LaidOut, ...]:
+        if self.layouts is not None:
+            chosen = self.layouts.chosen
+            return (() if chosen is None else (chosen,))[index]
+        return self._ranking[index]
 
     def __repr__(self) -> str:
         return f"<Recommendations: {', '.join(map(repr, self)) or 'nothing fits'}>"
@@ -166,12 +187,17 @@ class Recommendations(Sequence["Recommendation"]):
 
         if self.overview is not None:
             return overview_text(self.overview)
+        if self.layouts is not None:
+            from zeroplan.report.layouts import layouts_text
+            from zeroplan.report.terminal import Terminal
+
+            return layouts_text(self.layouts, terminal=Terminal())
         return "Nothing fits." if self.answer is None else answer_text(self.answer)
 
     def _repr_html_(self) -> str:
         from zeroplan.report.notebook import answer_html, text_html
 
-        return text_html(str(self)) if self.overview is not None or self.answer is None else answer_html(self.answer)
+        return text_html(str(self)) if self.answer is None or self.overview is not None else answer_html(self.answer)
 
 
 def _frame(records: list[dict[str, Any]]) -> pandas.DataFrame:
@@ -208,29 +234,57 @@ def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> Recomme
     Args:
         model: as for :func:`estimate`. Without one (and without ``params`` and ``source``): what the machine can train.
         options: :class:`~zeroplan.search.search_options.RecommendOptions`, which are the command line's flags with
-            underscores: ``vram="24G"``, ``gpus=4``, ``global_batch=128``, …
+            underscores: ``vram="24G"``, ``gpus=4``, ``global_batch=128``, … Degrees (``tp=4``) are kept, and like
+            ``layouts=True`` and ``smallest=True`` ask for a search over layouts.
 
     Returns:
-        One recommendation a stage, offload and checkpointing that fits, as a sequence; empty when nothing does.
+        One recommendation a stage, offload and checkpointing that fits, as a sequence; empty when nothing does. Of a search
+        over layouts the one layout.
 
     Raises:
         BadInput: a value that cannot be used, with the remedy.
         TypeError: an argument that does not exist, with the nearest name.
     """
     from zeroplan.search.api import run_search
+    from zeroplan.search.layout_orders import FIXED
     from zeroplan.search.search_options import RecommendOptions, SearchOptions
 
     require_known(options, RecommendOptions.__annotations__, "recommend")
     names = {f.name for f in fields(SearchOptions)}
     given: dict[str, Any] = dict(options)
     of_search = SearchOptions(**{name: value for name, value in given.items() if name in names})
-    request = Request(model=model, **{name: value for name, value in given.items() if name not in names})
+    request = _with_said({name: value for name, value in given.items() if name not in names} | {"model": model})
+    fixed = [name for name in FIXED if name in given]
+    if fixed or of_search.layouts or of_search.smallest:
+        return _laid_out(request, of_search, given, fixed)
     if model is None and request.params is None and of_search.source is None:
         from zeroplan.search.catalog import overview
 
         found = overview(request, of_search)
         return Recommendations(found.best, found)
     return Recommendations(run_search(request, of_search))
+
+
+def _with_said(given: dict[str, Any]) -> Request:
+    """Return the request, which remembers what was said as its default."""
+    plain = Request()
+    return Request(**given, ones=tuple(name for name in given if name != "model" and given[name] == getattr(plain, name)))
+
+
+def _laid_out(request: Request, options: SearchOptions, given: dict[str, Any], fixed: list[str]) -> Recommendations:
+    """Answer a search over layouts.
+
+    Raises:
+        BadInput: an option of the other search.
+    """
+    from zeroplan.search.layouts import search_layouts, smallest_cluster
+
+    for name in ("candidates", "source", "program", "profile", "compile", "nvme_path", "goal", "notes"):
+        if name in given and given[name] not in (None, ()) and (name, given[name]) != ("goal", "throughput"):
+            asked = fixed[0] if fixed else "smallest" if options.smallest else "layouts"
+            raise BadInput(f"cannot stand beside {asked}", where=name, remedy="leave one of the two out")
+    search = smallest_cluster if options.smallest else search_layouts
+    return Recommendations(None, layouts=search(request, options.gradient_checkpointing, options.global_batch))
 
 
 def scale(model: Any = None, gpus: str | int | Sequence[int] = "8..1024", **options: Unpack[ScaleOptions]) -> Scaling:

@@ -22,6 +22,9 @@ OOM = (
 ASKED = [
     ("estimate", GPT2, "--vram", "24", "--stage", "2"),
     ("estimate", QWEN, "--gpu", "2xH100", "--engine", "fsdp2", "--tp", "2", "--stage", "3"),
+    ("estimate", QWEN, "--gpu", "4xH100", "--engine", "fsdp2", "--tp", "2", "--micro-batch", "2", "--stage", "3"),
+    ("estimate", "meta-llama/Llama-3.1-8B", "--gpu", "2xH100", "--tp", "2", "--stage", "2", "--depth", "formula"),
+    ("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "8xH100", "--tp", "2", "--pp", "1", "--depth", "formula"),
     ("estimate", GPT2, "--lora-rank", "8", "--lora-targets", "c_attn,c_proj", "--seq-len", "1k", "--dtype", "fp16"),
     ("estimate", "--params", "7B", "--vram", "80G", "--gpus", "8", "--nodes", "2"),
     ("estimate", GPT2, "--vram", "24", "--ds-config", "my files/ds.json"),

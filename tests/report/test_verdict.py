@@ -189,7 +189,7 @@ def test_colour_is_only_where_it_shows(report: Report) -> None:
 
 
 def test_no_command_claims_to_start_a_layout() -> None:
-    """recommend searches data parallelism, and no form starts ranks that share a model."""
+    """No form of recommend starts ranks that share a model; whether its command keeps to the degrees is said."""
     command = ["zeroplan", "recommend", LLAMA, "--engine", "fsdp2", "--gpus", "4", "--vram", "80G"]
     for tp, says in (
         (1, "\nNext: zeroplan recommend "),
@@ -197,3 +197,5 @@ def test_no_command_claims_to_start_a_layout() -> None:
     ):
         found = estimate_report(Request(model=LLAMA, engine="fsdp2", gpus=4, vram="80G", stage=3, tp=tp))
         assert says in report_text(found, terminal=PLAIN, next_command=command)
+        assert ("Without it:" in report_text(found, terminal=PLAIN, next_command=command)) == (tp > 1)
+        assert "Without it:" not in report_text(found, terminal=PLAIN, next_command=[*command, "--tp", "2"])

@@ -15,15 +15,17 @@ from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.report.layouts import layouts_text
 from zeroplan.report.terminal import Terminal
+from zeroplan.search.layout_answer import LayoutAnswer
 from zeroplan.search.layout_floor import LayoutFloors
-from zeroplan.search.layouts import LayoutAnswer, _between, _orders, search_layouts, smallest_cluster
+from zeroplan.search.layout_orders import LayoutOrders
+from zeroplan.search.layouts import _between, search_layouts, smallest_cluster
 
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA = Request(model="meta-llama/Llama-3.1-8B", gpus=8, gpu="H100", seq_len=8192)
 
 
 def test_layouts_that_share_less_come_first() -> None:
-    found = list(_orders(replace(LLAMA, nodes=8, seq_len=32768)))
+    found = list(LayoutOrders().of(replace(LLAMA, nodes=8, seq_len=32768)))
     ranks = [one["tp"] * one["pp"] * one["cp"] for one in found]
     assert ranks == sorted(ranks)
     assert all(64 % count == 0 for count in ranks)
@@ -36,7 +38,7 @@ def test_layouts_that_share_less_come_first() -> None:
         assert one["sp"] == (one["tp"] > 1 and one["pp"] == 1)
         assert one["stage"] == (3 if one["pp"] == 1 else 2)
         assert one.get("grad_accum", 1) >= (one["pp"] if one["pp"] > 1 else 1)
-    assert all(one["cp"] == 1 for one in _orders(replace(LLAMA, nodes=8, seq_len=4096)))
+    assert all(one["cp"] == 1 for one in LayoutOrders().of(replace(LLAMA, nodes=8, seq_len=4096)))
 
 
 def test_the_fastest_that_fits_is_the_answer() -> None:
@@ -129,9 +131,9 @@ def test_what_cannot_be_asked_is_one_line(changed: dict[str, str | None], said: 
 
 
 def test_options_of_the_other_search_are_refused(cli: Cli) -> None:
-    code, _, fault = cli("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "8xH100", "--layouts", "--global-batch", "64")
+    code, _, fault = cli("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "8xH100", "--layouts", "--goal", "memory")
     assert code == 2
-    assert "--global-batch" in fault
+    assert "--goal: cannot stand beside --layouts" in fault
 
 
 def test_nothing_tried_is_said_so() -> None:

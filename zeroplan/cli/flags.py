@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
+from copy import copy
 from dataclasses import Field, fields, replace
 from functools import wraps
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from zeroplan.cli import complete
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.units import parse_count, parse_tokens
-from zeroplan.engines.registry import BUILT_IN
+from zeroplan.engines.registry import BUILT_IN, DEFAULT_ENGINE, find_engine
 from zeroplan.planner.request import Request
 
 
@@ -93,7 +94,11 @@ NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_o
 #: Fields of a layout, for verbs that take data parallelism alone.
 DEGREES = ("tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "partition", "dp_replicate")
 #: Fields that ``recommend`` and ``scale`` do not take: they have their own way to say them, or search no such run.
-NOT_SEARCHED = (*DEGREES, "ds_config", "checkpoint_policy", "files", "program", "zero_init", "fp8", *ALST, "reduce_dtype")
+NOT_SEARCHED = ("ds_config", "checkpoint_policy", "files", "program", "zero_init", "fp8", *ALST, "reduce_dtype")
+#: Degrees that the search over layouts does not take, since its engine has none.
+NOT_LAID_OUT = ("ulysses", "partition")
+#: Fields with a default that may be said outright, so that no file and no search says otherwise (:attr:`Request.ones`).
+_SAID = ("gpus", "nodes", "engine", *(name for name in DEGREES if name != "partition"))
 
 
 def _option(
@@ -243,7 +248,7 @@ OPTIONS: dict[str, Any] = {
     "nvme": _option(str | None, "--nvme", "Disk of one node: 2T.", _CLUSTER),
     "host": _option(str | None, "--host", "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", _CLUSTER),
     "tp": _option(int, "--tp", "GPUs that share each matrix (tensor parallelism). [1]", _MESH),
-    "sp": _option(bool, "--sp", "They share the tokens between matrices, too (sequence parallelism).", _MESH),
+    "sp": _option(bool, "--sp/--no-sp", "They share the tokens between matrices, too (sequence parallelism).", _MESH),
     "cp": _option(int, "--cp", "GPUs that share each sample's tokens (context parallelism: ring attention). [1]", _MESH),
     "ulysses": _option(
         int,
@@ -260,7 +265,7 @@ OPTIONS: dict[str, Any] = {
         int, "--etp", "GPUs that share each expert's matrices: 1, or as many as --tp; any under megatron. [1]", _MESH
     ),
     "schedule": _option(
-        str, "--schedule", "The order of a stage's micro batches: 1f1b, gpipe, zero-bubble, zbv or dualpipev.", _MESH
+        str, "--schedule", "The order of a stage's micro batches: 1f1b, gpipe, zero-bubble, zbv or dualpipev. [1f1b]", _MESH
     ),
     "partition": _option(
         str | None,
@@ -269,7 +274,9 @@ OPTIONS: dict[str, Any] = {
         _MESH,
     ),
     "dp_replicate": _option(int, "--dp-replicate", "Replicas of the group of GPUs that shards (HSDP). [1]", _MESH),
-    "engine": _option(str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own.", _ZERO, names=complete.engines),
+    "engine": _option(
+        str, "--engine", f"{', '.join(BUILT_IN)}, or one of your own. [{DEFAULT_ENGINE}]", _ZERO, names=complete.engines
+    ),
     "deepspeed_version": _option(
         str | None,
         "--deepspeed-version",
@@ -299,34 +306,34 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "seq_len": lambda text: None if text is None else parse_tokens(text, where="--seq-len"),
     "source_len": lambda text: None if text is None else parse_tokens(text, where="--source-len"),
     "target_len": lambda text: None if text is None else parse_tokens(text, where="--target-len"),
-    "gpus": lambda count: 1 if count is None else count,
-    "nodes": lambda count: 1 if count is None else count,
     "files": lambda paths: tuple(paths or ()),
     "lora_targets": lambda text: tuple(name.strip() for name in (text or "").split(",") if name.strip()),
 }
 
 
-def takes_request(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes_request(*without: str, searched: Iterable[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb the shared options. Its first parameter gets the :class:`~zeroplan.planner.request.Request` made of them.
 
     Args:
         without: fields of the Request for which the verb has no option. If the verb has a parameter of an option's name, that
             parameter replaces the option (type, default and help), and its value goes to the verb, not to the Request.
             Arguments of the verb itself stand before MODEL.
+        searched: fields that the verb finds out itself, unless they are given.
     """
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         own = dict(list(inspect.signature(verb, eval_str=True).parameters.items())[1:])
         defaults = {field.name: field for field in fields(Request)}
         shared = [name for name in OPTIONS if name not in without]
-        asked = [own.get(name) or _parameter(defaults[name]) for name in shared]
+        asked = [own.get(name) or _parameter(defaults[name], searched=name in searched) for name in shared]
         more = [parameter for name, parameter in own.items() if name not in shared]
         asked = [one for one in more if _is_argument(one)] + asked + [one for one in more if not _is_argument(one)]
 
         @wraps(verb)
         def run(**values: Any) -> None:
             given = {name: values.pop(name) for name in shared if name not in own}
-            ones = tuple(name for name in ("gpus", "nodes") if given.get(name) == 1)
+            ones = tuple(name for name in _SAID if name in given and given[name] == defaults[name].default)
+            given = {name: value for name, value in given.items() if value is not None or name not in _SAID}
             verb(Request(**{name: _READERS.get(name, _same)(value) for name, value in given.items()}, ones=ones), **values)
 
         keywords = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in asked]
@@ -378,16 +385,21 @@ _ANOTHER_RUN = ("fp8", *ALST, "reduce_dtype")
 def recommend_words(request: Request) -> list[str]:
     """Return the words of the ``recommend`` command for the same model, workload and cluster; none where it knows no such run.
 
-    A batch that was asked for stays the global batch, which ``recommend`` splits anew.
+    A batch that was asked for stays the global batch, which ``recommend`` splits anew. Degrees of parallelism are kept where
+    layouts are searched; elsewhere the words are those without them.
     """
     given = chosen(request)
+    degrees = [name for name in DEGREES if name in given]
+    if degrees and (not find_engine(request.engine).laid_out or set(degrees) & set(NOT_LAID_OUT) or request.files):
+        degrees = []
     if any(name in given for name in _ANOTHER_RUN) or ("checkpoint_policy" in given and request.gradient_checkpointing):
         return []
-    ones = dict.fromkeys(request.ones if request.files else (), 1)
-    words = ["zeroplan", "recommend", *_words(given | ones, _FOR_RECOMMEND)]
+    ones = {name: 1 for name in ("gpus", "nodes") if name in request.ones and request.files}
+    words = ["zeroplan", "recommend", *_words(given | ones, (*_FOR_RECOMMEND, *degrees))]
     if (request.micro_batch or request.grad_accum) and not request.files and request.ds_config is None:
         ranks = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu).layout.world_size
-        words += ["--global-batch", str(ranks * (request.micro_batch or 1) * (request.grad_accum or 1))]
+        data_parallel = ranks // (request.tp * request.cp * request.pp if degrees else 1)
+        words += ["--global-batch", str(data_parallel * (request.micro_batch or 1) * (request.grad_accum or 1))]
     for file in request.files:
         words += ["--from", str(file)]
     if request.ds_config is not None:
@@ -421,10 +433,19 @@ def chosen(request: Request) -> dict[str, Any]:
     return {name: value for name, (value, default) in values.items() if value != default}
 
 
-def _parameter(field: Field[Any]) -> inspect.Parameter:
-    """Return the parameter for a field of the Request. The default of a field that is read from text is None."""
-    default = None if field.name in _READERS else field.default
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=OPTIONS[field.name])
+def _parameter(field: Field[Any], *, searched: bool = False) -> inspect.Parameter:
+    """Return the parameter for a field of the Request.
+
+    The default of a field that is read from text, or that may be said outright, is None.
+    """
+    default = None if field.name in _READERS or field.name in _SAID else field.default
+    annotation = OPTIONS[field.name]
+    if default != field.default or searched:
+        kind, option = annotation.__origin__, copy(annotation.__metadata__[0])
+        if searched:
+            option.help = f"{option.help.removesuffix('[1]').rstrip()} [searched]"
+        annotation = Annotated[kind | None, option]
+    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _is_argument(parameter: inspect.Parameter) -> bool:

@@ -47,7 +47,9 @@ Program = Annotated[
 Layouts = Annotated[
     bool,
     typer.Option(
-        "--layouts", rich_help_panel=_SEARCH, help="The fastest layout that fits, by a model: FSDP2 × tp, cp, pp, ep."
+        "--layouts",
+        rich_help_panel=_SEARCH,
+        help="The fastest layout that fits, by a model: FSDP2 × tp, cp, pp, ep. Any degree given asks for it, and is kept.",
     ),
 ]
 Smallest = Annotated[
@@ -66,6 +68,7 @@ Profile = Annotated[str | None, typer.Option("--profile", rich_help_panel=_SEARC
 NvmePath = Annotated[str, typer.Option("--nvme-path", rich_help_panel=_SEARCH, help="Where swap files may go.")]
 
 _FILES = "Files"
+_PLAIN = Request()
 Output = Annotated[
     str | None, typer.Option("-o", "--output", rich_help_panel=_FILES, help="Write the best: ds_config.json, or a folder/.")
 ]
@@ -92,7 +95,7 @@ Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, he
 
 
 @verb("zeroplan recommend meta-llama/Llama-3.1-8B --gpu 4xA100 -o ds_config.json", "zeroplan recommend --gpu RTX4090")
-@flags.takes_request(*flags.NOT_SEARCHED)
+@flags.takes_request(*flags.NOT_LAID_OUT, *flags.NOT_SEARCHED, searched=("tp", "sp", "cp", "pp", "ep"))
 def recommend(
     request: Request,
     gradient_checkpointing: Checkpointing = None,
@@ -132,6 +135,7 @@ def recommend(
     request = replace(request, gradient_checkpointing=bool(gradient_checkpointing), nodes=_count(nodes))
     if nodes == "1":
         request = replace(request, ones=(*request.ones, "nodes"))
+    fixed = any(name in request.ones or getattr(request, name) != getattr(_PLAIN, name) for name in flags.DEGREES)
     request = replace(request, compile=compile)
     options = SearchOptions(
         global_batch=global_batch,
@@ -143,12 +147,14 @@ def recommend(
         source=source or None,
         program=program,
     )
-    if layouts or smallest:
-        given = {"--global-batch": global_batch, "--candidates": candidates, "--from": source, "--profile": profile}
+    if layouts or smallest or fixed:
+        given: dict[str, Any] = {"--candidates": candidates, "--from": source, "--profile": profile}
         given |= {"--compile": compile, "--output": output, "--form": form, "--new-script": new_script, "--html": html}
         given |= {"--launcher": launcher, "--script": script, "--hosts": hosts, "--program": program}
         given |= {"--goal": goal != "throughput", "--format": style != "plain", "--nvme-path": nvme_path != "/local_nvme"}
-        _layouts(request, gradient_checkpointing, given, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
+        asked = "--smallest" if smallest else "--layouts" if layouts else "degrees of parallelism"
+        _require_alone(given, asked)
+        _layouts(request, options, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
         return
     target = _target(request, output, form, launcher, script, new_script, hosts, html, source or [])
     if target is not None and target.form == "trl":
@@ -182,31 +188,33 @@ def _count(text: str | None) -> int:
         raise BadInput(f"{text!r} is no number", where="--nodes", remedy="give a whole number, or ? for the fewest") from None
 
 
-def _layouts(
-    request: Request,
-    checkpointing: bool | None,
-    given: dict[str, Any],
-    *,
-    smallest: bool,
-    as_json: bool,
-    wide: bool,
-    quiet: bool,
-) -> None:
-    """Answer ``--layouts`` and ``--smallest``; `given` are the values of options that cannot stand beside them."""
+def _require_alone(given: dict[str, Any], asked: str) -> None:
+    """Refuse options that the search over layouts does not take.
+
+    Args:
+        given: the values of such options.
+        asked: what asks for that search.
+
+    Raises:
+        BadInput: naming the first that is given.
+    """
+    for flag, value in given.items():
+        if value:
+            raise BadInput(f"cannot stand beside {asked}", where=flag, remedy="leave one of the two out")
+
+
+def _layouts(request: Request, options: SearchOptions, *, smallest: bool, as_json: bool, wide: bool, quiet: bool) -> None:
+    """Answer ``--layouts``, ``--smallest`` and degrees of parallelism."""
     from zeroplan.report.layouts import layouts_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.layouts import search_layouts, smallest_cluster
 
-    for flag, value in given.items():
-        if value:
-            raise BadInput("cannot stand beside --layouts", where=flag, remedy="leave one of the two out")
-    if request.model is None:
-        raise BadInput("no model whose matrices could be shared", where="MODEL", remedy="give one id, path or config")
-    found = (smallest_cluster if smallest else search_layouts)(request, checkpointing)
+    found = (smallest_cluster if smallest else search_layouts)(request, options.gradient_checkpointing, options.global_batch)
     if as_json:
         show(json.dumps(found.to_dict(), indent=2))
     else:
-        words = [] if found.best is None else flags.estimate_words(found.best.request, found.best.plan.stage)
+        shown = found.chosen
+        words = [] if shown is None else flags.estimate_words(shown.request, shown.plan.stage)
         show(layouts_text(found, terminal=Terminal.here(wide=wide), quiet=quiet, next_command=words))
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

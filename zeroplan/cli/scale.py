@@ -47,7 +47,7 @@ Svg = Annotated[str | None, typer.Option("--svg", callback=flags.writable, help=
 
 
 @verb("zeroplan scale meta-llama/Llama-3.1-8B --gpu H100", "zeroplan scale gpt2-xl --gpus 1..64 --gpu V100-32G --stage 3")
-@flags.takes_request("nodes", *flags.NOT_SEARCHED)
+@flags.takes_request("nodes", *flags.DEGREES, *flags.NOT_SEARCHED)
 def scale(
     request: Request,
     gpus: Ranks = "8..1024",

@@ -138,6 +138,7 @@ class Engine(ABC):
         evaluates: whether an evaluation between steps and micro batches of other lengths are modelled.
         generates: whether completions that the model generates between steps are modelled.
         whole_vocabulary: whether its tensor-parallel ranks gather the logits (:class:`~zeroplan.core.parallel.ParallelLayout`).
+        laid_out: whether a search over layouts is one over its layouts.
         keeps_gradients: whether gradients that stay between steps (``zero_grad(set_to_none=False)``) are modelled.
         casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
             (accelerate's ``convert_outputs_to_fp32``).
@@ -176,6 +177,7 @@ class Engine(ABC):
     quantized_bases: ClassVar[bool] = False
     packed_bases: ClassVar[tuple[str, ...]] = ()
     whole_vocabulary: ClassVar[bool] = False
+    laid_out: ClassVar[bool] = False
     keeps_gradients: ClassVar[bool] = False
     evaluates: ClassVar[bool] = False
     generates: ClassVar[bool] = False

@@ -110,7 +110,7 @@ class Request:
     built: bool = False  # the live module came with its adapters and quantised layers from a program's reader
     pads: bool = False
     told_by_file: bool = False
-    ones: tuple[str, ...] = ()  # of gpus and nodes, those whose 1 was asked for, so that no file says otherwise
+    ones: tuple[str, ...] = ()  # fields whose default was asked for outright, so that no file and no search says otherwise
     pairs: bool = False
     reference: Reference | None = None
     kl_batch: bool = False

@@ -7,38 +7,80 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.units import format_bytes
 from zeroplan.report.terminal import Terminal
+from zeroplan.report.verdict import unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
 
 if TYPE_CHECKING:
-    from zeroplan.search.layouts import LaidOut, LayoutAnswer
+    from zeroplan.search.layout_answer import LaidOut, LayoutAnswer
 
 
 def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = False, next_command: Sequence[str] = ()) -> str:
     """Write the verdict, the way to it, and the command that plans the layout; the verdict alone if `quiet`."""
-    best = answer.best
-    verdict = f"Fits: {_named(best)}, {_need(best)} a GPU." if best is not None else "Nothing fits: no layout that was tried."
-    lines = terminal.verdict(verdict, best is not None)
+    best, may = answer.best, answer.may
+    lines = terminal.verdict(_verdict(answer), best is not None if may is None else None)
     if quiet:
         return "\n".join(lines)
     told = _tried(answer)
-    if told:
-        lines.append("")
-        lines += terminal.wrap("Layouts that need more than the card has:" if best is not None else "What they need:")
-        for text in told:
+    unknown = [f"{_named(one)}: {_need(one)}" for one in answer.tried if one.plan.undecided and one is not may]
+    sure = "Layouts that need more than the card has:" if best is not None or may is not None else "What they need:"
+    for heading, texts in ((sure, told), ("Layouts of which it is not known whether they fit:", unknown)):
+        if texts:
+            lines.append("")
+            lines += terminal.wrap(heading)
+        for text in texts:
             lines += terminal.wrap(text, indent="  ", hang="    ")
-    if best is not None:
+    chosen = answer.chosen
+    if chosen is not None:
         lines.append("")
-        lines += terminal.wrap(_speed(best))
-        lines += terminal.wrap(
-            "Why: of the layouts that fit, this one is modelled to be the fastest. Times of layouts are a model of their work "
-            "and links, and were not measured."
-        )
+        lines += terminal.wrap(_speed(chosen))
+        lines += terminal.wrap(_why(answer))
         lines += terminal.command("Next: ", next_command) if next_command else []
     for text in answer.warnings:
         lines += terminal.wrap(f"Warning: {text}")
     return "\n".join(lines)
 
 
+def _verdict(answer: LayoutAnswer) -> str:
+    best, may = answer.best, answer.may
+    if best is not None:
+        return f"Fits: {_named(best)}, {_need(best)} a GPU."
+    if may is not None:
+        text = f"Unknown: no layout is known to fit. The fastest that may is {_named(may)}: {_need(may)} a GPU."
+        return f"{text} {unknown_text(may.plan)}"
+    kept = f" with {answer.fixed}" if answer.fixed else ""
+    known = "is known to fit" if any(one.plan.undecided for one in answer.tried) else "fits"
+    return f"Nothing {known}: no layout{kept} that was tried."
+
+
+def _why(answer: LayoutAnswer) -> str:
+    which = "that fit" if answer.best is not None else "that may fit"
+    kept = f" with {answer.fixed}" if answer.fixed else ""
+    return (
+        f"Why: of the layouts{kept} {which}, this one is modelled to be the fastest. Times of layouts are a model of their "
+        "work and links, and were not measured."
+    )
+
+
+def layouts_table(answer: LayoutAnswer, style: str = "plain") -> str:
+    """Return a row for the chosen layout and for each that was simulated, sizes in GiB.
+
+    Args:
+        answer: what the search found.
+        style: plain, github, html or csv.
+
+    Raises:
+        BadInput: an unknown style.
+    """
+    from zeroplan.report.table import render
+
+    rows = [
+        [_named(one), str(one.request.grad_accum or 1), f"{one.tokens_per_second:,.0f}", _need(one), _FITS[one.fits]]
+        for one in answer.listed
+    ]
+    return render(["layout", "passes", "tokens/s", "needs", "fits"], rows, style)
+
+
+_FITS = {True: "yes", False: "no", None: "unknown"}
 #: What a step's seconds are spent on, in words.
 _SPENT = {
     "compute": "computing",
@@ -68,7 +110,7 @@ def _tried(answer: LayoutAnswer) -> list[str]:
         least, usable = (format_bytes(size, digits=1) for size in (one.least, one.usable))
         where = gpus_text(one.nodes, one.gpus)
         found.append(f"{where}: {count} of {least} of {usable} and more without activations within blocks")
-    return [*found, *(f"{_named(one)}: {_need(one)}" for one in answer.tried)]
+    return [*found, *(f"{_named(one)}: {_need(one)}" for one in answer.tried if not one.plan.undecided)]
 
 
 def _named(one: LaidOut) -> str:

@@ -51,6 +51,10 @@ def report_text(
     return "\n".join(lines)
 
 
+#: Flags by which a command keeps to a layout.
+_DEGREES = frozenset(("--tp", "--sp", "--cp", "--pp", "--vpp", "--ep", "--etp", "--schedule", "--dp-replicate"))
+
+
 def brief_text(report: Report, terminal: Terminal = PLAIN, *, quiet: bool = False, next_command: Sequence[str] = ()) -> str:
     """Return the answer without its tables of memory: verdict, peak, knobs and notes."""
     lines = _sentences(report, terminal, quiet=quiet, next_command=next_command)
@@ -71,7 +75,8 @@ def _sentences(report: Report, terminal: Terminal, *, quiet: bool, next_command:
     ):
         lines += terminal.wrap(sentence) if sentence else []
     if next_command and report.cluster.get("layout"):
-        lines += terminal.wrap("Next: your own program starts this layout, no file that recommend writes does. Without it:")
+        search = "The fastest with it:" if _DEGREES.intersection(next_command) else "Without it:"
+        lines += terminal.wrap(f"Next: your own program starts this layout, no file that recommend writes does. {search}")
         lines += terminal.command("  ", next_command)
     elif next_command:
         lines += terminal.command("Next: ", next_command)

@@ -16,38 +16,33 @@ Note [Smallest cluster]
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from math import log2
+from dataclasses import dataclass, replace
+from math import gcd, log2
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.expert_parallel import GROUPED, experts_of
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.progress import working
 from zeroplan.core.rates import rates_of
+from zeroplan.core.unmodelled import may_add
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
-from zeroplan.planner.describe import describe_layout
-from zeroplan.planner.estimate import plan_case
-from zeroplan.planner.formula import formula_plan
+from zeroplan.planner.estimate import allocator_config, plan_case
+from zeroplan.planner.fit import left_out
+from zeroplan.planner.formula import FORMULA, formula_plan
 from zeroplan.planner.request import Request
+from zeroplan.planner.requested_types import with_checked_types
 from zeroplan.planner.resolve import Resolved, resolve
 from zeroplan.planner.tapes import ExpandedTapes, expand_for
+from zeroplan.search.layout_answer import LaidOut, LayoutAnswer, TooLarge
 from zeroplan.search.layout_floor import LayoutFloors
+from zeroplan.search.layout_orders import LayoutOrders, divides, fixed_degrees, flags_of, least_ranks, without_degrees
 from zeroplan.search.layout_time import LayoutCost, LayoutTime
 from zeroplan.tapes import shipped
 
 #: The engine whose layouts are planned.
 ENGINE = "fsdp2"
-#: Micro batches of a step for each pipeline stage, unless the request says how many: a rank then waits for less than a fifth of
-#: a step, (pp − 1) / (4 · pp + pp − 1).
-MICRO_BATCHES_A_STAGE = 4
-#: Pipeline stages and context-parallel ranks that are tried at most.
-_MOST_STAGES, _MOST_RING = 16, 16
-#: Tokens that a rank of a ring keeps at least.
-_LEAST_TOKENS = 4096
 #: Ranks that share experts, at most, of which a tape is looked for.
 _MOST_EXPERT_RANKS = 1024
 #: Parts of a number of nodes by which smaller ones differ that are tried.
@@ -58,118 +53,26 @@ _USUAL_NODE = 8
 MOST_NODES = 1024
 
 
-@dataclass(frozen=True, slots=True)
-class LaidOut:
-    """One layout with its plan.
-
-    Attributes:
-        request: the request with the layout's degrees, as ``zeroplan estimate`` takes it.
-        layout: the layout.
-        plan: its memory; at formula depth where the model cannot be traced here.
-        time: its modelled time.
-    """
-
-    request: Request
-    layout: ParallelLayout
-    plan: MemoryPlan
-    time: LayoutTime
-
-    @property
-    def flags(self) -> str:
-        """The flags of ``zeroplan estimate`` that ask for the layout."""
-        request = self.request
-        words = [f"--nodes {request.nodes}"] if request.nodes > 1 else []
-        words += [f"--{name} {getattr(request, name)}" for name in ("tp", "cp", "pp", "ep") if getattr(request, name) > 1]
-        words += ["--sp"] if request.sp else []
-        words += [f"--grad-accum {request.grad_accum}"] if request.grad_accum and request.grad_accum > 1 else []
-        words += ["--gradient-checkpointing"] if request.gradient_checkpointing else []
-        return " ".join([*words, f"--engine {request.engine}", f"--stage {self.plan.stage}"])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what the JSON of ``recommend --layouts`` holds of it; sizes in bytes."""
-        gpu = self.plan.gpu
-        return {
-            "nodes": self.request.nodes,
-            "layout": describe_layout(self.layout),
-            "stage": self.plan.stage,
-            "grad_accum": self.request.grad_accum or 1,
-            "gradient_checkpointing": self.request.gradient_checkpointing,
-            "model_states": gpu.model_states,
-            "total": gpu.total,
-            "interval": gpu.interval,
-            "usable": gpu.usable,
-            "fits": self.plan.fits,
-            "modelled": {
-                "step_seconds": self.time.total,
-                "tokens_per_second": self.time.tokens_per_second,
-                "mfu": self.time.utilization,
-                "seconds": self.time.parts,
-            },
-            "flags": self.flags,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class TooLarge:
-    """Layouts of one cluster that need more than the card by what follows from counts alone.
-
-    Attributes:
-        nodes: of the cluster.
-        gpus: of a node.
-        layouts: how many there are.
-        least: bytes that the worst rank of the smallest of them has at least.
-        usable: bytes of the card.
-    """
-
-    nodes: int
-    gpus: int
-    layouts: int
-    least: int
-    usable: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutAnswer:
-    """What a search over layouts found.
-
-    Attributes:
-        best: the fastest layout that fits; None where none does.
-        tried: the layouts that were simulated and do not fit; of the best one's cluster these would be faster.
-        too_large: by cluster, the layouts that were not simulated.
-        warnings: what the plans warn of.
-    """
-
-    best: LaidOut | None
-    tried: tuple[LaidOut, ...]
-    warnings: tuple[str, ...] = ()
-    too_large: tuple[TooLarge, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the answer as JSON's values."""
-        return {
-            "best": None if self.best is None else self.best.to_dict(),
-            "tried": [one.to_dict() for one in self.tried],
-            "too_large": [asdict(one) for one in self.too_large],
-            "warnings": list(self.warnings),
-        }
-
-
-def search_layouts(request: Request, checkpointing: bool | None = None) -> LayoutAnswer:
+def search_layouts(request: Request, checkpointing: bool | None = None, global_batch: int | None = None) -> LayoutAnswer:
     """Return the layout of the request's cluster that is modelled to be the fastest of those that fit.
 
     See Note [Order of layouts].
 
     Args:
-        request: the question; its degrees and stage are not read.
+        request: the question; the search keeps to the degrees, the stage and the accumulation that it says.
         checkpointing: whether blocks are recomputed; None tries both.
+        global_batch: sequences of a step, which the accumulation makes of the layout's ranks; None leaves it open.
 
     Raises:
-        BadInput: a request that no layout can be planned for.
+        BadInput: a request that no layout can be planned for: in the words in which the layout of its degrees is refused.
     """
-    return _Search(request, checkpointing).on(request.nodes)
+    search = _Search(request, checkpointing, global_batch)
+    found = search.on(request.nodes)
+    search.require_possible()
+    return found
 
 
-def smallest_cluster(request: Request, checkpointing: bool | None = None) -> LayoutAnswer:
+def smallest_cluster(request: Request, checkpointing: bool | None = None, global_batch: int | None = None) -> LayoutAnswer:
     """Return the fastest layout of the smallest cluster that trains the model; nodes of the request are not read.
 
     See Note [Smallest cluster]. Where no number of GPUs is given, nodes of eight are assumed, and parts of one come first.
@@ -177,11 +80,12 @@ def smallest_cluster(request: Request, checkpointing: bool | None = None) -> Lay
     Args:
         request: the question.
         checkpointing: as of :func:`search_layouts`.
+        global_batch: as of :func:`search_layouts`.
 
     Raises:
         BadInput: a request that no layout can be planned for.
     """
-    search = _Search(request, checkpointing)
+    search = _Search(request, checkpointing, global_batch, any_nodes=True)
     tried: list[LaidOut] = []
     too_large: list[TooLarge] = []
 
@@ -202,24 +106,30 @@ def smallest_cluster(request: Request, checkpointing: bool | None = None) -> Lay
 
     for gpus in _powers(search.gpus // 2) if search.said else ():
         found = on(1, gpus)
-        if found.best is not None:
+        if found.chosen is not None:
             return whole(found)
-    nodes, found = 1, on(1)
-    while found.best is None and nodes < MOST_NODES:
+    unit = search.least_nodes
+    nodes, found = unit, on(unit)
+    while found.chosen is None and nodes < MOST_NODES:
         nodes *= 2
         found = on(nodes)
-    if found.best is not None:
-        for between in _between(nodes):
+        search.require_possible()  # no more nodes would help
+    if found.chosen is not None:
+        for between in _between(nodes, unit):
             smaller = on(between)
-            if smaller.best is not None:
+            if smaller.chosen is not None:
                 return whole(smaller)
     return whole(found)
 
 
-def _between(nodes: int) -> range:
+def _between(nodes: int, unit: int = 1) -> range:
     """Return the numbers of nodes to try between the half of `nodes` and `nodes`. See Note [Smallest cluster]."""
-    step = max(1, nodes // _STEPS)
-    return range(nodes // 2 + step, nodes, step)
+    step = unit * max(1, nodes // unit // _STEPS)
+    return range(nodes // 2 + step, nodes, step) if nodes > unit else range(0)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())] if most else []
 
 
 class _Search:
@@ -230,26 +140,50 @@ class _Search:
         said: what is assumed of the cluster; empty where the request says it.
     """
 
-    def __init__(self, request: Request, checkpointing: bool | None) -> None:
-        self._request = _asked(request)
+    def __init__(
+        self, request: Request, checkpointing: bool | None, global_batch: int | None, *, any_nodes: bool = False
+    ) -> None:
+        self._request = _asked(request, global_batch)
         self._choices = (False, True) if checkpointing is None else (checkpointing,)
+        self._batch = global_batch
         self.gpus, self.said = self._request.gpus, ""
-        if request.gpus == 1 and self.gpus == 1:
+        if any_nodes and self.gpus == 1 and "gpus" not in request.ones:
             self.gpus, self.said = _USUAL_NODE, f"nodes of {_USUAL_NODE} GPUs are assumed; --gpus says otherwise"
-        self._tapes = ExpandedTapes(find_engine(ENGINE))
+        self._tapes = None if request.depth == FORMULA else ExpandedTapes(find_engine(ENGINE))
+        self._config = allocator_config(request.alloc_conf)
         # Where this cannot be, no degree is to blame.
-        alone = [resolve(replace(self._request, nodes=1, gradient_checkpointing=again, stage=3)) for again in self._choices]
+        plain = replace(without_degrees(self._request), nodes=1, stage=3, grad_accum=None)
+        alone = [resolve(replace(plain, gradient_checkpointing=again)) for again in self._choices]
         self._spec, self._rates = alone[0].spec, rates_of(alone[0].cluster.gpu)
         self._usable = alone[0].cluster.usable_vram or 0
         self._floors = LayoutFloors(alone[0].cases[0])
-        self._experts = experts_of(self._spec.parameters) if self._spec.model_type in GROUPED else 0
+        self._orders = LayoutOrders.of_model(self._spec, global_batch)
         self._counted: dict[str, Counts] = {}
+        self._refused: BadInput | None = None
+        self._allowed_one = False
+
+    @property
+    def least_nodes(self) -> int:
+        """The nodes of which the fixed degrees take a multiple."""
+        ranks = least_ranks(self._request)
+        return ranks // gcd(ranks, self.gpus)
+
+    def require_possible(self) -> None:
+        """Raise what was said of the first layout, if none of any cluster so far is possible.
+
+        Raises:
+            BadInput: the degrees that the request fixes cannot be.
+        """
+        if self._refused is not None and not self._allowed_one:
+            raise self._refused
 
     def on(self, nodes: int, gpus: int | None = None) -> LayoutAnswer:
         """Search on a number of nodes. `gpus` of a node: all, if left out."""
         asked = replace(self._request, nodes=nodes, gpus=gpus or self.gpus)
         what = f"layouts on {nodes} nodes" if nodes > 1 else f"layouts on {asked.gpus} GPUs"
         working(what)
+        if not self._can_be(asked):
+            return LayoutAnswer(None, (), fixed=flags_of(fixed_degrees(asked)))
         kept, floors = [], []
         for possible in self._possible(asked):
             floor = self._floors.of(possible)
@@ -270,80 +204,110 @@ class _Search:
             found.append(_Timed(possible, resolved, LayoutCost(resolved.cases[0], counts, self._rates).time()))
         too_large = (TooLarge(nodes, asked.gpus, len(floors), min(floors), self._usable),) if floors else ()
         found.sort(key=lambda one: -one.time.tokens_per_second)
+        return self._first_that_fits(found, what, LayoutAnswer(None, (), (), too_large, flags_of(fixed_degrees(asked))))
+
+    def _first_that_fits(self, found: list[_Timed], what: str, answer: LayoutAnswer) -> LayoutAnswer:
+        """Plan layouts in their order up to the first that fits; returns `answer` with what came out."""
         tried: list[LaidOut] = []
         warnings: list[str] = []
+        may: LaidOut | None = None
         for at, one in enumerate(found):
+            if may is not None and one.leaves_out:
+                continue  # slower, and not known to fit either
             working(what, at, len(found))
-            planned = _planned(one, self._tapes, warnings)
+            planned = self._planned(one, warnings)
             if planned.plan.fits:
                 warnings += [text for text in one.resolved.warnings if text not in warnings]
-                return LayoutAnswer(planned, tuple(tried), tuple(warnings), too_large)
+                return replace(answer, best=planned, tried=tuple(tried), warnings=tuple(warnings))
+            if may is None and planned.plan.undecided and not planned.plan.misfits:
+                may = planned
             tried.append(planned)
-        return LayoutAnswer(None, tuple(tried), tuple(warnings), too_large)
+        return replace(answer, may=may, tried=tuple(tried), warnings=tuple(warnings))
+
+    def _can_be(self, request: Request) -> bool:
+        """Return whether some layout is possible at all, however large; where nothing is fixed, one is.
+
+        What is said against the first that is not is kept, of the last cluster.
+        """
+        refused = None
+        if not fixed_degrees(request) and request.stage is None and request.grad_accum is None and self._batch is None:
+            return True
+        for again in self._choices:
+            for degrees in self._orders.of(request):
+                try:
+                    self._resolved(replace(request, gradient_checkpointing=again, **degrees))
+                except BadInput as error:
+                    refused = refused or error
+                else:
+                    self._allowed_one = True
+                    return True
+        self._refused = refused
+        return False
 
     def _possible(self, request: Request) -> Iterator[Request]:
-        """Yield a request for each layout whose degrees divide the ranks, in the order of :func:`_orders`."""
-        ranks = request.gpus * request.nodes
+        """Yield a request for each layout whose degrees divide the ranks, in the order of :class:`LayoutOrders`."""
         for again in self._choices:
-            for degrees in _orders(request, self._experts):
+            for degrees in self._orders.of(request):
                 one = replace(request, gradient_checkpointing=again, **degrees)
-                if ranks % (one.tp * one.cp * one.pp) == 0 and ranks // one.pp % one.ep == 0:
+                if divides(one):
                     yield one
 
     def _allowed(self, request: Request) -> Resolved | None:
         """Resolve a layout; None where the model does not allow it."""
         try:
-            return resolve(request)
+            return self._resolved(request)
         except BadInput:
             return None
 
+    def _resolved(self, request: Request) -> Resolved:
+        resolved = resolve(request)
+        if self._batch is not None:
+            _require_batch(resolved, self._batch)
+        return resolved
 
-def _asked(request: Request) -> Request:
-    if request.engine not in (DEFAULT_ENGINE, ENGINE):
+    def _planned(self, one: _Timed, warnings: list[str]) -> LaidOut:
+        """Plan one layout."""
+        resolved, case = one.resolved, one.resolved.cases[0]
+        plan = formula_plan(resolved.engine, case)
+        plan, _ = plan_case(plan, case, resolved, self._tapes, self._config, warnings, to_first_miss=True)
+        return LaidOut(one.request, case.layout, plan, one.time)
+
+
+def _require_batch(resolved: Resolved, global_batch: int) -> None:
+    """Refuse a layout whose ranks do not divide the global batch.
+
+    Raises:
+        BadInput: naming the product.
+    """
+    work, dp = resolved.workload, resolved.cases[0].layout.dp
+    if dp * work.micro_batch * work.grad_accum != global_batch:
+        passes = f" × {work.grad_accum} passes" if work.grad_accum > 1 else ""
+        what = f"{dp} data-parallel ranks × {work.micro_batch} samples{passes} do not make {global_batch} sequences a step"
+        raise BadInput(what, where="--global-batch", remedy=f"use a multiple of {dp * work.micro_batch}")
+
+
+def _asked(request: Request, global_batch: int | None) -> Request:
+    """Return the request for the engine of layouts.
+
+    Raises:
+        BadInput: what a search over layouts does not take.
+    """
+    request = with_checked_types(request)
+    if request.model is None:
+        raise BadInput("no model whose matrices could be shared", where="MODEL", remedy="give one id, path or config")
+    if request.engine not in (DEFAULT_ENGINE, ENGINE) or (request.engine == DEFAULT_ENGINE and "engine" in request.ones):
         raise BadInput(f"layouts are planned for {ENGINE} alone", where="--engine", remedy="leave it out")
     if request.vram is None and request.gpu is None:
         raise BadInput("no limit to fit", where="--gpu", remedy="name the GPU, or give --vram 80G")
-    gpus = Cluster.of(gpus=request.gpus, gpu=request.gpu).gpus if request.gpu is not None else request.gpus
-    return replace(request, engine=ENGINE, gpus=gpus, stage=None, depth=None)
-
-
-def _orders(request: Request, experts: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the degrees to try, those that share less first, as fields of a request.
-
-    Args:
-        request: the question.
-        experts: of a mixture whose ranks may share them, the experts of a block.
-    """
-    if experts:
-        yield from _orders_of_experts(request, experts)
-        return
-    ranks = request.gpus * request.nodes
-    found: list[tuple[tuple[int, int, int], dict[str, Any]]] = []
-    for tp in _powers(request.gpus):
-        for pp in _powers(min(ranks // tp, _MOST_STAGES)):
-            for cp in _powers(min(ranks // (tp * pp), _MOST_RING)):
-                if cp > 1 and (request.seq_len or 0) // cp < _LEAST_TOKENS:
-                    continue
-                degrees: dict[str, Any] = {"tp": tp, "sp": tp > 1 and pp == 1, "cp": cp, "pp": pp, "stage": 3 if pp == 1 else 2}
-                if pp > 1 and request.grad_accum is None:
-                    degrees["grad_accum"] = MICRO_BATCHES_A_STAGE * pp
-                found.append(((tp * pp * cp, cp, pp), degrees))
-    for _, degrees in sorted(found, key=lambda one: one[0]):
-        yield degrees
-
-
-def _orders_of_experts(request: Request, experts: int) -> Iterator[dict[str, Any]]:
-    ranks = request.gpus * request.nodes
-    for pp in _powers(min(ranks, _MOST_STAGES)):
-        degrees: dict[str, Any] = {"tp": 1, "sp": False, "cp": 1, "pp": pp, "stage": 3 if pp == 1 else 2}
-        if pp > 1 and request.grad_accum is None:
-            degrees["grad_accum"] = MICRO_BATCHES_A_STAGE * pp
-        for ep in _powers(min(ranks // pp, experts)):
-            yield degrees | {"ep": ep}
-
-
-def _powers(most: int) -> list[int]:
-    return [1 << power for power in range(most.bit_length())] if most else []
+    for where, device in (("--offload-optimizer", request.offload_optimizer), ("--offload-param", request.offload_param)):
+        if device not in (None, "none"):
+            raise BadInput("the time of layouts with offload is not modelled", where=where, remedy="leave it out")
+    if global_batch is not None and global_batch < 1:
+        raise BadInput(f"{global_batch} is below 1", where="--global-batch", remedy="use a whole number above zero")
+    cluster = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)
+    below: dict[str, Any] = {name: value for name, value in fixed_degrees(request).items() if type(value) is int and value < 1}
+    ParallelLayout(**below)  # refuses them
+    return replace(request, engine=ENGINE, gpus=cluster.gpus, offload_optimizer=None, offload_param=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,8 +319,9 @@ class _Timed:
     time: LayoutTime
 
     @property
-    def layout(self) -> ParallelLayout:
-        return self.resolved.cases[0].layout
+    def leaves_out(self) -> bool:
+        """Whether its figures will leave out what decides, so that it cannot be known to fit."""
+        return may_add(left_out(self.resolved.engine, self.resolved.cases[0]))
 
 
 def _counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
@@ -379,11 +344,3 @@ def _counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
             tokens = case.workload.rows * (case.workload.seq_len or 0) // (case.layout.cp * case.layout.tp)
             known[options.key] = guess_counts(matrices(case.spec), case.workload, tokens)
     return known[options.key]
-
-
-def _planned(one: _Timed, tapes: ExpandedTapes, warnings: list[str]) -> LaidOut:
-    """Plan one layout."""
-    resolved, case = one.resolved, one.resolved.cases[0]
-    plan = formula_plan(resolved.engine, case)
-    plan, _ = plan_case(plan, case, resolved, tapes, None, warnings, to_first_miss=True)
-    return LaidOut(one.request, case.layout, plan, one.time)

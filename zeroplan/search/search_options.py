@@ -50,6 +50,8 @@ class SearchOptions:
         explain: whether the answer gives reasons.
         notes: warnings that the answer repeats.
         training: what the source says of training, beside what a plan holds.
+        layouts: whether degrees of parallelism are searched, too (search/layouts.py).
+        smallest: whether they are, on the fewest nodes.
     """
 
     global_batch: int | None = None
@@ -64,12 +66,28 @@ class SearchOptions:
     explain: bool = True
     notes: tuple[str, ...] = ()
     training: Training = NO_TRAINING
+    layouts: bool = False
+    smallest: bool = False
 
 
 class RecommendOptions(MachineOptions, total=False):
-    """The keyword arguments of ``recommend``: what it finds out itself may be fixed; else :class:`SearchOptions`."""
+    """The keyword arguments of ``recommend``: what it finds out itself may be fixed; else :class:`SearchOptions`.
+
+    `layouts`, `smallest` and any degree of parallelism ask for a search over layouts.
+    """
 
     stage: int | None
+    tp: int
+    sp: bool
+    cp: int
+    pp: int
+    vpp: int
+    ep: int
+    etp: int
+    schedule: str
+    dp_replicate: int
+    layouts: bool
+    smallest: bool
     gradient_checkpointing: bool | None
     compile: str | None
     global_batch: int | None

@@ -45,6 +45,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
 
     name = "fsdp2"
+    laid_out = True
     evaluates = True
     float8 = True
     quantized_bases = True

@@ -1,0 +1,140 @@
+"""Degrees of parallelism that ``recommend`` is given: the search keeps to them, and says why they cannot be."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+import zeroplan
+from zeroplan.core.errors import BadInput
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
+from zeroplan.search.layout_orders import LayoutOrders, divides, fixed_degrees, flags_of, least_ranks
+from zeroplan.search.layouts import search_layouts, smallest_cluster
+
+Cli = Callable[..., tuple[int, str, str]]
+NAME = "meta-llama/Llama-3.1-8B"
+LLAMA = Request(model=NAME, gpus=8, gpu="H100", depth="formula")
+MIXTURE = replace(LLAMA, model="deepseek-ai/DeepSeek-V2-Lite")
+
+
+def test_what_is_said_is_fixed() -> None:
+    assert fixed_degrees(LLAMA) == {}
+    asked = replace(LLAMA, tp=4, sp=True, ones=("pp", "gpus", "engine"))
+    assert fixed_degrees(asked) == {"tp": 4, "sp": True, "pp": 1}
+    assert flags_of(fixed_degrees(asked)) == "--tp 4 --sp --pp 1"
+    assert flags_of(fixed_degrees(replace(LLAMA, ones=("sp",)))) == "--no-sp"
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ({"tp": 4}, {(4, 1, 1), (4, 2, 1)}),
+        ({"tp": 4, "ones": ("pp",)}, {(4, 1, 1)}),
+        ({"ones": ("tp",), "pp": 2}, {(1, 2, 1)}),
+        ({"sp": True, "ones": ("pp",)}, {(2, 1, 1), (4, 1, 1), (8, 1, 1)}),
+        ({"vpp": 2, "ones": ("tp",)}, {(1, 2, 1), (1, 4, 1), (1, 8, 1)}),
+        ({"cp": 2, "pp": 4}, {(1, 4, 2)}),
+        ({"dp_replicate": 4}, {(1, 1, 1), (2, 1, 1), (1, 2, 1)}),
+        ({"tp": 3}, set()),
+    ],
+)
+def test_the_rest_is_searched(asked: dict[str, object], found: set[tuple[int, int, int]]) -> None:
+    request = replace(LLAMA, **asked)  # type: ignore[arg-type]
+    degrees = [one for one in LayoutOrders().of(request) if divides(replace(request, **one))]
+    assert {(one["tp"], one["pp"], one["cp"]) for one in degrees} == found
+    for one in degrees:
+        assert one["stage"] == (3 if one["pp"] == 1 else 2)
+        assert ("grad_accum" in one) == (one["pp"] > 1)
+    assert all(one["stage"] == 2 for one in LayoutOrders().of(replace(request, stage=2)))
+
+
+def test_what_a_search_leaves_out_may_be_asked_for() -> None:
+    """Matrices shared between nodes, short rings, and other numbers than powers of two."""
+    degrees = list(LayoutOrders().of(replace(LLAMA, nodes=3, tp=3, cp=2, pp=4, seq_len=512)))
+    assert [(one["tp"], one["cp"], one["pp"]) for one in degrees] == [(3, 2, 4)]
+    assert [one["tp"] for one in LayoutOrders().of(replace(LLAMA, nodes=2, tp=16, ones=("pp", "cp")))] == [16]
+
+
+def test_the_batch_decides_the_accumulation() -> None:
+    found = LayoutOrders(global_batch=96).of(replace(LLAMA, micro_batch=2, ones=("cp", "pp")))
+    assert [(one["tp"], one["grad_accum"]) for one in found] == [(1, 6), (2, 12), (4, 24), (8, 48)]
+    answer = search_layouts(replace(LLAMA, tp=2), global_batch=96)
+    assert answer.chosen is not None
+    chosen = answer.chosen.request
+    assert (chosen.grad_accum or 1) * answer.chosen.layout.dp == 96
+    with pytest.raises(BadInput, match="do not make 7 sequences a step"):
+        search_layouts(replace(LLAMA, tp=2, ones=("pp", "cp")), global_batch=7)
+
+
+def test_an_answer_keeps_to_them(cli: Cli) -> None:
+    code, said, fault = cli("recommend", NAME, "--gpu", "8xH100", "--tp", "4", "--json")
+    assert (code, fault) == (0, "")
+    answer = json.loads(said)
+    assert answer["fixed"] == "--tp 4"
+    assert answer["best"]["layout"]["tp"] == 4
+    (first,) = answer["ranking"]
+    assert first["fits"] is True
+    assert first["tokens_per_second"] == answer["best"]["modelled"]["tokens_per_second"]
+    assert first["plan"]["gpu"]["total"] == answer["best"]["total"]
+    code, said, _ = cli("recommend", NAME, "--gpu", "8xH100", "--tp", "1", "--pp", "1", "--quiet")
+    assert code == 0
+    assert said.startswith("Fits: 8 GPUs as dp 8, ZeRO-3")
+
+
+@pytest.mark.parametrize(
+    "words", [("--tp", "3"), ("--ep", "2"), ("--tp", "0"), ("--pp", "64"), ("--tp", "2", "--lora-rank", "8")]
+)
+def test_what_cannot_be_is_said_as_estimate_says_it(cli: Cli, words: tuple[str, ...]) -> None:
+    asked = (NAME, "--gpu", "8xH100", *words)
+    code, _, fault = cli("recommend", *asked)
+    assert code == 2
+    assert fault == cli("estimate", *asked, "--engine", "fsdp2")[2]
+    assert len(fault.splitlines()) == 1
+
+
+def test_python_takes_them_too() -> None:
+    found = zeroplan.recommend(NAME, gpu="8xH100", tp=2, pp=1, depth="formula")
+    assert found.best is not None
+    assert found.layouts is not None
+    assert found[0] is found.best
+    assert "--tp 2" in repr(found)
+    assert found.layouts.fixed == "--tp 2 --pp 1"
+    assert "dp 4 × tp 2" in found.table()
+    assert "Unknown: no layout is known to fit" in str(found)  # formulas know no activations
+    smallest = zeroplan.recommend(NAME, gpu="H100", smallest=True, depth="formula")
+    assert (smallest.layouts is not None) == (len(smallest) == 1)
+    with pytest.raises(BadInput, match="goal: cannot stand beside tp"):
+        zeroplan.recommend(NAME, gpu="8xH100", tp=2, goal="memory")
+    with pytest.raises(BadInput, match="layouts are planned for"):
+        zeroplan.recommend(NAME, gpu="8xH100", tp=2, engine="deepspeed")
+
+
+def test_the_smallest_cluster_has_ranks_for_them() -> None:
+    request = replace(LLAMA, gpu="H200", tp=2, pp=3, cp=2, dp_replicate=2)
+    assert least_ranks(request) == 24
+    answer = smallest_cluster(replace(LLAMA, pp=3))
+    assert answer.chosen is not None
+    assert answer.chosen.request.nodes * answer.chosen.request.gpus % 3 == 0
+    with pytest.raises(BadInput, match="tp 3 does not divide the 32 attention heads"):
+        smallest_cluster(replace(LLAMA, tp=3))
+
+
+def test_of_what_is_not_measured_the_first_that_may_fit_is_said(cli: Cli) -> None:
+    asked = ("recommend", "Qwen/Qwen3-30B-A3B", "--gpu", "8xH200", "--tp", "2", "--ep", "2", "--depth", "formula")
+    code, said, fault = cli(*asked)
+    assert (code, fault) == (1, "")
+    assert said.startswith("Unknown: no layout is known to fit. The fastest that may is")
+    answer = json.loads(cli(*asked, "--json")[1])
+    assert answer["best"] is None
+    assert answer["may_fit"]["layout"]["ep"] == 2
+
+
+def test_the_layout_that_is_found_is_planned_alike() -> None:
+    answer = search_layouts(replace(LLAMA, depth=None, pp=2, ones=("tp", "cp")))
+    assert answer.best is not None
+    (plan,) = estimate_report(answer.best.request).plans
+    assert plan.gpu.total == answer.best.plan.gpu.total

@@ -1,0 +1,157 @@
+"""What a search over layouts found: the layout, those before it, and those that counts alone rule out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.plan import MemoryPlan
+from zeroplan.planner.describe import describe_layout
+from zeroplan.planner.request import Request
+from zeroplan.search.layout_orders import fixed_degrees, flags_of
+from zeroplan.search.layout_time import LayoutTime
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LaidOut:
+    """One layout with its plan.
+
+    Attributes:
+        request: the request with the layout's degrees, as ``zeroplan estimate`` takes it.
+        layout: the layout.
+        plan: its memory; at formula depth where the model cannot be traced here.
+        time: its modelled time.
+    """
+
+    request: Request
+    layout: ParallelLayout
+    plan: MemoryPlan
+    time: LayoutTime
+
+    def __repr__(self) -> str:
+        return f"<LaidOut {self.flags}: {self.tokens_per_second:,.0f} tokens/s>"
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None if something that decides is in no figure."""
+        return self.plan.fits
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Modelled tokens a second of all ranks together."""
+        return self.time.tokens_per_second
+
+    @property
+    def step_seconds(self) -> float:
+        """Modelled seconds of one optimizer step."""
+        return self.time.total
+
+    @property
+    def flags(self) -> str:
+        """The flags of ``zeroplan estimate`` that ask for the layout."""
+        request = self.request
+        words = [f"--gpus {request.gpus}"] + ([f"--nodes {request.nodes}"] if request.nodes > 1 else [])
+        words += [flags_of(one)] if (one := fixed_degrees(replace(request, ones=()))) else []
+        words += [f"--grad-accum {request.grad_accum}"] if request.grad_accum and request.grad_accum > 1 else []
+        words += ["--gradient-checkpointing"] if request.gradient_checkpointing else []
+        return " ".join([*words, f"--engine {request.engine}", f"--stage {self.plan.stage}"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what the JSON of ``recommend --layouts`` holds of it; sizes in bytes."""
+        gpu = self.plan.gpu
+        return {
+            "nodes": self.request.nodes,
+            "layout": describe_layout(self.layout),
+            "stage": self.plan.stage,
+            "grad_accum": self.request.grad_accum or 1,
+            "gradient_checkpointing": self.request.gradient_checkpointing,
+            "model_states": gpu.model_states,
+            "total": gpu.total,
+            "interval": gpu.interval,
+            "usable": gpu.usable,
+            "fits": self.plan.fits,
+            "modelled": {
+                "step_seconds": self.time.total,
+                "tokens_per_second": self.time.tokens_per_second,
+                "mfu": self.time.utilization,
+                "seconds": self.time.parts,
+            },
+            "flags": self.flags,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class TooLarge:
+    """Layouts of one cluster that need more than the card by what follows from counts alone.
+
+    Attributes:
+        nodes: of the cluster.
+        gpus: of a node.
+        layouts: how many there are.
+        least: bytes that the worst rank of the smallest of them has at least.
+        usable: bytes of the card.
+    """
+
+    nodes: int
+    gpus: int
+    layouts: int
+    least: int
+    usable: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutAnswer:
+    """What a search over layouts found.
+
+    Attributes:
+        best: the fastest layout that fits; None where none does.
+        tried: the layouts that were simulated and are not known to fit; of the best one's cluster these would be faster.
+        warnings: what the plans warn of.
+        too_large: by cluster, the layouts that were not simulated.
+        fixed: the flags of the degrees that the search kept to.
+        may: where none is known to fit, the fastest whose figures are within the card's, though they leave something out.
+    """
+
+    best: LaidOut | None
+    tried: tuple[LaidOut, ...]
+    warnings: tuple[str, ...] = ()
+    too_large: tuple[TooLarge, ...] = ()
+    fixed: str = ""
+    may: LaidOut | None = None
+
+    @property
+    def chosen(self) -> LaidOut | None:
+        """The answer: the best, else the first that may fit."""
+        return self.best or self.may
+
+    @property
+    def listed(self) -> tuple[LaidOut, ...]:
+        """The answer, and behind it the others that were simulated."""
+        chosen = self.chosen
+        return (*(() if chosen is None else (chosen,)), *(one for one in self.tried if one is not chosen))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the answer as JSON's values."""
+        chosen = self.chosen
+        return {
+            "schema": 1,
+            "ranking": [] if chosen is None else [_ranked(chosen)],
+            "best": None if self.best is None else self.best.to_dict(),
+            "may_fit": None if self.may is None else self.may.to_dict(),
+            "fixed": self.fixed,
+            "tried": [one.to_dict() for one in self.tried],
+            "too_large": [asdict(one) for one in self.too_large],
+            "warnings": list(self.warnings),
+        }
+
+
+def _ranked(one: LaidOut) -> dict[str, Any]:
+    """Return a layout as ``recommend --json`` shows every configuration of a ranking."""
+    return {
+        "index": 0,
+        "fits": one.fits,
+        "tokens_per_second": one.tokens_per_second,
+        "step_seconds": one.step_seconds,
+        "plan": one.plan.model_dump(mode="json"),
+    }

@@ -1,0 +1,138 @@
+"""Which layouts a search tries: the degrees that the request fixes, and those that divide what these leave.
+
+Note [Fixed degrees]
+    A degree that the request says is kept, one said outright included (``--tp 1``, by :attr:`Request.ones`); every other one is
+    searched. What the search leaves out for being slow (matrices shared between nodes, more than 16 stages, rings with few
+    tokens a rank, other numbers than powers of two) may be asked for: bounds are those of the search and not of a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from math import lcm
+from typing import Any
+
+from zeroplan.core.expert_parallel import GROUPED, experts_of
+from zeroplan.core.pipeline_order import PipelineSchedule
+from zeroplan.core.tensor_parallel import MIXTURES, PLANS
+from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.layout import DEFAULT_SCHEDULE
+from zeroplan.planner.request import Request
+
+#: What may be fixed of a layout, as fields of a request.
+FIXED = ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Request) if field.name in FIXED}
+#: Schedules of two chunks a rank, whatever else is said.
+_OF_TWO_CHUNKS = tuple(one.value for one in PipelineSchedule if one.folded)
+#: Micro batches of a step for each pipeline stage, unless the request says how many: a rank then waits for less than a fifth of
+#: a step, (pp − 1) / (4 · pp + pp − 1).
+MICRO_BATCHES_A_STAGE = 4
+#: Pipeline stages and context-parallel ranks that are tried at most.
+_MOST_STAGES, _MOST_RING = 16, 16
+#: Tokens that a rank of a ring keeps at least.
+_LEAST_TOKENS = 4096
+
+
+def fixed_degrees(request: Request) -> dict[str, Any]:
+    """Return the degrees that a request says, by field. See Note [Fixed degrees]."""
+    said = {name: getattr(request, name) for name in FIXED}
+    return {name: value for name, value in said.items() if value != _DEFAULTS[name] or name in request.ones}
+
+
+def without_degrees(request: Request) -> Request:
+    """Return the request under data parallelism alone, with nothing fixed."""
+    return replace(request, **_DEFAULTS, stage=None, ones=tuple(name for name in request.ones if name not in FIXED))
+
+
+def flags_of(fixed: dict[str, Any]) -> str:
+    """Return the flags that fix degrees: ``"--tp 4 --sp"``."""
+    words = []
+    for name, value in fixed.items():
+        flag = name.replace("_", "-")
+        words.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag} {value}")
+    return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutOrders:
+    """The layouts of one model on any ranks.
+
+    Attributes:
+        experts: of a mixture whose ranks may share them, the experts of a block; 0 of others.
+        splits_tokens: whether ranks that share its matrices may share the tokens between them.
+        global_batch: sequences of a step; None leaves the accumulation to the search.
+    """
+
+    experts: int = 0
+    splits_tokens: bool = True
+    global_batch: int | None = None
+
+    @classmethod
+    def of_model(cls, spec: ModelSpec, global_batch: int | None = None) -> LayoutOrders:
+        """Return those of a model."""
+        plan = {**PLANS, **MIXTURES}.get(spec.model_type)
+        experts = experts_of(spec.parameters) if spec.model_type in GROUPED else 0
+        return cls(experts, plan is None or plan.splits_tokens, global_batch)
+
+    def of(self, request: Request) -> Iterator[dict[str, Any]]:
+        """Yield what to try, those that share less first, as fields of the request; not all of them divide the ranks."""
+        fixed = fixed_degrees(request)
+        found = [self._whole(request, fixed, shared) for shared in self._shared(request, fixed)]
+        found.sort(key=lambda one: (one["tp"] * one["pp"] * one["cp"], one["cp"], one["pp"], one["ep"]))
+        yield from found
+
+    def _shared(self, request: Request, fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the degrees that divide the model."""
+        ranks = request.gpus * request.nodes
+        staged = fixed.get("vpp", 1) > 1 or fixed.get("schedule", DEFAULT_SCHEDULE) != DEFAULT_SCHEDULE
+        tensors = [1] if self.experts else _powers(request.gpus)
+        if fixed.get("sp") or fixed.get("etp", 1) > 1:
+            tensors = [tp for tp in _powers(request.gpus) if tp > 1] or [1]
+        for tp in _kept("tp", fixed, tensors):
+            stages = _powers(min(max(1, ranks // tp), _MOST_STAGES))
+            if staged:
+                stages = [pp for pp in stages if pp > 1] or [1]
+            for pp in _kept("pp", fixed, stages):
+                rings = [1] if self.experts else _powers(min(max(1, ranks // (tp * pp)), _MOST_RING))
+                rings = [cp for cp in rings if cp == 1 or (request.seq_len or 0) // cp >= _LEAST_TOKENS]
+                experts = _powers(min(max(1, ranks // pp), self.experts)) if self.experts else [1]
+                for cp in _kept("cp", fixed, rings):
+                    for ep in _kept("ep", fixed, experts):
+                        yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
+
+    def _whole(self, request: Request, fixed: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+        """Return the degrees with what follows from them."""
+        tp, cp, pp = shared["tp"], shared["cp"], shared["pp"]
+        splits = fixed.get("sp", tp > 1 and pp == 1 and self.splits_tokens)
+        degrees = shared | {"sp": splits, "stage": request.stage if request.stage is not None else 3 if pp == 1 else 2}
+        if "vpp" not in fixed and request.schedule in _OF_TWO_CHUNKS:
+            degrees["vpp"] = 2
+        if request.grad_accum is None:
+            samples = (request.micro_batch or 1) * max(1, request.gpus * request.nodes // (tp * cp * pp))
+            if self.global_batch is not None:
+                degrees["grad_accum"] = max(1, self.global_batch // samples)
+            elif pp > 1:
+                degrees["grad_accum"] = MICRO_BATCHES_A_STAGE * pp
+        return degrees
+
+
+def divides(request: Request) -> bool:
+    """Return whether a layout's degrees divide the ranks."""
+    ranks, rest = request.gpus * request.nodes, request.pp * request.dp_replicate
+    shared = request.tp * request.cp * request.pp
+    return ranks % (shared * request.dp_replicate) == 0 and ranks // rest % (request.ep * request.etp) == 0
+
+
+def least_ranks(request: Request) -> int:
+    """Return the number of which the ranks have to be a multiple, by the degrees that a request fixes."""
+    rest = request.pp * request.dp_replicate
+    return lcm(rest * request.tp * request.cp, rest * request.ep * request.etp)
+
+
+def _kept(name: str, fixed: dict[str, Any], others: list[int]) -> list[int]:
+    return [fixed[name]] if name in fixed else others
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())] if most else []

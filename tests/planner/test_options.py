@@ -63,6 +63,7 @@ _DEGREES = {"ulysses", "partition"}
                 "tiled_loss",
                 "offload_checkpoints",
                 "zero_init",
+                "training",
                 *_DEGREES,
                 *_OF_FILES,
             },

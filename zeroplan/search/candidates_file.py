@@ -18,6 +18,8 @@ from zeroplan.simulate.allocator.config import AllocatorConfig
 _KEYS = ("ds_config", "gradient_checkpointing", "alloc_conf")
 _MOST_BYTES = 16 << 20
 _MOST_LINES = 100_000
+#: Keys of a ds_config by which ranks share the model.
+SHARED_KEYS = ("tensor_parallel", "sequence_parallel_size", "expert_parallel")
 _SHARED = "such layouts are planned by estimate and explain alone; data parallelism is counted"
 
 
@@ -90,8 +92,8 @@ def candidate_of(
     run = read_run(asked, resolved.engine, resolved.cluster, resolved.spec)
     resolved.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)
     own = None if run.engine is resolved.engine else run.engine
-    degrees = {"tensor_parallel": run.tp, "sequence_parallel_size": run.ulysses}
-    keys = [key for key, degree in degrees.items() if degree > 1] + ["expert_parallel"] * run.auto_ep
+    shares = (run.tp > 1, run.ulysses > 1, run.auto_ep)
+    keys = [key for key, one in zip(SHARED_KEYS, shares, strict=True) if one]
     shared = tuple(Unmodelled(key, Effect.UNKNOWN, _SHARED) for key in keys)
     unmodelled = (*resolved.unmodelled, *run.unmodelled, *shared)
     return Candidate(run.zero, run.workload, alloc_conf or request.alloc_conf, index=index, engine=own, unmodelled=unmodelled)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from math import prod
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import training_of
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
@@ -14,7 +16,9 @@ from zeroplan.interop.training import Training, read_training
 from zeroplan.planner.describe import UNSEARCHED
 from zeroplan.planner.from_files import filled, told_of_machine, without_graphs
 from zeroplan.planner.request import Request
+from zeroplan.search.candidates_file import SHARED_KEYS
 from zeroplan.search.cost import CostModel
+from zeroplan.search.layout_orders import FIXED, flags_of
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import rank_all
 from zeroplan.search.results import Recommendation, recommendation
@@ -22,8 +26,9 @@ from zeroplan.search.search_options import ResolvedSearch, SearchOptions, resolv
 from zeroplan.search.space import Candidate
 
 
-def with_source(request: Request, options: SearchOptions) -> tuple[Request, SearchOptions, Recommendation]:
-    """Fill the request and the options from the source; returns them with the source's own configuration, predicted.
+def with_source(request: Request, options: SearchOptions) -> tuple[Request, SearchOptions, Recommendation | None]:
+    """Fill the request and the options from the source; returns them with the source's own configuration, predicted; None where
+    its ranks share the model, of which a note tells: the search is then of another layout.
 
     The search keeps the source's model, sequence length, precision, optimizer, adapters and global batch, and is free in
     how the batch is split, sharded, offloaded and checkpointed.
@@ -45,7 +50,7 @@ def with_source(request: Request, options: SearchOptions) -> tuple[Request, Sear
 
 def _free_search(
     asked: Request, request: Request, options: SearchOptions, setup: Setup
-) -> tuple[Request, SearchOptions, Recommendation]:
+) -> tuple[Request, SearchOptions, Recommendation | None]:
     """Return the request with the setup's choices left free, the options, and the setup's own row."""
     if asked.model is None and asked.params is None:
         raise BadInput(f"the file of {setup.title} names no model", where="MODEL", remedy="give one before --from")
@@ -58,9 +63,20 @@ def _free_search(
     engine = candidate.engine or resolved.engine
     memory = Memory(engine, resolved.spec, resolved.cluster, depth=request.depth)
     cost = CostModel(engine, resolved.spec, resolved.cluster, resolved.rates)
-    current = recommendation(engine, rank_all([candidate], memory, cost)[0], 0, resolved.cluster.layout)
+    laid_out = _of_layout(setup, candidate)
+    current = (
+        recommendation(engine, rank_all([candidate], memory, cost)[0], 0, resolved.cluster.layout) if not laid_out else None
+    )
     work = candidate.workload
-    batch = options.global_batch or work.micro_batch * work.grad_accum * resolved.cluster.layout.dp
+    ranks = resolved.cluster.layout.dp
+    shared = prod(int(setup.degrees.get(name, 1)) for name in ("tp", "cp", "ulysses", "pp"))
+    theirs = (setup.global_batch if setup.degrees else None) or work.micro_batch * work.grad_accum * max(1, ranks // shared)
+    batch: int | None = options.global_batch or theirs
+    if options.global_batch is None and laid_out and theirs % ranks:
+        batch = None
+        laid_out.append(
+            f"its batch of {theirs} is no multiple of {ranks} data-parallel ranks, and is left open (--global-batch)"
+        )
     free = replace(
         asked,
         micro_batch=request.micro_batch,
@@ -76,13 +92,19 @@ def _free_search(
         precision=None,
         alloc_conf=request.alloc_conf,
         gradient_checkpointing=False,
+        checkpoint_policy="full",
+        unmodelled=_beside_degrees(asked, setup),
         reduce_dtype=asked.reduce_dtype if find_engine(request.engine).reduces_as_told else None,
     )
     if request.compile is not None:
         free = replace(free, compile=request.compile)
     elif asked.compile is not None and not find_engine(request.engine).compiles:
-        free = replace(free, compile=None, unmodelled=(*asked.unmodelled, without_graphs(setup)))
-    said = [setup.line, *(f"{one.key}: {one.says}" for one in setup.unmodelled)]
+        free = replace(free, compile=None, unmodelled=(*free.unmodelled, without_graphs(setup)))
+    if asked.checkpoint_policy != free.checkpoint_policy:
+        key = setup.keys.get("checkpoint_policy", "--checkpoint-policy")
+        laid_out.append(f"{key}: what is recomputed is not searched; blocks are, whole, or nothing")
+    left_out = (one for one in setup.unmodelled if one.key not in map(setup.keys.get, setup.degrees))
+    said = [setup.line, *laid_out, *(f"{one.key}: {one.says}" for one in left_out)]
     notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
     return free, replace(plain, global_batch=batch, notes=notes, training=training_said(setup)), current
 
@@ -97,6 +119,25 @@ def training_said(setup: Setup) -> Training:
     if "gradient_clipping" not in setup.ds_config:
         found = replace(found, values={**found.values, "max_grad_norm": 0.0})
     return found.over(setup.training)
+
+
+def _beside_degrees(asked: Request, setup: Setup) -> tuple[Unmodelled, ...]:
+    """Return what is left out of the figures but for the degrees, which no candidate has."""
+    return tuple(one for one in asked.unmodelled if one.key not in map(setup.keys.get, setup.degrees))
+
+
+def _of_layout(setup: Setup, candidate: Candidate) -> list[str]:
+    """Return what to say where the run in use divides the model among ranks; nothing under data parallelism alone."""
+    plain = Request()
+    degrees = {name: value for name, value in setup.degrees.items() if value != getattr(plain, name)}
+    keys = list(dict.fromkeys(setup.keys.get(name, name) for name in degrees))
+    keys += [one.key for one in candidate.unmodelled if one.key in SHARED_KEYS and one.key not in keys]
+    if not keys:
+        return []
+    text = f"{', '.join(keys)}: the search is of data parallelism alone, and what is in use is not compared"
+    kept = {name: value for name, value in degrees.items() if name in FIXED}
+    flags = f", zeroplan recommend MODEL {flags_of(kept)} searches layouts that keep to it" if kept else ""
+    return [f"{text}; zeroplan estimate --from plans it{flags}"]
 
 
 #: Flags and keys of a ds_config by the field of a Request that they fill.

@@ -7,6 +7,22 @@ from typing import Any
 
 #: A value that the text does not tell.
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda _self: "unknown"})()
+#: Methods that change what they are called on.
+CHANGING = frozenset(
+    ("update", "setdefault", "pop", "popitem", "clear", "append", "extend", "insert", "remove", "sort", "merge_with", "set")
+)
+#: Calls that rebind names in ways that no text tells.
+OPAQUE = ("exec", "globals")
+#: Calls that leave a dict or a list as it is.
+READING = frozenset(
+    (
+        *("print", "pprint", "info", "warning", "init_trackers", "initialize", "parse_args", "add_config_arguments"),
+        *("len", "dict", "list", "str", "dumps", "dump", "init", "from_pretrained", "isinstance", "sorted"),
+        *("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "LoraConfig", "BitsAndBytesConfig"),
+        *("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy", "Trainer", "Seq2SeqTrainer", "SFTTrainer"),
+        *("DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"),
+    )
+)
 
 
 def called(node: ast.expr | None) -> str:

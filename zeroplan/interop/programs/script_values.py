@@ -1,8 +1,8 @@
 """What the text of a Python script tells of the values in it. Nothing is run or imported.
 
 Known are literals, arithmetic on them, names that are bound once in the whole file, fields of a class or a dataclass of the
-file, a parser's arguments, and defaults of a function that no call gives others. Whatever may change elsewhere (another
-binding, an assigned field, a method that changes a dict, the environment) is unknown.
+file, a parser's arguments, and parameters of a function: what its one call gives them, else their defaults. Whatever may change
+elsewhere (another binding, an assigned field, a method that changes a dict, the environment) is unknown.
 """
 
 from __future__ import annotations
@@ -12,32 +12,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zeroplan.interop.programs.script_arithmetic import computed
+from zeroplan.interop.programs.script_functions import Functions, given
 from zeroplan.interop.programs.script_parser import ParserArguments
-from zeroplan.interop.programs.script_syntax import UNKNOWN, base_name, called
+from zeroplan.interop.programs.script_syntax import CHANGING, OPAQUE, READING, UNKNOWN, base_name, called
 
 _CONVERSIONS: dict[str, Callable[..., Any]] = {"int": int, "float": float, "str": str, "bool": bool, "len": len}
 _FOLDS: dict[str, Callable[..., Any]] = {"max": max, "min": min, "sum": sum, "round": round, "list": list, "tuple": list}
 #: Enumerations of transformers, whose members stand for their names in lower case.
 _ENUMS = ("IntervalStrategy", "OptimizerNames", "SaveStrategy")
-#: Methods that change what they are called on.
-_CHANGING = frozenset(
-    ("update", "setdefault", "pop", "popitem", "clear", "append", "extend", "insert", "remove", "sort", "merge_with", "set")
-)
-#: Calls that rebind names in ways that no text tells.
-_OPAQUE = ("exec", "globals")
-#: Calls that leave a dict or a list as it is.
-_READING = frozenset(
-    (
-        *("print", "pprint", "len", "dict", "list", "str", "dumps", "dump", "init", "from_pretrained", "isinstance", "sorted"),
-        *("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DPOConfig", "LoraConfig", "BitsAndBytesConfig"),
-        *("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy", "Trainer", "Seq2SeqTrainer", "SFTTrainer"),
-        *("DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "RewardTrainer", "GRPOTrainer", "RLOOTrainer"),
-    )
-)
 #: Modules whose star imports bind none of a script's own names.
 _LIBRARIES = ("transformers", "torch", "peft", "trl", "datasets", "typing", "accelerate", "lightning", "pytorch_lightning")
 _MOST_TEXT = 10_000
 _MOST_DEPTH = 24
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
 def _is_main(test: ast.expr) -> bool:
@@ -75,21 +65,23 @@ class Values:
         self._flags, self._environment = flags or {}, environment or {}
         self._bound: dict[str, list[ast.expr | None]] = {}
         self._changed: set[str] = set()
+        self._fields: dict[str, set[str]] = {}  # fields, and keys of dicts, that are assigned
         self._fired: set[str] = set()  # parameters that fire gives from the command line
         self._parser = ParserArguments(self.of)
         self._parsed: set[str] = set()
         self._classes: dict[str, ast.ClassDef] = {}
         self._known: dict[int, Any] = {}
-        self._functions: set[str] = set()
+        self._passed: list[
+            tuple[str, str]
+        ] = []  # names that a function of the file gets, with the parameter that it calls them
         self._calls: dict[str, list[ast.Call]] = {}
         self._loads: dict[str, list[ast.Name]] = {}
         for node in self.nodes:
-            if isinstance(node, ast.FunctionDef):
-                self._functions.add(node.name)
-            elif isinstance(node, ast.Call):
+            if isinstance(node, ast.Call):
                 self._calls.setdefault(called(node.func), []).append(node)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self._loads.setdefault(node.id, []).append(node)
+        self._functions = Functions(self.nodes, self.parents, self._calls)
         self._collect()
         self._known.clear()  # what was read before all changes were known
 
@@ -116,6 +108,17 @@ class Values:
                 return node
             node = found[0]
         return node
+
+    def _names(self, node: ast.expr) -> list[str]:
+        """The name that stands there, and those that it stands for, where each is bound once."""
+        found: list[str] = []
+        while isinstance(node, ast.Name) and node.id not in found:
+            found.append(node.id)
+            bound = self._bound.get(node.id, [])
+            if len(bound) != 1 or not isinstance(bound[0], ast.Name):
+                break
+            node = bound[0]
+        return found
 
     def name_of(self, node: ast.expr | None) -> str:
         """The last name of what is called, by the name under which its module has it."""
@@ -149,7 +152,7 @@ class Values:
 
     def changed(self, name: str) -> bool:
         """Whether a field or an item of what a name stands for is assigned somewhere."""
-        return name in self._changed
+        return name in self._changed or bool(self._fields.get(name))
 
     def keywords(self, call: ast.Call) -> Iterator[tuple[str, Any, ast.expr]]:
         """Yield a call's keyword arguments with their values, those of ``**mapping`` too; an unknown mapping is ``**``."""
@@ -203,13 +206,26 @@ class Values:
         fired = {name: value for name, value in self._flags.items() if name in self._fired}
         self._bound |= {name: [ast.Constant(value)] for name, value in fired.items()}
         self._flags = fired | self._parser.given(self._flags, self._words)
+        for name, found in list(self._bound.items()):  # what a function returns has two names
+            for other in self._functions.returned(found):
+                self._alias(name, other)
+        inside = {parameter for _, parameter in self._passed}
         for name, loads in self._loads.items():
-            for node in loads if self._holds_items(name) else ():
+            for node in loads if name in inside or self._holds_items(name) else ():
                 self._handed(node)
+        for _ in self._passed:  # what changes of a name changes of its other names, and so on
+            before = len(self._changed), sum(map(len, self._fields.values()))
+            for name, other in self._passed:
+                self._changed |= {name} if other in self._changed else set()
+                self._fields.setdefault(name, set()).update(self._fields.get(other, ()))
+            if before == (len(self._changed), sum(map(len, self._fields.values()))):
+                break
+        self._parsed = {name for name in self._parsed if len(self._bound[name]) == 1}
+        self._parsed |= {name for name, found in self._bound.items() if found and all(map(self._parses, found))}
 
     def _holds_items(self, name: str) -> bool:
         found = self._bound.get(name, [])
-        return len(found) == 1 and isinstance(found[0], ast.Dict | ast.List | ast.Call)
+        return bool(found) and all(isinstance(one, ast.Dict | ast.List | ast.Call) for one in found)
 
     def _handed(self, node: ast.Name) -> None:
         """Count a dict or list as changed where it, or a part of it, gets another name or goes to code that may change it."""
@@ -218,16 +234,45 @@ class Values:
         )
         if isinstance(parent, ast.keyword):
             holder = self.parents.get(id(parent))
-            safe = parent.arg is None or (isinstance(holder, ast.Call) and self.name_of(holder.func) in _READING)
+            reads = isinstance(holder, ast.Call) and self.name_of(holder.func) in READING
+            safe = (
+                parent.arg is None
+                or reads
+                or (isinstance(holder, ast.Call) and self._functions.parameter_of(holder, child) is not None)
+            )
         elif isinstance(parent, ast.Call):
-            safe = self.name_of(parent.func) in _READING
+            safe = self.name_of(parent.func) in READING or self._stays(parent, child, node)
+            if self.name_of(parent.func) == "vars":
+                self._handed_as_dict(node, parent)
+                return
         elif isinstance(parent, ast.Attribute):
             holder = self.parents.get(id(parent))
             method = isinstance(holder, ast.Call) and holder.func is parent
             safe = parent.attr != "__dict__" and (not method or parent.attr in ("get", "copy", "keys"))
+        elif isinstance(parent, ast.Return):
+            safe = all(isinstance(one, ast.Call) and called(one.func) == "parse_args" for one in self._bound[node.id])
         else:
             safe = isinstance(parent, ast.Dict | ast.Compare | ast.FormattedValue | ast.BinOp)
         if not safe and (child is node or (isinstance(child, ast.expr) and isinstance(self.of(child), dict | list))):
+            self._changed.add(node.id)
+
+    def _stays(self, call: ast.Call, part: ast.AST, node: ast.Name) -> bool:
+        """Whether a name as a whole goes to a function of the file, which is followed."""
+        return part is node and self._functions.parameter_of(call, part) is not None
+
+    def _alias(self, name: str, other: str) -> None:
+        """Note two names of one object: what changes of either changes of both."""
+        self._passed += [(name, other), (other, name)]
+
+    def _handed_as_dict(self, node: ast.Name, view: ast.Call) -> None:
+        """Count what a name of ``vars(name)`` changes as changed; a call that gets it reads it."""
+        parent = self.parents.get(id(view))
+        if isinstance(parent, ast.Assign) and isinstance(parent.targets[0], ast.Name):
+            self._alias(node.id, parent.targets[0].id)
+            return
+        call = self.parents.get(id(parent)) if isinstance(parent, ast.keyword) else parent
+        own = isinstance(call, ast.Call) and called(call.func) in self._functions.named
+        if own or not isinstance(call, ast.Call | ast.FormattedValue):
             self._changed.add(node.id)
 
     def _is_item(self, parent: ast.AST, child: ast.AST) -> bool:
@@ -246,8 +291,10 @@ class Values:
                 self._parsed.add(called(target.elts[0]))
         elif isinstance(target, ast.Name):
             self._bind(target.id, value)
-            if isinstance(value, ast.Call) and called(value.func) == "parse_args":
-                self._parsed.add(target.id)
+        elif isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name):
+            self._fields.setdefault(target.value.id, set()).add(target.attr)
+        elif isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and _is_text(target.slice):
+            self._fields.setdefault(target.value.id, set()).add(ast.literal_eval(target.slice))
         elif name := base_name(target):
             self._changed.add(name)
 
@@ -264,16 +311,20 @@ class Values:
 
     def _parameters(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         """Bind parameters: to their defaults where no call in the file gives others and the function is not handed around."""
-        given = function.args
-        plain = [*given.posonlyargs, *given.args]
+        own = function.args
+        plain = [*own.posonlyargs, *own.args]
         defaults: dict[str, ast.expr] = {
-            one.arg: default for one, default in zip(plain[len(plain) - len(given.defaults) :], given.defaults, strict=True)
+            one.arg: default for one, default in zip(plain[len(plain) - len(own.defaults) :], own.defaults, strict=True)
         }
-        defaults |= {
-            one.arg: value for one, value in zip(given.kwonlyargs, given.kw_defaults, strict=True) if value is not None
-        }
+        defaults |= {one.arg: value for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is not None}
         calls, handed = self._uses(function.name)
-        for at, one in enumerate((*plain, *given.kwonlyargs)):
+        once = self._functions.called_once(function) if not handed else None
+        for at, one in enumerate((*plain, *own.kwonlyargs)):
+            value = None if once is None else given(once, one.arg, at if at < len(plain) else None)
+            if value is not None:
+                if not (isinstance(value, ast.Name) and value.id == one.arg):  # else the name has the value of its one binding
+                    self._bind(one.arg, value)
+                continue
             by_call = any(
                 len(call.args) > at or any(word.arg in (one.arg, None) for word in call.keywords) for call in calls
             ) or any(isinstance(inner, ast.Starred) for call in calls for inner in call.args)
@@ -281,9 +332,27 @@ class Values:
             self._bind(one.arg, defaults[one.arg] if known else None)
             if known and self._is_fired(function.name):
                 self._fired.add(one.arg)
-        for rest in (given.vararg, given.kwarg):
+        for rest in (own.vararg, own.kwarg):
             if rest is not None:
                 self._bind(rest.arg, None)
+
+    def _parses(self, value: ast.expr | None, depth: int = 0) -> bool:
+        """Whether an expression is what a parser parses, also where a function of the file returns it."""
+        if not isinstance(value, ast.Call) or depth > 4:
+            return False
+        if isinstance(value.func, ast.Attribute):
+            return value.func.attr == "parse_args"
+        own = self._functions.named.get(called(value.func), [])
+        returns = [node.value for one in own for node in ast.walk(one) if isinstance(node, ast.Return)]
+        if any(isinstance(one, ast.Name) and one.id in self._changed for one in returns):
+            return False
+        named = [self._bound.get(one.id, [None]) if isinstance(one, ast.Name) else [one] for one in returns]
+        inside = [[one for one in found if one is not value] for found in named]
+        return (
+            len(own) == 1
+            and bool(inside)
+            and all(bool(found) and all(self._parses(one, depth + 1) for one in found) for found in inside)
+        )
 
     def _uses(self, name: str) -> tuple[list[ast.Call], bool]:
         """The calls of a function, and whether it is handed to another one; fire's call of it is neither."""
@@ -296,17 +365,20 @@ class Values:
 
     def _called(self, call: ast.Call) -> None:
         name = called(call.func)
-        if isinstance(call.func, ast.Name) and name in _OPAQUE:
+        if isinstance(call.func, ast.Name) and name in OPAQUE:
             self.opaque = self.opaque or call.lineno
         if name == "setattr" and call.args and (changed := base_name(call.args[0])):
             self._changed.add(changed)
-        if isinstance(call.func, ast.Attribute) and name in _CHANGING and (changed := base_name(call.func)):
+        if isinstance(call.func, ast.Attribute) and name in CHANGING and (changed := base_name(call.func)):
             self._changed.add(changed)
         # A function of the file may change a dict or an object that it is given.
-        if isinstance(call.func, ast.Name) and name in self._functions:
+        if isinstance(call.func, ast.Name) and name in self._functions.named:
             for one in (*call.args, *(word.value for word in call.keywords)):
-                if isinstance(one, ast.Name):
+                parameter = self._functions.parameter_of(call, one)
+                if isinstance(one, ast.Name) and parameter is None:
                     self._changed.add(one.id)
+                elif isinstance(one, ast.Name) and parameter is not None:
+                    self._alias(one.id, parameter)
 
     # Expressions
 
@@ -337,10 +409,13 @@ class Values:
         if not found or any(one is None for one in found):
             return UNKNOWN
         values = [self.of(one, depth) for one in found]
-        if len(values) > 1 and not all(isinstance(one, ast.Constant) and one.value == values[0] for one in found):
+        plain = all(isinstance(one, bool | int | float | str | None) and type(one) is type(values[0]) for one in values)
+        if len(values) > 1 and not (plain and all(one == values[0] for one in values)):
             return UNKNOWN
         if isinstance(values[0], dict | list) and name in self._changed:
             return UNKNOWN
+        if isinstance(values[0], dict) and name in self._fields:
+            return values[0] | dict.fromkeys(self._fields[name], UNKNOWN)
         if name in self._fired and name not in self._flags:
             self.taken.add(name)
         return values[0]
@@ -351,9 +426,11 @@ class Values:
             return node.attr
         if isinstance(node.value, ast.Name | ast.Attribute) and called(node.value) in _ENUMS:
             return node.attr.lower()
-        if not isinstance(node.value, ast.Name) or owner in self._changed:
+        names = self._names(node.value)
+        if not names or any(one in self._changed or node.attr in self._fields.get(one, ()) for one in names):
             return UNKNOWN
-        if owner in self._parsed and len(self._bound.get(owner, [])) == 1:
+        owner = names[-1]
+        if owner in self._parsed:
             value = self._parser.arguments.get(node.attr, UNKNOWN)
             if node.attr not in self._flags:
                 self.taken.add(node.attr)
@@ -363,7 +440,7 @@ class Values:
             return {key: value for key, value, _ in self.keywords(made)}.get(node.attr, UNKNOWN)
         kind = called(made.func) if isinstance(made, ast.Call) else owner
         cls = self._classes.get(kind)
-        if cls is None or len(self._bound.get(kind, [])) != 1 or kind in self._changed:
+        if cls is None or len(self._bound.get(kind, [])) != 1 or self.changed(kind):
             return UNKNOWN
         if isinstance(made, ast.Call):
             if made.args or any(isinstance(one, ast.FunctionDef) and one.name == "__init__" for one in cls.body):

@@ -59,7 +59,7 @@ from zeroplan_runtime.units import Policy, cast_floating, find_units
 from zeroplan_runtime.watchdog import watch, weakly
 
 if TYPE_CHECKING:
-    from zeroplan_runtime.pipeline import TorchSchedule
+    from zeroplan_runtime.pipeline_kinds import TorchSchedule
 
 
 class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
@@ -281,12 +281,17 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
             self.schedule.root_post_backward()
 
     def pipeline_schedule(
-        self, kind: type[TorchSchedule] | str, loss_fn: Callable[..., torch.Tensor], **options: Any
+        self,
+        kind: type[TorchSchedule] | str,
+        loss_fn: Callable[..., torch.Tensor],
+        *,
+        chunks: int = 1,
+        **options: Any,
     ) -> TorchSchedule:
         """See :func:`zeroplan_runtime.pipeline.make_schedule`."""
         from zeroplan_runtime.pipeline import make_schedule
 
-        return make_schedule(self, kind, loss_fn, **options)
+        return make_schedule(self, kind, loss_fn, chunks=chunks, **options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model in place, as ``model.compile(...)`` does, by ``torch.compile`` and with its arguments.

@@ -12,17 +12,18 @@ from zeroplan_runtime.unit_state import ParamSlot, UnitState
 class ExecutionOrder:
     """The unit that followed each unit in the last forward (`next_in_forward`) and in the last backward (`next_in_backward`).
 
-    Both begin with the order in which the modules are defined.
+    Both begin with the order in which the modules are defined, or with none where it `learns` which of the units there are.
 
     Attributes:
         left_out: units that the present step does not run. They keep their places in both orders.
     """
 
-    def __init__(self, units: Sequence[UnitState]) -> None:
+    def __init__(self, units: Sequence[UnitState], *, learns: bool = False) -> None:
         self.units = units
         self.left_out: frozenset[UnitState] = frozenset()
-        self.next_in_forward = dict(pairwise(units))
-        self.next_in_backward = {later: earlier for earlier, later in pairwise(unit for unit in units if not unit.is_root)}
+        defined = [] if learns else units
+        self.next_in_forward = dict(pairwise(defined))
+        self.next_in_backward = {later: earlier for earlier, later in pairwise(one for one in defined if not one.is_root)}
 
     def after_in_forward(self, unit: UnitState) -> UnitState | None:
         """The unit that is expected after `unit` in a forward."""

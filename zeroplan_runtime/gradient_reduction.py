@@ -32,6 +32,7 @@ class GradientReduction:
         boundary: the optimizer steps after this micro batch.
         keeps_own: gradients stay each rank's own in this step, as the optimizer exchanges its momentum instead.
         has_grads: there are gradients of this step.
+        chunk: the units that the present backward reduces, those of one chunk of a pipeline; None for all.
         slots_are_due: slots that an earlier backward kept are to be freed after the next forward's first block.
     """
 
@@ -47,6 +48,7 @@ class GradientReduction:
         self.boundary = True
         self.keeps_own = False
         self.has_grads = False
+        self.chunk: set[UnitState] | None = None
 
     def begin_backward(self) -> None:
         """Prepares a micro batch's backward; also clears what an interrupted backward left."""
@@ -58,13 +60,20 @@ class GradientReduction:
         """Reduces the gradients that have not been reduced when the whole backward has ended."""
         for unit in reversed(self.model_states.units):
             came_late = unit.grad_slot is not None and RECEIVED_NOW in unit.grad_received
-            if unit.trainable is not None and (came_late or not unit.reduced):
+            if unit.trainable is not None and (came_late or (not unit.reduced and self._is_due(unit))):
                 self.reduce(unit, last=True)
         if self.host is not None and self.boundary:
             self.host.post_backward()
         for unit in self.model_states.units:
             unit.reduced, unit.forward_count = False, 0
             unit.grad_received = unit.grad_received.replace(b"\x02", b"\x01")
+
+    def _is_due(self, unit: UnitState) -> bool:
+        """Returns whether the present backward reduces `unit`: one of its chunk, or one whose mean the step still waits for."""
+        if self.chunk is None or unit in self.chunk:
+            return True
+        waits = unit.grad_slot is None or unit.offloaded is not None or not unit.accumulated
+        return self.boundary and waits
 
     def post_backward(self, unit: UnitState) -> None:
         """Reduces `unit`'s gradients after its backward, unless more of them are expected."""

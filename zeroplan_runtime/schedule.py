@@ -93,6 +93,7 @@ class Schedule:
         self._current: UnitState | None = None
         units = model_states.units
         self._execution_order = ExecutionOrder(model_states.leaders)
+        self._chunks: dict[int, tuple[ExecutionOrder, set[UnitState]]] = {}  # of a pipeline: see choose_chunk
         self._last: UnitState | None = None
         for unit in units:
             unit.updated.record(self.compute_stream)  # ModelStates filled the shards on this stream
@@ -140,6 +141,13 @@ class Schedule:
         self.grads.slots_are_due = any(slot.buffer.is_allocated for slot in self.model_states.grad_slots.values())
         self.in_engine_backward = False
 
+    def choose_chunk(self, number: int) -> None:
+        """Notes of which chunk of a pipeline the next forward or backward is: see Note [Chunks] in pipeline."""
+        if number not in self._chunks:
+            roots = {unit for unit in self.model_states.units if unit.is_root}
+            self._chunks[number] = ExecutionOrder(self.model_states.leaders, learns=True), roots
+        self._execution_order, self.grads.chunk = self._chunks[number]
+
     def leave_out(self, units: frozenset[UnitState]) -> None:
         """Notes that the next forward and backward do not run these units, though their modules are called."""
         self._execution_order.left_out = units
@@ -154,6 +162,8 @@ class Schedule:
             self.pre_backward(unit, recompute=True)
             return
         self._record_progress("forward", unit)
+        if self.grads.chunk is not None:
+            self.grads.chunk.update(unit.parts)
         for part in unit.parts:
             self._enter(part)
             if self.aliases is not None:

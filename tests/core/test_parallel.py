@@ -105,7 +105,7 @@ def test_every_degree_is_tried() -> None:
 HAS = {
     "deepspeed": {"tp", "pp", "ulysses", "ep"},
     "fsdp2": set(DEGREES) - {"ulysses"},
-    "zeroplan": {"tp", "sp", "cp", "pp", "ep", "etp"},
+    "zeroplan": {"tp", "sp", "cp", "pp", "vpp", "ep", "etp"},
     "megatron": {"tp", "sp", "cp", "pp", "vpp", "ep", "etp"},
 }
 

@@ -19,6 +19,8 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.pipeline_cut import cut
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.request import Request
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.tapes import find_tape
 
@@ -80,14 +82,33 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(tape: ExpandedTape, sch
     assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
 
 
-@pytest.mark.parametrize(("stage", "number"), [(0, 0), (1, 3), (2, 1), (3, 0)])
-def test_what_the_runtime_keeps_of_a_stage_its_schedule_leaves_alive(tape: ExpandedTape, stage: int, number: int) -> None:
-    layout = ParallelLayout(gpus=8, pp=4)
-    case = Case(load_model(MODEL), WORK, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout, pp_rank=number)
+@pytest.mark.parametrize(
+    ("stage", "number", "chunks", "schedule"),
+    [(0, 0, 1, "1f1b"), (1, 3, 1, "1f1b"), (2, 1, 1, "1f1b"), (3, 0, 1, "1f1b"), (1, 3, 2, "1f1b"), (2, 0, 2, "gpipe")],
+)
+def test_what_the_runtime_keeps_of_a_stage_its_schedule_leaves_alive(
+    tape: ExpandedTape, stage: int, number: int, chunks: int, schedule: str
+) -> None:
+    layout = ParallelLayout(gpus=8, pp=4, vpp=chunks)
+    case = Case(
+        load_model(MODEL), WORK, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout, pp_rank=number, pipeline=schedule
+    )
     engine = find_engine("zeroplan")
     assert engine.simulates(case)
     assert not ledger_and_schedule_differ(case, engine, tape)
     assert not engine.simulates(replace(case, pipeline=PipelineSchedule.ZERO_BUBBLE))
+
+
+@pytest.mark.parametrize("more", [{}, {"schedule": "zbv"}, {"schedule": "dualpipev"}], ids=str)
+def test_the_runtimes_chunks_are_planned_and_promised_to_nobody(more: dict[str, str]) -> None:
+    """No GPU has measured them."""
+    asked = Request(
+        model=MODEL, engine="zeroplan", stage=2, gpus=4, pp=2, vpp=2, grad_accum=4, depth="formula", vram="400G", **more
+    )
+    (plan,) = estimate_report(asked).plans
+    assert plan.fits is None
+    assert "--pp" in {one.key for one in plan.unmodelled}
+    assert {stage.stage for stage in plan.stages} == {0, 1}
 
 
 def test_gpipe_holds_every_micro_batch_and_1f1b_those_in_flight(tape: ExpandedTape) -> None:

@@ -15,9 +15,21 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import zeroplan_runtime
 from tests.runtime import models
-from tests.runtime.mesh_training import CausalStage, is_causal_block, loss_of, mesh_of, on_samples, on_stages, train_on
+from tests.runtime.mesh_training import (
+    CausalChunks,
+    CausalStage,
+    chunks_on,
+    is_causal_block,
+    loss_of,
+    mesh_of,
+    on_samples,
+    on_stages,
+    train_on,
+)
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
+from zeroplan.core.pipeline import chunks_of
+from zeroplan.core.pipeline_order import schedule_of
 from zeroplan.trace.tensor_parallel import parallelize
 
 
@@ -57,7 +69,7 @@ LLAMA = {
 }
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 4) -> nn.Module:
     """A causal language model of transformers that gives its loss, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -67,7 +79,7 @@ def llama() -> nn.Module:
             return loss
 
     torch.manual_seed(0)
-    return Llama(LlamaConfig(**LLAMA, loss_type="ForCausalLM"))
+    return Llama(LlamaConfig(**{**LLAMA, "num_hidden_layers": layers}, loss_type="ForCausalLM"))
 
 
 def train_tokens(_group: dist.ProcessGroup, config: dict[str, Any], steps: int) -> dict[str, Any]:
@@ -213,6 +225,29 @@ class Stage(nn.Module):
         return self.head(self.norm(x)).float() if hasattr(self, "head") else x
 
 
+class Chunks(nn.Module):
+    """Stages of :class:`models.Tiny` divided into four, all of one rank's, under the whole model's names."""
+
+    def __init__(self, whole: models.Tiny, indices: tuple[int, ...]) -> None:
+        super().__init__()
+        ends = (0, 1, 3, 4, 5)  # of unequal depth
+        self.parts = [[str(i) for i in range(ends[index], ends[index + 1])] for index in indices]
+        self.blocks = nn.ModuleDict({i: whole.blocks[int(i)] for part in self.parts for i in part})
+        self.ends = [(index == 0, index == 3) for index in indices]
+        if 0 in indices:
+            self.embed = whole.embed
+        if 3 in indices:
+            self.norm, self.head = whole.norm, whole.head
+
+    def forward(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
+        first, last = self.ends[chunk]
+        if first:
+            x = self.embed(x)
+        for i in self.parts[chunk]:
+            x = self.blocks[i](x)
+        return self.head(self.norm(x)).float() if last else x
+
+
 def train_pipeline(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
     """Trains on two stages × two data-parallel ranks for each (schedule, config); each stage's losses and parameters.
 
@@ -222,7 +257,8 @@ def train_pipeline(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, A
     for kind, config in cases:
         mesh = mesh_of(pp=2, tp=2) if kind == "split" else mesh_of(pp=2, dp=2)
         index, sample = mesh.get_local_rank("pp"), 0 if kind == "split" else mesh.get_local_rank("dp")
-        model = Stage(models.make(odd=kind != "split"), index)
+        whole, indices = models.make(odd=kind != "split"), chunks_on(kind, index)
+        model = Stage(whole, index) if len(indices) == 1 else Chunks(whole, indices)
         if kind == "split":
             styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}
             for block in model.blocks.values():
@@ -244,6 +280,26 @@ def train_stages(
             zeroplan_runtime.compile_blocks(model, policy=is_causal_block, backend=backend)
         step = on_stages(kind, mesh.get_local_rank("dp"), length=6)
         found.append(train_on(mesh, model, config, steps, step, policy=is_causal_block))
+    return found
+
+
+#: Schedules of two chunks a rank, by what the planner calls them and what torch does.
+OF_CHUNKS = {
+    "1f1b": "Interleaved1F1B",
+    "gpipe": "LoopedBFS",
+    "zero-bubble": "InterleavedZeroBubble*2",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+
+
+def train_chunks(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Trains a Llama of six blocks on two ranks of two chunks × two data-parallel ranks, for each (schedule, config)."""
+    mesh, found = mesh_of(pp=2, dp=2), []
+    for name, config in cases:
+        stages = chunks_of(6, 2, 2, mesh.get_local_rank("pp"), schedule_of(name))
+        step = on_stages(OF_CHUNKS[name], mesh.get_local_rank("dp"), length=6)
+        found.append(train_on(mesh, CausalChunks(llama(6), stages), config, 1, step, policy=is_causal_block))
     return found
 
 
@@ -295,9 +351,11 @@ def stage_refusals(_group: dist.ProcessGroup) -> dict[str, str]:
     """What is said of batches and schedules with which a pipeline would train wrong; nothing is sent between the stages."""
     mesh = mesh_of(pp=2, dp=2)
 
-    def made(accumulation: int = 2, *, stage: int = 1, checkpointed: bool = False, compiled: bool = False) -> Any:
-        config = ds_config(stage, gradient_accumulation_steps=accumulation)
-        model = Stage(models.make(), mesh.get_local_rank("pp"))
+    def made(
+        accumulation: int = 2, *, stage: int = 1, checkpointed: bool = False, compiled: bool = False, chunks: bool = False
+    ) -> Any:
+        config, place = ds_config(stage, gradient_accumulation_steps=accumulation), mesh.get_local_rank("pp")
+        model: Any = Chunks(models.make(), (place, 3 - place)) if chunks else Stage(models.make(), place)
         model.gradient_checkpointing = checkpointed
         if compiled:
             policy = lambda name, _module: name.startswith("blocks.") and name.count(".") == 1  # noqa: E731
@@ -327,6 +385,13 @@ def stage_refusals(_group: dist.ProcessGroup) -> dict[str, str]:
         "again": lambda: made(checkpointed=True).pipeline_schedule("InterleavedZeroBubble", loss_of),
         "compiled": lambda: made(compiled=True).pipeline_schedule("InterleavedZeroBubble", loss_of),
         "folded": lambda: made(4).pipeline_schedule("ZBVZeroBubble", loss_of),
+        "looped": lambda: made(4).pipeline_schedule("Interleaved1F1B", loss_of),
+        "one": lambda: made(4).pipeline_schedule("1F1B", loss_of, chunks=2),
+        "no chunks": lambda: made(4).pipeline_schedule("Interleaved1F1B", loss_of, chunks=2),
+        "turns": lambda: made(5, chunks=True).pipeline_schedule("Interleaved1F1B", loss_of, chunks=2),
+        "fewer": lambda: made(3, chunks=True).pipeline_schedule("DualPipeV", loss_of, chunks=2),
+        "gathered halves": lambda: made(4, chunks=True, stage=3).pipeline_schedule("ZBVZeroBubble", loss_of, chunks=2),
+        "unknown": lambda: made().pipeline_schedule("Zigzag", loss_of),
         "no loss": lambda: made().pipeline_schedule("GPipe", "mean"),
     }
     return {name: _said(act) for name, act in tried.items()}

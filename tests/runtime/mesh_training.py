@@ -16,6 +16,7 @@ import zeroplan_runtime
 from tests.runtime import models
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.pipeline import Stage
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -28,6 +29,17 @@ _MESHES: dict[tuple[tuple[str, int], ...], DeviceMesh] = {}
 
 #: Runs one step's micro batches, each with its ``engine.step()``, and gives the rank's loss; NaN where a stage sees none.
 Step = Callable[[Any, int], float]
+
+
+#: Schedules of two chunks a rank.
+FOLDED, LOOPED = ("ZBVZeroBubble", "DualPipeV"), ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble*2")
+
+
+def chunks_on(kind: str, rank: int) -> tuple[int, ...]:
+    """The stages that one of two pipeline ranks has, of two or of four."""
+    if kind in FOLDED:
+        return rank, 3 - rank
+    return (rank, rank + 2) if kind in LOOPED else (rank,)
 
 
 def mesh_of(**sizes: int) -> DeviceMesh:
@@ -83,15 +95,14 @@ def on_stages(kind: str, sample: int, *, length: int = models.LENGTH) -> Step:
 
     def step(engine: Any, number: int) -> float:
         if id(engine) not in schedules:
-            schedules[id(engine)] = engine.pipeline_schedule(kind, loss_of)
+            chunks = {"chunks": 2} if kind in (*FOLDED, *LOOPED) else {}
+            schedules[id(engine)] = engine.pipeline_schedule(kind.removesuffix("*2"), loss_of, **chunks)
         schedule, micros = schedules[id(engine)], range(engine.gradient_accumulation_steps())
         tokens = torch.cat([models.batch(number, micro, sample)[:, :length] for micro in micros])
         parts: list[torch.Tensor] = []
         with loss_parallel():
-            if engine.ranks.pp.rank == 0:
-                schedule.step(tokens)
-            else:
-                schedule.step(target=tokens, losses=parts)
+            first, last = engine.ranks.pp.rank == 0, engine.ranks.pp.rank == (0 if kind in FOLDED else 1)
+            schedule.step(*([tokens] if first else []), **({"target": tokens, "losses": parts} if last else {}))
         engine.step()
         return sum(map(_number, parts)) / len(micros) if parts else float("nan")
 
@@ -131,6 +142,30 @@ class CausalStage(nn.Module):
         return self.lm_head(self.model.norm(x)) if hasattr(self, "lm_head") else x
 
 
+class CausalChunks(nn.Module):
+    """Stages of a causal language model of transformers, all of one rank's: their blocks under the whole model's names."""
+
+    def __init__(self, whole: Any, stages: tuple[Stage, ...]) -> None:
+        super().__init__()
+        self.model, self.stages = nn.Module(), stages
+        chosen = sorted(i for stage in stages for i in range(stage.first, stage.end))
+        self.model.layers = nn.ModuleDict({str(i): whole.model.layers[i] for i in chosen})
+        self.model.rotary_emb = whole.model.rotary_emb
+        if any(stage.is_first for stage in stages):
+            self.model.embed_tokens = whole.model.embed_tokens
+        if any(stage.is_last for stage in stages):
+            self.model.norm, self.lm_head = whole.model.norm, whole.lm_head
+
+    def forward(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
+        stage = self.stages[chunk]
+        if stage.is_first:
+            x = self.model.embed_tokens(x)
+        places = self.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        for i in range(stage.first, stage.end):
+            x = self.model.layers[str(i)](x, position_embeddings=places)
+        return self.lm_head(self.model.norm(x)) if stage.is_last else x
+
+
 def is_causal_block(name: str, _module: nn.Module) -> bool:
     """Names the blocks of a stage, which stand in no list."""
     return name.startswith("model.layers.") and name.count(".") == 2
@@ -145,7 +180,13 @@ def rows_of(found: dict[str, Any]) -> Rows:
 
 
 def planned_rows(
-    model: nn.Module, config: dict[str, Any], layout: ParallelLayout, *, pp_rank: int = 0, length: int = models.LENGTH
+    model: nn.Module,
+    config: dict[str, Any],
+    layout: ParallelLayout,
+    *,
+    pp_rank: int = 0,
+    length: int = models.LENGTH,
+    schedule: str = "1f1b",
 ) -> Rows:
     """The planned bytes of a model's owned buffers, by buffer, unit and place."""
     engine = Runtime().with_ds_config(read_ds_config(config, dialect=Dialect.RUNTIME))
@@ -162,6 +203,8 @@ def planned_rows(
         OffloadDevice(section.get(key, {}).get("device", "none")) for key in ("offload_optimizer", "offload_param")
     )
     zero = ZeroConfig.of(section["stage"], OffloadOptimizer(optimizer), OffloadParam(param))
-    case = Case(spec_from_module(model), workload, Cluster(gpus=layout.world_size), zero, layout, pp_rank=pp_rank)
+    case = Case(
+        spec_from_module(model), workload, Cluster(gpus=layout.world_size), zero, layout, pp_rank=pp_rank, pipeline=schedule
+    )
     engine.require_layout(layout)
     return dict(engine.owned_buffers(case, None).rows)

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runtime import mesh_jobs, models
-from tests.runtime.mesh_training import planned_rows, rows_of
+from tests.runtime.mesh_training import FOLDED, planned_rows, rows_of
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import distance, ds_config, loss_distance
 from zeroplan.core.errors import BadInput
@@ -96,6 +96,22 @@ def test_the_plan_of_a_stage_equals_its_arena(pool: RankPool) -> None:
     halved = pool.run(4, mesh_jobs.train_stages, configs[:2], "", 1, "InterleavedZeroBubble")
     for whole, found in zip(results, halved, strict=True):
         assert list(map(rows_of, found)) == list(map(rows_of, whole[:2]))
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
+def test_the_plan_of_chunks_equals_their_arena(pool: RankPool, every: bool) -> None:
+    config = {"gradient_accumulation_steps": 4}
+    cases = [("1f1b", ds_config(2, "bf16", **config)), ("zbv", ds_config(1, "bf16", **config))]
+    if every:
+        names = ("1f1b", "gpipe", "zero-bubble", "zbv", "dualpipev")
+        stages = {name: (1, 2, 3) if name in ("1f1b", "gpipe") else (1, 2) for name in names}
+        cases = [(name, ds_config(stage, "bf16", **config)) for name in names for stage in stages[name]]
+    results = pool.run(4, mesh_jobs.train_chunks, cases)
+    whole, layout = mesh_jobs.llama(6), ParallelLayout(4, pp=2, vpp=2)
+    for index, (name, one) in enumerate(cases):
+        for rank, found in enumerate(results):
+            planned = planned_rows(whole, one, layout, pp_rank=rank // 2, length=6, schedule=name)
+            assert rows_of(found[index]) == planned, (rank, name, one)
 
 
 def test_compiled_stages_train_as_plain_ones(pool: RankPool) -> None:
@@ -185,6 +201,49 @@ def test_pipeline_training_equals_plain_torch(pool: RankPool) -> None:
     assert all(rank["skipped"] == STEPS and rank["scale"] == overflowed[0]["scale"] for rank in overflowed)
 
 
+def _chunked(folder: Path, *, every: bool) -> list[tuple[str, dict[str, Any]]]:
+    """Schedules of two chunks a rank, each with a config."""
+    config: dict[str, Any] = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 4}
+    host = {"device": "cpu"}
+    csv = {"enabled": True, "output_path": str(folder), "job_name": "run"}
+    cases = [
+        ("ZBVZeroBubble", ds_config(2, **config, csv_monitor=csv)),  # whose loss is on the first rank
+        ("Interleaved1F1B", ds_config(3, **config)),
+        ("DualPipeV", ds_config(1, **config)),
+    ]
+    if every:
+        cases += [(kind, ds_config(stage, **config)) for kind in ("Interleaved1F1B", "LoopedBFS") for stage in range(4)]
+        halved = ("InterleavedZeroBubble*2", "ZBVZeroBubble", "DualPipeV")
+        cases += [(kind, ds_config(stage, **config)) for kind in halved for stage in range(3)]
+        away = {"stage": 3, "offload_optimizer": host, "offload_param": host}
+        cases.append(("LoopedBFS", ds_config(0, **config, zero_optimization=away)))
+        cases.append(("DualPipeV", ds_config(0, **config, zero_optimization={"stage": 2, "offload_optimizer": host})))
+    return cases
+
+
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
+def test_chunks_of_a_pipeline_train_as_plain_torch(pool: RankPool, tmp_path: Path, every: bool) -> None:
+    """Four stages of unequal depth on two ranks, four micro batches a step."""
+    cases, steps = _chunked(tmp_path, every=every), STEPS if every else 2
+    results = pool.run(4, mesh_jobs.train_pipeline, cases, steps)
+    plain = models.Plain(models.make(), _adamw, 2, accum=4, clip=0.5)
+    losses, norms = [], []
+    for number in range(steps):
+        losses.append(plain.step(number))
+        norms.append(plain.norm)
+    for index, (kind, case) in enumerate(cases):
+        mine = [rank[index] for rank in results]
+        seen = mine[:2] if kind in FOLDED else mine[2:]
+        assert loss_distance(seen, losses) < 2e-5, (kind, case)
+        assert distance({"params": {**mine[0]["params"], **mine[2]["params"]}}, plain) < 1e-4, (kind, case)
+        for rank in mine:
+            assert rank["norms"] == pytest.approx(norms, rel=1e-4), (kind, case)
+            assert rank["micro_steps"] == 4 * steps
+    (written,) = tmp_path.rglob("*train_loss*")
+    shown = [float(line.split(",")[1]) for line in written.read_text().splitlines()[1:]]
+    assert shown == pytest.approx([step[0] for step in losses], abs=1e-4)
+
+
 def test_ranks_of_the_same_samples_share_the_shards(pool: RankPool) -> None:
     """What each sees of them is a part of the mean, as context parallelism has it; a batch is counted once."""
     results = pool.run(4, mesh_jobs.train_tokens, ds_config(3), STEPS)
@@ -227,7 +286,14 @@ def test_batches_that_stages_would_take_for_others_are_refused(pool: RankPool) -
             "gathered": "parameters of stage 3 are not there from a forward to the second half",
             "again": "compute a checkpointed block once for each of its weights",
             "compiled": "a graph of compiled blocks makes gradients of inputs and of weights at once",
-            "folded": "ScheduleZBVZeroBubble gives a rank several stages, of which an engine has one",
+            "folded": "ScheduleZBVZeroBubble gives each rank two stages, and chunks is 1",
+            "looped": "ScheduleInterleaved1F1B is for several stages a rank, and chunks is 1",
+            "one": "Schedule1F1B runs one stage a rank, and chunks is 2",
+            "no chunks": "forward() of a Stage takes no chunk",
+            "gathered halves": "parameters of stage 3 are not there from a forward to the second half",
+            "turns": "the 2 rounds of ScheduleInterleaved1F1B do not divide 5 micro batches",
+            "fewer": "3 micro batches are fewer than the 4 stages of DualPipeV",
+            "unknown": "torch has no schedule 'Zigzag'",
             "no loss": "a str is no loss",
         }.items():
             assert words in said[name], (name, said[name])

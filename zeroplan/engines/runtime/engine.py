@@ -132,7 +132,7 @@ class Runtime(Engine):
         Raises:
             BadInput: naming the degree.
         """
-        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "ep", "etp"))
+        layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp", "ep", "etp"))
 
     def simulates(self, case: Case) -> bool:
         """Return whether the case has no pipeline stages, or such as run whole backwards of plain blocks; of others only the

@@ -1,14 +1,17 @@
-"""The runtime's memory on a pipeline rank with one stage.
+"""The runtime's memory on a pipeline rank.
 
 Note [The runtime on a stage]
     torch's schedule calls the engine for each micro batch of an accumulation: a forward counts as any, and the backward of the
     step's last micro batch is the one behind which the optimizer steps. The loss is what the program gives the schedule, here
     transformers' own; the engine's takes the place of a whole model's alone. Source: zeroplan_runtime/pipeline.py
+
+    A rank's chunks share the engine's buffers. A chunk's backward reduces the units that its forward runs and the root's, and
+    the last one of all chunks what waits for it (Note [Chunks] there).
 """
 
 from __future__ import annotations
 
-from zeroplan.core.layout import Layout
+from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.pipeline_action import Do
 from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
 from zeroplan.core.tape import ExpandedTape
@@ -16,24 +19,58 @@ from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
 from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
 from zeroplan.engines.pipeline_cut import cut
-from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule
+from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, UnitRun
 from zeroplan.simulate.recorder import Recorder
 
 
 class RuntimeStageSchedule(RuntimeSchedule, PipelineEngineSchedule):
-    """One stage's run. See Note [The runtime on a stage]."""
+    """One chunk's run. See Note [The runtime on a stage]."""
 
     def __init__(
-        self, layout: Layout, tape: ExpandedTape, recorder: Recorder, backwards: int, *, cublas_workspace: int, makes_room: bool
+        self,
+        layout: Layout,
+        tape: ExpandedTape,
+        recorder: Recorder,
+        backwards: int,
+        *,
+        cublas_workspace: int,
+        makes_room: bool,
+        several: bool,
+        beside: RuntimeStageSchedule | None = None,
     ) -> None:
-        """`backwards`: those of a step, as far as they are played."""
-        super().__init__(layout, tape, recorder, cublas_workspace=cublas_workspace, makes_room=makes_room)
+        """`backwards`: those of a step and of all chunks, as far as they are played; `several`: the rank has other chunks;
+        `beside`: the first one's.
+        """
+        super().__init__(layout, tape, recorder, cublas_workspace=cublas_workspace, makes_room=makes_room, beside=beside)
         self._backwards, self._done = backwards, 0
+        self._first = beside or self
+        self._several = several
+        root = next((unit.shape.name for unit in layout.units if unit.shape.kind is UnitKind.ROOT), None)
+        self._own = [run for run in (self.found[1].get(root or ""),) if run is not None]
+
+    def initialize(self) -> None:
+        """Take the standing buffers, which are all chunks'."""
+        if self._first is self:
+            super().initialize()
+
+    def enter(self, module: int) -> None:
+        """Note the unit as this chunk's."""
+        unit = self.of_module[module]
+        for part in (unit, unit.experts) if unit is not None else ():
+            if part is not None and part not in self._own:
+                self._own.append(part)
+        super().enter(module)
+
+    def is_due(self, unit: UnitRun) -> bool:
+        """Return whether it is one of the chunk's, or one that the step waits for."""
+        waits = unit.slot is None or unit.kept is None or not unit.accumulated
+        return not self._several or unit in self._own or (self.boundary and waits)
 
     def backward_begin(self, boundary: bool) -> None:
         """Begin a micro batch's backward; a step follows the last one."""
-        self._done += 1
-        super().backward_begin(self._done % self._backwards == 0)
+        first = self._first
+        first._done += 1
+        super().backward_begin(first._done % self._backwards == 0)
 
     def backward_end(self, boundary: bool) -> None:
         """Reduce what is left and, before a step, free the slots."""
@@ -45,17 +82,33 @@ def record_stage(case: Case, layout: Layout, tape: ExpandedTape, *, makes_room: 
 
     Args:
         case: names the rank, and the order of its micro batches.
-        layout: of the rank's stage.
+        layout: of the rank's chunks.
         tape: the whole model's, as the runtime computes it.
         makes_room: see :class:`RuntimeSchedule`.
     """
-    (stage,) = case.pipeline_chunks
-    order = PipelineOrder(schedule_of(case.pipeline), case.pp_rank, case.layout.pp, 1, case.workload.grad_accum)
+    stages = case.pipeline_chunks
+    order = PipelineOrder(schedule_of(case.pipeline), case.pp_rank, case.layout.pp, len(stages), case.workload.grad_accum)
     backwards = sum(action.do is Do.BACKWARD for action in order.shortened())
     recorder, workspace = Recorder(), case.cluster.gpu.workspace
-    part = cut(tape, stage, holds_output=True)
-    schedule = RuntimeStageSchedule(layout, part.tape, recorder, backwards, cublas_workspace=workspace, makes_room=makes_room)
+    chunks: list[ModelChunk] = []
+    first: RuntimeStageSchedule | None = None
+    for stage in stages:
+        part = cut(tape, stage, holds_output=not order.looped)
+        schedule = RuntimeStageSchedule(
+            layout,
+            part.tape,
+            recorder,
+            backwards,
+            cublas_workspace=workspace,
+            makes_room=makes_room,
+            several=len(stages) > 1,
+            beside=first,
+        )
+        first = first or schedule
+        chunks.append(ModelChunk(stage, part, schedule))
+    assert first is not None
+    stepped = first.step
     steps = STEPS_UNTIL_STEADY + (case.workload.dtype is DType.FP16)
     run = PipelineRun(order, steps, cublas_workspace=workspace, warm=True)
-    play_pipeline(run, [ModelChunk(stage, part, schedule)], recorder, lambda: schedule.step(True))
+    play_pipeline(run, chunks, recorder, lambda: stepped(True))
     return recorder

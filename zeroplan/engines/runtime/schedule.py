@@ -47,6 +47,7 @@ class UnitRun:
     sums: TransientBuffer | None = None  # where they are summed before they do
     visits: int = 0  # forwards in this micro batch
     landed: bool = False  # some gradient came in this micro batch
+    accumulated: bool = False  # a reduction has left its part of a sum
     reduced: bool = False
     experts: UnitRun | None = None  # those of its module, where ranks share them
 
@@ -65,9 +66,18 @@ class RuntimeSchedule(EngineSchedule):
     follows_modules = True
 
     def __init__(
-        self, layout: Layout, tape: ExpandedTape, recorder: Recorder, *, cublas_workspace: int, makes_room: bool = True
+        self,
+        layout: Layout,
+        tape: ExpandedTape,
+        recorder: Recorder,
+        *,
+        cublas_workspace: int,
+        makes_room: bool = True,
+        beside: RuntimeSchedule | None = None,
     ) -> None:
-        """`cublas_workspace` is bytes; `makes_room`: a segment for the kept gradients is made at the start."""
+        """`cublas_workspace` is bytes; `makes_room`: a segment for the kept gradients is made at the start; `beside`: that of
+        another tape of the same rank, whose buffers these are.
+        """
         self.layout, self.setup, self.recorder = layout, layout.setup, recorder
         self.cublas_workspace, self.makes_room = cublas_workspace, makes_room
         self.rows = runtime_buffers(layout)
@@ -80,7 +90,11 @@ class RuntimeSchedule(EngineSchedule):
         self.units: list[UnitRun] = []
         by_param: dict[str, UnitRun] = {}
         by_module: dict[str, UnitRun] = {}
-        for unit in layout.units:
+        self.found = by_param, by_module
+        if beside is not None:
+            self.staging, self.slots, self.sums, self.units = beside.staging, beside.slots, beside.sums, beside.units
+            by_param, by_module = self.found = beside.found
+        for unit in layout.units if beside is None else ():
             if unit.trainable is None:
                 continue
             slot = self.slots[unit.grad_slot] if unit.grad_slot is not None else None
@@ -183,7 +197,7 @@ class RuntimeSchedule(EngineSchedule):
         if self.current is not None:
             self._finish(self.current)
         for unit in reversed(self.units):
-            if not unit.reduced:
+            if not unit.reduced and self.is_due(unit):
                 self._reduce(unit)
         for unit in self.units:
             unit.reduced, unit.visits = False, 0
@@ -191,6 +205,10 @@ class RuntimeSchedule(EngineSchedule):
         self.current = None
         if boundary and not self.setup.delayed_update:
             self._give_slots()
+
+    def is_due(self, unit: UnitRun) -> bool:
+        """Return whether the present backward reduces a unit."""
+        return True
 
     def _begin_backward(self, unit: UnitRun) -> None:
         if unit is self.current or not self.hooked:
@@ -228,13 +246,14 @@ class RuntimeSchedule(EngineSchedule):
             self._take(self.staging)
         if unit.slot is not None:
             unit.slot.holder = None
-            unit.landed = False
+            unit.landed, unit.accumulated = False, True
 
     # --- step -----------------------------------------------------------------------------------------------------------
 
     def step(self, applied: bool) -> None:
         """Free each unit's gradients once it is updated; the kernels need nothing else."""
         for unit in self.units:
+            unit.accumulated = False
             if unit.kept is not None:
                 self._give(unit.kept)
 

@@ -7,7 +7,7 @@ not once a unit. Temporary ones are :class:`ResizableBuffer`.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -95,10 +95,6 @@ class Arena:
 
     Args:
         device: this rank's device; buffers of other places lie in host memory or files.
-
-    Attributes:
-        on_resize: called with the bytes that a ResizableBuffer allocates (negative: frees), for callers that count memory
-            by watching operators, which do not show it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -109,7 +105,6 @@ class Arena:
         self._live: dict[Place, int] = {}
         self._releases: list[pinned.Release] = []  # of blocks in host memory
         self._peaks: dict[tuple[Place, Phase], int] = {}
-        self.on_resize: Callable[[int], None] | None = None
 
     @property
     def phase(self) -> Phase:
@@ -226,8 +221,6 @@ class Arena:
     def record(self, row: Row, size: int) -> None:
         """Records `size` more bytes (negative: fewer) of a ResizableBuffer."""
         self._add(row, size)
-        if self.on_resize is not None:
-            self.on_resize(size)
 
     def live(self, place: Place = Place.HBM) -> int:
         """Returns the bytes alive in `place` now."""

@@ -67,8 +67,8 @@ def test_ranks_that_share_experts_are_as_planned() -> None:
 
 
 def test_only_degrees_that_an_engine_is_run_with_are_taken() -> None:
-    with pytest.raises(BadInput, match="verify does not run fsdp2 with ep"):
-        verify(MIXTURE, ep=2, gpus=2, stage=3, engine="fsdp2", seq_len=64)
+    with pytest.raises(BadInput, match="verify does not run fsdp2 with pp"):
+        verify(MIXTURE, pp=2, grad_accum=2, gpus=2, stage=2, engine="fsdp2", seq_len=64)
 
 
 def test_outside_the_tolerance_exits_with_3(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

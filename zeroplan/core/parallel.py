@@ -124,6 +124,10 @@ class ParallelLayout:
         """
         return min(size, self.shard_group)
 
+    def sample_of(self, rank: int) -> int:
+        """Return which of the `dp` different samples a rank reads: ranks of one stage, or of one matrix, read the same."""
+        return rank // (self.tp * self.cp * self.ulysses) % self.dp
+
     @property
     def communicators(self) -> int:
         """Process groups of more than one rank that one rank is in."""

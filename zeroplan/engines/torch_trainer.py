@@ -6,6 +6,7 @@ Imports torch: only trainers import this module, and only a rank's process impor
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS, find_optimizer
+from zeroplan.engines.torch_mesh import Passes, by_mesh, clip, whole_loss
 from zeroplan.engines.torch_optimizer import muon_takes
 from zeroplan.engines.verification import LEARNING_RATE, Row, Trainer, TrainingRun
 
@@ -23,24 +25,39 @@ _STATES |= dict.fromkeys(("row_var", "col_var"), Buffer.OPTIM_FACTORED)  # of a 
 Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
 
 
-def engine_step(run: TrainingRun, engine: Any) -> Step:
-    """Return the loop of an engine with DeepSpeed's calls: ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``."""
+def engine_step(run: TrainingRun, engine: Any, passes: Passes = nullcontext) -> Step:
+    """Return the loop of an engine with DeepSpeed's calls: ``engine(batch)``, ``engine.backward(loss)``, ``engine.step()``.
+
+    Args:
+        run: what ``verify`` asks for.
+        engine: the engine.
+        passes: what a micro batch's forward and backward run in.
+    """
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         for micro in range(run.grad_accum):
-            loss = run.loss_of(engine(**batch))
-            run.mark("forward", "backward")
-            engine.backward(loss)
+            with passes(batch) as given:
+                loss = run.loss_of(engine(**given))
+                run.mark("forward", "backward")
+                engine.backward(loss)
             run.mark("backward", "step")
             engine.step()
             if micro + 1 < run.grad_accum:
                 run.mark("step", "forward")
-        return loss
+        return whole_loss(loss)
 
     return step
 
 
-def torch_loop(run: TrainingRun, model: Any, kept: Buffer, *, autocast: bool) -> Trainer:
+def torch_loop(
+    run: TrainingRun,
+    model: Any,
+    kept: Buffer,
+    *,
+    autocast: bool,
+    passes: Passes = nullcontext,
+    reduced: Callable[[], None] = lambda: None,
+) -> Trainer:
     """Return the loop of plain torch around a wrapped model: ``torch.optim``'s optimizers, with clipping.
 
     Args:
@@ -48,6 +65,8 @@ def torch_loop(run: TrainingRun, model: Any, kept: Buffer, *, autocast: bool) ->
         model: wrapped by FSDP2 or DDP.
         kept: what the model's parameters are between two steps.
         autocast: whether the forward runs under ``torch.autocast``.
+        passes: what a micro batch's forward and backward run in.
+        reduced: called when a step's gradients are reduced, before they are clipped.
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     optimizers = make_optimizers(run.optimizer, trainable)
@@ -56,16 +75,18 @@ def torch_loop(run: TrainingRun, model: Any, kept: Buffer, *, autocast: bool) ->
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         for micro in range(run.grad_accum):
             _sync_gradients(model, micro + 1 == run.grad_accum)
-            with torch.autocast(run.device.type, dtype=run.dtype, enabled=autocast):
-                loss = run.loss_of(model(**batch))
-            run.mark("forward", "backward")
-            torch.autograd.backward(loss)
+            with passes(batch) as given:
+                with torch.autocast(run.device.type, dtype=run.dtype, enabled=autocast):
+                    loss = run.loss_of(model(**given))
+                run.mark("forward", "backward")
+                torch.autograd.backward(loss)
             run.mark("backward", "step")
-        torch.nn.utils.clip_grad_norm_([p for _, p in trainable], 1.0)
+        reduced()
+        clip([p for _, p in trainable], 1.0)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return loss
+        return whole_loss(loss)
 
     def rows() -> list[Row]:
         return [tensors_row(kept, list(model.parameters())), *state_rows(*optimizers)]
@@ -107,7 +128,9 @@ def _make_optimizer(name: str, parameters: list[Any]) -> torch.optim.Optimizer:
     if kind is None or not hasattr(torch.optim, kind.name):
         raise BadInput(f"torch has no optimizer {name!r}", where="--optimizer", remedy="verify runs torch.optim's")
     fused = {"fused": True} if kind.fused else {}
-    optimizer = getattr(torch.optim, kind.name)(parameters, lr=LEARNING_RATE, **fused, **kind.params)
+    groups = by_mesh(parameters)  # a fused step takes distributed tensors of one mesh
+    given: list[Any] = parameters if len(groups) < 2 else [{"params": group} for group in groups]
+    optimizer = getattr(torch.optim, kind.name)(given, lr=LEARNING_RATE, **fused, **kind.params)
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
 

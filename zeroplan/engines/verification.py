@@ -64,7 +64,6 @@ class TrainingRun:
         device: this rank's GPU, or the CPU.
         mark: call ``mark("load", "init")`` when the model is built, ``mark("init", "forward")`` when the engine is ready, and
             likewise after each forward, backward and step: the phase that ended, and the one that follows.
-        count: call with bytes that the engine takes (negative: gives back) outside torch's operators; None on a GPU.
         make_model: makes the model.
         prepare: adds adapters and checkpointing to the model, and returns it.
         loss_of: the loss in what the model's forward returned.
@@ -81,7 +80,6 @@ class TrainingRun:
     ds_config: Mapping[str, Any]
     device: torch.device
     mark: Callable[[str, str], None]
-    count: Callable[[int], None] | None
     make_model: ModelMaker
     prepare: Callable[[Any], Any]
     loss_of: Callable[[Any], torch.Tensor]

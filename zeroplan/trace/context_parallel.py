@@ -13,7 +13,7 @@ Note [Ring attention]
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from zeroplan.core.errors import BadInput
 from zeroplan.trace import attention
 
+#: A kernel of attention, as torch's ring calls it.
+Kernel = Callable[..., tuple[Any, ...]]
 _SEQUENCE = 2  # the dimension of the tokens in [B, H, S, D]
 
 
@@ -30,23 +32,25 @@ class RingAttention(torch.autograd.Function):
     """``scaled_dot_product_attention`` within ``context_parallel``; query [B, H, S / cp, D], key and value with Hkv heads."""
 
     @staticmethod
-    def forward(ctx: Any, group: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Allocate what the ring allocates; returns the merged output."""
-        found = torch_ring._templated_ring_attention(group, _SEQUENCE, _forward, query, key, value, is_causal=True)
+    def forward(
+        ctx: Any, group: Any, forward: Kernel, backward: Kernel, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Run the ring over the kernel `forward`, as later over `backward`; returns the merged output."""
+        found = torch_ring._templated_ring_attention(group, _SEQUENCE, forward, query, key, value, is_causal=True)
         out, lse, *state = found
-        ctx.group = group
+        ctx.group, ctx.kernel = group, backward
         ctx.save_for_backward(query, key, value, out, lse, *state)
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Allocate what the ring's backward allocates; returns the gradients of the inputs."""
+        """Run the ring's backward; returns the gradients of the inputs."""
         query, key, value, out, lse, *state = ctx.saved_tensors
         made = torch_ring._templated_ring_attention_backward(
-            ctx.group, _SEQUENCE, _backward, grads[0], "grad_out", query, key, value, out, lse, is_causal=True
+            ctx.group, _SEQUENCE, ctx.kernel, grads[0], "grad_out", query, key, value, out, lse, is_causal=True
         )
         del state
-        return None, *made
+        return None, None, None, *made
 
 
 def _forward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object) -> tuple[Any, ...]:
@@ -76,7 +80,7 @@ def ring_attention(group: dist.ProcessGroup) -> Iterator[None]:
                 where="--cp",
                 remedy="use --cp 1",
             )
-        found: torch.Tensor = RingAttention.apply(group, query, key, value)
+        found: torch.Tensor = RingAttention.apply(group, _forward, _backward, query, key, value)
         return found
 
     balanced = torch_ring._cp_options.enable_load_balance

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.engines.fsdp2 import trainer_mesh
+from zeroplan.engines.torch_mesh import passes_of
 from zeroplan.engines.torch_trainer import torch_loop
 from zeroplan.engines.verification import Trainer, TrainingRun
-from zeroplan_runtime.units import find_blocks
 
 
 def build(run: TrainingRun) -> Trainer:
     """Shard the model with `fully_shard`; stage 3 reshards after the forward, stage 2 does not."""
+    mesh = trainer_mesh.Fsdp2Mesh.of(run.layout, run.device)
     with torch.device("meta"):
         model = run.make_model(torch.float32)
     model = run.prepare(model)
+    trainer_mesh.split(model, mesh, run.device)
     options: dict[str, Any] = {
-        "mesh": init_device_mesh(run.device.type, (dist.get_world_size(),)),
         "reshard_after_forward": run.stage == 3,
         "mp_policy": MixedPrecisionPolicy(param_dtype=run.dtype, reduce_dtype=torch.float32),
     }
-    for block in find_blocks(model).values():
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    trainer_mesh.shard(model, mesh, options)
     model.to_empty(device=run.device)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.02)
+    trainer_mesh.fill(model)
     run.mark("load", "init")
-    return torch_loop(run, model, Buffer.PARAM_SHARD, autocast=False)
+    return torch_loop(
+        run,
+        model,
+        Buffer.PARAM_SHARD,
+        autocast=False,
+        passes=passes_of(run.layout, mesh.context),
+        reduced=partial(trainer_mesh.scale_experts, model, run.layout),
+    )

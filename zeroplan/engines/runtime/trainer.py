@@ -14,10 +14,9 @@ def build(run: TrainingRun) -> Trainer:
     """Build the engine with ``zeroplan_runtime.initialize``."""
     model = run.prepare(run.make_model(run.dtype, cheap=True))
     run.mark("load", "init")
-    mesh = lay_out(model, run.layout, run.device)
+    mesh, passes = lay_out(model, run.layout, run.device)
     engine, *_ = zeroplan_runtime.initialize(model=model, config=dict(run.ds_config), device=run.device, mesh=mesh)
     run.mark("init", "forward")
-    engine.arena.on_resize = run.count
 
     def rows() -> list[Row]:
         found = engine.arena.measurement()
@@ -33,7 +32,7 @@ def build(run: TrainingRun) -> Trainer:
                 parameter._post_accumulate_grad_hooks.pop(hook)
 
     return Trainer(
-        engine_step(run, engine),
+        engine_step(run, engine, passes),
         rows,
         owned=True,
         close=close,

@@ -1,54 +1,66 @@
-"""A model laid out on the mesh that ``verify`` runs the included runtime on.
-
-Note [Forced balance]
-    An untrained router sends each rank another number of tokens at each step. A measurement that can be held against a plan
-    wants the plan's case, so each token takes the experts that follow one another: all experts get as many tokens. The
-    router itself runs, and its weights and their gradients are kept. torchtitan has the same as ``moe_force_load_balance``.
-"""
+"""A model laid out on the mesh that ``verify`` runs the included runtime on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan_runtime.expert_parallel import grouped_experts, share_experts
+from zeroplan.engines.torch_mesh import Passes, balance, mesh_on, passes_of, without_masks
+from zeroplan.trace.tensor_parallel import parallelize
+from zeroplan_runtime.expert_parallel import has_grouped_experts, share_experts
 
 
-def lay_out(model: nn.Module, layout: ParallelLayout, device: torch.device) -> DeviceMesh | None:
-    """Share a model's experts as a layout says, and return the mesh of this run's ranks; None for data parallelism alone.
+def lay_out(model: nn.Module, layout: ParallelLayout, device: torch.device) -> tuple[DeviceMesh | None, Passes]:
+    """Give each rank its part of a model, and return the mesh for ``initialize`` and what a micro batch runs in.
 
     Args:
         model: a causal language model of transformers.
-        layout: the degree of expert parallelism.
+        layout: the degrees; data parallelism alone needs no mesh.
         device: where the ranks compute.
+
+    Raises:
+        BadInput: ranks of experts that are no dimension of a mesh.
     """
-    if layout.ep == 1:
-        return None
-    sizes = {"dp": layout.world_size // layout.ep, "ep": layout.ep}
-    sizes = {name: size for name, size in sizes.items() if size > 1}  # a dimension of one rank has a communicator, too
-    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    share_experts(model, mesh["ep"])
-    balance(model, device)
+    if layout.tp == layout.cp == layout.pp == layout.ep == 1:
+        return None, nullcontext
+    mesh = mesh_of(layout, device)
+    if layout.cp > 1:
+        without_masks(model)
+    if layout.ep > 1:
+        share_experts(model, _over(mesh, layout), partial=layout.sp)
+    if layout.tp > 1:
+        parallelize(model, mesh["tp"], sequence=layout.sp)
+    if has_grouped_experts(model):
+        balance(model, device)
+    return mesh, passes_of(layout, mesh["cp"] if layout.cp > 1 else None)
+
+
+def mesh_of(layout: ParallelLayout, device: torch.device) -> DeviceMesh:
+    """Return the mesh of a layout, without dimensions of one rank. ``ep`` is one of them, or a name for ``dp`` and ``cp``.
+
+    Raises:
+        BadInput: where it is neither.
+    """
+    divided = layout.dp % layout.ep == 0
+    if not divided and layout.ep != layout.dp * layout.cp:
+        raise BadInput(
+            f"ep {layout.ep} does not divide the {layout.dp} ranks of dp, nor is it all {layout.dp * layout.cp} of dp and cp",
+            where="--ep",
+            remedy="use another --ep, or --engine fsdp2",
+        )
+    sizes = {"pp": layout.pp, "dp": layout.dp // layout.ep if divided else layout.dp, "ep": layout.ep if divided else 1}
+    sizes |= {"cp": layout.cp, "tp": layout.tp}
+    mesh = mesh_on(device, {name: size for name, size in sizes.items() if size > 1})
+    if not divided:
+        mesh["dp", "cp"]._flatten("ep")
     return mesh
 
 
-def balance(model: nn.Module, device: torch.device) -> None:
-    """Let every expert get as many tokens as the others. See Note [Forced balance]."""
-    for module in grouped_experts(model):
-        module.forward = _balanced(module.forward, module.num_experts, device)
-
-
-def _balanced(forward: Callable[..., torch.Tensor], experts: int, device: torch.device) -> Callable[..., torch.Tensor]:
-    kept: dict[torch.Size, torch.Tensor] = {}
-
-    def balanced(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        shape = top_k_index.shape
-        if shape not in kept:
-            kept[shape] = (torch.arange(shape.numel(), device=device) % experts).view(shape)
-        return forward(hidden_states, kept[shape], top_k_weights)
-
-    return balanced
+def _over(mesh: DeviceMesh, layout: ParallelLayout) -> DeviceMesh:
+    """Return the ranks that share experts, and their matrices."""
+    return mesh["ep", "tp"] if layout.tp > 1 else mesh["ep"]

@@ -7,7 +7,7 @@ import ctypes
 import gc
 import os
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
@@ -106,7 +106,7 @@ class TensorCount(TorchDispatchMode):
 
     Of a tensor that holds others, such as a DTensor, the ones inside are counted. Allocations within an operator are not seen,
     and autograd does not add gradients in place while a dispatch mode is on. Storages that Python resizes, as FSDP2 does, count
-    what they hold.
+    what they hold. Memory that is first seen in an operator's arguments is no operator's: gloo's copies of what it reduces.
     """
 
     def __init__(self) -> None:
@@ -145,7 +145,7 @@ class TensorCount(TorchDispatchMode):
             self.now -= held
 
         self._alive[key] = (size, weakref.ref(storage, dead))
-        self.add(size)
+        self._add(size)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Count what a followed storage holds now."""
@@ -153,21 +153,29 @@ class TensorCount(TorchDispatchMode):
         if key in self._alive:
             before, seen = self._alive[key]
             self._alive[key] = (storage.nbytes(), seen)
-            self.add(storage.nbytes() - before)
+            self._add(storage.nbytes() - before)
 
-    def add(self, size: int) -> None:
-        """Count bytes that no operator returns; negative bytes are freed ones."""
+    def _add(self, size: int) -> None:
         self.now += size
         self.peak = max(self.peak, self.now)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # it runs the operator on the tensors inside, and those calls come here again
+        given = {int(one.untyped_storage()._cdata) for one in _flat(args) if type(one) is torch.Tensor}
         out = func(*args, **(kwargs or {}))
         for item in out if isinstance(out, tuple | list) else (out,):
-            if type(item) is torch.Tensor:
+            if type(item) is torch.Tensor and int(item.untyped_storage()._cdata) not in given:
                 self.follow(item)
         return out
+
+
+def _flat(args: Iterable[Any]) -> Iterator[Any]:
+    for arg in args:
+        if isinstance(arg, tuple | list):
+            yield from arg
+        else:
+            yield arg
 
 
 @dataclass(slots=True)

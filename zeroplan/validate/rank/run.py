@@ -70,9 +70,8 @@ def _train(job: VerifyJob, engine: Engine, place: RankDevice, probe: Probe, say:
             say(f"{phase} done")
 
         say("building the model")
-        count = probe.tensors.add if probe.tensors is not None else None
-        trained = state["trained"] = _trainer(job, engine, place.device, mark, count)
-        batch = make_batch(job, place.device, seed=this_rank(), casts=engine.casts_modules)
+        trained = state["trained"] = _trainer(job, engine, place.device, mark)
+        batch = make_batch(job, place.device, seed=job.layout.sample_of(this_rank()), casts=engine.casts_modules)
         for index in range(job.steps):
             say(f"step {index + 1} of {job.steps}")
             begin = time.perf_counter()
@@ -91,9 +90,7 @@ def _train(job: VerifyJob, engine: Engine, place: RankDevice, probe: Probe, say:
     }
 
 
-def _trainer(
-    job: VerifyJob, engine: Engine, device: torch.device, mark: Callable[[str, str], None], count: Callable[[int], None] | None
-) -> Trainer:
+def _trainer(job: VerifyJob, engine: Engine, device: torch.device, mark: Callable[[str, str], None]) -> Trainer:
     """Build the engine's trainer of the job's model."""
     module, _, name = engine.trainer.partition(":")
     build: Callable[[TrainingRun], Trainer] = getattr(import_module(module), name)
@@ -106,7 +103,6 @@ def _trainer(
             ds_config=job.ds_config,
             device=device,
             mark=mark,
-            count=count,
             make_model=partial(make_model, job),
             prepare=partial(prepare, job),
             loss_of=loss_of,
@@ -118,7 +114,7 @@ def _trainer(
 
 
 def this_rank() -> int:
-    """Return this process's rank, which seeds its tokens."""
+    """Return this process's rank."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 

@@ -13,7 +13,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.pipeline import stages_of
 from zeroplan.core.pipeline_order import PipelineSchedule
 from zeroplan.core.tape import ExpandedTape, Kind, Op
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import Compilation, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.pipeline_cut import cut
@@ -96,7 +96,7 @@ def test_what_the_runtime_keeps_of_a_stage_its_schedule_leaves_alive(
     engine = find_engine("zeroplan")
     assert engine.simulates(case)
     assert not ledger_and_schedule_differ(case, engine, tape)
-    assert not engine.simulates(replace(case, pipeline=PipelineSchedule.ZERO_BUBBLE))
+    assert not engine.simulates(replace(case, workload=replace(WORK, compile=Compilation.BLOCKS)))
 
 
 @pytest.mark.parametrize("more", [{}, {"schedule": "zbv"}, {"schedule": "dualpipev"}], ids=str)

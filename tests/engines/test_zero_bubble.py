@@ -224,26 +224,28 @@ def test_a_rank_allocates_what_torchs_own_does(
     assert ours[-1] == pytest.approx(theirs[-1], rel=2e-3)
 
 
-def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: tuple[ExpandedTape, ExpandedTape]) -> None:
+@pytest.mark.parametrize("name", ["fsdp2", "zeroplan"])
+def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: tuple[ExpandedTape, ExpandedTape], name: str) -> None:
     work, layout = Workload(micro_batch=BATCH, seq_len=SEQ, grad_accum=6), ParallelLayout(gpus=6, pp=3)
     tape = replace(tapes[0], halves=tapes[1])
     for number in range(3):
         case = Case(load_model(CONFIG), work, Cluster(gpus=6), ZeroConfig.of(2), parallel=layout, pp_rank=number)
         case = replace(case, pipeline=PipelineSchedule.ZERO_BUBBLE)
-        assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
+        assert not ledger_and_schedule_differ(case, find_engine(name), tape)
         with pytest.raises(ValueError, match="needs the tape of one"):
-            find_engine("fsdp2").simulate(case, tapes[0])
+            find_engine(name).simulate(case, tapes[0])
 
 
+@pytest.mark.parametrize("name", ["fsdp2", "zeroplan"])
 @pytest.mark.parametrize("schedule", [ZBV, DUALPIPE_V])
 def test_what_the_ledger_keeps_of_a_folded_pipeline_the_schedule_leaves_alive(
-    tapes: tuple[ExpandedTape, ExpandedTape], schedule: PipelineSchedule
+    tapes: tuple[ExpandedTape, ExpandedTape], schedule: PipelineSchedule, name: str
 ) -> None:
     work, layout = Workload(micro_batch=BATCH, seq_len=SEQ, grad_accum=5), ParallelLayout(gpus=4, pp=2, vpp=2)
     for number in range(2):
         case = Case(load_model(CONFIG), work, Cluster(gpus=4), ZeroConfig.of(2), parallel=layout, pp_rank=number)
         case = replace(case, pipeline=schedule)
-        assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), replace(tapes[0], halves=tapes[1]))
+        assert not ledger_and_schedule_differ(case, find_engine(name), replace(tapes[0], halves=tapes[1]))
 
 
 def test_halves_make_what_the_whole_backward_makes(tapes: tuple[ExpandedTape, ExpandedTape]) -> None:

@@ -59,6 +59,20 @@ class PipelineEngineSchedule(EngineSchedule):
     def zero_grad(self) -> None:
         """The optimizer has stepped, and gradients go."""
 
+    def half_begin(self) -> None:
+        """The first half of a micro batch's backward begins; engines whose hooks run in it take it for the backward."""
+        self.backward_begin(False)
+
+    def half_end(self) -> None:
+        """It has ended."""
+        self.backward_end(False)
+
+    def weights_begin(self) -> None:
+        """The second half begins."""
+
+    def weights_end(self) -> None:
+        """It has ended."""
+
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
@@ -290,9 +304,9 @@ class _StagePlayer(CuePlayer):
         self.schedule.wait_for_unshard()
         if cues.part.weights < 0:
             return
-        self.schedule.backward_begin(False)
+        self.schedule.half_begin()
         self.run(cues.backwards[slot])
-        self.schedule.backward_end(False)
+        self.schedule.half_end()
         handle = self.recorder.handle_of(cues.part.sent + cues.bases[slot])
         if self.gradients:
             self._pass_on(self.gradients, number, handle)
@@ -305,7 +319,9 @@ class _StagePlayer(CuePlayer):
         if cues.part.weights < 0:
             self.backward(number)
         else:
+            self.schedule.weights_begin()
             self.run(cues.weights[slot])
+            self.schedule.weights_end()
 
     def drop_received(self) -> None:
         """Free the gradients of the inputs of a step's micro batches."""

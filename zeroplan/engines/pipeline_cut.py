@@ -17,6 +17,7 @@ Note [Cutting a tape]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zeroplan.core.errors import BadInput
@@ -263,6 +264,36 @@ def passing_on(part: StageTape, *, output: bool, gradient: bool) -> StageTape:
         ):
             column.append(value)
     return replace(part, tape=kept)
+
+
+def parts_on(
+    stage: Stage,
+    stages: Sequence[Stage],
+    tape: ExpandedTape,
+    behind: ExpandedTape,
+    *,
+    mixed: bool,
+    holds_output: bool,
+) -> tuple[StageTape, StageTape | None]:
+    """Return a stage's part of a tape, and the one by which it plays backwards that are not halved, where others are.
+
+    Args:
+        stage: the stage.
+        stages: all of its rank's.
+        tape: the whole model's.
+        behind: the one that stages behind the first play, with halves where the schedule has them.
+        mixed: the schedule halves some backwards alone.
+        holds_output: see :func:`cut`.
+    """
+    indices = {one.index for one in stages}
+    several = mixed and not stage.is_first
+    parts = [
+        passing_on(
+            cut(of, stage, holds_output=holds_output), output=stage.index + 1 in indices, gradient=stage.index - 1 in indices
+        )
+        for of in ((behind, tape) if several else (tape if stage.is_first else behind,))
+    ]
+    return parts[0], parts[1] if several else None
 
 
 def _makes(walk: _Cut, module: int, block: int) -> bool:

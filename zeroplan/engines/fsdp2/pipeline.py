@@ -25,7 +25,7 @@ from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.fsdp2.schedule import COMPUTE, Fsdp2Schedule, Group
 from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
-from zeroplan.engines.pipeline_cut import StageTape, cut, passing_on
+from zeroplan.engines.pipeline_cut import StageTape, parts_on
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 
@@ -116,13 +116,7 @@ def _chunk(
     rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, behind: ExpandedTape, recorder: Recorder, *, holds_output: bool
 ) -> ModelChunk:
     """Return one of a rank's chunks. Stages behind the first play the tape `behind`, and `tape` where not all is halved."""
-    indices = {one.index for one in rank.pipeline_chunks}
-    mixed = schedule_of(rank.pipeline).mixed and not stage.is_first
-    parts = [
-        passing_on(
-            cut(of, stage, holds_output=holds_output), output=stage.index + 1 in indices, gradient=stage.index - 1 in indices
-        )
-        for of in ((behind, tape) if mixed else (tape if stage.is_first else behind,))
-    ]
-    one = replace(rank, parameters=parts[0].tape.parameters, pipeline_chunks=(stage,))
-    return ModelChunk(stage, parts[0], Fsdp2StageSchedule(one, parts[0], recorder), parts[1] if mixed else None)
+    mixed = schedule_of(rank.pipeline).mixed
+    part, whole = parts_on(stage, rank.pipeline_chunks, tape, behind, mixed=mixed, holds_output=holds_output)
+    one = replace(rank, parameters=part.tape.parameters, pipeline_chunks=(stage,))
+    return ModelChunk(stage, part, Fsdp2StageSchedule(one, part, recorder), whole)

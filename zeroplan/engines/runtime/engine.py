@@ -135,11 +135,11 @@ class Runtime(Engine):
         layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp", "ep", "etp"))
 
     def simulates(self, case: Case) -> bool:
-        """Return whether the case has no pipeline stages, or such as run whole backwards of plain blocks; of others only the
-        runtime's own buffers are planned.
+        """Return whether the case has no pipeline stages, or such as run plain blocks; of others only the runtime's own buffers
+        are planned.
         """
         moves = case.zero.activation_checkpointing.cpu_checkpointing or parts_of(case) > 1
-        return case.layout.pp == 1 or not (case.halves or moves or case.workload.compile is not None)
+        return case.layout.pp == 1 or not (moves or case.workload.compile is not None)
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return what no GPU has measured: layouts beside data parallelism, beside the runtime's own buffers, which are exact,

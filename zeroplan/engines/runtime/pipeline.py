@@ -5,6 +5,10 @@ Note [The runtime on a stage]
     step's last micro batch is the one behind which the optimizer steps. The loss is what the program gives the schedule, here
     transformers' own; the engine's takes the place of a whole model's alone. Source: zeroplan_runtime/pipeline.py
 
+    The first half of a backward is another's ``torch.autograd.grad()`` to the engine, and leaves no gradients; the second is
+    the micro batch's backward, in which no hook of a module runs. Autograd returns all gradients, so that no product writes in
+    place (zeroplan_runtime/pipeline_halves.py).
+
     A rank's chunks share the engine's buffers. A chunk's backward reduces the units that its forward runs and the root's, and
     the last one of all chunks what waits for it (Note [Chunks] there).
 """
@@ -18,7 +22,7 @@ from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
 from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
-from zeroplan.engines.pipeline_cut import cut
+from zeroplan.engines.pipeline_cut import parts_on
 from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, UnitRun
 from zeroplan.simulate.recorder import Recorder
 
@@ -44,7 +48,7 @@ class RuntimeStageSchedule(RuntimeSchedule, PipelineEngineSchedule):
         super().__init__(layout, tape, recorder, cublas_workspace=cublas_workspace, makes_room=makes_room, beside=beside)
         self._backwards, self._done = backwards, 0
         self._first = beside or self
-        self._several = several
+        self._several, self._in_half = several, False
         root = next((unit.shape.name for unit in layout.units if unit.shape.kind is UnitKind.ROOT), None)
         self._own = [run for run in (self.found[1].get(root or ""),) if run is not None]
 
@@ -60,6 +64,27 @@ class RuntimeStageSchedule(RuntimeSchedule, PipelineEngineSchedule):
             if part is not None and part not in self._own:
                 self._own.append(part)
         super().enter(module)
+
+    def backward_enter(self, module: int) -> None:
+        """Begin the backward of a unit, but in the first half of one."""
+        if not self._in_half:
+            super().backward_enter(module)
+
+    def half_begin(self) -> None:
+        """Let the engine take no notice."""
+        self._in_half = True
+
+    def half_end(self) -> None:
+        """Let it take notice again."""
+        self._in_half = False
+
+    def weights_begin(self) -> None:
+        """Begin a backward without hooks."""
+        self.backward_begin(False)
+
+    def weights_end(self) -> None:
+        """End it."""
+        self.backward_end(False)
 
     def is_due(self, unit: UnitRun) -> bool:
         """Return whether it is one of the chunk's, or one that the step waits for."""
@@ -85,15 +110,21 @@ def record_stage(case: Case, layout: Layout, tape: ExpandedTape, *, makes_room: 
         layout: of the rank's chunks.
         tape: the whole model's, as the runtime computes it.
         makes_room: see :class:`RuntimeSchedule`.
+
+    Raises:
+        ValueError: a schedule that halves backwards, and a tape without :attr:`ExpandedTape.halves`.
     """
-    stages = case.pipeline_chunks
-    order = PipelineOrder(schedule_of(case.pipeline), case.pp_rank, case.layout.pp, len(stages), case.workload.grad_accum)
-    backwards = sum(action.do is Do.BACKWARD for action in order.shortened())
+    stages, kind = case.pipeline_chunks, schedule_of(case.pipeline)
+    behind = tape.halves if kind.halves else tape
+    if behind is None:
+        raise ValueError("a schedule that halves backwards needs the tape of one")
+    order = PipelineOrder(kind, case.pp_rank, case.layout.pp, len(stages), case.workload.grad_accum)
+    backwards = sum(action.do in (Do.BACKWARD, Do.WEIGHT) for action in order.shortened())
     recorder, workspace = Recorder(), case.cluster.gpu.workspace
     chunks: list[ModelChunk] = []
     first: RuntimeStageSchedule | None = None
     for stage in stages:
-        part = cut(tape, stage, holds_output=not order.looped)
+        part, whole = parts_on(stage, stages, tape, behind, mixed=kind.mixed, holds_output=not order.looped)
         schedule = RuntimeStageSchedule(
             layout,
             part.tape,
@@ -105,7 +136,7 @@ def record_stage(case: Case, layout: Layout, tape: ExpandedTape, *, makes_room: 
             beside=first,
         )
         first = first or schedule
-        chunks.append(ModelChunk(stage, part, schedule))
+        chunks.append(ModelChunk(stage, part, schedule, whole))
     assert first is not None
     stepped = first.step
     steps = STEPS_UNTIL_STEADY + (case.workload.dtype is DType.FP16)

@@ -112,7 +112,7 @@ def _simulate_stage(
     from zeroplan.engines.runtime.pipeline import record_stage
 
     tape = replace(expanded, evaluation=None, shapes=())
-    if _writes_gradients(layout.setup, runtime_options):
+    if _writes_gradients(layout.setup, runtime_options) and not case.halves:
         tape = with_direct_gradients(tape)
     timeline = simulate(
         record_stage(case, layout, tape, makes_room=_makes_room(config)), config, device_memory=case.cluster.vram

@@ -90,11 +90,12 @@ class DeepSpeed(Engine):
     step_buffers_coexist = True
     dialect = Dialect.DEEPSPEED
     trainer = "zeroplan.engines.deepspeed.trainer:build"
+    verified_degrees = ("tp", "ulysses", "ep", "pp")
     binds_device = False  # its own start-up names no device, so the first collective makes the communicator
 
-    def __init__(self, version: str = DEEPSPEED_VERSION) -> None:
+    def __init__(self, version: str = DEEPSPEED_VERSION, *, on_cpu: bool = False) -> None:
         self._simulator: Simulator | None = None  # made by the first simulation, which alone imports it
-        self.version = version
+        self.version, self.on_cpu = version, on_cpu
 
     def at_version(self, version: str) -> DeepSpeed:
         """Return DeepSpeed of that version, whose differences versions.py lists."""
@@ -248,7 +249,7 @@ class DeepSpeed(Engine):
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""
-        case = _as_wrapped(case)
+        case = self._as_run(case)
         return LEDGER, deepspeed_rank(**rank_fields(case, case.parameters), saved_weights=saved_elements(case))
 
     def trace_options(self, case: Case) -> TraceOptions:
@@ -269,13 +270,13 @@ class DeepSpeed(Engine):
 
         if self._simulator is None:
             self._simulator = Simulator()
-        return self._simulator.simulate(_as_wrapped(case), tape, config)
+        return self._simulator.simulate(self._as_run(case), tape, config)
 
     def simulate_host(self, case: Case) -> HostRun:
         """Return the host's buffers by phase, which no event on the GPU decides."""
         from zeroplan.engines.deepspeed.simulation import host_of
 
-        return host_of(rank_of(_as_wrapped(case), case.parameters))
+        return host_of(rank_of(self._as_run(case), case.parameters))
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """See :func:`zeroplan.engines.deepspeed.process.nccl_bytes`."""
@@ -315,13 +316,22 @@ class DeepSpeed(Engine):
 
         return {"explicit": DEEPSPEED, "trainer": TRAINER, "trl": TRL, "lightning": LIGHTNING, "accelerate": ACCELERATE}
 
-    def run_config(self, case: Case, ds_config: Mapping[str, Any] | None, timeout: float) -> dict[str, Any]:
-        """Return the user's file without ``auto`` or, without a file, an explicit config of what the flags say."""
-        from zeroplan.ds_config.writer import write_ds_config
-        from zeroplan.engines.verification import optimizer_section
+    def for_verify(
+        self, ds_config: Mapping[str, Any] | None, *, device: str, own_module: bool
+    ) -> tuple[DeepSpeed, Mapping[str, Any] | None]:
+        """Plan torch's Adam on a CPU, in the place of DeepSpeed's own. See Note [DeepSpeed on a CPU] in run_config.py."""
+        return DeepSpeed(self.version, on_cpu=device == "cpu"), ds_config
 
-        optimizer = optimizer_section(case.workload.optimizer) if "optimizer" not in (ds_config or {}) else None
-        return write_ds_config(case.zero, case.workload, world_size=case.layout.dp, optimizer=optimizer, source=ds_config)
+    def run_config(self, case: Case, ds_config: Mapping[str, Any] | None, timeout: float) -> dict[str, Any]:
+        """See :func:`zeroplan.engines.deepspeed.run_config.run_config`."""
+        from zeroplan.engines.deepspeed.run_config import run_config
+
+        return run_config(case, ds_config, on_cpu=self.on_cpu)
+
+    def _as_run(self, case: Case) -> Case:
+        """Return the case as today's DeepSpeed wraps it, with the optimizer that it has where it runs."""
+        case = _as_wrapped(case)
+        return replace(case, workload=replace(case.workload, torch_adam=True)) if self.on_cpu else case
 
 
 def _require_base(case: Case) -> None:

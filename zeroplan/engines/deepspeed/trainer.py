@@ -2,39 +2,73 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import AbstractContextManager
 from importlib import import_module
+from typing import Any
 
 import torch
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.ds_config.batch import MICRO
+from zeroplan.engines.deepspeed.trainer_mesh import Mesh, spread_evenly
 from zeroplan.engines.torch_trainer import engine_step, state_rows, tensors_row
 from zeroplan.engines.verification import Row, Trainer, TrainingRun
 
 
 def build(run: TrainingRun) -> Trainer:
     """Build the engine by ``deepspeed.initialize``."""
-    deepspeed = import_module("deepspeed")
-    deepspeed.init_distributed(dist_backend="nccl" if run.device.type == "cuda" else "gloo")
-    if run.stage == 3:
-        import_module("torch._dynamo")  # zero.Init replaces torch.tensor, whose signature dynamo checks when first imported
-        with deepspeed.zero.Init(config_dict_or_path=run.ds_config, dtype=run.dtype):
-            model = run.make_model(run.dtype)
-    else:
-        with run.device:
-            model = run.make_model(run.dtype)
+    deepspeed = library(run.device)
+    if run.layout.pp > 1:
+        from zeroplan.engines.deepspeed.trainer_pipeline import build_stage
+
+        return build_stage(run, deepspeed)
+    with construction(deepspeed, run.stage, dict(run.ds_config), run.dtype, run.device):
+        model = run.make_model(run.dtype)
     run.mark("load", "init")
     model = run.prepare(model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    engine, optimizer, *_ = deepspeed.initialize(model=model, config=run.ds_config, model_parameters=trainable)
+    mesh = Mesh(run.layout, int(run.ds_config[MICRO]))
+    mpu = mesh.join(model)
+    trainable = filter(lambda p: p.requires_grad, model.parameters())  # AutoEP's layers bring others before they are listed
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, config=dict(run.ds_config), model_parameters=trainable, mpu=mpu
+    )
+    del model
+    if run.layout.auto_ep:
+        spread_evenly(engine)
     run.mark("init", "forward")
+    step = engine_step(run, engine)
+    return Trainer(lambda batch: step(mesh.part(batch)), lambda: rows_of(run, engine, optimizer), close=mesh.leave)
 
-    def rows() -> list[Row]:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        params = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-        found = [tensors_row(Buffer.PARAM_SHARD if run.stage == 3 else Buffer.PARAM_FULL, params)]
-        if run.dtype != torch.float32:
-            masters = [p for group in getattr(inner, "param_groups", ()) for p in group["params"]]
-            found.append(tensors_row(Buffer.PARAM_MASTER, masters))
-        return found + state_rows(inner)
 
-    return Trainer(engine_step(run, engine), rows)
+def library(device: torch.device) -> Any:
+    """Import DeepSpeed for a device, and let it join the ranks."""
+    if device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read once, by the first import
+    deepspeed = import_module("deepspeed")
+    if device.type == "cpu":
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # for inference; it would be compiled here
+    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
+    return deepspeed
+
+
+def construction(
+    deepspeed: Any, stage: int, config: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> AbstractContextManager[Any]:
+    """Return the context in which a model is built: on the device, or at stage 3 sharded at once."""
+    if stage < 3:
+        return device
+    import_module("torch._dynamo")  # zero.Init replaces torch.tensor, whose signature dynamo checks when first imported
+    found: AbstractContextManager[Any] = deepspeed.zero.Init(config_dict_or_path=config, dtype=dtype)
+    return found
+
+
+def rows_of(run: TrainingRun, engine: Any, optimizer: Any) -> list[Row]:
+    """Return the rows of parameters, masters and states that an engine keeps."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    params = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
+    found = [tensors_row(Buffer.PARAM_SHARD if run.stage == 3 else Buffer.PARAM_FULL, params)]
+    if run.dtype != torch.float32:
+        masters = [p for group in getattr(inner, "param_groups", ()) for p in group["params"]]
+        found.append(tensors_row(Buffer.PARAM_MASTER, masters))
+    return found + state_rows(inner)

@@ -1,0 +1,79 @@
+"""The ds_config of a run of ``verify``: the user's file or the flags, with the sections of the degrees that ranks share.
+
+Note [DeepSpeed on a CPU]
+    DeepSpeed would compile its own optimizers for a CPU, each on its first use, for minutes. torch's AdamW stands in there for
+    its FusedAdam and its DeepSpeedCPUAdam: it keeps the same states. Others of its own are refused, and so are files on a
+    disk, whose op is compiled, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.ds_config.writer import write_ds_config
+from zeroplan.engines.base import Case
+from zeroplan.engines.verification import optimizer_section
+
+_SHARED = ("sequence_parallel_size", "data_parallel_size")
+
+
+def run_config(case: Case, ds_config: Mapping[str, Any] | None, *, on_cpu: bool) -> dict[str, Any]:
+    """Return the user's file without ``auto`` or, without a file, an explicit config of what the flags say.
+
+    Which ranks the product of the batch sizes counts depends on the kind of parallelism, so it is left out.
+
+    Args:
+        case: the configuration.
+        ds_config: the user's, or None.
+        on_cpu: whether it runs without a GPU. See Note [DeepSpeed on a CPU].
+
+    Raises:
+        BadInput: what DeepSpeed runs on GPUs alone.
+    """
+    optimizer = optimizer_section(case.workload.optimizer) if "optimizer" not in (ds_config or {}) else None
+    config = write_ds_config(case.zero, case.workload, optimizer=optimizer, source=ds_config)
+    _write_degrees(config, case.layout)
+    if on_cpu:
+        _require_on_cpu(case)
+        _without_own_kernels(config)
+    return config
+
+
+def _write_degrees(config: dict[str, Any], layout: ParallelLayout) -> None:
+    if layout.tp > 1:
+        config["tensor_parallel"] = {**config.get("tensor_parallel", {}), "autotp_size": layout.tp}
+    if layout.auto_ep:
+        config["expert_parallel"] = {**config.get("expert_parallel", {}), "enabled": True, "autoep_size": layout.ep}
+    if layout.ulysses > 1:  # the groups are those that transformers' integration hands over (trainer_mesh.py)
+        for name in _SHARED:
+            config.pop(name, None)
+
+
+def _require_on_cpu(case: Case) -> None:
+    """Refuse what DeepSpeed has for GPUs alone, or would compile for a CPU.
+
+    Raises:
+        BadInput: naming it.
+    """
+    written = find_optimizer(case.workload.optimizer).written
+    if written is not None and written.own and written.fused and not written.adam:
+        what = f"DeepSpeed's {written.type} is a kernel of its own, which verify does not have compiled for a CPU"
+        raise BadInput(what, where="--optimizer", remedy="use adamw, or run it on a GPU")
+    zero = case.zero
+    if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
+        what = "DeepSpeed reads and writes NVMe by an op that verify does not have compiled for a CPU"
+        raise BadInput(what, where="--offload-optimizer", remedy="use cpu, --engine zeroplan, or a GPU")
+
+
+def _without_own_kernels(config: dict[str, Any]) -> None:
+    """Let torch's Adam step, in one kernel as DeepSpeed's."""
+    section = config.get("optimizer") or {}
+    params = section.get("params") or {}
+    if str(section.get("type", "")).lower() in ("adam", "adamw") and not params.get("torch_adam"):
+        params = {**params, "torch_adam": True, "fused": True}
+        config["optimizer"] = {**section, "params": params}
+    config["zero_force_ds_cpu_optimizer"] = False

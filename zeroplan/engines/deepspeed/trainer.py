@@ -69,6 +69,7 @@ def rows_of(run: TrainingRun, engine: Any, optimizer: Any) -> list[Row]:
     params = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
     found = [tensors_row(Buffer.PARAM_SHARD if run.stage == 3 else Buffer.PARAM_FULL, params)]
     if run.dtype != torch.float32:
-        masters = [p for group in getattr(inner, "param_groups", ()) for p in group["params"]]
+        masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # stage 3 hands them over for each step
+        masters = masters or [p for group in getattr(inner, "param_groups", ()) for p in group["params"]]
         found.append(tensors_row(Buffer.PARAM_MASTER, masters))
     return found + state_rows(inner)

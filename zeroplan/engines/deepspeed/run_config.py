@@ -13,11 +13,12 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.parallel import ParallelLayout
 from zeroplan.ds_config.writer import write_ds_config
 from zeroplan.engines.base import Case
 from zeroplan.engines.verification import optimizer_section
 
+#: Architectures whose layers trainer_pipeline.py lists.
+PIPELINED = ("llama", "mistral", "qwen2", "qwen3")
 _SHARED = ("sequence_parallel_size", "data_parallel_size")
 
 
@@ -36,14 +37,15 @@ def run_config(case: Case, ds_config: Mapping[str, Any] | None, *, on_cpu: bool)
     """
     optimizer = optimizer_section(case.workload.optimizer) if "optimizer" not in (ds_config or {}) else None
     config = write_ds_config(case.zero, case.workload, optimizer=optimizer, source=ds_config)
-    _write_degrees(config, case.layout)
+    _write_degrees(config, case)
     if on_cpu:
         _require_on_cpu(case)
         _without_own_kernels(config)
     return config
 
 
-def _write_degrees(config: dict[str, Any], layout: ParallelLayout) -> None:
+def _write_degrees(config: dict[str, Any], case: Case) -> None:
+    layout, work = case.layout, case.workload
     if layout.tp > 1:
         config["tensor_parallel"] = {**config.get("tensor_parallel", {}), "autotp_size": layout.tp}
     if layout.auto_ep:
@@ -51,6 +53,27 @@ def _write_degrees(config: dict[str, Any], layout: ParallelLayout) -> None:
     if layout.ulysses > 1:  # the groups are those that transformers' integration hands over (trainer_mesh.py)
         for name in _SHARED:
             config.pop(name, None)
+    if layout.pp > 1:
+        _require_layers(case)
+        together = (work.checkpoint_interval or 1) if work.gradient_checkpointing else 0
+        given = {"use_reentrant": False, **config.get("pipeline", {})}
+        config["pipeline"] = {**given, "activation_checkpoint_interval": together}
+
+
+def _require_layers(case: Case) -> None:
+    """Refuse models whose blocks need more than hidden states and positions.
+
+    Raises:
+        BadInput: naming the model, or its window.
+    """
+    kind, config = case.spec.model_type, case.spec.config
+    if kind not in PIPELINED:
+        what = f"verify has no list of {kind}'s layers for a PipelineModule"
+        raise BadInput(what, where="--pp", remedy=f"of {', '.join(PIPELINED)} it has")
+    window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
+    if window and (case.workload.seq_len or 0) > window:
+        what = f"layers of a PipelineModule get no masks here, and attention looks back {window:,} tokens alone"
+        raise BadInput(what, where="--seq-len", remedy=f"use at most {window:,}")
 
 
 def _require_on_cpu(case: Case) -> None:

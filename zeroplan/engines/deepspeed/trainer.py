@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.buffers import Buffer
 from zeroplan.ds_config.batch import MICRO
 from zeroplan.engines.deepspeed.trainer_mesh import Mesh, spread_evenly
-from zeroplan.engines.torch_trainer import engine_step, state_rows, tensors_row
-from zeroplan.engines.verification import Row, Trainer, TrainingRun
+from zeroplan.engines.deepspeed.trainer_rows import rows_of
+from zeroplan.engines.torch_trainer import engine_step
+from zeroplan.engines.verification import Trainer, TrainingRun
 
 
 def build(run: TrainingRun) -> Trainer:
@@ -25,6 +25,8 @@ def build(run: TrainingRun) -> Trainer:
         return build_stage(run, deepspeed)
     with construction(deepspeed, run.stage, dict(run.ds_config), run.dtype, run.device):
         model = run.make_model(run.dtype)
+    if run.stage == 3:
+        fill_shards(model)
     run.mark("load", "init")
     model = run.prepare(model)
     mesh = Mesh(run.layout, int(run.ds_config[MICRO]))
@@ -63,13 +65,14 @@ def construction(
     return found
 
 
-def rows_of(run: TrainingRun, engine: Any, optimizer: Any) -> list[Row]:
-    """Return the rows of parameters, masters and states that an engine keeps."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    params = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
-    found = [tensors_row(Buffer.PARAM_SHARD if run.stage == 3 else Buffer.PARAM_FULL, params)]
-    if run.dtype != torch.float32:
-        masters = getattr(optimizer, "fp32_partitioned_groups_flat", None)  # stage 3 hands them over for each step
-        masters = masters or [p for group in getattr(inner, "param_groups", ()) for p in group["params"]]
-        found.append(tensors_row(Buffer.PARAM_MASTER, masters))
-    return found + state_rows(inner)
+@torch.no_grad()
+def fill_shards(model: torch.nn.Module) -> None:
+    """Fill the shards of matrices with random values.
+
+    zero.Init shards a layer once it is made, before transformers initialises it, so what a layer leaves to transformers, such as
+    experts, is whatever was in memory.
+    """
+    for parameter in model.parameters():
+        shard = getattr(parameter, "ds_tensor", None)
+        if shard is not None and shard.numel() and len(parameter.ds_shape) > 1:
+            shard.normal_(0, 0.02)

@@ -220,9 +220,9 @@ def _on_rank(case: Case, fake: bool, rank: int) -> dict[str, Any]:
     import deepspeed
     import torch
     import transformers
-    from deepspeed.module_inject import auto_ep_layer
 
     from benchmarks.measure.probe import Device
+    from zeroplan.engines.deepspeed.trainer_mesh import spread_evenly
 
     card = Device(rank)  # before the process has a context there
     cuda, before = card.cuda, card.used()
@@ -249,10 +249,7 @@ def _on_rank(case: Case, fake: bool, rank: int) -> dict[str, Any]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     own = filter(lambda p: p.requires_grad, model.parameters())
     engine, *_ = deepspeed.initialize(model=model, config=dict(case.ds_config), model_parameters=own)
-    tokens, even = case.micro_batch * case.seq_len, _Even()
-    for module in engine.modules():
-        if isinstance(module, auto_ep_layer.AutoEPMoELayer):
-            module.router.register_forward_hook(partial(even.spread, tokens, module.num_experts, module.top_k))
+    spread_evenly(engine)
     marks: list[dict[str, Any]] = []
 
     def mark(name: str) -> None:
@@ -282,23 +279,6 @@ def _on_rank(case: Case, fake: bool, rank: int) -> dict[str, Any]:
         "versions": {one.__name__: one.__version__ for one in (torch, transformers, deepspeed)},
     }
     return found if fake else found | {"total": card.used() - before}
-
-
-class _Even:
-    """A routing that gives every expert as many tokens. What routers found is overwritten where it lies."""
-
-    def __init__(self) -> None:
-        self._pattern: Any = None
-
-    def spread(self, tokens: int, experts: int, k: int, module: Any, args: Any, output: Any) -> None:
-        """Overwrite which experts tokens take, and how many each has."""
-        import torch
-
-        _, chosen, counts = output
-        if self._pattern is None:
-            self._pattern = torch.arange(tokens * k, device=chosen.device).remainder_(experts).view(tokens, k)
-        chosen.data.copy_(self._pattern)
-        counts.fill_(tokens * k // experts)
 
 
 @contextmanager

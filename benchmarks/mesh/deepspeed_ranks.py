@@ -370,12 +370,16 @@ def _stage_of(case: Case, device: Any) -> Callable[[], float]:
     """Return a step of this rank's stage of a PipelineModule."""
     import deepspeed
     import torch
+    import transformers
 
-    from benchmarks.mesh.pipe_layers import pipeline_module
+    from zeroplan.engines.deepspeed.trainer_pipeline import pipeline_module
 
+    config = transformers.AutoConfig.for_model(**case.model)
+    with torch.device("meta"):
+        whole = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        model = pipeline_module(case.model, case.pp, case.partition, together=case.together if case.checkpointing else 0)
+        model = pipeline_module(whole, case.pp, case.partition, together=case.together if case.checkpointing else 0)
     torch.set_default_dtype(torch.float32)
     engine, *_ = deepspeed.initialize(model=model, config=dict(case.ds_config), model_parameters=model.parameters())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
@@ -32,9 +33,7 @@ def build(run: TrainingRun) -> Trainer:
     mesh = Mesh(run.layout, int(run.ds_config[MICRO]))
     mpu = mesh.join(model)
     trainable = filter(lambda p: p.requires_grad, model.parameters())  # AutoEP's layers bring others before they are listed
-    engine, optimizer, *_ = deepspeed.initialize(
-        model=model, config=dict(run.ds_config), model_parameters=trainable, mpu=mpu
-    )
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=dict(run.ds_config), model_parameters=trainable, mpu=mpu)
     del model
     if run.layout.auto_ep:
         spread_evenly(engine)
@@ -69,10 +68,11 @@ def construction(
 def fill_shards(model: torch.nn.Module) -> None:
     """Fill the shards of matrices with random values.
 
-    zero.Init shards a layer once it is made, before transformers initialises it, so what a layer leaves to transformers, such as
-    experts, is whatever was in memory.
+    zero.Init shards a layer once it is made, before transformers initialises it, so what a layer leaves to transformers, such
+    as experts, is whatever was in memory.
     """
-    for parameter in model.parameters():
+    each: Iterable[Any] = model.parameters()
+    for parameter in each:
         shard = getattr(parameter, "ds_tensor", None)
         if shard is not None and shard.numel() and len(parameter.ds_shape) > 1:
             shard.normal_(0, 0.02)

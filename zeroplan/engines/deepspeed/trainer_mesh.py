@@ -8,6 +8,7 @@ Note [Routers that spread tokens evenly]
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -42,7 +43,7 @@ class Mesh:
         if self.layout.ulysses == 1:
             return None
         made = import_module("deepspeed.runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF
-        self._exchanged = getattr(model, "config").get_text_config()._attn_implementation
+        self._exchanged = str(model.config.get_text_config()._attn_implementation)
         return made.register_with_transformers(
             model_name_or_path=model,
             core_attn_implementation=self._exchanged,
@@ -87,23 +88,25 @@ class Mesh:
 def spread_evenly(engine: nn.Module) -> None:
     """Let AutoEP's routers give every expert as many tokens. See Note [Routers that spread tokens evenly]."""
     layers = import_module("deepspeed.module_inject.auto_ep_layer")
-    pattern: dict[tuple[int, ...], torch.Tensor] = {}
+    even = _Even()
     for module in engine.modules():
         if isinstance(module, layers.AutoEPMoELayer):
-            module.router.register_forward_hook(_Spread(int(module.num_experts), pattern))
+            module.router.register_forward_hook(partial(even.spread, int(module.num_experts)))
 
 
-class _Spread:
-    """A hook that overwrites which experts tokens take, and how many each has."""
+class _Even:
+    """Which experts tokens take, and how many each has, of all layers alike."""
 
-    def __init__(self, experts: int, patterns: dict[tuple[int, ...], torch.Tensor]) -> None:
-        self._experts, self._patterns = experts, patterns
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, module: Any, given: Any, found: Any) -> None:
+    def spread(self, experts: int, module: Any, given: Any, found: Any) -> None:
+        """Overwrite what a router found: scores, experts [tokens, k], and tokens of each expert."""
         _, chosen, counts = found
-        shape = (self._experts, *chosen.shape)
-        if shape not in self._patterns:
-            flat = torch.arange(chosen.numel(), device=chosen.device).remainder_(self._experts)
-            self._patterns[shape] = flat.view(chosen.shape)
-        chosen.data.copy_(self._patterns[shape])
-        counts.copy_(torch.bincount(self._patterns[shape].flatten(), minlength=self._experts))
+        key = (experts, *chosen.shape)
+        if key not in self._made:
+            flat = torch.arange(chosen.numel(), device=chosen.device).remainder_(experts)
+            self._made[key] = flat.view(chosen.shape).to(chosen.dtype), torch.bincount(flat, minlength=experts).to(counts)
+        pattern, even = self._made[key]
+        chosen.data.copy_(pattern)
+        counts.copy_(even)

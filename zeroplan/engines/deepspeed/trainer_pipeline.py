@@ -128,9 +128,7 @@ def build_stage(run: TrainingRun, deepspeed: Any) -> Trainer:
         torch.set_default_dtype(before)
     del whole
     run.mark("load", "init")
-    engine, optimizer, *_ = deepspeed.initialize(
-        model=model, config=dict(run.ds_config), model_parameters=model.parameters()
-    )
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=dict(run.ds_config), model_parameters=model.parameters())
     run.mark("init", "forward")
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:

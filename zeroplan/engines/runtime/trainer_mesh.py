@@ -32,7 +32,7 @@ def lay_out(model: nn.Module, layout: ParallelLayout, device: torch.device) -> t
     if layout.cp > 1:
         without_masks(model)
     if layout.ep > 1:
-        share_experts(model, _over(mesh, layout), partial=layout.sp)
+        share_experts(model, _over(mesh, layout), partial=layout.sp, across=mesh["tp"] if layout.experts_across else None)
     if layout.tp > 1:
         parallelize(model, mesh["tp"], sequence=layout.sp)
     if has_grouped_experts(model):
@@ -41,26 +41,34 @@ def lay_out(model: nn.Module, layout: ParallelLayout, device: torch.device) -> t
 
 
 def mesh_of(layout: ParallelLayout, device: torch.device) -> DeviceMesh:
-    """Return the mesh of a layout, without dimensions of one rank. ``ep`` is one of them, or a name for ``dp`` and ``cp``.
+    """Return the mesh of a layout, without dimensions of one rank. ``ep`` is one of them, or a name for ``dp`` and ``cp``;
+    where ranks of ``tp`` have different experts, ``ep_tp`` is the name of both.
 
     Raises:
         BadInput: where it is neither.
     """
-    divided = layout.dp % layout.ep == 0
-    if not divided and layout.ep != layout.dp * layout.cp:
+    shared = layout.ep // layout.tp if layout.experts_across else layout.ep  # by ranks that see other samples
+    divided = layout.dp % shared == 0
+    if not divided and (layout.experts_across or shared != layout.dp * layout.cp):
+        told = f"ep {layout.ep} / tp {layout.tp}" if layout.experts_across else f"ep {layout.ep}"
+        beside = "" if layout.experts_across else f", nor is it all {layout.dp * layout.cp} of dp and cp"
         raise BadInput(
-            f"ep {layout.ep} does not divide the {layout.dp} ranks of dp, nor is it all {layout.dp * layout.cp} of dp and cp",
+            f"{told} does not divide the {layout.dp} ranks of dp{beside}",
             where="--ep",
             remedy="use another --ep, or --engine fsdp2",
         )
-    sizes = {"pp": layout.pp, "dp": layout.dp // layout.ep if divided else layout.dp, "ep": layout.ep if divided else 1}
+    sizes = {"pp": layout.pp, "dp": layout.dp // shared if divided else layout.dp, "ep": shared if divided else 1}
     sizes |= {"cp": layout.cp, "tp": layout.tp}
     mesh = mesh_on(device, {name: size for name, size in sizes.items() if size > 1})
-    if not divided:
+    if layout.experts_across:
+        mesh[("ep", "tp") if shared > 1 else ("tp",)]._flatten("ep_tp")
+    elif not divided:
         mesh["dp", "cp"]._flatten("ep")
     return mesh
 
 
 def _over(mesh: DeviceMesh, layout: ParallelLayout) -> DeviceMesh:
     """Return the ranks that share experts, and their matrices."""
+    if layout.experts_across:
+        return mesh["ep_tp"]
     return mesh["ep", "tp"] if layout.tp > 1 else mesh["ep"]

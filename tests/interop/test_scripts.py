@@ -157,8 +157,9 @@ def test_qlora_with_trls_trainer(tmp_path: Path) -> None:
 
 REFUSED = {
     "no arguments": ("print(1)\n", "builds no arguments of the Trainer"),
-    "accelerate": ("a = Accelerator()\n", r"a loop of its own over accelerate \(line 1\)"),
-    "deepspeed": ("import deepspeed\ndeepspeed.initialize(model=m)\n", r"a loop of its own over DeepSpeed \(line 2\)"),
+    "accelerate": ("a = Accelerator()\n", "passes nothing backward"),
+    "deepspeed": ("import deepspeed\ndeepspeed.initialize(model=m)\n", "passes nothing backward"),
+    "Fabric": ("f = Fabric()\nf.backward(loss)\n", r"a loop of its own over Fabric \(line 1\)"),
     "a parser of transformers": ("HfArgumentParser((A,)).parse_args_into_dataclasses()\n", "from the command line"),
     "two sets": (HEAD + BUILD.format(4) * 2, r"builds 2 sets of arguments \(lines 4, 6\)"),
     "a loop": (HEAD + "for b in (1, 2):\n    args = TrainingArguments(per_device_train_batch_size=b)\n", "in a loop"),

@@ -223,6 +223,8 @@ def _with_launcher(run: Setup, launcher: Setup) -> Setup:
         changes["dtype"] = launcher.dtype
     if "ulysses" in launcher.degrees:
         changes |= {"degrees": {**run.degrees, **launcher.degrees}, "attn": run.attn or launcher.attn}
+    if launcher.dtype in ("bf16", "fp16") and not run.autocast and "autocast" not in run.keys:
+        changes["autocast"] = True  # accelerate's mixed precision, over weights in 16 bits
     if launcher.gradient_checkpointing:
         changes["gradient_checkpointing"] = True
     return replace(

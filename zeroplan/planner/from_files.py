@@ -215,7 +215,7 @@ def filled(request: Request, setup: Setup) -> Request:
     if setup.ds_config is not None:
         changes |= _with_ds_config(setup, changes)
     for field, says in setup.open.items():
-        if getattr(request, field) is None:
+        if changes.get(field, getattr(request, field)) is None:
             flag = f"--{field.replace('_', '-')}"
             changes["unmodelled"] = (*changes["unmodelled"], Unmodelled(flag, Effect.UNKNOWN, says))
     if setup.alloc_conf:

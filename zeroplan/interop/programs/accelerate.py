@@ -102,7 +102,7 @@ class Accelerate(Program):
         inner = Builder(Document(block.data, block.name, run.document.folder), self.name, self.label)
         config = inner.ds_config("deepspeed_config_file")
         if config is None:
-            config = _plugin_config(block)
+            config = plugin_config(block)
         run.set("ds_config", config, "deepspeed_config")
         init = block.flag("zero3_init_flag")
         stage = config.get("zero_optimization", {})
@@ -264,7 +264,7 @@ _DECIDING = ("mixed_precision", "parallelism_config_", "dynamo_backend", "fp8_")
 _SWITCHES = {"use_deepspeed": "DEEPSPEED", "use_fsdp": "FSDP", "cpu": "MULTI_CPU", "use_megatron_lm": "MEGATRON_LM"}
 
 
-def _plugin_config(block: Keys) -> dict[str, Any]:
+def plugin_config(block: Keys) -> dict[str, Any]:
     """Return the ds_config that accelerate makes of its own keys. Source: ``DeepSpeedPlugin.__post_init__``."""
     zero: dict[str, Any] = {"stage": block.number("zero_stage", least=0)}
     if zero["stage"] is None:

@@ -25,6 +25,8 @@ _SCRIPTS = ("sh", "bash", "zsh", "slurm", "sbatch", "txt", "job", "pbs")
 #: What a script has that builds its run's arguments, and what one has that takes them from its command line.
 _MAKES_ARGUMENTS = (b"TrainingArguments(", b"SFTConfig(", b"DPOConfig(", b"Config(\n", b"lightning")
 _PARSES_ARGUMENTS = (b"HfArgumentParser", b"TrlParser", b"parse_args_into_dataclasses")
+#: What only a script with a loop of its own calls.
+_BACKWARD = re.compile(rb"\.backward\(")
 #: Folders above a file's own in which a path of it is looked for.
 _FOLDERS_ABOVE = 5
 
@@ -93,11 +95,15 @@ def _from_path(path: str) -> Document:
         text = text_of(read_bytes(path, CONFIG.size), path)
         refuse_other_program(text, path)
         command = training_command(
-            text, path, lambda program: _builds_pipeline(folder / program) or _names_run(folder / program)
+            text, path, lambda program: any(takes(folder / program) for takes in (_builds_pipeline, _names_run, _loops))
         )
         if _builds_pipeline(script := folder / command.program):
             return Document({}, path, folder, pipeline=_pipeline_of(script, command))
         if _names_run(script) and (found := _started(script, command)) is not None:
+            return Document(found.data, path, folder, replace(command, flags={}), script=found)
+        if _loops(script):
+            text = text_of(read_bytes(str(script), CONFIG.size), str(script))
+            found = read_script(text, str(script), command.flags, command.files, command.environment)
             return Document(found.data, path, folder, replace(command, flags={}), script=found)
         return Document(command.flags, path, folder, command, defaults=_defaults_of(script))
     if path.lower().endswith((".py", ".ipynb")):
@@ -123,6 +129,15 @@ def _names_run(script: Path) -> bool:
         return False
     text = script.read_bytes()
     return any(word in text for word in _MAKES_ARGUMENTS) and not any(word in text for word in _PARSES_ARGUMENTS)
+
+
+def _loops(script: Path) -> bool:
+    """Whether a script in reach trains by a loop of its own; transformers' examples of loops are known by their names."""
+    named = script.suffix == ".py" and "_no_trainer" not in script.name
+    if not named or not os.path.isfile(script) or os.path.getsize(script) > CONFIG.size:
+        return False
+    text = script.read_bytes()
+    return _BACKWARD.search(text) is not None and not any(word in text for word in (*_PARSES_ARGUMENTS, *_MAKES_ARGUMENTS))
 
 
 def _started(script: Path, command: Command) -> RunScript | None:

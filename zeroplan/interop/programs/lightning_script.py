@@ -11,9 +11,11 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.script import ScriptReader
 from zeroplan.interop.programs.script_adapters import take_adapters
 from zeroplan.interop.programs.script_deeds import list_deeds
+from zeroplan.interop.programs.script_loaders import loader_batches
+from zeroplan.interop.programs.script_loop import LoopReader, is_loop
 from zeroplan.interop.programs.script_model import take_model
 from zeroplan.interop.programs.script_reader import RunScript, parsed
-from zeroplan.interop.programs.script_syntax import UNKNOWN, called, holds_unknown
+from zeroplan.interop.programs.script_syntax import UNKNOWN, holds_unknown
 from zeroplan.interop.programs.script_values import Values
 
 _PACKAGES = ("lightning", "pytorch_lightning")
@@ -41,7 +43,9 @@ def read_script(
     """
     try:
         reader = ScriptReader(Values(parsed(text, name), flags, words, environment), name)
-        return _read(reader) if _imports_lightning(reader.values) else reader.read()
+        if _imports_lightning(reader.values):
+            return _read(reader)
+        return LoopReader(reader.values, name).read() if is_loop(reader) else reader.read()
     except RecursionError:
         raise BadInput("has expressions that are nested too deep", where=name, remedy="give the run's arguments") from None
 
@@ -110,31 +114,8 @@ def _objects(values: Values, node: ast.expr, value: Any) -> Any:
 
 
 def _loaders(reader: ScriptReader) -> None:
-    """Take the samples of a pass from the loaders: those of training by their place, where there are several."""
-    found: dict[bool, set[Any]] = {True: set(), False: set()}
-    for call in reader.calls:
-        if reader.values.name_of(call.func) != "DataLoader":
-            continue
-        names = [parent.name for parent, _ in reader.values.ancestors(call) if isinstance(parent, ast.FunctionDef)]
-        held = [
-            called(one)
-            for parent, _ in reader.values.ancestors(call)
-            if isinstance(parent, ast.Assign)
-            for one in parent.targets
-        ]
-        where = " ".join((*names, *held)).lower()
-        if "test" in where or "predict" in where:
-            continue
-        word = next(
-            (one.value for one in call.keywords if one.arg == "batch_size"), call.args[1] if len(call.args) > 1 else None
-        )
-        value = 1 if word is None else reader.values.of(word)
-        found["val" in where or "eval" in where].add(None if value is UNKNOWN or not isinstance(value, int) else value)
-    batch = {}
-    for evaluates, key in ((False, "batch_size"), (True, "val_batch_size")):
-        values = found[evaluates]
-        if len(values) == 1 and None not in values:
-            (batch[key],) = values
+    """Take the samples of a pass from the loaders, and the length to which samples are cut."""
+    batch = loader_batches(reader)
     lengths = reader.cut_lengths()
     if len(lengths) == 1:
         (batch["max_length"],) = lengths

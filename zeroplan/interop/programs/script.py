@@ -15,17 +15,17 @@ from zeroplan.interop.programs.script_adapters import take_adapters
 from zeroplan.interop.programs.script_deeds import TRAINERS, list_deeds
 from zeroplan.interop.programs.script_model import take_model
 from zeroplan.interop.programs.script_reader import Reader, RunScript
-from zeroplan.interop.programs.script_syntax import UNKNOWN, base_name, called
+from zeroplan.interop.programs.script_syntax import UNKNOWN, called
 
 #: Classes of arguments, with the program that reads them.
-_ARGUMENTS = {
+ARGUMENTS = {
     **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), "hf-trainer"),
     **dict.fromkeys(("SFTConfig", "DPOConfig", "KTOConfig", "ORPOConfig", "CPOConfig", "RewardConfig", "GRPOConfig"), "trl"),
     "RLOOConfig": "trl",
 }
 _TASK = re.compile(r"^(SFT|DPO|KTO|ORPO|CPO|Reward|GRPO|RLOO)(Trainer|Config)$")
-#: Loops of one's own, by what they call.
-_LOOPS = {"Accelerator": "accelerate", "fully_shard": "FSDP2", "FullyShardedDataParallel": "FSDP", "Fabric": "Fabric"}
+#: Loops of one's own that are not read, by what they call.
+_LOOPS = {"Fabric": "Fabric"}
 
 
 class ScriptReader(Reader):
@@ -35,7 +35,7 @@ class ScriptReader(Reader):
         """Read the run."""
         if self.values.opaque:
             self.refuse(f"binds names in a way that no text tells (line {self.values.opaque})")
-        found = self.named(*_ARGUMENTS)
+        found = self.named(*ARGUMENTS)
         if len(found) != 1:
             self._refuse_no_arguments(found)
         call = found[0]
@@ -49,7 +49,7 @@ class ScriptReader(Reader):
         if trainer is not None and self.values.in_loop(trainer):
             self.refuse(f"trains in a loop (line {trainer.lineno})")
         told = next((match for one in (trainer, call) if one is not None and (match := _TASK.match(self.kind(one)))), None)
-        program = "trl" if told is not None else _ARGUMENTS[kind]
+        program = "trl" if told is not None else ARGUMENTS[kind]
         self._arguments(call, kind, program)
         head = take_model(self, trainer, program)
         take_adapters(self, trainer, program)
@@ -60,17 +60,14 @@ class ScriptReader(Reader):
     def _refuse_no_arguments(self, found: list[ast.Call]) -> NoReturn:
         if found:
             self.refuse(f"builds {len(found)} sets of arguments (lines {', '.join(str(one.lineno) for one in found[:4])})")
-        loop = next((call for call in self.calls if self.values.name_of(call.func) in _LOOPS or self._initializes(call)), None)
+        loop = next((call for call in self.calls if self.values.name_of(call.func) in _LOOPS), None)
         if loop is not None:
-            title = _LOOPS.get(self.values.name_of(loop.func), "DeepSpeed")
+            title = _LOOPS[self.values.name_of(loop.func)]
             self.refuse(f"is a Python script with a loop of its own over {title} (line {loop.lineno}), which is not read")
         from_words = [call for call in self.calls if self.values.name_of(call.func) in ("HfArgumentParser", "TrlParser")]
         if from_words:
             self.refuse(f"is a Python script that takes its arguments from the command line (line {from_words[0].lineno})")
         self.refuse("is a Python script that builds no arguments of the Trainer and no PipelineModule")
-
-    def _initializes(self, call: ast.Call) -> bool:
-        return self.values.name_of(call.func) == "initialize" and base_name(call.func) in ("deepspeed", "ds")
 
     # The arguments
 
@@ -82,7 +79,7 @@ class ScriptReader(Reader):
             self.leave_out("arguments", call, Effect.UNKNOWN, "positional arguments are not read")
         for key, value, node in self.values.keywords(call):
             self.argument(key, value, node)
-        if program == "trl" and _ARGUMENTS[kind] == "hf-trainer":  # SFTTrainer takes the Trainer's values, defaults too
+        if program == "trl" and ARGUMENTS[kind] == "hf-trainer":  # SFTTrainer takes the Trainer's values, defaults too
             self.data.setdefault("gradient_checkpointing", False)
             self.data.setdefault("bf16", False)
         holder = self._holder(call)
@@ -120,19 +117,6 @@ class ScriptReader(Reader):
             self.assumed.append(f"samples of {length} tokens, to which line {line} cuts them")
         elif not self._holds_length():
             self.open["seq_len"] = "no line tells the length of a sample; --seq-len does"
-
-    def cut_lengths(self) -> dict[int, int]:
-        """The lengths to which calls cut samples, with a line of each; empty where the text does not tell one of them."""
-        found: dict[int, int] = {}
-        for call in self.calls:
-            if not any(one.arg == "truncation" for one in call.keywords):
-                continue
-            for key, value, node in self.values.keywords(call):
-                if key == "max_length" and (isinstance(value, bool) or not isinstance(value, int)):
-                    return {}
-                if key == "max_length":
-                    found.setdefault(value, node.lineno)
-        return found
 
     def _holds_length(self) -> bool:
         return any(key in self.data for key in ("max_length", "max_seq_length", "model_max_length"))

@@ -50,6 +50,10 @@ def take_adapters(reader: Reader, trainer: ast.Call | None, program: str) -> Non
     if loaded:
         reader.leave_out("adapters", loaded[0], Effect.UNKNOWN, "adapters of a checkpoint; all weights count as trained")
     if len(configs) != 1:
+        wrapped = [one for one in reader.calls if reader.values.name_of(one.func) in _WRAPPING]
+        if wrapped and not configs:
+            says = "adapters that are not read; all weights count as trained"
+            reader.leave_out("adapters", wrapped[0], Effect.UNKNOWN, says)
         return
     call = configs[0]
     takes = [one for one in reader.calls if reader.values.name_of(one.func) in _WRAPPING]

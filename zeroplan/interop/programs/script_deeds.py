@@ -104,8 +104,10 @@ def _assignment(reader: Reader, node: ast.Assign) -> None:
 
 def _casts(reader: Reader, call: ast.Call) -> bool:
     words = [*call.args, *(one.value for one in call.keywords if one.arg == "dtype")]
-    owner = base_name(call.func) if isinstance(call.func, ast.Attribute) else ""
-    return "model" in owner.lower() and any(reader.values.of(one) in _CASTS for one in words)
+    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    made = reader.values.node(call.func.value) if isinstance(call.func, ast.Attribute) else None
+    whole = "model" in owner.lower() or (made is not None and "from_pretrained" in ast.unparse(made))
+    return whole and any(reader.values.of(one) in _CASTS for one in words)
 
 
 def _frozen(reader: Reader, node: ast.AST, *, off: bool) -> None:

@@ -90,7 +90,8 @@ class Reader:
     def leave_out(self, key: str, node: ast.AST, effect: Effect, says: str) -> None:
         """List what no plan holds, by the line of its node; once for each key."""
         if all(one.key != key for one in self.left_out):
-            self.left_out.append(Unmodelled(key, effect, f"line {getattr(node, 'lineno', 0)}: {says}"[:120]))
+            line = getattr(node, "lineno", None)  # a whole script has none
+            self.left_out.append(Unmodelled(key, effect, (says if line is None else f"line {line}: {says}")[:120]))
 
     def found(self, program: str, data: Mapping[str, Any], *, head: str | None, task: str = "") -> RunScript:
         """Return what was read, with the parser's defaults among what was assumed."""
@@ -106,6 +107,19 @@ class Reader:
             assumed=tuple(self.assumed),
             open=self.open,
         )
+
+    def cut_lengths(self) -> dict[int, int]:
+        """The lengths to which calls cut samples, with a line of each; empty where the text does not tell one of them."""
+        found: dict[int, int] = {}
+        for call in self.calls:
+            if not any(one.arg == "truncation" for one in call.keywords):
+                continue
+            for key, value, node in self.values.keywords(call):
+                if key == "max_length" and (isinstance(value, bool) or not isinstance(value, int)):
+                    return {}
+                if key == "max_length":
+                    found.setdefault(value, node.lineno)
+        return found
 
     def refuse(self, what: str) -> NoReturn:
         """Refuse the script.

@@ -63,6 +63,7 @@ class Values:
         self.taken: set[str] = set()
         self.opaque = 0
         self._flags, self._environment = flags or {}, environment or {}
+        self._command = dict(self._flags)
         self._bound: dict[str, list[ast.expr | None]] = {}
         self._changed: set[str] = set()
         self._fields: dict[str, set[str]] = {}  # fields, and keys of dicts, that are assigned
@@ -149,6 +150,10 @@ class Values:
         """Whether a node stands in a loop."""
         loops = (ast.For, ast.AsyncFor, ast.While, ast.ListComp, ast.GeneratorExp)
         return any(isinstance(parent, loops) for parent, _ in self.ancestors(node))
+
+    def flag(self, name: str) -> Any:
+        """The value of a flag of the command line; None without it."""
+        return self._command.get(name)
 
     def changed(self, name: str) -> bool:
         """Whether a field or an item of what a name stands for is assigned somewhere."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tests.patience import PATIENCE
 from zeroplan.engines.registry import find_engine
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
@@ -40,3 +42,28 @@ def compared_here(config: dict[str, Any], **fields: Any) -> Comparison:
     planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
     result = run_job(job_of(case, find_engine("zeroplan"), raw=config, steps=2), RankDevice.of("cpu", 0), lambda _: None)
     return compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
+
+
+def compared_on_ranks(ranks: int, *requests: Request) -> list[Comparison]:
+    """Plan runs on a CPU, run them one after another on the same ranks, and compare."""
+    from zeroplan.validate.launch import TorchrunLaunch
+    from zeroplan.validate.machine import find_machine
+    from zeroplan.validate.pipeline import compare_ranks
+
+    cluster = find_machine().cluster(ranks)
+    planned, jobs = [], []
+    for request in requests:
+        resolved = resolve(replace(request, gpus=ranks, from_scratch=True))
+        (case,) = (replace(case, cluster=cluster) for case in resolved.cases)
+        engine, raw = resolved.engine.for_verify(None, device="cpu", own_module=False)
+        planned.append(predict(engine, case, ExpandedTapes(engine)))
+        jobs.append(job_of(case, engine, raw=raw, steps=2))
+    launch = TorchrunLaunch(jobs, ranks, "cpu", lambda *_: None, timeout=PATIENCE)
+    try:
+        launch.start()
+        found = launch.finish()
+    finally:
+        launch.close()
+    return [
+        compare_ranks(one, found[at], 0.02, device="cpu", ranks=ranks, failure=launch.failure) for at, one in enumerate(planned)
+    ]

@@ -15,13 +15,21 @@ from tests.core.test_expert_parallel import CONFIG as MIXTURE
 from tests.patience import PATIENCE
 from tests.validate.small import CONFIG
 from tests.validate.test_compare import measured, planned, result
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OUT_OF_TOLERANCE, BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.units import GIB
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.engines.base import Case
+from zeroplan.engines.registry import find_engine
+from zeroplan.models.load import load_model
 from zeroplan.planner.describe import describe_workload
 from zeroplan.report.drift import drift_text
 from zeroplan.validate.api import verify
 from zeroplan.validate.compare import compare
+from zeroplan.validate.job import job_of
 from zeroplan.validate.results import Drift
 
 pytestmark = [pytest.mark.torch]
@@ -68,8 +76,9 @@ def test_ranks_that_share_experts_are_as_planned(asked: dict[str, int]) -> None:
 
 
 def test_only_degrees_that_an_engine_is_run_with_are_taken() -> None:
-    with pytest.raises(BadInput, match="verify does not run fsdp2 with pp"):
-        verify(MIXTURE, pp=2, grad_accum=2, gpus=2, stage=2, engine="fsdp2", seq_len=64)
+    case = Case(load_model(MIXTURE), Workload(), Cluster(gpus=2), ZeroConfig.of(0), parallel=ParallelLayout(gpus=2, pp=2))
+    with pytest.raises(BadInput, match="verify does not run ddp with pp"):
+        job_of(case, find_engine("ddp"))
 
 
 def test_outside_the_tolerance_exits_with_3(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

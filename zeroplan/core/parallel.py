@@ -128,6 +128,10 @@ class ParallelLayout:
         """Return which of the `dp` different samples a rank reads: ranks of one stage, or of one matrix, read the same."""
         return rank // (self.tp * self.cp * self.ulysses) % self.dp
 
+    def pipeline_rank(self, rank: int) -> int:
+        """Return a rank's place in the pipeline."""
+        return rank // (self.world_size // self.pp)
+
     @property
     def communicators(self) -> int:
         """Process groups of more than one rank that one rank is in."""

@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.experimental import context_parallel
@@ -130,14 +132,24 @@ def by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
     return list(found.values())
 
 
-def clip(parameters: list[nn.Parameter], limit: float) -> None:
-    """Clip the gradients by the norm of all, also where some lie over other ranks than the rest, as those of experts."""
+def clip(parameters: list[nn.Parameter], limit: float, pipeline: ProcessGroup | None = None) -> None:
+    """Clip the gradients by the norm of all, also where some lie over other ranks than the rest, as those of experts.
+
+    Args:
+        parameters: this rank's.
+        limit: of the norm.
+        pipeline: the ranks that have the model's other parameters; None where there are no others.
+    """
     groups = by_mesh(parameters)
-    if len(groups) == 1:
+    if len(groups) == 1 and pipeline is None:
         nn.utils.clip_grad_norm_(parameters, limit)
         return
     norms: list[Any] = [nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]) for group in groups]
     norm = torch.linalg.vector_norm(torch.stack([whole_loss(norm) for norm in norms]))
+    if pipeline is not None:
+        squares = norm**2
+        dist.all_reduce(squares, group=pipeline)
+        norm = squares.sqrt()
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, norm)
 

@@ -13,7 +13,9 @@ Note [Stages of a model]
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +23,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
@@ -37,7 +40,10 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining import stage as stages
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.pipeline import Stage
+from zeroplan.core.pipeline import Stage, chunks_of
+from zeroplan.core.pipeline_order import schedule_of
+from zeroplan.engines.torch_mesh import Passes, whole_loss
+from zeroplan.engines.verification import TrainingRun
 
 #: torch's classes for a rank with one chunk, and for several, by the names of ``--schedule``.
 SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
@@ -48,6 +54,8 @@ LOOPED = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
+_BLOCK = re.compile(r"(chunk\d+\.)?model\.layers\.\d+")
+_NUMBERED = re.compile(r"^(model\.layers\.)(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,11 @@ class StageModel(nn.Module):
             model.model.norm, model.lm_head = nn.Identity(), None
         self.model, self.lm_head = model.model, model.lm_head
         self.cap = getattr(model.config, "final_logit_softcapping", None)
+        self.begin = stage.first
+
+    def whole_name(self, name: str) -> str:
+        """Return the name that a module or parameter of this stage has in the whole model."""
+        return _NUMBERED.sub(lambda found: f"{found[1]}{int(found[2]) + self.begin}", name)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Map tokens [B, S] or hidden states [B, S, H] to hidden states or logits."""
@@ -92,6 +105,32 @@ class StageModel(nn.Module):
             return hidden
         logits: torch.Tensor = self.lm_head(hidden)
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+class RankModel(nn.Module):
+    """All stages of one rank, for an engine that trains them as one module. The forward is told which of them runs."""
+
+    def __init__(self, stages_of_rank: Sequence[StageModel]) -> None:
+        super().__init__()
+        self.stages = tuple(f"chunk{at}" for at in range(len(stages_of_rank)))
+        for name, one in zip(self.stages, stages_of_rank, strict=True):
+            self.add_module(name, one)
+
+    def forward(self, given: torch.Tensor, chunk: int = 0) -> torch.Tensor:
+        """Run a stage by its number on this rank."""
+        found: torch.Tensor = self.get_submodule(self.stages[chunk])(given)
+        return found
+
+    def whole_name(self, name: str) -> str:
+        """Return the name that a module or parameter has in the whole model."""
+        chunk, _, rest = name.partition(".")
+        found: Any = self.get_submodule(chunk) if chunk in self.stages else None
+        return name if found is None else str(found.whole_name(rest))
+
+
+def is_block(name: str, _: nn.Module) -> bool:
+    """Return whether a module of a rank's is a block, by its full name; a stage may have a single one."""
+    return _BLOCK.fullmatch(name) is not None
 
 
 def _require_cuttable(model: Any) -> None:
@@ -109,6 +148,21 @@ def _config_of(config: Any, stage: Stage) -> Any:
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         found.layer_types = list(kinds)[stage.first : stage.end]
+    return found
+
+
+def stages_of(run: TrainingRun, make: Callable[[], Any]) -> list[StageModel]:
+    """Return this rank's stages of the model that `make` returns, a new one at each call.
+
+    Raises:
+        BadInput: a model that is not cut.
+    """
+    made = make()
+    _require_cuttable(made)
+    rank = run.layout.pipeline_rank(dist.get_rank())
+    chunks = chunks_of(len(made.model.layers), run.layout.pp, run.layout.vpp, rank, schedule_of(run.schedule))
+    found = [StageModel(made, chunks[0]), *stages_on(make, chunks[1:])]
+    gc.collect()  # blocks of other stages whose forward was replaced hold themselves
     return found
 
 
@@ -135,9 +189,39 @@ def schedule_on(
     if fake:
         _agree_statically()
     options: dict[str, Any] = {"n_microbatches": shape.micro_batches, "loss_fn": partial(loss_of, models[-1])}
-    looped = len(models) > 1 or shape.schedule not in SCHEDULES
-    order: Any = LOOPED[shape.schedule](made, **options) if looped else SCHEDULES[shape.schedule](made[0], **options)
+    kind = schedule_class(shape.schedule, len(models))
+    order: Any = kind(made[0] if issubclass(kind, schedules.PipelineScheduleSingle) else made, **options)
     return partial(run_schedule, order, models)
+
+
+def schedule_class(schedule: str, chunks: int) -> type[Any]:
+    """Return torch's class for a name of ``--schedule`` and a number of chunks a rank."""
+    return SCHEDULES[schedule] if chunks == 1 and schedule in SCHEDULES else LOOPED[schedule]
+
+
+class LazyStep:
+    """Runs the schedule of a run's steps; it is made with the first batch, whose shape it has.
+
+    Args:
+        run: what ``verify`` asks for.
+        make: makes the schedule for steps of a shape.
+        passes: what the schedule runs in.
+    """
+
+    def __init__(
+        self, run: TrainingRun, make: Callable[[StepShape], Callable[[torch.Tensor], torch.Tensor | None]], passes: Passes
+    ) -> None:
+        self._run, self._make, self._passes = run, make, passes
+        self._step: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """Run a step's micro batches, each of them `batch`; return their mean loss where the last stage is."""
+        tokens, run = batch["input_ids"], self._run
+        if self._step is None:
+            rows, length = tokens.shape
+            self._step = self._make(StepShape(rows, length, run.grad_accum, run.schedule, run.dtype))
+        with self._passes(batch):
+            return self._step(tokens.repeat(run.grad_accum, 1))
 
 
 def metadata_of(model: StageModel, shape: StepShape) -> dict[str, Any]:
@@ -171,18 +255,12 @@ def run_schedule(schedule: Any, models: Sequence[StageModel], tokens: torch.Tens
         The mean loss of the micro batches on the rank with the last stage; None on the others.
     """
     last = models[-1].last
-    silent: dict[str, Any] = (
-        {"return_outputs": False} if "return_outputs" in inspect.signature(schedule.step).parameters else {}
-    )
+    known = inspect.signature(schedules.PipelineScheduleSingle.step).parameters  # of newer torch; else it keeps all logits
+    silent: dict[str, Any] = {"return_outputs": False} if "return_outputs" in known else {}
     losses: list[torch.Tensor] = []
     given, target = ((tokens,) if models[0].first else ()), (tokens if last else None)
     schedule.step(*given, target=target, losses=losses, **silent)
-    return torch.stack([_whole(loss.detach()) for loss in losses]).mean() if losses else None
-
-
-def _whole(loss: Any) -> torch.Tensor:
-    found: torch.Tensor = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
-    return found
+    return torch.stack([whole_loss(loss.detach()) for loss in losses]).mean() if losses else None
 
 
 def _agree_statically() -> None:

@@ -5,11 +5,12 @@ Imports torch: only trainers import this module, and only a rank's process impor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
@@ -22,7 +23,7 @@ from zeroplan.engines.verification import LEARNING_RATE, Row, Trainer, TrainingR
 _STATES = {state.state_key: state.buffer for row in OPTIMIZERS.values() for state in row.states}
 _STATES |= dict.fromkeys(("row_var", "col_var"), Buffer.OPTIM_FACTORED)  # of a matrix, where a vector has its variance
 
-Step = Callable[[dict[str, torch.Tensor]], torch.Tensor]
+Step = Callable[[dict[str, torch.Tensor]], torch.Tensor | None]
 
 
 def engine_step(run: TrainingRun, engine: Any, passes: Passes = nullcontext) -> Step:
@@ -90,6 +91,45 @@ def torch_loop(
 
     def rows() -> list[Row]:
         return [tensors_row(kept, list(model.parameters())), *state_rows(*optimizers)]
+
+    return Trainer(step, rows)
+
+
+def staged_loop(
+    run: TrainingRun,
+    models: Sequence[Any],
+    kept: Buffer,
+    micro_batches: Step,
+    pipeline: ProcessGroup,
+    reduced: Callable[[], None],
+) -> Trainer:
+    """Return the loop of plain torch around a rank's pipeline stages: one optimizer of all of them, and their norm clipped.
+
+    Args:
+        run: what ``verify`` asks for.
+        models: the rank's stages, wrapped.
+        kept: what the models' parameters are between two steps.
+        micro_batches: runs the forwards and backwards of a step.
+        pipeline: the ranks that have the other stages, over which the norm is the whole model's.
+        reduced: called when a step's gradients are reduced, before they are clipped.
+    """
+    parameters = [p for model in models for p in model.parameters()]
+    trainable = [(name, p) for model in models for name, p in model.named_parameters() if p.requires_grad]
+    optimizers = make_optimizers(run.optimizer, trainable)
+    run.mark("init", "forward")
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        loss = micro_batches(batch)
+        run.mark("backward", "step")
+        reduced()
+        clip([p for _, p in trainable], 1.0, pipeline)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def rows() -> list[Row]:
+        return [tensors_row(kept, parameters), *state_rows(*optimizers)]
 
     return Trainer(step, rows)
 

@@ -93,7 +93,8 @@ class Trainer:
     """A model that is ready to train.
 
     Attributes:
-        step: trains one optimizer step on a batch (the keyword arguments of one micro batch's forward), returns the loss.
+        step: trains one optimizer step on a batch (the keyword arguments of one micro batch's forward), returns the loss; None
+            where another pipeline stage has it.
         rows: what the engine keeps between two steps.
         owned: whether `rows` are all that the engine owns, each at its peak.
         close: ends what would outlive the run.
@@ -101,7 +102,7 @@ class Trainer:
         pinned: bytes of host memory that the engine pinned without torch.
     """
 
-    step: Callable[[dict[str, torch.Tensor]], torch.Tensor]
+    step: Callable[[dict[str, torch.Tensor]], torch.Tensor | None]
     rows: Callable[[], list[Row]]
     owned: bool = False
     close: Callable[[], None] = lambda: None

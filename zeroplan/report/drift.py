@@ -43,13 +43,34 @@ def comparison_text(comparison: Comparison, style: str = "plain", terminal: Term
     title = f"{plan.engine} {plan.engine_version}, {plan.label} ({plan.depth} plan)"
     if measured.failure or measured.out_of_memory is not None:
         return "\n".join([*map(terminal.bold, terminal.wrap(title)), *terminal.wrap(comparison.verdict)])
+    lines = [*map(terminal.bold, terminal.wrap(title)), *_verdict(comparison, terminal)]
+    if not comparison.stages:
+        return "\n".join([*lines, *_table(comparison, style, terminal)])
+    for one in comparison.stages:
+        lines += ["", *map(terminal.bold, terminal.wrap(_stage(comparison, one))), *_verdict(one, terminal)]
+        lines += _table(one, style, terminal)
+    return "\n".join(lines)
+
+
+def _verdict(comparison: Comparison, terminal: Terminal) -> list[str]:
+    seconds = comparison.measurement.step_seconds
     mark = "Within" if comparison.within else "OUTSIDE"
-    speed = f"; {measured.step_seconds:.2f} s a step" if measured.step_seconds is not None else ""
-    lines = [
-        *map(terminal.bold, terminal.wrap(title)),
-        *terminal.verdict(f"{mark}: {comparison.verdict}{speed}", comparison.within),
-    ]
-    lines += [line for text in comparison.mismatches[:_MOST_MISMATCHES] for line in terminal.wrap(f"differs: {text}")]
+    speed = f"; {seconds:.2f} s a step" if seconds is not None else ""
+    return terminal.verdict(f"{mark}: {comparison.verdict}{speed}", comparison.within)
+
+
+def _stage(whole: Comparison, one: Comparison) -> str:
+    """Name a pipeline's rank and its blocks: ``"pipeline rank 1 of 2: blocks 4 to 7, on 2 ranks"``."""
+    blocks = next((stage.blocks for stage in whole.plan.stages if stage.stage == one.pp_rank), ())
+    named = " and ".join(f"{first} to {end - 1}" if end - first > 1 else f"{first}" for first, end in blocks)
+    many = one.measurement.ranks
+    return f"pipeline rank {one.pp_rank} of {len(whole.stages)}: blocks {named}, on {many} {'rank' if many == 1 else 'ranks'}"
+
+
+def _table(comparison: Comparison, style: str, terminal: Terminal) -> list[str]:
+    """Return what differs, and plan beside measurement."""
+    measured = comparison.measurement
+    lines = [line for text in comparison.mismatches[:_MOST_MISMATCHES] for line in terminal.wrap(f"differs: {text}")]
     wide = terminal.width is None
     row = _row if wide else _narrow_row
     rest = ["unattributed", _place(measured.device), "-", format_bytes(comparison.unattributed), ""]
@@ -59,7 +80,7 @@ def comparison_text(comparison: Comparison, style: str = "plain", terminal: Term
     lines.append(render(_HEADERS if wide else _NARROW, rows, style, width=terminal.width))
     if not wide and comparison.unattributed:
         lines += map(terminal.dim, terminal.wrap(f"unattributed: {_rest(comparison)}"))
-    return "\n".join(lines)
+    return lines
 
 
 def _place(device: str) -> str:
@@ -111,11 +132,12 @@ def _share(row: DriftRow) -> str:
 def _heading(drift: Drift, terminal: Terminal) -> list[str]:
     work, machine, params = drift.workload, drift.machine, drift.model.params
     count = f"{params:,} parameter" if params == 1 else f"{params:,} parameters"
+    worst = "each stage's worst rank" if any(c.stages for c in drift.comparisons) else "the worst rank"
     return [
         *terminal.wrap(
             f"{drift.model.name}: {count} · {machine['ranks']} × {machine['name']} ({machine['backend']}) · {work_text(work)}"
         ),
-        terminal.dim("Bytes of the worst rank; differences are measured less planned."),
+        terminal.dim(f"Bytes of {worst}; differences are measured less planned."),
     ]
 
 
@@ -125,8 +147,8 @@ def _conclusion(drift: Drift) -> str:
         return "Nothing was run."
     if not outside:
         count = len(drift.comparisons)
-        owned = "owned buffers equal" if all(c.measurement.owned for c in drift.comparisons) else ""
-        judged = sum(any(row.judged for row in c.totals) for c in drift.comparisons)
+        owned = "owned buffers equal" if all(part.measurement.owned for c in drift.comparisons for part in c.parts) else ""
+        judged = sum(all(any(row.judged for row in part.totals) for part in c.parts) for c in drift.comparisons)
         totals = f"{judged} of {count} totals judged, within {drift.tolerance:.1%}"
         return f"{count} of {count} as planned: {'; '.join(part for part in (owned, totals) if part)}."
     ended = [c for c in outside if c.measurement.failure or c.measurement.out_of_memory is not None]

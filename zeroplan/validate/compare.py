@@ -185,6 +185,15 @@ def _host_totals(planned: Planned, measured: Measurement) -> list[DriftRow]:
     cpu, nvme = planned.plan.cpu, planned.plan.nvme
     told = planned.requested is not None and measured.device == "cuda"
     note = "all ranks of a node"
+    if planned.case.layout.pp > 1:  # the plan takes all ranks of the node for such
+        gpus = planned.case.cluster.gpus
+        ranks = min(measured.ranks, gpus)
+        share = {phase: count * ranks // gpus for phase, count in cpu.phases.items()}
+        cpu = cpu.model_copy(
+            update={"per_node": cpu.per_node * ranks // gpus, "pinned": cpu.pinned * ranks // gpus, "phases": share}
+        )
+        nvme = nvme.model_copy(update={"per_node": nvme.per_node * ranks // gpus})
+        note = "this stage's ranks of a node"
     rows = [
         DriftRow(
             name="resident memory", place="dram", planned=cpu.per_node if told else None, measured=measured.host, note=note

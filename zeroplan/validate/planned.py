@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.plan import MemoryPlan
@@ -11,6 +11,7 @@ from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import simulated_plan
+from zeroplan.planner.stages import plan_stages
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.simulate.timeline import Timeline
 
@@ -29,6 +30,7 @@ class Planned:
         requested_live: requested bytes alive between two steps; None at formula depth.
         not_simulated: at formula depth, the reason.
         cpu_differs: whether a CPU's kernels keep other tensors than CUDA's, as they do for dropout.
+        stages: the predictions for a pipeline's ranks, in its order; all of the above is then the one's that needs the most.
     """
 
     case: Case
@@ -39,10 +41,25 @@ class Planned:
     requested_live: int | None = None
     not_simulated: str = ""
     cpu_differs: bool = False
+    stages: tuple[Planned, ...] = ()
 
 
 def predict(engine: Engine, case: Case, tapes: ExpandedTapes) -> Planned:
     """The prediction for a case; `tapes` are those of the cases that are verified together."""
+    if case.layout.pp == 1:
+        return _predict(engine, case, tapes)
+    by_rank: dict[int, Planned] = {}
+
+    def plan_one(one: Case) -> tuple[MemoryPlan, None]:
+        by_rank[one.pp_rank] = _predict(engine, one, tapes)
+        return by_rank[one.pp_rank].plan, None
+
+    plan, _ = plan_stages(engine, case, plan_one)
+    worst = by_rank[plan.stages[0].stage]
+    return replace(worst, plan=plan, stages=tuple(by_rank[rank] for rank in range(case.layout.pp)))
+
+
+def _predict(engine: Engine, case: Case, tapes: ExpandedTapes) -> Planned:
     formula = formula_plan(engine, case)
     try:
         tape = tapes.of(case)

@@ -98,6 +98,11 @@ class Comparison(Frozen):
 
     `unattributed` are the bytes of the measured total that no measured row explains. `verdict` is one line with the reason for
     `within`.
+
+    Ranks of a pipeline hold different parts of the model. `stages` then has a comparison for each pipeline rank, in the
+    pipeline's order, of that rank's own plan with what the ranks that share its stages used. The plan, the measurement and the
+    rows here are those of one of them, `pp_rank`: the first that is outside, else the one that used the most. Without pipeline
+    parallelism, and where a run ended early, there are none.
     """
 
     plan: MemoryPlan
@@ -108,6 +113,13 @@ class Comparison(Frozen):
     mismatches: tuple[str, ...]
     within: bool
     verdict: str
+    pp_rank: int | None = None
+    stages: tuple[Comparison, ...] = ()
+
+    @property
+    def parts(self) -> tuple[Comparison, ...]:
+        """The comparisons of the pipeline's ranks; without a pipeline this one."""
+        return self.stages or (self,)
 
 
 class Drift(Printable, Frozen):

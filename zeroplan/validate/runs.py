@@ -11,13 +11,12 @@ from functools import partial
 from zeroplan.core.progress import watched, working
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.tapes import ExpandedTapes
-from zeroplan.validate.compare import compare
 from zeroplan.validate.job import VerifyJob, ended_early
 from zeroplan.validate.launch import TorchrunLaunch
 from zeroplan.validate.machine import VerifyMachine
-from zeroplan.validate.measured import measurement_of
+from zeroplan.validate.pipeline import Results, compare_ranks
 from zeroplan.validate.planned import Planned, predict
-from zeroplan.validate.results import Comparison, Measurement
+from zeroplan.validate.results import Comparison
 
 #: Called with a line of text about what begins or ends.
 Say = Callable[[str], None]
@@ -94,10 +93,10 @@ class Runs:
                 got = results.get(place, [])
                 if not got and place and not launch.failure:
                     break
-                measured = measurement_of(got, device=self.machine.device, ranks=self.ranks, failure=launch.failure)
-                comparisons.append(self._compared(i, plans[i], measured, self.say))
+                found = self._compared(i, plans[i], got, self.say, failure=launch.failure)
+                comparisons.append(found)
                 waiting.remove(i)
-                if measured.failure or measured.out_of_memory:
+                if found.measurement.failure or found.measurement.out_of_memory:
                     break  # the jobs after it get ranks of their own
         return comparisons
 
@@ -115,13 +114,11 @@ class Runs:
                 continue
             result = run_here(job, device, partial(self._tell, i) if first else _silent)
             if ended_early(result):  # the other ranks may wait for this one in vain, so torchrun is to end them
-                measured = measurement_of([result], device=self.machine.device, ranks=self.ranks)
-                self._compared(i, planned, measured, to_stderr)
+                self._compared(i, planned, [result], to_stderr)
                 os._exit(EXIT_EARLY)
             everyones = gather_results(result)
-            nodes = case.cluster.nodes
-            measured = measurement_of(everyones, device=self.machine.device, ranks=self.ranks, nodes=nodes)
-            comparisons.append(self._compared(i, planned, measured, self.say if first else None))
+            say = self.say if first else None
+            comparisons.append(self._compared(i, planned, everyones, say, nodes=case.cluster.nodes))
         return comparisons
 
     def _predict(self, i: int) -> Planned:
@@ -139,8 +136,13 @@ class Runs:
         if not doing.endswith("done"):
             self.say(f"{self.jobs[i].label}: {doing}")
 
-    def _compared(self, i: int, planned: Planned, measured: Measurement, say: Say | None) -> Comparison:
-        comparison = compare(planned, measured, self.tolerance)
+    def _compared(
+        self, i: int, planned: Planned, results: Results, say: Say | None, *, nodes: int = 1, failure: str = ""
+    ) -> Comparison:
+        device = self.machine.device
+        comparison = compare_ranks(
+            planned, results, self.tolerance, device=device, ranks=self.ranks, nodes=nodes, failure=failure
+        )
         if say is not None:
             say(f"{self.jobs[i].label}: {comparison.verdict}")
         return comparison

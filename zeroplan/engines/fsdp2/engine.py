@@ -54,7 +54,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     reduces_as_told = True
     compiled_whole = (Effect.MORE, "no GPU has measured a model that is compiled as a whole")
     trainer = "zeroplan.engines.fsdp2.trainer:build"
-    verified_degrees = ("tp", "cp", "ep", "etp", "dp_replicate")
+    verified_degrees = ("tp", "cp", "pp", "ep", "etp", "dp_replicate")
     gathers_in_half = True
 
     def compiled_as(self, workload: Workload) -> Compilation | None:

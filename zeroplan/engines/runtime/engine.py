@@ -94,7 +94,7 @@ class Runtime(Engine):
     dialect = Dialect.RUNTIME
     trainer = "zeroplan.engines.runtime.trainer:build"
     takes_modules = True
-    verified_degrees = ("tp", "cp", "ep", "etp")
+    verified_degrees = ("tp", "cp", "pp", "ep", "etp")
     casts_modules = True
     own_optimizers = True
     compiles = True

@@ -2,25 +2,59 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
 import zeroplan_runtime
 from zeroplan.core.buffers import Place
-from zeroplan.engines.runtime.trainer_mesh import lay_out
+from zeroplan.engines.runtime.trainer_mesh import divide, mesh_of, passes_on
 from zeroplan.engines.runtime.units import PEFT_PREFIX
-from zeroplan.engines.torch_trainer import engine_step
+from zeroplan.engines.torch_mesh import Passes
+from zeroplan.engines.torch_stages import (
+    LazyStep,
+    RankModel,
+    StageModel,
+    StepShape,
+    is_block,
+    loss_of,
+    metadata_of,
+    run_schedule,
+    schedule_class,
+    stages_of,
+)
+from zeroplan.engines.torch_trainer import Step, engine_step
 from zeroplan.engines.verification import Row, Trainer, TrainingRun
 
 
 def build(run: TrainingRun) -> Trainer:
     """Build the engine with ``zeroplan_runtime.initialize``."""
-    model = run.prepare(run.make_model(run.dtype, cheap=True))
+    layout = run.layout
+    mesh = None if layout.world_size == layout.dp and layout.ep == 1 else mesh_of(layout, run.device)
+
+    def make() -> Any:
+        model = run.prepare(run.make_model(run.dtype, cheap=True))
+        if mesh is not None:
+            divide(model, mesh, layout, run.device)
+        return model
+
+    stages = stages_of(run, make) if layout.pp > 1 else []
+    model: Any = RankModel(stages) if stages else make()
     run.mark("load", "init")
-    mesh, passes = lay_out(model, run.layout, run.device)
-    engine, *_ = zeroplan_runtime.initialize(model=model, config=dict(run.ds_config), device=run.device, mesh=mesh)
+    passes = nullcontext if mesh is None else passes_on(mesh, layout)
+    several = sum(len(stage.model.layers) for stage in stages) > 1  # a single block is the root's, as in any model
+    cut: dict[str, Any] = {"policy": is_block} if several else {}
+    engine, *_ = zeroplan_runtime.initialize(model=model, config=dict(run.ds_config), device=run.device, mesh=mesh, **cut)
     run.mark("init", "forward")
 
     def rows() -> list[Row]:
         found = engine.arena.measurement()
-        return [(row["buffer"], row["unit"].removeprefix(PEFT_PREFIX), row["place"], row["peak"]) for row in found]
+        return [(row["buffer"], name_of(row["unit"]), row["place"], row["peak"]) for row in found]
+
+    def name_of(unit: str) -> str:
+        return str(model.whole_name(unit)) if stages else unit.removeprefix(PEFT_PREFIX)
 
     def close() -> None:
         if engine.model_states.nvme is not None:  # files stay on the disk of a process that ends as a rank's does
@@ -32,10 +66,30 @@ def build(run: TrainingRun) -> Trainer:
                 parameter._post_accumulate_grad_hooks.pop(hook)
 
     return Trainer(
-        engine_step(run, engine, passes),
+        staged_step(run, engine, stages, passes) if stages else engine_step(run, engine, passes),
         rows,
         owned=True,
         close=close,
         where=lambda: str(engine.schedule.where),
         pinned=lambda: int(engine.arena.peak(Place.PINNED)),
     )
+
+
+def staged_step(run: TrainingRun, engine: Any, stages: list[StageModel], passes: Passes) -> Step:
+    """Return the loop of an engine whose module is a rank's pipeline stages: torch's schedule, then ``engine.step()``."""
+
+    def make(shape: StepShape) -> Any:
+        kind, told = schedule_class(shape.schedule, len(stages)), [metadata_of(stage, shape) for stage in stages]
+        options = {name: [one[name] for one in told] for name in told[0]} if len(stages) > 1 else told[0]
+        order = engine.pipeline_schedule(kind, partial(loss_of, stages[-1]), chunks=len(stages), **options)
+        return partial(run_schedule, order, stages)
+
+    micro_batches = LazyStep(run, make, passes)
+
+    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        loss = micro_batches(batch)
+        run.mark("backward", "step")
+        engine.step()
+        return loss
+
+    return step

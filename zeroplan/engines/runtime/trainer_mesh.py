@@ -29,6 +29,19 @@ def lay_out(model: nn.Module, layout: ParallelLayout, device: torch.device) -> t
     if layout.tp == layout.cp == layout.pp == layout.ep == 1:
         return None, nullcontext
     mesh = mesh_of(layout, device)
+    divide(model, mesh, layout, device)
+    return mesh, passes_on(mesh, layout)
+
+
+def divide(model: nn.Module, mesh: DeviceMesh, layout: ParallelLayout, device: torch.device) -> None:
+    """Leave this rank its part of a model's matrices and experts, and its attention what a ring takes.
+
+    Args:
+        model: a causal language model of transformers.
+        mesh: of the layout (:func:`mesh_of`).
+        layout: the degrees.
+        device: where the ranks compute.
+    """
     if layout.cp > 1:
         without_masks(model)
     if layout.ep > 1:
@@ -37,7 +50,11 @@ def lay_out(model: nn.Module, layout: ParallelLayout, device: torch.device) -> t
         parallelize(model, mesh["tp"], sequence=layout.sp)
     if has_grouped_experts(model):
         balance(model, device)
-    return mesh, passes_of(layout, mesh["cp"] if layout.cp > 1 else None)
+
+
+def passes_on(mesh: DeviceMesh, layout: ParallelLayout) -> Passes:
+    """Return what a micro batch runs in."""
+    return passes_of(layout, mesh["cp"] if layout.cp > 1 else None)
 
 
 def mesh_of(layout: ParallelLayout, device: torch.device) -> DeviceMesh:

@@ -78,7 +78,7 @@ def _train(job: VerifyJob, engine: Engine, place: RankDevice, probe: Probe, say:
             loss = trained.step(batch)
             probe.end("step", "forward")
             seconds.append(time.perf_counter() - begin)
-        value = float(loss.detach())
+        value = None if loss is None else float(loss.detach())
         del loss, batch  # a training loop has dropped them by now, too
         live = probe.allocated()
     return {

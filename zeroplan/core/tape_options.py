@@ -40,7 +40,8 @@ class Checkpointing(StrEnum):
 
     IN_GRAPH recomputes within the backward graphs of compiled blocks (:mod:`zeroplan.trace.compiled`).
     SELECTIVE keeps the outputs of matrix products and attention within blocks, ALTERNATE those of every second product
-    (:mod:`zeroplan.trace.selective`).
+    (:mod:`zeroplan.trace.selective`). REENTRANT is traced where blocks hand on more than hidden states (:data:`HAND_ON`);
+    elsewhere what it frees is traced without.
     """
 
     NONE = "none"
@@ -49,6 +50,12 @@ class Checkpointing(StrEnum):
     IN_GRAPH = "ckpt-graph"
     SELECTIVE = "ckpt-selective"
     ALTERNATE = "ckpt-op"
+
+
+#: Models whose blocks hand position biases on. A reentrant checkpoint passes their gradients on from block to block; without
+#: reentrance the cross attention's bias is a leaf, which stays with its gradient until the next loss.
+#: Source: transformers 5.17, models/t5/modeling_t5.py (``T5Attention.forward``)
+HAND_ON = frozenset({"t5", "mt5"})
 
 
 @dataclass(frozen=True, slots=True)

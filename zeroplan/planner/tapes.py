@@ -13,7 +13,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.reference_forward import with_forward_before, with_reference
 from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.tape_format import Tape
-from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.tape_options import Checkpointing, TraceOptions, options_for
 from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Reference, Workload
 from zeroplan.engines.base import Case, Engine
@@ -138,7 +138,8 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     asked = engine.trace_options(case)
     zero3 = asked.zero3
     try:
-        tape = _grouped(case, asked) if asked.grouped else find_tape(spec, workload, zero3=zero3, layout=case.parallel)
+        apart = asked.grouped or asked.checkpointing is Checkpointing.REENTRANT
+        tape = _as_asked(case, asked) if apart else find_tape(spec, workload, zero3=zero3, layout=case.parallel)
         if tape is None:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
@@ -157,9 +158,10 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
 
 
-def _grouped(case: Case, asked: TraceOptions) -> Tape:
-    """Return the case's tape with blocks that are recomputed together."""
-    options = replace(options_for(case.workload, layout=case.parallel), grouped=asked.grouped)
+def _as_asked(case: Case, asked: TraceOptions) -> Tape:
+    """Return the case's tape with the engine's own way of recomputation."""
+    plain = options_for(case.workload, layout=case.parallel)
+    options = replace(plain, grouped=asked.grouped, checkpointing=asked.checkpointing)
     return lookup(case.spec, options) or tape_for(case.spec, options, case.workload)
 
 

@@ -13,7 +13,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import IMAGE_TEXT_TO_TEXT, auto_class_of
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tape_format import Tape
-from zeroplan.core.tape_options import TraceOptions, options_for
+from zeroplan.core.tape_options import Checkpointing, TraceOptions, options_for
 from zeroplan.core.workload import Workload
 from zeroplan.models.families import FAMILIES
 from zeroplan.models.spec import ModelSpec
@@ -51,6 +51,8 @@ def lookup(spec: ModelSpec, options: TraceOptions, *, plain: bool | None = None)
     if tape is None and options.zero3 and (not can_trace() if plain is None else plain):
         options = replace(options, zero3=False)
         tape = shipped.find(spec, options) or read(spec.config, options)
+    if tape is None and options.checkpointing is Checkpointing.REENTRANT and not can_trace():
+        return lookup(spec, replace(options, checkpointing=Checkpointing.NON_REENTRANT), plain=plain)
     return tape
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parallel import ParallelLayout, least_ranks
 from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import engine_names, find_engine
@@ -99,6 +99,33 @@ def test_every_degree_is_tried() -> None:
         "own_experts",
         "auto_ep",
     } == set(DEGREES)
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks"),
+    [
+        ({}, 1),
+        ({"tp": 2, "cp": 2}, 4),
+        ({"pp": 2, "tp": 2}, 4),
+        ({"ep": 4, "cp": 2}, 4),
+        ({"ep": 4, "tp": 2}, 4),
+        ({"ep": 4, "tp": 2, "etp": 2}, 8),
+        ({"ep": 6, "tp": 4}, 12),
+        ({"dp_replicate": 2}, 4),
+        ({"dp_replicate": 2, "tp": 2}, 8),
+        ({"dp_replicate": 2, "cp": 2}, 4),
+        ({"ulysses": 4}, 4),
+    ],
+)
+def test_the_fewest_ranks_make_a_layout(degrees: dict[str, int], ranks: int) -> None:
+    assert least_ranks(**degrees) == ranks
+    layout = ParallelLayout(ranks, **degrees)
+    assert layout.dp_replicate == 1 or layout.shard_group > 1
+
+
+def test_ranks_of_one_matrix_or_sample_read_the_same() -> None:
+    layout = ParallelLayout(16, tp=2, cp=2, pp=2)
+    assert [layout.sample_of(rank) for rank in range(16)] == [0, 0, 0, 0, 1, 1, 1, 1] * 2
 
 
 #: The degrees that engines have beside data parallelism's.

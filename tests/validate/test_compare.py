@@ -9,6 +9,7 @@ import pytest
 
 from tests.validate.small import CONFIG
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.plan import GpuMemory
 from zeroplan.core.units import GIB, MIB
@@ -20,6 +21,7 @@ from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.models.load import load_model
 from zeroplan.planner.formula import formula_plan
 from zeroplan.validate.compare import compare
+from zeroplan.validate.machine import VerifyMachine, ranks_to_use
 from zeroplan.validate.measured import measurement_of
 from zeroplan.validate.planned import Planned
 from zeroplan.validate.results import Measurement
@@ -150,3 +152,19 @@ def test_on_a_cpu_tensors_are_judged_only_where_its_kernels_are_cudas() -> None:
     assert not same.within
     assert "peak of tensors is off by +3.9%" in same.verdict
     assert compare(replace(plan, cpu_differs=True), measured(result(plan, **tensors), device="cpu"), 0.02).within
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "least", "found"),
+    [("cpu", None, 1, 2), ("cpu", None, 8, 8), ("cpu", 3, 1, 3), ("cuda", None, 4, 8), ("cuda", 4, 4, 4)],
+)
+def test_as_many_ranks_run_as_the_degrees_need(device: str, asked: int | None, least: int, found: int) -> None:
+    here = VerifyMachine(device, 2 if device == "cpu" else 8, device, None, (0, 0))
+    assert ranks_to_use(here, asked, least) == found
+
+
+def test_too_few_gpus_for_the_degrees_are_told() -> None:
+    with pytest.raises(BadInput, match="these degrees need 4 ranks, and 2 GPUs are here"):
+        ranks_to_use(VerifyMachine("cuda", 2, "H200", None, (9, 0)), None, 4)
+    with pytest.raises(BadInput, match="these degrees need 4 ranks, and 2 are asked for"):
+        ranks_to_use(VerifyMachine("cpu", 2, "cpu", None, (0, 0)), 2, 4)

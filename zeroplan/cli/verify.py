@@ -12,7 +12,10 @@ from zeroplan.core.errors import EXIT_OUT_OF_TOLERANCE
 from zeroplan.planner.request import Request
 
 _RUN = "Run"
-Ranks = Annotated[int | None, typer.Option("--gpus", rich_help_panel=_RUN, help="Ranks to run. [every GPU; 2 on a CPU]")]
+Ranks = Annotated[
+    int | None,
+    typer.Option("--gpus", rich_help_panel=_RUN, help="Ranks to run. [every GPU; on a CPU 2, or what the degrees need]"),
+]
 EngineName = Annotated[
     str,
     typer.Option("--engine", rich_help_panel="Sharding", help="As for estimate; zeroplan is the included runtime. [zeroplan]"),

@@ -18,9 +18,26 @@ Note [Parallel layout]
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
+
+#: The degrees that divide ranks.
+DEGREES = ("tp", "cp", "ulysses", "pp", "ep", "etp", "dp_replicate")
+
+
+def least_ranks(
+    *, tp: int = 1, cp: int = 1, ulysses: int = 1, pp: int = 1, ep: int = 1, etp: int = 1, dp_replicate: int = 1
+) -> int:
+    """Return the smallest number of ranks that degrees divide, where each replica of the shards is sharded at all."""
+    if min(tp, cp, ulysses, pp, ep, etp, dp_replicate) < 1:
+        return 1  # which the layout refuses
+    shared = tp * cp * ulysses
+    replica = math.lcm(shared, ep * etp)
+    if dp_replicate > 1 and replica // tp < 2:
+        replica *= 2
+    return pp * dp_replicate * replica
 
 
 @dataclass(frozen=True, slots=True)

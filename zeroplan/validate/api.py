@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layer_drop import LAYER_DROP
+from zeroplan.core.parallel import DEGREES, least_ranks
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.preferences import PLAIN_TASKS
 from zeroplan.core.tasks import training_of
@@ -99,7 +100,8 @@ def verify(
     task = training_of(request.task)
     if task not in (None, *PLAIN_TASKS):
         raise BadInput(f"verify's loop does no step of {task}", where="--task", remedy="leave it out")
-    ranks = ranks_to_use(machine, asked)
+    degrees = {name: getattr(request, name) for name in DEGREES}
+    ranks = ranks_to_use(machine, asked, least_ranks(**degrees))
     cluster = machine.cluster(ranks)
     _require_compilable(request, machine)
     resolved = resolve(replace(request, gpus=cluster.gpus, nodes=cluster.nodes))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_class_of
-from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parallel import DEGREES, ParallelLayout
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import engine_path
 
@@ -146,7 +146,7 @@ def _require_verified(engine: Engine, layout: ParallelLayout) -> None:
     Raises:
         BadInput: naming the first degree above 1.
     """
-    for name in ("tp", "cp", "ulysses", "pp", "ep", "etp", "dp_replicate"):
+    for name in DEGREES:
         if getattr(layout, name) > 1 and name not in engine.verified_degrees:
             raise BadInput(
                 f"verify does not run {engine.name} with {name}", where=f"--{name.replace('_', '-')}", remedy="leave it at 1"

@@ -98,8 +98,13 @@ def find_machine() -> VerifyMachine:
     return VerifyMachine("cpu", CPU_RANKS, "cpu", None, (0, 0), launched, rank, ranks)
 
 
-def ranks_to_use(machine: VerifyMachine, asked: int | None) -> int:
-    """Return the number of ranks to run.
+def ranks_to_use(machine: VerifyMachine, asked: int | None, least: int = 1) -> int:
+    """Return the number of ranks to run: unless told otherwise all GPUs, or on a CPU two, and as many as a layout needs.
+
+    Args:
+        machine: what they run on.
+        asked: the user's number.
+        least: the smallest number that the degrees of parallelism divide.
 
     Raises:
         BadInput: more than there are GPUs, or another number than the torchrun that started this process.
@@ -108,6 +113,16 @@ def ranks_to_use(machine: VerifyMachine, asked: int | None) -> int:
         if asked is not None and asked != machine.ranks:
             raise BadInput(f"torchrun started {machine.ranks} ranks, not {asked}", where="--gpus", remedy="leave it out")
         return machine.ranks
+    if asked is None and machine.device == "cpu":
+        return max(machine.count, least)
+    if least > (asked or machine.count):
+        here = (
+            f"{machine.count} {'GPU is' if machine.count == 1 else 'GPUs are'} here"
+            if asked is None
+            else f"{asked} are asked for"
+        )
+        remedy = "use smaller degrees, or a torchrun over more nodes" if asked is None else f"ask for {least}, or leave it out"
+        raise BadInput(f"these degrees need {least} ranks, and {here}", where="--gpus", remedy=remedy)
     if asked is None:
         return machine.count
     if asked < 1 or (machine.device == "cuda" and asked > machine.count):

@@ -198,4 +198,11 @@ TWO_GPUS = (
     Case("R26", engine="zeroplan", cp=2, stage=3, seq_len=8192, micro_batch=1, checkpointing=True),
     Case("R21", QWEN3_MOE, engine="zeroplan", tp=2, stage=2),
     Case("R22", QWEN3_MOE, engine="zeroplan", tp=2, sp=True, stage=3),
+    Case("R29", QWEN3_MOE, engine="zeroplan", tp=2, ep=2, stage=2),
+    Case("R30", QWEN3_MOE, engine="zeroplan", tp=2, ep=2, sp=True, stage=3),
+    Case("R31", engine="zeroplan", pp=2, vpp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1),
+    Case("R32", engine="zeroplan", pp=2, vpp=2, pp_rank=1, stage=1, grad_accum=4, micro_batch=1, schedule="gpipe"),
+    Case("R33", engine="zeroplan", pp=2, pp_rank=1, stage=2, grad_accum=4, micro_batch=1, schedule="zero-bubble"),
+    Case("R34", engine="zeroplan", pp=2, vpp=2, pp_rank=0, stage=2, grad_accum=4, micro_batch=1, schedule="zbv"),
+    Case("R35", engine="zeroplan", pp=2, vpp=2, pp_rank=1, stage=2, grad_accum=6, micro_batch=1, schedule="dualpipev"),
 )

@@ -22,7 +22,18 @@ from zeroplan.core.pipeline_order import schedule_of
 from zeroplan.engines.fsdp2 import trainer_mesh
 from zeroplan.engines.runtime.trainer_mesh import lay_out
 from zeroplan.engines.torch_mesh import Passes, by_mesh, clip, passes_of
-from zeroplan.engines.torch_stages import StageModel, StepShape, loss_of, metadata_of, run_schedule, schedule_on, stages_on
+from zeroplan.engines.torch_stages import (
+    RankModel,
+    StageModel,
+    StepShape,
+    is_block,
+    loss_of,
+    metadata_of,
+    run_schedule,
+    schedule_class,
+    schedule_on,
+    stages_on,
+)
 from zeroplan_runtime.expert_parallel import balanced, counted
 from zeroplan_runtime.units import find_blocks
 
@@ -157,8 +168,9 @@ def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -
     """The included runtime on a mesh. The step's attribute ``arena`` is the engine's."""
     model = _on_meta(case)
     mesh, passes = lay_out(model, _layout(case), device)
-    if case.pp > 1:
-        (model,) = stages_on(partial(_on_meta, case), _chunks(case, rank))
+    stages = stages_on(partial(_on_meta, case), _chunks(case, rank)) if case.pp > 1 else []
+    if stages:
+        model = RankModel(stages) if len(stages) > 1 else stages[0]
     model.to_empty(device=device)
     trainer_mesh.fill(model)  # what tensor-parallel ranks hold alike is the same on both, by the seed
     config: dict[str, Any] = {
@@ -169,16 +181,17 @@ def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -
         "zero_optimization": {"stage": case.stage},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-6}},
     }
-    engine = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device=device)[0]
+    policy = is_block if len(stages) > 1 else None
+    engine = zeroplan_runtime.initialize(model=model, config=config, mesh=mesh, device=device, policy=policy)[0]
     ids = _tokens(case, device)
     mark("init")
     if case.pp == 1:
         step: Any = partial(_engine_step, engine, ids, case, mark, passes)
     else:
-        schedule = engine.pipeline_schedule(
-            "GPipe" if case.schedule == "gpipe" else "1F1B", partial(loss_of, model), **metadata_of(model, _shape(case))
-        )
-        step = partial(_stage_step, engine, partial(run_schedule, schedule, [model], ids), mark)
+        kind, told = schedule_class(case.schedule, len(stages)), [metadata_of(stage, _shape(case)) for stage in stages]
+        options: dict[str, Any] = {name: [one[name] for one in told] for name in told[0]} if len(stages) > 1 else told[0]
+        schedule = engine.pipeline_schedule(kind, partial(loss_of, stages[-1]), chunks=len(stages), **options)
+        step = partial(_stage_step, engine, partial(run_schedule, schedule, stages, ids), mark)
     step.arena = engine.arena
     found: Callable[[int], None] = step
     return found

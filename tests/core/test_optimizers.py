@@ -86,14 +86,19 @@ def _torch_names() -> set[str]:
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("decays", [False, True], ids=["plain", "decay"])
 @pytest.mark.parametrize("row", _OF_TORCH, ids=lambda row: row.name)
-def test_torch_keeps_and_needs_what_the_row_says(row: Optimizer) -> None:
+def test_torch_keeps_and_needs_what_the_row_says(row: Optimizer, decays: bool) -> None:
+    import inspect
+
     import torch
     from allocations import Allocations
 
     assert row.torch is not None
+    made = getattr(torch.optim, row.torch.name)
+    decay = {"weight_decay": 0.1 * decays} if "weight_decay" in inspect.signature(made).parameters else {}
     parameters = [torch.nn.Parameter(torch.randn(size)) for size in _SIZES]
-    optimizer = getattr(torch.optim, row.torch.name)(parameters, lr=1e-3, foreach=True, **row.torch.params)
+    optimizer = made(parameters, lr=1e-3, foreach=True, **decay, **row.torch.params)
     keys = [state.state_key for state in row.states]
     assert all(bool(set(keys) & set(optimizer.state[p])) == bool(keys and row.torch.states_when_built) for p in parameters)
     for _ in range(2):
@@ -105,7 +110,7 @@ def test_torch_keeps_and_needs_what_the_row_says(row: Optimizer) -> None:
     total = 4 * sum(_SIZES)
     scalars = 8 * len(_SIZES) * 4  # step counts as tensors, one at a time
     chosen = 5 * max(_SIZES) if row.torch.selects else 0
-    assert step.peak == pytest.approx(row.torch.foreach_lists * total + chosen, abs=scalars)
+    assert step.peak == pytest.approx((row.torch.foreach_lists + decays * row.torch.decay_lists) * total + chosen, abs=scalars)
     assert step.now == 0
     for p in parameters:
         kept = {key: t.numel() * t.element_size() for key, t in optimizer.state[p].items() if t.numel() > 1}

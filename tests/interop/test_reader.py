@@ -293,6 +293,23 @@ class TestWorkload:
         found = read_ds_config({"train_batch_size": 1, "optimizer": block}).workload(self.BASE)
         assert (found.optimizer, found.optimizer_kind) == (name, kind)
 
+    @pytest.mark.parametrize(
+        ("type_", "params", "decays"),
+        [
+            ("SGD", {"weight_decay": 0.1}, True),
+            ("SGD", {"weight_decay": 0}, False),
+            ("SGD", {"weight_decay": "auto"}, False),
+            ("SGD", {}, False),
+            ("NAdam", {"weight_decay": 0.1}, True),
+            ("NAdam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, False),
+            ("Adagrad", {"weight_decay": 0.1}, False),  # whose list takes the place of another
+            ("AdamW", {"weight_decay": 0.1, "torch_adam": True}, False),
+        ],
+    )
+    def test_weight_decay_in_tensors_of_its_own(self, type_: str, params: dict[str, Any], decays: bool) -> None:
+        block = {"type": type_, "params": params}
+        assert read_ds_config({"train_batch_size": 1, "optimizer": block}).workload(self.BASE).decays is decays
+
     def test_a_given_flag_that_the_file_contradicts(self) -> None:
         config = read_ds_config({"train_micro_batch_size_per_gpu": 2})
         with pytest.raises(BadInput, match="--micro-batch: the ds_config says 2, the flag 7"):

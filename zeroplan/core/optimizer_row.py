@@ -139,6 +139,9 @@ class TorchClass:
             where nothing is fused, hold at once.
         selects: beside those lists it chooses between two values by a mask, one tensor at a time: a temporary as large as that
             tensor, and one byte for each of its elements.
+        decay_lists: one more such list where its weight decay is added to the gradients, which leaves them as they are: 0 where
+            the decay is another kind, or the list takes the place of one of `foreach_lists` or is gone before it.
+        clones_gradients: its states are clones of the first gradients, made once the weight decay is added.
         params: arguments that make the class keep the row's states.
     """
 
@@ -148,6 +151,8 @@ class TorchClass:
     states_when_built: bool = False
     foreach_lists: int = 1
     selects: bool = False
+    decay_lists: int = 0
+    clones_gradients: bool = False
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
@@ -282,6 +287,16 @@ class Optimizer:
     def foreach_lists(self) -> int:
         """Temporaries as large as all parameters together that multi-tensor loops hold at once."""
         return 1 if self.torch is None else self.torch.foreach_lists
+
+    @property
+    def decay_lists(self) -> int:
+        """Lists of gradients with weight decay that multi-tensor loops hold beside those (:attr:`TorchClass.decay_lists`)."""
+        return 0 if self.torch is None else self.torch.decay_lists
+
+    @property
+    def clones_gradients(self) -> bool:
+        """Whether the first step makes its states once the weight decay is added (:attr:`TorchClass.clones_gradients`)."""
+        return self.torch is not None and self.torch.clones_gradients
 
     @property
     def selects(self) -> bool:

@@ -162,6 +162,7 @@ class Workload:
     DeepSpeed's ``TiledMLP`` does, and `tiled_loss` that of head and loss (``TiledFusedLogitsLoss``); 0 for none.
     `checkpoint_interval` layers of a pipeline stage are recomputed together (DeepSpeed's ``activation_checkpoint_interval``).
     `torch_adam`: the optimizer is a class of torch's where DeepSpeed would build one of its own.
+    `decays`: a class of torch's adds its weight decay to the gradients, in tensors of their own.
     `offload_checkpoints`: checkpointed inputs wait on the host, as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them.
     `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
     tokens in the first steps. `layer_drop` leaves blocks out of later steps.
@@ -186,6 +187,7 @@ class Workload:
     optimizer: str = DEFAULT_OPTIMIZER
     optimizer_kind: OptimizerKind = OptimizerKind.FUSED
     torch_adam: bool = False
+    decays: bool = False
     attn: Attention = Attention.SDPA
     gradient_checkpointing: bool = False
     lora_rank: int | None = None

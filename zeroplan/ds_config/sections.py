@@ -166,4 +166,6 @@ def effects(path: str) -> MemoryEffect:
     return MemoryEffect.UNKNOWN
 
 
-_OPTIMIZER_MEMORY = frozenset({"torch_adam", "fp32_optimizer_states", "momentum", "amsgrad", "foreach", "fused", "nesterov"})
+_OPTIMIZER_MEMORY = frozenset(
+    {"torch_adam", "fp32_optimizer_states", "momentum", "amsgrad", "foreach", "fused", "nesterov", "weight_decay"}
+)

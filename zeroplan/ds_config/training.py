@@ -45,6 +45,14 @@ class TrainingSettings:
         kind = self.optimizer_type
         return bool(self.optimizer_params.get("torch_adam")) and kind is not None and kind.torch_adam
 
+    @property
+    def decays(self) -> bool:
+        """Whether a class of torch's adds weight decay to the gradients, in tensors of their own."""
+        row, params = optimizer_of_type(self.optimizer or "", self.optimizer_params), self.optimizer_params
+        decay = params.get("weight_decay")  # a word such as auto leaves it to the program, whose default is none
+        adds = isinstance(decay, int | float) and decay != 0 and not params.get("decoupled_weight_decay")
+        return adds and row is not None and row.decay_lists > 0
+
     def workload(self, base: Workload, *, pure: bool = False, given: frozenset[str] = frozenset()) -> Workload:
         """Return `base` with what the file fixes. `given` names fields of `base` that the user set by flag.
 
@@ -69,6 +77,7 @@ class TrainingSettings:
             said |= {"dtype": self.dtype, "precision": Precision.PURE if pure else Precision.MIXED}
         if self.optimizer is not None:
             said |= {"optimizer": self._optimizer(), "optimizer_kind": self._kind(), "torch_adam": self.torch_adam}
+            said["decays"] = self.decays
         for name, value in said.items():
             if name in given and getattr(base, name) != value:
                 raise BadInput(

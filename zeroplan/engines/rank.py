@@ -35,6 +35,11 @@ class Rank:
         return find_optimizer(self.workload.optimizer)
 
     @property
+    def decay_lists(self) -> int:
+        """Lists of gradients with their weight decay that torch's multi-tensor loops make."""
+        return self.optimizer.decay_lists if self.workload.decays else 0
+
+    @property
     def factored(self) -> int | None:
         """Elements of factored second moments; None where flat parts leave nothing to factor."""
         return None

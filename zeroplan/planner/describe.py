@@ -62,6 +62,7 @@ _ASKED_FOR = {
     "compile": None,
     "reduce_dtype": None,
     "torch_adam": False,
+    "decays": False,
 }
 
 

@@ -100,26 +100,28 @@ class DeepSpeedSchedule(EngineSchedule):
         """Step the groups at these places in ``stepped_at_once`` (all, if None): states if `first`, temporaries.
 
         FusedAdam and torch's fused kernels need none; multi-tensor loops hold lists of temporaries (AdamW: all denominators);
-        its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's.
-        Sources: torch/optim/adam.py (_multi_tensor_adam, _single_tensor_adam), deepspeed/ops/adam/fused_adam.py
+        its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's. A list of gradients
+        with weight decay is there beside them, for SGD before the momentum, which is its clone.
+        Sources: torch/optim/adam.py (_multi_tensor_adam, _single_tensor_adam), torch/optim/sgd.py (_multi_tensor_sgd),
+        deepspeed/ops/adam/fused_adam.py
         """
         rank = self.rank
         places = range(len(rank.stepped_at_once)) if places is None else places
         counts = [rank.stepped_at_once[at] for at in places]
-        for at in places if first else ():
-            for buffer, nbytes in rank.states(at):
-                if nbytes and not (buffer is Buffer.OPTIM_MOMENTUM and rank.momentum_precedes):
-                    self.alloc(nbytes, buffer)
-            if rank.optimizer.compresses:
-                self.alloc(4 * shard(rank.stepped_at_once[at], rank.ranks), Buffer.OPTIM_SERVER_ERROR)
         kind = kind or rank.workload.optimizer_kind
         width = rank.master_bytes
+        lists = rank.decay_lists if kind is OptimizerKind.FOREACH else 0
+        if not rank.optimizer.clones_gradients:
+            self._make_states_of(places if first else ())
+        decayed = [self.alloc(width * count, Buffer.OPTIM_TEMP) for _ in range(lists) for count in counts]
+        if rank.optimizer.clones_gradients:
+            self._make_states_of(places if first else ())
         if kind is OptimizerKind.FOREACH:
             lists = rank.optimizer.foreach_lists
             held = [self.alloc(width * count, Buffer.OPTIM_TEMP) for _ in range(lists) for count in counts]
             for count in counts if rank.optimizer.selects else ():
                 self.free_all([self.alloc(nbytes * count, Buffer.OPTIM_TEMP) for nbytes in (1, width)])
-            self.free_all(held)
+            self.free_all([*decayed, *held])
         elif kind is OptimizerKind.LOOP:
             before: list[int] = []  # a quotient keeps its name until the next tensor's is made
             for count in counts:
@@ -129,6 +131,16 @@ class DeepSpeedSchedule(EngineSchedule):
                 self.free_all(before)
                 before = [quotient]
             self.free_all(before)
+
+    def _make_states_of(self, places: Sequence[int]) -> None:
+        """Make the states of the groups at these places in ``stepped_at_once``."""
+        rank = self.rank
+        for at in places:
+            for buffer, nbytes in rank.states(at):
+                if nbytes and not (buffer is Buffer.OPTIM_MOMENTUM and rank.momentum_precedes):
+                    self.alloc(nbytes, buffer)
+            if rank.optimizer.compresses:
+                self.alloc(4 * shard(rank.stepped_at_once[at], rank.ranks), Buffer.OPTIM_SERVER_ERROR)
 
     def step_groups(self, first: bool) -> None:
         """Step all groups: an optimizer of torch's walks its parameter groups, of which experts have their own."""

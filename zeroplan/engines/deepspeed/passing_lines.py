@@ -193,7 +193,7 @@ def optimizer_temporaries(c: DeepSpeedRank) -> int:
     A partial offload's part on the GPU is stepped by torch's multi-tensor AdamW, one sub-group at a time.
 
     Source: torch/optim/adamw.py (the multi-tensor step keeps a temporary for every tensor, the plain loop two for one);
-        stage3.py, backup_optimizer
+        torch/optim/sgd.py (gradients with weight decay); stage3.py, backup_optimizer
     """
     if c.kept_on_gpu:
         return c.master_bytes * c.sub_group
@@ -201,20 +201,21 @@ def optimizer_temporaries(c: DeepSpeedRank) -> int:
         return 0
     largest = c.sub_group if c.stage == 3 else c.stepped if c.stage else c.largest_param
     if c.optimizer_kind is OptimizerKind.FOREACH:
-        lists = c.optimizer.foreach_lists * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
+        lists = (c.optimizer.foreach_lists + c.decay_lists) * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped)
         return lists + (c.master_bytes + 1) * largest if c.optimizer.selects else lists
     return 2 * c.master_bytes * largest
 
 
 @_add(Buffer.OPTIM_TEMP, Place.DRAM, (Phase.STEP,))
 def optimizer_temporaries_host(c: DeepSpeedRank) -> int:
-    """A square root and a quotient of what is stepped at once, where torch's own Adam runs on the host (torch_adam).
+    """A square root and a quotient of what is stepped at once, where torch's own Adam runs on the host (torch_adam), or
+    gradients with their weight decay.
 
-    Source: torch/optim/adam.py, _single_tensor_adam
+    Source: torch/optim/adam.py, _single_tensor_adam; torch/optim/sgd.py, _single_tensor_sgd
     """
-    if not c.torch_adam or c.optimizer_device is not OffloadDevice.CPU:
+    if c.optimizer_device is not OffloadDevice.CPU:
         return 0
-    return 2 * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped_host)
+    return (2 if c.torch_adam else c.decay_lists) * c.master_bytes * (c.sub_group if c.stage == 3 else c.stepped_host)
 
 
 add_workspace_line(_lines)

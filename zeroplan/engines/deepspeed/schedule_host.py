@@ -39,9 +39,12 @@ def _states(rank: DeepSpeedRank, host: HostRecorder, at: int) -> list[int]:
 
 def _temporaries(rank: DeepSpeedRank, host: HostRecorder, count: int) -> None:
     """torch's own AdamW (``torch_adam``): its multi-tensor kernels are for GPUs alone, so a square root and a quotient.
+    Others of torch's add weight decay to a gradient out of place.
 
-    Source: torch/optim/adam.py, _single_tensor_adam
+    Source: torch/optim/adam.py, _single_tensor_adam; torch/optim/sgd.py, _single_tensor_sgd
     """
+    for _ in range(rank.decay_lists):
+        host.free(host.alloc(rank.master_bytes * count, Buffer.OPTIM_TEMP))
     if rank.torch_adam:
         root, quotient = (host.alloc(rank.master_bytes * count, Buffer.OPTIM_TEMP) for _ in range(2))
         host.free(root)

@@ -152,7 +152,7 @@ class Coordinator:
         """Gather the module's parameters, wait for them, and prefetch those of later modules (fetch_sub_module)."""
         if module in self.read_by:
             if forward:
-                self._read(self.read_by[module], self.module_params[module])
+                self.read(self.read_by[module], self.module_params[module])
             return
         self.deferred_frees.tick()
         if self.trace is None and self.recorded is not None:
@@ -178,7 +178,7 @@ class Coordinator:
             self._prefetch(params, self.trace)
         self.step += 1
 
-    def _read(self, module: int, params: Iterable[int]) -> None:
+    def read(self, module: int, params: Iterable[int]) -> None:
         """Gather parameters that `module` reads beside its own, where they are not there; from then on it fetches them, too.
 
         They are gathered on the stream of the computation, and their number counts only when they go.

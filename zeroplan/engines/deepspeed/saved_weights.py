@@ -1,11 +1,13 @@
-"""Without ``memory_efficient_linear``: gathered weights that autograd keeps from a linear layer's forward to its backward.
+"""Gathered weights that autograd keeps from a linear layer's forward, or its recomputation, to its backward.
 
 Note [Saved weights]
     torch's linear layer saves the transposed weight, a view of the gathered block, wherever its input needs a gradient. When
     stage 3 releases the parameter, the view still holds the block; in the backward the parameter is gathered once more,
     into another block, and the saved one goes when the product's backward is done. DeepSpeed's own linear function
     (zero/linear.py) saves the parameter itself, whose storage the release takes away. Under autocast the layer saves a
-    16-bit copy of the weight, not the gathered block. In a checkpointed block only the recomputation saves.
+    16-bit copy of the weight, not the gathered block. In a checkpointed block only the recomputation saves; what it saves
+    torch's checkpointing keeps itself, and detaches where it needs a gradient (torch/utils/checkpoint.py,
+    _recomputation_hook), which is again a view of the block: of DeepSpeed's linear function, too, trained weights stay.
 
 Note [Weights of graphs]
     bitsandbytes' product of a 4-bit weight puts a view of the weight that it was given, packed as it was gathered, into an
@@ -49,10 +51,11 @@ class SavedWeights:
 
 
 def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
-    """Return the weights that the rank's linear layers save; none with DeepSpeed's linear function. See Note [Saved
-    weights].
+    """Return the weights that the rank's linear layers save; with DeepSpeed's linear function those that are trained and
+    recomputed. See Note [Saved weights].
     """
-    if rank.zero.memory_efficient_linear or rank.workload.precision is Precision.AUTOCAST:
+    own, trained = rank.zero.memory_efficient_linear, rank.parameters.trainable
+    if rank.workload.reentrant if own else rank.workload.precision is Precision.AUTOCAST:
         return SavedWeights()
     from zeroplan.core.tape import Mark, Op
 
@@ -65,6 +68,8 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
     found = SavedWeights()
     for index, module in enumerate(tape.modules):
         weights = tuple(p for p in module.params if len(tape.params[p].shape) == 2 and p not in packed)
+        if own:
+            weights = tuple(p for p in weights if trained[p] and index in recomputed)
         if ("Linear" in module.type or module.type == AUTO_TP) and weights and index in needed:
             (found.recomputation if index in recomputed else found.forward)[index] = weights
     return found

@@ -15,6 +15,7 @@ from zeroplan.engines.deepspeed.base import COMPUTE, REDUCE, SCALAR, DeepSpeedSc
 from zeroplan.engines.deepspeed.checkpoint import gathers_weights
 from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
+from zeroplan.engines.deepspeed.outside_reads import outside_reads, passed_through
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.reference import build_reference, reference_coordinator
 from zeroplan.engines.deepspeed.saved_weights import saved_weights, weights_of_graphs
@@ -53,6 +54,7 @@ class Stage3(DeepSpeedSchedule):
         self.leaf_of = {p: m for m in leaves for p in fetched[m]}
         head = chunked_head_of(modules) if rank.workload.chunked_head else -1
         self.coordinator = Coordinator(rank, recorder, fetched, {head: modules[head].parent} if head >= 0 else {})
+        self.reads, self.through = outside_reads(modules), passed_through(tape)
         self.reference = reference_coordinator(rank, recorder, self.coordinator) if rank.reference else None
         self.asked: Coordinator | None = None  # the reference's, while it runs
         self.twins: list[int] = []  # second owners of tied parameters, alive until they are collected
@@ -218,7 +220,11 @@ class Stage3(DeepSpeedSchedule):
         if self.asked is not None:
             self.asked.fetch(module, forward=True)
         else:
+            if module in self.reads and not self.backward:
+                self.coordinator.read(*self.reads[module])
             self.coordinator.fetch(module, forward=True, recomputing=self.backward)
+            if module in self.through:
+                self.coordinator.fetch(self.through[module], forward=True)
 
     def exit(self, module: int) -> None:
         """Release a module's parameters after its forward."""
@@ -268,6 +274,8 @@ class Stage3(DeepSpeedSchedule):
             self.held_again = []
         if not self.inside_leaf[module]:
             self.coordinator.fetch(module, forward=False)
+            if module in self.through:
+                self.coordinator.fetch(self.through[module], forward=False)
 
     def backward_exit(self, module: int) -> None:
         """Release a module's parameters after its backward."""

@@ -100,8 +100,8 @@ class DeepSpeedSchedule(EngineSchedule):
         """Step the groups at these places in ``stepped_at_once`` (all, if None): states if `first`, temporaries.
 
         FusedAdam and torch's fused kernels need none; multi-tensor loops hold lists of temporaries (AdamW: all denominators);
-        its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's. A list of gradients
-        with weight decay is there beside them, for SGD before the momentum, which is its clone.
+        its loop makes a square root and a quotient, one tensor after another. `kind` None is the workload's. A list of
+        gradients with weight decay is there beside them, for SGD before the momentum, which is its clone.
         Sources: torch/optim/adam.py (_multi_tensor_adam, _single_tensor_adam), torch/optim/sgd.py (_multi_tensor_sgd),
         deepspeed/ops/adam/fused_adam.py
         """

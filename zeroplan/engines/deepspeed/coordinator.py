@@ -429,6 +429,11 @@ class Coordinator:
         """Free the weights that :meth:`save` kept: the backward of the module's products has ended."""
         self.let_go(self.saved.pop(module, ()))
 
+    def drop_all_saved(self) -> None:
+        """Free what :meth:`save` kept for modules whose inputs need no gradient: the whole backward has ended."""
+        for module in tuple(self.saved):
+            self.drop_saved(module)
+
     def hold(self, params: Iterable[int]) -> list[tuple[int, int]]:
         """Return the blocks of gathered parameters, which stay beyond their release until :meth:`let_go`."""
         blocks = [block for p in params if (block := self.blocks[p]) is not None]

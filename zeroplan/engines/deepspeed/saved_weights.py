@@ -21,6 +21,7 @@ Note [Weights of graphs]
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING
@@ -50,13 +51,16 @@ class SavedWeights:
     recomputation: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
 
-def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
+def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape, read: Mapping[int, tuple[int, ...]]) -> SavedWeights:
     """Return the weights that the rank's linear layers save; with DeepSpeed's linear function those that are trained and
     recomputed. See Note [Saved weights].
+
+    Args:
+        rank: whose.
+        tape: of the model.
+        read: parameters of modules that nobody calls, by the module that reads them (outside_reads.py).
     """
     own, trained = rank.zero.memory_efficient_linear, rank.parameters.trainable
-    if rank.workload.reentrant if own else rank.workload.precision is Precision.AUTOCAST:
-        return SavedWeights()
     from zeroplan.core.tape import Mark, Op
 
     events = list(zip(tape.op, tape.arg, strict=True))
@@ -66,12 +70,18 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape) -> SavedWeights:
     needed = {module for op, module in rest if op == Op.BWD_EXIT}  # their inputs have gradients
     packed = frozenset(rank.parameters.packed)
     found = SavedWeights()
+    autocast = rank.workload.precision is Precision.AUTOCAST
+    for reader, weights in read.items() if not autocast else ():
+        (found.recomputation if reader in recomputed else found.forward)[reader] = weights
+    if rank.workload.reentrant if own else autocast:
+        return found
     for index, module in enumerate(tape.modules):
         weights = tuple(p for p in module.params if len(tape.params[p].shape) == 2 and p not in packed)
         if own:
             weights = tuple(p for p in weights if trained[p] and index in recomputed)
         if ("Linear" in module.type or module.type == AUTO_TP) and weights and index in needed:
-            (found.recomputation if index in recomputed else found.forward)[index] = weights
+            kept = found.recomputation if index in recomputed else found.forward
+            kept[index] = (*kept.get(index, ()), *weights)
     return found
 
 

@@ -15,7 +15,7 @@ from zeroplan.engines.deepspeed.base import COMPUTE, REDUCE, SCALAR, DeepSpeedSc
 from zeroplan.engines.deepspeed.checkpoint import gathers_weights
 from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
-from zeroplan.engines.deepspeed.outside_reads import outside_reads, passed_through
+from zeroplan.engines.deepspeed.outside_reads import never_called, outside_reads, passed_through
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.reference import build_reference, reference_coordinator
 from zeroplan.engines.deepspeed.saved_weights import saved_weights, weights_of_graphs
@@ -34,7 +34,9 @@ class Stage3(DeepSpeedSchedule):
     def __init__(self, rank: DeepSpeedRank, recorder: Recorder, tape: ExpandedTape) -> None:
         super().__init__(rank, recorder)
         zero, modules = rank.zero, tape.modules
-        self.saves, self.keeps = saved_weights(rank, tape), weights_of_graphs(rank, tape)
+        head = chunked_head_of(modules) if rank.workload.chunked_head else -1
+        self.reads, self.through, self.uncalled = outside_reads(modules), passed_through(tape), never_called(tape, (head,))
+        self.saves, self.keeps = saved_weights(rank, tape, self.uncalled), weights_of_graphs(rank, tape)
         self.held: list[tuple[int, int]] = []  # blocks that the micro batch's graph keeps, in the order in which they go
         self.held_again: list[tuple[int, int]] = []  # those that a recomputation's graph keeps
         self.offload = rank.offloads_optimizer
@@ -52,9 +54,7 @@ class Stage3(DeepSpeedSchedule):
             for m, module in enumerate(modules)
         ]
         self.leaf_of = {p: m for m in leaves for p in fetched[m]}
-        head = chunked_head_of(modules) if rank.workload.chunked_head else -1
         self.coordinator = Coordinator(rank, recorder, fetched, {head: modules[head].parent} if head >= 0 else {})
-        self.reads, self.through = outside_reads(modules), passed_through(tape)
         self.reference = reference_coordinator(rank, recorder, self.coordinator) if rank.reference else None
         self.asked: Coordinator | None = None  # the reference's, while it runs
         self.twins: list[int] = []  # second owners of tied parameters, alive until they are collected
@@ -225,6 +225,8 @@ class Stage3(DeepSpeedSchedule):
             self.coordinator.fetch(module, forward=True, recomputing=self.backward)
             if module in self.through:
                 self.coordinator.fetch(self.through[module], forward=True)
+            if module in self.uncalled and not self.backward:
+                self.coordinator.read(module, self.uncalled[module])
 
     def exit(self, module: int) -> None:
         """Release a module's parameters after its forward."""
@@ -409,6 +411,7 @@ class Stage3(DeepSpeedSchedule):
         for comm in self.buckets:
             self._reduce(comm)
         self._settle_grad()
+        self.coordinator.drop_all_saved()
         self.coordinator.end_backward()
 
     def graph_kept(self) -> object:

@@ -225,7 +225,7 @@ def estimate(model: Any = None, **options: Unpack[EstimateOptions]) -> Plans:
         TypeError: an argument that does not exist, with the nearest name.
     """
     require_known(options, EstimateOptions.__annotations__, "estimate")
-    return Plans(estimate_report(Request(model=model, **options)))
+    return Plans(estimate_report(_with_said({**options, "model": model})))
 
 
 def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> Recommendations:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import zeroplan
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
@@ -96,6 +97,7 @@ def test_what_the_text_does_not_tell_is_said_by_its_line(kind: str, tmp_path: Pa
 
 
 DEEDS: dict[str, tuple[str, str]] = {
+    "a chat format": ("from trl import setup_chat_format\nmodel, tok = setup_chat_format(model, tok)\n", "setup_chat_format"),
     "fields are assigned": ("args.per_device_train_batch_size = 32\n", "args.per_device_train_batch_size"),
     "fields are set by name": ("for k in ('a',):\n    setattr(args, k, 1)\n", "args"),
     "another name": ("b = args\nb.bf16 = True\n", "b.bf16"),
@@ -200,3 +202,24 @@ def test_a_length_that_no_line_tells_is_asked_for(tmp_path: Path) -> None:
         HEAD + "def f(t):\n    return tok(t, truncation=True, max_length=256)\n" + BUILD.format(2)
     )
     assert estimate_report(Request(**request)).plans[0].gpu == plan.gpu
+
+
+def test_none_stands_in_the_place_of_a_default(tmp_path: Path) -> None:
+    source = "from trl import SFTConfig, SFTTrainer\nargs = SFTConfig(output_dir='o', max_length=None)\n"
+    setup = setup_of(tmp_path, source + "SFTTrainer(model='openai-community/gpt2', args=args).train()\n")
+    assert setup.seq_len is None
+    assert "max_length" in {one.key for one in setup.unmodelled}
+
+
+def test_a_config_of_another_package_is_none_of_trls(tmp_path: Path) -> None:
+    source = "from rewards import RewardConfig\nconfig = RewardConfig(model='x')\n"
+    with pytest.raises(BadInput, match="builds no arguments of the Trainer"):
+        setup_of(tmp_path, source)
+
+
+def test_gpus_that_python_asks_for_come_before_a_files(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HEAD + BUILD.format(4))
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node 4 train.py\n")
+    more = {"files": [str(tmp_path / "run.sh")], "vram": "24G", "seq_len": 64, "depth": "formula"}
+    assert zeroplan.estimate(**more).report.cluster["gpus"] == 4
+    assert zeroplan.estimate(**more, gpus=1).report.cluster["gpus"] == 1

@@ -9,6 +9,7 @@ from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.float8 import set_float8
 from zeroplan.interop.programs.known import arguments_of
+from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.optimizers import set_optimizer
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_compile, set_fsdp, set_saving
@@ -149,6 +150,7 @@ class Axolotl(Program):
                 run.leave_out("plugins", *_PLUGINS[word])
         self._evaluation(run)
         set_saving(run, "saves_per_epoch")
+        take_machine(run)
         return run.setup(self.name)
 
     def _task(self, run: Builder) -> None:

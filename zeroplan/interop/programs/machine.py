@@ -16,6 +16,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 def take_machine(run: Builder) -> None:
     """Take the machine that a command line names; what it leaves open is listed among what is assumed."""
     command = run.document.command
+    _by_ray(run)
     if command is None:
         return
     nodes = command.nodes or 1
@@ -44,6 +45,9 @@ def _by_launcher(run: Builder, command: Command) -> tuple[int | None, str]:
         return _or_all(run, included or visible, "deepspeed")
     if command.launcher == "accelerate" and command.config_file is None:
         return _or_all(run, visible, "accelerate")
+    if command.program.startswith("axolotl "):  # axolotl 0.18: accelerate on all GPUs, or --num-processes of them
+        asked = command.flags.get("num_processes")
+        return _or_all(run, asked if isinstance(asked, int) and asked > 0 else visible, "axolotl")
     if command.program.startswith("llamafactory-cli "):
         return _or_all(run, number or visible, "llamafactory-cli")
     if command.launcher:
@@ -56,6 +60,15 @@ def _by_launcher(run: Builder, command: Command) -> tuple[int | None, str]:
     if visible > 1 and run.fields.get("detached_loss"):
         run.leave_out(_VISIBLE, Effect.UNKNOWN, f"python on {visible} GPUs is torch's DataParallel; one GPU is planned")
     return None, ""
+
+
+def _by_ray(run: Builder) -> None:
+    """Ray's workers, a GPU each, where a file starts them. Source: LLaMA-Factory 0.9.6, ``hparams/training_args.py``
+    (``RayArguments``); axolotl 0.18 (``RayConfig``). How many share a node is Ray's to say.
+    """
+    workers = run.number("ray_num_workers") if run.data.get("use_ray") is not False else None
+    if workers is not None and workers > 1:
+        run.assume(f"ray_num_workers {workers} on one node", gpus=workers, nodes=1)
 
 
 def _or_all(run: Builder, gpus: int, launcher: str) -> tuple[int | None, str]:

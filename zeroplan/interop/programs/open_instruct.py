@@ -33,6 +33,11 @@ _NOT_MODELLED = {
 }
 
 
+#: Keys whose values speak of a task, and its words.
+_NAMES = ("output_dir", "exp_name", "run_name", "dataset_name", "dataset_mixer", "dataset_mixer_list")
+_OTHER_TASKS = re.compile(r"(?<![a-z])(dpo|grpo|ppo|reward|rm)(?![a-z])")
+
+
 class OpenInstruct(Program):
     """Weights in bf16, flash attention, AdamW; full fine-tuning unless ``use_lora``."""
 
@@ -63,6 +68,8 @@ class OpenInstruct(Program):
         task = "dpo" if "dpo" in word or (script is None and document.has("dpo_beta", "beta", "dpo_loss_type")) else word
         task = {"finetune": "sft"}.get(task, "grpo" if task.startswith("grpo") else "reward" if "reward" in task else task)
         run.set("task", task)
+        if script is None and task == "sft" and (named := _named_task(run)):
+            task = run.set("task", named)
         if script is None:
             run.assume("finetune.py, since no key of another script is set" if task == "sft" else f"the script of {task}")
         if task != "sft":
@@ -116,6 +123,14 @@ class OpenInstruct(Program):
             run.assume("no engine: the launcher decides it, so give its file as well")
         take_machine(run)
         return run.setup("open-instruct")
+
+
+def _named_task(run: Builder) -> str:
+    """The task of which a recipe's name, folder, data or output speak; empty for finetune.py's."""
+    path = [] if run.document.folder is None else [run.document.folder.name, run.document.name.rpartition("/")[2]]
+    said = " ".join([*path, *(str(run.data.get(key, ""))[:500] for key in _NAMES)]).lower()
+    word = _OTHER_TASKS.search(said)
+    return "" if word is None else "reward" if word[1] in ("rm", "reward") else word[1]
 
 
 def _offloads(run: Builder) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class ScriptReader(Reader):
         """Read the run."""
         if self.values.opaque:
             self.refuse(f"binds names in a way that no text tells (line {self.values.opaque})")
-        found = self.named(*ARGUMENTS)
+        found = [call for call in self.named(*ARGUMENTS) if not self._foreign(call)]
         if len(found) != 1:
             self._refuse_no_arguments(found)
         call = found[0]
@@ -56,6 +56,16 @@ class ScriptReader(Reader):
         self._lengths(trainer, program)
         list_deeds(self, trainer)
         return self.found(program, self.data, head=head, task=told[1].lower() if told is not None else "")
+
+    def _foreign(self, call: ast.Call) -> bool:
+        """Whether the config that a call makes is another package's of the same name, such as a RewardConfig."""
+        name = self.values.name_of(call.func)
+        modules = [
+            node.module or "."
+            for node in self.values.nodes
+            if isinstance(node, ast.ImportFrom) and any(name in (one.name, one.asname) for one in node.names)
+        ]
+        return name.endswith("Config") and any(one.partition(".")[0] not in ("trl", "unsloth") for one in modules)
 
     def _refuse_no_arguments(self, found: list[ast.Call]) -> NoReturn:
         if found:
@@ -119,4 +129,4 @@ class ScriptReader(Reader):
             self.open["seq_len"] = "no line tells the length of a sample; --seq-len does"
 
     def _holds_length(self) -> bool:
-        return any(key in self.data for key in ("max_length", "max_seq_length", "model_max_length"))
+        return any(self.data.get(key) is not None for key in ("max_length", "max_seq_length", "model_max_length"))

@@ -19,6 +19,11 @@ _PATCHES = re.compile(r"liger|monkey|_patch|patch_|unsloth|^replace_\w*(attn|att
 _CASTS = ("bfloat16", "float16", "float32", "half", "float")
 #: Fields by which arguments and adapters change after they are made.
 _ASSIGNED = arguments_of("hf-trainer", "trl") | {"r", "target_modules", "lora_dropout", "modules_to_save"}
+#: Methods and functions that change the model; TRL's of chat formats add words to its embedding.
+_CHANGES = (
+    *("resize_token_embeddings", "gradient_checkpointing_disable", "merge_and_unload", "add_module", "setup_chat_format"),
+    *("clone_chat_template", "smart_tokenizer_and_embedding_resize"),
+)
 #: Methods and functions by which a trainer takes steps of its own.
 _OVERRIDES = frozenset(
     ("compute_loss", "training_step", "create_optimizer", "create_optimizer_and_scheduler", "prediction_step", "_wrap_model")
@@ -71,7 +76,7 @@ def _deed(reader: Reader, call: ast.Call) -> None:
         if again is True:
             reader.data["gradient_checkpointing"] = True
         reader.leave_out(name, call, Effect.MORE, "weights that are not quantised are made fp32")
-    elif name in ("resize_token_embeddings", "gradient_checkpointing_disable", "merge_and_unload", "add_module"):
+    elif name in _CHANGES:
         reader.leave_out(name, call, Effect.MORE, "what it changes of the model is not in the figures")
     elif name == "requires_grad_":
         off = bool(call.args) and reader.values.of(call.args[0]) is False

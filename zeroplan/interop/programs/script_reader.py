@@ -138,8 +138,7 @@ class Reader:
                     "arguments" if key == "**" else key, node, Effect.UNKNOWN, f"{ast.unparse(node)[:50]} is not told"
                 )
             return
-        if value is not None:
-            self.data[key] = value
+        self.data[key] = value  # None, too: it stands in the place of a default
 
 
 def first_argument(call: ast.Call, key: str) -> ast.expr | None:

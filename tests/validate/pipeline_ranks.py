@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,16 +16,16 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.engines.verification import LEARNING_RATE, TrainingRun, optimizer_section
 from zeroplan.trace.run import loss_of
 
-#: Six blocks, of odd widths.
+#: Six blocks, of widths that two ranks divide.
 MODEL: dict[str, Any] = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
-    "intermediate_size": 171,
+    "intermediate_size": 176,
     "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "vocab_size": 1009,
+    "vocab_size": 1008,
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
@@ -75,12 +76,12 @@ def trained_by_one() -> list[float]:
     return losses
 
 
-def losses_of(_group: Any, runs: list[tuple[str, str, int]]) -> list[list[float | None]]:
-    """The losses of pipelines, each by engine, schedule and chunks a rank; None on ranks without the last stage."""
+def losses_of(_group: Any, runs: list[tuple[str, str, dict[str, int]]]) -> list[list[float | None]]:
+    """The losses of pipelines, each by engine, schedule and degrees; None on ranks without the last stage."""
     return [_losses(*one) for one in runs]
 
 
-def _losses(engine: str, schedule: str, chunks: int) -> list[float | None]:
+def _losses(engine: str, schedule: str, degrees: dict[str, int]) -> list[float | None]:
     from zeroplan.engines.fsdp2 import trainer as fsdp2
     from zeroplan.engines.runtime import trainer as runtime
 
@@ -101,7 +102,7 @@ def _losses(engine: str, schedule: str, chunks: int) -> list[float | None]:
         make_model=model_of,
         prepare=prepared,
         loss_of=loss_of,
-        layout=ParallelLayout(gpus=2, pp=2, vpp=chunks),
+        layout=ParallelLayout(gpus=dist.get_world_size(), pp=2, **degrees),
         schedule=schedule,
         partition="",
     )

@@ -143,6 +143,8 @@ def test_a_rank_without_result_is_a_failure_and_its_reason_the_verdict() -> None
     assert (found.within, found.verdict) == (False, "rank 1 ended with signal SIGKILL")
     told = measurement_of([{"rank": 0, "error": "ValueError: odd"}], device="cuda", ranks=2)
     assert compare(plan, told, 0.02).verdict == "rank 0 failed: ValueError: odd"
+    gone = measurement_of([{"rank": 0, "error": "RuntimeError: Connection reset by peer"}], device="cpu", ranks=2)
+    assert gone.failure.startswith("rank 1 ended or hung without a result; rank 0 failed: RuntimeError: Connection reset")
 
 
 def test_on_a_cpu_tensors_are_judged_only_where_its_kernels_are_cudas() -> None:

@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
@@ -71,6 +71,23 @@ class StepShape:
     dtype: torch.dtype = torch.bfloat16
 
 
+@dataclass(frozen=True, slots=True)
+class TokenParts:
+    """What context-parallel ranks are told of their tokens: `labels`, those that follow the tokens [micro batches × B, S], and
+    `positions` [1, S] in the sample.
+    """
+
+    labels: torch.Tensor
+    positions: torch.Tensor
+
+
+class Scheduled(Protocol):
+    """Runs a step's tokens through the pipeline, as :func:`run_schedule` says."""
+
+    def __call__(self, tokens: torch.Tensor, parts: TokenParts | None = None) -> torch.Tensor | None:
+        """Run them."""
+
+
 class StageModel(nn.Module):
     """The part of a causal language model that one stage has. The first takes tokens, the last returns logits.
 
@@ -93,6 +110,7 @@ class StageModel(nn.Module):
         self.model, self.lm_head = model.model, model.lm_head
         self.cap = getattr(model.config, "final_logit_softcapping", None)
         self.begin = stage.first
+        self.positions: torch.Tensor | None = None  # of this rank's part of the tokens
 
     def whole_name(self, name: str) -> str:
         """Return the name that a module or parameter of this stage has in the whole model."""
@@ -100,7 +118,8 @@ class StageModel(nn.Module):
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Map tokens [B, S] or hidden states [B, S, H] to hidden states or logits."""
-        hidden: torch.Tensor = self.model(**{"input_ids" if self.first else "inputs_embeds": given}).last_hidden_state
+        told = {} if self.positions is None else {"position_ids": self.positions}
+        hidden: torch.Tensor = self.model(**{"input_ids" if self.first else "inputs_embeds": given}, **told).last_hidden_state
         if not self.last:
             return hidden
         logits: torch.Tensor = self.lm_head(hidden)
@@ -173,7 +192,7 @@ def stages_on(make: Callable[[], Any], chunks: Sequence[Stage]) -> list[StageMod
 
 def schedule_on(
     models: Sequence[StageModel], shape: StepShape, group: ProcessGroup, device: torch.device, *, fake: bool = False
-) -> Callable[[torch.Tensor], torch.Tensor | None]:
+) -> Scheduled:
     """Return a function that runs the schedule over the tokens of a step, as :func:`run_schedule` says.
 
     Args:
@@ -208,20 +227,23 @@ class LazyStep:
         passes: what the schedule runs in.
     """
 
-    def __init__(
-        self, run: TrainingRun, make: Callable[[StepShape], Callable[[torch.Tensor], torch.Tensor | None]], passes: Passes
-    ) -> None:
+    def __init__(self, run: TrainingRun, make: Callable[[StepShape], Scheduled], passes: Passes) -> None:
         self._run, self._make, self._passes = run, make, passes
-        self._step: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+        self._step: Scheduled | None = None
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Run a step's micro batches, each of them `batch`; return their mean loss where the last stage is."""
-        tokens, run = batch["input_ids"], self._run
-        if self._step is None:
-            rows, length = tokens.shape
-            self._step = self._make(StepShape(rows, length, run.grad_accum, run.schedule, run.dtype))
-        with self._passes(batch):
-            return self._step(tokens.repeat(run.grad_accum, 1))
+        run = self._run
+        tokens = batch["input_ids"].repeat(run.grad_accum, 1)
+        with self._passes({"input_ids": tokens, "labels": tokens}) as given:
+            tokens = given["input_ids"]  # of context-parallel ranks, a part
+            if self._step is None:
+                self._step = self._make(
+                    StepShape(len(tokens) // run.grad_accum, tokens.shape[1], run.grad_accum, run.schedule, run.dtype)
+                )
+            if "shift_labels" not in given:
+                return self._step(tokens)
+            return self._step(tokens, TokenParts(given["shift_labels"], given["position_ids"]))
 
 
 def metadata_of(model: StageModel, shape: StepShape) -> dict[str, Any]:
@@ -244,21 +266,32 @@ def metadata_of(model: StageModel, shape: StepShape) -> dict[str, Any]:
 
 def loss_of(model: StageModel, found: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean loss of logits [B, S, V] or this rank's part of them."""
-    value: torch.Tensor = model.loss_function(logits=found, labels=labels, vocab_size=model.config.vocab_size)
+    shifted = {"labels": labels} if model.positions is None else {"labels": None, "shift_labels": labels}
+    value: torch.Tensor = model.loss_function(logits=found, vocab_size=model.config.vocab_size, **shifted)
     return value
 
 
-def run_schedule(schedule: Any, models: Sequence[StageModel], tokens: torch.Tensor) -> torch.Tensor | None:
+def run_schedule(
+    schedule: Any, models: Sequence[StageModel], tokens: torch.Tensor, parts: TokenParts | None = None
+) -> torch.Tensor | None:
     """Run a schedule over the tokens [micro batches × B, S] of a step.
+
+    Args:
+        schedule: torch's.
+        models: the rank's stages.
+        tokens: which are the labels, too.
+        parts: what they are part of; None for whole samples.
 
     Returns:
         The mean loss of the micro batches on the rank with the last stage; None on the others.
     """
-    last = models[-1].last
     known = inspect.signature(schedules.PipelineScheduleSingle.step).parameters  # of newer torch; else it keeps all logits
     silent: dict[str, Any] = {"return_outputs": False} if "return_outputs" in known else {}
     losses: list[torch.Tensor] = []
-    given, target = ((tokens,) if models[0].first else ()), (tokens if last else None)
+    for model in models:
+        model.positions = None if parts is None else parts.positions
+    labels = tokens if parts is None else parts.labels
+    given, target = ((tokens,) if models[0].first else ()), (labels if models[-1].last else None)
     schedule.step(*given, target=target, losses=losses, **silent)
     return torch.stack([whole_loss(loss.detach()) for loss in losses]).mean() if losses else None
 

@@ -151,10 +151,6 @@ def _require_verified(engine: Engine, layout: ParallelLayout) -> None:
             raise BadInput(
                 f"verify does not run {engine.name} with {name}", where=f"--{name.replace('_', '-')}", remedy="leave it at 1"
             )
-    for name in ("cp", "ulysses"):
-        if layout.pp > 1 and getattr(layout, name) > 1:
-            what = f"verify runs pipeline stages of whole sequences, which {name} shares"
-            raise BadInput(what, where=f"--{name}", remedy=f"leave --{name} or --pp at 1")
 
 
 def ended_early(result: Mapping[str, Any]) -> bool:

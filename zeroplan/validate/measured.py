@@ -8,6 +8,8 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.validate.results import MeasuredRow, Measurement, RankOutOfMemory
 
+#: How gloo and NCCL say that another rank is gone.
+_PEER_IS_GONE = ("Timed out waiting", "Connection reset", "Connection closed", "Broken pipe", "remote process exited")
 _FIGURES = ("live_after_step", "peak_allocated", "peak_reserved", "context", "total", "step_seconds", "steps")
 
 
@@ -32,7 +34,10 @@ def measurement_of(
     ran_out = next((result for result in results if "out_of_memory" in result), None)
     errors = [f"rank {result['rank']} failed: {result['error']}" for result in results if "error" in result]
     if ran_out is None and (errors or len(results) < ranks):
+        silent = ", ".join(f"rank {rank}" for rank in range(ranks) if rank not in {result.get("rank") for result in results})
         failure = next(iter(errors), failure or f"{ranks - len(results)} of {ranks} ranks gave no result")
+        if errors and silent and any(word in failure for word in _PEER_IS_GONE):
+            failure = f"{silent} ended or hung without a result; {failure}"
     else:
         failure = ""
     first: Mapping[str, Any] = results[0] if results else {}

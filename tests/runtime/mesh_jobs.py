@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -226,17 +226,19 @@ class Stage(nn.Module):
 
 
 class Chunks(nn.Module):
-    """Stages of :class:`models.Tiny` divided into four, all of one rank's, under the whole model's names."""
+    """Stages of :class:`models.Tiny`, all of one rank's, under the whole model's names. Each has the blocks between two of
+    `ends`, here of unequal depth.
+    """
 
-    def __init__(self, whole: models.Tiny, indices: tuple[int, ...]) -> None:
+    def __init__(self, whole: models.Tiny, indices: tuple[int, ...], ends: Sequence[int] = (0, 1, 3, 4, 5)) -> None:
         super().__init__()
-        ends = (0, 1, 3, 4, 5)  # of unequal depth
         self.parts = [[str(i) for i in range(ends[index], ends[index + 1])] for index in indices]
         self.blocks = nn.ModuleDict({i: whole.blocks[int(i)] for part in self.parts for i in part})
-        self.ends = [(index == 0, index == 3) for index in indices]
+        last = len(ends) - 2
+        self.ends = [(index == 0, index == last) for index in indices]
         if 0 in indices:
             self.embed = whole.embed
-        if 3 in indices:
+        if last in indices:
             self.norm, self.head = whole.norm, whole.head
 
     def forward(self, x: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -266,6 +268,17 @@ def train_pipeline(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, A
         policy = lambda name, _module: name.startswith("blocks.") and name.count(".") == 1  # noqa: E731
         step = on_stages("1F1B" if kind == "split" else kind, sample)
         found.append(train_on(mesh, model, config, steps, step, policy=policy))
+    return found
+
+
+def train_eight_stages(_group: dist.ProcessGroup, cases: list[tuple[str, dict[str, Any]]], steps: int) -> list[dict[str, Any]]:
+    """Trains a model of nine blocks on four ranks of two chunks for each (schedule, config)."""
+    mesh, found = mesh_of(pp=4), []
+    policy = lambda name, _module: name.startswith("blocks.") and name.count(".") == 1  # noqa: E731
+    for kind, config in cases:
+        indices = chunks_on(kind, mesh.get_local_rank("pp"), 4)
+        model = Chunks(models.make(depth=9), indices, (0, 1, 2, 3, 4, 5, 6, 7, 9))
+        found.append(train_on(mesh, model, config, steps, on_stages(kind, 0), policy=policy))
     return found
 
 

@@ -35,11 +35,11 @@ Step = Callable[[Any, int], float]
 FOLDED, LOOPED = ("ZBVZeroBubble", "DualPipeV"), ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble*2")
 
 
-def chunks_on(kind: str, rank: int) -> tuple[int, ...]:
-    """The stages that one of two pipeline ranks has, of two or of four."""
+def chunks_on(kind: str, rank: int, ranks: int = 2) -> tuple[int, ...]:
+    """The stages that one of the pipeline ranks has, of as many as there are ranks or of twice as many."""
     if kind in FOLDED:
-        return rank, 3 - rank
-    return (rank, rank + 2) if kind in LOOPED else (rank,)
+        return rank, 2 * ranks - 1 - rank
+    return (rank, rank + ranks) if kind in LOOPED else (rank,)
 
 
 def mesh_of(**sizes: int) -> DeviceMesh:
@@ -101,7 +101,8 @@ def on_stages(kind: str, sample: int, *, length: int = models.LENGTH) -> Step:
         tokens = torch.cat([models.batch(number, micro, sample)[:, :length] for micro in micros])
         parts: list[torch.Tensor] = []
         with loss_parallel():
-            first, last = engine.ranks.pp.rank == 0, engine.ranks.pp.rank == (0 if kind in FOLDED else 1)
+            pp = engine.ranks.pp
+            first, last = pp.rank == 0, pp.rank == (0 if kind in FOLDED else pp.world_size - 1)
             schedule.step(*([tokens] if first else []), **({"target": tokens, "losses": parts} if last else {}))
         engine.step()
         return sum(map(_number, parts)) / len(micros) if parts else float("nan")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.runtime import mesh_jobs, models
-from tests.runtime.mesh_training import FOLDED, planned_rows, rows_of
+from tests.runtime.mesh_training import FOLDED, LOOPED, planned_rows, rows_of
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import distance, ds_config, loss_distance
 from zeroplan.core.errors import BadInput
@@ -242,6 +242,24 @@ def test_chunks_of_a_pipeline_train_as_plain_torch(pool: RankPool, tmp_path: Pat
     (written,) = tmp_path.rglob("*train_loss*")
     shown = [float(line.split(",")[1]) for line in written.read_text().splitlines()[1:]]
     assert shown == pytest.approx([step[0] for step in losses], abs=1e-4)
+
+
+@pytest.mark.long
+def test_eight_stages_on_four_ranks_train_as_plain_torch(pool: RankPool) -> None:
+    """Each rank alone has its stages, so that nothing is sharded; the optimizer also on the host."""
+    config = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 8}
+    cases = [(kind, ds_config(2, **config)) for kind in (*FOLDED, *LOOPED)]
+    away = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    cases.append(("DualPipeV", ds_config(0, **config, zero_optimization=away)))
+    results = pool.run(4, mesh_jobs.train_eight_stages, cases, 2)
+    plain = models.Plain(models.make(depth=9), _adamw, accum=8, clip=0.5)
+    losses = [plain.step(number) for number in range(2)]
+    for index, (kind, case) in enumerate(cases):
+        mine = [rank[index] for rank in results]
+        assert loss_distance([mine[0 if kind in FOLDED else 3]], losses) < 2e-5, (kind, case)
+        params = {name: value for rank in mine for name, value in rank["params"].items()}
+        assert distance({"params": params}, plain) < 1e-4, (kind, case)
+        assert [rank["norms"][-1] for rank in mine] == pytest.approx([plain.norm] * 4, rel=1e-4), (kind, case)
 
 
 def test_ranks_of_the_same_samples_share_the_shards(pool: RankPool) -> None:

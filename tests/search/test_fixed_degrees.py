@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,8 +43,8 @@ def test_what_is_said_is_fixed() -> None:
         ({"tp": 3}, set()),
     ],
 )
-def test_the_rest_is_searched(asked: dict[str, object], found: set[tuple[int, int, int]]) -> None:
-    request = replace(LLAMA, **asked)  # type: ignore[arg-type]
+def test_the_rest_is_searched(asked: dict[str, Any], found: set[tuple[int, int, int]]) -> None:
+    request = replace(LLAMA, **asked)
     degrees = [one for one in LayoutOrders().of(request) if divides(replace(request, **one))]
     assert {(one["tp"], one["pp"], one["cp"]) for one in degrees} == found
     for one in degrees:
@@ -138,3 +139,46 @@ def test_the_layout_that_is_found_is_planned_alike() -> None:
     assert answer.best is not None
     (plan,) = estimate_report(answer.best.request).plans
     assert plan.gpu.total == answer.best.plan.gpu.total
+
+
+def _ways(asked: Request, **degrees: Any) -> list[tuple[int, ...]]:
+    return [tuple(one.values()) for one in LayoutOrders().variants(asked, replace(asked, **degrees))]
+
+
+def test_variants_of_a_layout() -> None:
+    staged = {"pp": 4, "stage": 2, "grad_accum": 16}
+    assert _ways(LLAMA, **staged) == [(2,)]
+    assert _ways(replace(LLAMA, ones=("vpp",)), **staged) == []
+    assert _ways(replace(LLAMA, vpp=4), **staged) == []
+    assert _ways(replace(LLAMA, schedule="zbv"), **staged, vpp=2) == []
+    assert _ways(LLAMA, stage=3) == [(1, 2)]
+    assert _ways(replace(LLAMA, nodes=4), stage=3) == [(1, 2), (4, 3), (4, 2)]
+    assert _ways(replace(LLAMA, nodes=4, stage=3), stage=3) == [(4, 3)]
+    assert _ways(replace(LLAMA, nodes=4, ones=("dp_replicate",)), stage=3) == [(1, 2)]
+    assert list(LayoutOrders(experts=8).variants(replace(LLAMA, nodes=4), replace(LLAMA, nodes=4, stage=2))) == []
+
+
+def test_a_variant_is_taken_where_it_is_faster_and_said_so(cli: Cli) -> None:
+    asked = ("recommend", NAME, "--gpu", "8xH100", "--pp", "4", "--tp", "1", "--cp", "1", "--seq-len", "1024")
+    code, said, _ = cli(*asked)
+    assert code == 0
+    assert "would wait for" in said
+    assert "Links: pp 4, shards over 2 ranks within a node at " in said
+    best = json.loads(cli(*asked, "--json")[1])["best"]
+    modelled = best["modelled"]
+    assert (best["schedule"], best["layout"]["vpp"]) == ("1f1b", 2)
+    assert modelled["bubble"] < modelled["simpler"]["bubble"] / 1.5
+    assert modelled["tokens_per_second"] > 1.03 * modelled["simpler"]["tokens_per_second"]
+    assert {one["group"]: one["inside"] for one in modelled["links"]} == {"pp": True, "shards": True}
+    plain = json.loads(cli(*asked, "--vpp", "1", "--json")[1])["best"]
+    assert plain["modelled"]["tokens_per_second"] == modelled["simpler"]["tokens_per_second"]
+    assert plain["modelled"]["simpler"] is None
+
+
+def test_shards_within_nodes_are_taken_where_the_network_is_slow() -> None:
+    found = search_layouts(replace(LLAMA, depth=None, nodes=4, ones=("tp", "pp", "cp")))
+    assert found.best is not None
+    assert found.best.layout.dp_replicate == 4
+    assert found.best.layout.shards_on_one_node
+    assert found.best.simpler is not None
+    assert found.best.time.sharding < found.best.simpler.sharding / 2

@@ -87,3 +87,38 @@ def test_parts_make_the_step() -> None:
     assert found.total == pytest.approx(sum(found.parts.values()))
     assert found.tokens_per_second == pytest.approx(16 * 8192 * 2 / found.total)
     assert 0 < found.utilization < 0.7
+
+
+def test_replicas_sum_what_a_nodes_ranks_have_reduced() -> None:
+    """8 nodes, each with all shards: 2 (r − 1) / r of a shard's fp32 gradients pass the network, and no gather does."""
+    plain = replace(LLAMA, model="meta-llama/Llama-3.1-8B", seq_len=512)  # little computation, so that nothing is hidden
+    whole, within = _time(plain), _time(replace(plain, dp_replicate=8))
+    assert within.compute == whole.compute
+    rates, elements = rates_of(resolve(plain).cluster.gpu), 8_030_261_248
+    network = 2 * 4 * elements / 8 * 7 / 8 / (rates.node_gbs * 1e9)
+    inside = (2 + 2 + 4) * elements * 7 / 8 / (rates.link_gbs * 1e9)
+    hidden = within.compute
+    assert network + inside - hidden < within.sharding < network + inside + 0.2
+    assert within.sharding < whole.sharding / 4
+    assert within.optimizer == pytest.approx(8 * whole.optimizer)  # a rank has an eighth of the states, and not a 64th
+
+
+def test_links_are_those_of_the_groups() -> None:
+    case = resolve(replace(LLAMA, tp=4, pp=2, cp=2, stage=2, grad_accum=8, dp_replicate=2)).cases[0]
+    counts = guess_counts(matrices(case.spec), case.workload, 1024)
+    rates = rates_of(case.cluster.gpu)
+    found = {one.group: (one.ranks, one.inside, one.gbs) for one in LayoutCost(case, counts, rates).links}
+    near, far = rates.link_gbs, rates.node_gbs
+    assert found == {
+        "tp": (4, True, near),
+        "cp": (2, True, near),
+        "pp": (2, False, far),
+        "shards": (4, False, far),
+        "replicas": (2, False, far),
+    }
+
+
+def test_chunks_that_do_not_stay_gathered_are_gathered_again() -> None:
+    staged = replace(LLAMA, pp=4, stage=2, grad_accum=16)
+    assert _time(replace(staged, vpp=2)).sharding == pytest.approx(_time(staged).sharding, rel=0.3)
+    assert _time(replace(staged, vpp=5)).sharding > 2 * _time(replace(staged, vpp=2)).sharding

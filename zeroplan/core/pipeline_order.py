@@ -102,7 +102,7 @@ _FURTHER = 6
 #: Rounds of the interleaved schedule that need to be played: at most two of warm-up, a steady one, and the last.
 _ROUNDS = 4
 #: Chunks whose parameters are gathered at a time.
-_ACTIVE = 3
+GATHERED_CHUNKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +278,6 @@ def _next_chunks(actions: Sequence[Action], at: int) -> list[int]:
     for action in actions[at:]:
         if action.chunk not in found:
             found.append(action.chunk)
-            if len(found) == _ACTIVE:
+            if len(found) == GATHERED_CHUNKS:
                 break
     return found

@@ -116,6 +116,8 @@ def describe_layout(layout: ParallelLayout) -> dict[str, Any]:
         degrees |= {"ep": layout.ep, "etp": layout.etp, "expert_shard_group": layout.expert_shard_group}
     if layout.ulysses > 1:
         degrees |= {"ulysses": layout.ulysses}
+    if layout.dp_replicate > 1:
+        degrees |= {"dp_replicate": layout.dp_replicate}
     return degrees | {"shard_group": layout.shard_group}
 
 

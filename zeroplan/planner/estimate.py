@@ -154,6 +154,7 @@ def plan_case(
     shallow: list[str],
     *,
     to_first_miss: bool = False,
+    most_stages: int | None = None,
 ) -> tuple[MemoryPlan, Simulated | None]:
     """Return the plan of one case with its simulated run; of a pipeline that of the stage that needs the most.
 
@@ -165,6 +166,7 @@ def plan_case(
         config: the allocator's settings; None for torch's defaults.
         shallow: gets a warning where the plan stays at formula depth because the model cannot be traced.
         to_first_miss: look at no further stage of a pipeline once one does not fit.
+        most_stages: look at so many, from the first on.
 
     Raises:
         BadInput: when the model cannot be traced and the user asked for simulated depth by name.
@@ -176,7 +178,7 @@ def plan_case(
     def planned(stage: Case) -> tuple[MemoryPlan, Simulated | None]:
         return _simulated(formula_plan(resolved.engine, stage), stage, resolved, tapes, config, shallow)
 
-    return plan_stages(resolved.engine, case, planned, to_first_miss=to_first_miss)
+    return plan_stages(resolved.engine, case, planned, to_first_miss=to_first_miss, most=most_stages)
 
 
 def _simulated(

@@ -15,7 +15,14 @@ if TYPE_CHECKING:
 Planned = tuple[MemoryPlan, "Simulated | None"]
 
 
-def plan_stages(engine: Engine, case: Case, plan_one: Callable[[Case], Planned], *, to_first_miss: bool = False) -> Planned:
+def plan_stages(
+    engine: Engine,
+    case: Case,
+    plan_one: Callable[[Case], Planned],
+    *,
+    to_first_miss: bool = False,
+    most: int | None = None,
+) -> Planned:
     """Plan each pipeline stage; return the plan of the one that needs the most, with what all of them need.
 
     Args:
@@ -23,9 +30,10 @@ def plan_stages(engine: Engine, case: Case, plan_one: Callable[[Case], Planned],
         case: the run; its `pp_rank` does not matter.
         plan_one: plans one stage.
         to_first_miss: plan no further stage once one does not fit.
+        most: plan so many stages, from the first on; None plans all.
     """
     planned: list[tuple[Planned, StageMemory]] = []
-    for index in range(case.layout.pp):
+    for index in range(min(case.layout.pp, most or case.layout.pp)):
         one = replace(case, pp_rank=index)
         plan, run = plan_one(one)
         planned.append(((plan, run), _memory(engine, one, plan)))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroplan.core.units import format_bytes
+from zeroplan.planner.describe import describe_layout
+from zeroplan.planner.layout import DEFAULT_SCHEDULE
 from zeroplan.report.terminal import Terminal
 from zeroplan.report.verdict import unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
@@ -33,6 +35,8 @@ def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = Fals
     if chosen is not None:
         lines.append("")
         lines += terminal.wrap(_speed(chosen))
+        for sentence in (_links(chosen), _otherwise(chosen)):
+            lines += terminal.wrap(sentence) if sentence else []
         lines += terminal.wrap(_why(answer))
         lines += terminal.command("Next: ", next_command) if next_command else []
     for text in answer.warnings:
@@ -102,6 +106,33 @@ def _speed(one: LaidOut) -> str:
     return f"Modelled: {speed}: {spent}."
 
 
+#: Groups of ranks, in words.
+_GROUPS = {"pp": "pp {}", "shards": "shards over {} ranks", "replicas": "{} replicas of the shards"}
+
+
+def _links(one: LaidOut) -> str:
+    """Say which groups of ranks lie within a node, and what they send over."""
+    places: dict[str, list[str]] = {}
+    for link in one.links:
+        where = f"{'within a node' if link.inside else 'between nodes'} at {link.gbs:,.0f} GB/s a GPU"
+        places.setdefault(where, []).append(_GROUPS.get(link.group, link.group + " {}").format(link.ranks))
+    return "Links: " + "; ".join(f"{', '.join(groups)} {where}" for where, groups in places.items()) + "." if places else ""
+
+
+def _otherwise(one: LaidOut) -> str:
+    """Say of a variant what the same degrees would do without it."""
+    request, plain = one.request, one.simpler
+    if plain is None:
+        return ""
+    if request.pp > 1:
+        how = f"1f1b, one chunk a rank, would wait for {plain.bubble:.0%} of a step"
+    else:
+        replicas = f" in {request.dp_replicate} replicas" if request.dp_replicate > 1 else ""
+        instead = f"ZeRO-{one.plan.stage}{replicas} in place of ZeRO-3 over all ranks"
+        how = f"{instead}, which would gather and reduce for {plain.sharding / plain.total:.0%} of a step"
+    return f"{how}, at {plain.tokens_per_second:,.0f} tokens/s.".replace("%", " %")
+
+
 def _tried(answer: LayoutAnswer) -> list[str]:
     """Return a line for each layout that was simulated, and one for all of a cluster that need too much by counts alone."""
     found = []
@@ -115,7 +146,9 @@ def _tried(answer: LayoutAnswer) -> list[str]:
 
 def _named(one: LaidOut) -> str:
     request = one.request
-    text = f"{gpus_text(request.nodes, request.gpus)} as {degrees_text(one.to_dict()['layout'])}, ZeRO-{one.plan.stage}"
+    text = f"{gpus_text(request.nodes, request.gpus)} as {degrees_text(describe_layout(one.layout))}"
+    text += f", {request.schedule}" if request.schedule != DEFAULT_SCHEDULE else ""
+    text += f", ZeRO-{one.plan.stage}"
     return text + (", checkpointing" if request.gradient_checkpointing else "")
 
 

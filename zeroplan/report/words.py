@@ -29,7 +29,8 @@ def host_text(memory: int, usable: int, kind: str) -> str:
 def degrees_text(layout: Mapping[str, Any]) -> str:
     """Return ``"dp 2 × tp 4 with split tokens"`` for a layout as the report's JSON holds it."""
     degrees = [f"{name} {layout[name]}" for name in ("dp", "tp", "cp", "ulysses", "pp", "vpp", "ep") if layout.get(name, 1) > 1]
-    return (" × ".join(degrees) or "one rank") + (" with split tokens" if layout["sp"] else "")
+    text = (" × ".join(degrees) or "one rank") + (" with split tokens" if layout["sp"] else "")
+    return text + (f" in {replicas} replicas" if (replicas := layout.get("dp_replicate", 1)) > 1 else "")
 
 
 def machine_text(cluster: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.planner.describe import describe_layout
 from zeroplan.planner.request import Request
 from zeroplan.search.layout_orders import fixed_degrees, flags_of
-from zeroplan.search.layout_time import LayoutTime
+from zeroplan.search.layout_time import LayoutTime, Link
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -22,12 +22,16 @@ class LaidOut:
         layout: the layout.
         plan: its memory; at formula depth where the model cannot be traced here.
         time: its modelled time.
+        links: what its groups of ranks send over.
+        simpler: of a variant, the time of the same degrees run plainly: 1F1B with one chunk a rank, ZeRO-3 over all ranks.
     """
 
     request: Request
     layout: ParallelLayout
     plan: MemoryPlan
     time: LayoutTime
+    links: tuple[Link, ...] = ()
+    simpler: LayoutTime | None = None
 
     def __repr__(self) -> str:
         return f"<LaidOut {self.flags}: {self.tokens_per_second:,.0f} tokens/s>"
@@ -63,6 +67,7 @@ class LaidOut:
         return {
             "nodes": self.request.nodes,
             "layout": describe_layout(self.layout),
+            "schedule": self.request.schedule if self.request.pp > 1 else None,
             "stage": self.plan.stage,
             "grad_accum": self.request.grad_accum or 1,
             "gradient_checkpointing": self.request.gradient_checkpointing,
@@ -76,6 +81,9 @@ class LaidOut:
                 "tokens_per_second": self.time.tokens_per_second,
                 "mfu": self.time.utilization,
                 "seconds": self.time.parts,
+                "bubble": self.time.bubble,
+                "links": [asdict(one) for one in self.links],
+                "simpler": None if self.simpler is None else self.simpler.to_dict(),
             },
             "flags": self.flags,
         }

@@ -5,9 +5,10 @@ Note [Floor of a layout]
     have all blocks between them, and those of tensor and expert parallelism a part each. Two moments are looked at.
 
     Within a step, after the first backward: masters and optimizer states; on pipeline stages, and wherever parameters are not
-    resharded, whole parameters in 16 bits; where micro batches add up, whole gradients in fp32; and of each micro batch in
-    flight the input of each block, which both its first norm and a checkpoint keep. With 1F1B rank r of p has p − r in
-    flight, if there are more micro batches than that. Where parameters are resharded, one block's are gathered.
+    resharded, whole parameters in 16 bits, of several chunks those that are gathered at a time; where micro batches add up,
+    whole gradients in fp32; and of each micro batch in flight the input of each block, which both its first norm and a
+    checkpoint keep. With 1F1B rank r of p has p − r in flight, if there are more micro batches than that, and with other
+    schedules no fewer. Where parameters are resharded, one block's are gathered.
 
     In the optimizer's step: masters, states and the reduced gradients.
 
@@ -22,20 +23,24 @@ from dataclasses import dataclass
 from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import stages_of
+from zeroplan.core.pipeline_order import GATHERED_CHUNKS
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Case
 from zeroplan.planner.request import Request
 
+#: What a block keeps beside its input, in inputs: 32 bytes of 34.
+_WITHIN = 16
+
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Elements that ranks share by their degrees: dense ones over tp, experts over ep."""
+    """Elements that ranks share by their degrees: dense ones over tp, experts over ep and etp, or over tp without ep."""
 
     dense: int = 0
     experts: int = 0
 
     def part(self, request: Request) -> float:
-        return self.dense / request.tp + self.experts / request.ep
+        return self.dense / request.tp + self.experts / (request.ep * request.etp if request.ep > 1 else request.tp)
 
 
 class LayoutFloors:
@@ -64,17 +69,32 @@ class LayoutFloors:
 
     def of(self, request: Request) -> int:
         """Return the floor of a layout, in bytes, by the degrees, stage, accumulation and checkpointing of a request."""
-        ranks = request.gpus * request.nodes
+        ranks = request.gpus * request.nodes // request.dp_replicate
         total, part = self._whole.dense + self._whole.experts, self._whole.part(request) / request.pp
         width = self._work.dtype.bytes
         within = self._states * total / ranks + self._inputs(request)
         if request.stage == 2:
-            within += width * part
+            within += width * part * min(request.vpp, GATHERED_CHUNKS) / request.vpp
         else:
             within += width * max((block.part(request) for block in self._blocks), default=0.0)
         if request.pp > 1 or (request.grad_accum or 1) > 1:
-            within += self._master * part
+            rounds = (request.grad_accum or 1) // request.pp
+            within += self._master * part / (request.vpp if rounds < 2 else 1)  # of one round, chunks are reduced one by one
         return int(max(within, (self._states + self._master) * total / ranks))
+
+    def exceeds_likely(self, request: Request, usable: int) -> bool:
+        """Return whether a layout probably exceeds the card: with the 34 bytes for each token and channel that a block keeps
+        which is not recomputed, its input included (Korthikanti et al. 2022, equation 2), on the mean rank.
+        """
+        within = 0.0 if request.gradient_checkpointing else _WITHIN * self._inputs(request) / (1 if request.sp else request.tp)
+        return self.of(request) + within > usable
+
+    def interleaved_inputs(self, request: Request) -> int:
+        """Return the bytes of blocks' inputs that the first rank of an interleaved schedule keeps more than with 1F1B."""
+        pp, vpp = request.pp, request.vpp
+        more = ((vpp - 1) * pp + 2 * (pp - 1)) / vpp - pp
+        tokens = self._work.rows * (self._work.seq_len or 0) / (request.cp * (request.tp if request.sp else 1))
+        return int(max(0.0, more) * (len(self._blocks) // pp) * tokens * self._hidden * self._work.dtype.bytes)
 
     def _inputs(self, request: Request) -> float:
         """Bytes of the blocks' inputs that a rank keeps in the mean."""

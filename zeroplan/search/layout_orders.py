@@ -4,6 +4,16 @@ Note [Fixed degrees]
     A degree that the request says is kept, one said outright included (``--tp 1``, by :attr:`Request.ones`); every other one is
     searched. What the search leaves out for being slow (matrices shared between nodes, more than 16 stages, rings with few
     tokens a rank, other numbers than powers of two) may be asked for: bounds are those of the search and not of a layout.
+
+Note [Variants of a layout]
+    The same degrees may run otherwise, each way with more memory, so that one is looked at where the layout itself fits and
+    taken where it is modelled to be faster by more than such times are off (:data:`LEAST_GAIN`). Stages run interleaved, with
+    two chunks a rank. Without stages, parameters stay gathered between forward and backward (ZeRO-2), or the shards of a model
+    lie within a node and are replicated by the nodes (HSDP).
+
+    Left out: more chunks, whose parameters torch gathers again and again; GPipe, which waits as long as 1F1B and keeps more;
+    DualPipeV, whose gain is the overlap of a forward with a backward, which torch runs one behind the other; and whatever
+    halves backwards (ZB1P, ZBV), of which no tape is shipped, so that each model would be traced first. A request may fix each.
 """
 
 from __future__ import annotations
@@ -19,10 +29,13 @@ from zeroplan.core.tensor_parallel import MIXTURES, PLANS
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import DEFAULT_SCHEDULE
 from zeroplan.planner.request import Request
+from zeroplan.search.recommend import EQUALLY_FAST
 
 #: What may be fixed of a layout, as fields of a request.
 FIXED = ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Request) if field.name in FIXED}
+#: By how much a variant has to be modelled faster than any layout without one. See Note [Variants of a layout].
+LEAST_GAIN = EQUALLY_FAST
 #: Schedules of two chunks a rank, whatever else is said.
 _OF_TWO_CHUNKS = tuple(one.value for one in PipelineSchedule if one.folded)
 #: Micro batches of a step for each pipeline stage, unless the request says how many: a rank then waits for less than a fifth of
@@ -81,6 +94,28 @@ class LayoutOrders:
         found = [self._whole(request, fixed, shared) for shared in self._shared(request, fixed)]
         found.sort(key=lambda one: (one["tp"] * one["pp"] * one["cp"], one["cp"], one["pp"], one["ep"]))
         yield from found
+
+    def variants(self, asked: Request, layout: Request) -> Iterator[dict[str, Any]]:
+        """Yield other ways to run a layout, as fields of its request. See Note [Variants of a layout].
+
+        Args:
+            asked: the request, which says what is fixed.
+            layout: the same with the degrees of one layout.
+        """
+        fixed = fixed_degrees(asked)
+        if layout.pp > 1:
+            if layout.vpp == 1 and "vpp" not in fixed:
+                yield {"vpp": 2}
+            return
+        stages = (3, 2) if asked.stage is None and layout.stage == 3 else (layout.stage,)
+        replicas = [layout.dp_replicate]
+        shared_inside = layout.gpus % (layout.tp * layout.cp) == 0
+        if not self.experts and layout.nodes > 1 and "dp_replicate" not in fixed and shared_inside:
+            replicas.append(layout.nodes)
+        for count in replicas:
+            for stage in stages:
+                if (count, stage) != (layout.dp_replicate, layout.stage):
+                    yield {"dp_replicate": count, "stage": stage}
 
     def _shared(self, request: Request, fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the degrees that divide the model."""

@@ -8,6 +8,9 @@ Note [Time of a layout]
     nothing. A pipeline's waits are those of its schedule, which is played with the stages' times. Blocks count alike: of a
     mixture, a token's share of the experts.
 
+    Replicas of the shards (HSDP) sum what each shard's ranks have reduced, behind each reduction. Stages of more chunks than
+    stay gathered gather them again.
+
     A group of ranks that fits into a node uses the links between its GPUs, any other the network. Rings attain one rate
     whatever their size, and collectives of different groups do not slow each other down.
 
@@ -25,7 +28,8 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import Stage, chunks_of
-from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
+from zeroplan.core.pipeline_action import Do
+from zeroplan.core.pipeline_order import GATHERED_CHUNKS, PipelineOrder, schedule_of, with_gathers
 from zeroplan.core.rates import Rates
 from zeroplan.engines.base import Case
 from zeroplan.engines.compute_traffic import COMPUTE, compute_facts
@@ -75,6 +79,32 @@ class LayoutTime:
     def total(self) -> float:
         """Seconds of a step."""
         return sum(self.parts.values())
+
+    @property
+    def bubble(self) -> float:
+        """The part of a step in which the rank waits for other pipeline stages."""
+        return self.waiting / self.total
+
+    def to_dict(self) -> dict[str, float]:
+        """Return what the JSON holds of it."""
+        return {"step_seconds": self.total, "tokens_per_second": self.tokens_per_second, "bubble": self.bubble}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A group of ranks and what lies between them.
+
+    Attributes:
+        group: tp, cp, ep, pp, shards or replicas.
+        ranks: of the group.
+        inside: whether it lies within a node.
+        gbs: 10^9 bytes a second, one way, a GPU.
+    """
+
+    group: str
+    ranks: int
+    inside: bool
+    gbs: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,19 +281,48 @@ class LayoutCost:
         layout, count = self.layout, self.work.grad_accum
         shared = layout.ep > 1
         rest = (layout.shard_group - 1) / layout.shard_group
+        replicas = self._replicas(dense / layout.shard_group + experts / layout.expert_shard_group)
         same = (layout.expert_shard_group - 1) / layout.expert_shard_group if shared else rest
         moved = dense * rest + experts * same
         rate = (self.rates.link_gbs if layout.shards_on_one_node else self.rates.node_gbs) * _GIGA
         copied = (dense + experts) / (self.rates.hbm_gbs * _GIGA)
-        gather, reduction = _HALF * moved / rate, _SINGLE * moved / rate
+        gather, reduction = _HALF * moved / rate, _SINGLE * moved / rate + replicas
         cast, packed = (_SINGLE + 3 * _HALF) * copied, (2 * _HALF + 2 * _SINGLE) * copied
         if layout.pp > 1:
-            return gather + cast + reduction + packed
+            return (gather + cast) * self._gathers(rank) + reduction + packed
         forward, backward = (sum(one[half].total for one in passes) for half in (0, 1))
         again = gather if self.case.zero.stage == 3 else 0.0
         beyond = max(0.0, gather - forward) + max(0.0, again - backward)
         last = max(0.0, again + reduction - backward) - max(0.0, again - backward)
         return count * (beyond + cast) + last + packed
+
+    def _replicas(self, shard: float) -> float:
+        """Seconds in which a shard's reduced gradients are summed over its replicas: each moves 2 (r − 1) / r of them."""
+        count = self.layout.dp_replicate
+        moved = 2 * _SINGLE * shard * (count - 1) / count
+        return self._link(moved, self.layout.shard_group * self.layout.tp * count) if count > 1 else 0.0
+
+    def _gathers(self, rank: int) -> float:
+        """How often a pipeline rank gathers each of its chunks in a step: once, unless it has more than stay gathered."""
+        vpp = self.layout.vpp
+        if vpp <= GATHERED_CHUNKS:
+            return 1.0
+        order = PipelineOrder(schedule_of(self.case.pipeline), rank, self.layout.pp, vpp, self.work.grad_accum)
+        return sum(action.do is Do.UNSHARD for action in with_gathers(order.actions())) / vpp
+
+    @property
+    def links(self) -> tuple[Link, ...]:
+        """What each group of ranks sends over."""
+        layout = self.layout
+        spans = {"tp": (layout.tp, layout.tp), "cp": (layout.cp, layout.cp * layout.tp), "ep": (layout.ep, layout.ep)}
+        spans["pp"] = (layout.pp, layout.world_size if layout.pp > 1 else 1)
+        spans["shards"] = (layout.shard_group, 1 if layout.shards_on_one_node else layout.world_size)
+        spans["replicas"] = (layout.dp_replicate, layout.shard_group * layout.tp * layout.dp_replicate)
+        return tuple(
+            Link(name, count, span <= layout.gpus, self.rates.link_gbs if span <= layout.gpus else self.rates.node_gbs)
+            for name, (count, span) in spans.items()
+            if count > 1
+        )
 
     def _optimizer(self, rank: int) -> float:
         dense, experts = self._held(rank)

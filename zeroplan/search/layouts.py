@@ -4,8 +4,9 @@ Note [Order of layouts]
     What a layout needs at least (:mod:`zeroplan.search.layout_floor`) takes microseconds; most layouts of a large model exceed
     the card by that alone. Every other one has a modelled time (:mod:`zeroplan.search.layout_time`), which takes milliseconds,
     while its memory takes a simulation. So layouts are tried by falling tokens a second, without checkpointing and with it, and
-    the first that fits is the answer. Of two that are modelled alike, the one that shares less comes first: fewer ranks a
-    replica, tensor parallelism before pipeline stages, these before context parallelism.
+    the first that fits is the answer. A layout's variants (other schedules, shards within nodes, ZeRO-2) are looked at where
+    they could be faster and the layout itself fits. Of two that are modelled alike, the one that shares less
+    comes first: fewer ranks a replica, tensor parallelism before pipeline stages, these before context parallelism.
 
 Note [Smallest cluster]
     Nodes are doubled until a layout fits. Between that number and its half, whether one fits does not follow from larger or
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from itertools import count
 from math import gcd, log2
 from typing import Any
 
@@ -37,8 +40,16 @@ from zeroplan.planner.resolve import Resolved, resolve
 from zeroplan.planner.tapes import ExpandedTapes, expand_for
 from zeroplan.search.layout_answer import LaidOut, LayoutAnswer, TooLarge
 from zeroplan.search.layout_floor import LayoutFloors
-from zeroplan.search.layout_orders import LayoutOrders, divides, fixed_degrees, flags_of, least_ranks, without_degrees
-from zeroplan.search.layout_time import LayoutCost, LayoutTime
+from zeroplan.search.layout_orders import (
+    LEAST_GAIN,
+    LayoutOrders,
+    divides,
+    fixed_degrees,
+    flags_of,
+    least_ranks,
+    without_degrees,
+)
+from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
 from zeroplan.tapes import shipped
 
 #: The engine whose layouts are planned.
@@ -89,8 +100,8 @@ def smallest_cluster(request: Request, checkpointing: bool | None = None, global
     tried: list[LaidOut] = []
     too_large: list[TooLarge] = []
 
-    def on(nodes: int, gpus: int | None = None) -> LayoutAnswer:
-        found = search.on(nodes, gpus)
+    def on(nodes: int, gpus: int | None = None, *, doubtful: bool = False) -> LayoutAnswer:
+        found = search.on(nodes, gpus, doubtful=doubtful)
         tried.extend(found.tried if found.best is None else ())
         too_large.extend(found.too_large if found.best is None else ())
         return found
@@ -116,7 +127,7 @@ def smallest_cluster(request: Request, checkpointing: bool | None = None, global
         search.require_possible()  # no more nodes would help
     if found.chosen is not None:
         for between in _between(nodes, unit):
-            smaller = on(between)
+            smaller = on(between, doubtful=True)
             if smaller.chosen is not None:
                 return whole(smaller)
     return whole(found)
@@ -177,8 +188,14 @@ class _Search:
         if self._refused is not None and not self._allowed_one:
             raise self._refused
 
-    def on(self, nodes: int, gpus: int | None = None) -> LayoutAnswer:
-        """Search on a number of nodes. `gpus` of a node: all, if left out."""
+    def on(self, nodes: int, gpus: int | None = None, *, doubtful: bool = False) -> LayoutAnswer:
+        """Search on a number of nodes.
+
+        Args:
+            nodes: how many.
+            gpus: of a node; all, if left out.
+            doubtful: probably nothing fits, so that layouts are looked at without checkpointing only if one with it may fit.
+        """
         asked = replace(self._request, nodes=nodes, gpus=gpus or self.gpus)
         what = f"layouts on {nodes} nodes" if nodes > 1 else f"layouts on {asked.gpus} GPUs"
         working(what)
@@ -200,29 +217,80 @@ class _Search:
             if states > self._usable:
                 floors.append(states)
                 continue
-            counts = _counts(resolved, self._counted)
-            found.append(_Timed(possible, resolved, LayoutCost(resolved.cases[0], counts, self._rates).time()))
+            found.append(self._timed(possible, resolved))
         too_large = (TooLarge(nodes, asked.gpus, len(floors), min(floors), self._usable),) if floors else ()
         found.sort(key=lambda one: -one.time.tokens_per_second)
-        return self._first_that_fits(found, what, LayoutAnswer(None, (), (), too_large, flags_of(fixed_degrees(asked))))
+        answer = LayoutAnswer(None, (), (), too_large, flags_of(fixed_degrees(asked)))
+        if doubtful and len(self._choices) > 1:
+            least = self._first_that_fits(asked, [one for one in found if one.request.gradient_checkpointing], what, answer)
+            if least.chosen is None:
+                return least
+        return self._first_that_fits(asked, found, what, answer)
 
-    def _first_that_fits(self, found: list[_Timed], what: str, answer: LayoutAnswer) -> LayoutAnswer:
-        """Plan layouts in their order up to the first that fits; returns `answer` with what came out."""
+    def _first_that_fits(self, asked: Request, found: list[_Timed], what: str, answer: LayoutAnswer) -> LayoutAnswer:
+        """Plan layouts and their variants in the order of their speed, up to the first that fits; returns `answer` with what
+        came out. Variants stand where they would be if they waited for nothing.
+        """
+        number = count()
+        queue = [(-speed, next(number), one, only) for one in found for speed, only in one.places]
+        heapify(queue)
+        planned: dict[int, LaidOut] = {}
         tried: list[LaidOut] = []
         warnings: list[str] = []
         may: LaidOut | None = None
-        for at, one in enumerate(found):
+
+        def plan(one: _Timed) -> LaidOut:
+            if id(one) not in planned:
+                planned[id(one)] = self._planned(one, warnings)
+            return planned[id(one)]
+
+        def leaves_room(plain: _Timed, variant: _Timed) -> bool:
+            """Return whether a variant may fit, by the layout without it, of which the first stage is looked at first."""
+            first = planned.get(id(plain)) or self._planned(plain, warnings, most_stages=1)
+            if first.plan.fits is False:
+                planned[id(plain)] = first
+            gpu = first.plan.gpu
+            if gpu.interval is None:
+                return False
+            more = self._floors.interleaved_inputs(variant.request) if variant.request.vpp > plain.request.vpp else 0
+            return bool(first.plan.fits) and gpu.interval[1] + more <= self._usable and bool(plan(plain).plan.fits)
+
+        while queue:
+            working(what, len(tried), len(tried) + len(queue))
+            _, _, one, variants = heappop(queue)
             if may is not None and one.leaves_out:
                 continue  # slower, and not known to fit either
-            working(what, at, len(found))
-            planned = self._planned(one, warnings)
-            if planned.plan.fits:
+            if variants:
+                for other in self._variants(asked, one):
+                    heappush(queue, (-other.time.tokens_per_second / (1 + LEAST_GAIN), next(number), other, False))
+                continue
+            if one.plain is not None and not leaves_room(one.plain, one):
+                continue
+            laid_out = plan(one)
+            if laid_out.plan.fits:
                 warnings += [text for text in one.resolved.warnings if text not in warnings]
-                return replace(answer, best=planned, tried=tuple(tried), warnings=tuple(warnings))
-            if may is None and planned.plan.undecided and not planned.plan.misfits:
-                may = planned
-            tried.append(planned)
+                return replace(answer, best=laid_out, tried=tuple(tried), warnings=tuple(warnings))
+            if may is None and laid_out.plan.undecided and not laid_out.plan.misfits:
+                may = laid_out
+            tried.append(laid_out)
         return replace(answer, may=may, tried=tuple(tried), warnings=tuple(warnings))
+
+    def _variants(self, asked: Request, one: _Timed) -> Iterator[_Timed]:
+        """Yield the variants of a layout that are faster. See Note [Variants of a layout] in layout_orders.py."""
+        for fields in self._orders.variants(asked, one.request):
+            request = replace(one.request, **fields)
+            if not divides(request) or self._floors.exceeds_likely(request, self._usable):
+                continue
+            resolved = self._allowed(request)
+            if resolved is None:
+                continue
+            timed = replace(self._timed(request, resolved), plain=one)
+            if timed.time.tokens_per_second > (1 + LEAST_GAIN) * one.time.tokens_per_second:
+                yield timed
+
+    def _timed(self, request: Request, resolved: Resolved) -> _Timed:
+        cost = LayoutCost(resolved.cases[0], _counts(resolved, self._counted), self._rates)
+        return _Timed(request, resolved, cost.time(), cost.links)
 
     def _can_be(self, request: Request) -> bool:
         """Return whether some layout is possible at all, however large; where nothing is fixed, one is.
@@ -265,12 +333,13 @@ class _Search:
             _require_batch(resolved, self._batch)
         return resolved
 
-    def _planned(self, one: _Timed, warnings: list[str]) -> LaidOut:
-        """Plan one layout."""
+    def _planned(self, one: _Timed, warnings: list[str], *, most_stages: int | None = None) -> LaidOut:
+        """Plan one layout, of a pipeline so many stages at most."""
         resolved, case = one.resolved, one.resolved.cases[0]
         plan = formula_plan(resolved.engine, case)
-        plan, _ = plan_case(plan, case, resolved, self._tapes, self._config, warnings, to_first_miss=True)
-        return LaidOut(one.request, case.layout, plan, one.time)
+        shown = (resolved, self._tapes, self._config, warnings)
+        plan, _ = plan_case(plan, case, *shown, to_first_miss=True, most_stages=most_stages)
+        return LaidOut(one.request, case.layout, plan, one.time, one.links, None if one.plain is None else one.plain.time)
 
 
 def _require_batch(resolved: Resolved, global_batch: int) -> None:
@@ -312,11 +381,24 @@ def _asked(request: Request, global_batch: int | None) -> Request:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """One layout whose memory is not known yet."""
+    """One layout whose memory is not known yet; `plain` is that of which it is a variant."""
 
     request: Request
     resolved: Resolved
     time: LayoutTime
+    links: tuple[Link, ...] = ()
+    plain: _Timed | None = None
+
+    @property
+    def places(self) -> list[tuple[float, bool]]:
+        """Its tokens a second, and what its variants cannot exceed, marked; without the latter where that is no gain. Variants
+        count for less, as :data:`LEAST_GAIN` says.
+        """
+        time = self.time
+        least = time.total - (time.waiting if self.request.pp > 1 else time.sharding)
+        most = time.tokens_per_second * time.total / least / (1 + LEAST_GAIN)
+        found = [(time.tokens_per_second, False)]
+        return found if most <= time.tokens_per_second else [*found, (most, True)]
 
     @property
     def leaves_out(self) -> bool:
@@ -335,7 +417,7 @@ def _counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
     if options.key not in known:
         near = sorted(_powers(_MOST_EXPERT_RANKS), key=lambda ranks: (abs(log2(ranks / options.ep)), ranks))
         shared = [replace(options, ep=ranks) for ranks in near if ranks > 1] if options.ep > 1 else []
-        for one in (options, *shared, replace(options, cp=1)):
+        for one in (options, replace(options, halves=False), *shared, replace(options, cp=1)):
             tape = shipped.find(case.spec, one)
             if tape is not None:
                 known[options.key] = count_tape(expand_for(tape, case))

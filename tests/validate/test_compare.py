@@ -170,3 +170,13 @@ def test_too_few_gpus_for_the_degrees_are_told() -> None:
         ranks_to_use(VerifyMachine("cuda", 2, "H200", None, (9, 0)), None, 4)
     with pytest.raises(BadInput, match="these degrees need 4 ranks, and 2 are asked for"):
         ranks_to_use(VerifyMachine("cpu", 2, "cpu", None, (0, 0)), 2, 4)
+
+
+def test_what_the_first_ranks_of_a_ring_keep_beyond_the_plan_is_allowed_and_told() -> None:
+    plan = replace(planned(), beyond=GIB)
+    over = 4 * GIB + GIB // 2
+    row = next(row for row in compare(plan, measured(result(plan, total=over)), 0.02).totals if row.name == "total")
+    assert row.within
+    assert "1.00 GiB more on the first ranks" in row.note
+    assert not compare(replace(plan, beyond=0), measured(result(plan, total=over)), 0.02).within
+    assert not compare(plan, measured(result(plan, total=over + GIB)), 0.02).within

@@ -76,6 +76,10 @@ def simulated_plan(
         from zeroplan.planner.experts import uneven
 
         high += uneven(alive, tape, outside=case.layout.auto_ep)
+    if case.layout.cp > 1:
+        from zeroplan.planner.rings import beyond_last_rank
+
+        high += beyond_last_rank(case)
     live = simulation.held_after(Phase.STEP)
     gpu = formula.gpu.model_copy(
         update={

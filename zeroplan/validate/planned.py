@@ -10,6 +10,7 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.planner.formula import formula_plan
+from zeroplan.planner.rings import beyond_last_rank
 from zeroplan.planner.simulated import simulated_plan
 from zeroplan.planner.stages import plan_stages
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
@@ -30,6 +31,7 @@ class Planned:
         requested_live: requested bytes alive between two steps; None at formula depth.
         not_simulated: at formula depth, the reason.
         cpu_differs: whether a CPU's kernels keep other tensors than CUDA's, as they do for dropout.
+        beyond: how many bytes more than planned the worst rank may have, for a known reason.
         stages: the predictions for a pipeline's ranks, in its order; all of the above is then the one's that needs the most.
     """
 
@@ -41,6 +43,7 @@ class Planned:
     requested_live: int | None = None
     not_simulated: str = ""
     cpu_differs: bool = False
+    beyond: int = 0
     stages: tuple[Planned, ...] = ()
 
 
@@ -69,7 +72,8 @@ def _predict(engine: Engine, case: Case, tapes: ExpandedTapes) -> Planned:
     requested, live = _training(run.simulation.timeline)
     differs = _has_dropout(case) if tapes.cpu_differs is None else tapes.cpu_differs
     owned = engine.owned_buffers(case, tape)
-    return Planned(case, run.plan, owned, run.outside.context, requested, live, cpu_differs=differs)
+    beyond = beyond_last_rank(case)
+    return Planned(case, run.plan, owned, run.outside.context, requested, live, cpu_differs=differs, beyond=beyond)
 
 
 def _has_dropout(case: Case) -> bool:

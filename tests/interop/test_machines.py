@@ -36,6 +36,41 @@ def test_axolotls_commands(tmp_path: Path, line: str, gpus: int | None, nodes: i
     assert (gpus is None) == any("GPUs open" in one for one in setup.assumed)
 
 
+@pytest.mark.parametrize(
+    ("before", "program", "gpus", "nodes"),
+    [
+        ("NNODES=2 NPROC_PER_NODE=4", "swift sft --model m --dataset d", 4, 2),
+        ("NNODES=2 NPROC_PER_NODE=4", "llamafactory-cli train recipe.yaml", 4, 2),
+        ("NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1", "swift sft --model m --dataset d", 2, 1),
+    ],
+)
+def test_nodes_and_processes_by_variables(tmp_path: Path, before: str, program: str, gpus: int, nodes: int) -> None:
+    setup = setup_of(tmp_path, FACTORY, f"{before} {program}")
+    assert (setup.gpus, setup.nodes) == (gpus, nodes)
+    assert "CUDA_VISIBLE_DEVICES" not in {one.key for one in setup.unmodelled}
+
+
+def test_swift_lays_a_model_over_the_gpus_of_a_process(tmp_path: Path) -> None:
+    line = "CUDA_VISIBLE_DEVICES=0,1,2,3 NPROC_PER_NODE=2 swift sft --model m --dataset d"
+    (one,) = [one for one in setup_of(tmp_path, "", line).unmodelled if one.key == "CUDA_VISIBLE_DEVICES"]
+    assert (one.effect, "each of 2 processes lays its model over 2 GPUs" in one.says) == ("unknown", True)
+
+
+@pytest.mark.parametrize(("option", "effect"), [("activation_cpu_offload", "less"), ("new_thing", "unknown")])
+def test_an_option_of_fsdp_that_is_not_read_is_listed(tmp_path: Path, option: str, effect: str) -> None:
+    recipe = FACTORY + f"fsdp: full_shard auto_wrap\nfsdp_config: {{fsdp_version: 2, fsdp_{option}: true}}\n"
+    (one,) = setup_of(tmp_path, recipe, "").unmodelled
+    assert (one.key.rpartition(" ")[2], one.effect) == (option, effect)
+
+
+def test_flags_of_accelerates_launcher_are_no_options_of_fsdp(tmp_path: Path) -> None:
+    line = (
+        "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --main_process_port 1 -m axolotl.cli.train recipe.yaml"
+    )
+    (one,) = setup_of(tmp_path, RECIPE, line).unmodelled
+    assert one.key == "fsdp_config: auto_wrap_policy"  # accelerate's own default: no units
+
+
 @pytest.mark.parametrize(("recipe", "program"), [(RECIPE + "use_ray: true\n", "axolotl"), (FACTORY, "llama-factory")])
 def test_rays_workers_are_gpus(tmp_path: Path, recipe: str, program: str) -> None:
     setup = setup_of(tmp_path, recipe + "ray_num_workers: 4\n", "")

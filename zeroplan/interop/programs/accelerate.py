@@ -230,7 +230,8 @@ def launch_document(command: Command, document: Document) -> Document | None:
             said[block] = inside
     sections = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}
     if kind in sections:
-        said[sections[kind]] = flags
+        own = {key: value for key, value in flags.items() if kind != "FSDP" or key.startswith("fsdp_")}
+        said[sections[kind]] = own
     return Document(said, document.name, document.folder)
 
 

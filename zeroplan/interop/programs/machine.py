@@ -19,7 +19,7 @@ def take_machine(run: Builder) -> None:
     _by_ray(run)
     if command is None:
         return
-    nodes = command.nodes or 1
+    nodes = command.nodes or _nodes_of_environment(command) or 1
     gpus, key = command.gpus, command.launcher
     if gpus is None and command.processes and command.processes % nodes == 0:
         gpus = command.processes // nodes
@@ -56,10 +56,20 @@ def _by_launcher(run: Builder, command: Command) -> tuple[int | None, str]:
         if number is None and visible > 1:
             what = f"without NPROC_PER_NODE the model is laid over the {visible} GPUs; one GPU is planned"
             run.leave_out(_VISIBLE, Effect.UNKNOWN, what)
+        if number is not None and visible > number:
+            what = f"each of {number} processes lays its model over {visible // number} GPUs; one holds it here"
+            run.leave_out(_VISIBLE, Effect.UNKNOWN, what)
         return number, "NPROC_PER_NODE"
     if visible > 1 and run.fields.get("detached_loss"):
         run.leave_out(_VISIBLE, Effect.UNKNOWN, f"python on {visible} GPUs is torch's DataParallel; one GPU is planned")
     return None, ""
+
+
+def _nodes_of_environment(command: Command) -> int | None:
+    """The nodes that ``NNODES`` says, which the command lines of ms-swift and LLaMA-Factory hand to torchrun."""
+    said = command.environment.get("NNODES", "")
+    reads = command.program.startswith(("swift ", "megatron ", "llamafactory-cli "))
+    return int(said) if reads and said.isdigit() and 0 < len(said) < 5 and int(said) else None
 
 
 def _by_ray(run: Builder) -> None:

@@ -112,10 +112,22 @@ _NOT_MODELLED: dict[str, tuple[Effect, str]] = {
 _FSDP_OPTIONS: dict[str, tuple[Effect, str]] = {
     "forward_prefetch": (MORE, "the next unit is gathered before it is needed in the forward"),
     "activation_checkpointing_offload": (LESS, "checkpoints wait on the host"),
+    "activation_cpu_offload": (LESS, "activations wait on the host"),
     "cpu_offload_pin_memory": (Effect.NONE, "where the host's shards are"),
     "mixed_precision_policy": (UNKNOWN, "dtypes of parameters and reductions by the file's own policy"),
     "ignored_modules": (MORE, "modules that are not sharded"),
 }
+
+
+#: Those that are read, or move nothing that a plan holds.
+_FSDP_READ = frozenset(
+    (
+        *("version", "reshard_after_forward", "sharding_strategy", "auto_wrap_policy", "min_num_params", "backward_prefetch"),
+        *("transformer_layer_cls_to_wrap", "cpu_ram_efficient_loading", "offload_params", "cpu_offload", "state_dict_type"),
+        *("sync_module_states", "use_orig_params", "activation_checkpointing", "limit_all_gathers", "final_state_dict_type"),
+        *("xla", "xla_fsdp_v2", "xla_fsdp_settings", "xla_fsdp_grad_ckpt", "save_policy", "fsdp_version", "mixed_precision"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,6 +393,9 @@ def _fsdp_options(run: Builder, key: str, options: Keys, wraps: str, version: in
     for option, (effect, says) in _FSDP_OPTIONS.items():
         if options.on(option):
             run.leave_out(f"{key}: {option}", effect, says)
+    for option in options.data:
+        if option not in _FSDP_READ and option not in _FSDP_OPTIONS and not option.startswith("_") and options.on(option):
+            run.leave_out(f"{key}: {option}"[:80], UNKNOWN, "no option of FSDP that is known here")
 
 
 class HfTrainer(Program):

@@ -97,6 +97,8 @@ def verify(
         say(setup.line)
         if asked is None and setup.gpus is not None:
             asked = setup.gpus * (setup.nodes or 1)
+    if request.quantize is not None:
+        raise BadInput("verify's loop trains no quantised base", where="--quantize", remedy="leave it out")
     task = training_of(request.task)
     if task not in (None, *PLAIN_TASKS):
         raise BadInput(f"verify's loop does no step of {task}", where="--task", remedy="leave it out")

@@ -13,6 +13,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.workload import DType
 from zeroplan.ds_config.writer import write_ds_config
 from zeroplan.engines.base import Case
 from zeroplan.engines.verification import optimizer_section
@@ -86,6 +87,9 @@ def _require_on_cpu(case: Case) -> None:
     if written is not None and written.own and written.fused and not written.adam:
         what = f"DeepSpeed's {written.type} is a kernel of its own, which verify does not have compiled for a CPU"
         raise BadInput(what, where="--optimizer", remedy="use adamw, or run it on a GPU")
+    if case.workload.dtype is DType.FP16:
+        what = "DeepSpeed has no fp16 on a CPU"
+        raise BadInput(what, where="--dtype", remedy="use bf16, or --engine zeroplan")
     zero = case.zero
     if "nvme" in (zero.offload_optimizer.device, zero.offload_param.device):
         what = "DeepSpeed reads and writes NVMe by an op that verify does not have compiled for a CPU"
@@ -93,10 +97,10 @@ def _require_on_cpu(case: Case) -> None:
 
 
 def _without_own_kernels(config: dict[str, Any]) -> None:
-    """Let torch's Adam step, in one kernel as DeepSpeed's."""
+    """Let torch's Adam step, in one kernel as DeepSpeed's. Muon builds the one for its vectors without that choice."""
     section = config.get("optimizer") or {}
-    params = section.get("params") or {}
-    if str(section.get("type", "")).lower() in ("adam", "adamw") and not params.get("torch_adam"):
-        params = {**params, "torch_adam": True, "fused": True}
-        config["optimizer"] = {**section, "params": params}
+    params, kind = section.get("params") or {}, str(section.get("type", "")).lower()
+    if kind in ("adam", "adamw", "muon") and not params.get("torch_adam"):
+        fused = {} if kind == "muon" else {"fused": True}
+        config["optimizer"] = {**section, "params": {**params, "torch_adam": True, **fused}}
     config["zero_force_ds_cpu_optimizer"] = False

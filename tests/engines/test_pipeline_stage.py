@@ -9,6 +9,7 @@ import pytest
 from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.gpus import DEFAULT_GPU, Gpu
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.pipeline import stages_of
 from zeroplan.core.pipeline_order import PipelineSchedule
@@ -129,6 +130,26 @@ def test_what_the_ledger_keeps_of_two_chunks_the_schedule_leaves_alive(tape: Exp
     layout = ParallelLayout(gpus=8, pp=4, vpp=2)
     case = Case(load_model(MODEL), WORK, Cluster(gpus=8), ZeroConfig.of(2), parallel=layout, pipeline=schedule, pp_rank=1)
     assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
+
+
+@pytest.mark.parametrize("name", ["fsdp2", "zeroplan"])
+def test_sends_over_gloo_hold_what_they_send(tape: ExpandedTape, name: str) -> None:
+    """Hidden states and their gradients, until the step's end; `verify` measures so on a CPU."""
+    engine = find_engine(name)
+    card = {field: getattr(DEFAULT_GPU, field) for field in Gpu.__dataclass_fields__}
+    peaks = []
+    for gpu in (Gpu(**card), _Holds(**card)):
+        case = Case(load_model(MODEL), WORK, Cluster(gpus=8, gpu=gpu), ZeroConfig.of(2), ParallelLayout(gpus=8, pp=4, vpp=2))
+        peaks.append(engine.simulate(case, tape).peak_allocated)
+    assert peaks[1] - peaks[0] >= 4 * 2 * 512 * 4096
+
+
+class _Holds(Gpu):
+    __slots__ = ()
+
+    @property
+    def holds_sent(self) -> bool:
+        return True
 
 
 def test_interleaving_holds_more_than_1f1b_and_gathers_ahead(tape: ExpandedTape) -> None:

@@ -42,6 +42,11 @@ class Gpu:
         return _HOPPER_WORKSPACE if self.capability >= (9, 0) else _OLD_WORKSPACE
 
     @property
+    def holds_sent(self) -> bool:
+        """Whether ranks hold what they send each other until they wait for it. NCCL does not; gloo does, on a CPU."""
+        return False
+
+    @property
     def usable(self) -> int:
         """Bytes that processes can have: all but the driver's reserve."""
         return self.memory - self.reserve

@@ -2,9 +2,10 @@
 
 Note [Playing a stage]
     A stage holds the gradient that it has sent until it sends the next. Where a rank has several chunks, sends are actions of
-    their own, and what was sent is freed at once (``_PipelineScheduleRuntime``). A rank with one chunk also holds the latest
-    micro batch's output, on the last stage its logits, until the next forward has returned: a variable of the schedule names
-    it, and nothing after the last backward (torch/distributed/pipelining/schedules.py, ``Schedule1F1B``, ``ScheduleGPipe``).
+    their own, and what was sent is freed at once (``_PipelineScheduleRuntime``), unless the transport holds it: gloo's sends
+    do until the step's end, when the schedule waits for all of them. A rank with one chunk also holds the latest micro batch's
+    output, on the last stage its logits, until the next forward has returned: a variable of the schedule names it, and nothing
+    after the last backward (torch/distributed/pipelining/schedules.py, ``Schedule1F1B``, ``ScheduleGPipe``).
 
     A rank with several chunks (vpp) has one part of the tape for each. They have a schedule each, whose hooks are called as
     :func:`~zeroplan.core.pipeline_order.with_gathers` orders them.
@@ -77,13 +78,14 @@ class PipelineEngineSchedule(EngineSchedule):
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
     """The part of a job that is played: a step's micro batches in their order, for so many `steps`. `warm`: the schedule has
-    recorded cuBLAS's workspaces.
+    recorded cuBLAS's workspaces. `holds_sent`: a looped schedule's sends hold what they send until the step's end.
     """
 
     order: PipelineOrder
     steps: int
     cublas_workspace: int = 0
     warm: bool = False
+    holds_sent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +142,13 @@ def play_pipeline(
                     before.outputs, behind.gradients = received[at + 1][0], received[at][1]
         for action in actions:
             _act(action, players, recorder)
-            if looped:  # whose sends are actions of their own, behind which nothing holds what was sent
-                players[action.chunk].drop_sent()
+            if looped:  # whose sends are actions of their own, behind which nothing holds what was sent, unless they do
+                players[action.chunk].hand_over()
         for player in players:
             if not looped:
                 player.schedule.reduce()
             player.drop_sent()
+            player.drop_handed()
             player.drop_held()
         recorder.mark("bwd")
         step_optimizer()
@@ -258,6 +261,8 @@ class _StagePlayer(CuePlayer):
         self.received: list[int] = []  # gradients that stay on the inputs of which they are
         self.outputs: dict[int, int] = {}  # by micro batch, what the rank's next stage was given, and the one before
         self.gradients: dict[int, int] = {}
+        self.holds_sent = run.holds_sent and run.order.looped
+        self.handed: list[int] = []  # what sends hold until the step's end
 
     def _of(self, number: int) -> tuple[_Cues, int]:
         """Return what a micro batch is played by, and its slot."""
@@ -274,6 +279,8 @@ class _StagePlayer(CuePlayer):
         self.run(cues.losses[slot])
         if self.outputs:
             self._pass_on(self.outputs, number, self.recorder.handle_of(cues.part.output + cues.bases[slot]))
+        elif self.holds_sent and cues.part.output >= 0:
+            self.handed.append(self.recorder.handle_of(cues.part.output + cues.bases[slot]))
 
     def _pass_on(self, given: dict[int, int], number: int, handle: int) -> None:
         """Hand a micro batch's tensor to another stage of the rank, in place of what that had."""
@@ -334,6 +341,20 @@ class _StagePlayer(CuePlayer):
         for handle in self.held:
             self.recorder.free(handle)
         self.held.clear()
+
+    def hand_over(self) -> None:
+        """Free the gradient that was sent, or let its send hold it."""
+        if not self.holds_sent:
+            self.drop_sent()
+        elif self.sent >= 0:
+            self.handed.append(self.sent)
+            self.sent = -1
+
+    def drop_handed(self) -> None:
+        """Free what sends held; the step has waited for them."""
+        for handle in self.handed:
+            self.recorder.free(handle)
+        self.handed.clear()
 
     def drop_sent(self) -> None:
         """Free the gradient that was sent last."""

@@ -274,6 +274,7 @@ def parts_on(
     *,
     mixed: bool,
     holds_output: bool,
+    holds_sent: bool = False,
 ) -> tuple[StageTape, StageTape | None]:
     """Return a stage's part of a tape, and the one by which it plays backwards that are not halved, where others are.
 
@@ -284,12 +285,15 @@ def parts_on(
         behind: the one that stages behind the first play, with halves where the schedule has them.
         mixed: the schedule halves some backwards alone.
         holds_output: see :func:`cut`.
+        holds_sent: see :class:`~zeroplan.engines.pipeline.PipelineRun`.
     """
     indices = {one.index for one in stages}
     several = mixed and not stage.is_first
     parts = [
         passing_on(
-            cut(of, stage, holds_output=holds_output), output=stage.index + 1 in indices, gradient=stage.index - 1 in indices
+            cut(of, stage, holds_output=holds_output),
+            output=stage.index + 1 in indices or (holds_sent and not stage.is_last),
+            gradient=stage.index - 1 in indices,
         )
         for of in ((behind, tape) if several else (tape if stage.is_first else behind,))
     ]

@@ -16,13 +16,17 @@ CPU_RANKS = 2
 
 
 class _CpuAsGpu(Gpu):
-    """A CPU described as a GPU: it has no cuBLAS and so no workspace."""
+    """A CPU described as a GPU: it has no cuBLAS and so no workspace, and its ranks send by gloo."""
 
     __slots__ = ()
 
     @property
     def workspace(self) -> int:
         return 0
+
+    @property
+    def holds_sent(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             pipeline_chunks=chunks,
             pipeline=case.pipeline,
             pp_rank=case.pp_rank,
+            holds_sent=case.cluster.gpu.holds_sent,
             hidden_size=int(case.spec.config.get("hidden_size") or 0) if chunks else 0,
         )
 

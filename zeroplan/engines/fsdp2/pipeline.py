@@ -98,8 +98,8 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
         raise ValueError("a schedule that halves backwards needs the tape of one")
     stages = rank.pipeline_chunks
     order = PipelineOrder(schedule, rank.pp_rank, rank.layout.pp, len(stages), micro_batches=rank.workload.grad_accum)
-    chunks = [_chunk(rank, stage, tape, behind, recorder, holds_output=not order.looped) for stage in stages]
-    run = PipelineRun(order, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace)
+    chunks = [_chunk(rank, stage, tape, behind, recorder, looped=order.looped) for stage in stages]
+    run = PipelineRun(order, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace, holds_sent=rank.holds_sent)
     stepped = False
 
     def step() -> None:
@@ -113,10 +113,18 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
 
 
 def _chunk(
-    rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, behind: ExpandedTape, recorder: Recorder, *, holds_output: bool
+    rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, behind: ExpandedTape, recorder: Recorder, *, looped: bool
 ) -> ModelChunk:
     """Return one of a rank's chunks. Stages behind the first play the tape `behind`, and `tape` where not all is halved."""
     mixed = schedule_of(rank.pipeline).mixed
-    part, whole = parts_on(stage, rank.pipeline_chunks, tape, behind, mixed=mixed, holds_output=holds_output)
+    part, whole = parts_on(
+        stage,
+        rank.pipeline_chunks,
+        tape,
+        behind,
+        mixed=mixed,
+        holds_output=not looped,
+        holds_sent=looped and rank.holds_sent,
+    )
     one = replace(rank, parameters=part.tape.parameters, pipeline_chunks=(stage,))
     return ModelChunk(stage, part, Fsdp2StageSchedule(one, part, recorder), whole)

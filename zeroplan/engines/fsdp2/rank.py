@@ -26,6 +26,7 @@ class Fsdp2Rank(TorchRank):
         pipeline_chunks: the pipeline's stages that it has, one for each of its chunks; none without pipeline parallelism.
         pipeline: the order of its micro batches (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`).
         pp_rank: its place in the pipeline, counted from 0.
+        holds_sent: sends between stages hold what they send (:attr:`~zeroplan.core.gpus.Gpu.holds_sent`).
         hidden_size: elements of one token's hidden state.
     """
 
@@ -34,6 +35,7 @@ class Fsdp2Rank(TorchRank):
     pipeline_chunks: tuple[Stage, ...] = ()
     pipeline: str = "1f1b"
     pp_rank: int = 0
+    holds_sent: bool = False
     hidden_size: int = 0
 
     @property

@@ -124,7 +124,15 @@ def record_stage(case: Case, layout: Layout, tape: ExpandedTape, *, makes_room: 
     chunks: list[ModelChunk] = []
     first: RuntimeStageSchedule | None = None
     for stage in stages:
-        part, whole = parts_on(stage, stages, tape, behind, mixed=kind.mixed, holds_output=not order.looped)
+        part, whole = parts_on(
+            stage,
+            stages,
+            tape,
+            behind,
+            mixed=kind.mixed,
+            holds_output=not order.looped,
+            holds_sent=order.looped and case.cluster.gpu.holds_sent,
+        )
         schedule = RuntimeStageSchedule(
             layout,
             part.tape,
@@ -140,6 +148,6 @@ def record_stage(case: Case, layout: Layout, tape: ExpandedTape, *, makes_room: 
     assert first is not None
     stepped = first.step
     steps = STEPS_UNTIL_STEADY + (case.workload.dtype is DType.FP16)
-    run = PipelineRun(order, steps, cublas_workspace=workspace, warm=True)
+    run = PipelineRun(order, steps, cublas_workspace=workspace, warm=True, holds_sent=case.cluster.gpu.holds_sent)
     play_pipeline(run, chunks, recorder, lambda: stepped(True))
     return recorder

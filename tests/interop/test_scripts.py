@@ -223,3 +223,18 @@ def test_gpus_that_python_asks_for_come_before_a_files(tmp_path: Path) -> None:
     more = {"files": [str(tmp_path / "run.sh")], "vram": "24G", "seq_len": 64, "depth": "formula"}
     assert zeroplan.estimate(**more).report.cluster["gpus"] == 4
     assert zeroplan.estimate(**more, gpus=1).report.cluster["gpus"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "listed"),
+    [
+        ("r=4, lora_alpha=8, bias='none', use_rslora=True, task_type='CAUSAL_LM', init_lora_weights='gaussian'", ""),
+        ("r=4, init_lora_weights='lora_ga'", "LoraConfig.init_lora_weights"),
+        ("r=4, bias='all'", "LoraConfig.bias"),
+        ("r=4, layer_replication=[[0, 4]]", "LoraConfig.layer_replication"),
+        ("r=4, use_dora=True", "LoraConfig.use_dora"),
+    ],
+)
+def test_what_a_lora_config_says_beside_rank_and_targets(tmp_path: Path, words: str, listed: str) -> None:
+    source = HEAD + f"from peft import LoraConfig, get_peft_model\nmodel = get_peft_model(model, LoraConfig({words}))\n"
+    assert {one.key for one in setup_of(tmp_path, source + BUILD.format(4)).unmodelled} == ({listed} if listed else set())

@@ -17,7 +17,7 @@ from zeroplan.interop.programs.megatron_lm import MegatronLm
 from zeroplan.interop.programs.ms_swift import MsSwift
 from zeroplan.interop.programs.open_instruct import OpenInstruct
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.strangers import MEGATRON, refuse_megatron_deepspeed, refuse_stranger
+from zeroplan.interop.programs.strangers import MEGATRON, refuse_diffusers, refuse_megatron_deepspeed, refuse_stranger
 from zeroplan.interop.programs.torchtitan import Torchtitan
 from zeroplan.interop.programs.torchtune import Torchtune
 from zeroplan.interop.programs.trainer import HfTrainer
@@ -39,6 +39,7 @@ _LISTED = {
     "ms-swift": ("hf-trainer", "ms-swift"),
 }
 
+_TRAINER = "hf-trainer"
 #: So many of a program's arguments make a file one that it could read.
 _ENOUGH = 2
 
@@ -91,7 +92,8 @@ def owner_of(document: Document) -> Program:
         refuse_stranger(document.data, document.name)
     else:
         refuse_megatron_deepspeed(document.data, document.name, document.command.launcher)
-    showing = [one for one in PROGRAMS.values() if one.recognises(document)]
+        refuse_diffusers(document.data, document.name)
+    showing = [one for one in PROGRAMS.values() if one.recognises(document) and _shows_enough(one, document)]
     if not showing and document.command is not None and document.has(*MEGATRON):
         raise BadInput(
             f"{document.command.program[:60]} trains by Megatron-LM in a way of its own",
@@ -116,6 +118,15 @@ def owner_of(document: Document) -> Program:
         raise BadInput("has keys of several programs, and none shows whose it is", where=document.name, remedy=f"say: {flags}")
     titles = ", ".join(one.title for one in PROGRAMS.values())
     raise BadInput("is no configuration that is known", where=document.name, remedy=f"give a file of {titles}")
+
+
+def _shows_enough(program: Program, document: Document) -> bool:
+    """Whether a file of several keys for a program on the Trainer has one of the Trainer's, or a model: the program's own words
+    alone are often another's, too.
+    """
+    if document.command is not None or len(document.data) < _ENOUGH or _TRAINER not in _LISTED.get(program.name, ()):
+        return True
+    return bool(document.has("model_name_or_path", "model", *arguments_of(_TRAINER)))
 
 
 def _knows_most(document: Document, programs: list[Program]) -> list[Program]:

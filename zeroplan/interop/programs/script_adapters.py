@@ -21,6 +21,12 @@ _BESIDE_LORA = (
     "rank_pattern",
     "trainable_token_indices",
 )
+#: Those that move nothing that a plan holds; ``init_lora_weights`` by its value.
+_HARMLESS = (
+    *("task_type", "inference_mode", "lora_alpha", "use_rslora", "fan_in_fan_out", "base_model_name_or_path", "revision"),
+    *("peft_type", "alpha_pattern"),
+)
+_PLAIN_BEGINNINGS = (None, True, False, "gaussian", "orthogonal")
 #: Functions that put adapters into a model.
 _WRAPPING = ("get_peft_model", "add_adapter", "inject_adapter_in_model")
 
@@ -74,7 +80,9 @@ def take_adapters(reader: Reader, trainer: ast.Call | None, program: str) -> Non
     for key, value, node in reader.values.keywords(call):
         if key in _OF_LORA and not holds_unknown(value):
             own[_OF_LORA[key]] = PEFT_DEFAULT if key == "target_modules" and value is None else value
-        elif key in _OF_LORA or key == "**" or (key in _BESIDE_LORA and value):
+        elif (key == "bias" and value == "none") or (key == "init_lora_weights" and value in _PLAIN_BEGINNINGS):
+            continue
+        elif key in _OF_LORA or (key not in _HARMLESS and (value or key == "init_lora_weights")):
             effect = Effect.MORE if key in _BESIDE_LORA else Effect.UNKNOWN
             reader.leave_out(f"LoraConfig.{key.strip('*')}", node, effect, f"{ast.unparse(node)[:50]} is not in the figures")
     reader.data |= own

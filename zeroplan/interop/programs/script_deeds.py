@@ -51,6 +51,7 @@ def list_deeds(reader: Reader, trainer: ast.Call | None) -> None:
             "ref_model",
             "reward_model",
             "teacher_model",
+            "rollout_func",
             "**",
         ):
             if value is not None:

@@ -115,6 +115,21 @@ def refuse_megatron_deepspeed(data: Mapping[str, Any], name: str, launcher: str 
         )
 
 
+#: Arguments that every training script of diffusers has, and those of which each has one.
+_DIFFUSES = ("resolution", "instance_data_dir", "instance_prompt", "train_data_dir", "center_crop", "vae_path")
+
+
+def refuse_diffusers(data: Mapping[str, Any], name: str) -> None:
+    """Refuse a command of diffusers' training scripts. Source: diffusers, ``examples/`` (``parse_args`` of its scripts).
+
+    Raises:
+        BadInput: naming it.
+    """
+    if "pretrained_model_name_or_path" in data and any(key in data for key in _DIFFUSES):
+        what = "is a command of diffusers: a text encoder, a VAE and a denoiser, which are not planned"
+        raise BadInput(what, where=name, remedy="give a run of a model of transformers")
+
+
 def _base(data: Mapping[str, Any]) -> str:
     return str(data.get("base_model_name_or_path") or "a model that it does not name")[:120]
 

@@ -86,7 +86,7 @@ _WRAPS = "TRANSFORMER_BASED_WRAP"
 _SAVES = ("save_strategy", "save_steps", "save_total_limit", "save_only_model")
 #: What commands do beside training, or in its place.
 _OTHER_DEEDS = ("do_predict", "do_infer", "export_dir", "merge_lora_and_save")
-_OTHER_SCRIPT = re.compile(r"(^|_)(export|merge|infer|inference|predict|generate)(_|\.py$)")
+_OTHER_SCRIPT = re.compile(r"(^|_)(export|merge|infer|inference|predict|generate|analy[sz]e|preprocess|tokenize)(_|\.py$)")
 _TRAINING_SCRIPT = re.compile(r"train|tune|sft|run_")
 #: How scripts call double quantisation and the dtype in which 4-bit weights are stored.
 _NESTED = ("use_nested_quant", "use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quant", "use_double_quant")

@@ -279,6 +279,8 @@ def _laid_out(request: Request, options: SearchOptions, given: dict[str, Any], f
     """
     from zeroplan.search.layouts import search_layouts, smallest_cluster
 
+    if options.smallest and "nodes" in given:
+        raise BadInput("is what smallest finds", where="nodes", remedy="leave one of the two out")
     for name in ("candidates", "source", "program", "profile", "compile", "nvme_path", "goal", "notes"):
         if name in given and given[name] not in (None, ()) and (name, given[name]) != ("goal", "throughput"):
             asked = fixed[0] if fixed else "smallest" if options.smallest else "layouts"

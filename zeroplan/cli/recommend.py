@@ -135,7 +135,9 @@ def recommend(
     request = replace(request, gradient_checkpointing=bool(gradient_checkpointing), nodes=_count(nodes))
     if nodes == "1":
         request = replace(request, ones=(*request.ones, "nodes"))
-    fixed = any(name in request.ones or getattr(request, name) != getattr(_PLAIN, name) for name in flags.DEGREES)
+    fixed = [name for name in flags.DEGREES if name in request.ones or getattr(request, name) != getattr(_PLAIN, name)]
+    if smallest and nodes not in (None, "?"):
+        raise BadInput("is what --smallest finds", where="--nodes", remedy="leave one of the two out")
     request = replace(request, compile=compile)
     options = SearchOptions(
         global_batch=global_batch,
@@ -152,7 +154,7 @@ def recommend(
         given |= {"--compile": compile, "--output": output, "--form": form, "--new-script": new_script, "--html": html}
         given |= {"--launcher": launcher, "--script": script, "--hosts": hosts, "--program": program}
         given |= {"--goal": goal != "throughput", "--format": style != "plain", "--nvme-path": nvme_path != "/local_nvme"}
-        asked = "--smallest" if smallest else "--layouts" if layouts else "degrees of parallelism"
+        asked = "--smallest" if smallest else "--layouts" if layouts else f"--{fixed[0].replace('_', '-')}"
         _require_alone(given, asked)
         _layouts(request, options, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
         return

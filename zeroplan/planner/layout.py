@@ -244,12 +244,15 @@ def _require_ulysses(layout: ParallelLayout, spec: ModelSpec, workload: Workload
 
 def _require_experts(layout: ParallelLayout, spec: ModelSpec, workload: Workload) -> None:
     """Refuse what expert parallelism does not divide, and what is not modelled beside it."""
-    from zeroplan.core.expert_parallel import require_experts
+    from zeroplan.core.expert_parallel import experts_of, require_experts
 
     if layout.etp not in (1, layout.tp):
         what = f"etp {layout.etp} is neither 1 nor tp {layout.tp}"
         remedy = "experts' matrices are whole, or shared as the dense ones are; --engine megatron has any"
         raise BadInput(what, where="--etp", remedy=remedy)
+    if layout.etp > 1 and spec.has_shapes and not experts_of(spec.parameters):
+        what = f"{spec.model_type or 'this model'} has no experts whose matrices could be shared"
+        raise BadInput(what, where="--etp", remedy="leave it out")
     if layout.etp > 1 and layout.ep == 1:
         return  # the ranks of tp share all matrices
     tokens = workload.micro_batch * (workload.seq_len or 0) // layout.cp

@@ -160,6 +160,9 @@ def test_every_stage_of_each_kind_is_as_planned() -> None:
         ({"pp": 2, "stage": 2}, "PipelineModule takes stages 0 and 1"),
         ({"ep": 2, "stage": 1}, "llama has no experts to share"),
         ({"cp": 2, "stage": 1}, "and no cp"),
+        ({"ds_config": ds_config(1, pipeline={"stages": 2})}, "the program makes the 2 stages of a PipelineModule"),
+        ({"ds_config": ds_config(1, expert_parallel={"enabled": True, "autoep_size": 2})}, "expert_parallel: no plan has"),
+        ({"ds_config": ds_config(1, tensor_parallel={"autotp_size": 2, "tp_overlap_comm": True})}, "autotp_size: no plan has"),
     ],
 )
 def test_what_does_not_run_here_is_one_line(given: dict[str, Any], said: str) -> None:

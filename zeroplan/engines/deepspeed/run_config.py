@@ -13,6 +13,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType
 from zeroplan.ds_config.writer import write_ds_config
 from zeroplan.engines.base import Case
@@ -38,11 +39,33 @@ def run_config(case: Case, ds_config: Mapping[str, Any] | None, *, on_cpu: bool)
     """
     optimizer = optimizer_section(case.workload.optimizer) if "optimizer" not in (ds_config or {}) else None
     config = write_ds_config(case.zero, case.workload, optimizer=optimizer, source=ds_config)
+    _require_planned(config, case.layout)
     _write_degrees(config, case)
     if on_cpu:
         _require_on_cpu(case)
         _without_own_kernels(config)
     return config
+
+
+def _require_planned(config: Mapping[str, Any], layout: ParallelLayout) -> None:
+    """Refuse sections by which DeepSpeed would divide the work otherwise than the plan does.
+
+    Raises:
+        BadInput: naming the section.
+    """
+    experts, stages = config.get("expert_parallel", {}), config.get("pipeline", {}).get("stages")
+    asked = {
+        "tensor_parallel.autotp_size": config.get("tensor_parallel", {}).get("autotp_size", 0) > 1 and layout.tp == 1,
+        "sequence_parallel_size": config.get("sequence_parallel_size", 1) > 1 and layout.ulysses == 1,
+        "expert_parallel": bool(experts.get("enabled")) and not layout.auto_ep,
+    }
+    for key, beyond in asked.items():
+        if beyond:
+            what = "no plan has this parallelism of the file, and verify holds runs against plans"
+            raise BadInput(what, where=key, remedy="remove the section; zeroplan estimate --ds-config FILE says why")
+    if isinstance(stages, int) and stages > 1 and layout.pp == 1:
+        what = f"the program makes the {stages} stages of a PipelineModule, no file does"
+        raise BadInput(what, where="pipeline.stages", remedy=f"give --pp {stages}")
 
 
 def _write_degrees(config: dict[str, Any], case: Case) -> None:

@@ -310,6 +310,13 @@ class TestWorkload:
         block = {"type": type_, "params": params}
         assert read_ds_config({"train_batch_size": 1, "optimizer": block}).workload(self.BASE).decays is decays
 
+    def test_loss_scale(self) -> None:
+        found = [
+            read_ds_config({"train_batch_size": 1, "fp16": {"enabled": True, **said}}).zero.loss_scale
+            for said in ({}, {"loss_scale": 0}, {"loss_scale": 64})
+        ]
+        assert found == [0, 0, 64]
+
     def test_a_given_flag_that_the_file_contradicts(self) -> None:
         config = read_ds_config({"train_micro_batch_size_per_gpu": 2})
         with pytest.raises(BadInput, match="--micro-batch: the ds_config says 2, the flag 7"):

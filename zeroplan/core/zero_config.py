@@ -178,6 +178,7 @@ class ZeroConfig:
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
     immediate_grad_update: bool = False
+    loss_scale: float = 0.0  # of the fp16 block; 0 for one that falls while gradients overflow
     check_grad_overflow: bool = True  # of the bf16 block; fp16 always checks
     fp32_optimizer_states: bool = True  # of optimizer.params; DeepSpeedCPUAdam's moments
     zero_allow_untested_optimizer: bool = False

@@ -15,7 +15,7 @@ FP16 = section(
     "runtime/precision_config.py",
     mem("enabled", BOOL, "", default=False, runtime=HONOURED),
     free("auto_cast", BOOL, False, runtime=HONOURED),
-    free("loss_scale", ValueKind.LOSS_SCALE, 0, runtime=HONOURED),
+    mem("loss_scale", ValueKind.LOSS_SCALE, runtime=HONOURED),
     free("initial_scale_power", INT, 16, runtime=HONOURED),
     free("loss_scale_window", ValueKind.SCALE_INT, 1000, runtime=HONOURED),
     free("hysteresis", INT, 2, runtime=HONOURED),

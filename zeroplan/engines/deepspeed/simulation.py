@@ -26,8 +26,9 @@ from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import Timeline
 
-#: With fp16, the loss scale mostly starts too high and the first steps are discarded. How many depends on the data; one
-#: is enough to make the order of allocations that of a run whose states appear late.
+#: With fp16, a dynamic loss scale mostly starts too high and the first steps are discarded. How many depends on the data; one
+#: is enough to make the order of allocations that of a run whose states appear late. A scale that is given stays, and is one
+#: with which no gradient overflows: a run with another would never step.
 FP16_SKIPPED_STEPS = 1
 
 #: Events of the tape that one plan's ranks may play together, a run each: eight ranks of a model of thirty blocks. In a
@@ -138,4 +139,5 @@ def host_of(rank: DeepSpeedRank, *, after_init: int = 0, after_step: int = 0) ->
 
 
 def _skipped(case: Case) -> int:
-    return FP16_SKIPPED_STEPS if case.workload.dtype is DType.FP16 else 0
+    dynamic = case.workload.dtype is DType.FP16 and not case.zero.loss_scale
+    return FP16_SKIPPED_STEPS if dynamic else 0

@@ -32,16 +32,16 @@ MODEL: dict[str, Any] = {
 STEPS, MICRO_BATCHES, BATCH, LENGTH = 3, 4, 2, 24
 
 
-def model_of(dtype: torch.dtype = torch.float32, *, cheap: bool = False) -> Any:
+def model_of(dtype: torch.dtype = torch.float32, *, cheap: bool = False, config: dict[str, Any] = MODEL) -> Any:
     """The model with its own initialisation, the same at every call."""
     import transformers
 
     del cheap
-    values = dict(MODEL)
-    config = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
+    values = dict(config)
+    full = transformers.AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
+        return transformers.AutoModelForCausalLM.from_config(full, dtype=dtype, attn_implementation="sdpa").train()
 
 
 def prepared(model: Any) -> Any:

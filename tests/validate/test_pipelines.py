@@ -9,19 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.validate.pipeline_ranks import MODEL, losses_of, trained_by_one
+from tests.validate.pipeline_ranks import MODEL, batch, losses_of, model_of, prepared, trained_by_one
 from tests.validate.small import CONFIG, compared_on_ranks
 from tests.validate.test_compare import result
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import EXIT_BAD_INPUT
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.pipeline import stages_of
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.units import GIB, MIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
+from zeroplan.engines.torch_stages import StageModel
 from zeroplan.models.load import load_model
 from zeroplan.planner.describe import describe_workload
 from zeroplan.planner.request import Request
@@ -132,6 +134,22 @@ def test_a_pipeline_of_shared_matrices_or_samples_trains_as_one_process_does(poo
         mean = [(one + other) / 2 for one, other in zip(first, second, strict=True)]
         near = 2e-3 if "cp" in run[2] else 2e-5  # one of the two has a token less to predict
         assert mean == pytest.approx(trained_by_one(), rel=near), run
+
+
+def test_stages_compute_what_the_whole_model_does() -> None:
+    """Of a model whose blocks differ by kind of attention, with capped logits."""
+    import torch
+
+    kinds = {"sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 16, "initializer_range": 0.5}
+    config = {**MODEL, **kinds, "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}
+    ids = batch()["input_ids"]
+    given = ids
+    with torch.no_grad():
+        whole = prepared(model_of(config=config))(ids).logits
+        for stage in stages_of(6, 3):  # the last begins with a block of full attention
+            given = StageModel(prepared(model_of(config=config)), stage)(given)
+    assert whole.abs().max() > 1, "the cap matters"
+    assert torch.equal(given, whole)
 
 
 # ---------------------------------------------------------------------- the comparison

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,7 +15,7 @@ from tests.validate.pipeline_ranks import MODEL, batch, losses_of, model_of, pre
 from tests.validate.small import CONFIG, compared_on_ranks
 from tests.validate.test_compare import result
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.errors import EXIT_BAD_INPUT
+from zeroplan.core.errors import EXIT_BAD_INPUT, BadInput
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.pipeline import stages_of
@@ -23,7 +25,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
-from zeroplan.engines.torch_stages import StageModel
+from zeroplan.engines.torch_stages import LazyStep, StageModel
 from zeroplan.models.load import load_model
 from zeroplan.planner.describe import describe_workload
 from zeroplan.planner.request import Request
@@ -150,6 +152,12 @@ def test_stages_compute_what_the_whole_model_does() -> None:
             given = StageModel(prepared(model_of(config=config)), stage)(given)
     assert whole.abs().max() > 1, "the cap matters"
     assert torch.equal(given, whole)
+
+
+def test_a_batch_with_more_than_tokens_is_refused() -> None:
+    step = LazyStep(Mock(grad_accum=2), Mock(), nullcontext)
+    with pytest.raises(BadInput, match="input_ids and labels, and no attention_mask"):
+        step({**batch(), "attention_mask": batch()["input_ids"]})
 
 
 # ---------------------------------------------------------------------- the comparison

@@ -71,20 +71,12 @@ class StepShape:
     dtype: torch.dtype = torch.bfloat16
 
 
-@dataclass(frozen=True, slots=True)
-class TokenParts:
-    """What context-parallel ranks are told of their tokens: `labels`, those that follow the tokens [micro batches × B, S], and
-    `positions` [1, S] in the sample.
-    """
-
-    labels: torch.Tensor
-    positions: torch.Tensor
-
-
 class Scheduled(Protocol):
     """Runs a step's tokens through the pipeline, as :func:`run_schedule` says."""
 
-    def __call__(self, tokens: torch.Tensor, parts: TokenParts | None = None) -> torch.Tensor | None:
+    def __call__(
+        self, tokens: torch.Tensor, labels: torch.Tensor | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Run them."""
 
 
@@ -234,16 +226,30 @@ class LazyStep:
     def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
         """Run a step's micro batches, each of them `batch`; return their mean loss where the last stage is."""
         run = self._run
-        tokens = batch["input_ids"].repeat(run.grad_accum, 1)
-        with self._passes({"input_ids": tokens, "labels": tokens}) as given:
+        _require_tokens_alone(batch)
+        tokens = labels = batch["input_ids"].repeat(run.grad_accum, 1)
+        if batch["labels"] is not batch["input_ids"]:
+            labels = batch["labels"].repeat(run.grad_accum, 1)
+        with self._passes({"input_ids": tokens, "labels": labels}) as given:
             tokens = given["input_ids"]  # of context-parallel ranks, a part
             if self._step is None:
-                self._step = self._make(
-                    StepShape(len(tokens) // run.grad_accum, tokens.shape[1], run.grad_accum, run.schedule, run.dtype)
-                )
-            if "shift_labels" not in given:
-                return self._step(tokens)
-            return self._step(tokens, TokenParts(given["shift_labels"], given["position_ids"]))
+                rows = len(tokens) // run.grad_accum
+                self._step = self._make(StepShape(rows, tokens.shape[1], run.grad_accum, run.schedule, run.dtype))
+            if "position_ids" in given:
+                return self._step(tokens, given["shift_labels"], given["position_ids"])
+            return self._step(tokens, given["labels"])
+
+
+def _require_tokens_alone(batch: dict[str, torch.Tensor]) -> None:
+    """Refuse a batch with more than a stage is given.
+
+    Raises:
+        BadInput: naming it.
+    """
+    other = next((name for name in sorted(batch) if name not in ("input_ids", "labels")), None)
+    if other is not None or len(batch) < 2:
+        what = f"pipeline stages are given input_ids and labels, and {'no ' + other if other else 'both'}"
+        raise BadInput(what, where="inputs", remedy="give these, or leave pp at 1")
 
 
 def metadata_of(model: StageModel, shape: StepShape) -> dict[str, Any]:
@@ -272,15 +278,20 @@ def loss_of(model: StageModel, found: torch.Tensor, labels: torch.Tensor) -> tor
 
 
 def run_schedule(
-    schedule: Any, models: Sequence[StageModel], tokens: torch.Tensor, parts: TokenParts | None = None
+    schedule: Any,
+    models: Sequence[StageModel],
+    tokens: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Run a schedule over the tokens [micro batches × B, S] of a step.
 
     Args:
         schedule: torch's.
         models: the rank's stages.
-        tokens: which are the labels, too.
-        parts: what they are part of; None for whole samples.
+        tokens: of all micro batches.
+        labels: the tokens themselves unless given.
+        positions: [1, S], of context-parallel ranks' part of the tokens; labels are then those of the tokens that follow.
 
     Returns:
         The mean loss of the micro batches on the rank with the last stage; None on the others.
@@ -289,9 +300,9 @@ def run_schedule(
     silent: dict[str, Any] = {"return_outputs": False} if "return_outputs" in known else {}
     losses: list[torch.Tensor] = []
     for model in models:
-        model.positions = None if parts is None else parts.positions
-    labels = tokens if parts is None else parts.labels
-    given, target = ((tokens,) if models[0].first else ()), (labels if models[-1].last else None)
+        model.positions = positions
+    given = (tokens,) if models[0].first else ()
+    target = (tokens if labels is None else labels) if models[-1].last else None
     schedule.step(*given, target=target, losses=losses, **silent)
     return torch.stack([whole_loss(loss.detach()) for loss in losses]).mean() if losses else None
 

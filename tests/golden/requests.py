@@ -367,6 +367,20 @@ def _evaluations_and_lengths() -> list[Words]:
     return found
 
 
+def _recommended_layouts() -> list[Words]:
+    """Degrees that the search keeps to, the smallest cluster, and what cannot be; from shipped tapes alone."""
+    llama = ("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "8xH100")
+    return [
+        (*llama, "--tp", "2", "--pp", "1", "--json"),
+        (*llama, "--tp", "1", "--cp", "1", "--json"),
+        (*llama, "--nodes", "4", "--tp", "1", "--pp", "1", "--cp", "1", "--json"),
+        (*llama, "--tp", "4", "--global-batch", "64", "--gradient-checkpointing"),
+        (*llama, "--schedule", "zbv", "--pp", "4"),  # of which no tape is shipped
+        (*llama, "--tp", "3"),
+        ("recommend", "deepseek-ai/DeepSeek-V2-Lite", "--gpu", "H100", "--smallest", "--ep", "4", "--json"),
+    ]
+
+
 _GROUPS = (
     _models,
     _layouts,
@@ -379,6 +393,7 @@ _GROUPS = (
     _recommend,
     _refusals,
     _evaluations_and_lengths,
+    _recommended_layouts,
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -103,12 +104,17 @@ class TorchEngine(Engine, Generic[R]):
         return self._host_run(case, self.rank(case, case.spec.parameters))
 
     def _host_run(self, case: Case, rank: R) -> HostRun:
-        """Return the host's phases. ``from_pretrained`` reads the whole model on every rank's host first."""
+        """Return the host's phases. ``from_pretrained`` reads the whole model on every rank's host first. A model that is made
+        there has a matrix of its own in each place, until those that are one are tied (transformers 5.17, ``post_init``).
+        """
         from zeroplan.engines.simulation import CheckpointPhase, HostRun
 
         host = self.host(rank)
         beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
         read = rank.original_bytes * rank.trainable + rank.frozen_bytes * rank.frozen
+        if self.made_on_host and case.workload.from_scratch:
+            again = Counter(rank.parameters.entries)
+            read += sum((count - 1) * rank.numel[p] * rank.width(p) for p, count in again.items())
         weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + read, inevitable=self.made_on_host)
         saving = case.workload.saving
         if saving is None:

@@ -40,8 +40,7 @@ class Checkpointing(StrEnum):
 
     IN_GRAPH recomputes within the backward graphs of compiled blocks (:mod:`zeroplan.trace.compiled`).
     SELECTIVE keeps the outputs of matrix products and attention within blocks, ALTERNATE those of every second product
-    (:mod:`zeroplan.trace.selective`). REENTRANT is traced where blocks hand on more than hidden states (:data:`HAND_ON`);
-    elsewhere what it frees is traced without.
+    (:mod:`zeroplan.trace.selective`).
     """
 
     NONE = "none"
@@ -50,12 +49,6 @@ class Checkpointing(StrEnum):
     IN_GRAPH = "ckpt-graph"
     SELECTIVE = "ckpt-selective"
     ALTERNATE = "ckpt-op"
-
-
-#: Models whose blocks hand position biases on. A reentrant checkpoint passes their gradients on from block to block; without
-#: reentrance the cross attention's bias is a leaf, which stays with its gradient until the next loss.
-#: Source: transformers 5.17, models/t5/modeling_t5.py (``T5Attention.forward``)
-HAND_ON = frozenset({"t5", "mt5"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +114,12 @@ class TraceOptions:
     def split_tokens(self) -> int:
         """Ranks that share the tokens of a sample. A tape's sequence length is what one of them has."""
         return self.cp * self.ulysses * (self.tp if self.sp else 1)
+
+    @property
+    def reentrant(self) -> TraceOptions:
+        """The options with checkpoints that are reentrant, where whole blocks are recomputed."""
+        plain = self.checkpointing is Checkpointing.NON_REENTRANT
+        return replace(self, checkpointing=Checkpointing.REENTRANT) if plain else self
 
     @property
     def key(self) -> str:

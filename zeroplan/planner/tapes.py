@@ -139,7 +139,8 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     zero3 = asked.zero3
     try:
         apart = asked.grouped or asked.checkpointing is Checkpointing.REENTRANT
-        tape = _as_asked(case, asked) if apart else find_tape(spec, workload, zero3=zero3, layout=case.parallel)
+        tape = _as_asked(case, asked) if apart else None
+        tape = tape or find_tape(spec, workload, zero3=zero3, layout=case.parallel)
         if tape is None:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
@@ -158,11 +159,18 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
 
 
-def _as_asked(case: Case, asked: TraceOptions) -> Tape:
-    """Return the case's tape with the engine's own way of recomputation."""
+def _as_asked(case: Case, asked: TraceOptions) -> Tape | None:
+    """Return the case's tape with the engine's own way of recomputation; None where a model cannot be traced with reentrant
+    checkpoints, whose tape without reentrance differs in single tensors.
+    """
     plain = options_for(case.workload, layout=case.parallel)
     options = replace(plain, grouped=asked.grouped, checkpointing=asked.checkpointing)
-    return lookup(case.spec, options) or tape_for(case.spec, options, case.workload)
+    try:
+        return lookup(case.spec, options) or tape_for(case.spec, options, case.workload)
+    except Exception:
+        if asked.grouped:
+            raise
+        return None
 
 
 def _halves(case: Case) -> ExpandedTape:

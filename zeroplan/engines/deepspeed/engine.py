@@ -254,12 +254,11 @@ class DeepSpeed(Engine):
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""
-        from zeroplan.core.tape_options import HAND_ON, Checkpointing, options_for
+        from zeroplan.core.tape_options import options_for
 
         options = options_for(case.workload, zero3=case.zero.stage == 3, layout=case.parallel)
-        handed_on = case.workload.reentrant and case.zero.stage < 3 and case.spec.model_type in HAND_ON
-        if handed_on and options.checkpointing is Checkpointing.NON_REENTRANT:
-            options = replace(options, checkpointing=Checkpointing.REENTRANT)
+        if case.workload.reentrant and case.zero.stage < 3:  # hooks of stage 3 are laid over a tape without
+            options = options.reentrant
         if case.workload.checkpoint_interval == 1 or case.layout.pp == 1:
             return options
         from zeroplan.core.pipeline import recomputed_groups

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from zeroplan.core.cluster import Cluster
     from zeroplan.core.saving import Saving
     from zeroplan.core.tape import ExpandedTape
+    from zeroplan.core.tape_options import TraceOptions
     from zeroplan.core.workload import Compilation, Workload
     from zeroplan.engines.process import Outside
     from zeroplan.engines.saved_files import Written
@@ -56,6 +57,11 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     verified_degrees = ("tp", "cp", "pp", "ep", "etp", "dp_replicate")
     gathers_in_half = True
+
+    def trace_options(self, case: Case) -> TraceOptions:
+        """Return the options of a trace, with reentrant checkpoints where they are run."""
+        options = super().trace_options(case)
+        return options.reentrant if case.workload.reentrant else options
 
     def compiled_as(self, workload: Workload) -> Compilation | None:
         """Return what is asked for: between hooks a whole model's graphs are known."""

@@ -183,7 +183,7 @@ def accuracy() -> str:
         "allocation's stack, is planned at full speed, which took 1 GiB more) or on the addresses at which the driver puts",
         "segments, which decide between blocks of one size (`K10`: some orders of addresses give its very bytes, others 1 GB",
         "less). `D16`, `U01` and `W34` are planned with a step that fp16 discards and had none. Host figures rest on how many",
-        "library pages a process has touched. Of the configurations drawn at random (`W` and `U`) `W13` and `W76` are open, by",
+        "library pages a process has touched. Of the configurations drawn at random (`W` and `U`) `W13` is open, by",
         "less than 1%. Timing is all that is left of `W32`, `W40` and, but for 0.4%, `W02`: their recorded histories of every",
         "allocation, played through the simulated allocator, reserve what the GPU did, and once each freed block is back at",
         "once what is planned. A block that comes back late splits a larger one (`W32`), and where the GPU takes longer than",

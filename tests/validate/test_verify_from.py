@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from tests.validate.small import CONFIG
+from zeroplan.core.errors import BadInput
+from zeroplan.planner.request import Request
+from zeroplan.validate.from_files import with_runnable_files
 
 Cli = Callable[..., tuple[int, str, str]]
 ARGUMENTS = {
@@ -72,3 +75,25 @@ def test_a_files_plan_is_derived_line_by_line(tmp_path: Path, cli: Cli) -> None:
     assert [one["engine"].split()[0] for one in json.loads(files[1])["plans"]] == ["deepspeed"]
     text = cli("explain", "openai-community/gpt2", "--from", file, "--gpus", "2", "--depth", "formula")[1]
     assert text.startswith("DeepSpeed")
+
+
+def test_degrees_of_a_file_are_run_on_as_many_ranks_as_it_says_or_they_need(tmp_path: Path) -> None:
+    model = written(tmp_path, "model.json", CONFIG)
+    fsdp = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "fsdp_state_dict_type": "SHARDED_STATE_DICT"}
+    accelerate = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "FSDP",
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+        "num_processes": 8,
+        "fsdp_config": fsdp,
+        "parallelism_config": {"parallelism_config_dp_shard_size": 4, "parallelism_config_cp_size": 2},
+    }
+    file = written(tmp_path, "accelerate.yaml", accelerate)
+    request, _, ranks = with_runnable_files(Request(model=model, files=(file,), from_scratch=True), None)
+    assert (request.engine, request.cp, request.tp, ranks) == ("fsdp2", 2, 1, 8)
+    assert not request.accelerate_units  # verify's own loop shards blocks and the root
+    titan = '[model]\nname = "llama3"\nflavor = "1B"\n[parallelism]\ntensor_parallel_degree = 2\ncontext_parallel_degree = 2\n'
+    (tmp_path / "titan.toml").write_text(titan)
+    with pytest.raises(BadInput, match=r"has no model\.name"):  # its own model; what is said of ranks is enough to read it
+        with_runnable_files(Request(model=None, files=(str(tmp_path / "titan.toml"),), from_scratch=True), None)

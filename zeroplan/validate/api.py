@@ -93,10 +93,8 @@ def verify(
     if request.files:
         from zeroplan.validate.from_files import with_runnable_files
 
-        request, setup = with_runnable_files(request)
+        request, setup, asked = with_runnable_files(request, asked or machine.ranks or None)
         say(setup.line)
-        if asked is None and setup.gpus is not None:
-            asked = setup.gpus * (setup.nodes or 1)
     if request.quantize is not None:
         raise BadInput("verify's loop trains no quantised base", where="--quantize", remedy="leave it out")
     task = training_of(request.task)

@@ -238,3 +238,12 @@ def test_a_ds_config_fills_what_the_script_leaves_open(tmp_path: Path) -> None:
     found = estimate_report(Request(files=files, gpus=2, vram="24G", seq_len=128, depth="formula"))
     assert [plan.stage for plan in found.plans] == [3]
     assert not any(one.key == "--ds-config" for one in found.plans[0].unmodelled)
+
+
+def test_a_command_names_the_ds_config(tmp_path: Path) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 1}}))
+    source = "p = argparse.ArgumentParser()\nimport deepspeed\np = deepspeed.add_config_arguments(p)\na = p.parse_args()\n"
+    source += HALF + ENGINE.format("").replace("cfg", "a.deepspeed_config") + DRIVEN
+    setup = setup_of(tmp_path, source, "deepspeed --num_gpus 2 loop.py --deepspeed --deepspeed_config ds.json")
+    assert (setup.engine, setup.gpus, setup.open) == ("deepspeed", 2, {"seq_len": setup.open["seq_len"]})
+    assert (setup.ds_config or {})["zero_optimization"] == {"stage": 1}

@@ -86,6 +86,7 @@ class Loop(Program):
         evaluates = run.number("eval_batch_size")
         if run.flag("evaluates") and evaluates is not None:
             run.set("eval_batch", evaluates, "DataLoader")
+            run.assume("evaluation keeps no logits")
 
     def _engine(self, run: Builder, over: str) -> None:
         if over == "deepspeed":

@@ -20,7 +20,7 @@ from zeroplan.interop.programs.script_loaders import loader_batches
 from zeroplan.interop.programs.script_model import take_model
 from zeroplan.interop.programs.script_reader import Reader, RunScript
 from zeroplan.interop.programs.script_steps import list_steps
-from zeroplan.interop.programs.script_syntax import UNKNOWN, base_name, holds_unknown
+from zeroplan.interop.programs.script_syntax import UNKNOWN, base_name, called, holds_unknown
 
 MORE, LESS, UNSURE = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 #: What wraps or shards a model, and the engine that it is.
@@ -221,8 +221,8 @@ class LoopReader(Reader):
         value, node = words.get("config", words.get("config_params", (None, call)))
         if value is None and node is call and (len(call.args) > 7):
             value, node = self.values.of(call.args[7]), call.args[7]
-        if value is None:
-            asked = self.values.flag("deepspeed_config")
+        if value is None or (value is UNKNOWN and called(node if isinstance(node, ast.expr) else None) == "deepspeed_config"):
+            asked = self.values.flag("deepspeed_config")  # of deepspeed.add_config_arguments
             value = UNKNOWN if asked is None else asked
         if isinstance(value, str | dict) and not holds_unknown(value):
             self.data["ds_config"] = value

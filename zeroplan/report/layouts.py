@@ -49,7 +49,7 @@ def _verdict(answer: LayoutAnswer) -> str:
     if best is not None:
         return f"Fits: {_named(best)}, {_need(best)} a GPU."
     if may is not None:
-        text = f"Unknown: no layout is known to fit. The fastest that may is {_named(may)}: {_need(may)} a GPU."
+        text = f"Unknown: no layout is known to fit. The fastest that may is {_named(may)}: a GPU needs {_need(may)}."
         return f"{text} {unknown_text(may.plan)}"
     kept = f" with {answer.fixed}" if answer.fixed else ""
     known = "is known to fit" if any(one.plan.undecided for one in answer.tried) else "fits"

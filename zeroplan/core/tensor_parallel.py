@@ -91,6 +91,12 @@ AUTO_TP_PLANS = (*PLANS, *_AUTO_TP_MIXTURES)
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 
 
+def auto_tp_divides(name: str) -> bool:
+    """Return whether AutoTP puts a layer of its own in the place of a parameter's, by the parameter's full name."""
+    module = name.rpartition(".")[0]
+    return any(module.endswith(end) for end in (*_LLAMA.columns, *_LLAMA.rows, HEAD))
+
+
 def auto_tp_rejects(model_type: str) -> str:
     """Return why AutoTP rejects transformers' plan of an architecture; empty where it does not.
 

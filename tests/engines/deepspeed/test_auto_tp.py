@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,22 @@ def test_a_mixture_whose_plan_names_no_experts_keeps_them_whole() -> None:
     assert shapes["model.layers.0.self_attn.q_proj.weight"] == (128, 256)
     assert shapes["model.layers.0.mlp.experts.down_proj"] == (4, 256, 64)
     assert shapes["model.layers.0.mlp.shared_expert.gate_proj.weight"] == (192, 256)
+
+
+def test_stage_3_shards_what_auto_tp_keeps_over_all_ranks() -> None:
+    """zero.Init has sharded embedding and norms over 8 ranks; halves of the rest are shared by the 4 that have them."""
+    layout = ParallelLayout(gpus=8, tp=2, whole_vocabulary=True)
+    spec, engine = load_model(CONFIG), find_engine("deepspeed")
+    case = Case(spec, Workload(micro_batch=2, seq_len=64), Cluster(gpus=8), ZeroConfig.of(3), parallel=layout)
+    _, rank = engine.ledger(case)
+    shards = dict(zip(case.parameters.names, rank.shards, strict=True))
+    assert shards["model.embed_tokens.weight"] == 1000 * 256 // 8
+    assert shards["model.norm.weight"] == 256 // 8
+    assert shards["lm_head.weight"] == 500 * 256 // 4
+    assert shards["model.layers.0.self_attn.o_proj.weight"] == 256 * 128 // 4
+    assert [group[0] for _, group in rank.param_groups] == [0, 1]  # the embedding's group is met first
+    _, plain = engine.ledger(replace(case, zero_init=False))
+    assert set(plain.ranks_of) == {4}
 
 
 def asked(**given: Any) -> Request:

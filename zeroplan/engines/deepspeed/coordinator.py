@@ -313,9 +313,10 @@ class Coordinator:
 
     def _gather(self, params: list[int]) -> None:
         """Gather parameters: those with hpZ's secondary shard first, from within the group, then the others
-        (``__all_gather_params_``). Experts have a group of their own (``all_gather_coalesced``, params_by_group).
+        (``__all_gather_params_``). Experts have a group of their own, and so has what AutoTP keeps (``all_gather_coalesced``,
+        params_by_group).
         """
-        if self.rank.experts:
+        if self.rank.experts or self.rank.kept:
             place = self.rank.partition_group
             for number in sorted({place[p] for p in params}):
                 self._gather_together([p for p in params if place[p] == number])

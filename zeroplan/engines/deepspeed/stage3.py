@@ -368,7 +368,9 @@ class Stage3(DeepSpeedSchedule):
             if len(bucket) > 1 or rank.numel[bucket[0]] % ranks:
                 padded = sum(rank.whole[p] for p in bucket)
                 flat = self.alloc(c * padded, Buffer.COMM_REDUCE_SCATTER, stream=stream)
-            if ranks != rank.ranks:  # experts' gradients are averaged over all ranks: scaled, out of place
+            if (
+                bucket[0] in rank.experts and ranks != rank.ranks
+            ):  # experts' gradients are averaged over all ranks: scaled, out of place
                 scaled = [self.alloc(c * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
                 self.free_all([flat] if flat >= 0 else [])
                 held, flat = [*held, *scaled], -1

@@ -66,9 +66,22 @@ class SteppedGroups(ResolvedConfig, Rank):
         return frozenset(p for p in self.parameters.trained if is_auto_ep_router(names[p]))
 
     @cached_property
+    def kept(self) -> frozenset[int]:
+        """What AutoTP leaves as it is at stage 3: ``zero.Init`` has sharded it over all ranks, before the engine makes the
+        groups of those that read different samples, which share what AutoTP divides.
+
+        Source: zero/stage3.py, _grad_norm_counts_every_rank; engine.py, _resolve_zero3_param_placement
+        """
+        if not (self.layout.tp > 1 and self.stage == 3 and self.zero_init):
+            return frozenset()
+        from zeroplan.core.tensor_parallel import auto_tp_divides
+
+        return frozenset(p for p, name in enumerate(self.parameters.names) if not auto_tp_divides(name))
+
+    @cached_property
     def partition_group(self) -> tuple[int, ...]:
         """A number for the process group in which stage 3 shards each parameter."""
-        return tuple(1 if p in self.experts else 2 * (p in self.routers) for p in range(len(self.numel)))
+        return tuple(1 if p in self.experts else 2 * (p in self.routers or p in self.kept) for p in range(len(self.numel)))
 
     @cached_property
     def before_sharing(self) -> int:
@@ -79,7 +92,10 @@ class SteppedGroups(ResolvedConfig, Rank):
     @cached_property
     def ranks_of(self) -> tuple[int, ...]:
         """The ranks among which stage 3 divides each parameter: for an expert's, those that hold the same experts."""
-        return tuple(self.expert_ranks if p in self.experts else self.ranks for p in range(len(self.numel)))
+        every = self.ranks * self.layout.tp
+        return tuple(
+            self.expert_ranks if p in self.experts else every if p in self.kept else self.ranks for p in range(len(self.numel))
+        )
 
     @cached_property
     def whole(self) -> tuple[int, ...]:
@@ -121,13 +137,16 @@ class SteppedGroups(ResolvedConfig, Rank):
         trained, names, shapes = self.parameters.trained, self.parameters.names, self.parameters.shapes
         if not self.optimizer.rest:
             if not self.experts:
-                return ((Domain.ALL, trained),)
+                kept = tuple(p for p in trained if p in self.kept)
+                groups = [kept, tuple(p for p in trained if p not in self.kept)]
+                groups.sort(key=lambda group: group[:1])  # as _get_trainable_parameter_groups of stage3.py meets them
+                return tuple((Domain.ALL, group) for group in groups if group)
             dense = tuple(p for p in trained if p not in self.experts | self.routers)
             if self.layout.auto_ep and self.workload.in_trainer:  # engine.py, _remap_model_parameters_after_module_replacement
                 dense = tuple(sorted(dense, key=lambda p: is_auto_ep_router(names[p])))
             apart = (tuple(sorted(self.routers)),) if self.routers else ()  # stage3.py, _get_trainable_parameter_groups
-            groups = (dense, *apart, *expert_groups(sorted(self.experts), self.numel))
-            return tuple((Domain.ALL, group) for group in groups)
+            together = (dense, *apart, *expert_groups(sorted(self.experts), self.numel))
+            return tuple((Domain.ALL, group) for group in together)
         matrices = tuple(p for p in trained if muon_updates(names[p], len(shapes[p])))
         rest = tuple(sorted(set(trained) - set(matrices)))
         return tuple((domain, own) for domain, own in ((Domain.MATRIX, matrices), (Domain.REST, rest)) if own)

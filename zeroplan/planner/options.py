@@ -102,7 +102,7 @@ class EstimateOptions(StageOptions, total=False):
 
 
 class VerifyOptions(RunOptions, total=False):
-    """Arguments of ``verify``: `gpus` is the number of ranks, None for as many as there are (two on a CPU)."""
+    """Arguments of ``verify``: `gpus` is the number of ranks, None for all GPUs, or on a CPU two, or what the degrees need."""
 
     gpus: int | None
     stage: int | None

@@ -80,7 +80,7 @@ def _train(engine: str, layout: ParallelLayout, config: dict[str, Any], stage: i
         inside.enter_context(mock.patch.object(torch_trainer, "LEARNING_RATE", RATE))
         trained = (fsdp2 if engine == "fsdp2" else runtime).build(run)
         ids = tokens(config, layout.sample_of(dist.get_rank()))
-        losses = [float(trained.step({"input_ids": ids, "labels": ids})) for _ in range(STEPS)]
+        losses = [float(trained.step({"input_ids": ids, "labels": ids}).detach()) for _ in range(STEPS)]
         trained.close()
     return losses
 
@@ -115,5 +115,5 @@ def plain(config: dict[str, Any], samples: int, parts: int) -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(total))
+        losses.append(float(total.detach()))
     return losses

@@ -58,7 +58,6 @@ def test_stages_share_the_parameters() -> None:
         ({"tie_word_embeddings": True}, {"pp": 2}, "the head is tied to the embedding, which is on another pipeline stage"),
         ({}, {"pp": 2, "stage": 3}, "on a pipeline stage fsdp2 keeps parameters gathered"),
         ({}, {"pp": 2, "lora_rank": 4}, "pipeline stages with LoRA are not modelled"),
-        ({}, {"pp": 2, "tp": 2, "sp": True}, "sequence parallelism on pipeline stages is not modelled"),
         ({}, {"pp": 2, "schedule": "zero-bubble", "grad_accum": 5}, "the 2 rounds of the zero-bubble schedule do not divide 5"),
         ({}, {"pp": 4, "grad_accum": 3}, "1f1b over 4 stages takes 4 micro batches or more, and not 3"),
         ({}, {"pp": 2, "schedule": "zbv"}, "zbv runs exactly 2 chunks a rank, and not 1; use --vpp 2"),

@@ -98,7 +98,6 @@ ODD = [
     ("--tp 2 --etp 4 --ep 1", "etp 4"),
     ("--tp 2 --etp 2", "llama has no experts whose matrices could be shared"),
     ("--sp --tp 1", "sp needs tensor parallelism"),
-    ("--sp --tp 2 --pp 2", "sequence parallelism on pipeline stages"),
     ("--ep 2", "llama has no experts to share"),
     ("--pp 3", "pp 3 does not divide 1 × 8 = 8 ranks"),
     ("--pp 64 --nodes 8", "64 pipeline stages leave one without any of the 32 blocks"),

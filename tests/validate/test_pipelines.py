@@ -107,9 +107,17 @@ def test_stages_of_several_ranks_are_as_planned() -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_stages_whose_ranks_share_more_are_as_planned() -> None:
-    """On 4 ranks tp 2 × pp 2 and cp 2 × pp 2, on 8 also two that shard, and replicas of the shards."""
+    """On 4 ranks tp 2 × pp 2 (with --sp, too) and cp 2 × pp 2, on 8 also two that shard, and replicas of the shards."""
     split, ring = replace(STAGED, tp=2), replace(STAGED, cp=2)
-    four = [split, ring, replace(split, engine="zeroplan", stage=1), replace(ring, engine="zeroplan", stage=1)]
+    parts = replace(split, sp=True)
+    four = [
+        split,
+        ring,
+        parts,
+        replace(parts, engine="zeroplan"),
+        replace(split, engine="zeroplan", stage=1),
+        replace(ring, engine="zeroplan", stage=1),
+    ]
     eight = [split, replace(STAGED, dp_replicate=2), replace(split, engine="zeroplan")]
     for ranks, asked in ((4, four), (8, eight)):
         for found in compared_on_ranks(ranks, *asked):
@@ -129,7 +137,13 @@ def test_a_pipeline_trains_as_one_process_does(pair: Any) -> None:
 
 @pytest.mark.slow
 def test_a_pipeline_of_shared_matrices_or_samples_trains_as_one_process_does(pool: Any) -> None:
-    runs = [("zeroplan", "1f1b", {"tp": 2}), ("zeroplan", "gpipe", {"cp": 2}), ("zeroplan", "1f1b", {})]
+    split, parts = {"tp": 2}, {"tp": 2, "sp": True}
+    runs = [
+        ("zeroplan", "1f1b", split),
+        ("zeroplan", "gpipe", {"cp": 2}),
+        ("zeroplan", "1f1b", {}),
+        ("zeroplan", "1f1b", parts),
+    ]
     found = pool.run(4, losses_of, runs)
     for number, run in enumerate(runs):
         first, second = [rank[number] for rank in found if rank[number][0] is not None]

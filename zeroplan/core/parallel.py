@@ -110,6 +110,11 @@ class ParallelLayout:
         return self.ep > 1 and self.tp > 1 and self.etp == 1
 
     @property
+    def token_parts(self) -> int:
+        """Ranks that share the tokens between the matrices: those of tp with sequence parallelism."""
+        return self.tp if self.sp else 1
+
+    @property
     def world_size(self) -> int:
         """The number of ranks of the run: nodes × GPUs a node."""
         return self.nodes * self.gpus

@@ -106,8 +106,13 @@ def received_of(stages: Sequence[Stage]) -> int:
 
 
 def hidden_bytes_of(workload: Workload, layout: ParallelLayout, hidden_size: int) -> int:
-    """Return the bytes of one micro batch's hidden states, which pipeline stages send each other."""
-    return workload.micro_batch * (workload.seq_len or 1) // layout.cp * hidden_size * workload.dtype.bytes
+    """Return the bytes of one micro batch's hidden states, which pipeline stages send each other.
+
+    Under sequence parallelism each tensor-parallel rank sends its tokens. Source: torchtitan, ``models/llama3/parallelize.py``
+    (``apply_tp``), whose blocks take and return ``Shard(1)``.
+    """
+    tokens = (workload.seq_len or 1) // (layout.cp * layout.token_parts)
+    return workload.micro_batch * tokens * hidden_size * workload.dtype.bytes
 
 
 def recomputed_groups(stage: Stage, interval: int) -> tuple[int, int, int]:

@@ -113,12 +113,15 @@ class _Cut:
             column.append(value)
 
 
-def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False, holds_output: bool = False) -> StageTape:
+def cut(
+    tape: ExpandedTape, stage: Stage, *, token_parts: int = 1, copies: bool = False, holds_output: bool = False
+) -> StageTape:
     """Cut one stage's micro batch out of a tape. See Note [Cutting a tape].
 
     Args:
         tape: the whole model's.
         stage: the stage.
+        token_parts: ranks that share the tokens between blocks (:attr:`~zeroplan.core.parallel.ParallelLayout.token_parts`).
         copies: the stage's forward runs on a copy of what it received, and the loss is not the modules' own: its tape begins
             with that copy, and the player frees the logits. DeepSpeed's way.
         holds_output: the player frees the stage's output.
@@ -130,7 +133,7 @@ def cut(tape: ExpandedTape, stage: Stage, *, copies: bool = False, holds_output:
     last, place, inputs, split = max(walk.blocks.values()), -1, 0, 0  # -1: before the blocks, last + 1: behind them
     in_embedding = False
     sizes: dict[int, int] = {}
-    hidden = _hidden_bytes(tape, walk)
+    hidden = _hidden_bytes(tape, walk) // token_parts
     residual, summed = -1, -1 if stage.is_last or not stage.end or halves else _first_sum(tape, walk, hidden)
     made_backward: list[int] = []
     held: list[int] = []
@@ -272,6 +275,7 @@ def parts_on(
     tape: ExpandedTape,
     behind: ExpandedTape,
     *,
+    token_parts: int,
     mixed: bool,
     holds_output: bool,
     holds_sent: bool = False,
@@ -283,6 +287,7 @@ def parts_on(
         stages: all of its rank's.
         tape: the whole model's.
         behind: the one that stages behind the first play, with halves where the schedule has them.
+        token_parts: see :func:`cut`.
         mixed: the schedule halves some backwards alone.
         holds_output: see :func:`cut`.
         holds_sent: see :class:`~zeroplan.engines.pipeline.PipelineRun`.
@@ -291,7 +296,7 @@ def parts_on(
     several = mixed and not stage.is_first
     parts = [
         passing_on(
-            cut(of, stage, holds_output=holds_output),
+            cut(of, stage, token_parts=token_parts, holds_output=holds_output),
             output=stage.index + 1 in indices or (holds_sent and not stage.is_last),
             gradient=stage.index - 1 in indices,
         )
@@ -367,7 +372,7 @@ def _first_sum(tape: ExpandedTape, walk: _Cut, hidden: int) -> int:
 
 
 def _hidden_bytes(tape: ExpandedTape, walk: _Cut) -> int:
-    """Return the bytes of the hidden states: the largest tensor that the embedding's forward makes."""
+    """Return the bytes of all tokens' hidden states: the largest tensor that the embedding's forward makes."""
     largest = 0
     for op, arg, aux, module in zip(tape.op, tape.arg, tape.aux, tape.module, strict=True):
         if op == Op.MARK and arg == Mark.BACKWARD_BEGIN:

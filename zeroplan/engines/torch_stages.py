@@ -12,11 +12,12 @@ Note [Stages of a model]
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -61,7 +62,7 @@ _NUMBERED = re.compile(r"^(model\.layers\.)(\d+)")
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """A step of one rank: `micro_batches` of `micro_batch` samples with `seq_len` tokens each, as it has them, in the order of
-    `schedule`, a name of ``--schedule``.
+    `schedule`, a name of ``--schedule``. Between blocks a rank has `1 / parts` of them (sequence parallelism).
     """
 
     micro_batch: int
@@ -69,6 +70,7 @@ class StepShape:
     micro_batches: int = 1
     schedule: str = "1f1b"
     dtype: torch.dtype = torch.bfloat16
+    parts: int = 1
 
 
 class Scheduled(Protocol):
@@ -83,11 +85,16 @@ class Scheduled(Protocol):
 class StageModel(nn.Module):
     """The part of a causal language model that one stage has. The first takes tokens, the last returns logits.
 
+    Args:
+        model: the whole model, laid out over the tensor-parallel ranks already.
+        stage: which part of it is kept.
+        parts: ranks that share the tokens between blocks (sequence parallelism).
+
     Raises:
         BadInput: a model of another build. See Note [Stages of a model].
     """
 
-    def __init__(self, model: Any, stage: Stage) -> None:
+    def __init__(self, model: Any, stage: Stage, parts: int = 1) -> None:
         super().__init__()
         _require_cuttable(model)
         self.first, self.last = stage.is_first, stage.is_last
@@ -101,7 +108,7 @@ class StageModel(nn.Module):
             model.model.norm, model.lm_head = nn.Identity(), None
         self.model, self.lm_head = model.model, model.lm_head
         self.cap = getattr(model.config, "final_logit_softcapping", None)
-        self.begin = stage.first
+        self.begin, self.parts = stage.first, parts
         self.positions: torch.Tensor | None = None  # of this rank's part of the tokens
 
     def whole_name(self, name: str) -> str:
@@ -111,11 +118,30 @@ class StageModel(nn.Module):
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         """Map tokens [B, S] or hidden states [B, S, H] to hidden states or logits."""
         told = {} if self.positions is None else {"position_ids": self.positions}
-        hidden: torch.Tensor = self.model(**{"input_ids" if self.first else "inputs_embeds": given}, **told).last_hidden_state
+        with contextlib.ExitStack() as inside:
+            if self.parts > 1 and not self.first:
+                given = inside.enter_context(self._all_tokens(given))
+            hidden: torch.Tensor = self.model(
+                **{"input_ids" if self.first else "inputs_embeds": given}, **told
+            ).last_hidden_state
         if not self.last:
             return hidden
         logits: torch.Tensor = self.lm_head(hidden)
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+    @contextlib.contextmanager
+    def _all_tokens(self, part: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield hidden states [B, S, H] that hold nothing, while the first block gets `part` [B, S / parts, H] in their place.
+
+        The model makes masks and positions of what it is given, and those are of all tokens: attention sees them all.
+        """
+        samples, tokens, width = part.shape
+        first: Any = next(iter(self.model.layers))
+        handle = first.register_forward_pre_hook(lambda _, given: (part, *given[1:]), prepend=True)
+        try:
+            yield part.new_empty(()).expand(samples, tokens * self.parts, width)
+        finally:
+            handle.remove()
 
 
 class RankModel(nn.Module):
@@ -172,14 +198,15 @@ def stages_of(run: TrainingRun, make: Callable[[], Any]) -> list[StageModel]:
     _require_cuttable(made)
     rank = run.layout.pipeline_rank(dist.get_rank())
     chunks = chunks_of(len(made.model.layers), run.layout.pp, run.layout.vpp, rank, schedule_of(run.schedule))
-    found = [StageModel(made, chunks[0]), *stages_on(make, chunks[1:])]
+    parts = run.layout.token_parts
+    found = [StageModel(made, chunks[0], parts), *stages_on(make, chunks[1:], parts)]
     gc.collect()  # blocks of other stages whose forward was replaced hold themselves
     return found
 
 
-def stages_on(make: Callable[[], Any], chunks: Sequence[Stage]) -> list[StageModel]:
-    """Return a pipeline rank's parts of the model that `make` returns, a new one at each call."""
-    return [StageModel(make(), stage) for stage in chunks]
+def stages_on(make: Callable[[], Any], chunks: Sequence[Stage], parts: int = 1) -> list[StageModel]:
+    """Return a pipeline rank's parts of the model that `make` returns, a new one at each call; `parts` as a StageModel's."""
+    return [StageModel(make(), stage, parts) for stage in chunks]
 
 
 def schedule_on(
@@ -234,7 +261,8 @@ class LazyStep:
             tokens = given["input_ids"]  # of context-parallel ranks, a part
             if self._step is None:
                 rows = len(tokens) // run.grad_accum
-                self._step = self._make(StepShape(rows, tokens.shape[1], run.grad_accum, run.schedule, run.dtype))
+                parts = run.layout.token_parts
+                self._step = self._make(StepShape(rows, tokens.shape[1], run.grad_accum, run.schedule, run.dtype, parts))
             if "position_ids" in given:
                 return self._step(tokens, given["shift_labels"], given["position_ids"])
             return self._step(tokens, given["labels"])
@@ -258,7 +286,8 @@ def metadata_of(model: StageModel, shape: StepShape) -> dict[str, Any]:
     It is given, since fake ranks cannot tell it, and ranks that find it out run the model once more for that.
     """
     size = (shape.micro_batch, shape.seq_len)
-    hidden = torch.empty(*size, model.config.hidden_size, dtype=shape.dtype, device="meta", requires_grad=True)
+    between = (shape.micro_batch, shape.seq_len // shape.parts, model.config.hidden_size)
+    hidden = torch.empty(between, dtype=shape.dtype, device="meta", requires_grad=True)
     tokens = torch.empty(size, dtype=torch.int64, device="meta")
     logits = torch.empty(*size, model.config.vocab_size, dtype=shape.dtype, device="meta", requires_grad=True)
     known: dict[str, Any] = {

@@ -287,8 +287,6 @@ def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workloa
         raise BadInput(
             "the head is tied to the embedding, which is on another pipeline stage", where="--pp", remedy="use --pp 1"
         )
-    if layout.sp:
-        raise BadInput("sequence parallelism on pipeline stages is not modelled", where="--sp", remedy="leave --sp or --pp out")
     if workload.lora_rank is not None:
         raise BadInput("pipeline stages with LoRA are not modelled", where="--pp", remedy="leave --lora-rank out")
     if order.halves:

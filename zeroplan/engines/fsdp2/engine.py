@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 #: Qwen3-MoE was measured with tp, sp and cp among data-parallel ranks. DeepSeek's attention is whole on every tp rank.
 _SHARED_MIXTURE = "{0} of DeepSeek's mixtures, or of mixtures beside ep or stages, which no GPU has measured"
+_SHARED_TOKENS = "sequence parallelism on pipeline stages, which no GPU has measured"
 
 #: Where accelerate loads weights on one rank alone (``cpu_ram_efficient_loading``), that one sends each rank its shards, for
 #: which NCCL connects pairs: 116 to 372 MiB more on two GPUs (accelerate_fsdp2 and trl_sft_fsdp2, benchmarks/from_files).
@@ -124,8 +125,8 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Return the kernels of GPTQ's and AWQ's weights; mixtures whose matrices or tokens are shared in ways that no GPU has
-        measured; and Adafactor where matrices are shared: its row and column sums of distributed tensors were not measured.
+        """Return what no GPU has measured: the kernels of GPTQ's and AWQ's weights; some ways to share matrices or tokens of
+        mixtures; tokens that are shared on pipeline stages; and Adafactor's row and column sums of distributed tensors.
         """
         found = packed_kernels(case.workload)
         layout = case.layout
@@ -133,6 +134,8 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         measured = layout.ep == 1 and layout.pp == 1 and not case.spec.model_type.startswith("deepseek")
         if shared is not None and not measured and experts_of(case.spec.parameters):
             found = (*found, Unmodelled(f"--{shared}", Effect.UNKNOWN, _SHARED_MIXTURE.format(shared)))
+        if layout.sp and layout.pp > 1:
+            found = (*found, Unmodelled("--sp", Effect.UNKNOWN, _SHARED_TOKENS))
         factored = any(state.factored for state in find_optimizer(case.workload.optimizer).states)
         if not factored or case.layout.shard_group == 1:
             return found

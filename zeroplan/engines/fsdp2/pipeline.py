@@ -122,6 +122,7 @@ def _chunk(
         rank.pipeline_chunks,
         tape,
         behind,
+        token_parts=rank.layout.token_parts,
         mixed=mixed,
         holds_output=not looped,
         holds_sent=looped and rank.holds_sent,

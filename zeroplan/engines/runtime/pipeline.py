@@ -129,6 +129,7 @@ def record_stage(case: Case, layout: Layout, tape: ExpandedTape, *, makes_room: 
             stages,
             tape,
             behind,
+            token_parts=case.layout.token_parts,
             mixed=kind.mixed,
             holds_output=not order.looped,
             holds_sent=order.looped and case.cluster.gpu.holds_sent,

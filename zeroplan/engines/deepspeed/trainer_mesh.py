@@ -58,9 +58,7 @@ class Mesh:
             from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
             del functions[self._exchanged]  # which uncovers transformers' own
-        release = getattr(import_module("deepspeed.utils.groups"), "_release_process_group_references", None)
-        if release is not None:
-            release()
+        release_groups()
 
     def part(self, batch: _Batch) -> _Batch:
         """Return this rank's part of a batch of whole samples.
@@ -83,6 +81,13 @@ class Mesh:
             "shift_labels": targets,
             "labels": targets,
         }
+
+
+def release_groups() -> None:
+    """Let DeepSpeed forget the groups that it keeps in its modules, so that a later run makes its own."""
+    release = getattr(import_module("deepspeed.utils.groups"), "_release_process_group_references", None)
+    if release is not None:
+        release()
 
 
 def spread_evenly(engine: nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from zeroplan.engines.deepspeed.trainer_mesh import release_groups
 from zeroplan.engines.deepspeed.trainer_rows import rows_of
 from zeroplan.engines.verification import Row, Trainer, TrainingRun
 
@@ -149,3 +150,4 @@ def _forever(ids: torch.Tensor, labels: torch.Tensor) -> Iterator[tuple[torch.Te
 def _forget() -> None:
     _positions.clear()
     _owner.clear()
+    release_groups()

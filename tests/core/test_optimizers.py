@@ -20,6 +20,7 @@ _HOME = (
     "zeroplan/core/unmodelled_optimizers.py",
     # What other programs call theirs by default, and DeepSpeed's names as its users' code imports them: no facts.
     "zeroplan/interop/programs/",
+    "zeroplan/interop/training.py",
     "zeroplan_runtime/compat/",
     "zeroplan/core/optimizers.py",
     "zeroplan/core/optimizer_row.py",

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.optimizers import deepspeed_type, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType
 from zeroplan.ds_config.writer import write_ds_config
@@ -122,8 +122,8 @@ def _require_on_cpu(case: Case) -> None:
 def _without_own_kernels(config: dict[str, Any]) -> None:
     """Let torch's Adam step, in one kernel as DeepSpeed's. Muon builds the one for its vectors without that choice."""
     section = config.get("optimizer") or {}
-    params, kind = section.get("params") or {}, str(section.get("type", "")).lower()
-    if kind in ("adam", "adamw", "muon") and not params.get("torch_adam"):
-        fused = {} if kind == "muon" else {"fused": True}
+    params, kind = section.get("params") or {}, deepspeed_type(str(section.get("type", "")))
+    if kind is not None and kind.torch_adam and not params.get("torch_adam"):
+        fused = {"fused": True} if kind.adam else {}
         config["optimizer"] = {**section, "params": {**params, "torch_adam": True, **fused}}
     config["zero_force_ds_cpu_optimizer"] = False

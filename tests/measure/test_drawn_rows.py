@@ -35,7 +35,7 @@ def test_what_was_missed_is_met(row: str) -> None:
     assert abs(found.peak_reserved) < 2e-4
 
 
-@pytest.mark.parametrize(("row", "error"), [("U11", 5e-4), ("U04", 0.01)])
+@pytest.mark.parametrize(("row", "error"), [("U11", 5e-4), pytest.param("U04", 0.01, marks=pytest.mark.long)])
 def test_no_step_is_discarded_where_the_loss_scale_is_given(row: str, error: float) -> None:
     """Reserved memory was 1.8 and 4.2 % too high."""
     (measured,) = (one for one in load_rows(DRAWN) if one["id"] == row)
@@ -78,7 +78,12 @@ def test_reentrant_checkpoints_of_t5_hand_position_biases_on() -> None:
     ("row", "error"),
     [
         pytest.param("W34", 0.02, id="masters on the GPU are cast on the host on their way to offloaded parameters (-27 %)"),
-        pytest.param("W76", 0.03, id="on the host, too, torch's SGD adds its weight decay in a tensor of its own (-16 %)"),
+        pytest.param(
+            "W76",
+            0.03,
+            marks=pytest.mark.long,
+            id="on the host, too, torch's SGD adds its weight decay in a tensor of its own (-16 %)",
+        ),
         pytest.param("U09", 0.01, id="FSDP 1's model has the tied matrix twice until it is tied (-11 %)"),
         pytest.param("W56", 0.01, id="fp16 looks through all offloaded gradients at once (-10 %)"),
     ],

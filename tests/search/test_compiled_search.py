@@ -110,6 +110,7 @@ def test_auto_goes_on_without_graphs_where_a_block_cannot_be_traced(monkeypatch:
     assert found[0].fits is True
 
 
+@pytest.mark.long
 def test_the_source_of_a_search_keeps_what_it_compiles() -> None:
     file = {"output_dir": "o", "learning_rate": 1e-4, "bf16": True, "torch_compile": True, "fsdp": "full_shard"}
     file |= {"fsdp_config": {"version": 2}, "per_device_train_batch_size": 2}

@@ -117,8 +117,8 @@ def peak_of_the_whole() -> int:
 
 
 #: Ranks of ep, whether tokens are split between the matrices, and whether the experts' ranks lie across tp.
-RANKS = [(1, False, False), (2, True, False), (2, True, True)]
-MORE = [(1, True, False), (2, False, True)]
+RANKS = [(2, True, False), (2, True, True)]
+MORE = [(1, False, False), (1, True, False), (2, False, True)]
 
 
 @pytest.mark.slow

@@ -65,7 +65,9 @@ def test_the_built_in_set_is_exact_at_every_stage(cli: Cli) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.parametrize("asked", [{"stage": 3}, {"stage": 2, "tp": 2}], ids=str)  # ranks of tp have different experts
+@pytest.mark.parametrize(
+    "asked", [{"stage": 3}, pytest.param({"stage": 2, "tp": 2}, marks=pytest.mark.long)], ids=str
+)  # ranks of tp have different experts
 def test_ranks_that_share_experts_are_as_planned(asked: dict[str, int]) -> None:
     model = {**MIXTURE, "moe_intermediate_size": 64, "vocab_size": 4096}  # the peak is beside the logits, on a CPU, too
     drift = verify(model, ep=2, gpus=2, micro_batch=2, seq_len=64, steps=2, progress=lambda _: None, **asked)

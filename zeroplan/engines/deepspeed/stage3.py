@@ -35,7 +35,8 @@ class Stage3(DeepSpeedSchedule):
         super().__init__(rank, recorder)
         zero, modules = rank.zero, tape.modules
         head = chunked_head_of(modules) if rank.workload.chunked_head else -1
-        self.reads, self.through, self.uncalled = outside_reads(modules), passed_through(tape), never_called(tape, (head,))
+        self.reads, self.uncalled = outside_reads(modules), never_called(tape, (head,))
+        self.through = {} if rank.parameters.packed else passed_through(tape)
         self.saves, self.keeps = saved_weights(rank, tape, self.uncalled), weights_of_graphs(rank, tape)
         self.held: list[tuple[int, int]] = []  # blocks that the micro batch's graph keeps, in the order in which they go
         self.held_again: list[tuple[int, int]] = []  # those that a recomputation's graph keeps

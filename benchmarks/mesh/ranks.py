@@ -27,10 +27,7 @@ from zeroplan.engines.torch_stages import (
     StageModel,
     StepShape,
     is_block,
-    loss_of,
-    metadata_of,
-    run_schedule,
-    schedule_class,
+    schedule_of_engine,
     schedule_on,
     stages_on,
 )
@@ -188,10 +185,8 @@ def runtime(case: Case, device: torch.device, rank: int, mark: Mark, **_: Any) -
     if case.pp == 1:
         step: Any = partial(_engine_step, engine, ids, case, mark, passes)
     else:
-        kind, told = schedule_class(case.schedule, len(stages)), [metadata_of(stage, _shape(case)) for stage in stages]
-        options: dict[str, Any] = {name: [one[name] for one in told] for name in told[0]} if len(stages) > 1 else told[0]
-        schedule = engine.pipeline_schedule(kind, partial(loss_of, stages[-1]), chunks=len(stages), **options)
-        step = partial(_stage_step, engine, partial(run_schedule, schedule, stages, ids), mark)
+        schedule = schedule_of_engine(engine, stages, _shape(case))
+        step = partial(_stage_step, engine, partial(schedule, ids), mark)
     step.arena = engine.arena
     found: Callable[[int], None] = step
     return found

@@ -232,6 +232,20 @@ def schedule_on(
     return partial(run_schedule, order, models)
 
 
+def schedule_of_engine(engine: Any, models: Sequence[StageModel], shape: StepShape) -> Scheduled:
+    """Return what :func:`schedule_on` does, for an engine of the included runtime that trains a rank's stages as one module.
+
+    Args:
+        engine: what ``zeroplan_runtime.initialize`` returned.
+        models: the rank's stages.
+        shape: of a step.
+    """
+    kind, told = schedule_class(shape.schedule, len(models)), [metadata_of(model, shape) for model in models]
+    options = {name: [one[name] for one in told] for name in told[0]} if len(models) > 1 else told[0]
+    order = engine.pipeline_schedule(kind, partial(loss_of, models[-1]), chunks=len(models), **options)
+    return partial(run_schedule, order, models)
+
+
 def schedule_class(schedule: str, chunks: int) -> type[Any]:
     """Return torch's class for a name of ``--schedule`` and a number of chunks a rank."""
     return SCHEDULES[schedule] if chunks == 1 and schedule in SCHEDULES else LOOPED[schedule]

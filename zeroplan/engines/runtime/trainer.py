@@ -17,12 +17,8 @@ from zeroplan.engines.torch_stages import (
     LazyStep,
     RankModel,
     StageModel,
-    StepShape,
     is_block,
-    loss_of,
-    metadata_of,
-    run_schedule,
-    schedule_class,
+    schedule_of_engine,
     stages_of,
 )
 from zeroplan.engines.torch_trainer import Step, engine_step
@@ -77,14 +73,7 @@ def build(run: TrainingRun) -> Trainer:
 
 def staged_step(run: TrainingRun, engine: Any, stages: list[StageModel], passes: Passes) -> Step:
     """Return the loop of an engine whose module is a rank's pipeline stages: torch's schedule, then ``engine.step()``."""
-
-    def make(shape: StepShape) -> Any:
-        kind, told = schedule_class(shape.schedule, len(stages)), [metadata_of(stage, shape) for stage in stages]
-        options = {name: [one[name] for one in told] for name in told[0]} if len(stages) > 1 else told[0]
-        order = engine.pipeline_schedule(kind, partial(loss_of, stages[-1]), chunks=len(stages), **options)
-        return partial(run_schedule, order, stages)
-
-    micro_batches = LazyStep(run, make, passes)
+    micro_batches = LazyStep(run, partial(schedule_of_engine, engine, stages), passes)
 
     def step(batch: dict[str, torch.Tensor]) -> torch.Tensor | None:
         loss = micro_batches(batch)

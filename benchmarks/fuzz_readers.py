@@ -205,10 +205,10 @@ def _read_profile(path: str) -> None:
 
 
 def _tapes() -> list[bytes]:
-    from zeroplan.core.tape_codec import to_json
-    from zeroplan.core.tape_options import options_for
     from zeroplan.core.workload import Workload
     from zeroplan.models.load import load_model
+    from zeroplan.tape.codec import to_json
+    from zeroplan.tape.options import options_for
     from zeroplan.tapes.shipped import find
 
     tape = find(load_model("openai-community/gpt2"), options_for(Workload()))
@@ -220,8 +220,8 @@ def _read_tape(path: str) -> None:
     """The input is a tape's text or, every other time, a packed file of it with its bytes changed."""
     from unittest.mock import patch
 
-    from zeroplan.core.tape_options import options_for
     from zeroplan.core.workload import Workload
+    from zeroplan.tape.options import options_for
     from zeroplan.tapes import cache as tapes
 
     data = Path(path).read_bytes()

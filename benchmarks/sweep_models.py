@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape_options import TraceOptions
 from zeroplan.core.workload import Attention
 from zeroplan.models.attention import eager_only
 from zeroplan.models.from_config import spec_from_config
+from zeroplan.tape.options import TraceOptions
 
 RESULT = Path(__file__).resolve().parent / "results" / "sweep_models.json"
 #: transformers' tables of classes, by what is trained.

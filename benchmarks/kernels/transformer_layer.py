@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from benchmarks.kernels.measure import machine, race, save
-from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_options import TraceOptions
-from zeroplan.core.tape_sizes import KernelDevice, align
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.options import TraceOptions
+from zeroplan.tape.sizes import KernelDevice, align
 from zeroplan.trace.example import trace_example
 from zeroplan_runtime.transformer import DeepSpeedTransformerLayer, use_transformer_layer
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import Mark, Op
 from zeroplan.core.units import GIB
 from zeroplan.engines.megatron.chunk import ChunkLayers, chunk_tape
 from zeroplan.engines.megatron.shapes import Shapes
@@ -22,6 +21,7 @@ from zeroplan.models.load import load_model
 from zeroplan.models.megatron import MegatronModel
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.tape.expanded import Mark, Op
 
 FOLDER = Path(__file__).resolve().parent
 ROWS = FOLDER / "rows.jsonl"

@@ -17,7 +17,6 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import OPTIMIZERS
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
@@ -28,6 +27,7 @@ from zeroplan.models.spec import ModelSpec, Tensor
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.allocator.pinned_host import PAGE
 from zeroplan.simulate.timeline import Timeline
+from zeroplan.tape.expanded import ExpandedTape
 
 RANKS = 3
 #: What the tape allocates and frees, and no ledger knows.

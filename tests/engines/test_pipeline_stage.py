@@ -13,7 +13,6 @@ from zeroplan.core.gpus import DEFAULT_GPU, Gpu
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.pipeline import stages_of
 from zeroplan.core.pipeline_order import PipelineSchedule
-from zeroplan.core.tape import ExpandedTape, Kind, Op
 from zeroplan.core.workload import Compilation, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -23,6 +22,7 @@ from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op
 from zeroplan.tapes import find_tape
 
 MODEL = "meta-llama/Llama-3.1-8B"

@@ -17,9 +17,6 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.pipeline import Stage, chunks_of
 from zeroplan.core.pipeline_order import PipelineOrder, PipelineSchedule
-from zeroplan.core.tape import ExpandedTape, Op
-from zeroplan.core.tape_options import TraceOptions
-from zeroplan.core.tape_sizes import FUNCTIONS, KernelDevice
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -31,6 +28,9 @@ from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape, Op
+from zeroplan.tape.options import TraceOptions
+from zeroplan.tape.sizes import FUNCTIONS, KernelDevice
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -4,9 +4,9 @@ import pytest
 
 from benchmarks.accuracy import measure_row
 from benchmarks.rows import DRAWN, load_rows
-from zeroplan.core.tape_options import Checkpointing
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.tape.options import Checkpointing
 
 #: What was missing, and by how much allocated memory was off.
 MODELLED = {

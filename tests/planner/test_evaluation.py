@@ -9,7 +9,6 @@ import pytest
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
-from zeroplan.core.tape import EvaluationTape, ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -20,6 +19,7 @@ from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import simulated_plan
+from zeroplan.tape.expanded import EvaluationTape, ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 SHAPE = (1024, 1024)
 SAVED, PASSED, LOGITS = 8 * MIB, 40 * MIB, 16 * MIB

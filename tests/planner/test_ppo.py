@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from zeroplan.core.ppo import Rollout
-from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.ppo import rollout_tape
 from zeroplan.planner.request import Request
+from zeroplan.tape.expanded import ExpandedTape, Op
 
 #: As people start it.
 COMMAND = (

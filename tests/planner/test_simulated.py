@@ -12,7 +12,6 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.units import MIB
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -25,6 +24,7 @@ from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import Simulated, simulated_plan
 from zeroplan.planner.tapes import MOST_LAYERS
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 #: Elements of each layer's weight; the second is the largest.
 SHAPES = ((1024, 4096), (2048, 8192), (1024, 2048), (1024, 4096))

@@ -12,7 +12,6 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.rates import rates_of
-from zeroplan.core.tape import ExpandedTape, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadParam, ZeroConfig
 from zeroplan.engines import torch_traffic
@@ -24,6 +23,7 @@ from zeroplan.ledger.traffic import Executor, Resource, WorkItem
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices, scale_counts
 from zeroplan.models.load import load_model
 from zeroplan.search.cost import CostModel, compose
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op, TapeModule, TapeParam
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 COUNTS = Counts(700, 1100, 4_000_000_000, 10_000_000_000, 214, 0, 213)

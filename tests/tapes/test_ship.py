@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from zeroplan.core.tape import TapeModule, TapeParam
-from zeroplan.core.tape_codec import to_json
-from zeroplan.core.tape_format import Piece, Segment, Tape, TapeProgram
-from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.models import catalog
+from zeroplan.tape.codec import to_json
+from zeroplan.tape.expanded import TapeModule, TapeParam
+from zeroplan.tape.format import Piece, Segment, Tape, TapeProgram
+from zeroplan.tape.options import options_for
 from zeroplan.tapes import ship, shipped
 from zeroplan.tapes.regenerate import TapeFolder, pack, units
 from zeroplan.tapes.variants import variants, variants_of

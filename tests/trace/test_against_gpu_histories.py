@@ -18,10 +18,10 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from zeroplan.core.model_config import auto_class_of
-from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
 from zeroplan.models import catalog
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.trace.api import trace_model
 
 pytestmark = pytest.mark.torch

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from zeroplan.core.tape import TapeModule, TapeParam
-from zeroplan.core.tape_format import Piece, Segment, Tape, TapeProgram
-from zeroplan.core.tape_options import Arithmetic, TraceOptions
+from zeroplan.tape.expanded import TapeModule, TapeParam
+from zeroplan.tape.format import Piece, Segment, Tape, TapeProgram
+from zeroplan.tape.options import Arithmetic, TraceOptions
 from zeroplan.tapes import cache
 
 CONFIG = {"model_type": "llama", "hidden_size": 64}

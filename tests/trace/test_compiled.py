@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from benchmarks.step.predict import errors
-from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.options import Arithmetic, TraceOptions
 from zeroplan.trace.api import trace_module
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zeroplan.core.chunked_head import with_chunked_forward
-from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_options import TraceOptions
+from zeroplan.tape.chunked_head import with_chunked_forward
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.options import TraceOptions
 from zeroplan.trace.api import trace_at
 from zeroplan.trace.fit import TracePoint
 

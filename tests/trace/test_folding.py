@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from zeroplan.core.model_config import auto_class_of
-from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_codec import from_json, to_json
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
-from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Attention
+from zeroplan.tape.codec import from_json, to_json
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
+from zeroplan.tape.sizes import KernelDevice
 from zeroplan.trace import pointwise
 from zeroplan.trace.api import Donors, _Attempt, trace_at, trace_model, trace_module
 from zeroplan.trace.fit import DoesNotFitError, TracePoint, fit_poly

@@ -11,9 +11,9 @@ import torch
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.images import SQUARE_TYPES, ImageBatch, image_batch
-from zeroplan.core.tape import Mark, Op
-from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.workload import Attention
+from zeroplan.tape.expanded import Mark, Op
+from zeroplan.tape.options import Arithmetic, TraceOptions
 from zeroplan.trace.api import trace_at
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.vision import image_inputs

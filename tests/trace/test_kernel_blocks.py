@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroplan.core.tape_sizes import FUNCTIONS, KernelDevice
+from zeroplan.tape.sizes import FUNCTIONS, KernelDevice
 
 H100 = KernelDevice()
 

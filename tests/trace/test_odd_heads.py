@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from zeroplan.core.tape import ExpandedTape, Op
-from zeroplan.core.tape_options import TraceOptions
 from zeroplan.core.workload import Attention
 from zeroplan.models.from_config import spec_from_config
+from zeroplan.tape.expanded import ExpandedTape, Op
+from zeroplan.tape.options import TraceOptions
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch

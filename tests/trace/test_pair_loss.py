@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from zeroplan.core.preferences import PairLoss
-from zeroplan.core.tape import Kind, Op
-from zeroplan.core.tape_options import Arithmetic, TraceOptions
+from zeroplan.tape.expanded import Kind, Op
+from zeroplan.tape.options import Arithmetic, TraceOptions
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

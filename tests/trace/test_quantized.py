@@ -10,11 +10,11 @@ from tests.small_llama import small_llama
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.quantization import Quantization
-from zeroplan.core.tape_options import options_for
 from zeroplan.ledger.line import evaluate
 from zeroplan.planner.estimate import estimate_report, estimate_runs
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.tape.options import options_for
 
 LLAMA = small_llama()
 ASKED: dict[str, Any] = {

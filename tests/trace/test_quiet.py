@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 import transformers
 
-from zeroplan.core.tape_options import TraceOptions
+from zeroplan.tape.options import TraceOptions
 from zeroplan.trace.build import build_model, full_config
 from zeroplan.trace.run import record
 

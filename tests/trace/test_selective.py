@@ -20,10 +20,10 @@ from torch.utils.checkpoint import CheckpointPolicy as SavePolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions, options_for
-from zeroplan.core.tape_summary import summarise
 from zeroplan.core.workload import Attention, CheckpointPolicy, Workload
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions, options_for
+from zeroplan.tape.summary import summarise
 from zeroplan.trace import kernels
 from zeroplan.trace.api import trace_at, trace_model
 from zeroplan.trace.fit import TracePoint

@@ -17,7 +17,6 @@ from tests.patience import PATIENCE
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape_options import TraceOptions
 from zeroplan.core.tensor_parallel import local_parameters
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -26,6 +25,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.tape.options import TraceOptions
 from zeroplan.tapes import can_trace
 
 SMALL = {

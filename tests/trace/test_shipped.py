@@ -12,10 +12,10 @@ import pytest
 
 from tests.patience import PATIENCE
 from zeroplan.core.model_config import auto_class_of
-from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.models.load import load_model
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.tapes import find_tape, shipped
 
 _ROWS = os.path.join(os.path.dirname(__file__), "..", "..", "benchmarks", "ground_truth", "measured.jsonl")

@@ -11,8 +11,8 @@ import pytest
 import zeroplan
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sparse_attention import SparseAttention, SparsityMode
-from zeroplan.core.tape import ExpandedTape, Kind, Op
-from zeroplan.core.tape_options import TraceOptions
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op
+from zeroplan.tape.options import TraceOptions
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.tape.options import Arithmetic, TraceOptions
 
 pytestmark = pytest.mark.torch
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import Mark, Op
-from zeroplan.core.tape_options import Arithmetic, TraceOptions
+from zeroplan.tape.expanded import Mark, Op
+from zeroplan.tape.options import Arithmetic, TraceOptions
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

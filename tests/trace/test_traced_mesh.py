@@ -9,14 +9,14 @@ import pytest
 from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import ExpandedTape, Kind, Op
-from zeroplan.core.tape_options import TraceOptions
 from zeroplan.core.tensor_parallel import local_parameters
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op
+from zeroplan.tape.options import TraceOptions
 from zeroplan.tapes import can_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")]

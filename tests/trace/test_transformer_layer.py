@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import zeroplan
-from zeroplan.core.tape import ExpandedTape, Kind, Op
-from zeroplan.core.tape_options import TraceOptions
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op
+from zeroplan.tape.options import TraceOptions
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -60,7 +60,7 @@ def test_what_a_layer_keeps_is_the_formula(flags: dict[str, bool]) -> None:
 
 def test_under_autocast_weights_and_the_input_are_cast() -> None:
     """A layer asks whether autocast is on, as on a GPU, and then computes all in 16 bits."""
-    from zeroplan.core.tape_options import Arithmetic
+    from zeroplan.tape.options import Arithmetic
     from zeroplan.trace.example import trace_example
 
     half, autocast = (

@@ -10,10 +10,10 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import SEQ2SEQ_LM
-from zeroplan.core.tape import Kind, Op
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.tape.expanded import Kind, Op
+from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 
 pytest.importorskip("transformers")
 

@@ -57,10 +57,10 @@ def trace_command(
 
     Its forward and backward are traced, once, and kept for later predictions.
     """
-    from zeroplan.core.tape_summary import summarise
     from zeroplan.planner.tapes import expand_for
     from zeroplan.report.tape import TracedBatch, tape_json, tape_text
     from zeroplan.report.terminal import Terminal
+    from zeroplan.tape.summary import summarise
     from zeroplan.tapes import find_tape, get_tape
 
     if request.model is None:
@@ -84,6 +84,6 @@ def trace_command(
 
 
 def _write(path: str, tape: Any) -> None:
-    from zeroplan.core.tape_codec import to_json
+    from zeroplan.tape.codec import to_json
 
     write_atomic(path, json.dumps(to_json(tape), separators=(",", ":")))

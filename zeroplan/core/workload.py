@@ -142,7 +142,7 @@ class Workload:
     that weights are initialised and not read from pretrained ones, which pass through host memory. `quantize` is how the linear
     layers of a frozen base are kept, `quantized_by` the flag or key that says so.
     `set_to_none` is what ``zero_grad`` does: without it gradients stay between steps (torch's default before 2.0).
-    `chunked_head` means that TRL computes head and loss together in tiles (:mod:`zeroplan.core.chunked_head`),
+    `chunked_head` means that TRL computes head and loss together in tiles (:mod:`zeroplan.tape.chunked_head`),
     `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
     keeps the loss without its graph, as the HF Trainer does. `adapter_dtype` is that of adapters beside a quantised base; None
     for what the precision says, which is fp32 under autocast, as peft makes them. `whole_base` means that a quantised base is

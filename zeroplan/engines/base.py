@@ -31,8 +31,6 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.core.parameters import Parameters
     from zeroplan.core.pipeline import Stage
     from zeroplan.core.quantization import Base
-    from zeroplan.core.tape import ExpandedTape
-    from zeroplan.core.tape_options import TraceOptions
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.process import Outside
     from zeroplan.engines.simulation import HostRun, Simulation
@@ -40,6 +38,8 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.engines.verification import OwnedBuffers
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
+    from zeroplan.tape.expanded import ExpandedTape
+    from zeroplan.tape.options import TraceOptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +312,7 @@ class Engine(ABC):
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how the model must be traced to run under this engine."""
-        from zeroplan.core.tape_options import options_for
+        from zeroplan.tape.options import options_for
 
         return options_for(case.workload, layout=case.layout)
 

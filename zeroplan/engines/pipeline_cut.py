@@ -22,8 +22,8 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.pipeline import Stage, block_number, holds
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, blocks_of
 from zeroplan.core.tensor_parallel import EMBEDDING
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, blocks_of
 
 #: The norm in front of the MLP, whose input is the residual stream, in the architectures of which stages are modelled.
 _SECOND_NORM = "post_attention_layernorm"

@@ -17,10 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import EvaluationTape, ExpandedTape, Mark, Op
 from zeroplan.engines.script import WORKSPACE, Cue, Script, Scripts
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import EvaluationTape, ExpandedTape, Mark, Op
 
 #: Micro batches of an accumulation window that differ from each other: the first, a later one, and the last.
 DISTINCT_MICRO_BATCHES = 3

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule
 from zeroplan.simulate.event_blocks import EventBlocks
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule
 
 #: By Kind, the name of a tape's allocation.
 BUFFER_OF_KIND = {
@@ -30,8 +30,8 @@ BUFFER_OF_KIND = {
     Kind.RETURNED: Buffer.ACTIVATION_CHECKPOINT,
 }
 
-#: Beside :class:`zeroplan.core.tape.Op`: a thread's first call of cuBLAS or cuBLASLt. A cue's `arg` is the workspace's index:
-#: cuBLAS's of the forward's and of the backward's thread, then cuBLASLt's of both; `aux` is the module that calls.
+#: Beside :class:`zeroplan.tape.expanded.Op`: a thread's first call of cuBLAS or cuBLASLt. A cue's `arg` is the workspace's
+#: index: cuBLAS's of the forward's and of the backward's thread, then cuBLASLt's of both; `aux` is the module that calls.
 WORKSPACE = 99
 
 
@@ -40,7 +40,7 @@ class Cue(NamedTuple):
 
     Attributes:
         event_block: what is recorded first, by its number; None for nothing.
-        op: a module hook, GRAD, HOLD or DROP of :class:`zeroplan.core.tape.Op`, MARK where a reference begins or ends, or
+        op: a module hook, GRAD, HOLD or DROP of :class:`zeroplan.tape.expanded.Op`, MARK where a reference begins or ends, or
             WORKSPACE; None at the end.
         arg: as in the tape's event.
         aux: as in the tape's event.

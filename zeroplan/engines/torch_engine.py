@@ -10,22 +10,22 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.tape_options import Arithmetic, TraceOptions
 from zeroplan.core.versions import TORCH_GPU
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.models.spec import ModelSpec
+from zeroplan.tape.options import Arithmetic, TraceOptions
 
 if TYPE_CHECKING:
     from zeroplan.core.quantization import Base
     from zeroplan.core.saving import Saving
-    from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.saved_files import Written
     from zeroplan.engines.simulation import HostPhase, HostRun, Simulation
     from zeroplan.engines.torch_traffic import TorchTraffic
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.simulate.recorder import Recorder
+    from zeroplan.tape.expanded import ExpandedTape
 
 R = TypeVar("R", bound=TorchRank)
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.model_config import CAUSAL_LM, text_config
-from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.workload import Workload
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec, Tensor
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _MATRICES = ("linear", "conv1d", "head")

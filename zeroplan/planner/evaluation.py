@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeroplan.core.chunked_head import with_chunked_forward
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import EvaluationTape, ExpandedTape, Kind, Op
-from zeroplan.core.tape_options import evaluation_options
-from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Precision
 from zeroplan.engines.base import Case
+from zeroplan.tape.chunked_head import with_chunked_forward
+from zeroplan.tape.expanded import EvaluationTape, ExpandedTape, Kind, Op
+from zeroplan.tape.options import evaluation_options
+from zeroplan.tape.sizes import KernelDevice
 from zeroplan.tapes import lookup, tape_for
 
 _FP32 = 4

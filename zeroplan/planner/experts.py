@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape, Kind, Op
 from zeroplan.simulate.timeline import Note
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op
 
 _EXPERTS = ".experts"
 _ROUTED = frozenset({Buffer.ACTIVATION, Buffer.ACTIVATION_TEMP, Buffer.COMM_ACTIVATION})

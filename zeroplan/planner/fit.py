@@ -15,7 +15,7 @@ from zeroplan.engines.base import Case, Engine
 
 if TYPE_CHECKING:
     from zeroplan.core.evaluation import Evaluation
-    from zeroplan.core.tape import ExpandedTape
+    from zeroplan.tape.expanded import ExpandedTape
 
 #: The key of what no formula counts.
 ACTIVATIONS = "activations"

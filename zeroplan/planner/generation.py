@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from zeroplan.core.chunked_head import chunked_head_of
-from zeroplan.core.generation_tape import CachedModel, generation_tape
 from zeroplan.core.model_config import text_config
-from zeroplan.core.reference_forward import forward_without_gradients
-from zeroplan.core.tape import AUTOCAST_LAYERS, QUANTIZED_LAYERS, ExpandedTape, blocks_of
 from zeroplan.core.workload import Attention, Precision
 from zeroplan.engines.base import Case
 from zeroplan.models.facts import spec_facts
+from zeroplan.tape.chunked_head import chunked_head_of
+from zeroplan.tape.expanded import AUTOCAST_LAYERS, QUANTIZED_LAYERS, ExpandedTape, blocks_of
+from zeroplan.tape.generation import CachedModel, generation_tape
+from zeroplan.tape.reference_forward import forward_without_gradients
 
 #: Model types whose layers all keep rotated keys and values of every token in a cache that grows (transformers 5.17,
 #: ``DynamicCache``), unless their config slides a window.

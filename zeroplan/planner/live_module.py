@@ -8,12 +8,12 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.lengths import padded_batches
 from zeroplan.core.ppo import Rollout
-from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.request import Request
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
+from zeroplan.tape.expanded import ExpandedTape
+from zeroplan.tape.sizes import KernelDevice
 
 
 def with_shape(request: Request) -> Request:

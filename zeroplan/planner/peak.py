@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import Family, family_of
 from zeroplan.core.plan import PeakShare
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.simulate.timeline import Note
+from zeroplan.tape.expanded import ExpandedTape
 
 _COMPUTED = frozenset({Buffer.ACTIVATION, Buffer.ACTIVATION_TEMP})
 

@@ -8,9 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.event_writer import EventWriter
 from zeroplan.core.ppo import Rollout
-from zeroplan.core.tape import ExpandedTape, Kind
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType
 from zeroplan.engines.registry import find_engine
@@ -19,6 +17,8 @@ from zeroplan.models.facts import spec_facts
 from zeroplan.models.load import load_model
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
+from zeroplan.tape.event_writer import EventWriter
+from zeroplan.tape.expanded import ExpandedTape, Kind
 
 #: The key under which a file's PPO stands among what is left out.
 KEY = "task ppo"

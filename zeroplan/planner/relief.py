@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Relief
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import Simulated, simulated_plan
 from zeroplan.planner.tapes import expand_for
 from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tapes import find_tape
 
 #: An option that saves less than this part of the total is not listed.

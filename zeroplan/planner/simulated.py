@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.plan import MemoryPlan, PlanLine
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation, phase_of_mark
@@ -17,6 +16,7 @@ from zeroplan.planner.limit import at_its_limit, run_on_card
 from zeroplan.planner.peak import peak_shares
 from zeroplan.planner.rollout import beside_rollout, rollout_lines, rollout_share
 from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.tape.expanded import ExpandedTape
 
 SIMULATED = "simulated"
 #: Buffers that hold the model's own computation.

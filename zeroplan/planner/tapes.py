@@ -5,21 +5,21 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from zeroplan.core.chunked_head import with_chunked_head
 from zeroplan.core.errors import BadInput
 from zeroplan.core.lengths import padded_batches
-from zeroplan.core.offloaded_checkpoints import with_offloaded_checkpoints
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.reference_forward import with_forward_before, with_reference
-from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.tape_format import Tape
-from zeroplan.core.tape_options import Checkpointing, TraceOptions, options_for
-from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import Reference, Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.evaluation import evaluation_tape
 from zeroplan.planner.generation import generated, known_cache
+from zeroplan.tape.chunked_head import with_chunked_head
+from zeroplan.tape.expanded import ExpandedTape
+from zeroplan.tape.format import Tape
+from zeroplan.tape.offloaded_checkpoints import with_offloaded_checkpoints
+from zeroplan.tape.options import Checkpointing, TraceOptions, options_for
+from zeroplan.tape.reference_forward import with_forward_before, with_reference
+from zeroplan.tape.sizes import KernelDevice
 from zeroplan.tapes import find_tape, get_tape, lookup, tape_for
 
 #: Layers that are simulated at most, several stacks' together: each is played, so time and memory grow with them. Published

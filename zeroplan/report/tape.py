@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zeroplan.core.tape import Kind
-from zeroplan.core.tape_summary import Summary
 from zeroplan.core.units import format_bytes
 from zeroplan.report.terminal import PLAIN, Terminal
+from zeroplan.tape.expanded import Kind
+from zeroplan.tape.summary import Summary
 
 _WORDS = {
     Kind.SAVED: "activations",

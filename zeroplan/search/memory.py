@@ -18,7 +18,6 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import CpuMemory, MemoryPlan
 from zeroplan.core.progress import working
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
@@ -34,6 +33,7 @@ from zeroplan.planner.simulated import simulated_plan
 from zeroplan.planner.tapes import NoTapeError, expand_for, expanded_tape_of
 from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tapes import find_tape
 
 #: Formulas of states that the schedule frees for a moment, and pads, may be off by this much.

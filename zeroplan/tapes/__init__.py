@@ -12,11 +12,11 @@ from dataclasses import replace
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import IMAGE_TEXT_TO_TEXT, auto_class_of
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape_format import Tape
-from zeroplan.core.tape_options import Checkpointing, TraceOptions, options_for
 from zeroplan.core.workload import Workload
 from zeroplan.models.families import FAMILIES
 from zeroplan.models.spec import ModelSpec
+from zeroplan.tape.format import Tape
+from zeroplan.tape.options import Checkpointing, TraceOptions, options_for
 
 
 def find_tape(

@@ -14,9 +14,9 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import read_bytes, replace_file
 from zeroplan.core.model_config import labels_of
-from zeroplan.core.tape_codec import from_json, to_json
-from zeroplan.core.tape_format import FORMAT, Tape
-from zeroplan.core.tape_options import TraceOptions
+from zeroplan.tape.codec import from_json, to_json
+from zeroplan.tape.format import FORMAT, Tape
+from zeroplan.tape.options import TraceOptions
 
 #: Bumped when a trace of the same model comes out otherwise, so that older ones are not read.
 _REVISION = 8

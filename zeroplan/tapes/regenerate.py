@@ -22,8 +22,8 @@ from typing import Any
 
 from zeroplan.core.files import replace_file
 from zeroplan.core.model_config import auto_class_of
-from zeroplan.core.tape_options import TraceOptions
 from zeroplan.models import catalog
+from zeroplan.tape.options import TraceOptions
 from zeroplan.tapes import shipped
 
 #: Seconds of one trace relative to a decoder's, by family: two stacks, several ranges of lengths, or mixtures of experts.
@@ -96,7 +96,7 @@ def units(entries: Sequence[catalog.Entry], wanted: Wanted, todo: Callable[[str,
 
 def trace_unit(unit: TraceTask, folder: TapeFolder, deadline: float) -> list[tuple[str, str]]:
     """Trace a unit's models; returns (model, reason) of those that cannot be. Stops at the deadline (``time.time()``)."""
-    from zeroplan.core.tape_codec import to_json
+    from zeroplan.tape.codec import to_json
     from zeroplan.trace.api import Donors
 
     donors, failed = Donors(), []

@@ -14,9 +14,9 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.tape_codec import from_json
 from zeroplan.models import catalog
+from zeroplan.tape.codec import from_json
+from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tapes import shipped
 from zeroplan.tapes.cache import versions
 from zeroplan.tapes.regenerate import TapeFolder, Wanted, run, units

@@ -15,11 +15,11 @@ from functools import lru_cache
 from typing import Any
 
 from zeroplan.core.model_config import auto_class_of
-from zeroplan.core.tape_codec import from_json
-from zeroplan.core.tape_format import Tape
-from zeroplan.core.tape_options import TraceOptions
 from zeroplan.models import catalog
 from zeroplan.models.spec import ModelSpec
+from zeroplan.tape.codec import from_json
+from zeroplan.tape.format import Tape
+from zeroplan.tape.options import TraceOptions
 
 DATA = os.path.join(os.path.dirname(__file__), "data")
 

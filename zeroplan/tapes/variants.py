@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
+from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 
 _NONE, _FULL, _SELECTIVE = Checkpointing.NONE, Checkpointing.NON_REENTRANT, Checkpointing.SELECTIVE
 _SDPA, _EAGER, _FLASH = Attention.SDPA, Attention.EAGER, Attention.FLASH

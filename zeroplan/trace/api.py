@@ -1,4 +1,4 @@
-"""Traces a model: runs a few of its blocks at a few points, and makes a :class:`~zeroplan.core.tape_format.Tape` of it.
+"""Traces a model: runs a few of its blocks at a few points, and makes a :class:`~zeroplan.tape.format.Tape` of it.
 
 Note [Ranges]
     What a model allocates may change with the micro batch (a broadcast over one row makes no copy) and with the sequence
@@ -17,9 +17,9 @@ from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import HEADLESS
-from zeroplan.core.tape import ExpandedTape, Op
-from zeroplan.core.tape_format import Size, Tape, TapeProgram
-from zeroplan.core.tape_options import TraceOptions
+from zeroplan.tape.expanded import ExpandedTape, Op
+from zeroplan.tape.format import Size, Tape, TapeProgram
+from zeroplan.tape.options import TraceOptions
 from zeroplan.trace.assemble import Assembler, find_blocks
 from zeroplan.trace.build import build_inputs, build_model, depths_of, full_config, shorten, thresholds, vocabulary_of
 from zeroplan.trace.fit import DoesNotFitError, SizeForm, TracePoint, fit_size, form_of

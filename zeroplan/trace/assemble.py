@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from zeroplan.core.tape import Kind, Mark, Op, TapeModule, TapeParam
-from zeroplan.core.tape_format import Stack, Tape, TapeProgram
-from zeroplan.core.tape_options import Checkpointing, TraceOptions
+from zeroplan.tape.expanded import Kind, Mark, Op, TapeModule, TapeParam
+from zeroplan.tape.format import Stack, Tape, TapeProgram
+from zeroplan.tape.options import Checkpointing, TraceOptions
 from zeroplan.trace.fit import SizeForm, TracePoint
 from zeroplan.trace.fold import DoesNotFoldError, TracedStack, TraceFolder, kinds_of
 from zeroplan.trace.recorder import Recording

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.tape_sizes import align
+from zeroplan.tape.sizes import align
 from zeroplan.trace import kernels
 from zeroplan.trace.kernels import block
 

@@ -26,8 +26,8 @@ from zeroplan.core.model_config import (
     labels_of,
     text_config,
 )
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention
+from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.float8 import convert

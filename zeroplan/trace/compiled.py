@@ -29,7 +29,7 @@ from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zeroplan.core.tape import TapeModule, blocks_of
+from zeroplan.tape.expanded import TapeModule, blocks_of
 from zeroplan.trace import attention
 
 #: Attributes of modules that number them, and change nothing that they compute without a cache.

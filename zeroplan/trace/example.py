@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape_format import Tape
-from zeroplan.core.tape_options import TraceOptions
+from zeroplan.tape.format import Tape
+from zeroplan.tape.options import TraceOptions
 from zeroplan.trace import moe_layers
 from zeroplan.trace.api import trace_module
 

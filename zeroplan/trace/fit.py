@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from zeroplan.core.tape_format import Size
-from zeroplan.core.tape_sizes import Poly
+from zeroplan.tape.format import Size
+from zeroplan.tape.sizes import Poly
 from zeroplan.trace import kernels
 
 

@@ -1,12 +1,12 @@
-"""Cuts traces of a few blocks into pieces and loops. See Note [Folding] in :mod:`zeroplan.core.tape_format`."""
+"""Cuts traces of a few blocks into pieces and loops. See Note [Folding] in :mod:`zeroplan.tape.format`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zeroplan.core.tape import Kind, Mark, Op
-from zeroplan.core.tape_format import Anchor, Piece, Segment, Size, TapeProgram
+from zeroplan.tape.expanded import Kind, Mark, Op
+from zeroplan.tape.format import Anchor, Piece, Segment, Size, TapeProgram
 from zeroplan.trace.fit import SizeForm, TracePoint, fit_size
 from zeroplan.trace.recorder import RawAlloc, Recording
 

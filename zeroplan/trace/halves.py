@@ -27,7 +27,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from zeroplan.core.tape import Mark
+from zeroplan.tape.expanded import Mark
 from zeroplan.trace.recorder import StorageRecorder
 
 

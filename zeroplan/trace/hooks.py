@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from zeroplan.core.tape import Op
+from zeroplan.tape.expanded import Op
 from zeroplan.trace.recorder import CallTree, StorageRecorder
 from zeroplan.trace.tiled import held_back
 

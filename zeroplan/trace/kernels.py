@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-#: Bytes, or a function of :data:`zeroplan.core.tape_sizes.FUNCTIONS` with its arguments where the bytes are no polynomial.
+#: Bytes, or a function of :data:`zeroplan.tape.sizes.FUNCTIONS` with its arguments where the bytes are no polynomial.
 Size = int | tuple[Any, ...]
 
 _aten = torch.ops.aten

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroplan.core.tape import Mark, Op
+from zeroplan.tape.expanded import Mark, Op
 from zeroplan.trace import kernels, pointwise, selection
 from zeroplan.trace.kernels import Size
 from zeroplan.trace.known import KnownValues
@@ -77,7 +77,7 @@ class RawAlloc:
 
 @dataclass(slots=True)
 class Recording:
-    """Events in order, as parallel lists (see :class:`zeroplan.core.tape.Op`), and each storage's allocation."""
+    """Events in order, as parallel lists (see :class:`zeroplan.tape.expanded.Op`), and each storage's allocation."""
 
     op: list[int] = field(default_factory=list)
     arg: list[int] = field(default_factory=list)

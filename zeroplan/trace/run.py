@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import Mark, Op
-from zeroplan.core.tape_options import Checkpointing, TraceOptions
+from zeroplan.tape.expanded import Mark, Op
+from zeroplan.tape.options import Checkpointing, TraceOptions
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.halves import BackwardInHalves

@@ -25,12 +25,12 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.tape_sizes import KernelDevice
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import FUSED_WEIGHT
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
+from zeroplan.tape.expanded import ExpandedTape
+from zeroplan.tape.sizes import KernelDevice
 from zeroplan.trace.api import trace_module
 from zeroplan.trace.example import arguments, shape_of
 from zeroplan.validate.run_folder import MAIN, MODULE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 _IN_ORDER = {
     "LlamaModel": ("embed_tokens", "rotary_emb", "layers", "norm"),

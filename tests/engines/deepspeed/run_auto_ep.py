@@ -33,7 +33,7 @@ from deepspeed.ops.triton_ops import _triton, swiglu_triton
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroplan.trace.api as api
-from zeroplan.core.tape_options import Checkpointing, TraceOptions
+from zeroplan.tape.options import Checkpointing, TraceOptions
 from zeroplan.trace.auto_ep import AutoEpRank
 
 WORLD, SEQ = 8, 64

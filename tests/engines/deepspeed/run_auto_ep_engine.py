@@ -30,12 +30,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import OptimizerKind, Workload
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
+from zeroplan.tape.options import options_for
 from zeroplan.trace.api import traced
 
 SAMPLES, TOKENS, STEPS = 1, 8, 2

@@ -29,7 +29,7 @@ from deepspeed.utils import groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroplan.trace.api as api
-from zeroplan.core.tape_options import Checkpointing, TraceOptions
+from zeroplan.tape.options import Checkpointing, TraceOptions
 from zeroplan.trace.ranks import Ranks
 
 RANKS, BATCH, SEQ = 2, 2, 128

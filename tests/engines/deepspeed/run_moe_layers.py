@@ -26,12 +26,12 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
+from zeroplan.tape.options import options_for
 from zeroplan.trace.example import trace_example
 
 WIDTH, SAMPLES, TOKENS, STEPS = 256, 2, 8, 2

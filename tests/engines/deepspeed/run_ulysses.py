@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import zeroplan.trace.api as api
-from zeroplan.core.tape_options import Arithmetic, Checkpointing, TraceOptions
+from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.trace.ulysses import UlyssesRank
 
 WORLD, SEQ = 8, 64

@@ -14,12 +14,12 @@ import pytest
 
 from tests.engines.deepspeed.scripts import rows_of
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 pytestmark = [pytest.mark.long, pytest.mark.torch, pytest.mark.skipif(not find_spec("deepspeed"), reason="needs DeepSpeed")]
 

@@ -19,7 +19,6 @@ from zeroplan.core.auto_ep import SHARED, with_auto_ep
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -28,6 +27,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.tape.options import options_for
 from zeroplan.tapes import can_trace
 
 _MATRICES = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}

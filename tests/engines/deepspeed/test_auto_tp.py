@@ -14,7 +14,6 @@ from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape_options import options_for
 from zeroplan.core.tensor_parallel import auto_tp_rejects, local_parameters
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -24,6 +23,7 @@ from zeroplan.models.families import FAMILIES
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.tape.options import options_for
 from zeroplan.tapes import can_trace
 
 CONFIG: dict[str, Any] = {

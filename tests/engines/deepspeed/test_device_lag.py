@@ -8,13 +8,13 @@ import pytest
 
 from zeroplan.core.gpus import find_gpu
 from zeroplan.core.rates import rates_of
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 from zeroplan.core.units import GIB
 from zeroplan.engines.compute_traffic import PASSES
 from zeroplan.engines.deepspeed import device_lag
 from zeroplan.engines.deepspeed.device_lag import device_lag_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.request import Request
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 #: 1 µs for a fetch, nothing else on the host; 10 elements a µs and token, 1 byte a µs and pass.
 RATES = replace(

@@ -11,7 +11,6 @@ from llama_tape import adapters_only, llama_tape
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.deepspeed.lines import LEDGER
@@ -20,6 +19,7 @@ from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.ledger.line import Item, evaluate
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
 
 STREAM = llama_tape(3)
 FP32 = {"precision": Precision.FP32, "dtype": DType.FP32}

@@ -15,9 +15,6 @@ import pytest
 from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.offloaded_checkpoints import with_offloaded_checkpoints
-from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -25,6 +22,9 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.offloaded_checkpoints import with_offloaded_checkpoints
+from zeroplan.tape.options import Checkpointing, TraceOptions
 from zeroplan.tapes import find_tape
 
 BLOCKS, BATCH, SEQ = 5, 2, 128

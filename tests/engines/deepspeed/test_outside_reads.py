@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from zeroplan.core.tape import ExpandedTape, Op, TapeModule, TapeParam
 from zeroplan.engines.deepspeed.outside_reads import never_called, outside_reads, passed_through
+from zeroplan.tape.expanded import ExpandedTape, Op, TapeModule, TapeParam
 
 pytestmark = [pytest.mark.torch, pytest.mark.skipif(not find_spec("transformers"), reason="needs transformers")]
 

@@ -19,8 +19,6 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.pipeline import Stage, layer_stages, recomputed_groups, stage_parameters
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
-from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.reader import read_ds_config
@@ -35,6 +33,8 @@ from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op
+from zeroplan.tape.options import options_for
 from zeroplan.tapes import can_trace, find_tape
 
 MODEL = "meta-llama/Llama-3.1-8B"

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -21,6 +20,7 @@ from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.models.load import load_model
 from zeroplan.planner.tapes import expanded_tape_of
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
 
 SPEC = load_model("meta-llama/Llama-3.2-1B")
 ENGINE = DeepSpeed()

@@ -9,12 +9,12 @@ from llama_tape import llama_tape
 
 from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import ExpandedTape, TapeParam
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import distinct_ranks, record_deepspeed
 from zeroplan.simulate.recorder import simulate
+from zeroplan.tape.expanded import ExpandedTape, TapeParam
 
 STREAM = llama_tape(3)
 KNOBS: list[tuple[int, dict[str, Any]]] = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import ExpandedTape, TapeModule, TapeParam
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.engines.deepspeed.host_recorder import HostMark
@@ -17,6 +16,7 @@ from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule_host import record_host
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
+from zeroplan.tape.expanded import ExpandedTape, TapeModule, TapeParam
 
 SIZES = [("a", 4_000_003, True), ("b", 600, True), ("c", 3_000_000, True), ("d", 2_000_000, False), ("e", 1_000, False)]
 WORKLOAD = Workload(seq_len=8)

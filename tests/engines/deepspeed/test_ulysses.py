@@ -15,8 +15,6 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import Kind, Op
-from zeroplan.core.tape_options import options_for
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.reader import read_ds_config
@@ -31,6 +29,8 @@ from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.simulate.allocator.events import AllocatorOp
 from zeroplan.simulate.timeline import _OP_MASK
+from zeroplan.tape.expanded import Kind, Op
+from zeroplan.tape.options import options_for
 from zeroplan.tapes import can_trace
 
 _SUM = Buffer.COMM_ALL_REDUCE

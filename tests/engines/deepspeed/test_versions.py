@@ -11,7 +11,6 @@ from llama_tape import llama_tape
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.versions import Version, parse_version
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
@@ -30,6 +29,7 @@ from zeroplan.engines.deepspeed.versions import (
 )
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.recorder import simulate
+from zeroplan.tape.expanded import ExpandedTape
 
 TAPE = llama_tape(2)
 RANKS = 4

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.engines.megatron_lm.mixtures_on_meta import balance
-from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.engines.megatron.chunk import ChunkLayers, ChunkTape, chunk_tape
 from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.models.megatron import MegatronModel
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 
 #: Events: A for an allocation, F for a free, with bytes.
 Event = tuple[str, int]

@@ -10,7 +10,6 @@ from benchmarks.published.rows import kept
 from tests.engines.test_contract import ledger_and_schedule_differ
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tape import Op
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -22,6 +21,7 @@ from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.load import load_model
 from zeroplan.models.megatron import MegatronModel
+from zeroplan.tape.expanded import Op
 
 GPT: dict[str, Any] = {
     "model_type": "megatron_gpt",

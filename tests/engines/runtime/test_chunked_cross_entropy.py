@@ -10,12 +10,12 @@ import zeroplan
 from tests.engines.runtime.test_labelled_tokens import BATCH, LENGTH, MODELS, SHARE, SMALL, levels, recorded_levels, request
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import labelled_tokens
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.runtime.chunked_cross_entropy import with_chunked_cross_entropy
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.tape.expanded import ExpandedTape
 
 TOKENS = 250
 ROWS = BATCH * LENGTH

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op
 
 
 def tape(model: str, **options: object) -> ExpandedTape:

@@ -9,13 +9,13 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import labelled_tokens
-from zeroplan.core.tape import ExpandedTape, Mark, Op
-from zeroplan.core.tape_options import TraceOptions
-from zeroplan.core.tape_sizes import FUNCTIONS, KernelDevice
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.options import TraceOptions
+from zeroplan.tape.sizes import FUNCTIONS, KernelDevice
 
 LENGTH, BATCH, SHARE = 384, 3, 0.15
 SMALL = {

@@ -18,11 +18,11 @@ from zeroplan.ledger.optimizer_lines import add_state_lines
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.simulation import Simulation
     from zeroplan.engines.traffic import Traffic
     from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles
     from zeroplan.simulate.allocator.config import AllocatorConfig
+    from zeroplan.tape.expanded import ExpandedTape
 
 _lines = LedgerBuilder()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.engines.toy.rank import ToyRank
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.simulation import Simulation
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
+from zeroplan.tape.expanded import ExpandedTape
 
 
 class ToySchedule(EngineSchedule):

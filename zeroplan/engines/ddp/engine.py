@@ -24,10 +24,10 @@ from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
     from zeroplan.core.saving import Saving
-    from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.saved_files import Written
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
+    from zeroplan.tape.expanded import ExpandedTape
 
 
 #: NCCL's buffers and kernels, and resident MiB of a rank by the end of each phase: as in ``zeroplan/engines/process.py``.

@@ -9,12 +9,12 @@ compute_bucket_assignment_by_size, of torch 2.11.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.units import MIB
 from zeroplan.engines.ddp.rank import DdpRank
 from zeroplan.engines.player import EngineSchedule, play
 from zeroplan.engines.torch_step import optimizer_step, torch_run
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
 
 FIRST_BUCKET = MIB
 BUCKET = 25 * MIB

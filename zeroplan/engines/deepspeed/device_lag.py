@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.rates import Rates
-from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.engines.compute_traffic import PASSES
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 
 #: Kernels that a driver's queue takes before a launch waits for the device.
 QUEUE = 1024

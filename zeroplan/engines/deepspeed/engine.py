@@ -28,13 +28,13 @@ from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from zeroplan.core.tape import ExpandedTape
-    from zeroplan.core.tape_options import TraceOptions
     from zeroplan.engines.deepspeed.simulation import Simulator
     from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
     from zeroplan.engines.simulation import HostRun, Simulation
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
+    from zeroplan.tape.expanded import ExpandedTape
+    from zeroplan.tape.options import TraceOptions
 
 #: Every stage with each offload it allows: (stage, optimizer, parameters).
 OPTIONS = (
@@ -254,7 +254,7 @@ class DeepSpeed(Engine):
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""
-        from zeroplan.core.tape_options import options_for
+        from zeroplan.tape.options import options_for
 
         options = options_for(case.workload, zero3=case.zero.stage == 3, layout=case.parallel)
         if case.workload.reentrant and case.zero.stage < 3:  # hooks of stage 3 are laid over a tape without

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroplan.core.tape import TapeModule
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.tape.expanded import TapeModule
 
 #: zero/parameter_offload.py, _get_granularity_recursively: a module with more elements is never made a leaf.
 LARGEST_LEAF = 1_000_000_000

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from zeroplan.core.tape import ExpandedTape, Op, TapeModule
+from zeroplan.tape.expanded import ExpandedTape, Op, TapeModule
 
 #: What peft names its adapters' parts, and a layer without a task's own class of theirs.
 _DROPOUT, _FIRST, _WRAPPER = "lora_dropout", "lora_A", "LoraModel"

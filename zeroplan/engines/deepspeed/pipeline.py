@@ -23,8 +23,6 @@ from enum import Enum
 from typing import NamedTuple
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape
-from zeroplan.core.tied_gradients import with_gradients_apart
 from zeroplan.engines.deepspeed.base import DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.schedule import STEPS_UNTIL_STEADY, stage_schedule
@@ -33,6 +31,8 @@ from zeroplan.engines.player import CuePlayer
 from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
+from zeroplan.tape.tied_gradients import with_gradients_apart
 
 #: Bytes of one token's id, and of one label.
 _TOKEN = 8

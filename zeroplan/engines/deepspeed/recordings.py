@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import replace
 
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.engines.script import Scripts
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
 
 #: Events that are kept, an event block counted as one: some 150 MB. And shapes of tapes whose scripts are kept.
 MOST_EVENTS, MOST_TAPES = 5_000_000, 32

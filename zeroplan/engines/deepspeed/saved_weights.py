@@ -31,7 +31,7 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 
 if TYPE_CHECKING:  # formulas use this module, too, and need no tape
-    from zeroplan.core.tape import ExpandedTape
+    from zeroplan.tape.expanded import ExpandedTape
 
 
 #: The class of a layer that AutoTP divides (:class:`zeroplan.trace.auto_tp.Part`), which multiplies as torch's does.
@@ -61,7 +61,7 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape, read: Mapping[int, tu
         read: parameters of modules that nobody calls, by the module that reads them (outside_reads.py).
     """
     own, trained = rank.zero.memory_efficient_linear, rank.parameters.trainable
-    from zeroplan.core.tape import Mark, Op
+    from zeroplan.tape.expanded import Mark, Op
 
     events = list(zip(tape.op, tape.arg, strict=True))
     backward = (int(Op.MARK), int(Mark.BACKWARD_BEGIN))
@@ -87,7 +87,7 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape, read: Mapping[int, tu
 
 def weights_of_graphs(rank: DeepSpeedRank, tape: ExpandedTape) -> dict[int, tuple[int, ...]]:
     """Return the quantised weights that products keep in their graph, by module. See Note [Weights of graphs]."""
-    from zeroplan.core.tape import Op
+    from zeroplan.tape.expanded import Op
 
     packed = frozenset(rank.parameters.packed if rank.graph_weights else ())
     needed = {module for op, module in zip(tape.op, tape.arg, strict=True) if op == Op.BWD_EXIT} if packed else set()

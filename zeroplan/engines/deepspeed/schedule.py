@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.deepspeed.base import DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
@@ -11,6 +10,7 @@ from zeroplan.engines.deepspeed.stage12 import Stage12
 from zeroplan.engines.player import Run, play
 from zeroplan.engines.script import Scripts
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
 
 #: Optimizer steps until peaks repeat: the first makes the states, the second runs with them (and at stage 3 with the
 #: complete trace), the third meets the blocks that the second left in the allocator's cache.

@@ -6,9 +6,7 @@ from collections import OrderedDict
 from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.chunked_head import chunked_head_of
 from zeroplan.core.rates import rates_of
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
@@ -25,6 +23,8 @@ from zeroplan.ledger.derive import pow2
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import Timeline
+from zeroplan.tape.chunked_head import chunked_head_of
+from zeroplan.tape.expanded import ExpandedTape
 
 #: With fp16, a dynamic loss scale mostly starts too high and the first steps are discarded. How many depends on the data; one
 #: is enough to make the order of allocations that of a run whose states appear late. A scale that is given stays, and is one

@@ -6,8 +6,6 @@ Functions named in brackets are those of DeepSpeed 0.19.8's runtime/zero/stage3.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.chunked_head import chunked_head_of
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.auto_ep import ReplacedBlocks
@@ -21,6 +19,8 @@ from zeroplan.engines.deepspeed.reference import build_reference, reference_coor
 from zeroplan.engines.deepspeed.saved_weights import saved_weights, weights_of_graphs
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.chunked_head import chunked_head_of
+from zeroplan.tape.expanded import ExpandedTape
 
 #: stage3.py, _constant_buffered_norm2: elements whose norm is taken at once.
 NORM_CHUNK = 250_000_000

@@ -20,10 +20,10 @@ from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
     from zeroplan.core.saving import Saving
-    from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.saved_files import Written
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
+    from zeroplan.tape.expanded import ExpandedTape
 
 
 class Fsdp(TorchEngine[FsdpRank]):

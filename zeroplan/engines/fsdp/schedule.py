@@ -26,13 +26,13 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape, Kind, Op, block_of_each
-from zeroplan.core.tied_gradients import with_gradients_apart
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.engines.fsdp.saving import record_save
 from zeroplan.engines.player import EngineSchedule, play
 from zeroplan.engines.torch_step import optimizer_step, torch_run
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op, block_of_each
+from zeroplan.tape.tied_gradients import with_gradients_apart
 
 #: Streams of the simulated device: compute, the all-gathers', the reductions', the casts' before a gather.
 COMPUTE, GATHER, REDUCE, CAST = 0, 1, 2, 3

@@ -25,14 +25,14 @@ from zeroplan.ledger.line import Ledger
 if TYPE_CHECKING:
     from zeroplan.core.cluster import Cluster
     from zeroplan.core.saving import Saving
-    from zeroplan.core.tape import ExpandedTape
-    from zeroplan.core.tape_options import TraceOptions
     from zeroplan.core.workload import Compilation, Workload
     from zeroplan.engines.process import Outside
     from zeroplan.engines.saved_files import Written
     from zeroplan.engines.simulation import HostPhase
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
+    from zeroplan.tape.expanded import ExpandedTape
+    from zeroplan.tape.options import TraceOptions
 
 #: Qwen3-MoE was measured with tp, sp and cp among data-parallel ranks. DeepSeek's attention is whole on every tp rank.
 _SHARED_MIXTURE = "{0} of DeepSeek's mixtures, or of mixtures beside ep or stages, which no GPU has measured"

@@ -21,13 +21,13 @@ from dataclasses import replace
 
 from zeroplan.core.pipeline import Stage
 from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.fsdp2.schedule import COMPUTE, Fsdp2Schedule, Group
 from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
 from zeroplan.engines.pipeline_cut import StageTape, parts_on
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
 
 
 class Fsdp2StageSchedule(Fsdp2Schedule, PipelineEngineSchedule):

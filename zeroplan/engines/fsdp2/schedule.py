@@ -29,12 +29,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.tape import ExpandedTape, Op, block_of_each
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.fsdp2.saving import gathered
 from zeroplan.engines.player import EngineSchedule, play
 from zeroplan.engines.torch_step import optimizer_step, torch_run
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape, Op, block_of_each
 
 #: Streams of the simulated device: compute, the all-gathers', the reductions', and that of reductions over replicas.
 COMPUTE, GATHER, REDUCE, ALL_REDUCE = 0, 1, 2, 3

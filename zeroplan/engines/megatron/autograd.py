@@ -21,7 +21,7 @@ import heapq
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeModule
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule
 
 
 class Storage:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from zeroplan.core.tape import ExpandedTape, Kind
 from zeroplan.engines.megatron import layers
 from zeroplan.engines.megatron import operators as ops
 from zeroplan.engines.megatron.autograd import Storage, TapeWriter, Value
 from zeroplan.engines.megatron.shapes import Shapes
+from zeroplan.tape.expanded import ExpandedTape, Kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,13 +20,13 @@ from zeroplan.models.megatron import MEGATRON_CORE, MegatronModel, embedding_wei
 
 if TYPE_CHECKING:
     from zeroplan.core.cluster import Cluster
-    from zeroplan.core.tape import ExpandedTape
     from zeroplan.engines.megatron.chunk import ChunkLayers
     from zeroplan.engines.megatron.shapes import Shapes
     from zeroplan.engines.megatron.traffic import MegatronTraffic
     from zeroplan.engines.simulation import Simulation
     from zeroplan.models.spec import ModelSpec
     from zeroplan.simulate.allocator.config import AllocatorConfig
+    from zeroplan.tape.expanded import ExpandedTape
 
 _MOST_STATES = 2
 #: From which capability TransformerEngine prefers cuDNN's attention to FlashAttention's.

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from zeroplan.core.tape import Kind
 from zeroplan.engines.megatron import operators as ops
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
 from zeroplan.engines.megatron.operators import Linear, Saved
 from zeroplan.engines.megatron.router import Routing, route
 from zeroplan.engines.megatron.shapes import Shapes
+from zeroplan.tape.expanded import Kind
 
 _FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
 

@@ -7,12 +7,12 @@ Sources: Megatron-Core 0.16.1, ``megatron/core/transformer/multi_latent_attentio
 
 from __future__ import annotations
 
-from zeroplan.core.tape import Kind
 from zeroplan.engines.megatron import operators as ops
 from zeroplan.engines.megatron.autograd import Gradients, TapeWriter, Value
 from zeroplan.engines.megatron.operators import Linear, Saved
 from zeroplan.engines.megatron.rotary import rotated
 from zeroplan.engines.megatron.shapes import Shapes
+from zeroplan.tape.expanded import Kind
 
 
 def latent_query_key_value(w: TapeWriter, s: Shapes, x: Value) -> tuple[Value, ...]:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from zeroplan.core.tape import Kind
 from zeroplan.engines.megatron import operators as ops
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
 from zeroplan.engines.megatron.experts import mixture
@@ -20,6 +19,7 @@ from zeroplan.engines.megatron.latent import latent_query_key_value
 from zeroplan.engines.megatron.operators import Saved
 from zeroplan.engines.megatron.rotary import rotated
 from zeroplan.engines.megatron.shapes import Shapes
+from zeroplan.tape.expanded import Kind
 
 _FP32, _INT64 = 4, 8
 #: The element of an attention mask.

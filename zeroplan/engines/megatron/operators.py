@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from zeroplan.core.tape import Kind
-from zeroplan.core.tape_sizes import FUNCTIONS
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
+from zeroplan.tape.expanded import Kind
+from zeroplan.tape.sizes import FUNCTIONS
 
 Saved = tuple[Storage, ...]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from zeroplan.core.tape import Kind
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
 from zeroplan.engines.megatron.operators import Saved
 from zeroplan.engines.megatron.shapes import Shapes
+from zeroplan.tape.expanded import Kind
 
 _FP32, _INT64, _INT32, _BOOL = 4, 8, 4, 1
 

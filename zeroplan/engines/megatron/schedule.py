@@ -16,7 +16,6 @@ from dataclasses import replace
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.pipeline_action import Action, Do
 from zeroplan.core.pipeline_order import in_flight
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.engines.megatron.chunk import ChunkTape, chunk_tape
 from zeroplan.engines.megatron.rank import MegatronRank
 from zeroplan.engines.pipeline_cut import shifted
@@ -25,6 +24,7 @@ from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
 
 #: Micro batches beyond those in flight, and rounds of the interleaved schedule, that are played: each is like the one before.
 _FURTHER, _ROUNDS = 3, 4

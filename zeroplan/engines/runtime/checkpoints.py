@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from zeroplan.core.checkpointed_inputs import checkpointed_inputs
 from zeroplan.core.layout import LEAST_MOVED_BYTES, Layout, UnitKind
-from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts
+from zeroplan.tape.checkpointed_inputs import checkpointed_inputs
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op, TapeEvent
 
 #: Bytes of the narrowest element that an input has.
 _LEAST_WIDTH = 2

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeEvent
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeEvent
 
 _WIDE, _INDEX = 4, 8  # bytes of an fp32 number and of an index
 

@@ -49,12 +49,12 @@ from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from zeroplan.core.tape import ExpandedTape
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.runtime.traffic import RuntimeTraffic
     from zeroplan.engines.simulation import Simulation
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
+    from zeroplan.tape.expanded import ExpandedTape
 
 #: Stages with optimizer and parameter offload, in the order in which they are shown.
 OPTIONS = (

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeEvent
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeEvent
 
 _WIDE = 4  # bytes of an fp32 number
 

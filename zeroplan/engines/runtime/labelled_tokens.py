@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from zeroplan.core.losses import labelled_tokens, leaves_loss_to_function, scores_each_token
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, TapeEvent
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeEvent
 
 _INDEX = 8  # bytes of an index
 #: Kinds that hold tokens' values where they are as large as a weight, too: hidden states of as many tokens as a layer is wide.

@@ -18,13 +18,13 @@ from __future__ import annotations
 from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.pipeline_action import Do
 from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
 from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
 from zeroplan.engines.pipeline_cut import parts_on
 from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, UnitRun
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
 
 
 class RuntimeStageSchedule(RuntimeSchedule, PipelineEngineSchedule):

@@ -15,10 +15,10 @@ from itertools import groupby
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.layout import EXPERTS_SUFFIX, Layout, UnitKind
 from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
-from zeroplan.core.tape import ExpandedTape, Mark, Op, TapeEvent
 from zeroplan.engines.player import EngineSchedule
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op, TapeEvent
 
 #: Optimizer steps until peaks repeat: the second runs with the blocks that the first left in the cache.
 STEPS_UNTIL_STEADY = 2

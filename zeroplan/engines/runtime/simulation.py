@@ -9,7 +9,6 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.layout import Layout
 from zeroplan.core.layout_setup import RuntimeSetup
-from zeroplan.core.tape import ExpandedTape
 from zeroplan.core.workload import DType, Workload
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.base import Case
@@ -23,6 +22,7 @@ from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedul
 from zeroplan.engines.simulation import Simulation
 from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
+from zeroplan.tape.expanded import ExpandedTape
 
 
 def computed_tape(

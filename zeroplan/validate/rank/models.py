@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from zeroplan.core.losses import IGNORED_LABEL, labelled_tokens
-from zeroplan.core.tape_options import Checkpointing, TraceOptions
 from zeroplan.core.workload import Attention, Compilation
+from zeroplan.tape.options import Checkpointing, TraceOptions
 from zeroplan.validate.job import VerifyJob
 from zeroplan_runtime.regional_compilation import compile_blocks
 from zeroplan_runtime.units import find_blocks

@@ -10,9 +10,7 @@ import pytest
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.generation import Generation
-from zeroplan.core.generation_tape import MOST_LENGTHS, lengths_of
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.tape import ExpandedTape, Op
 from zeroplan.core.workload import Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -21,6 +19,8 @@ from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.request import Request
 from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.tape.expanded import ExpandedTape, Op
+from zeroplan.tape.generation import MOST_LENGTHS, lengths_of
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 LAYERS, HEADS, KV_HEADS, WIDTH, WORDS, PARAMS = 16, 32, 8, 64, 128_256, 1_235_814_400

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from zeroplan.core.tape import ExpandedTape, Mark, Op
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 
 
 @dataclass(frozen=True, slots=True)

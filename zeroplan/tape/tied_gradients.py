@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from zeroplan.core.tape import ExpandedTape, Op
+from zeroplan.tape.expanded import ExpandedTape, Op
 
 _Event = tuple[int, int, int, int, int]
 

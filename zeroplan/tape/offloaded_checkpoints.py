@@ -19,9 +19,9 @@ Note [Offloaded checkpoints]
 
 from __future__ import annotations
 
-from zeroplan.core.checkpointed_inputs import checkpointed_inputs
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent, blocks_of
+from zeroplan.tape.checkpointed_inputs import checkpointed_inputs
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op, TapeEvent, blocks_of
 
 #: Inputs that are on the GPU at the end of the forward (``keep_last_count``, and the last that was copied).
 _STAYING = 2

@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from zeroplan.core.event_writer import EventWriter
 from zeroplan.core.generation import Generation
-from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent, TapeModule, blocks_of
+from zeroplan.tape.event_writer import EventWriter
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op, TapeEvent, TapeModule, blocks_of
 
 #: Lengths of the growing cache that are played, evenly spaced: what is left of each is reused by the next in the same way.
 MOST_LENGTHS = 32

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from zeroplan.core.tape import Kind, Op, TapeEvent
+from zeroplan.tape.expanded import Kind, Op, TapeEvent
 
 
 @dataclass(slots=True)

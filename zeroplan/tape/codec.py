@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroplan.core.tape import TapeModule, TapeParam
-from zeroplan.core.tape_format import FORMAT, Anchor, Piece, Segment, Size, Stack, Tape, TapeProgram
+from zeroplan.tape.expanded import TapeModule, TapeParam
+from zeroplan.tape.format import FORMAT, Anchor, Piece, Segment, Size, Stack, Tape, TapeProgram
 
 _COLUMNS = ("op", "anchor", "offset", "aux_anchor", "aux", "kind")
 

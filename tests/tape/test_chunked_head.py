@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from zeroplan.core.chunked_head import with_chunked_head
-from zeroplan.core.tape import ExpandedTape, Kind, Op
 from zeroplan.core.workload import Precision, Workload
 from zeroplan.models.load import load_model
+from zeroplan.tape.chunked_head import with_chunked_head
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op
 from zeroplan.tapes import find_tape
 
 BATCH, SEQ = 8, 1024

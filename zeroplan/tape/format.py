@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tape import ExpandedTape, Op, TapeModule, TapeParam
-from zeroplan.core.tape_sizes import FUNCTIONS, KernelDevice, Poly, evaluate
+from zeroplan.tape.expanded import ExpandedTape, Op, TapeModule, TapeParam
+from zeroplan.tape.sizes import FUNCTIONS, KernelDevice, Poly, evaluate
 
 #: Bumped when the stored form changes, so that older caches are not read.
 FORMAT = 2
@@ -35,7 +35,7 @@ class Anchor(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Bytes: a polynomial, or a function of :data:`zeroplan.core.tape_sizes.FUNCTIONS` applied to polynomials."""
+    """Bytes: a polynomial, or a function of :data:`zeroplan.tape.sizes.FUNCTIONS` applied to polynomials."""
 
     function: str  # "" for the polynomial itself
     args: tuple[Poly, ...]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op, blocks_of
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, blocks_of
 
 _Event = tuple[int, int, int, int, int]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.tape import ExpandedTape, Kind, Mark, Op
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op
 
 
 @dataclass(frozen=True, slots=True)

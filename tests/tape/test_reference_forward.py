@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from zeroplan.core.reference_forward import with_reference
-from zeroplan.core.tape import ExpandedTape, Mark, Op
 from zeroplan.core.workload import Precision, Workload
 from zeroplan.models.load import load_model
+from zeroplan.tape.expanded import ExpandedTape, Mark, Op
+from zeroplan.tape.reference_forward import with_reference
 from zeroplan.tapes import find_tape
 
 BATCH, SEQ = 2, 256

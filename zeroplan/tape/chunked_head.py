@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from zeroplan.core.event_writer import EventWriter
 from zeroplan.core.losses import labelled_tokens, leaves_loss_to_function
-from zeroplan.core.tape import ExpandedTape, Kind, Op, TapeEvent, TapeModule
+from zeroplan.tape.event_writer import EventWriter
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op, TapeEvent, TapeModule
 
 #: Tokens and words of one tile.
 _TOKENS, _WORDS = 4096, 32_768

@@ -1,15 +1,22 @@
-"""Holds the modelled time of layouts against published runs: ``python -m benchmarks.layouts.published``.
+"""Holds modelled times of layouts against published runs: ``python -m benchmarks.layouts.published [--source TEXT] [--json FILE]``.
 
-A published figure is tokens a second and GPU. Where a paper gives operations a second, they are divided by the operations a
-token that it counts. Models without a described config of their own are Llamas of the same hidden size, depth and parameters.
+``published.jsonl`` holds a run a line: source and table, tokens a second and GPU, model, cluster, degrees, batch. Where a source
+gives operations a second they were divided by the operations a token that it counts; `note` says so, and what a source leaves
+open. A model that is given by its shape is a Llama of the same hidden size, depth, vocabulary and elements a block. Rows marked
+`blind` were drawn by lot (seed 20261124) before the first change to the model of time, and no change was made for their sake.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
 from typing import Any
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import rates_of
 from zeroplan.ledger.work import count_tape, guess_counts, matrices
 from zeroplan.planner.request import Request
@@ -18,96 +25,131 @@ from zeroplan.planner.tapes import expand_for
 from zeroplan.search.layout_time import LayoutCost, LayoutTime
 from zeroplan.tapes import find_tape
 
-_LLAMA = "meta-llama/Llama-3.1-{}"
-#: GB/s a GPU between nodes, four fifths of the line rate as within nodes: 400 Gb/s on H100s, 200 Gb/s on A100s.
-_H100, _A100 = 40.0, 20.0
+ROWS = Path(__file__).with_name("published.jsonl")
+#: Within these a prediction counts as right, over published speed.
+LOW, HIGH = 0.8, 1.25
+_DEGREES = ("tp", "sp", "cp", "pp", "vpp", "ep", "dp_replicate")
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """One run: what it was, tokens a second and GPU, and the same as a request."""
+class Outcome:
+    """One run and its modelled time; `refused` says why there is none."""
 
-    name: str
-    source: str
-    tokens: float
-    request: Request
-    node_gbs: float = _H100
+    row: dict[str, Any]
+    time: LayoutTime | None
+    refused: str = ""
+
+    @property
+    def predicted(self) -> float | None:
+        """Modelled tokens a second and GPU."""
+        return None if self.time is None else self.time.tokens_per_second / (self.row["gpus"] * self.row["nodes"])
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over published speed."""
+        return None if self.predicted is None else self.predicted / self.row["tokens"]
 
 
-def _titan(name: str, table: str, tokens: float, model: str, nodes: int, **layout: Any) -> Published:
-    asked = {"stage": 3, "micro_batch": 1} | layout
-    request = Request(model=_LLAMA.format(model), gpus=8, gpu="H100", nodes=nodes, seq_len=8192, engine="fsdp2", **asked)
-    return Published(name, f"torchtitan, benchmarks/{table}", tokens, request)
+def rows() -> list[dict[str, Any]]:
+    """Return the published runs in the order of their file."""
+    return [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 
-def _megatron(billions: int, width: int, depth: int, heads: int, nodes: int, pp: int, batch: int, tflops: float) -> Published:
-    """Table 1 counts 96 B s l h² (1 + s / 6h + V / 16 l h) operations a step, recomputation included."""
-    seq, vocabulary = 2048, 51200
-    config = {
+def request_of(row: dict[str, Any]) -> Request:
+    """Return a run as a request."""
+    model = row["model"] if isinstance(row["model"], str) else _llama(row["model"])
+    asked: dict[str, Any] = {name: row[name] for name in _DEGREES if name in row}
+    if "checkpointing" in row:
+        asked |= {"gradient_checkpointing": True, "checkpoint_policy": row["checkpointing"]}
+    sizes = {name: row[name] for name in ("gpus", "nodes", "gpu", "seq_len", "micro_batch", "grad_accum", "stage")}
+    return Request(model=model, engine="fsdp2", **sizes, **asked)
+
+
+def _llama(shape: dict[str, int]) -> dict[str, Any]:
+    """Return the config of a Llama whose blocks have as many elements as those of a GPT: 12 times the hidden size squared."""
+    width, heads = shape["hidden"], shape["heads"]
+    return {
         "model_type": "llama",
         "hidden_size": width,
         "intermediate_size": 8 * width // 3 // 64 * 64,
-        "num_hidden_layers": depth,
+        "num_hidden_layers": shape["layers"],
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
-        "vocab_size": vocabulary,
+        "vocab_size": shape["vocab"],
+        "max_position_embeddings": 1 << 20,
         "tie_word_embeddings": False,
     }
-    operations = 96 * depth * width**2 * (1 + seq / (6 * width) + vocabulary / (16 * depth * width))
-    dp = nodes * 8 // (8 * pp)
-    layout: dict[str, Any] = {"tp": 8, "pp": pp, "stage": 2, "grad_accum": batch // dp, "gradient_checkpointing": True}
-    request = Request(model=config, gpus=8, gpu="A100-80G", nodes=nodes, seq_len=seq, engine="fsdp2", **layout)
-    name = f"GPT {billions}B, tp 8 × pp {pp}, {nodes * 8:,} A100"
-    return Published(name, "Narayanan et al. 2021, table 1", tflops * 1e12 / operations, request, _A100)
 
 
-def runs() -> Iterator[Published]:
-    """Yield the published runs."""
-    first, second = "llama3_h100_202412_torchtitan.md", "asyncTP_llama3_h100_2025-06_torchtitan.md"
-    selective = {"gradient_checkpointing": True, "checkpoint_policy": "selective"}
-    full = {"gradient_checkpointing": True}
-    yield _titan("Llama 3.1 8B, FSDP 8", first, 5762, "8B", 1, micro_batch=2, **selective)
-    yield _titan("Llama 3.1 8B, FSDP 128", first, 5605, "8B", 16, micro_batch=2, **selective)
-    yield _titan("Llama 3.1 8B, FSDP 8 × tp 8", second, 4378, "8B", 8, micro_batch=12, tp=8, sp=True)
-    yield _titan("Llama 3.1 70B, FSDP 32 × tp 8", second, 597.3, "70B", 32, micro_batch=16, tp=8, sp=True, **full)
-    staged: dict[str, Any] = {"tp": 8, "pp": 8, "stage": 2, "grad_accum": 32, **full}
-    yield _titan("Llama 3.1 405B, FSDP 8 × tp 8 × pp 8, Float8", first, 100, "405B", 64, **staged)
-    yield _titan("the same, interleaved", first, 128, "405B", 64, vpp=2, **staged)
-    operations = 6 * 405.9e9 + 6 * 126 * 16384 * 8192
-    for nodes, batches, tflops in ((1024, 32, 430), (2048, 16, 400)):
-        layout: dict[str, Any] = {"tp": 8, "pp": 16, "vpp": 4, "stage": 2, "grad_accum": batches}
-        request = Request(model=_LLAMA.format("405B"), gpus=8, gpu="H100", nodes=nodes, seq_len=8192, engine="fsdp2", **layout)
-        name = f"Llama 3 405B, tp 8 × pp 16, {nodes * 8:,} H100"
-        yield Published(name, "Llama 3 (arXiv 2407.21783), table 4", tflops * 1e12 / operations, request)
-    yield _megatron(145, 12288, 80, 96, 192, 8, 2304, 148)
-    yield _megatron(310, 16384, 96, 128, 240, 16, 2160, 155)
-    yield _megatron(1008, 25600, 128, 160, 384, 64, 3072, 163)
-    mixture: dict[str, Any] = {"pp": 16, "ep": 64, "stage": 2, "grad_accum": 120, "gradient_checkpointing": True}
-    request = Request(model="deepseek-ai/DeepSeek-V3", gpus=8, gpu="H100", nodes=256, seq_len=4096, engine="fsdp2", **mixture)
-    yield Published(
-        "DeepSeek-V3, pp 16 × ep 64, 2,048 H800, FP8", "arXiv 2412.19437, table 1", 14.8e12 / (2.664e6 * 3600), request
-    )
+def model(row: dict[str, Any]) -> LayoutTime:
+    """Return the modelled time of a run.
 
-
-def model(run: Published) -> LayoutTime:
-    """Return the modelled time of a run."""
-    case = resolve(run.request).cases[0]
-    tape = find_tape(case.spec, case.workload, layout=case.parallel)
+    Raises:
+        BadInput: what cannot be planned.
+    """
+    case = resolve(request_of(row)).cases[0]
+    tape = find_tape(case.spec, case.workload, layout=case.parallel, plain=True)
     tokens = case.workload.rows * (case.workload.seq_len or 0) // (case.layout.cp * case.layout.tp)
     counts = guess_counts(matrices(case.spec), case.workload, tokens) if tape is None else count_tape(expand_for(tape, case))
-    return LayoutCost(case, counts, replace(rates_of(case.cluster.gpu), node_gbs=run.node_gbs)).time()
+    return LayoutCost(case, counts, rates_of(case.cluster.gpu)).time()
+
+
+def outcomes(only: str = "") -> Iterator[Outcome]:
+    """Model the runs whose source or name contains `only`."""
+    for row in rows():
+        if only.lower() in f"{row['source']} {row['name']}".lower():
+            try:
+                yield Outcome(row, model(row))
+            except BadInput as error:
+                yield Outcome(row, None, str(error))
+
+
+def summary(found: Sequence[Outcome]) -> dict[str, Any]:
+    """Return how many runs are modelled within the bounds, and the median ratio; a refused run counts as one outside."""
+    ratios = [one.ratio for one in found if one.ratio is not None]
+    return {
+        "runs": len(found),
+        "within": sum(LOW <= ratio <= HIGH for ratio in ratios) / len(found) if found else None,
+        "median": median(ratios) if ratios else None,
+        "refused": len(found) - len(ratios),
+    }
+
+
+def summaries(found: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
+    """Return the summaries of all runs, of the blind and the other half, and of each source."""
+    groups: dict[str, list[Outcome]] = {"all": list(found)}
+    groups["blind"] = [one for one in found if one.row["blind"]]
+    groups["open"] = [one for one in found if not one.row["blind"]]
+    for one in found:
+        groups.setdefault(one.row["source"], []).append(one)
+    return {name: summary(group) for name, group in groups.items() if group}
 
 
 def main() -> None:
-    """Print a table in Markdown."""
-    print("| run | published, tokens/s a GPU | modelled | ratio | what it is modelled to be spent on |")
+    """Print tables in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--source", default="", help="only runs whose source or name contains this")
+    parser.add_argument("--json", type=Path, help="write ratios and summaries there")
+    asked = parser.parse_args()
+    found = list(outcomes(asked.source))
+    print("| run | published, tokens/s a GPU | predicted | ratio | what it is predicted to be spent on |")
     print("|---|---:|---:|---:|---|")
-    for run in runs():
-        found = model(run)
-        each = found.tokens_per_second / (run.request.gpus * run.request.nodes)
-        parts = sorted(((seconds / found.total, name) for name, seconds in found.parts.items()), reverse=True)
-        spent = ", ".join(f"{name} {100 * share:.0f} %" for share, name in parts if share >= 0.02)
-        print(f"| {run.name} | {run.tokens:,.0f} | {each:,.0f} | {each / run.tokens:.2f} | {spent} |")
+    for one in found:
+        name = one.row["name"] + (" (blind)" if one.row["blind"] else "")
+        if one.time is None:
+            print(f"| {name} | {one.row['tokens']:,.0f} | | | refused: {one.refused} |")
+            continue
+        parts = sorted(((seconds / one.time.total, part) for part, seconds in one.time.parts.items()), reverse=True)
+        spent = ", ".join(f"{part} {100 * share:.0f} %" for share, part in parts if share >= 0.02)
+        print(f"| {name} | {one.row['tokens']:,.0f} | {one.predicted:,.0f} | {one.ratio:.2f} | {spent} |")
+    print(f"\n| runs | number | within {LOW}–{HIGH} | median ratio | refused |\n|---|---:|---:|---:|---:|")
+    shown = summaries(found)
+    for group, line in shown.items():
+        middle = "" if line["median"] is None else f"{line['median']:.2f}"
+        print(f"| {group} | {line['runs']} | {100 * line['within']:.0f} % | {middle} | {line['refused']} |")
+    if asked.json is not None:
+        ratios = {one.row["name"]: one.ratio for one in found}
+        asked.json.write_text(json.dumps({"summaries": shown, "ratios": ratios}, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

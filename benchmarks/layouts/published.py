@@ -1,9 +1,10 @@
-"""Holds modelled times of layouts against published runs: ``python -m benchmarks.layouts.published [--source TEXT] [--json FILE]``.
+"""Holds modelled times of layouts against published runs: ``python -m benchmarks.layouts.published``.
 
-``published.jsonl`` holds a run a line: source and table, tokens a second and GPU, model, cluster, degrees, batch. Where a source
-gives operations a second they were divided by the operations a token that it counts; `note` says so, and what a source leaves
-open. A model that is given by its shape is a Llama of the same hidden size, depth, vocabulary and elements a block. Rows marked
-`blind` were drawn by lot (seed 20261124) before the first change to the model of time, and no change was made for their sake.
+``published.jsonl`` holds a run a line: source and table, tokens a second and GPU, model, cluster, degrees, batch. Where a
+source gives operations a second, they were divided by the operations a token that it counts; `note` says so, and what a source
+leaves open. A model that is given by its shape is a Llama of the same hidden size, depth, vocabulary and elements a block. Rows
+marked `blind` were drawn by lot (seed 20261124) before the first change to the model of time, and no change was made for their
+sake.
 """
 
 from __future__ import annotations

@@ -35,11 +35,12 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.pipeline import Stage
 from zeroplan.core.pipeline_action import Action, Do
 from zeroplan.core.pipeline_order import PipelineOrder, in_flight, with_gathers
-from zeroplan.engines.pipeline_cut import StageTape, shifted
+from zeroplan.engines.pipeline_cut import StageTape
 from zeroplan.engines.player import CuePlayer, EngineSchedule
 from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.edit import renumbered
 
 
 class PipelineEngineSchedule(EngineSchedule):
@@ -227,7 +228,7 @@ class _Cues:
         self.weights: list[tuple[Cue, ...]] = []
         threads = ((self.forwards, 0), (self.losses, -1), (self.backwards, 1), (self.weights, -1))  # those of cuBLAS
         for slot, begin_of_slot in enumerate(self.bases):
-            tape = shifted(part.tape, begin_of_slot)
+            tape = renumbered(part.tape, begin_of_slot)
             ends = (0, part.returned, part.split, len(tape) if part.weights < 0 else part.weights, len(tape))
             for (cues, thread), (begin, end) in zip(threads, pairwise(ends), strict=True):
                 taken = workspaces_of(tape, range(begin, end), thread) if not slot and thread >= 0 else []

@@ -380,14 +380,3 @@ def _hidden_bytes(tape: ExpandedTape, walk: _Cut) -> int:
         if op == Op.ALLOC and module in walk.embedding:
             largest = max(largest, aux)
     return largest
-
-
-def shifted(tape: ExpandedTape, by: int) -> ExpandedTape:
-    """Return the tape with other numbers of its storages."""
-    if not by:
-        return tape
-    stored = (int(Op.ALLOC), int(Op.FREE))
-    handed = (int(Op.GRAD), int(Op.HOLD))
-    arg = [value + by if op in stored else value for op, value in zip(tape.op, tape.arg, strict=True)]
-    aux = [value + by if op in handed else value for op, value in zip(tape.op, tape.aux, strict=True)]
-    return ExpandedTape(tape.modules, tape.params, tape.op, arg, aux, tape.kind, tape.module, buffers=tape.buffers)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.simulate.event_blocks import EventBlocks
+from zeroplan.tape.edit import renumbered
 from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule
 
 #: By Kind, the name of a tape's allocation.
@@ -114,7 +115,7 @@ def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
     event_blocks = EventBlocks()
     script = _micro_batch(tape, event_blocks, modules=modules, own_linear=own_linear)
     shapes = [
-        _micro_batch(_renumbered(shape, tape.first_storage(at)), event_blocks, modules=modules, own_linear=own_linear)
+        _micro_batch(renumbered(shape, tape.first_storage(at)), event_blocks, modules=modules, own_linear=own_linear)
         for at, shape in enumerate(tape.shapes)
     ]
     return replace(
@@ -127,9 +128,8 @@ def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
 
 def _micro_batch(tape: ExpandedTape, event_blocks: EventBlocks, *, modules: bool, own_linear: bool) -> Script:
     """One micro batch's cues; arguments as of :func:`script_of`."""
-    alloc, free, mark = int(Op.ALLOC), int(Op.FREE), int(Op.MARK)
-    marks = {tape.arg[at]: at for at, op in enumerate(tape.op) if op == mark}
-    ends = (0, marks[Mark.BACKWARD_BEGIN], marks[Mark.BACKWARD_END])
+    alloc, free = int(Op.ALLOC), int(Op.FREE)
+    ends = (0, tape.marks[Mark.BACKWARD_BEGIN], tape.marks[Mark.BACKWARD_END])
     played = []
     for half, (begin, end) in enumerate(pairwise(ends)):
         workspaces = workspaces_of(tape, range(begin, end), half, own_linear=own_linear)
@@ -142,7 +142,7 @@ def _micro_batch(tape: ExpandedTape, event_blocks: EventBlocks, *, modules: bool
         inputs=tuple(arg for arg in last if allocated[arg] == Kind.INPUT),
         kept=tuple(arg for arg in last if allocated[arg] != Kind.INPUT),
         event_blocks=event_blocks,
-        keeps_output=int(Mark.OUTPUT) in marks,
+        keeps_output=int(Mark.OUTPUT) in tape.marks,
         returned=tuple(arg for arg, kind in allocated.items() if kind == Kind.RETURNED),
     )
 
@@ -151,7 +151,7 @@ def _evaluation_cues(tape: ExpandedTape, modules: bool, event_blocks: EventBlock
     """The cues of the tape's evaluation; its thread has its workspaces."""
     if tape.evaluation is None:
         return ()
-    forward = _renumbered(tape.evaluation.forward, tape.first_storage(len(tape.shapes)))
+    forward = renumbered(tape.evaluation.forward, tape.first_storage(len(tape.shapes)))
     return cues_of(forward, range(len(forward)), [], modules, event_blocks)
 
 
@@ -159,18 +159,8 @@ def _generation_cues(tape: ExpandedTape, event_blocks: EventBlocks) -> tuple[Cue
     if tape.generation is None:
         return ()
     last = len(tape.played_beside) - 1
-    events = _renumbered(tape.generation, tape.first_storage(last))
+    events = renumbered(tape.generation, tape.first_storage(last))
     return cues_of(events, range(len(events)), [], False, event_blocks)
-
-
-def _renumbered(tape: ExpandedTape, first: int) -> ExpandedTape:
-    """Return the tape with storages that count from `first`."""
-    storages = (int(Op.ALLOC), int(Op.FREE))
-    grad = int(Op.GRAD)
-    return tape.with_events(
-        (op, arg + first if op in storages else arg, aux + first if op == grad else aux, kind, module)
-        for op, arg, aux, kind, module in tape.events()
-    )
 
 
 def workspaces_of(tape: ExpandedTape, half: range, number: int, *, own_linear: bool = False) -> list[tuple[int, int, int]]:

@@ -56,7 +56,7 @@ def generated(case: Case, prompts: ExpandedTape) -> ExpandedTape | None:
         casts=generation.casts and work.precision is not Precision.PURE,
         weights=_weights(case, prompts, head),
     )
-    return generation_tape(prompts, list(forward_without_gradients(prompts)), head, generation, model)
+    return generation_tape(prompts, forward_without_gradients(prompts), head, generation, model)
 
 
 def _weights(case: Case, tape: ExpandedTape, head: int) -> tuple[tuple[tuple[int, bool], ...], ...]:

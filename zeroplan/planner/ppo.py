@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
+from itertools import count
 from typing import Any
 
 from zeroplan.core.errors import BadInput
@@ -17,7 +18,7 @@ from zeroplan.models.facts import spec_facts
 from zeroplan.models.load import load_model
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.request import Request
-from zeroplan.tape.event_writer import EventWriter
+from zeroplan.tape.edit import EventWriter
 from zeroplan.tape.expanded import ExpandedTape, Kind
 
 #: The key under which a file's PPO stands among what is left out.
@@ -97,7 +98,7 @@ def rollout_tape(tape: ExpandedTape, rollout: Rollout) -> ExpandedTape:
     with the hidden states of its layers; the value and the reward model keep theirs alone. Weights are multiplied as they are,
     since the autocast is on the wrapper's forward.
     """
-    write = EventWriter(0)
+    write = EventWriter(count())
     parts = -(-rollout.samples // rollout.at_once)
     length = rollout.prompt + rollout.response
     scores = rollout.at_once * rollout.response * rollout.words * _FP32

@@ -7,13 +7,12 @@ and large. Source: TRL 1.16, ``trainer/utils.py`` (``add_fused_lm_head``), ``ker
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from zeroplan.core.losses import labelled_tokens, leaves_loss_to_function
-from zeroplan.tape.event_writer import EventWriter
-from zeroplan.tape.expanded import ExpandedTape, Kind, Op, TapeEvent, TapeModule
+from zeroplan.tape.edit import EventWriter, TapeEdit
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op, TapeModule
 
 #: Tokens and words of one tile.
 _TOKENS, _WORDS = 4096, 32_768
@@ -58,10 +57,12 @@ def with_chunked_head(tape: ExpandedTape, *, batch: int, seq_len: int, share: fl
 
     The head sees the tokens whose next one has a label: a `share` of all, or all.
     """
-    head = _find(tape, batch * seq_len)
+    edit = TapeEdit(tape)
+    head = _find(edit, batch * seq_len)
     if head is None:
         return tape
-    return tape.with_events(_events(tape, head, _scored(batch, seq_len, share), batch * seq_len))
+    _replace(edit, head, _scored(batch, seq_len, share), batch * seq_len)
+    return edit.result()
 
 
 def _scored(batch: int, seq_len: int, share: float | None) -> int:
@@ -84,9 +85,9 @@ def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int, share:
     found = _logits(tape)
     if found is None:
         return tape
+    edit = TapeEdit(tape)
     where, module, model = found
-    at = {(op, arg): i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if op in _HOOKS}
-    begin, end = at.get((Op.ENTER, module), -1), at.get((Op.EXIT, model), -1)
+    begin, end = (edit.hooks.get(hook, -1) for hook in ((Op.ENTER, module), (Op.EXIT, model)))
     param = tape.params[tape.modules[module].params[0]]
     if not -1 < begin < where < end or len(param.shape) != 2:
         return tape
@@ -94,19 +95,18 @@ def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int, share:
     span = range(begin, end)
     compute = tape.aux[where] // (batch * seq_len * words)
     head = _Head(module, span, range(end, end), -1, None, words, width, compute, hidden=param.itemsize, weight=param.itemsize)
-    dropped = {tape.arg[i] for i in span if tape.op[i] == Op.ALLOC}
-    outer = [tape.arg[i] for i in span if tape.op[i] == Op.FREE and tape.arg[i] not in dropped]
-    write = EventWriter(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), module)
+    made = edit.storages_of(edit.allocations(span))
+    outer = [storage for storage in edit.storages_of(edit.frees(span)) if storage not in made]
+    edit.drop(span)
+    edit.drop_frees(made)
+    write = edit.before(begin, module)
     write.free(*_forward(write, head, _scored(batch, seq_len, share)), *outer)
-    replaced = write.taken()
-    gone = {(Op.FREE, one) for one in dropped}
-    kept = [event for i, event in enumerate(tape.events()) if i >= end and event[:2] not in gone]
-    return tape.with_events((*islice(tape.events(), begin), *replaced, *kept))
+    return edit.result()
 
 
 def _logits(tape: ExpandedTape) -> tuple[int, int, int] | None:
     """Return the event that makes the logits, the head's index and the model's; None where TRL keeps the model's own head."""
-    where = next((i for i, (op, kind) in enumerate(zip(tape.op, tape.kind, strict=True)) if (op, kind) == _LOGITS), None)
+    where = next((i for i, pair in enumerate(zip(tape.op, tape.kind, strict=True)) if pair == (Op.ALLOC, Kind.LOGITS)), None)
     if where is None or (module := tape.module[where]) < 0:
         return None
     head, model = tape.modules[module], tape.modules[module].parent
@@ -115,24 +115,22 @@ def _logits(tape: ExpandedTape) -> tuple[int, int, int] | None:
     return where, module, model
 
 
-def _find(tape: ExpandedTape, tokens: int) -> _Head | None:
+def _find(edit: TapeEdit, tokens: int) -> _Head | None:
     """Find the linear layer that makes the logits, and what stands around it; None where something there is not expected."""
-    found = _logits(tape)
+    tape, found = edit.tape, _logits(edit.tape)
     if found is None:
         return None
     where, module, model = found
-    head = tape.modules[module]
-    at = {(op, arg): i for i, (op, arg) in enumerate(zip(tape.op, tape.arg, strict=True)) if op in _HOOKS}
     marks = ((Op.ENTER, module), (Op.EXIT, model), (Op.BWD_ENTER, model), (Op.BWD_EXIT, module))
-    if any(mark not in at for mark in marks):
+    if any(mark not in edit.hooks for mark in marks):
         return None
-    begin, end, after, last = (at[mark] for mark in marks)
-    backward = range(after + 1, last + 1)
-    param = tape.params[head.params[0]]
+    begin, end, after, last = (edit.hooks[mark] for mark in marks)
+    param = tape.params[tape.modules[module].params[0]]
     if not begin < where < end < after < last or len(param.shape) != 2:
         return None
     words, width = param.shape
-    left = dict(_left(tape, backward))
+    backward = range(after + 1, last + 1)
+    left = edit.left_by(backward)
     weights = [storage for storage, size in left.items() if size == words * width * param.itemsize and param.trainable]
     hidden = [storage for storage, size in left.items() if size in (2 * tokens * width, 4 * tokens * width)]
     hidden = [storage for storage in hidden if storage not in weights[:1]]
@@ -152,47 +150,28 @@ def _find(tape: ExpandedTape, tokens: int) -> _Head | None:
     )
 
 
-_LOGITS = (int(Op.ALLOC), int(Kind.LOGITS))
-_HOOKS = (Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT)
+def _replace(edit: TapeEdit, head: _Head, rows: int, tokens: int) -> None:
+    spans = head.forward, head.backward
+    made = edit.storages_of(edit.allocations(*spans))
+    outer = [storage for storage in edit.storages_of(edit.frees(*spans)) if storage not in made]
+    handed = [storage for storage in (head.hidden_grad, head.weight_grad) if storage is not None]
+    total = _sum_of_tied(edit, head)
+    if total is not None and head.weight_grad is not None:
+        edit.drop((edit.made[total],))
+        edit.drop_frees((head.weight_grad,))
+        for at in edit.gradients:
+            op, arg, storage, kind, module = edit.event(at)
+            if storage == total:
+                edit.replace(at, (op, arg, head.weight_grad, kind, module))
+    edit.drop_storages([storage for storage in made if storage not in handed])
+    edit.drop((*head.forward, *head.backward))
+    forward = edit.before(head.forward.start, head.module)
+    saved = _forward(forward, head, rows)
+    forward.free(*outer)  # the hidden states themselves: the picked rows are kept
+    _backward(edit.before(head.backward.start, head.module), head, rows, tokens, saved)
 
 
-def _left(tape: ExpandedTape, span: range) -> Iterator[tuple[int, int]]:
-    """Yield the storages that the events of a span allocate and leave, with their bytes."""
-    freed = {tape.arg[i] for i in span if tape.op[i] == Op.FREE}
-    for i in span:
-        if tape.op[i] == Op.ALLOC and tape.arg[i] not in freed:
-            yield tape.arg[i], tape.aux[i]
-
-
-def _events(tape: ExpandedTape, head: _Head, rows: int, tokens: int) -> Iterator[TapeEvent]:
-    dropped = {tape.arg[i] for span in (head.forward, head.backward) for i in span if tape.op[i] == Op.ALLOC}
-    handed = {head.hidden_grad, head.weight_grad}
-    spans = (*head.forward, *head.backward)
-    outer = [tape.arg[i] for i in spans if tape.op[i] == Op.FREE and tape.arg[i] not in dropped]
-    write = EventWriter(max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), head.module)
-    saved: list[int] = []
-    total = _sum_of_tied(tape, head)
-    for i, event in enumerate(tape.events()):
-        if i == head.forward.start:
-            saved = _forward(write, head, rows)
-            write.free(*outer)  # the hidden states themselves: the picked rows are kept
-            yield from write.taken()
-        elif i == head.backward.start:
-            _backward(write, head, rows, tokens, saved)
-            yield from write.taken()
-        if i in head.forward or i in head.backward:
-            continue
-        if total is not None and event[0] in (Op.ALLOC, Op.FREE, Op.GRAD):
-            if event[:2] in ((Op.ALLOC, total), (Op.FREE, head.weight_grad)):
-                continue
-            if event[0] == Op.GRAD and event[2] == total:
-                event = (Op.GRAD, event[1], head.weight_grad or 0, *event[3:])
-        if event[0] in (Op.ALLOC, Op.FREE) and event[1] in dropped - handed:
-            continue
-        yield event
-
-
-def _sum_of_tied(tape: ExpandedTape, head: _Head) -> int | None:
+def _sum_of_tied(edit: TapeEdit, head: _Head) -> int | None:
     """Return the storage in which autograd adds up the gradients of a weight that the embedding shares; None without one.
 
     The gradient of the model's own head is a transposed view, so autograd adds out of place. TRL's is a tensor that nothing
@@ -201,8 +180,8 @@ def _sum_of_tied(tape: ExpandedTape, head: _Head) -> int | None:
     """
     if head.weight_grad is None:
         return None
-    weight = tape.modules[head.module].params[0]
-    grads = (aux for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True) if op == Op.GRAD and arg == weight)
+    weight = edit.tape.modules[head.module].params[0]
+    grads = (edit.tape.aux[at] for at in edit.gradients if edit.tape.arg[at] == weight)
     total = next(grads, head.weight_grad)
     return None if total == head.weight_grad else total
 
@@ -214,43 +193,43 @@ def _forward(write: EventWriter, head: _Head, rows: int) -> list[int]:
     picked = write.alloc(rows * head.width * head.hidden, Kind.SAVED)
     write.free(write.alloc(2 * _INDEX * rows))
     labels = write.alloc(_INDEX * rows, Kind.SAVED)
-    write.events.append((Op.ENTER, head.module, 0, 0, -1))
+    write.add(Op.ENTER, head.module)
     sums = [write.alloc(_WIDE * rows) for _ in range(_SUMS)]
     tile = write.alloc(min(rows, _TOKENS) * _WORDS * head.compute)
     states = _cast(write, head.compute != head.hidden, min(rows, _TOKENS) * head.width * head.compute, rows > _TOKENS)
     write.free(*_cast(write, head.compute != head.weight, min(head.words, _WORDS) * head.width * head.compute, False))
     kept = [write.alloc(_WIDE * rows, Kind.SAVED) for _ in range(_LEFT)]
     write.free(*sums, tile, *states)
-    write.events.append((Op.EXIT, head.module, 0, 0, -1))
+    write.add(Op.EXIT, head.module)
     return [mask, picked, labels, *kept]
 
 
 def _backward(write: EventWriter, head: _Head, rows: int, tokens: int, saved: list[int]) -> None:
     """Write the backward, which hands back the gradients of the hidden states and of the weight."""
     size, matrix = rows * head.width, head.words * head.width
-    write.events.append((Op.BWD_ENTER, head.module, 0, 0, -1))
-    wide = [write.alloc(size * _WIDE, Kind.ACT_GRAD)]
+    write.add(Op.BWD_ENTER, head.module)
+    # A sum that is as wide as what is handed back is itself handed back.
+    grad = write.alloc(size * _WIDE, Kind.ACT_GRAD)
+    wide = [] if head.hidden == _WIDE else [grad]
     if head.weight_grad is not None:
-        wide.append(write.alloc(matrix * _WIDE, Kind.ACT_GRAD))
+        if head.weight == _WIDE:
+            write.alloc(matrix * _WIDE, Kind.GRAD, head.weight_grad)
+        else:
+            wide.append(write.alloc(matrix * _WIDE, Kind.ACT_GRAD))
     tile = write.alloc(min(rows, _TOKENS) * _WORDS * head.compute)
     states = _cast(write, head.compute != head.hidden, min(rows, _TOKENS) * head.width * head.compute, rows > _TOKENS)
     several = head.words > _WORDS
     parts = _cast(write, head.compute != head.weight, min(head.words, _WORDS) * head.width * head.compute, several)
-    grad = write.alloc(size * head.hidden, Kind.ACT_GRAD) if head.hidden != _WIDE else wide.pop(0)
-    if head.weight_grad is not None:
-        if head.weight == _WIDE:
-            # The sum itself is the gradient: the storage that the rest of the tape knows takes its place.
-            place = next(i for i, event in enumerate(write.events) if event[:2] == (Op.ALLOC, wide[-1]))
-            write.events[place] = (Op.ALLOC, head.weight_grad, matrix * _WIDE, Kind.GRAD, head.module)
-            wide.pop()
-        else:
-            write.events.append((Op.ALLOC, head.weight_grad, matrix * head.weight, Kind.GRAD, head.module))
+    if head.hidden != _WIDE:
+        grad = write.alloc(size * head.hidden, Kind.ACT_GRAD)
+    if head.weight_grad is not None and head.weight != _WIDE:
+        write.alloc(matrix * head.weight, Kind.GRAD, head.weight_grad)
     write.free(tile, *states, *parts, *wide, *saved)
     rows_grad = write.alloc(size * head.hidden, Kind.ACT_GRAD)
     write.free(write.alloc(_SORTED * _INDEX * rows), grad)
-    write.events.append((Op.ALLOC, head.hidden_grad, tokens * head.width * head.hidden, Kind.ACT_GRAD, head.module))
+    write.alloc(tokens * head.width * head.hidden, Kind.ACT_GRAD, head.hidden_grad)
     write.free(rows_grad)
-    write.events.append((Op.BWD_EXIT, head.module, 0, 0, -1))
+    write.add(Op.BWD_EXIT, head.module)
 
 
 def _cast(write: EventWriter, needed: bool, size: int, again: bool) -> list[int]:

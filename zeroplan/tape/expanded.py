@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 
@@ -156,18 +156,35 @@ class ExpandedTape:
 
     def events(self) -> Iterator[TapeEvent]:
         """Yield every event as a row of the five columns."""
-        return zip(self.op, self.arg, self.aux, self.kind, self.module, strict=True)
+        return zip(*self.columns, strict=True)
+
+    @property
+    def columns(self) -> tuple[list[int], ...]:
+        """The five columns, in the order of a :data:`TapeEvent`."""
+        return self.op, self.arg, self.aux, self.kind, self.module
+
+    def with_columns(self, op: list[int], arg: list[int], aux: list[int], kind: list[int], module: list[int]) -> ExpandedTape:
+        """Return a tape of the same modules, parameters and tapes around it with other events."""
+        return replace(self, op=op, arg=arg, aux=aux, kind=kind, module=module, halves=None)
 
     def with_events(self, events: Iterable[TapeEvent]) -> ExpandedTape:
-        """Return a tape of the same modules, parameters and tapes beside it with other events."""
-        beside = {"evaluation": self.evaluation, "shapes": self.shapes, "generation": self.generation}
-        beside["buffers"] = self.buffers  # type: ignore[assignment]
-        tape = ExpandedTape(self.modules, self.params, **beside)  # type: ignore[arg-type]
-        columns = (tape.op, tape.arg, tape.aux, tape.kind, tape.module)
-        for event in events:
-            for column, value in zip(columns, event, strict=True):
-                column.append(value)
-        return tape
+        """As :meth:`with_columns`, from rows."""
+        columns = [list(column) for column in zip(*events, strict=True)] or [[] for _ in self.columns]
+        return self.with_columns(*columns)
+
+    @cached_property
+    def marks(self) -> dict[int, int]:
+        """By mark, the first event that sets it."""
+        found: dict[int, int] = {}
+        for at, (op, arg) in enumerate(zip(self.op, self.arg, strict=True)):
+            if op == Op.MARK:
+                found.setdefault(arg, at)
+        return found
+
+    @property
+    def backward(self) -> int:
+        """The event with which the backward begins; the length of a tape that has none."""
+        return self.marks.get(Mark.BACKWARD_BEGIN, len(self))
 
     @cached_property
     def parameters(self) -> Parameters:

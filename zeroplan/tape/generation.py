@@ -14,11 +14,12 @@ aten/src/ATen/autocast_mode.cpp (``cached_cast``), aten/src/ATen/native/Distribu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import count
 
 from zeroplan.core.generation import Generation
-from zeroplan.tape.event_writer import EventWriter
+from zeroplan.tape.edit import EventWriter
 from zeroplan.tape.expanded import ExpandedTape, Kind, Op, TapeEvent, TapeModule, blocks_of
 
 #: Lengths of the growing cache that are played, evenly spaced: what is left of each is reused by the next in the same way.
@@ -68,7 +69,7 @@ def generation_tape(
         generation: how long.
         model: how large.
     """
-    events = list(_events(prompts.modules, forward, head, generation, model))
+    events = _events(prompts.modules, forward, head, generation, model)
     return prompts.with_events(events) if events else None
 
 
@@ -82,9 +83,9 @@ def lengths_of(generation: Generation) -> list[int]:
 
 def _events(
     modules: Sequence[TapeModule], forward: Sequence[TapeEvent], head: int, generation: Generation, model: CachedModel
-) -> Iterator[TapeEvent]:
+) -> list[TapeEvent]:
     blocks = set(blocks_of(modules))
-    write = EventWriter(max((arg for op, arg, *_ in forward if op == Op.ALLOC), default=0))
+    write = EventWriter(count(1 + max((arg for op, arg, *_ in forward if op == Op.ALLOC), default=0)))
     alive: dict[int, None] = {}
     cache: list[tuple[int, int]] = []
     found = False
@@ -103,25 +104,20 @@ def _events(
             tokens = generation.prompt
             cache.append((write.alloc(tokens * model.key, Kind.SAVED), write.alloc(tokens * model.value, Kind.SAVED)))
     if not found or not cache:
-        return
+        return []
     _choose(write, model, list(alive))
     for tokens in lengths_of(generation):
         _token(write, model, cache, tokens)
     for pair in cache:
         write.free(*pair)
-    yield from write.events
+    return write.events
 
 
 def _token(write: EventWriter, model: CachedModel, cache: list[tuple[int, int]], tokens: int) -> None:
     """Pass one token of every sample: the cache is of `tokens` tokens afterwards."""
     kept: list[int] = []
     for at, (key, value) in enumerate(cache):
-        for nbytes, stays in model.weights[at] if model.weights else ():
-            made = write.alloc(nbytes, Kind.CAST)
-            if stays:
-                kept.append(made)
-            else:
-                write.free(made)
+        kept += _casts(write, model, at)
         longer_key = write.alloc(tokens * model.key, Kind.SAVED)
         write.free(key)
         longer_value = write.alloc(tokens * model.value, Kind.SAVED)
@@ -134,13 +130,20 @@ def _token(write: EventWriter, model: CachedModel, cache: list[tuple[int, int]],
             beside.append(write.alloc(tokens * model.key * model.repeats * model.compute // model.key_width))
         write.free(*beside)
         write.free(*[write.alloc(model.inner) for _ in range(3)])
-    for nbytes, stays in model.weights[-1] if model.weights else ():
+    kept += _casts(write, model, -1)
+    _choose(write, model, kept)
+
+
+def _casts(write: EventWriter, model: CachedModel, block: int) -> list[int]:
+    """Copy what the products of a block have of their weights; return the copies that stay until all blocks have run."""
+    kept = []
+    for nbytes, stays in model.weights[block] if model.weights else ():
         made = write.alloc(nbytes, Kind.CAST)
         if stays:
             kept.append(made)
         else:
             write.free(made)
-    _choose(write, model, kept)
+    return kept
 
 
 def _choose(write: EventWriter, model: CachedModel, ending: list[int]) -> None:

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
 from zeroplan.tape.checkpointed_inputs import checkpointed_inputs
-from zeroplan.tape.expanded import ExpandedTape, Kind, Op, TapeEvent, blocks_of
+from zeroplan.tape.edit import TapeEdit
+from zeroplan.tape.expanded import ExpandedTape, Kind, blocks_of
 
 #: Inputs that are on the GPU at the end of the forward (``keep_last_count``, and the last that was copied).
 _STAYING = 2
@@ -39,21 +40,14 @@ def with_offloaded_checkpoints(tape: ExpandedTape) -> ExpandedTape:
         raise BadInput(
             "the inputs of its checkpointed blocks are not found", where="--offload-checkpoints", remedy="leave it out"
         )
-    first = 1 + max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC)
-    added: dict[int, list[TapeEvent]] = {}
-    kept: list[int] = []
+    edit = TapeEdit(tape)
+    edit.drop_frees([one.storage for one in inputs])
+    kept = []
     for number, one in enumerate(inputs):
         storage = one.storage
         if number + _STAYING < len(inputs):
-            added.setdefault(inputs[number + _STAYING].forward, []).append((Op.FREE, storage, 0, 0, -1))
-            storage = first + number
-            added.setdefault(one.again, []).append((Op.ALLOC, storage, one.bytes, Kind.RETURNED, -1))
+            edit.before(inputs[number + _STAYING].forward).free(storage)
+            storage = edit.before(one.again).alloc(one.bytes, Kind.RETURNED)
         kept.append(storage)
-    added[found.backward_end] = [(Op.FREE, storage, 0, 0, -1) for storage in kept]
-    waiting = {one.storage for one in inputs}
-    events: list[TapeEvent] = []
-    for at, event in enumerate(tape.events()):
-        events += added.get(at, ())
-        if event[0] != Op.FREE or event[1] not in waiting:
-            events.append(event)
-    return tape.with_events(events)
+    edit.before(found.backward_end).free(*kept)
+    return edit.result()

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from zeroplan.tape.edit import TapeEdit
 from zeroplan.tape.expanded import ExpandedTape, Op
-
-_Event = tuple[int, int, int, int, int]
 
 
 def with_gradients_apart(tape: ExpandedTape) -> ExpandedTape:
@@ -24,16 +23,12 @@ def with_gradients_apart(tape: ExpandedTape) -> ExpandedTape:
     sums = dict(_sums(tape))
     if not sums:
         return tape
-    dropped = {place for places in sums.values() for place in places}
-    events: list[_Event] = []
-    for i, event in enumerate(zip(tape.op, tape.arg, tape.aux, tape.kind, tape.module, strict=True)):
-        if i in dropped:
-            continue
-        parts = [event]
-        if i in sums:
-            parts = [(event[0], event[1], tape.arg[place], *event[3:]) for place in sums[i] if tape.op[place] == Op.FREE]
-        events += parts
-    return tape.with_events(events)
+    edit = TapeEdit(tape)
+    for at, (total, *parts) in sums.items():
+        op, arg, _, kind, module = edit.event(at)
+        edit.drop((total, *parts))
+        edit.replace(at, *[(op, arg, tape.arg[part], kind, module) for part in parts])
+    return edit.result()
 
 
 def _sums(tape: ExpandedTape) -> Iterator[tuple[int, list[int]]]:

@@ -26,11 +26,12 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.schedule import STEPS_UNTIL_STEADY, stage_schedule
-from zeroplan.engines.pipeline_cut import StageTape, cut, shifted
+from zeroplan.engines.pipeline_cut import StageTape, cut
 from zeroplan.engines.player import CuePlayer
 from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.edit import renumbered
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tape.tied_gradients import with_gradients_apart
 
@@ -121,7 +122,7 @@ class _Stage(CuePlayer):
         self.losses: list[tuple[Cue, ...]] = []
         self.backwards: list[tuple[Cue, ...]] = []
         for slot in range(slots_of(stage.stages, stage.index, count)):
-            tape = shifted(part.tape, slot * self.width)
+            tape = renumbered(part.tape, slot * self.width)
             whole = workspaces_of(tape, range(part.split), 0) if not slot else []
             of_loss = [one for one in whole if one[0] > part.returned]
             for cues, begin, end, taken in (

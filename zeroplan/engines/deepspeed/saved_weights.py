@@ -61,11 +61,10 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape, read: Mapping[int, tu
         read: parameters of modules that nobody calls, by the module that reads them (outside_reads.py).
     """
     own, trained = rank.zero.memory_efficient_linear, rank.parameters.trainable
-    from zeroplan.tape.expanded import Mark, Op
+    from zeroplan.tape.expanded import Op
 
-    events = list(zip(tape.op, tape.arg, strict=True))
-    backward = (int(Op.MARK), int(Mark.BACKWARD_BEGIN))
-    rest = events[events.index(backward) :] if backward in events else events
+    begin = tape.backward if tape.backward < len(tape) else 0
+    rest = list(zip(tape.op[begin:], tape.arg[begin:], strict=True))
     recomputed = {module for op, module in rest if op == Op.ENTER}
     needed = {module for op, module in rest if op == Op.BWD_EXIT}  # their inputs have gradients
     packed = frozenset(rank.parameters.packed)

@@ -18,12 +18,12 @@ from zeroplan.core.pipeline_action import Action, Do
 from zeroplan.core.pipeline_order import in_flight
 from zeroplan.engines.megatron.chunk import ChunkTape, chunk_tape
 from zeroplan.engines.megatron.rank import MegatronRank
-from zeroplan.engines.pipeline_cut import shifted
 from zeroplan.engines.player import CuePlayer, EngineSchedule, Run, play
 from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.edit import renumbered
 from zeroplan.tape.expanded import ExpandedTape
 
 #: Micro batches beyond those in flight, and rounds of the interleaved schedule, that are played: each is like the one before.
@@ -184,7 +184,7 @@ class _Pipeline:
             width = 1 + max(tape.tape.arg, default=0)
             played = []
             for slot in range(self.slots[number]):
-                moved = replace(tape, tape=shifted(tape.tape, base), output=_moved(tape.output, base))
+                moved = replace(tape, tape=renumbered(tape.tape, base), output=_moved(tape.output, base))
                 moved = replace(moved, gradient=_moved(tape.gradient, base))
                 base += width
                 halves = []

@@ -17,7 +17,8 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts
 from zeroplan.tape.checkpointed_inputs import checkpointed_inputs
-from zeroplan.tape.expanded import ExpandedTape, Kind, Op, TapeEvent
+from zeroplan.tape.edit import TapeEdit
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op
 
 #: Bytes of the narrowest element that an input has.
 _LEAST_WIDTH = 2
@@ -115,38 +116,27 @@ def offloaded_inputs(
 
 def with_offloaded_inputs(tape: ExpandedTape, moved: Collection[OffloadedInput]) -> ExpandedTape:
     """The tape in which these inputs or their parts are freed in the forward, and others made in the backward."""
-    first = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
-    made, added = iter(range(first, first + 3 * len(moved))), dict[int, list[TapeEvent]]()
-    with_storage: dict[int, list[int]] = {}  # what is freed where the tape frees the input
-
-    def alloc(at: int, size: int) -> int:
-        storage = next(made)
-        added.setdefault(at, []).append((Op.ALLOC, storage, size, Kind.CHECKPOINT, -1))
-        return storage
-
-    def free(at: int, storage: int) -> None:
-        added.setdefault(at, []).append((Op.FREE, storage, 0, 0, -1))
-
+    edit = TapeEdit(tape)
     for one in moved:
         if one.parts == 1:
-            free(one.goes, one.storage)
-            with_storage[one.storage] = [alloc(one.returns, one.bytes)]
-            continue
-        part = alloc(one.next, one.part)
-        free(one.next, one.storage)
-        if one.to_host:
-            free(one.goes, part)
-            part = alloc(one.returns, one.part)
-        whole = alloc(one.again, one.bytes)
-        if one.to_host:
-            free(one.again, part)
-        with_storage[one.storage] = [whole] if one.to_host else [whole, part]
-    events: list[TapeEvent] = []
-    for at, (op, arg, aux, kind, module) in enumerate(tape.events()):
-        events += added.get(at, ())
-        instead = with_storage.get(arg) if op == Op.FREE else None
-        events += [(op, arg, aux, kind, module)] if instead is None else [(op, one, aux, kind, module) for one in instead]
-    return tape.with_events(events)
+            edit.before(one.goes).free(one.storage)
+            back = [edit.before(one.returns).alloc(one.bytes, Kind.CHECKPOINT)]
+        else:
+            divided = edit.before(one.next)
+            part = divided.alloc(one.part, Kind.CHECKPOINT)
+            divided.free(one.storage)
+            if one.to_host:
+                edit.before(one.goes).free(part)
+                part = edit.before(one.returns).alloc(one.part, Kind.CHECKPOINT)
+            again = edit.before(one.again)
+            back = [again.alloc(one.bytes, Kind.CHECKPOINT)]
+            if one.to_host:
+                again.free(part)
+            else:
+                back.append(part)
+        if one.storage in edit.freed:
+            edit.replace(edit.freed[one.storage], *[(Op.FREE, storage, 0, 0, -1) for storage in back])
+    return edit.result()
 
 
 def host_buffers(moved: Collection[OffloadedInput]) -> dict[str, int]:

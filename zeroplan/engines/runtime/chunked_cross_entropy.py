@@ -7,12 +7,12 @@ Source: zeroplan_runtime/chunked_cross_entropy.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeEvent
+from zeroplan.tape.edit import EventWriter, TapeEdit
+from zeroplan.tape.expanded import ExpandedTape, Kind, Op
 
 _WIDE, _INDEX = 4, 8  # bytes of an fp32 number and of an index
 
@@ -23,21 +23,23 @@ class _FusedHead:
 
     Attributes:
         module: the head's index.
-        logits: their storage.
-        logits_grad: that of their gradient.
+        logits: the event that allocates them.
+        logits_grad: the one that allocates their gradient.
+        begin: the head's backward begins.
         row: bytes of one token's logits.
         rows: tokens.
-        handed: allocations of the head's backward, which are its results.
-        late: what the loss's backward frees, and the head's needs here: labels and sums.
+        handed: events that allocate what the head's backward makes, its results.
+        late: events of the loss's backward that free what the head's needs here: labels and sums.
     """
 
     module: int
     logits: int
     logits_grad: int
+    begin: int
     row: int
     rows: int
-    handed: tuple[TapeEvent, ...]
-    late: tuple[TapeEvent, ...]
+    handed: tuple[int, ...]
+    late: tuple[int, ...]
 
 
 def with_chunked_cross_entropy(tape: ExpandedTape, *, tokens: int) -> ExpandedTape:
@@ -46,73 +48,54 @@ def with_chunked_cross_entropy(tape: ExpandedTape, *, tokens: int) -> ExpandedTa
     Raises:
         BadInput: where the model's head and loss are not what the runtime computes together.
     """
-    head = _find(tape)
+    edit = TapeEdit(tape)
+    head = _find(edit)
     if head is None:
         raise BadInput(
             "the model is no causal language model whose linear head is followed by its loss",
             where="ds_config.zeroplan.chunked_cross_entropy",
             remedy="leave the key out",
         )
-    return tape.with_events(_events(tape, head, tokens))
+    forward = edit.before(head.logits, head.module)
+    losses = forward.alloc(head.rows * _WIDE)
+    _chunks(forward, head, tokens, Kind.LOGITS)
+    forward.free(losses)
+    edit.drop_storages(edit.storages_of((head.logits, head.logits_grad)))
+    # From where they were, these follow the backward's begin.
+    backward = edit.behind(head.begin, head.module)
+    backward.events += [edit.event(at) for at in head.handed]
+    _chunks(backward, head, tokens, Kind.LOSS)
+    backward.events += [edit.event(at) for at in head.late]
+    edit.drop((*head.handed, *head.late))
+    return edit.result()
 
 
-def _find(tape: ExpandedTape) -> _FusedHead | None:
+def _find(edit: TapeEdit) -> _FusedHead | None:
     """Find the linear layer that makes the logits; None where something changes them before the loss."""
-    events = list(tape.events())
-    where = next((i for i, event in enumerate(events) if event[0] == Op.ALLOC and event[3] == Kind.LOGITS), None)
-    turn = next((i for i, event in enumerate(events) if event[:2] == (Op.MARK, Mark.BACKWARD_BEGIN)), None)
-    if where is None or turn is None or where > turn or events[where][4] < 0:
+    tape, turn = edit.tape, edit.tape.backward
+    where = next((at for at in edit.allocations(range(turn)) if tape.kind[at] == Kind.LOGITS), None)
+    if where is None or turn == len(tape) or tape.module[where] < 0:
         return None
-    _, logits, size, _, module = events[where]
+    module, size = tape.module[where], tape.aux[where]
     layer = tape.modules[module]
     if layer.parent < 0 or layer.type != "Linear" or not leaves_loss_to_function(tape.modules[layer.parent].type):
         return None
-    begin = next((i for i in range(turn, len(events)) if events[i][:2] == (Op.BWD_ENTER, module)), None)
-    end = next((i for i in range(turn, len(events)) if events[i][:2] == (Op.BWD_EXIT, module)), None)
+    begin, end = (edit.first(hook, module, turn) for hook in (Op.BWD_ENTER, Op.BWD_EXIT))
     if begin is None or end is None:
         return None
-    copies = [i for i in range(where + 1, begin) if events[i][0] == Op.ALLOC and events[i][2] >= size]
-    if len(copies) != 1 or copies[0] < turn:
+    copies = [at for at in edit.allocations(range(where + 1, begin)) if tape.aux[at] >= size]
+    param = tape.params[layer.params[0]]
+    row = param.shape[0] * param.itemsize
+    if len(copies) != 1 or copies[0] < turn or size % row:
         return None
-    shape = tape.params[layer.params[0]].shape
-    row = _row_bytes(shape[0], size, tape.params[layer.params[0]].itemsize)
-    if not row:
-        return None
-    handed = tuple(event for event in events[begin:end] if event[0] == Op.ALLOC)
     rows = size // row
-    narrow = {event[1] for event in events[:turn] if event[0] == Op.ALLOC and event[2] in (_WIDE * rows, _INDEX * rows)}
-    late = tuple(event for event in events[turn:begin] if event[0] == Op.FREE and event[1] in narrow)
-    return _FusedHead(module, logits, events[copies[0]][1], row, rows, handed, late)
+    narrow = {tape.arg[at] for at in edit.allocations(range(turn)) if tape.aux[at] in (_WIDE * rows, _INDEX * rows)}
+    late = tuple(at for at in edit.frees(range(turn, begin)) if tape.arg[at] in narrow)
+    return _FusedHead(module, where, copies[0], begin, row, rows, tuple(edit.allocations(range(begin, end))), late)
 
 
-def _row_bytes(words: int, size: int, itemsize: int) -> int:
-    """Return the bytes of a row of logits, 0 where `size` is no whole number of rows."""
-    return words * itemsize if size % (words * itemsize) == 0 else 0
-
-
-def _events(tape: ExpandedTape, head: _FusedHead, tokens: int) -> Iterator[TapeEvent]:
-    new = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
-    losses, first, last = new, new + 1, new + 3
-    gone = {*head.handed, *head.late}  # from where they were: they follow the backward's begin
-    for event in tape.events():
-        op, arg, _, _, module = event
-        if op == Op.ALLOC and arg == head.logits:
-            yield (Op.ALLOC, losses, head.rows * _WIDE, Kind.TEMP, module)
-            yield from _chunks(head, tokens, first, Kind.LOGITS)
-            yield (Op.FREE, losses, 0, 0, -1)
-        elif event in gone or (op in (Op.ALLOC, Op.FREE) and arg in (head.logits, head.logits_grad)):
-            continue
-        else:
-            yield event
-            if op == Op.BWD_ENTER and arg == head.module:
-                yield from head.handed
-                yield from _chunks(head, tokens, last, Kind.LOSS)
-                yield from head.late
-
-
-def _chunks(head: _FusedHead, tokens: int, storage: int, kind: Kind) -> Iterator[TapeEvent]:
-    """Yield a whole chunk, and the last one where it is smaller: those between take the first one's memory."""
-    sizes = [min(tokens, head.rows), head.rows % tokens if head.rows > tokens else 0]
-    for i, rows in enumerate(size for size in sizes if size):
-        yield (Op.ALLOC, storage + i, rows * head.row, kind, head.module)
-        yield (Op.FREE, storage + i, 0, 0, -1)
+def _chunks(write: EventWriter, head: _FusedHead, tokens: int, kind: Kind) -> None:
+    """Write a whole chunk, and the last one where it is smaller: those between take the first one's memory."""
+    for rows in (min(tokens, head.rows), head.rows % tokens if head.rows > tokens else 0):
+        if rows:
+            write.free(write.alloc(rows * head.row, kind))

@@ -7,11 +7,11 @@ gradient, and two numbers a row. Source: zeroplan_runtime/loss.py; transformers/
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeEvent
+from zeroplan.tape.edit import TapeEdit
+from zeroplan.tape.expanded import ExpandedTape, Kind
 
 _WIDE = 4  # bytes of an fp32 number
 
@@ -34,49 +34,39 @@ def with_fused_loss(tape: ExpandedTape, *, rows: int, itemsize: int) -> Expanded
         rows: tokens of the micro batch.
         itemsize: bytes of one logit.
     """
-    loss = _find(tape, itemsize)
+    edit = TapeEdit(tape)
+    loss = _find(edit, itemsize)
     if loss is None:
         return tape
-    return tape.with_events(_events(tape, loss, rows))
+    first = edit.made[loss.first_dropped]
+    sums = edit.before(first, tape.module[first]).alloc(rows * _WIDE, Kind.SAVED)
+    edit.drop_storages(loss.dropped)
+    edit.drop_frees((loss.logits,))
+    edit.behind(edit.made[loss.grad]).free(sums, loss.logits)
+    return edit.result()
 
 
-def _find(tape: ExpandedTape, itemsize: int) -> _Loss | None:
+def _find(edit: TapeEdit, itemsize: int) -> _Loss | None:
     """Find the loss of a causal language model by its model's class and the sizes of what it allocates."""
-    forward: list[tuple[int, int]] = []  # storages and bytes of logits and loss, in order
-    backward: list[tuple[int, int]] = []
-    chosen, head = forward, 0
-    for op, arg, aux, kind, module in tape.events():
-        if op == Op.MARK and arg == Mark.BACKWARD_BEGIN:
-            chosen = backward
-        elif op == Op.ALLOC and kind == Kind.LOGITS and chosen is forward:
-            head = aux
-            forward.append((arg, aux))
-        elif op == Op.ALLOC and kind == Kind.LOSS and module >= 0 and leaves_loss_to_function(tape.modules[module].type):
-            chosen.append((arg, aux))
+    tape = edit.tape
+    forward = [at for at in edit.allocations(range(tape.backward)) if tape.kind[at] == Kind.LOGITS or _is_loss(tape, at)]
+    backward = [at for at in edit.allocations(range(tape.backward, len(tape))) if _is_loss(tape, at)]
+    head = next((tape.aux[at] for at in reversed(forward) if tape.kind[at] == Kind.LOGITS), 0)
     wide = head // itemsize * _WIDE
-    after = [storage for storage, size in backward if size == wide]
+    copies = [place for place, at in enumerate(forward) if tape.aux[at] == wide]
+    after = [tape.arg[at] for at in backward if tape.aux[at] == wide]
     if itemsize == _WIDE:  # the cast made no copy: the last two of their size are log-softmax's output, and its gradient
-        before = [storage for storage, size in forward if size == wide]
-        if len(before) < 2 or len(after) < 2:
+        if len(copies) < 2 or len(after) < 2:
             return None
-        return _Loss(before[-2], frozenset({before[-1], after[0]}), before[-1], after[1])
-    copies = [i for i, (_, size) in enumerate(forward) if size == wide]
-    narrow = [storage for storage, size in backward if size == head]
+        logits, softmax = (tape.arg[forward[place]] for place in copies[-2:])
+        return _Loss(logits, frozenset({softmax, after[0]}), softmax, after[1])
+    narrow = [tape.arg[at] for at in backward if tape.aux[at] == head]
     if len(copies) != 2 or not copies[0] or len(after) != 2 or not narrow:
         return None
-    dropped = [forward[i][0] for i in copies]
-    return _Loss(forward[copies[0] - 1][0], frozenset((*dropped, *after)), dropped[0], narrow[0])
+    dropped = [tape.arg[forward[place]] for place in copies]
+    return _Loss(tape.arg[forward[copies[0] - 1]], frozenset((*dropped, *after)), dropped[0], narrow[0])
 
 
-def _events(tape: ExpandedTape, loss: _Loss, rows: int) -> Iterator[TapeEvent]:
-    sums = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
-    for event in tape.events():
-        op, arg, _, _, module = event
-        if op == Op.ALLOC and arg == loss.first_dropped:
-            yield (Op.ALLOC, sums, rows * _WIDE, Kind.SAVED, module)
-        if op in (Op.ALLOC, Op.FREE) and (arg in loss.dropped or (op == Op.FREE and arg == loss.logits)):
-            continue
-        yield event
-        if op == Op.ALLOC and arg == loss.grad:
-            yield (Op.FREE, sums, 0, 0, -1)
-            yield (Op.FREE, loss.logits, 0, 0, -1)
+def _is_loss(tape: ExpandedTape, at: int) -> bool:
+    module = tape.module[at]
+    return tape.kind[at] == Kind.LOSS and module >= 0 and leaves_loss_to_function(tape.modules[module].type)

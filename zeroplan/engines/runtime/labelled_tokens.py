@@ -8,12 +8,12 @@ tokens. Source: zeroplan_runtime/labelled_tokens.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
 from zeroplan.core.losses import labelled_tokens, leaves_loss_to_function, scores_each_token
-from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeEvent
+from zeroplan.tape.edit import TapeEdit
+from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op
 
 _INDEX = 8  # bytes of an index
 #: Kinds that hold tokens' values where they are as large as a weight, too: hidden states of as many tokens as a layer is wide.
@@ -47,88 +47,86 @@ class _LabelledHead:
 
 def with_labelled_tokens(tape: ExpandedTape, *, tokens: int, share: float) -> ExpandedTape:
     """`tape` with the head and the loss over `share` of its `tokens`; as it is, where no such head is in it."""
-    head = _find(tape, tokens)
+    edit = TapeEdit(tape)
+    head = _find(edit, tokens)
     if head is None:
         return tape
-    return tape.with_events(_events(tape, head, tokens, labelled_tokens(tokens, share)))
+    _replace(edit, head, tokens, labelled_tokens(tokens, share))
+    return edit.result()
 
 
-def _find(tape: ExpandedTape, tokens: int) -> _LabelledHead | None:
+def _find(edit: TapeEdit, tokens: int) -> _LabelledHead | None:
     """Find the model by its class, and what its base model hands over."""
-    models = [
-        i for i, module in enumerate(tape.modules) if leaves_loss_to_function(module.type) or scores_each_token(module.type)
-    ]
-    events = list(tape.events())
-    at = {(op, arg): i for i, (op, arg, *_) in enumerate(events) if op in (Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.MARK)}
-    model = models[0] if models else -1
+    tape, at = edit.tape, edit.hooks
+    models = (i for i, one in enumerate(tape.modules) if leaves_loss_to_function(one.type) or scores_each_token(one.type))
+    model = next(models, -1)
     base = next((i for i, module in enumerate(tape.modules) if module.parent == model and (Op.EXIT, i) in at), -1)
     marks = ((Op.ENTER, model), (Op.EXIT, base), (Op.EXIT, model), (Op.MARK, Mark.BACKWARD_BEGIN), (Op.BWD_ENTER, base))
     if any(mark not in at for mark in marks):
         return None
     start, ready, end, turn, last = (at[mark] for mark in marks)
     forward, backward = range(ready + 1, end), range(turn + 1, last)
-    weights = {math.prod(param.shape) * param.itemsize for param in tape.params if len(param.shape) > 1}
-    made = {events[i][1]: events[i] for span in (forward, backward) for i in span if events[i][0] == Op.ALLOC}
-    resized = {
-        storage
-        for storage, (_, _, size, kind, _) in made.items()
-        if kind != Kind.GRAD and size and size % tokens == 0 and (size not in weights or kind in _OF_TOKENS)
-    }
     is_causal = leaves_loss_to_function(tape.modules[model].type)
-    shifted = _shifted_labels(events, forward, model, _INDEX * tokens) if is_causal else frozenset()
-    resized -= shifted
-    freed = {events[i][1] for i in backward if events[i][0] == Op.FREE}
-    inside = {events[i][1] for i in range(start, ready) if events[i][0] == Op.ALLOC and events[i][2] % tokens == 0}
-    given = [i for i in backward if events[i][0] == Op.ALLOC and events[i][1] in resized - freed]
+    shifted = _shifted_labels(edit, forward, model, _INDEX * tokens) if is_causal else frozenset()
+    resized = _of_tokens(edit, (forward, backward), tokens) - shifted
+    given = [storage for storage in edit.left_by(backward) if storage in resized]
     if len(given) != 1:
         return None
-    storage, size = events[given[0]][1:3]
+    freed = edit.storages_of(edit.frees(backward))
+    before = edit.allocations(range(start, ready))
+    inside = {tape.arg[i] for i in before if tape.aux[i] % tokens == 0}
     return _LabelledHead(
         is_causal,
         start,
         forward,
         backward,
-        frozenset(freed & inside),
-        (storage, size),
-        frozenset(resized - {storage}),
+        frozenset(inside.intersection(freed)),
+        (given[0], tape.aux[edit.made[given[0]]]),
+        frozenset(resized - {given[0]}),
         shifted,
     )
 
 
-def _shifted_labels(events: list[TapeEvent], forward: range, model: int, size: int) -> frozenset[int]:
+def _of_tokens(edit: TapeEdit, spans: tuple[range, range], tokens: int) -> frozenset[int]:
+    """Return the storages made within spans that have a row a token."""
+    tape = edit.tape
+    weights = {math.prod(param.shape) * param.itemsize for param in tape.params if len(param.shape) > 1}
+    whole = (at for at in edit.allocations(*spans) if tape.aux[at] and tape.aux[at] % tokens == 0)
+    return frozenset(
+        tape.arg[at]
+        for at in whole
+        if tape.kind[at] != Kind.GRAD and (tape.aux[at] not in weights or tape.kind[at] in _OF_TOKENS)
+    )
+
+
+def _shifted_labels(edit: TapeEdit, forward: range, model: int, size: int) -> frozenset[int]:
     """Return the storages of labels moved by one, `size` bytes, and of the padded ones that they are a part of."""
-    made = [events[i] for i in forward if events[i][0] == Op.ALLOC and events[i][4] == model]
+    made = [edit.event(at) for at in edit.allocations(forward) if edit.tape.module[at] == model]
     for padded, moved in pairwise(made):
         if moved[2:4] == (size, Kind.SAVED) and padded[3] == Kind.TEMP and padded[2] > size:
             return frozenset((padded[1], moved[1]))
     return frozenset()
 
 
-def _events(tape: ExpandedTape, head: _LabelledHead, tokens: int, rows: int) -> Iterator[TapeEvent]:
-    new = max(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC) + 1
-    shifted, indices, picked, states, grad = range(new, new + 5)
+def _replace(edit: TapeEdit, head: _LabelledHead, tokens: int, rows: int) -> None:
     storage, size = head.hidden_grad
-    for i, event in enumerate(tape.events()):
-        op, arg, aux, kind, module = event
-        if i == head.forward.start:
-            yield (Op.ALLOC, indices, _INDEX * tokens, Kind.SAVED, -1)
-            yield (Op.ALLOC, picked, _INDEX * rows, Kind.SAVED, -1)
-            yield (Op.ALLOC, states, size // tokens * rows, Kind.SAVED, -1)
-            for one in sorted(head.hidden):
-                yield (Op.FREE, one, 0, 0, -1)
-        if i == head.forward.stop and head.is_causal:
-            yield (Op.FREE, shifted, 0, 0, -1)
-        if i == head.backward.stop:
-            yield (Op.ALLOC, storage, size, Kind.ACT_GRAD, -1)
-            for one in (states, grad, picked, indices):
-                yield (Op.FREE, one, 0, 0, -1)
-        if (op == Op.FREE and arg in head.hidden and i in head.backward) or (op in (Op.ALLOC, Op.FREE) and arg in head.shifted):
-            continue
-        if op == Op.ALLOC and arg == storage:
-            yield (op, grad, size // tokens * rows, kind, module)
-        elif op == Op.ALLOC and arg in head.resized:
-            yield (op, arg, aux // tokens * rows, kind, module)
-        else:
-            yield event
-        if i == head.begin and head.is_causal:
-            yield (Op.ALLOC, shifted, _INDEX * tokens, Kind.SAVED, -1)
+    if head.is_causal:
+        shifted = edit.behind(head.begin).alloc(_INDEX * tokens, Kind.SAVED)
+    picking = edit.before(head.forward.start)
+    indices = picking.alloc(_INDEX * tokens, Kind.SAVED)
+    picked = picking.alloc(_INDEX * rows, Kind.SAVED)
+    states = picking.alloc(size // tokens * rows, Kind.SAVED)
+    picking.free(*sorted(head.hidden))
+    if head.is_causal:
+        edit.before(head.forward.stop).free(shifted)
+    edit.drop_storages(head.shifted)
+    edit.drop(at for at in edit.frees(head.backward) if edit.tape.arg[at] in head.hidden)
+    for one in head.resized:
+        op, arg, aux, kind, module = edit.event(edit.made[one])
+        edit.replace(edit.made[one], (op, arg, aux // tokens * rows, kind, module))
+    grad = next(edit.storages)
+    op, _, _, kind, module = edit.event(edit.made[storage])
+    edit.replace(edit.made[storage], (op, grad, size // tokens * rows, kind, module))
+    laying = edit.before(head.backward.stop)
+    laying.alloc(size, Kind.ACT_GRAD, storage)
+    laying.free(states, grad, picked, indices)

@@ -18,7 +18,8 @@ from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.engines.player import EngineSchedule
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.simulate.recorder import Recorder
-from zeroplan.tape.expanded import ExpandedTape, Mark, Op, TapeEvent
+from zeroplan.tape.edit import TapeEdit
+from zeroplan.tape.expanded import ExpandedTape, Op
 
 #: Optimizer steps until peaks repeat: the second runs with the blocks that the first left in the cache.
 STEPS_UNTIL_STEADY = 2
@@ -282,18 +283,18 @@ def with_direct_gradients(tape: ExpandedTape) -> ExpandedTape:
     Where other modules use the weight, too (a tied embedding), autograd's sum of their gradients is left out as well: each
     arrives on its own and is added in place.
     """
+    edit = TapeEdit(tape)
     weights = _direct_weights(tape)
-    final = {aux: arg for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True) if op == Op.GRAD and arg in weights}
+    final = {tape.aux[at]: tape.arg[at] for at in edit.gradients if tape.arg[at] in weights}
     written: dict[int, int] = {}  # storages that are never made, and the parameters whose gradients they would hold
     summed: set[int] = set()  # storages of sums that are never made
     alive: dict[int, tuple[int, int]] = {}  # storages of the backward: bytes and module
-    backward = False
-    for op, arg, aux, module in zip(tape.op, tape.arg, tape.aux, tape.module, strict=True):
-        if op == Op.MARK:
-            backward = arg == Mark.BACKWARD_BEGIN
-        elif op == Op.FREE:
+    end = min((at for at in tape.marks.values() if at > tape.backward), default=len(tape))
+    for at in range(tape.backward, end):
+        op, arg, aux, _, module = edit.event(at)
+        if op == Op.FREE:
             alive.pop(arg, None)
-        elif op == Op.ALLOC and backward:
+        elif op == Op.ALLOC:
             if arg in final:
                 nbytes, layers = weights[final[arg]]
                 direct = {arg} if module in layers else _written(alive, nbytes, layers)
@@ -301,7 +302,13 @@ def with_direct_gradients(tape: ExpandedTape) -> ExpandedTape:
                 if arg not in direct and direct and len(direct) < sum(size == nbytes for size, _ in alive.values()):
                     summed.add(arg)
             alive[arg] = (aux, module)
-    return _without(tape, written, summed)
+    edit.drop(at for at in edit.gradients if tape.aux[at] in written or tape.aux[at] in summed)
+    edit.drop_storages(summed - set(written))
+    edit.drop_frees(written)
+    for storage, param in written.items():
+        op, arg, _, kind, module = edit.event(edit.made[storage])
+        edit.replace(edit.made[storage], (op, arg, 0, kind, module), (Op.GRAD, param, storage, 0, -1))
+    return edit.result()
 
 
 def _direct_weights(tape: ExpandedTape) -> dict[int, tuple[int, frozenset[int]]]:
@@ -319,17 +326,3 @@ def _direct_weights(tape: ExpandedTape) -> dict[int, tuple[int, frozenset[int]]]
 def _written(alive: dict[int, tuple[int, int]], nbytes: int, layers: frozenset[int]) -> set[int]:
     """Return the living storages of `nbytes` that these layers made: their gradients."""
     return {storage for storage, (size, module) in alive.items() if size == nbytes and module in layers}
-
-
-def _without(tape: ExpandedTape, written: dict[int, int], summed: set[int]) -> ExpandedTape:
-    """Return the tape without the sums, and with a GRAD of no bytes in place of each written storage's allocation."""
-    kept: list[TapeEvent] = []
-    for event in tape.events():
-        op, arg, aux, kind, module = event
-        storage = aux if op == Op.GRAD else arg if op in (Op.ALLOC, Op.FREE) else -1
-        if storage in written:
-            if op == Op.ALLOC:
-                kept += [(op, arg, 0, kind, module), (Op.GRAD, written[storage], storage, 0, -1)]
-        elif storage not in summed:
-            kept.append(event)
-    return tape.with_events(kept)

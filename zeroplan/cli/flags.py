@@ -90,7 +90,20 @@ _WORK, _CLUSTER, _MESH, _ZERO, _FROM = "Workload", "Cluster", "Parallelism", "Sh
 #: Fields of what programs call for long sequences, and no file turns on.
 ALST = ("tiled_mlp", "tiled_loss", "offload_checkpoints")
 #: Fields of what the training loops of ``verify`` and ``tune`` do not do, and no one tape holds.
-NOT_LOOPED = ("lengths", "eval_batch", "eval_logits", "save", "save_by", "save_only_model", "fp8", *ALST, "reduce_dtype")
+NOT_LOOPED = (
+    "images",
+    "image_size",
+    "set_to_none",
+    "lengths",
+    "eval_batch",
+    "eval_logits",
+    "save",
+    "save_by",
+    "save_only_model",
+    "fp8",
+    *ALST,
+    "reduce_dtype",
+)
 #: Fields of a layout, for verbs that take data parallelism alone.
 DEGREES = ("tp", "sp", "cp", "ulysses", "pp", "vpp", "ep", "etp", "schedule", "partition", "dp_replicate")
 #: Fields that ``recommend`` and ``scale`` do not take: they have their own way to say them, or search no such run.

@@ -132,6 +132,7 @@ class Engine(ABC):
             that may import torch. Empty for an engine that ``verify`` cannot run.
         binds_device: whether ranks join NCCL bound to their GPU, which makes the communicator at once.
         verified_degrees: those of a layout that ``verify`` runs the engine with, beside data parallelism.
+        package: the package that ``verify`` runs, where plans of several of its versions differ; empty elsewhere.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
         quantized_bases: whether adapters beside a quantised base are modelled.
         packed_bases: methods of packed weights of which that holds, too.
@@ -171,6 +172,7 @@ class Engine(ABC):
     alloc_confs: ClassVar[tuple[str, ...]] = ("", "expandable_segments:True")
     trainer: ClassVar[str] = ""
     binds_device: ClassVar[bool] = True
+    package: ClassVar[str] = ""
     takes_modules: ClassVar[bool] = False
     verified_degrees: ClassVar[tuple[str, ...]] = ()
     casts_modules: ClassVar[bool] = False

@@ -31,8 +31,6 @@ class RunOptions(TypedDict, total=False):
     lora_rank: int | None
     lora_targets: Sequence[str]
     quantize: str | None
-    images: int
-    image_size: int | None
     labelled_share: float | None
     engine: str
     deepspeed_version: str | None
@@ -45,6 +43,8 @@ class MachineOptions(RunOptions, total=False):
     """A run on a machine that is described: as above, and its cluster."""
 
     adapter_dtype: str | None
+    images: int
+    image_size: int | None
     lengths: str | Sequence[int] | None
     eval_batch: int | None
     eval_logits: int

@@ -24,6 +24,7 @@ from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.builtin import builtin_request
+from zeroplan.validate.installed import at_installed
 from zeroplan.validate.job import STEPS, job_of
 from zeroplan.validate.machine import VerifyMachine, find_machine, ranks_to_use
 from zeroplan.validate.results import Drift
@@ -104,7 +105,7 @@ def verify(
     ranks = ranks_to_use(machine, asked, least_ranks(**degrees))
     cluster = machine.cluster(ranks)
     _require_compilable(request, machine)
-    resolved = resolve(replace(request, gpus=cluster.gpus, nodes=cluster.nodes))
+    resolved = resolve(replace(at_installed(request), gpus=cluster.gpus, nodes=cluster.nodes))
     if resolved.workload.curriculum is not None:
         raise BadInput(
             "a few steps of a curriculum are its shortest, and plans are of its longest",

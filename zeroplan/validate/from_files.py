@@ -38,6 +38,8 @@ def with_runnable_files(request: Request, ranks: int | None) -> tuple[Request, S
         degrees = {name: int(degree) for name, degree in setup.degrees.items() if name in DEGREES}
         ranks = least_ranks(**degrees) * (setup.dp_shard or 1)
     filled, setup = with_files(replace(request, gpus=ranks) if ranks is not None else request)
+    if request.deepspeed_version is None:  # the installed one runs, whatever the project pins
+        filled = replace(filled, deepspeed_version=None)
     missing = list(_not_run(filled, setup))
     if missing:
         raise BadInput(
@@ -45,7 +47,10 @@ def with_runnable_files(request: Request, ranks: int | None) -> tuple[Request, S
             where=setup.files[0],
             remedy="put zeroplan.callback.ZeroplanCallback into the program's own run, or give flags in place of --from",
         )
-    plain = replace(filled, optimizer_kind=None, detached_loss=False, moved=False, zero_init=None, unmodelled=(), task=None)
+    plain = replace(
+        filled, optimizer_kind=None, torch_adam=False, detached_loss=False, moved=False, pads=False, unmodelled=(), task=None
+    )
+    plain = replace(plain, zero_init=None)
     # Its FSDP2 shards blocks and the root, and reduces in fp32.
     plain = replace(plain, accelerate_units=False, reduce_dtype=None)
     # The loop neither evaluates nor saves.

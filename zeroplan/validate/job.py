@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.parallel import DEGREES, ParallelLayout
+from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import engine_path
 
@@ -29,6 +30,7 @@ class VerifyJob:
         engine_path: the engine's class, as :func:`zeroplan.engines.registry.engine_path` gives it.
         model: a transformers config.
         ds_config: what the engine's :meth:`~zeroplan.engines.base.Engine.run_config` returned.
+        reentrant: whether checkpoints are reentrant.
         compiled: how the blocks are compiled (:class:`zeroplan.core.workload.Compilation`); None where they are not.
         steps: optimizer steps.
         timeout: seconds without progress after which a rank gives up.
@@ -56,6 +58,7 @@ class VerifyJob:
     timeout: float
     labelled_share: float | None = None
     target_len: int | None = None
+    reentrant: bool = False
     compiled: str | None = None
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     schedule: str = "1f1b"
@@ -105,6 +108,7 @@ def job_of(
         BadInput: when the model has no config to build it from, or the engine cannot run the case.
     """
     engine.require_verifiable(case.zero)
+    _require_loop(case.workload)
     _require_verified(engine, case.layout)
     spec, work = case.spec, case.workload
     if live is None and not spec.config:
@@ -131,6 +135,7 @@ def job_of(
         timeout=timeout,
         labelled_share=work.labelled_share,
         target_len=work.target_len,
+        reentrant=work.reentrant,
         compiled=work.compile,
         layout=case.layout,
         schedule=case.pipeline,
@@ -138,6 +143,61 @@ def job_of(
         ds_config=engine.run_config(case, raw, timeout),
         live=live,
     )
+
+
+#: Fields of a workload that the loop does not have, each as it is in every run of it, with the flag or key that says otherwise.
+LOOP: dict[str, tuple[str, Any]] = {
+    "checkpoint_policy": ("--checkpoint-policy", "full"),
+    "quantize": ("--quantize", None),
+    "adapter_dtype": ("adapter_dtype", None),
+    "whole_base": ("--quantize", False),
+    "set_to_none": ("--no-set-to-none", True),
+    "chunked_head": ("--from", False),
+    "lora_dropout": ("--from", False),
+    "detached_loss": ("--from", False),
+    "whole_embedding_states": ("--from", False),
+    "accelerate_units": ("--from", False),
+    "one_unit": ("--from", False),
+    "mixed_units": ("--from", False),
+    "pairs": ("--task", False),
+    "reference": ("--task", None),
+    "kl_batch": ("--task", False),
+    "pair_loss": ("--task", None),
+    "wide_logits": ("--task", False),
+    "images": ("--images", 0),
+    "image_size": ("--image-size", None),
+    "evaluation": ("--eval-batch", None),
+    "saving": ("--save", None),
+    "lengths": ("--lengths", ()),
+    "pads": ("--lengths", False),
+    "longest_first": ("--lengths", False),
+    "fp8": ("--fp8", None),
+    "tiled_mlp": ("--tiled-mlp", 0),
+    "tiled_loss": ("--tiled-loss", 0),
+    "offload_checkpoints": ("--offload-checkpoints", False),
+    "curriculum": ("curriculum_learning", None),
+    "layer_drop": ("progressive_layer_drop", None),
+    "generation": ("--from", None),
+    "colocated": ("--from", None),
+    "moved": ("--from", False),
+    "linear_experts": ("--transformers-version", False),
+    "base_on_host": ("--transformers-version", False),
+    "reduce_dtype": ("--reduce-dtype", None),
+}
+
+
+def _require_loop(work: Workload) -> None:
+    """Refuse what the loop would leave out, so that no run is held against the plan of another.
+
+    Raises:
+        BadInput: naming the flag of the first such field.
+    """
+    for name, (where, value) in LOOP.items():
+        if getattr(work, name) != value:
+            what = f"verify's loop has no {name.replace('_', ' ')}"
+            raise BadInput(
+                what, where=where, remedy="leave it out, or put zeroplan.callback.ZeroplanCallback into a run of your own"
+            )
 
 
 def _require_verified(engine: Engine, layout: ParallelLayout) -> None:

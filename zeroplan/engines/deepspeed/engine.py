@@ -91,6 +91,7 @@ class DeepSpeed(Engine):
     dialect = Dialect.DEEPSPEED
     trainer = "zeroplan.engines.deepspeed.trainer:build"
     verified_degrees = ("tp", "ulysses", "ep", "pp")
+    package = "deepspeed"
     binds_device = False  # its own start-up names no device, so the first collective makes the communicator
 
     def __init__(self, version: str = DEEPSPEED_VERSION, *, on_cpu: bool = False) -> None:

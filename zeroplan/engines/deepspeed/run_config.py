@@ -80,7 +80,7 @@ def _write_degrees(config: dict[str, Any], case: Case) -> None:
     if layout.pp > 1:
         _require_layers(case)
         together = (work.checkpoint_interval or 1) if work.gradient_checkpointing else 0
-        given = {"use_reentrant": False, **config.get("pipeline", {})}
+        given = {"use_reentrant": work.reentrant, **config.get("pipeline", {})}
         config["pipeline"] = {**given, "activation_checkpoint_interval": together}
 
 

@@ -384,11 +384,11 @@ class DeepSpeedTraffic(Traffic):
 
     def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
         self._spec, self._cluster = spec, cluster
-        self._sizes: dict[tuple[int, int], Sizes] = {}
+        self._sizes: dict[tuple[int, int, int], Sizes] = {}
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TrafficFacts:
         """Return the facts of rank 0."""
-        key = (zero.param_persistence_threshold, zero.reduce_bucket_size)
+        key = (zero.param_persistence_threshold, zero.model_persistence_threshold, zero.reduce_bucket_size)
         sizes = self._sizes.get(key)
         if sizes is None:
             sizes = self._sizes[key] = Sizes.of(self._spec, *key)

@@ -74,7 +74,7 @@ def prepare(job: VerifyJob, model: Any) -> Any:
     if job.gradient_checkpointing:
         if job.lora_rank is not None:
             base.enable_input_require_grads()
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": job.reentrant})
     if job.compiled is not None:
         from zeroplan.trace.build import without_cache
 

@@ -1,0 +1,134 @@
+"""The job that verify and tune start holds every field of the workload that was planned, or is refused in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.validate.small import CONFIG
+from zeroplan.core.curriculum import Curriculum
+from zeroplan.core.errors import BadInput
+from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.generation import Colocated, Generation
+from zeroplan.core.layer_drop import ProgressiveLayerDrop
+from zeroplan.core.preferences import PairLoss
+from zeroplan.core.quantization import Quantization
+from zeroplan.core.saving import Saving, StateDict
+from zeroplan.core.workload import Attention, Compilation, DType, Reference, Workload
+from zeroplan.engines.registry import find_engine
+from zeroplan.planner.request import Request
+from zeroplan.planner.resolve import resolve
+from zeroplan.validate.job import LOOP, job_of
+
+Cli = Callable[..., tuple[int, str, str]]
+#: A value of each field that is not its default. Those of fields that a job does not hold are refused.
+OTHERS: dict[str, Any] = {
+    "micro_batch": 3,
+    "seq_len": 96,
+    "grad_accum": 2,
+    "dtype": DType.FP32,
+    "optimizer": "lion",
+    "attn": Attention.EAGER,
+    "gradient_checkpointing": True,
+    "lora_rank": 4,
+    "lora_targets": ("q_proj",),
+    "labelled_share": 0.5,
+    "target_len": 64,
+    "compile": Compilation.BLOCKS,
+    "reentrant": True,
+    "checkpoint_policy": "every:2",
+    "quantize": Quantization.NF4,
+    "adapter_dtype": DType.FP16,
+    "image_size": 224,
+    "images": 1,
+    "evaluation": Evaluation(2, 0, casts=True),
+    "saving": Saving(StateDict.FULL),
+    "lengths": (8, 16),
+    "fp8": Float8Recipe.ROWWISE,
+    "tiled_mlp": 2,
+    "tiled_loss": 2,
+    "reference": Reference.MODEL,
+    "pair_loss": next(iter(PairLoss)),
+    "curriculum": object.__new__(Curriculum),
+    "layer_drop": object.__new__(ProgressiveLayerDrop),
+    "generation": object.__new__(Generation),
+    "colocated": object.__new__(Colocated),
+    "reduce_dtype": DType.BF16,
+}
+#: Names that a job has for a field of another name.
+NAMED = {"compile": "compiled"}
+#: Fields that the ds_config of the run, which the engine writes from the case, decides again on each rank, and how quickly
+#: weights come, which no plan of a run with random weights reads.
+BY_CONFIG = {
+    *("precision", "optimizer_kind", "torch_adam", "decays", "checkpoint_interval", "sparse_attention"),
+    *("quantize_training", "local_steps", "from_scratch", "quantized_by"),
+}
+
+
+def test_every_field_is_held_refused_or_read_from_the_config() -> None:
+    held = set(OTHERS) - set(LOOP)
+    assert {one.name for one in fields(Workload)} == held | set(LOOP) | BY_CONFIG
+    assert not held & BY_CONFIG
+
+
+@pytest.mark.parametrize("name", [one.name for one in fields(Workload) if one.name not in BY_CONFIG])
+def test_a_field_reaches_the_job_or_is_refused(name: str) -> None:
+    resolved = resolve(Request(model=CONFIG, engine="ddp", gpus=2))
+    (case,) = resolved.cases
+    plain = getattr(case.workload, name)
+    value = OTHERS.get(name, not plain)
+    assert value != plain
+    changed = replace(case, workload=replace(case.workload, **{name: value}))
+    if name in LOOP:
+        with pytest.raises(BadInput) as caught:
+            job_of(changed, resolved.engine)
+        assert caught.value.where == LOOP[name][0]
+        return
+    job = job_of(changed, resolved.engine).to_json()
+    assert job[NAMED.get(name, name)] == value
+
+
+@pytest.mark.parametrize("verb", ["verify", "tune"])
+@pytest.mark.parametrize(
+    "words", [("--images", "1"), ("--no-set-to-none",), ("--fp8", "rowwise"), ("--tiled-mlp", "2")], ids=str
+)
+def test_what_the_loop_does_not_do_is_no_option(verb: str, words: tuple[str, ...], tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code, _, error = cli(verb, str(tmp_path), *words)
+    assert (code, error.count("\n")) == (2, 1), error
+    assert words[0] in error
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (("--engine", "deepspeed", "--stage", "2", "--deepspeed-version", "0.9.0"), "--deepspeed-version"),
+        (("--engine", "fsdp2", "--gradient-checkpointing", "--transformers-version", "4.40.0"), "--transformers-version"),
+    ],
+)
+def test_another_version_than_the_installed_one_is_refused(
+    words: tuple[str, ...], where: str, tmp_path: Path, cli: Cli
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    code, _, error = cli("verify", str(tmp_path), *words)
+    assert (code, error.count("\n")) == (2, 1), error
+    assert where in error
+    assert "is installed here and would run" in error
+
+
+@pytest.mark.torch
+def test_the_installed_deepspeed_is_the_one_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    import zeroplan.validate.installed as installed
+
+    monkeypatch.setattr(installed, "version", lambda package: "0.14.2+local")
+    request = installed.at_installed(Request(model=CONFIG, engine="deepspeed", stage=2))
+    assert request.deepspeed_version == "0.14.2"
+    assert installed.at_installed(Request(model=CONFIG, engine="fsdp2")).deepspeed_version is None
+    assert find_engine("deepspeed").package == "deepspeed"

@@ -22,8 +22,8 @@ _BY_ARG, _BY_AUX = frozenset({int(Op.ALLOC), int(Op.FREE)}), frozenset({int(Op.G
 
 
 def fresh_storages(tape: ExpandedTape) -> Iterator[int]:
-    """Return the numbers that no storage of a tape has, in order."""
-    return count(1 + max((arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ALLOC), default=-1))
+    """Return numbers that no storage of a tape has, in order."""
+    return count(1 + max(tape.arg, default=-1))
 
 
 @dataclass(slots=True)

@@ -59,7 +59,7 @@ def ledger() -> str:
     spec = load_model(MODEL)
     for name in engine_names():
         engine = find_engine(name)
-        workload = Workload(seq_len=2048, precision=engine.precision(DType.BF16))
+        workload = Workload.of(seq_len=2048, precision=engine.precision(DType.BF16))
         cases = [Case(spec, workload, Cluster(gpus=8), zero) for zero in engine.options()]
         names = glossary_of(type(engine.ledger(cases[0])[1]))
         out += [f"## {name} {engine.version}", "", "### Names", ""]

@@ -90,7 +90,7 @@ def test_plans_and_recommendations_are_frames() -> None:
     assert list(frame["stage"]) == [plan.stage for plan in plans]
     assert {kind.kind for kind in frame[["gpu_total", "stage"]].dtypes} == {"i"}
     found = zeroplan.recommend("openai-community/gpt2", vram="24G", depth="formula")
-    assert list(found.to_frame()["micro_batch"]) == [one.workload.micro_batch for one in found]
+    assert list(found.to_frame()["micro_batch"]) == [one.workload.batch.micro_batch for one in found]
 
 
 def test_a_frame_without_pandas_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,7 +90,7 @@ def model(row: dict[str, Any]) -> LayoutTime:
     """
     case = resolve(request_of(row)).cases[0]
     tape = find_tape(case.spec, case.workload, layout=case.parallel, plain=True)
-    tokens = case.workload.rows * (case.workload.seq_len or 0) // (case.layout.cp * case.layout.tp)
+    tokens = case.workload.batch.rows * (case.workload.batch.seq_len or 0) // (case.layout.cp * case.layout.tp)
     counts = guess_counts(matrices(case.spec), case.workload, tokens) if tape is None else count_tape(expand_for(tape, case))
     return LayoutCost(case, counts, rates_of(case.cluster.gpu)).time()
 

@@ -131,11 +131,11 @@ def emit(folder: Path) -> None:
     request = Request(model=EMITTED_MODEL, gpu="H100", vram=EMITTED_VRAM * GIB, cpu_ram=64 * GIB, seq_len=1024)
     best = run_search(request, SearchOptions(explain=False)).best
     assert best is not None
-    setup = Setup(EMITTED_MODEL, 1, EMITTED_VRAM, 1024, (Choice(best.zero.stage, "o", best.workload.micro_batch, False),))
+    setup = Setup(EMITTED_MODEL, 1, EMITTED_VRAM, 1024, (Choice(best.zero.stage, "o", best.workload.batch.micro_batch, False),))
     spec = replace(
         next(specs("emitted", setup)),
         checkpointing=best.workload.gradient_checkpointing,
-        grad_accum=best.workload.grad_accum,
+        grad_accum=best.workload.batch.grad_accum,
         env={"PYTORCH_ALLOC_CONF": best.alloc_conf} if best.alloc_conf else {},
         steps=EMITTED_STEPS,
     )

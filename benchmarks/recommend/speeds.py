@@ -70,7 +70,7 @@ class Sample:
     def tokens(self) -> int:
         """Tokens that a step trains on."""
         work = self.case.workload
-        return work.micro_batch * (work.seq_len or 0) * work.grad_accum * self.world
+        return work.batch.micro_batch * (work.batch.seq_len or 0) * work.batch.grad_accum * self.world
 
     @property
     def world(self) -> int:
@@ -96,7 +96,8 @@ def samples(rows: Iterable[dict[str, Any]]) -> list[Sample]:
             continue
         case = resolved.cases[0]
         work = case.workload
-        key = f"{row['model']} {work.micro_batch}x{work.seq_len} {resolved.engine.trace_options(case).key} r{work.lora_rank}"
+        options = resolved.engine.trace_options(case).key
+        key = f"{row['model']} {work.batch.micro_batch}x{work.batch.seq_len} {options} r{work.lora_rank}"
         if key not in known:
             try:
                 known[key] = asdict(count_tape(expanded_tape_of(resolved.engine, case)))

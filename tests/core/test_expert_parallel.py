@@ -39,7 +39,7 @@ CONFIG = {
 
 def _rank(layout: ParallelLayout) -> Fsdp2Rank:
     cluster = Cluster(gpus=layout.gpus, nodes=layout.nodes)
-    case = Case(load_model(CONFIG), Workload(seq_len=64), cluster, ZeroConfig.of(3), parallel=layout)
+    case = Case(load_model(CONFIG), Workload.of(seq_len=64), cluster, ZeroConfig.of(3), parallel=layout)
     return Fsdp2().rank(case, case.parameters)
 
 

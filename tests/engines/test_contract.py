@@ -7,11 +7,12 @@ of a run. Each engine of the registry is asked for every optimizer, stage, offlo
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 
 from tests.engines.deepspeed.llama_tape import adapters_only, llama_tape
+from tests.workloads import with_flat
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -139,11 +140,11 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(options: Options) -> No
             if row.runtime_only and not engine.own_optimizers:
                 continue
             kind = OptimizerKind.FUSED if row.fused else OptimizerKind.FOREACH
-            workload = Workload(seq_len=128, dtype=dtype, precision=precision, optimizer=name, optimizer_kind=kind)
+            workload = Workload.of(seq_len=128, dtype=dtype, precision=precision, optimizer=name, optimizer_kind=kind)
             # Every optimizer trains the whole model; those that divide its parameters, and the default, adapters as well.
             for adapters in (False, True) if row.rest or name == DEFAULT_OPTIMIZER else (False,):
                 tape = adapters_only(whole) if adapters else whole
-                work = replace(workload, grad_accum=2) if adapters else workload
+                work = with_flat(workload, grad_accum=2) if adapters else workload
                 case = Case(_spec(tape), work, Cluster.of(gpus=RANKS), options.zero)
                 try:
                     engine.require_runnable(options.zero)

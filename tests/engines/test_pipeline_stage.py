@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engines.test_contract import ledger_and_schedule_differ
+from tests.workloads import with_flat
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import DEFAULT_GPU, Gpu
@@ -27,14 +28,14 @@ from zeroplan.tapes import find_tape
 
 MODEL = "meta-llama/Llama-3.1-8B"
 WHOLE = (PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE)  # test_zero_bubble.py has the one that halves backwards
-WORK = Workload(micro_batch=1, seq_len=512, grad_accum=8)
+WORK = Workload.of(micro_batch=1, seq_len=512, grad_accum=8)
 
 
 @pytest.fixture(scope="module")
 def tape() -> ExpandedTape:
     found = find_tape(load_model(MODEL), WORK)
     assert found is not None
-    return found.expand(WORK.micro_batch, WORK.seq_len or 1)
+    return found.expand(WORK.batch.micro_batch, WORK.batch.seq_len or 1)
 
 
 def _allocated(tape: ExpandedTape) -> dict[int, int]:
@@ -97,7 +98,7 @@ def test_what_the_runtime_keeps_of_a_stage_its_schedule_leaves_alive(
     engine = find_engine("zeroplan")
     assert engine.simulates(case)
     assert not ledger_and_schedule_differ(case, engine, tape)
-    assert not engine.simulates(replace(case, workload=replace(WORK, compile=Compilation.BLOCKS)))
+    assert not engine.simulates(replace(case, workload=with_flat(WORK, compile=Compilation.BLOCKS)))
 
 
 @pytest.mark.parametrize("more", [{}, {"schedule": "zbv"}, {"schedule": "dualpipev"}], ids=str)

@@ -226,7 +226,7 @@ def test_a_rank_allocates_what_torchs_own_does(
 
 @pytest.mark.parametrize("name", ["fsdp2", "zeroplan"])
 def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: tuple[ExpandedTape, ExpandedTape], name: str) -> None:
-    work, layout = Workload(micro_batch=BATCH, seq_len=SEQ, grad_accum=6), ParallelLayout(gpus=6, pp=3)
+    work, layout = Workload.of(micro_batch=BATCH, seq_len=SEQ, grad_accum=6), ParallelLayout(gpus=6, pp=3)
     tape = replace(tapes[0], halves=tapes[1])
     for number in range(3):
         case = Case(load_model(CONFIG), work, Cluster(gpus=6), ZeroConfig.of(2), parallel=layout, pp_rank=number)
@@ -241,7 +241,7 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: tuple[ExpandedTa
 def test_what_the_ledger_keeps_of_a_folded_pipeline_the_schedule_leaves_alive(
     tapes: tuple[ExpandedTape, ExpandedTape], schedule: PipelineSchedule, name: str
 ) -> None:
-    work, layout = Workload(micro_batch=BATCH, seq_len=SEQ, grad_accum=5), ParallelLayout(gpus=4, pp=2, vpp=2)
+    work, layout = Workload.of(micro_batch=BATCH, seq_len=SEQ, grad_accum=5), ParallelLayout(gpus=4, pp=2, vpp=2)
     for number in range(2):
         case = Case(load_model(CONFIG), work, Cluster(gpus=4), ZeroConfig.of(2), parallel=layout, pp_rank=number)
         case = replace(case, pipeline=schedule)

@@ -111,7 +111,7 @@ _MODES = [
     (DType.FP16, Precision.AUTOCAST),
 ]
 WORKLOADS: st.SearchStrategy[Workload] = st.builds(
-    lambda micro, accum, mode: Workload(micro_batch=micro, grad_accum=accum, dtype=mode[0], precision=mode[1]),
+    lambda micro, accum, mode: Workload.of(micro_batch=micro, grad_accum=accum, dtype=mode[0], precision=mode[1]),
     st.integers(1, 512),
     st.integers(1, 64),
     st.sampled_from(_MODES),

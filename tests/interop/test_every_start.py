@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tests.workloads import flat_workload, with_flat
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -47,7 +48,7 @@ class Start:
     def label(self) -> str:
         work = self.workload
         lora = "lora" if work.lora_rank else "full"
-        return f"{self.engine.name} {self.form} {self.launcher} x{self.nodes} {self.zero.label} {work.dtype} {lora}"
+        return f"{self.engine.name} {self.form} {self.launcher} x{self.nodes} {self.zero.label} {work.numerics.dtype} {lora}"
 
 
 def starts(form: str, engine: Engine) -> Iterator[Start]:
@@ -58,8 +59,10 @@ def starts(form: str, engine: Engine) -> Iterator[Start]:
     both, found = (False, True), engine.forms()[form]
     every = list(product(zeros, DType, found.launchers, (1, 2), both, (None, 8), both))
     for zero, dtype, launcher, nodes, again, rank, new in Random(13).sample(every, min(120, len(every))):
-        base = Workload(micro_batch=2, seq_len=512, grad_accum=4, dtype=dtype, gradient_checkpointing=again, lora_rank=rank)
-        work = replace(base, precision=engine.precision(dtype))
+        base = flat_workload(
+            micro_batch=2, seq_len=512, grad_accum=4, dtype=dtype, gradient_checkpointing=again, lora_rank=rank
+        )
+        work = with_flat(base, precision=engine.precision(dtype))
         yield Start(engine, form, launcher, nodes, zero, work, new or not found.main)
 
 
@@ -134,7 +137,7 @@ def check_program(start: Start, files: Files, arguments: list[str]) -> None:
         assert config["train_batch_size"] == 8 * GPUS * start.nodes
         assert config["zero_optimization"]["stage"] == zero.stage
         enabled = {name: config.get(name, {}).get("enabled", False) for name in ("bf16", "fp16")}
-        assert enabled == {"bf16": work.dtype is DType.BF16, "fp16": work.dtype is DType.FP16}
+        assert enabled == {"bf16": work.numerics.dtype is DType.BF16, "fp16": work.numerics.dtype is DType.FP16}
         offloads = {
             name: config["zero_optimization"].get(f"offload_{name}", {}).get("device", "none")
             for name in ("optimizer", "param")
@@ -174,7 +177,7 @@ def check_trainer(start: Start, arguments: list[str]) -> None:
     finally:
         unset_hf_deepspeed_config()
     assert (read.per_device_train_batch_size, read.gradient_accumulation_steps) == (2, 4)
-    assert (read.bf16, read.fp16) == (work.dtype is DType.BF16, work.dtype is DType.FP16)
+    assert (read.bf16, read.fp16) == (work.numerics.dtype is DType.BF16, work.numerics.dtype is DType.FP16)
     assert read.gradient_checkpointing is work.gradient_checkpointing
     assert config["zero_optimization"]["stage"] == start.zero.stage
     if others:

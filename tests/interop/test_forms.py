@@ -17,9 +17,9 @@ from zeroplan.ds_config.writer import write_ds_config
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": 2e-5, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}}
 WORKLOADS = {
-    "bf16": Workload(micro_batch=4, grad_accum=2),
-    "fp16": Workload(micro_batch=1, grad_accum=1, dtype=DType.FP16),
-    "fp32": Workload(micro_batch=2, grad_accum=8, dtype=DType.FP32, precision=Precision.FP32),
+    "bf16": Workload.of(micro_batch=4, grad_accum=2),
+    "fp16": Workload.of(micro_batch=1, grad_accum=1, dtype=DType.FP16),
+    "fp32": Workload.of(micro_batch=2, grad_accum=8, dtype=DType.FP32, precision=Precision.FP32),
 }
 
 

@@ -261,23 +261,23 @@ class TestRemarks:
 
 
 class TestWorkload:
-    BASE = Workload(micro_batch=7, grad_accum=3)
+    BASE = Workload.of(micro_batch=7, grad_accum=3)
 
     def test_what_the_file_fixes_and_what_it_leaves(self) -> None:
         config = read_ds_config({"train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}})
-        assert config.workload(self.BASE) == Workload(micro_batch=2, grad_accum=1, dtype=DType.FP16)
+        assert config.workload(self.BASE) == Workload.of(micro_batch=2, grad_accum=1, dtype=DType.FP16)
 
     def test_open_precision_is_the_users(self) -> None:
         config = read_ds_config({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": "auto"}})
-        assert config.workload(Workload(dtype=DType.FP16)).dtype is DType.FP16
+        assert config.workload(Workload.of(dtype=DType.FP16)).numerics.dtype is DType.FP16
 
     def test_fp32_without_a_block(self) -> None:
-        assert read_ds_config({"train_batch_size": 1}).workload(self.BASE).precision is Precision.FP32
+        assert read_ds_config({"train_batch_size": 1}).workload(self.BASE).numerics.precision is Precision.FP32
 
     def test_autocast(self) -> None:
         found = read_ds_config({"train_batch_size": 1, "torch_autocast": {"enabled": True, "dtype": "bfloat16"}})
-        assert found.workload(self.BASE).precision is Precision.AUTOCAST
-        assert found.workload(self.BASE).dtype is DType.BF16
+        assert found.workload(self.BASE).numerics.precision is Precision.AUTOCAST
+        assert found.workload(self.BASE).numerics.dtype is DType.BF16
 
     @pytest.mark.parametrize(
         ("block", "name", "kind"),
@@ -291,7 +291,7 @@ class TestWorkload:
     )
     def test_optimizers(self, block: dict[str, Any], name: str, kind: OptimizerKind) -> None:
         found = read_ds_config({"train_batch_size": 1, "optimizer": block}).workload(self.BASE)
-        assert (found.optimizer, found.optimizer_kind) == (name, kind)
+        assert (found.numerics.optimizer, found.numerics.optimizer_kind) == (name, kind)
 
     @pytest.mark.parametrize(
         ("type_", "params", "decays"),
@@ -308,7 +308,7 @@ class TestWorkload:
     )
     def test_weight_decay_in_tensors_of_its_own(self, type_: str, params: dict[str, Any], decays: bool) -> None:
         block = {"type": type_, "params": params}
-        assert read_ds_config({"train_batch_size": 1, "optimizer": block}).workload(self.BASE).decays is decays
+        assert read_ds_config({"train_batch_size": 1, "optimizer": block}).workload(self.BASE).numerics.decays is decays
 
     def test_loss_scale(self) -> None:
         found = [
@@ -410,7 +410,7 @@ def test_torchs_adam_is_told_from_deepspeeds(torchs: bool, fused: bool) -> None:
     read = read_ds_config(config)
     assert not read.unmodelled
     work = read.workload(Workload())
-    assert work.torch_adam is torchs
+    assert work.numerics.torch_adam is torchs
     assert resolve_config(work, read.zero).fused_adam is not torchs
 
 

@@ -15,6 +15,7 @@ from agreement_cases import CASES
 from hypothesis import HealthCheck, given, settings
 from strategies import SHAPED, WORKLOADS, ZERO_CONFIGS
 
+from tests.workloads import with_flat
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
 from zeroplan.core.workload import DType, Precision, Workload
@@ -33,10 +34,10 @@ def test_reads_back_the_same(zero: ZeroConfig, workload: Workload) -> None:
     text = dump_ds_config(write_ds_config(zero, workload, world_size=2))
     again = inspect_ds_config(json.loads(text), world_size=2)
     assert again.zero == zero
-    assert again.training.train_batch == workload.micro_batch * workload.grad_accum * 2
+    assert again.training.train_batch == workload.batch.micro_batch * workload.batch.grad_accum * 2
     expected = workload
-    if zero.bf16_master_weights_and_grads and zero.bf16_optimizer_states and workload.precision is Precision.MIXED:
-        expected = replace(workload, precision=Precision.PURE)
+    if zero.bf16_master_weights_and_grads and zero.bf16_optimizer_states and workload.numerics.precision is Precision.MIXED:
+        expected = with_flat(workload, precision=Precision.PURE)
     assert again.workload(Workload()) == expected
 
 
@@ -62,7 +63,7 @@ def test_writing_twice_changes_nothing() -> None:
 
 
 def test_only_what_differs_is_written() -> None:
-    written = write_ds_config(ZeroConfig.of(2, "cpu"), Workload(micro_batch=4, grad_accum=2), world_size=8)
+    written = write_ds_config(ZeroConfig.of(2, "cpu"), Workload.of(micro_batch=4, grad_accum=2), world_size=8)
     assert written == {
         "gradient_clipping": 1.0,
         "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000, "offload_optimizer": {"device": "cpu"}},
@@ -83,7 +84,7 @@ def test_a_source_keeps_its_other_keys_and_loses_its_autos() -> None:
         "flops_profiler": {},
     }
     config = inspect_ds_config(source)
-    written = write_ds_config(replace(config.zero, reduce_bucket_size=1000), Workload(micro_batch=3), source=source)
+    written = write_ds_config(replace(config.zero, reduce_bucket_size=1000), Workload.of(micro_batch=3), source=source)
     assert written["wandb"] == {"enabled": True}
     assert written["made_up"] == [1, {"a": None}]
     assert written["flops_profiler"] == {}
@@ -110,7 +111,7 @@ def test_rewriting_a_config_that_runs_loses_nothing(name: str) -> None:
 EMITTED = {
     f"stage {stage} {offload} {dtype} {precision}": write_ds_config(
         ZeroConfig.of(stage, OffloadOptimizer() if offload == "none" else "cpu", "cpu" if offload == "both" else "none"),
-        Workload(dtype=dtype, precision=precision),
+        Workload.of(dtype=dtype, precision=precision),
         world_size=1,
         optimizer={"type": "AdamW", "params": {"lr": 2e-5}},
     )

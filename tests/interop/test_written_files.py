@@ -6,13 +6,13 @@ import json
 import logging
 import shlex
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.patience import PATIENCE
+from tests.workloads import flat_workload, with_flat
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import rates_of
@@ -31,9 +31,9 @@ from zeroplan.search.space import Candidate
 
 CLUSTER = Cluster.of(gpus=4, nodes=2, vram="24G", cpu_ram="512G", nvme="2T")
 WORKLOADS = {
-    "bf16": Workload(micro_batch=2, seq_len=1024, grad_accum=4),
-    "fp16": Workload(micro_batch=1, seq_len=1024, dtype=DType.FP16, gradient_checkpointing=True),
-    "fp32": Workload(micro_batch=1, seq_len=1024, dtype=DType.FP32, precision=Precision.FP32),
+    "bf16": Workload.of(micro_batch=2, seq_len=1024, grad_accum=4),
+    "fp16": flat_workload(micro_batch=1, seq_len=1024, dtype=DType.FP16, gradient_checkpointing=True),
+    "fp32": Workload.of(micro_batch=1, seq_len=1024, dtype=DType.FP32, precision=Precision.FP32),
 }
 
 
@@ -55,7 +55,7 @@ def test_explicit_configs_read_back_to_the_same_plan(name: str) -> None:
         read = read_ds_config(config, world_size=CLUSTER.layout.dp)
         assert read.zero == one.zero
         assert read.runs_alone
-        base = Workload(seq_len=1024, gradient_checkpointing=one.workload.gradient_checkpointing)
+        base = flat_workload(seq_len=1024, gradient_checkpointing=one.workload.gradient_checkpointing)
         assert read.workload(base) == one.workload
 
 
@@ -156,10 +156,10 @@ def test_accelerate_loads_the_fsdp2_variant(tmp_path: Path, again: bool, name: s
     pytest.importorskip("accelerate")
     from accelerate.utils import FullyShardedDataParallelPlugin
 
-    for one in recommended(replace(WORKLOADS["bf16"], gradient_checkpointing=again), "fsdp2"):
+    for one in recommended(with_flat(WORKLOADS["bf16"], gradient_checkpointing=again), "fsdp2"):
         path = tmp_path / name
         files = write(one, path, "accelerate-fsdp2")
-        assert files.start.environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == str(one.workload.grad_accum)
+        assert files.start.environment["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == str(one.workload.batch.grad_accum)
         loaded = _load_accelerate(path)
         assert str(loaded.distributed_type).endswith("FSDP")
         assert loaded.mixed_precision == "bf16"

@@ -24,7 +24,7 @@ WRITTEN = [name for name in NAMES if OPTIMIZERS[name].written is not None]
 def written(name: str, dtype: DType, ranks: int, nvme_path: str = "/local_nvme") -> Iterator[tuple[ZeroConfig, dict[str, Any]]]:
     """What zeroplan writes, at every stage and offload."""
     precision = Precision.FP32 if dtype is DType.FP32 else Precision.MIXED
-    workload = Workload(dtype=dtype, precision=precision, optimizer=name)
+    workload = Workload.of(dtype=dtype, precision=precision, optimizer=name)
     engine = DeepSpeed()
     for stage, optimizer, param in OPTIONS:
         path = {"nvme_path": nvme_path} if "nvme" in (optimizer, param) else {}
@@ -43,7 +43,7 @@ def test_a_written_config_is_not_refused_and_means_the_optimizer(name: str, dtyp
         assert found.zero == zero
         row = OPTIMIZERS[name].written
         if row is not None:
-            assert found.workload(Workload()).optimizer == (row.becomes or name)
+            assert found.workload(Workload()).numerics.optimizer == (row.becomes or name)
 
 
 @pytest.mark.torch

@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn) -> tuple[Any, Case]:
     engine = find_engine(draw(st.sampled_from(engine_names())))
     spec = tiny(draw(DIM), draw(st.integers(1, 40)), draw(DIM), frozen=draw(st.booleans()))
     zero = draw(st.sampled_from(engine.options()))
-    workload = Workload(
+    workload = Workload.of(
         seq_len=16,
         grad_accum=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from([DType.BF16, DType.FP16])),
@@ -120,7 +120,7 @@ def test_optimizer_states_by_hand() -> None:
     expected["adamw8bit"] = 2 + 8 / 256
     expected["adagrad"] += 2  # that of the optimizer that was built for the module's 16-bit parameters, which the engine keeps
     for name, k in expected.items():
-        plan = formula_plan(engine, Case(spec, Workload(optimizer=name), Cluster(), ZeroConfig.of(2)))
+        plan = formula_plan(engine, Case(spec, Workload.of(optimizer=name), Cluster(), ZeroConfig.of(2)))
         states = sum(line.bytes for line in plan.lines if line.buffer.startswith("optim.") and line.buffer != "optim.temp")
         assert states == k * 1024 * 1024, name
 
@@ -128,7 +128,7 @@ def test_optimizer_states_by_hand() -> None:
 def test_muon_leaves_embeddings_and_vectors_to_adam() -> None:
     engine = find_engine("deepspeed")
     spec = tiny(hidden=64, layers=1, vocab=1000)
-    plan = formula_plan(engine, Case(spec, Workload(optimizer="muon"), Cluster(), ZeroConfig.of(3)))
+    plan = formula_plan(engine, Case(spec, Workload.of(optimizer="muon"), Cluster(), ZeroConfig.of(3)))
     by_name = {line.buffer: line.bytes for line in plan.lines if line.place == "hbm"}
     matrix = 7 * 64 * 64
     assert by_name["optim.momentum"] == 2 * matrix  # at stage 3 as wide as a gradient on its way, bf16

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 
+from tests.workloads import with_flat
 from zeroplan.core.workload import Attention, Workload
 from zeroplan.models import catalog
 from zeroplan.models.load import load_model
 from zeroplan.planner.bound import SPREAD, activation_estimate, usual_activations
 from zeroplan.tapes import find_tape
 
-WORK = Workload(micro_batch=2, seq_len=1024)
+WORK = Workload.of(micro_batch=2, seq_len=1024)
 TOKENS = 2 * 1024
 
 
@@ -30,10 +30,10 @@ def test_a_bare_count_has_the_usual_shape() -> None:
 
 def test_only_checkpointing_of_whole_blocks_lowers_the_estimate() -> None:
     params = 12 * 20 * 2560**2
-    whole = replace(WORK, gradient_checkpointing=True)
+    whole = with_flat(WORK, gradient_checkpointing=True)
     assert usual_activations(params, whole) == TOKENS * (20 * 2 * 2560 + 34 * 2560 + 16 * (1 << 16))
     for policy in ("every:2", "selective"):
-        assert usual_activations(params, replace(whole, checkpoint_policy=policy)) == usual_activations(params, WORK)
+        assert usual_activations(params, with_flat(whole, checkpoint_policy=policy)) == usual_activations(params, WORK)
 
 
 @pytest.mark.long
@@ -43,11 +43,11 @@ def test_nineteen_of_twenty_traced_runs_stay_within_the_spread() -> None:
     for entry in list(catalog.entries())[::4]:
         spec = load_model(entry.id)
         for attn, checkpointing, rank in product(Attention, (False, True), (None, 16)):
-            work = replace(WORK, attn=attn, gradient_checkpointing=checkpointing, lora_rank=rank)
+            work = with_flat(WORK, attn=attn, gradient_checkpointing=checkpointing, lora_rank=rank)
             tape = find_tape(spec, work, plain=False)
             about = activation_estimate(spec, work)
             if tape is not None and about is not None:
-                times.append(tape.expand(work.micro_batch, 1024, rank).activation_peak / about)
+                times.append(tape.expand(work.batch.micro_batch, 1024, rank).activation_peak / about)
     assert len(times) > 500
     within = sum(one <= SPREAD for one in times) / len(times)
     assert 0.95 <= within < 1

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from tests.workloads import flat_workload
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.units import MIB
-from zeroplan.core.workload import Precision, Workload
+from zeroplan.core.workload import Precision
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
@@ -46,7 +47,7 @@ def stream(*, training: bool) -> ExpandedTape:
 
 
 def phases(engine: str, stage: int, evaluation: EvaluationTape | None, *, gpus: int = 2) -> dict[str, int]:
-    work = Workload(seq_len=8, precision=Precision.FP32, evaluation=None if evaluation is None else Evaluation(8))
+    work = flat_workload(seq_len=8, precision=Precision.FP32, evaluation=None if evaluation is None else Evaluation(8))
     spec = ModelSpec("net", (SpecUnit("", tuple(Tensor(f"layers.{i}.weight", SHAPE) for i in range(2))),), "test")
     case = Case(spec, work, Cluster(gpus=gpus), ZeroConfig.of(stage))
     one = find_engine(engine)

@@ -208,7 +208,7 @@ GROUPS = {"granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_s
 def test_torchaos_int8_weights_are_planned_as_they_are_kept(said: dict[str, Any]) -> None:
     found = resolved(said)
     assert str(found.workload.quantize) == "torchao-8-row"
-    assert found.workload.precision is Precision.HALF_AUTOCAST
+    assert found.workload.numerics.precision is Precision.HALF_AUTOCAST
     assert PackedWeights("torchao", 8, -1).blocks_of_weight((96, 64)) == (96 * 64, 4 * 96, 96)
     assert "this engine models no such base" in resolved(said, engine="fsdp2").unmodelled[0].says
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.workloads import flat_workload
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -76,12 +77,14 @@ def _simulated(
     **knobs: Any,
 ) -> Simulated:
     """The layer `frozen` gets no gradient; `saved` are the bytes of each layer's activation."""
-    workload = Workload(seq_len=8, **(work or {}))
+    workload = flat_workload(seq_len=8, **(work or {}))
     spec = ModelSpec(
         "net", (SpecUnit("", tuple(Tensor(f"layers.{i}.weight", s, i != frozen) for i, s in enumerate(SHAPES))),), "test"
     )
     case = Case(spec, workload, Cluster(gpus=gpus), ZeroConfig.of(stage, reduce_bucket_size=1 << 20, **knobs))
-    return simulated_plan(formula_plan(DeepSpeed(), case), DeepSpeed(), case, _stream(workload.param_bytes, saved, frozen))
+    return simulated_plan(
+        formula_plan(DeepSpeed(), case), DeepSpeed(), case, _stream(workload.numerics.param_bytes, saved, frozen)
+    )
 
 
 def _plan(stage: int, **more: Any) -> MemoryPlan:
@@ -177,7 +180,7 @@ def test_fp32_at_stage_0_has_no_masters_to_load() -> None:
     run = _simulated(0, work=fp32)
     whole = 4 * PARAMS
     assert run.plan.cpu.phases["resume"] == 2 * (
-        DeepSpeed().host_rss(Workload(**fp32), ZeroConfig.of(0), rotary=False)[Phase.INIT] + 3 * whole
+        DeepSpeed().host_rss(flat_workload(**fp32), ZeroConfig.of(0), rotary=False)[Phase.INIT] + 3 * whole
     )
 
 
@@ -188,7 +191,7 @@ def test_host_rss_of_the_process_on_measured_runs(measured_rows: list[dict[str, 
         if not row["ok"] or "offload" in str(row["zero_overrides"]):
             continue
         lists = bool((row.get("opt_params") or {}).get("torch_adam"))
-        workload = Workload(
+        workload = flat_workload(
             dtype=DType(row["dtype"]),
             attn=Attention(row["attn"] or "sdpa"),
             lora_rank=row["lora_rank"],

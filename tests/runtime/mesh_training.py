@@ -192,7 +192,7 @@ def planned_rows(
     """The planned bytes of a model's owned buffers, by buffer, unit and place."""
     engine = Runtime().with_ds_config(read_ds_config(config, dialect=Dialect.RUNTIME))
     half, section = "bf16" in config, config["zero_optimization"]
-    workload = Workload(
+    workload = Workload.of(
         micro_batch=models.BATCH,
         seq_len=length,
         grad_accum=config.get("gradient_accumulation_steps", 1),

@@ -14,6 +14,7 @@ import yaml
 
 from benchmarks.step.case import SHAPES
 from benchmarks.step.predict import time_error
+from tests.workloads import with_flat
 from zeroplan import recommend, scale
 from zeroplan.cli.flags import recommend_words
 from zeroplan.core.errors import BadInput
@@ -135,7 +136,7 @@ def searched(engine: str, how: str) -> Recommendation:
 def best_of(engine: str, how: str) -> Recommendation:
     """What a search for another compilation recommends, as far as files tell; each search would trace a tape of its own."""
     one = searched(engine, "blocks")
-    return replace(one, workload=replace(one.workload, compile=Compilation(how)))
+    return replace(one, workload=with_flat(one.workload, compile=Compilation(how)))
 
 
 @pytest.mark.long

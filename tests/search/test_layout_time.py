@@ -21,7 +21,7 @@ MIXTURE = replace(LLAMA, model="Qwen/Qwen3-30B-A3B", seq_len=4096)
 
 def _time(request: Request) -> LayoutTime:
     case = resolve(request).cases[0]
-    tokens = case.workload.rows * (case.workload.seq_len or 0) // (case.layout.cp * case.layout.tp)
+    tokens = case.workload.batch.rows * (case.workload.batch.seq_len or 0) // (case.layout.cp * case.layout.tp)
     counts = guess_counts(matrices(case.spec), case.workload, tokens)
     return LayoutCost(case, counts, rates_of(case.cluster.gpu)).time()
 

@@ -70,7 +70,7 @@ def test_the_included_runtimes_steps_are_near() -> None:
         memory, cost = parts[key]
         wide = {"communication_data_type": DType.FP32} if case.endswith("+r32") else {}
         zero = ZeroConfig.of(int(case[0]), **wide)
-        work = Workload(micro_batch=row["micro"], seq_len=row["seq"])
+        work = Workload.of(micro_batch=row["micro"], seq_len=row["seq"])
         predicted = cost.step_time(work, zero, memory.counts(Candidate(zero, work))).total
         ratios.append(1000 * predicted / row["step_ms"])
     assert len(ratios) == 26

@@ -52,12 +52,12 @@ def test_each_point_is_of_its_cluster_and_states_shrink(found: Scaling) -> None:
         best = point.shown
         assert best.fits
         assert point.rank_tokens_per_second == best.tokens_per_second / point.ranks
-        assert (point.largest_micro_batch or 0) >= best.workload.micro_batch
+        assert (point.largest_micro_batch or 0) >= best.workload.batch.micro_batch
 
 
 def test_a_larger_batch_makes_it_superlinear(found: Scaling) -> None:
     """Twice the GPUs are more than twice as fast, because each holds fewer states and so more samples."""
-    batches = [point.shown.workload.micro_batch for point in found.points[1:]]
+    batches = [point.shown.workload.batch.micro_batch for point in found.points[1:]]
     assert batches[0] < batches[1] <= batches[2]
     assert found.points[2] in found.superlinear
     assert found.points[1] not in found.superlinear

@@ -44,7 +44,7 @@ def problem() -> tuple[Memory, list[Candidate]]:
     memory = Memory(engine, load_model(SMALL), cluster)
     zeros = engine.search_space(cluster, NVME_PATH)
     space = list(
-        all_candidates(zeros, Workload(seq_len=SEQ), batch_splits(8, ParallelLayout(2)), (False, True), engine.alloc_confs)
+        all_candidates(zeros, Workload.of(seq_len=SEQ), batch_splits(8, ParallelLayout(2)), (False, True), engine.alloc_confs)
     )
     return memory, space
 
@@ -81,7 +81,7 @@ def test_floors_are_tight_where_the_step_decides_and_never_above(engine: str) ->
     for zero, _ in memory.engine.search_space(memory.cluster, NVME_PATH):
         if zero.reduce_bucket_size < 100_000_000:
             continue
-        candidate = Candidate(zero, Workload(micro_batch=1, seq_len=64))
+        candidate = Candidate(zero, Workload.of(micro_batch=1, seq_len=64))
         plan = memory.plan(candidate)
         allocated = (plan.gpu.peak_allocated or 0) + (plan.gpu.outside_torch or 0)
         assert memory.floor(candidate) <= allocated, zero

@@ -48,7 +48,7 @@ def test_disk_is_tried_only_where_there_is_one() -> None:
 
 def test_the_space_is_the_product_without_repeats() -> None:
     zeros = ENGINE.search_space(Cluster.of(gpus=4), NVME_PATH)
-    space = list(all_candidates(zeros, Workload(seq_len=128), [(1, 2), (2, 1)], (False, True), ENGINE.alloc_confs))
+    space = list(all_candidates(zeros, Workload.of(seq_len=128), [(1, 2), (2, 1)], (False, True), ENGINE.alloc_confs))
     assert len(space) == len(set(space)) == len(zeros) * 2 * 2 * 2
     assert {c.alloc_conf for c in space} == {"", "expandable_segments:True"}
     assert min(c.effort for c in space) == 0

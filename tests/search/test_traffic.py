@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.workloads import with_flat
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
@@ -27,7 +28,7 @@ from zeroplan.tape.expanded import ExpandedTape, Mark, Op, TapeModule, TapeParam
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 COUNTS = Counts(700, 1100, 4_000_000_000, 10_000_000_000, 214, 0, 213)
-WORK = Workload(micro_batch=2, seq_len=1024)
+WORK = Workload.of(micro_batch=2, seq_len=1024)
 
 
 def items(stage: int, *, gpus: int = 4, nodes: int = 1, model: str = LLAMA, **changes: object) -> dict[str, WorkItem]:
@@ -36,7 +37,7 @@ def items(stage: int, *, gpus: int = 4, nodes: int = 1, model: str = LLAMA, **ch
     offload = {k: str(changes.pop(k)) for k in ("offload_optimizer", "offload_param") if k in changes}
     zero = ZeroConfig.of(stage, **offload)  # type: ignore[arg-type]
     cost = CostModel(find_engine("deepspeed"), spec, cluster, rates_of(cluster.gpu))
-    work = replace(WORK, **changes)  # type: ignore[arg-type]
+    work = with_flat(WORK, **changes)  # type: ignore[arg-type]
     return {item.name: item for item in cost.items(work, zero, COUNTS, derive=True)}
 
 
@@ -128,7 +129,7 @@ def test_the_runtimes_amounts_by_hand() -> None:
     spec = load_model(LLAMA)
     cluster = Cluster.of(gpus=2, gpu="H100")
     cost = CostModel(find_engine("zeroplan"), spec, cluster, rates_of(cluster.gpu))
-    work = replace(WORK, grad_accum=4)
+    work = with_flat(WORK, grad_accum=4)
     found = {}
     for stage in (0, 1, 2, 3):
         found[stage] = {item.name: item.amount for item in cost.items(work, ZeroConfig.of(stage), COUNTS, derive=True)}
@@ -163,7 +164,7 @@ def test_python_and_device_overlap_and_the_step_does_not() -> None:
     def item(resource: Resource, phase: Phase, seconds: float) -> WorkItem:
         return WorkItem("x", resource, phase, 1, seconds)
 
-    work = Workload(micro_batch=1, seq_len=100, grad_accum=3)
+    work = Workload.of(micro_batch=1, seq_len=100, grad_accum=3)
     lines = [
         item(Resource.LAUNCH, Phase.FORWARD, 2.0),
         item(Resource.MATMUL, Phase.FORWARD, 3.0),
@@ -192,7 +193,7 @@ def test_what_is_issued_before_the_first_wait_hides_behind_the_backward() -> Non
         item(Resource.LINK, Phase.STEP, 0.5, ahead=True),
         item(Resource.OPERATION, Phase.STEP, 0.25),
     ]
-    work = Workload(micro_batch=1, seq_len=100)
+    work = Workload.of(micro_batch=1, seq_len=100)
     assert compose(lines, work, overlap=False, layout=ParallelLayout(2)).total == 6.0 + 0.5 + 0.25
     longer = [*lines, item(Resource.GRADIENT_HOOK, Phase.STEP, 2.0, ahead=True)]  # 5 to issue, 4.5 of the device to hide them
     assert compose(longer, work, overlap=False, layout=ParallelLayout(2)).total == 2.0 + 5.0 + 0.25
@@ -250,7 +251,7 @@ def test_recomputation_leaves_out_the_last_product_of_a_block() -> None:
     assert recomputed(()).unfinished == 8 * 64  # its operands are saved before it runs, and nothing more is needed
     assert recomputed((3,)).unfinished == 0  # a norm behind it saves what the product made
     spec = load_model(LLAMA)
-    work = replace(WORK, gradient_checkpointing=True)
+    work = with_flat(WORK, gradient_checkpointing=True)
     cost = CostModel(find_engine("deepspeed"), spec, Cluster.of(gpus=1, gpu="H100"), rates_of(GPUS["h100"]))
     block = 2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192
     counts = replace(COUNTS, unfinished=16 * 2048 * 8192)

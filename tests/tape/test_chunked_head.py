@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.workloads import flat_workload
 from zeroplan.core.workload import Precision, Workload
 from zeroplan.models.load import load_model
 from zeroplan.tape.chunked_head import with_chunked_head
@@ -17,7 +18,7 @@ TILE = 4096 * 32_768 * 2
 
 
 def tape_of(precision: Precision, **options: bool) -> ExpandedTape:
-    workload = Workload(micro_batch=BATCH, seq_len=SEQ, precision=precision, gradient_checkpointing=True)
+    workload = flat_workload(micro_batch=BATCH, seq_len=SEQ, precision=precision, gradient_checkpointing=True)
     stored = find_tape(load_model("meta-llama/Llama-3.2-1B"), workload, **options)
     assert stored is not None
     return stored.expand(BATCH, SEQ, None)
@@ -87,7 +88,7 @@ def test_the_gradients_of_a_tied_weight_add_up_in_the_heads_own_storage() -> Non
 
 
 def test_a_model_whose_head_has_another_loss_stays_as_it_is() -> None:
-    workload = Workload(micro_batch=2, seq_len=128)
+    workload = Workload.of(micro_batch=2, seq_len=128)
     stored = find_tape(load_model("google-bert/bert-base-uncased"), workload)
     assert stored is not None
     tape = stored.expand(2, 128, None)

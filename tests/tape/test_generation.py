@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from tests.workloads import flat_workload, with_flat
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.generation import Generation
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.workload import Precision, Workload
+from zeroplan.core.workload import Precision
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
@@ -35,8 +35,8 @@ RECIPE: dict[str, Any] = {
 
 
 def tape_of(precision: Precision, completion: int = 24) -> ExpandedTape:
-    work = Workload(micro_batch=2, seq_len=256, precision=precision, gradient_checkpointing=True)
-    work = replace(work, generation=Generation(256 - completion, completion))
+    work = flat_workload(micro_batch=2, seq_len=256, precision=precision, gradient_checkpointing=True)
+    work = with_flat(work, generation=Generation(256 - completion, completion))
     case = Case(load_model(LLAMA), work, Cluster.of(gpus=1, gpu="H200"), ZeroConfig.of(0))
     generation = expanded_tape_of(find_engine("ddp"), case).generation
     assert generation is not None

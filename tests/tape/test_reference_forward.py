@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from zeroplan.core.workload import Precision, Workload
+from tests.workloads import flat_workload
+from zeroplan.core.workload import Precision
 from zeroplan.models.load import load_model
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 from zeroplan.tape.reference_forward import with_reference
@@ -12,7 +13,7 @@ BATCH, SEQ = 2, 256
 
 
 def tape_of(*, checkpointed: bool) -> ExpandedTape:
-    workload = Workload(micro_batch=BATCH, seq_len=SEQ, precision=Precision.MIXED, gradient_checkpointing=checkpointed)
+    workload = flat_workload(micro_batch=BATCH, seq_len=SEQ, precision=Precision.MIXED, gradient_checkpointing=checkpointed)
     stored = find_tape(load_model("meta-llama/Llama-3.2-1B"), workload)
     assert stored is not None
     return stored.expand(BATCH, SEQ, None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.workloads import flat_workload
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.workload import Workload
 from zeroplan.models.catalog import entries
@@ -37,7 +38,7 @@ def test_spec_and_tape_list_the_same_parameters(name: str, lora_rank: int | None
     spec = load_model(name)
     if lora_rank is not None:
         spec = with_lora(spec, lora_rank, ())
-    tape = find_tape(spec, Workload(seq_len=128, lora_rank=lora_rank))
+    tape = find_tape(spec, flat_workload(seq_len=128, lora_rank=lora_rank))
     if tape is None:
         pytest.skip("no tape of this model is shipped")
     told, traced = _columns(spec.parameters), _columns(tape.expand(1, 128, lora_rank).parameters)
@@ -49,7 +50,7 @@ def test_spec_and_tape_list_the_same_parameters(name: str, lora_rank: int | None
 def test_linear_layers_travel_in_16_bits_under_autocast() -> None:
     """GPT-2's projections are Conv1D of transformers, which DeepSpeed's list lacks; its tied head is a linear layer."""
     spec = load_model("openai-community/gpt2")
-    tape = find_tape(spec, Workload(seq_len=128))
+    tape = find_tape(spec, Workload.of(seq_len=128))
     assert tape is not None
     for parameters in (spec.parameters, tape.expand(1, 128).parameters):
         linear = [name for name, on in zip(parameters.names, parameters.autocast, strict=True) if on]

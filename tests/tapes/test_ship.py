@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroplan.core.workload import Attention, DType, Precision, Workload
+from tests.workloads import flat_workload
+from zeroplan.core.workload import Attention, DType, Precision
 from zeroplan.models import catalog
 from zeroplan.tape.codec import to_json
 from zeroplan.tape.expanded import TapeModule, TapeParam
@@ -37,13 +38,13 @@ def test_every_flag_that_is_documented_has_its_variant() -> None:
     assert len(set(keys)) == len(keys)
     for attn in Attention:
         for again in (False, True):
-            half = Workload(attn=attn, gradient_checkpointing=again)
+            half = flat_workload(attn=attn, gradient_checkpointing=again)
             assert options_for(half).key in keys
             assert options_for(half, zero3=True).key in keys
     for precision in (Precision.FP32, Precision.AUTOCAST):
         for rank in (None, 8):
-            assert options_for(Workload(precision=precision, dtype=DType.FP32, lora_rank=rank)).key in keys
-    selective = Workload(gradient_checkpointing=True, checkpoint_policy="selective")
+            assert options_for(flat_workload(precision=precision, dtype=DType.FP32, lora_rank=rank)).key in keys
+    selective = flat_workload(gradient_checkpointing=True, checkpoint_policy="selective")
     assert options_for(selective, zero3=True).key in keys
 
 

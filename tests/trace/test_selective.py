@@ -19,8 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import CheckpointPolicy as SavePolicy
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from tests.workloads import flat_workload
 from zeroplan.core.errors import BadInput
-from zeroplan.core.workload import Attention, CheckpointPolicy, Workload
+from zeroplan.core.workload import Attention, CheckpointPolicy
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions, options_for
 from zeroplan.tape.summary import summarise
@@ -113,7 +114,7 @@ def _traced(tape: ExpandedTape) -> tuple[list[int], list[int]]:
 @pytest.mark.usefixtures("_cpu_softmax")
 @pytest.mark.parametrize("policy", ["full", "selective", "op", "every:2"])
 def test_a_tape_is_a_real_runs_allocations_in_their_order(policy: str) -> None:
-    workload = Workload(gradient_checkpointing=True, checkpoint_policy=policy, attn=Attention.EAGER)
+    workload = flat_workload(gradient_checkpointing=True, checkpoint_policy=policy, attn=Attention.EAGER)
     asked = options_for(workload)
     options = TraceOptions(Attention.EAGER, asked.checkpointing, Arithmetic.FP32, every=asked.every)
     tape = trace_at(LLAMA, "AutoModelForCausalLM", options, TracePoint(BATCH, SEQ))
@@ -163,5 +164,5 @@ def test_a_policy_reads_as_it_is_written() -> None:
 
 def test_keys_of_older_options_stay() -> None:
     assert TraceOptions(checkpointing=Checkpointing.NON_REENTRANT).key == "sdpa_ckpt_half"
-    assert options_for(Workload(checkpoint_policy="selective")).key == "sdpa_none_half"
-    assert options_for(Workload(gradient_checkpointing=True, checkpoint_policy="every:2")).key == "sdpa_ckpt-every2_half"
+    assert options_for(flat_workload(checkpoint_policy="selective")).key == "sdpa_none_half"
+    assert options_for(flat_workload(gradient_checkpointing=True, checkpoint_policy="every:2")).key == "sdpa_ckpt-every2_half"

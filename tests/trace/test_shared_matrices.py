@@ -136,7 +136,7 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool, acros
     local = local_parameters(parameters, "qwen3_moe", 2, whole_experts=across)
     assert tape.parameters.shapes == with_local_experts(local, ep).shapes
     assert tape.activation_peak < peak_of_the_whole()
-    work, layout = Workload(micro_batch=2, seq_len=64), ParallelLayout(gpus=8, tp=2, sp=sp, ep=ep, etp=1 if across else 2)
+    work, layout = Workload.of(micro_batch=2, seq_len=64), ParallelLayout(gpus=8, tp=2, sp=sp, ep=ep, etp=1 if across else 2)
     case = Case(load_model(CONFIG), work, Cluster(gpus=8), ZeroConfig.of(3), parallel=layout)
     assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.patience import PATIENCE
+from tests.workloads import flat_workload
 from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.models.load import load_model
@@ -64,7 +65,7 @@ def measured(row_id: str) -> tuple[dict[str, object], int]:
 def test_live_after_forward_is_the_gpus(row_id: str, slack: int) -> None:
     row, expected = measured(row_id)
     precision = Precision.AUTOCAST if row["engine"] == "ddp" else Precision.FP32 if row["dtype"] == "fp32" else Precision.MIXED
-    workload = Workload(
+    workload = flat_workload(
         micro_batch=int(str(row["micro_batch"])),
         seq_len=int(str(row["seq_len"])),
         dtype=DType(str(row["dtype"])),
@@ -74,7 +75,7 @@ def test_live_after_forward_is_the_gpus(row_id: str, slack: int) -> None:
     )
     tape = find_tape(load_model(str(row["model"])), workload)
     assert tape is not None
-    live = live_after_forward(tape.expand(workload.micro_batch, workload.seq_len or 0))
+    live = live_after_forward(tape.expand(workload.batch.micro_batch, workload.batch.seq_len or 0))
     assert abs(live - expected) <= slack, f"{live:,} bytes predicted, {expected:,} measured"
 
 
@@ -116,7 +117,7 @@ def test_adapters_on_all_linear_layers_are_found_however_they_are_named() -> Non
     spec = with_lora(load_model("meta-llama/Llama-3.1-8B"), 16)
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     for targets in ((), names):
-        tape = find_tape(spec, Workload(lora_rank=16, lora_targets=targets))
+        tape = find_tape(spec, flat_workload(lora_rank=16, lora_targets=targets))
         assert tape is not None
         params = tape.expand(1, 128, 16).params
         assert sum(p.shape[0] * p.shape[1] for p in params if p.trainable) == spec.trainable

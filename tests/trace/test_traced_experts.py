@@ -70,7 +70,7 @@ def test_twice_the_tokens_need_the_experts_tensors_twice(tape: ExpandedTape) -> 
 def test_what_the_ledger_keeps_the_schedule_leaves_alive(
     tape: ExpandedTape, layout: ParallelLayout, stage: int, accumulated: int
 ) -> None:
-    work = Workload(micro_batch=BATCH, seq_len=SEQ, grad_accum=accumulated)
+    work = Workload.of(micro_batch=BATCH, seq_len=SEQ, grad_accum=accumulated)
     cluster = Cluster(gpus=layout.gpus, nodes=layout.nodes)
     case = Case(load_model(CONFIG), work, cluster, ZeroConfig.of(stage), parallel=layout)
     engine = find_engine("fsdp2")
@@ -79,7 +79,7 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(
 
 
 def test_a_stage_of_a_pipeline_leaves_alive_what_the_ledger_keeps(tape: ExpandedTape) -> None:
-    work = Workload(micro_batch=BATCH, seq_len=SEQ, grad_accum=4)
+    work = Workload.of(micro_batch=BATCH, seq_len=SEQ, grad_accum=4)
     layout = ParallelLayout(gpus=8, nodes=2, pp=2, ep=EP)
     engine = find_engine("fsdp2")
     for rank in range(2):

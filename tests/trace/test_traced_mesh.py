@@ -91,7 +91,7 @@ def test_shared_activations_shrink(tapes: Tapes) -> None:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: Tapes, stage: int, sp: bool) -> None:
     layout = ParallelLayout(gpus=8, tp=2, sp=sp)
-    work = Workload(micro_batch=BATCH, seq_len=SEQ)
+    work = Workload.of(micro_batch=BATCH, seq_len=SEQ)
     case = Case(load_model(CONFIG), work, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout)
     engine = find_engine("fsdp2")
     assert engine.trace_options(case) == replace(TraceOptions(), tp=2, sp=sp)
@@ -112,7 +112,7 @@ def test_a_ring_gathers_keys_and_values(tapes: Tapes) -> None:
 
 
 def test_what_the_ledger_keeps_with_split_samples_the_schedule_leaves_alive(tapes: Tapes) -> None:
-    work = Workload(micro_batch=BATCH, seq_len=SEQ)
+    work = Workload.of(micro_batch=BATCH, seq_len=SEQ)
     case = Case(load_model(CONFIG), work, Cluster(gpus=8), ZeroConfig.of(3), parallel=ParallelLayout(gpus=8, tp=2, cp=2))
     engine = find_engine("fsdp2")
     assert case.layout.shard_group == 4  # ranks that share samples share the states, too

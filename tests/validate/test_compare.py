@@ -31,7 +31,7 @@ CONTEXT = 600 * MIB
 
 def planned(*, peak: int = 2 * GIB, reserved: int = 3 * GIB, total: int = 4 * GIB, fits: bool | None = None) -> Planned:
     engine = Runtime()
-    case = Case(load_model(CONFIG), Workload(seq_len=16), Cluster(gpus=2, gpu=GPUS["h100"]), ZeroConfig.of(3))
+    case = Case(load_model(CONFIG), Workload.of(seq_len=16), Cluster(gpus=2, gpu=GPUS["h100"]), ZeroConfig.of(3))
     plan = formula_plan(engine, case)
     gpu: GpuMemory = plan.gpu.model_copy(update={"peak_allocated": peak, "peak_reserved": reserved, "total": total})
     owned = OwnedBuffers(engine.owned_buffers(case, None).rows)  # as if all of them stood

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.validate.small import CONFIG
+from tests.workloads import with_flat
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
@@ -22,6 +23,7 @@ from zeroplan.core.quantization import Quantization
 from zeroplan.core.saving import Saving, StateDict
 from zeroplan.core.workload import Attention, Compilation, DType, Reference, Workload
 from zeroplan.engines.registry import find_engine
+from zeroplan.planner.describe import values_of
 from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.validate.job import LOOP, job_of
@@ -44,7 +46,6 @@ OTHERS: dict[str, Any] = {
     "reentrant": True,
     "checkpoint_policy": "every:2",
     "quantize": Quantization.NF4,
-    "adapter_dtype": DType.FP16,
     "image_size": 224,
     "images": 1,
     "evaluation": Evaluation(2, 0, casts=True),
@@ -67,24 +68,32 @@ NAMED = {"compile": "compiled"}
 #: weights come, which no plan of a run with random weights reads.
 BY_CONFIG = {
     *("precision", "optimizer_kind", "torch_adam", "decays", "checkpoint_interval", "sparse_attention"),
-    *("quantize_training", "local_steps", "from_scratch", "quantized_by"),
+    *("quantize_training", "local_steps", "from_scratch"),
 }
+#: Fields of a quantised base, which is refused as a whole.
+OF_BASE = {"adapter_dtype", "whole_base", "linear_experts", "base_on_host"}
+#: What a field is a part of.
+PARTS: dict[str, dict[str, Any]] = {
+    **{key: {"gradient_checkpointing": True} for key in ("reentrant", "checkpoint_policy", "offload_checkpoints")},
+    **{key: {"lora_rank": 4} for key in ("lora_targets", "lora_dropout")},
+}
+NAMES = tuple(values_of(Workload()))
 
 
 def test_every_field_is_held_refused_or_read_from_the_config() -> None:
     held = set(OTHERS) - set(LOOP)
-    assert {one.name for one in fields(Workload)} == held | set(LOOP) | BY_CONFIG
+    assert set(NAMES) == held | set(LOOP) | BY_CONFIG | OF_BASE
     assert not held & BY_CONFIG
 
 
-@pytest.mark.parametrize("name", [one.name for one in fields(Workload) if one.name not in BY_CONFIG])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_CONFIG | OF_BASE])
 def test_a_field_reaches_the_job_or_is_refused(name: str) -> None:
     resolved = resolve(Request(model=CONFIG, engine="ddp", gpus=2))
     (case,) = resolved.cases
-    plain = getattr(case.workload, name)
+    plain = values_of(case.workload)[name]
     value = OTHERS.get(name, not plain)
     assert value != plain
-    changed = replace(case, workload=replace(case.workload, **{name: value}))
+    changed = replace(case, workload=with_flat(case.workload, **PARTS.get(name, {}), **{name: value}))
     if name in LOOP:
         with pytest.raises(BadInput) as caught:
             job_of(changed, resolved.engine)

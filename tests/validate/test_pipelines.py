@@ -181,7 +181,9 @@ def staged() -> Planned:
     """A pipeline of two ranks on GPUs, planned without a tape."""
     engine = find_engine("zeroplan")
     layout = ParallelLayout(gpus=2, pp=2)
-    case = Case(load_model(MODEL), Workload(seq_len=16), Cluster(gpus=2, gpu=GPUS["h100"]), ZeroConfig.of(2), parallel=layout)
+    case = Case(
+        load_model(MODEL), Workload.of(seq_len=16), Cluster(gpus=2, gpu=GPUS["h100"]), ZeroConfig.of(2), parallel=layout
+    )
     return predict(engine, case, _NoTapes(engine))
 
 

@@ -77,7 +77,7 @@ def trace_command(
         tape, source = get_tape(spec, workload, zero3=zero3), "traced now"
     summary = summarise(expand_for(tape, case))
     seconds = time.perf_counter() - began
-    traced = TracedBatch(spec.name, source, seconds, workload.micro_batch, workload.seq_len, summary)
+    traced = TracedBatch(spec.name, source, seconds, workload.batch.micro_batch, workload.batch.seq_len, summary)
     if output is not None:
         _write(output, tape)
     show(json.dumps(tape_json(traced), indent=2) if as_json else tape_text(traced, Terminal.here(), quiet=quiet))

@@ -111,8 +111,8 @@ def hidden_bytes_of(workload: Workload, layout: ParallelLayout, hidden_size: int
     Under sequence parallelism each tensor-parallel rank sends its tokens. Source: torchtitan, ``models/llama3/parallelize.py``
     (``apply_tp``), whose blocks take and return ``Shard(1)``.
     """
-    tokens = (workload.seq_len or 1) // (layout.cp * layout.token_parts)
-    return workload.micro_batch * tokens * hidden_size * workload.dtype.bytes
+    tokens = (workload.batch.seq_len or 1) // (layout.cp * layout.token_parts)
+    return workload.batch.micro_batch * tokens * hidden_size * workload.numerics.dtype.bytes
 
 
 def recomputed_groups(stage: Stage, interval: int) -> tuple[int, int, int]:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
-from zeroplan.core.evaluation import Evaluation
-from zeroplan.core.float8 import Float8Recipe
-from zeroplan.core.generation import Colocated, Generation
-from zeroplan.core.layer_drop import ProgressiveLayerDrop
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Base
-from zeroplan.core.quantize_training import QuantizeTraining
-from zeroplan.core.saving import Saving
-from zeroplan.core.sparse_attention import SparseAttention
 
 _Named = TypeVar("_Named", bound=StrEnum)
+_Technique = TypeVar("_Technique")
 
 
 class DType(StrEnum):
@@ -133,126 +126,120 @@ class Compilation(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """One training job's computation on one rank.
+class GradientCheckpointing:
+    """Gradient checkpointing: the backward computes a part of the forward again.
 
-    `optimizer` is a row's name in :data:`zeroplan.core.optimizers.OPTIMIZERS`. `checkpoint_policy` is ``full``, ``selective``,
-    ``op`` or ``every:K`` (:class:`CheckpointPolicy`) and takes effect with `gradient_checkpointing`. `lora_targets` empty means
-    all linear layers of the blocks. `seq_len` None means 2048, or the model's maximum if that is less. `from_scratch` means
-    that weights are initialised and not read from pretrained ones, which pass through host memory. `quantize` is how the linear
-    layers of a frozen base are kept, `quantized_by` the flag or key that says so.
-    `set_to_none` is what ``zero_grad`` does: without it gradients stay between steps (torch's default before 2.0).
-    `chunked_head` means that TRL computes head and loss together in tiles (:mod:`zeroplan.tape.chunked_head`),
-    `lora_dropout` that adapters drop some of their input, `detached_loss` that the loop
-    keeps the loss without its graph, as the HF Trainer does. `adapter_dtype` is that of adapters beside a quantised base; None
-    for what the precision says, which is fp32 under autocast, as peft makes them. `whole_base` means that a quantised base is
-    stored in bytes or in buffers, which FSDP 2's units leave out. `whole_embedding_states` means that an 8-bit
-    optimizer keeps the states of embeddings in fp32, which the HF Trainer asks of it. `accelerate_units` means that accelerate
-    applies ``fully_shard``: to the embedding, and to the final norm with the head, too. `one_unit` means that FSDP 1 wraps the
-    model as a whole, without units in it. `pairs` means that a sample is a chosen and a rejected one, which pass together;
-    `reference` what is asked beside the trained model. `kl_batch` means that a second batch of the same size passes through
-    both without gradients, KTO's for its KL term; `pair_loss` that pairs meet in a loss over all their logits, which
-    `wide_logits` says are fp32 there. `images` of `image_size` pixels a side come with each sample of a
-    vision-language model; None is the size of its config. `labelled_share` of the tokens have a label, where the head sees
-    those alone; None where it sees all. `evaluation` runs between two steps, and `saving` is done there; None for none.
-    `lengths` are those of samples that a batch is padded to the longest of, cut at `seq_len`; empty where all have that length.
-    `pads` means that each batch is padded to its longest sample, of which nothing but the most, `seq_len`, is known.
-    `target_len` is the length of an encoder-decoder's targets; None where it is `seq_len`, that of its sources.
-    `fp8` is how linear layers multiply in 8-bit floats. `tiled_mlp` is the number of tiles of tokens in which MLPs run, as
-    DeepSpeed's ``TiledMLP`` does, and `tiled_loss` that of head and loss (``TiledFusedLogitsLoss``); 0 for none.
-    `checkpoint_interval` layers of a pipeline stage are recomputed together (DeepSpeed's ``activation_checkpoint_interval``).
-    `torch_adam`: the optimizer is a class of torch's where DeepSpeed would build one of its own.
-    `decays`: a class of torch's adds its weight decay to the gradients, in tensors of their own.
-    `offload_checkpoints`: checkpointed inputs wait on the host, as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them.
-    `sparse_attention` is the attention's sparsity, whatever `attn` says. `curriculum` cuts samples to fewer than `seq_len`
-    tokens in the first steps. `layer_drop` leaves blocks out of later steps.
-    `quantize_training` rounds weights to fewer bits. `local_steps` are the most that 0/1 Adam lets ranks step alone.
-    `compile` is what ``torch.compile`` is called on; None for nothing. `generation` is what the model generates before each
-    step, on the GPUs that train; None for nothing. `colocated` is vLLM where it does so.
-    `moved` means that the model is made on the host and then moved to the GPU,
-    where a tied weight is one from the beginning; made on the GPU, its second owner's goes when the tie is made. `mixed_units`
-    means that FSDP 1 wraps blocks with the adapters in them, `longest_first` that the first micro batch holds the longest of
-    samples that differ in length, and no later one. Before transformers 5 `linear_experts` were layers of their own, which
-    bitsandbytes quantises, and `base_on_host` was where FSDP 1 found quantised weights. `reentrant` is the way in which blocks
-    are checkpointed, as that version did unless told otherwise.
-    `reduce_dtype` is that in which FSDP2 reduces gradients (``MixedPrecisionPolicy``); None for fp32, and without a policy for
-    the parameters' own.
+    `reentrant` is the way in which blocks are checkpointed, as transformers before 5 did by default. `interval` layers of a
+    pipeline stage are recomputed together (DeepSpeed's ``activation_checkpoint_interval``). `on_host`: checkpointed inputs
+    wait on the host, as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them.
+    """
+
+    policy: CheckpointPolicy = CheckpointPolicy()
+    reentrant: bool = False
+    interval: int = 1
+    on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lora:
+    """Adapters of a rank beside a frozen base. Without `targets` all linear layers of the blocks have one; with `dropout`
+    adapters drop some of their input.
+    """
+
+    rank: int
+    targets: tuple[str, ...] = ()
+    dropout: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedBase:
+    """A frozen base whose linear layers are quantised.
+
+    `kept` is how they are kept, `named_by` the flag or key that says so. `adapter_dtype` is that of adapters beside it; None
+    for what the precision says, which is fp32 under autocast, as peft makes them. `whole` means that the base is stored in
+    bytes or in buffers, which FSDP 2's units leave out. Before transformers 5 `linear_experts` were layers of their own,
+    which bitsandbytes quantises, and `on_host` was where FSDP 1 found quantised weights.
+    """
+
+    kept: Base
+    named_by: str = field(default="--quantize", compare=False)
+    adapter_dtype: DType | None = None
+    whole: bool = False
+    linear_experts: bool = False
+    on_host: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedHead:
+    """TRL computes head and loss together in tiles (:mod:`zeroplan.tape.chunked_head`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TiledMlp:
+    """MLPs run in so many tiles of tokens, as DeepSpeed's ``TiledMLP`` does."""
+
+    tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class TiledLoss:
+    """Head and loss run in so many tiles of tokens, as DeepSpeed's ``TiledFusedLogitsLoss`` does."""
+
+    tiles: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one optimizer step is fed on one rank, in samples and tokens.
+
+    `seq_len` None means 2048, or the model's maximum if that is less. `target_len` is the length of an encoder-decoder's
+    targets; None where it is `seq_len`, that of its sources. `lengths` are those of samples that a batch is padded to the
+    longest of, cut at `seq_len`; empty where all have that length. `pads` means that each batch is padded to its longest
+    sample, of which nothing but the most, `seq_len`, is known; `longest_first` that the first micro batch holds the longest
+    of samples that differ in length, and no later one. `pairs` means that a sample is a chosen and a rejected one, which pass
+    together. `images` of `image_size` pixels a side come with each sample of a vision-language model; None is the size of its
+    config. `labelled_share` of the tokens have a label, where the head sees those alone; None where it sees all.
     """
 
     micro_batch: int = 1
     seq_len: int | None = None
     grad_accum: int = 1
-    dtype: DType = DType.BF16
-    precision: Precision = Precision.MIXED
-    optimizer: str = DEFAULT_OPTIMIZER
-    optimizer_kind: OptimizerKind = OptimizerKind.FUSED
-    torch_adam: bool = False
-    decays: bool = False
-    attn: Attention = Attention.SDPA
-    gradient_checkpointing: bool = False
-    lora_rank: int | None = None
-    lora_targets: tuple[str, ...] = ()
-    checkpoint_policy: str = "full"
-    from_scratch: bool = False
-    quantize: Base | None = None
-    quantized_by: str = field(default="--quantize", compare=False)
-    set_to_none: bool = True
-    chunked_head: bool = False
-    lora_dropout: bool = False
-    detached_loss: bool = False
-    adapter_dtype: DType | None = None
-    whole_base: bool = False
-    whole_embedding_states: bool = False
-    accelerate_units: bool = False
-    one_unit: bool = False
+    target_len: int | None = None
+    lengths: tuple[int, ...] = ()
+    pads: bool = False
+    longest_first: bool = False
     pairs: bool = False
-    reference: Reference | None = None
-    kl_batch: bool = False
-    pair_loss: PairLoss | None = None
-    wide_logits: bool = False
     images: int = 0
     image_size: int | None = None
     labelled_share: float | None = None
-    evaluation: Evaluation | None = None
-    saving: Saving | None = None
-    lengths: tuple[int, ...] = ()
-    pads: bool = False
-    target_len: int | None = None
-    fp8: Float8Recipe | None = None
-    tiled_mlp: int = 0
-    tiled_loss: int = 0
-    offload_checkpoints: bool = False
-    checkpoint_interval: int = 1
-    sparse_attention: SparseAttention | None = None
-    curriculum: Curriculum | None = None
-    layer_drop: ProgressiveLayerDrop | None = None
-    quantize_training: QuantizeTraining | None = None
-    local_steps: int = 0
-    compile: Compilation | None = None
-    generation: Generation | None = None
-    colocated: Colocated | None = None
-    moved: bool = False
-    mixed_units: bool = False
-    longest_first: bool = False
-    linear_experts: bool = False
-    base_on_host: bool = False
-    reentrant: bool = False
-    reduce_dtype: DType | None = None
-
-    @property
-    def in_trainer(self) -> bool:
-        """Whether transformers' Trainer runs the loop, which alone keeps losses without their graph."""
-        return self.detached_loss
 
     @property
     def rows(self) -> int:
         """Sequences of one pass."""
         return self.micro_batch * (2 if self.pairs else 1)
 
-    @property
-    def recomputation(self) -> CheckpointPolicy | None:
-        """The policy by which the backward recomputes; None without checkpointing."""
-        return CheckpointPolicy.parse(self.checkpoint_policy) if self.gradient_checkpointing else None
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """Element types, and the optimizer and the attention that compute with them.
+
+    `optimizer` is a row's name in :data:`zeroplan.core.optimizers.OPTIMIZERS`. `torch_adam`: it is a class of torch's where
+    DeepSpeed would build one of its own. `decays`: a class of torch's adds its weight decay to the gradients, in tensors of
+    their own. `whole_embedding_states` means that an 8-bit optimizer keeps the states of embeddings in fp32, which the HF
+    Trainer asks of it. `local_steps` are the most that 0/1 Adam lets ranks step alone. `reduce_dtype` is that in which FSDP2
+    reduces gradients (``MixedPrecisionPolicy``); None for fp32, and without a policy for the parameters' own.
+    """
+
+    dtype: DType = DType.BF16
+    precision: Precision = Precision.MIXED
+    optimizer: str = DEFAULT_OPTIMIZER
+    optimizer_kind: OptimizerKind = OptimizerKind.FUSED
+    torch_adam: bool = False
+    decays: bool = False
+    whole_embedding_states: bool = False
+    local_steps: int = 0
+    attn: Attention = Attention.SDPA
+    reduce_dtype: DType | None = None
 
     @property
     def param_bytes(self) -> int:
@@ -260,11 +247,196 @@ class Workload:
         return 4 if self.precision in (Precision.FP32, Precision.AUTOCAST) else self.dtype.bytes
 
     @property
-    def adapter_bytes(self) -> int | None:
-        """Bytes of one adapter's element, where the workload names their dtype."""
-        return None if self.adapter_dtype is None else self.adapter_dtype.bytes
-
-    @property
     def master_bytes(self) -> int:
         """Bytes of one master parameter."""
         return self.dtype.bytes if self.precision is Precision.PURE else 4
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """How the program makes the model, wraps it and loops over it.
+
+    `from_scratch` means that weights are initialised and not read from pretrained ones, which pass through host memory.
+    `moved` means that the model is made on the host and then moved to the GPU, where a tied weight is one from the beginning;
+    made on the GPU, its second owner's goes when the tie is made. `set_to_none` is what ``zero_grad`` does: without it
+    gradients stay between steps (torch's default before 2.0). `detached_loss` that the loop keeps the loss without its graph,
+    as the HF Trainer does. `accelerate_units` means that accelerate applies ``fully_shard``: to the embedding, and to the
+    final norm with the head, too. `one_unit` means that FSDP 1 wraps the model as a whole, without units in it, and
+    `mixed_units` that it wraps blocks with the adapters in them.
+    """
+
+    from_scratch: bool = False
+    moved: bool = False
+    set_to_none: bool = True
+    detached_loss: bool = False
+    accelerate_units: bool = False
+    one_unit: bool = False
+    mixed_units: bool = False
+
+    @property
+    def in_trainer(self) -> bool:
+        """Whether transformers' Trainer runs the loop, which alone keeps losses without their graph."""
+        return self.detached_loss
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a loss needs beyond the logits of one batch.
+
+    `reference` answers beside the trained model. `kl_batch` means that a second batch of the same size passes through both
+    without gradients, KTO's for its KL term; `pair_loss` that pairs meet in a loss over all their logits, which `wide_logits`
+    says are fp32 there.
+    """
+
+    reference: Reference | None = None
+    kl_batch: bool = False
+    pair_loss: PairLoss | None = None
+    wide_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One training job's computation on one rank, in parts.
+
+    `techniques` holds a value of each technique that is on, in the order of their classes' names; one that is off is absent.
+    """
+
+    batch: Batch = Batch()
+    numerics: Numerics = Numerics()
+    loop: Loop = Loop()
+    objective: Objective = Objective()
+    techniques: tuple[object, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [type(one).__name__ for one in self.techniques]
+        if names != sorted(set(names)):
+            raise ValueError(f"techniques {', '.join(names)} are not one of each, in the order of their names")
+
+    @classmethod
+    def of(cls, *techniques: object, **leaves: Any) -> Workload:
+        """Make a workload from techniques in any order and fields of its parts: ``Workload.of(Lora(16), micro_batch=4)``.
+
+        Raises:
+            TypeError: a field of no part.
+        """
+        return cls().with_techniques(*techniques).but(**leaves)
+
+    def but(self, **leaves: Any) -> Workload:
+        """Return the workload with other values of its parts' fields, each of which one part alone has.
+
+        Raises:
+            TypeError: a field of no part.
+        """
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in leaves.items():
+            if name not in _PART_OF:
+                raise TypeError(f"a workload has no {name!r}")
+            changed.setdefault(_PART_OF[name], {})[name] = value
+        return replace(self, **{part: replace(getattr(self, part), **values) for part, values in changed.items()})
+
+    def leaf(self, name: str) -> Any:
+        """Return a field of one of the parts, by its name."""
+        return getattr(getattr(self, _PART_OF[name]), name)
+
+    def technique(self, kind: type[_Technique]) -> _Technique | None:
+        """Return the technique of one class; None where it is off."""
+        for one in self.techniques:
+            if isinstance(one, kind):
+                return one
+        return None
+
+    def has(self, kind: type[object]) -> bool:
+        """Return whether a technique is on."""
+        return self.technique(kind) is not None
+
+    def with_techniques(self, *techniques: object) -> Workload:
+        """Return the workload with these techniques, each in place of an earlier one of its class."""
+        kinds = {type(one) for one in techniques}
+        kept = [one for one in self.techniques if type(one) not in kinds]
+        return replace(self, techniques=tuple(sorted((*kept, *techniques), key=lambda one: type(one).__name__)))
+
+    def without(self, *kinds: type[object]) -> Workload:
+        """Return the workload with techniques of these classes off."""
+        return replace(self, techniques=tuple(one for one in self.techniques if type(one) not in kinds))
+
+    def checkpointed(self, on: bool = True) -> Workload:
+        """Return the workload with checkpointing on, in the way that it had, else of whole blocks; or with it off."""
+        if on is self.gradient_checkpointing:
+            return self
+        return self.with_techniques(GradientCheckpointing()) if on else self.without(GradientCheckpointing)
+
+    def compiled(self, what: Compilation | None) -> Workload:
+        """Return the workload with ``torch.compile`` called on this, or on nothing."""
+        return self.without(Compilation) if what is None else self.with_techniques(what)
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """Whether the backward recomputes."""
+        return self.has(GradientCheckpointing)
+
+    @property
+    def recomputation(self) -> CheckpointPolicy | None:
+        """The policy by which the backward recomputes; None without checkpointing."""
+        found = self.technique(GradientCheckpointing)
+        return None if found is None else found.policy
+
+    @property
+    def reentrant(self) -> bool:
+        """Whether checkpoints are reentrant."""
+        found = self.technique(GradientCheckpointing)
+        return found is not None and found.reentrant
+
+    @property
+    def checkpoints_on_host(self) -> bool:
+        """Whether checkpointed inputs wait on the host."""
+        found = self.technique(GradientCheckpointing)
+        return found is not None and found.on_host
+
+    @property
+    def lora_rank(self) -> int | None:
+        """The adapters' rank; None where the model itself is trained."""
+        found = self.technique(Lora)
+        return None if found is None else found.rank
+
+    @property
+    def quantize(self) -> Base | None:
+        """How the linear layers of a frozen base are kept; None where nothing is quantised."""
+        found = self.technique(QuantizedBase)
+        return None if found is None else found.kept
+
+    @property
+    def quantized_by(self) -> str:
+        """The flag or key that names the quantised base; empty where nothing is quantised."""
+        found = self.technique(QuantizedBase)
+        return "" if found is None else found.named_by
+
+    @property
+    def base_on_host(self) -> bool:
+        """Whether FSDP 1 found quantised weights on the host."""
+        found = self.technique(QuantizedBase)
+        return found is not None and found.on_host
+
+    @property
+    def whole_base(self) -> bool:
+        """Whether a quantised base is stored in bytes or in buffers."""
+        found = self.technique(QuantizedBase)
+        return found is not None and found.whole
+
+    @property
+    def adapter_bytes(self) -> int | None:
+        """Bytes of one element of adapters beside a quantised base, where their dtype is named."""
+        found = self.technique(QuantizedBase)
+        return None if found is None or found.adapter_dtype is None else found.adapter_dtype.bytes
+
+    @property
+    def compile(self) -> Compilation | None:
+        """What ``torch.compile`` is called on; None for nothing."""
+        return self.technique(Compilation)
+
+
+#: The part that has a field, by the field's name.
+_PART_OF = {
+    field.name: part
+    for part, kind in (("batch", Batch), ("numerics", Numerics), ("loop", Loop), ("objective", Objective))
+    for field in fields(kind)
+}

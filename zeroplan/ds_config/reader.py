@@ -144,12 +144,12 @@ class DsConfig:
         pure = self.zero.bf16_master_weights_and_grads and self.zero.bf16_optimizer_states
         found = self.training.workload(base, pure=pure, given=given)
         longest = self.curriculum.longest if self.curriculum is not None else None
-        if longest is not None and found.seq_len is not None:
-            found = replace(found, seq_len=min(found.seq_len, longest))
-        techniques = {"sparse_attention", "curriculum", "layer_drop", "quantize_training"}
+        if longest is not None and found.batch.seq_len is not None:
+            found = found.but(seq_len=min(found.batch.seq_len, longest))
+        techniques = (self.sparse_attention, self.curriculum, self.layer_drop, self.quantize_training)
         row = optimizer_of_type(self.training.optimizer or "")
         local = local_steps(self.training.optimizer_params) if row is not None and row.compresses else 0
-        return replace(found, local_steps=local, **{name: getattr(self, name) for name in techniques})
+        return found.but(local_steps=local).with_techniques(*(one for one in techniques if one is not None))
 
 
 def inspect_ds_config(

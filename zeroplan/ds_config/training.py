@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.errors import BadInput
@@ -79,13 +79,13 @@ class TrainingSettings:
             said |= {"optimizer": self._optimizer(), "optimizer_kind": self._kind(), "torch_adam": self.torch_adam}
             said["decays"] = self.decays
         for name, value in said.items():
-            if name in given and getattr(base, name) != value:
+            if name in given and base.leaf(name) != value:
                 raise BadInput(
-                    f"the ds_config says {value}, the flag {getattr(base, name)}",
+                    f"the ds_config says {value}, the flag {base.leaf(name)}",
                     where=f"--{name.replace('_', '-')}",
                     remedy="change one of the two",
                 )
-        return replace(base, **said)
+        return base.but(**said)
 
     def _optimizer(self) -> str:
         """The table's name; the type in lower case where the table has none, which its reader refuses."""

@@ -77,12 +77,12 @@ def dump_ds_config(config: Mapping[str, Any]) -> str:
 
 
 def _write_workload(config: dict[str, Any], workload: Workload, world_size: int | None) -> None:
-    config[MICRO], config[ACCUM] = workload.micro_batch, workload.grad_accum
+    config[MICRO], config[ACCUM] = workload.batch.micro_batch, workload.batch.grad_accum
     config.pop(TRAIN, None)
     if world_size is not None:
-        config[TRAIN] = workload.micro_batch * workload.grad_accum * world_size
-    autocast = workload.precision is Precision.AUTOCAST
-    mode = DType.FP32 if autocast or workload.precision is Precision.FP32 else workload.dtype
+        config[TRAIN] = workload.batch.micro_batch * workload.batch.grad_accum * world_size
+    autocast = workload.numerics.precision is Precision.AUTOCAST
+    mode = DType.FP32 if autocast or workload.numerics.precision is Precision.FP32 else workload.numerics.dtype
     for dtype in (DType.BF16, DType.FP16):
         if mode is dtype:
             _put(config, f"{dtype}.enabled", True)
@@ -90,7 +90,7 @@ def _write_workload(config: dict[str, Any], workload: Workload, world_size: int 
             _put(config, f"{dtype}.enabled", False)
     if autocast:
         _put(config, "torch_autocast.enabled", True)
-        _put(config, "torch_autocast.dtype", "bfloat16" if workload.dtype is DType.BF16 else "float16")
+        _put(config, "torch_autocast.dtype", "bfloat16" if workload.numerics.dtype is DType.BF16 else "float16")
     elif "torch_autocast" in config:
         _put(config, "torch_autocast.enabled", False)
 

@@ -21,7 +21,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import Compilation, DType, Precision, Workload
+from zeroplan.core.workload import ChunkedHead, Compilation, DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ledger.line import Ledger
@@ -296,7 +296,7 @@ class Engine(ABC):
         Raises:
             BadInput: what the engine does not do.
         """
-        if workload.labelled_share is not None and not workload.chunked_head:
+        if workload.batch.labelled_share is not None and not workload.has(ChunkedHead):
             raise BadInput(
                 f"{self.name} computes the logits of all tokens", where="--labelled-share", remedy="use --engine zeroplan"
             )

@@ -53,14 +53,14 @@ def compute_facts(
     model: Matrices, counts: Counts, workload: Workload, remapped: tuple[int, int, int] = (0, 0, 0)
 ) -> ComputeFacts:
     """Derive the amounts for one micro batch. `remapped`: segments, bytes and pages a step, of a run that fills its card."""
-    seq = workload.seq_len or 0
+    seq = workload.batch.seq_len or 0
     policy = workload.recomputation
     # Selective checkpointing keeps what products and attention made; else each k-th block is run again.
     again = 0 if policy is None else policy.every
     if policy is not None and policy.selective:
         again = 2 if policy.alternate else 0
     return ComputeFacts(
-        tokens=workload.rows * seq,
+        tokens=workload.batch.rows * seq,
         seq_len=seq,
         matrices=model.all,
         trained_matrices=model.trained,
@@ -77,7 +77,7 @@ def compute_facts(
         forward_modules=counts.forward_modules,
         recomputed_modules=counts.recomputed_modules,
         backward_modules=counts.backward_modules,
-        fp32=workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST,
+        fp32=workload.numerics.dtype is DType.FP32 and workload.numerics.precision is not Precision.AUTOCAST,
         segments_remapped=remapped[0],
         bytes_remapped=remapped[1],
         pages_remapped=remapped[2],

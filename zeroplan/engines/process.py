@@ -68,7 +68,7 @@ ADAPTERS = 20
 
 def arithmetic_change(workload: Workload) -> Change:
     """Return how the workload's dtype and attention change the host's copies of kernels, in MiB by phase."""
-    return _FP32 if workload.dtype is DType.FP32 else _EAGER if workload.attn is Attention.EAGER else {}
+    return _FP32 if workload.numerics.dtype is DType.FP32 else _EAGER if workload.numerics.attn is Attention.EAGER else {}
 
 
 def changed(base: Mapping[Phase, int], changes: Iterable[Change]) -> dict[Phase, int]:
@@ -146,7 +146,7 @@ def outside_torch(
         collectives: whether the process calls any.
         other_contexts: ranks whose processes have a context on the GPU beside this one's.
     """
-    flash = workload.attn is not Attention.EAGER and workload.dtype is not DType.FP32
+    flash = workload.numerics.attn is not Attention.EAGER and workload.numerics.dtype is not DType.FP32
     known = measured and capability == _MEASURED_CAPABILITY
     return Outside(
         context=CONTEXT,

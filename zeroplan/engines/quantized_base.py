@@ -72,7 +72,9 @@ def require_stored(workload: Workload, engine: str) -> None:
             where=workload.quantized_by,
             remedy="use nf4, or --engine ddp",
         )
-    if workload.quantize is not None and workload.dtype.bytes != 2:
+    if workload.quantize is not None and workload.numerics.dtype.bytes != 2:
         raise BadInput(
-            f"a quantised base is sharded in 16 bits, not in {workload.dtype}", where="--dtype", remedy="use --dtype bf16"
+            f"a quantised base is sharded in 16 bits, not in {workload.numerics.dtype}",
+            where="--dtype",
+            remedy="use --dtype bf16",
         )

@@ -32,12 +32,12 @@ class Rank:
     @cached_property
     def optimizer(self) -> Optimizer:
         """The row of the optimizer table."""
-        return find_optimizer(self.workload.optimizer)
+        return find_optimizer(self.workload.numerics.optimizer)
 
     @property
     def decay_lists(self) -> int:
         """Lists of gradients with their weight decay that torch's multi-tensor loops make."""
-        return self.optimizer.decay_lists if self.workload.decays else 0
+        return self.optimizer.decay_lists if self.workload.numerics.decays else 0
 
     @property
     def factored(self) -> int | None:
@@ -62,7 +62,7 @@ class Rank:
     @property
     def grad_accum(self) -> int:
         """Micro batches a step."""
-        return self.workload.grad_accum
+        return self.workload.batch.grad_accum
 
     @cached_property
     def numel(self) -> tuple[int, ...]:

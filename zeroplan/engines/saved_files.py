@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.saving import Saver
+from zeroplan.core.saving import Saver, Saving
 from zeroplan.core.workload import Workload
 from zeroplan.engines.simulation import CheckpointPhase
 from zeroplan.simulate.allocator.pinned_host import PinnedAllocator
@@ -46,7 +46,8 @@ def save_phase(held: int, *parts: Written) -> CheckpointPhase:
 
 def rewrites_experts(workload: Workload, parameters: Parameters) -> bool:
     """Return whether transformers takes stacked experts apart before it writes them (revert_weight_conversion)."""
-    if workload.saving is None or workload.saving.saver is not Saver.TRAINER or any(parameters.adapters):
+    saving = workload.technique(Saving)
+    if saving is None or saving.saver is not Saver.TRAINER or any(parameters.adapters):
         return False
     return any(len(shape) > 2 and "experts" in name for name, shape in zip(parameters.names, parameters.shapes, strict=True))
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parameters import Parameters
+from zeroplan.core.saving import Saving
 from zeroplan.core.versions import TORCH_GPU
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Case, Engine
@@ -76,7 +77,7 @@ class TorchEngine(Engine, Generic[R]):
         """
         from zeroplan.engines.saved_files import EXPERTS_APART, rewrites_experts
 
-        saving, rank = case.workload.saving, self.rank(case, case.parameters)
+        saving, rank = case.workload.technique(Saving), self.rank(case, case.parameters)
         if case.parallel is not None:
             return "saving with further kinds of parallelism is in no figure"
         row = rank.optimizer
@@ -112,11 +113,11 @@ class TorchEngine(Engine, Generic[R]):
         host = self.host(rank)
         beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
         read = rank.original_bytes * rank.trainable + rank.frozen_bytes * rank.frozen
-        if self.made_on_host and case.workload.from_scratch:
+        if self.made_on_host and case.workload.loop.from_scratch:
             again = Counter(rank.parameters.entries)
             read += sum((count - 1) * rank.numel[p] * rank.width(p) for p, count in again.items())
         weights = CheckpointPhase(Phase.WEIGHTS, 0, beside + read, inevitable=self.made_on_host)
-        saving = case.workload.saving
+        saving = case.workload.technique(Saving)
         if saving is None:
             return HostRun(host, (weights,))
         from zeroplan.engines.saved_files import save_phase

@@ -26,14 +26,16 @@ class TorchRank(Rank, ABC):
         work = self.workload
         if work.quantize is not None and work.adapter_bytes is not None:
             return work.adapter_bytes
-        half = work.precision is Precision.PURE or (work.precision is Precision.HALF_AUTOCAST and work.lora_rank is None)
-        return work.dtype.bytes if half else DType.FP32.bytes
+        half = work.numerics.precision is Precision.PURE or (
+            work.numerics.precision is Precision.HALF_AUTOCAST and work.lora_rank is None
+        )
+        return work.numerics.dtype.bytes if half else DType.FP32.bytes
 
     @cached_property
     def frozen_bytes(self) -> int:
         """Bytes of one frozen parameter."""
-        half = self.workload.precision in (Precision.PURE, Precision.HALF_AUTOCAST)
-        return self.workload.dtype.bytes if half else DType.FP32.bytes
+        half = self.workload.numerics.precision in (Precision.PURE, Precision.HALF_AUTOCAST)
+        return self.workload.numerics.dtype.bytes if half else DType.FP32.bytes
 
     def width(self, param: int) -> int:
         """Bytes an element of one parameter where it is kept, unless it is quantised."""
@@ -143,7 +145,7 @@ class TorchRank(Rank, ABC):
         (create_optimizer), which registers each ``nn.Embedding``
         """
         least, embeddings = self.optimizer.least_8bit, self.parameters.embeddings
-        registered = self.workload.whole_embedding_states and bool(embeddings) and embeddings[param]
+        registered = self.workload.numerics.whole_embedding_states and bool(embeddings) and embeddings[param]
         return bool(least) and (self.chunks[param] < least or registered)
 
     def states(self, domain: Domain, param: int) -> list[tuple[Buffer, int]]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import LEVELS, Domain, Optimizer
 from zeroplan.core.optimizers import OPTIMIZERS
+from zeroplan.core.saving import Saving
 from zeroplan.core.workload import OptimizerKind, Workload
 from zeroplan.engines.player import Run
 from zeroplan.engines.torch_rank import TorchRank
@@ -24,12 +25,12 @@ _FP32 = 4
 def torch_run(workload: Workload, cublas_workspace: int) -> Run:
     """Return the part of a job that is played, until it repeats."""
     return Run(
-        workload.grad_accum,
+        workload.batch.grad_accum,
         STEPS_UNTIL_STEADY,
         cublas_workspace=cublas_workspace,
-        detached_loss=workload.detached_loss,
-        saves=workload.saving is not None,
-        longest_first=workload.longest_first,
+        detached_loss=workload.loop.detached_loss,
+        saves=workload.has(Saving),
+        longest_first=workload.batch.longest_first,
     )
 
 
@@ -82,7 +83,7 @@ def _counts_on_gpu(optimizer: Optimizer, domain: Domain) -> bool:
 def _unfused(rank: TorchRank) -> bool:
     """Return whether a fused step was to be had and was not asked for."""
     kind = rank.optimizer.torch
-    return kind is not None and kind.fused and rank.workload.optimizer_kind is not OptimizerKind.FUSED
+    return kind is not None and kind.fused and rank.workload.numerics.optimizer_kind is not OptimizerKind.FUSED
 
 
 def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
@@ -90,7 +91,7 @@ def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Do
     iterations.
     """
     kind = rank.optimizer.torch
-    if _unfused(rank) and rank.workload.optimizer_kind is OptimizerKind.LOOP:
+    if _unfused(rank) and rank.workload.numerics.optimizer_kind is OptimizerKind.LOOP:
         _one_by_one(recorder, rank, stepped)
     elif kind is not None and (not kind.fused or _unfused(rank)):
         lists = [

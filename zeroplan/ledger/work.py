@@ -171,7 +171,7 @@ def scale_counts(one: Counts, two: Counts, micro_batch: int) -> Counts:
 
 def guess_counts(model: Matrices, workload: Workload, tokens: int) -> Counts:
     """Estimate the counts from the model's matrices, for a model without a tape."""
-    written = model.outputs * tokens * workload.dtype.bytes
+    written = model.outputs * tokens * workload.numerics.dtype.bytes
     again = 1 if workload.gradient_checkpointing else 0
     kernels = KERNELS_FORWARD * model.count
     return Counts(

@@ -43,11 +43,11 @@ def _estimate(hidden: int, layers: int, heads: int, vocabulary: int, workload: W
     Checkpointing of whole blocks keeps each layer's input and recomputes one layer at a time. Other policies keep more, so
     they get the figure without checkpointing. Flash and sdpa attention keep no scores.
     """
-    tokens = workload.rows * (workload.seq_len or 1)
-    width = workload.dtype.bytes // 2
+    tokens = workload.batch.rows * (workload.batch.seq_len or 1)
+    width = workload.numerics.dtype.bytes // 2
     per_layer = _LINEAR * tokens * hidden * width
-    if workload.attn is Attention.EAGER:
-        per_layer += _SCORES * heads * tokens * (workload.seq_len or 1) * width
+    if workload.numerics.attn is Attention.EAGER:
+        per_layer += _SCORES * heads * tokens * (workload.batch.seq_len or 1) * width
     whole = workload.recomputation == CheckpointPolicy()
-    kept = layers * tokens * hidden * workload.dtype.bytes + per_layer if whole else layers * per_layer
+    kept = layers * tokens * hidden * workload.numerics.dtype.bytes + per_layer if whole else layers * per_layer
     return kept + _LOGIT_BYTES * tokens * vocabulary

@@ -5,15 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.curriculum import CURRICULUM_LEARNING
+from zeroplan.core.curriculum import CURRICULUM_LEARNING, Curriculum
 from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.generation import Colocated, Generation
-from zeroplan.core.layer_drop import LAYER_DROP
+from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.quantize_training import QUANTIZE_TRAINING
+from zeroplan.core.quantize_training import QUANTIZE_TRAINING, QuantizeTraining
 from zeroplan.core.saving import Saving
 from zeroplan.core.sparse_attention import SparseAttention
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import (
+    CheckpointPolicy,
+    ChunkedHead,
+    GradientCheckpointing,
+    Lora,
+    QuantizedBase,
+    TiledLoss,
+    TiledMlp,
+    Workload,
+)
 
 if TYPE_CHECKING:
     from zeroplan.interop.setups import Setup
@@ -78,18 +88,83 @@ UNSEARCHED = {
     "layer_drop": (LAYER_DROP, "the time of steps with fewer layers is in no figure, nor is what is reserved as layers differ"),
 }
 
-#: What decides no figure, but whether one at the limit of its card is a promise.
-_UNTOLD = ("pads", "quantized_by")
-
 
 def describe_workload(workload: Workload) -> dict[str, Any]:
     """Return the workload as the report's JSON shows it; what no run has unless it asks for it stands only where it does."""
-    named = [name for name in Workload.__dataclass_fields__ if name not in _UNTOLD]
-    shown = [name for name in named if name not in _ASKED_FOR or getattr(workload, name) != _ASKED_FOR[name]]
-    told = {name: _plain(getattr(workload, name)) for name in shown}
-    if workload.lengths:
-        told["lengths"] = {"mean": sum(workload.lengths) / len(workload.lengths), "max": max(workload.lengths)}
+    values = values_of(workload)
+    told = {name: _plain(value) for name, value in values.items() if name not in _ASKED_FOR or value != _ASKED_FOR[name]}
+    del told["pads"]  # it decides no figure, but whether one at the limit of its card is a promise
+    lengths = workload.batch.lengths
+    if lengths:
+        told["lengths"] = {"mean": sum(lengths) / len(lengths), "max": max(lengths)}
     return told
+
+
+def values_of(workload: Workload) -> dict[str, Any]:
+    """Return what is on and how, each by a flat name, in the order in which reports show it."""
+    batch, numerics, loop, objective = workload.batch, workload.numerics, workload.loop, workload.objective
+    lora, base, again = workload.technique(Lora), workload.technique(QuantizedBase), workload.technique(GradientCheckpointing)
+    tiled_mlp, tiled_loss = workload.technique(TiledMlp), workload.technique(TiledLoss)
+    return {
+        "micro_batch": batch.micro_batch,
+        "seq_len": batch.seq_len,
+        "grad_accum": batch.grad_accum,
+        "dtype": numerics.dtype,
+        "precision": numerics.precision,
+        "optimizer": numerics.optimizer,
+        "optimizer_kind": numerics.optimizer_kind,
+        "torch_adam": numerics.torch_adam,
+        "decays": numerics.decays,
+        "attn": numerics.attn,
+        "gradient_checkpointing": again is not None,
+        "lora_rank": None if lora is None else lora.rank,
+        "lora_targets": () if lora is None else lora.targets,
+        "checkpoint_policy": str(CheckpointPolicy() if again is None else again.policy),
+        "from_scratch": loop.from_scratch,
+        "quantize": workload.quantize,
+        "set_to_none": loop.set_to_none,
+        "chunked_head": workload.has(ChunkedHead),
+        "lora_dropout": lora is not None and lora.dropout,
+        "detached_loss": loop.detached_loss,
+        "adapter_dtype": None if base is None else base.adapter_dtype,
+        "whole_base": base is not None and base.whole,
+        "whole_embedding_states": numerics.whole_embedding_states,
+        "accelerate_units": loop.accelerate_units,
+        "one_unit": loop.one_unit,
+        "pairs": batch.pairs,
+        "reference": objective.reference,
+        "kl_batch": objective.kl_batch,
+        "pair_loss": objective.pair_loss,
+        "wide_logits": objective.wide_logits,
+        "images": batch.images,
+        "image_size": batch.image_size,
+        "labelled_share": batch.labelled_share,
+        "evaluation": workload.technique(Evaluation),
+        "saving": workload.technique(Saving),
+        "lengths": batch.lengths,
+        "pads": batch.pads,
+        "target_len": batch.target_len,
+        "fp8": workload.technique(Float8Recipe),
+        "tiled_mlp": 0 if tiled_mlp is None else tiled_mlp.tiles,
+        "tiled_loss": 0 if tiled_loss is None else tiled_loss.tiles,
+        "offload_checkpoints": workload.checkpoints_on_host,
+        "checkpoint_interval": 1 if again is None else again.interval,
+        "sparse_attention": workload.technique(SparseAttention),
+        "curriculum": workload.technique(Curriculum),
+        "layer_drop": workload.technique(ProgressiveLayerDrop),
+        "quantize_training": workload.technique(QuantizeTraining),
+        "local_steps": numerics.local_steps,
+        "compile": workload.compile,
+        "generation": workload.technique(Generation),
+        "colocated": workload.technique(Colocated),
+        "moved": loop.moved,
+        "mixed_units": loop.mixed_units,
+        "longest_first": batch.longest_first,
+        "linear_experts": base is not None and base.linear_experts,
+        "base_on_host": base is not None and base.on_host,
+        "reentrant": workload.reentrant,
+        "reduce_dtype": numerics.reduce_dtype,
+    }
 
 
 def describe_cluster(cluster: Cluster, layout: ParallelLayout | None = None) -> dict[str, Any]:

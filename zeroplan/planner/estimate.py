@@ -102,7 +102,7 @@ def _report(resolved: Resolved, setup: Setup | None, shallow: list[str], plans: 
 def _without_arithmetic(resolved: Resolved) -> tuple[str, ...]:
     """Return a warning where the card cannot compute in the dtype; ``recommend`` takes another one then."""
     gpu = resolved.cluster.gpu
-    if resolved.workload.dtype is not DType.BF16 or gpu.bf16:
+    if resolved.workload.numerics.dtype is not DType.BF16 or gpu.bf16:
         return ()
     return (f"{gpu.name} has no bf16 arithmetic: torch emulates it, slowly; --dtype fp16 is what it runs",)
 

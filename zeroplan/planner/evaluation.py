@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.workload import Precision
+from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.workload import ChunkedHead, Precision
 from zeroplan.engines.base import Case
 from zeroplan.tape.chunked_head import with_chunked_forward
 from zeroplan.tape.expanded import EvaluationTape, ExpandedTape, Kind, Op
@@ -25,7 +26,8 @@ def evaluation_tape(case: Case, tape: ExpandedTape, *, trace: bool) -> Evaluatio
         trace: trace it where it is neither shipped nor cached.
     """
     work = case.workload
-    if work.evaluation is None or max(case.layout.pp, case.layout.cp, case.layout.ulysses) > 1 or work.images:
+    evaluation = work.technique(Evaluation)
+    if evaluation is None or max(case.layout.pp, case.layout.cp, case.layout.ulysses) > 1 or work.batch.images:
         return None
     options = evaluation_options(work, case.parallel)
     stored = lookup(case.spec, options)
@@ -36,28 +38,28 @@ def evaluation_tape(case: Case, tape: ExpandedTape, *, trace: bool) -> Evaluatio
             stored = None
     if stored is None:
         return None
-    rows = work.evaluation.batch * (2 if work.pairs else 1)
-    seq = (work.seq_len or 1) // options.split_tokens
+    rows = evaluation.batch * (2 if work.batch.pairs else 1)
+    seq = (work.batch.seq_len or 1) // options.split_tokens
     try:
         forward = stored.expand(rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
     except BadInput:  # traced for other numbers
         return None
     if [module.name for module in forward.modules] != [module.name for module in tape.modules]:
         return None
-    logits = _logits(forward) if work.evaluation.kept else 0
-    if work.evaluation.kept and not logits:
+    logits = _logits(forward) if evaluation.kept else 0
+    if evaluation.kept and not logits:
         return None
-    if work.chunked_head:
-        forward = with_chunked_forward(forward, batch=rows, seq_len=seq, share=work.labelled_share)
-    casts = work.evaluation.casts and work.precision is not Precision.PURE
-    returned = logits * _FP32 // work.dtype.bytes if casts else logits
+    if work.has(ChunkedHead):
+        forward = with_chunked_forward(forward, batch=rows, seq_len=seq, share=work.batch.labelled_share)
+    casts = evaluation.casts and work.numerics.precision is not Precision.PURE
+    returned = logits * _FP32 // work.numerics.dtype.bytes if casts else logits
     ranks = case.layout.dp
     return EvaluationTape(
         forward=replace(forward, evaluation=None),
         logits=logits,
         returned=returned,
         gathered=returned * ranks if ranks > 1 else 0,
-        batches=max(1, work.evaluation.kept),
+        batches=max(1, evaluation.kept),
     )
 
 

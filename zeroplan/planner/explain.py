@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.core.evaluation import Evaluation
 from zeroplan.engines.base import Case, Engine
 from zeroplan.ledger.line import Item, derived, glossary_of
 from zeroplan.planner.formula import FORMULA
@@ -111,7 +112,7 @@ def _stage(engine: Engine, case: Case, timeline: Timeline | None) -> StageNote:
         case.pp_rank,
         layout.pp,
         layout.vpp,
-        case.workload.grad_accum,
+        case.workload.batch.grad_accum,
         takes_fewer=bool(case.partition),
     )
     (flying,) = in_flight((action._replace(chunk=0) for action in order.actions()), 1)  # of all chunks together
@@ -158,9 +159,10 @@ def _at_the_peak(engine: Engine, case: Case, timeline: Timeline, known: set[Buff
     from zeroplan.engines.simulation import phase_of_mark
 
     phase: Phase = phase_of_mark(timeline.peak_mark())
-    batch, length, samples = case.workload.micro_batch, case.workload.seq_len or 1, "micro_batch"
-    if phase is Phase.EVALUATION and case.workload.evaluation is not None:
-        batch, samples = case.workload.evaluation.batch, "eval_batch"
+    batch, length, samples = case.workload.batch.micro_batch, case.workload.batch.seq_len or 1, "micro_batch"
+    evaluation = case.workload.technique(Evaluation)
+    if phase is Phase.EVALUATION and evaluation is not None:
+        batch, samples = evaluation.batch, "eval_batch"
     out = []
     for buffer, count in timeline.alive_by_buffer().items():
         if buffer in known:

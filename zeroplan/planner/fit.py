@@ -7,8 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
+from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.model_config import SEQ2SEQ_LM
+from zeroplan.core.saving import Saving
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
@@ -29,11 +32,17 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     model. `tape` is what the figures were simulated with: it holds the evaluation and other lengths of batches, where they are.
     """
     found = {one.key: one for one in (*case.unmodelled, *engine.unmodelled(case))}
-    if (case.workload.reference is not None or case.workload.kl_batch) and not engine.answers_reference(case):
-        what = "a reference model beside the trained one" if case.workload.reference is not None else "a second forward for KTO"
+    if (case.workload.objective.reference is not None or case.workload.objective.kl_batch) and not engine.answers_reference(
+        case
+    ):
+        what = (
+            "a reference model beside the trained one"
+            if case.workload.objective.reference is not None
+            else "a second forward for KTO"
+        )
         says = f"{what} is not modelled under {engine.name} stage {case.zero.stage}"
         found.setdefault("reference", Unmodelled("reference", Effect.MORE, says))
-    if case.workload.pair_loss not in (None, *engine.measured_pair_losses):
+    if case.workload.objective.pair_loss not in (None, *engine.measured_pair_losses):
         unknown = f"the dtype in which {engine.name} hands the logits to the loss"
         says = "the loss over whole logits was measured on no GPU" if engine.pair_losses else unknown
         found.setdefault("task", Unmodelled("task", Effect.UNKNOWN, says))
@@ -44,22 +53,23 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
         found.setdefault("--compile", Unmodelled("--compile", Effect.MORE, f"no GPU has measured compiled blocks with {what}"))
     work, followed = case.workload, engine.evaluates and tape is not None
     evaluated = followed and tape is not None and tape.evaluation is not None
-    if work.lengths and not (followed and tape is not None and tape.shapes):
+    if work.batch.lengths and not (followed and tape is not None and tape.shapes):
         found.setdefault("lengths", Unmodelled("lengths", Effect.MORE, "what is reserved when batches differ in length"))
-    if work.evaluation is not None and not evaluated and _may_need_more(case, work.evaluation):
-        says = f"an evaluation with {work.evaluation.batch} samples a GPU is in no figure"
+    evaluation, colocated = work.technique(Evaluation), work.technique(Colocated)
+    if evaluation is not None and not evaluated and _may_need_more(case, evaluation):
+        says = f"an evaluation with {evaluation.batch} samples a GPU is in no figure"
         found.setdefault("evaluation", Unmodelled("evaluation", Effect.MORE, says))
-    if work.generation is not None:
+    if work.has(Generation):
         counted = engine.generates and tape is not None and tape.generation is not None
         says = _GENERATED if counted else "the completions that are generated before a step, and their cache, are in no figure"
         effect = Effect.UNKNOWN if counted else Effect.MORE
         found.setdefault("generation", Unmodelled("generation", effect, says))
-    if work.colocated is not None:
-        taken = f"vLLM takes {work.colocated.share:.0%} of each GPU for itself"
+    if colocated is not None:
+        taken = f"vLLM takes {colocated.share:.0%} of each GPU for itself"
         says = "vLLM's share is counted; its CUDA graphs and the weights handed to it are not, and no GPU has measured it"
         counted = tape is not None and case.cluster.vram is not None
         found.setdefault("use_vllm", Unmodelled("use_vllm", Effect.MORE, says if counted else taken))
-    if work.saving is not None and (says := engine.unsaved(case)):
+    if work.has(Saving) and (says := engine.unsaved(case)):
         found.setdefault("saving", Unmodelled("saving", Effect.MORE, says))
     return tuple(found.values())
 
@@ -75,7 +85,7 @@ def unsure_at_limit(engine: Engine, case: Case, phase: str) -> tuple[Unmodelled,
         case: the run.
         phase: in which it peaks.
     """
-    if case.workload.pads:
+    if case.workload.batch.pads:
         says = "batches are padded to lengths that nothing tells, and fragments of theirs can be too much; give --lengths"
     elif not engine.measured:
         says = f"no run of {engine.name} at the limit of its card was measured"
@@ -98,7 +108,7 @@ def _may_need_more(case: Case, evaluation: Evaluation) -> bool:
     """Return whether an evaluation's forward may need more than the training's: with more samples, with logits that stay, or
     with whole samples where the training's ranks share each (accelerate 1.15, accelerator.py: ``disable_in_eval``).
     """
-    return bool(evaluation.kept) or evaluation.batch * case.layout.ulysses > case.workload.micro_batch
+    return bool(evaluation.kept) or evaluation.batch * case.layout.ulysses > case.workload.batch.micro_batch
 
 
 def _unmeasured_graphs(case: Case) -> str:

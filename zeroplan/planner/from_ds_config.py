@@ -10,7 +10,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import DType, Workload
+from zeroplan.core.workload import DType, GradientCheckpointing, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.findings import merged
 from zeroplan.ds_config.reader import UNMODELLED, DsConfig, fill_from, inspect_ds_config
@@ -85,7 +85,7 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
         raise config.refusal(config.errors)
     given = frozenset(name for name in _SHARED if getattr(request, name) is not None)
     workload = config.workload(base, given=given)
-    find_optimizer(workload.optimizer, where=f"{config.source}: optimizer.type")
+    find_optimizer(workload.numerics.optimizer, where=f"{config.source}: optimizer.type")
     warnings = tuple(merged([finding for finding in config.warnings if finding.id != UNMODELLED]))
     tp, ulysses, unmodelled = request.tp, request.ulysses, config.unmodelled
     if engine.whole_vocabulary and isinstance(config.raw.get(_TP), Mapping):
@@ -101,9 +101,11 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
         interval = config.raw[_PP].get("activation_checkpoint_interval") or 0
         unmodelled = tuple(one for one in unmodelled if one.key != _PP)
         if interval == 1:
-            workload = replace(workload, gradient_checkpointing=True)
+            workload = workload.checkpointed()
         elif isinstance(interval, int) and interval > 1:
-            workload = replace(workload, gradient_checkpointing=True, checkpoint_interval=interval)
+            workload = workload.with_techniques(
+                replace(workload.technique(GradientCheckpointing) or GradientCheckpointing(), interval=interval)
+            )
         elif interval:
             unmodelled += (Unmodelled(f"{_PP}.activation_checkpoint_interval", Effect.UNKNOWN, _GROUPS),)
     return DsConfigRun(
@@ -239,7 +241,7 @@ def _fill(request: Request, base: Workload) -> dict[str, Any]:
         micro_batch=request.micro_batch,
         grad_accum=request.grad_accum,
     )
-    if request.dtype is not None and base.dtype is DType.FP32:
+    if request.dtype is not None and base.numerics.dtype is DType.FP32:
         filled |= {"bf16.enabled": False, "fp16.enabled": False}
     if request.stage is not None:
         filled[f"{_DS}.stage"] = request.stage

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.generation import Generation
 from zeroplan.core.model_config import text_config
 from zeroplan.core.workload import Attention, Precision
 from zeroplan.engines.base import Case
@@ -24,7 +26,9 @@ def known_cache(case: Case) -> bool:
     facts = spec_facts(case.spec)
     known = None not in (facts.kv_heads, facts.head_dim, facts.heads, facts.vocab_size)
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-    alone = case.parallel is None and not work.images and work.attn is Attention.SDPA and work.fp8 is None
+    alone = (
+        case.parallel is None and not work.batch.images and work.numerics.attn is Attention.SDPA and not work.has(Float8Recipe)
+    )
     return known and case.spec.model_type in GROWING_CACHES and not slides and alone
 
 
@@ -36,12 +40,12 @@ def generated(case: Case, prompts: ExpandedTape) -> ExpandedTape | None:
         prompts: the tape of a checkpointed forward over all prompts of a rank.
     """
     work, facts = case.workload, spec_facts(case.spec)
-    generation, head = work.generation, chunked_head_of(prompts.modules)
+    generation, head = work.technique(Generation), chunked_head_of(prompts.modules)
     assert generation is not None
     heads, kv_heads, width = facts.heads or 0, facts.kv_heads or 0, facts.head_dim or 0
-    rows = generation.rows(work.micro_batch, work.grad_accum, case.layout.dp)
-    compute = work.dtype.bytes
-    key_width = max(compute, work.param_bytes)
+    rows = generation.rows(work.batch.micro_batch, work.batch.grad_accum, case.layout.dp)
+    compute = work.numerics.dtype.bytes
+    key_width = max(compute, work.numerics.param_bytes)
     inner = text_config(case.spec.config).get("intermediate_size")
     words = rows * (facts.vocab_size or 0)
     model = CachedModel(
@@ -53,7 +57,7 @@ def generated(case: Case, prompts: ExpandedTape) -> ExpandedTape | None:
         inner=rows * compute * (inner if isinstance(inner, int) else 0),
         logits=words * compute,
         words=words,
-        casts=generation.casts and work.precision is not Precision.PURE,
+        casts=generation.casts and work.numerics.precision is not Precision.PURE,
         weights=_weights(case, prompts, head),
     )
     return generation_tape(prompts, forward_without_gradients(prompts), head, generation, model)
@@ -63,8 +67,8 @@ def _weights(case: Case, tape: ExpandedTape, head: int) -> tuple[tuple[tuple[int
     """Return what each block's products make of its weights, and the head's: casts of fp32 ones under autocast, of which those
     of trained weights stay, and quantised ones in 16 bits; nothing where all are in 16 bits.
     """
-    compute, params = case.workload.dtype.bytes, tape.params
-    autocast = case.workload.precision is Precision.AUTOCAST
+    compute, params = case.workload.numerics.dtype.bytes, tape.params
+    autocast = case.workload.numerics.precision is Precision.AUTOCAST
     blocks = blocks_of(tape.modules)
     place = {block: at for at, block in enumerate(blocks)}
     found: list[list[tuple[int, bool]]] = [[] for _ in range(len(blocks) + 1)]

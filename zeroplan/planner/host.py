@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.plan import CpuMemory, HostBuffer, HostPeak
+from zeroplan.core.saving import Saving
 from zeroplan.core.workload import Workload
 from zeroplan.engines.simulation import CheckpointPhase, HostBytes, HostPhase, HostRun, Simulation
 
@@ -32,8 +33,8 @@ def host_memory(simulation: Simulation | HostRun, rss: Mapping[Phase, int], *, r
         before = _LOADED_BY[one.phase]
         peak = _checkpoint(one, rss[before], on_host.get(before), ranks)
         peaks.append(peak)
-        made = one.phase is Phase.WEIGHTS and (one.inevitable or not workload.from_scratch)
-        if made or (one.phase is Phase.SAVE and workload.saving):
+        made = one.phase is Phase.WEIGHTS and (one.inevitable or not workload.loop.from_scratch)
+        if made or (one.phase is Phase.SAVE and workload.has(Saving)):
             counted.append(peak)
     most = max(counted, key=lambda peak: peak.bytes)
     return CpuMemory(

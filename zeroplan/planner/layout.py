@@ -112,9 +112,9 @@ def _of_auto_ep(request: Request, cluster: Cluster, spec: ModelSpec, workload: W
         raise BadInput("adapters beside AutoEP are not modelled", where="--lora-rank", remedy="leave it out")
     _require_language_model(request, spec, workload)
     require_model(spec.parameters, spec.model_type, request.ep)
-    if workload.dtype.bytes != 2 or workload.param_bytes == 4:
+    if workload.numerics.dtype.bytes != 2 or workload.numerics.param_bytes == 4:
         raise BadInput("AutoEP is modelled in 16 bits", where="--dtype", remedy="use --dtype bf16, or --ep 1")
-    if workload.lengths:
+    if workload.batch.lengths:
         raise BadInput("batches of different lengths are not modelled with AutoEP", where="--lengths", remedy="leave it out")
     return ParallelLayout(cluster.gpus, cluster.nodes, sp=request.sp, ep=request.ep, own_experts=True, auto_ep=True)
 
@@ -149,10 +149,10 @@ def _require_language_model(request: Request, spec: ModelSpec, workload: Workloa
     where = next((f"--{name}" for name in _DEGREES if getattr(request, name) > 1), "--pp")
     if request.task is not None or (spec.config and auto_class_of(spec.config) != "AutoModelForCausalLM"):
         raise BadInput("is modelled for causal language models alone", where=where, remedy="leave it at 1, and --task out")
-    if workload.lengths and max(request.cp, request.ulysses, request.pp) > 1:
+    if workload.batch.lengths and max(request.cp, request.ulysses, request.pp) > 1:
         where = next(f"--{name}" for name in ("cp", "ulysses", "pp") if getattr(request, name) > 1)
         raise BadInput(f"batches of different lengths are not modelled with {where}", where="--lengths", remedy="leave it out")
-    if Buffer.OPTIM_FACTORED in (row := find_optimizer(workload.optimizer)).buffers or row.rest:
+    if Buffer.OPTIM_FACTORED in (row := find_optimizer(workload.numerics.optimizer)).buffers or row.rest:
         raise BadInput(
             f"{row.name} steps whole matrices, and is not modelled on their parts", where="--optimizer", remedy="use adamw"
         )
@@ -174,7 +174,7 @@ def _require_tensor_parallel(layout: ParallelLayout, spec: ModelSpec, workload: 
             where="--tp",
             remedy="use --engine fsdp2",
         )
-    require_divides(spec.config, layout, workload.seq_len)
+    require_divides(spec.config, layout, workload.batch.seq_len)
     if workload.lora_rank is not None:
         raise BadInput("tensor parallelism with LoRA is not modelled", where="--tp", remedy="leave --lora-rank out")
 
@@ -184,20 +184,20 @@ def _require_context_parallel(layout: ParallelLayout, spec: ModelSpec, workload:
     from zeroplan.core.expert_parallel import GROUPED
     from zeroplan.core.tensor_parallel import PLANS
 
-    cp, tokens = layout.cp, workload.seq_len or 0
+    cp, tokens = layout.cp, workload.batch.seq_len or 0
     pieces = 2 * cp * (layout.tp if layout.sp else 1)
     if tokens % pieces:
         what = f"cp {cp} divides each half of a sample" + (" and sp its parts" if layout.sp else "")
         raise BadInput(
             f"{what}, and {tokens:,} tokens are no multiple of {pieces}", where="--cp", remedy="use another --seq-len"
         )
-    if workload.attn is not Attention.SDPA:
+    if workload.numerics.attn is not Attention.SDPA:
         raise BadInput("torch has ring attention for sdpa alone", where="--attn", remedy="use --attn sdpa")
     known = (*PLANS, *(name for name in GROUPED if name not in _OTHER_ATTENTION))
     if spec.model_type not in known:
         what = f"context parallelism of {spec.model_type or 'this model'} is not modelled"
         raise BadInput(what, where="--cp", remedy=f"of {', '.join(known)} it is")
-    if workload.dtype.bytes != 2 or workload.param_bytes == 4:
+    if workload.numerics.dtype.bytes != 2 or workload.numerics.param_bytes == 4:
         raise BadInput("ring attention is modelled for 16 bits", where="--dtype", remedy="use --dtype bf16, or --cp 1")
     if workload.lora_rank is not None:
         raise BadInput("context parallelism with LoRA is not modelled", where="--cp", remedy="leave --lora-rank out")
@@ -231,12 +231,12 @@ def _require_ulysses(layout: ParallelLayout, spec: ModelSpec, workload: Workload
     if groups % ranks and ranks % groups:
         what = f"neither of ulysses {ranks} and the {groups} KV heads divides the other"
         raise BadInput(what, where=where, remedy=f"use a divisor or a multiple of {groups}")
-    if (workload.seq_len or 0) % ranks:
-        what = f"ulysses {ranks} does not divide the {workload.seq_len:,} tokens of a sample"
+    if (workload.batch.seq_len or 0) % ranks:
+        what = f"ulysses {ranks} does not divide the {workload.batch.seq_len:,} tokens of a sample"
         raise BadInput(what, where=where, remedy=f"use a --seq-len that {ranks} divides")
-    if workload.pairs or workload.reference is not None:
+    if workload.batch.pairs or workload.objective.reference is not None:
         raise BadInput("pairs of samples and references are not modelled with Ulysses", where=where, remedy="leave it at 1")
-    if workload.attn is Attention.EAGER:
+    if workload.numerics.attn is Attention.EAGER:
         raise BadInput(
             "DeepSpeed's Ulysses drops masks, which eager attention needs", where="--attn", remedy="use sdpa or flash"
         )
@@ -255,16 +255,16 @@ def _require_experts(layout: ParallelLayout, spec: ModelSpec, workload: Workload
         raise BadInput(what, where="--etp", remedy="leave it out")
     if layout.etp > 1 and layout.ep == 1:
         return  # the ranks of tp share all matrices
-    tokens = workload.micro_batch * (workload.seq_len or 0) // layout.cp
+    tokens = workload.batch.micro_batch * (workload.batch.seq_len or 0) // layout.cp
     if layout.experts_across and tokens % layout.tp:
         what = f"tp {layout.tp} does not divide the {tokens:,} tokens of a micro batch, which its ranks exchange in parts"
         raise BadInput(what, where="--etp", remedy=f"use another --seq-len, or --etp {layout.tp}")
     if workload.lora_rank is not None:
         raise BadInput("expert parallelism with LoRA is not modelled", where="--ep", remedy="leave --lora-rank out")
     require_experts(spec.parameters, spec.model_type, layout)
-    if workload.dtype.bytes != 2 or workload.param_bytes == 4:
+    if workload.numerics.dtype.bytes != 2 or workload.numerics.param_bytes == 4:
         raise BadInput("shared experts are modelled in 16 bits", where="--dtype", remedy="use --dtype bf16, or --ep 1")
-    if workload.lengths:
+    if workload.batch.lengths:
         raise BadInput("batches of different lengths are not modelled with --ep", where="--lengths", remedy="leave it out")
 
 
@@ -298,7 +298,7 @@ def _require_pipeline(layout: ParallelLayout, spec: ModelSpec, workload: Workloa
         layer_stages(spec.parameters, layout.pp, partition)
         return
     stages_of(len({block for block in spec.parameters.blocks if block}), layout.pp * layout.vpp)
-    PipelineOrder(order, 0, layout.pp, layout.vpp, workload.grad_accum)
+    PipelineOrder(order, 0, layout.pp, layout.vpp, workload.batch.grad_accum)
 
 
 def _require_halves(layout: ParallelLayout, spec: ModelSpec, workload: Workload) -> None:

@@ -77,7 +77,7 @@ def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: Al
                 page = config.large_segment_size
                 if any(len(a.marks) > len(b.marks) for a, b in zip(limited.runs, simulation.runs, strict=True)):
                     runs = simulation.under(room, config, device_memory=case.cluster.vram).runs
-            released = CacheRelease.most(CacheRelease.of(run, case.workload.grad_accum, page) for run in runs)
+            released = CacheRelease.most(CacheRelease.of(run, case.workload.batch.grad_accum, page) for run in runs)
             return RunOnCard(limited, (min(low, top), top + doubt), released)
     return RunOnCard(simulation, (low, max(high, usable + 1)), fragmented=allocated <= room and not simulation.out_of_memory)
 

@@ -71,14 +71,14 @@ class ModuleTapes(ExpandedTapes):
     def _traced(self, case: Case) -> ExpandedTape | NoTapeError:
         work = case.workload
         try:
-            tape = self._of_length(case, work.seq_len or 1)
+            tape = self._of_length(case, work.batch.seq_len or 1)
             if self._rollout is not None:
                 from zeroplan.planner.ppo import rollout_tape
 
                 return replace(tape, generation=rollout_tape(tape, self._rollout))
-            if not (self._cut and work.lengths):
+            if not (self._cut and work.batch.lengths):
                 return tape
-            drawn = padded_batches(work.lengths, work.rows, cut=work.seq_len)[-1 - _SHORTER : -1]
+            drawn = padded_batches(work.batch.lengths, work.batch.rows, cut=work.batch.seq_len)[-1 - _SHORTER : -1]
             return replace(tape, shapes=tuple(self._of_length(case, length) for length in drawn))
         except Exception as fault:  # the user's own code runs here
             text = " ".join(str(fault).split())[:160]
@@ -88,11 +88,11 @@ class ModuleTapes(ExpandedTapes):
         from zeroplan.trace.example import buffer_bytes, trace_example
 
         work, inputs = case.workload, self._inputs
-        if length != work.seq_len:
+        if length != work.batch.seq_len:
             inputs = {name: tensor[:, :length] for name, tensor in inputs.items()}
         tape = trace_example(self._module, inputs, self._asked.trace_options(case), self._asked.graded(case))
-        expanded = tape.expand(work.micro_batch, length, None, device=KernelDevice.of(case.cluster.gpu))
+        expanded = tape.expand(work.batch.micro_batch, length, None, device=KernelDevice.of(case.cluster.gpu))
         # DeepSpeed casts the module, the included runtime what a state_dict holds; FSDP and autocast leave buffers as they are.
-        dialect = self._asked.dialect if work.param_bytes == 2 else None
+        dialect = self._asked.dialect if work.numerics.param_bytes == 2 else None
         persistent = dialect is Dialect.RUNTIME
         return replace(expanded, buffers=sum(buffer_bytes(self._module, half=dialect is not None, persistent=persistent)))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.float8 import FLOAT8_CAPABILITY
+from zeroplan.core.float8 import FLOAT8_CAPABILITY, Float8Recipe
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.quantization import PackedWeights
-from zeroplan.core.workload import Workload
+from zeroplan.core.sparse_attention import SparseAttention
+from zeroplan.core.workload import ChunkedHead, TiledLoss, TiledMlp, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import require_compilable, without_degrees
@@ -21,9 +22,9 @@ def require_offered(request: Request, engine: Engine, workload: Workload, cluste
     Raises:
         BadInput: naming the flag.
     """
-    if not workload.set_to_none and not engine.keeps_gradients:
+    if not workload.loop.set_to_none and not engine.keeps_gradients:
         raise BadInput(f"{engine.name} frees gradients after each step", where="--no-set-to-none", remedy="leave it out")
-    if workload.fp8 is not None and not engine.float8:
+    if workload.has(Float8Recipe) and not engine.float8:
         raise BadInput(
             f"8-bit products are not modelled under {engine.name}", where="--fp8", remedy="use --engine fsdp2 or ddp"
         )
@@ -33,16 +34,16 @@ def require_offered(request: Request, engine: Engine, workload: Workload, cluste
             where="--compile",
             remedy="use --engine zeroplan, fsdp2 or ddp",
         )
-    if workload.fp8 is not None and cluster.gpu.capability < FLOAT8_CAPABILITY:
+    if workload.has(Float8Recipe) and cluster.gpu.capability < FLOAT8_CAPABILITY:
         raise BadInput(f"{cluster.gpu.name} has no 8-bit floats", where="--fp8", remedy="leave it out, or name an H100")
     tiled = tiled_flags(workload)
     if tiled and not engine.tiles_mlps:
         raise BadInput(f"tiles are DeepSpeed's, and {engine.name} has none", where=tiled[0], remedy="use --engine deepspeed")
     if tiled:
         _require_tiles(request, workload)
-    if workload.offload_checkpoints:
+    if workload.checkpoints_on_host:
         _require_offloaded_checkpoints(request, workload, offered=engine.tiles_mlps)
-    if workload.tiled_loss:
+    if workload.has(TiledLoss):
         _require_plain_loss(request, spec, workload)
     if workload.quantize is not None:
         _require_quantized_base(engine, workload)
@@ -71,7 +72,7 @@ def _require_quantized_base(engine: Engine, workload: Workload) -> None:
 
 def tiled_flags(workload: Workload) -> list[str]:
     """Return the flags of what the workload computes in tiles."""
-    return [f"--tiled-{name}" for name in ("mlp", "loss") if getattr(workload, f"tiled_{name}")]
+    return [f"--tiled-{name}" for name, kind in (("mlp", TiledMlp), ("loss", TiledLoss)) if workload.has(kind)]
 
 
 def require_engines_own(engine: Engine, spec: ModelSpec, workload: Workload) -> None:
@@ -82,7 +83,7 @@ def require_engines_own(engine: Engine, spec: ModelSpec, workload: Workload) -> 
     """
     if spec.own_experts is not None and not engine.own_experts:
         raise BadInput(f"{engine.name} does not train DeepSpeed's MoE layers", where="model", remedy="use --engine deepspeed")
-    row = find_optimizer(workload.optimizer)
+    row = find_optimizer(workload.numerics.optimizer)
     if row.runtime_only and not engine.own_optimizers:
         raise BadInput(
             f"{row.name} is not modelled under {engine.name}", where="--optimizer", remedy="use --engine zeroplan, or adamw8bit"
@@ -127,9 +128,9 @@ def require_beside(request: Request, engine: Engine, workload: Workload, layout:
             where=workload.quantized_by,
             remedy=without_degrees(request),
         )
-    if layout is not None and workload.fp8 is not None:
+    if layout is not None and workload.has(Float8Recipe):
         raise BadInput("8-bit products are modelled for data parallelism alone", where="--fp8", remedy=without_degrees(request))
-    if workload.sparse_attention is not None and workload.compile is not None:
+    if workload.has(SparseAttention) and workload.compile is not None:
         raise BadInput("compiled blocks with sparse attention are not planned", where="--compile", remedy="leave it out")
     if layout is not None and workload.compile is not None:
         require_compilable(request, engine.compiled_degrees)
@@ -141,9 +142,12 @@ def _require_tiles(request: Request, workload: Workload) -> None:
     Raises:
         BadInput: such a number.
     """
-    tokens = (workload.seq_len or 1) // request.ulysses
-    for name, count, most in (("mlp", workload.tiled_mlp, tokens), ("loss", workload.tiled_loss, tokens * workload.rows)):
-        if count > most:
+    tokens = (workload.batch.seq_len or 1) // request.ulysses
+    for name, tiled, most in (
+        ("mlp", workload.technique(TiledMlp), tokens),
+        ("loss", workload.technique(TiledLoss), tokens * workload.batch.rows),
+    ):
+        if tiled is not None and (count := tiled.tiles) > most:
             raise BadInput(f"{count:,} tiles of {most:,} tokens", where=f"--tiled-{name}", remedy="use 8, or fewer than tokens")
 
 
@@ -166,8 +170,8 @@ def _require_offloaded_checkpoints(request: Request, workload: Workload, *, offe
         ("--pp", request.pp > 1),
         ("--tp", request.tp > 1),
         ("--compile", workload.compile is not None),
-        ("--images", bool(workload.images)),
-        ("--lengths", bool(workload.lengths)),
+        ("--images", bool(workload.batch.images)),
+        ("--lengths", bool(workload.batch.lengths)),
     )
     for flag, asked in others:
         if asked:
@@ -192,7 +196,7 @@ def _require_plain_loss(request: Request, spec: ModelSpec, workload: Workload) -
         ("--pp", request.pp > 1),
         ("--tp", request.tp > 1),
         ("--ulysses", request.ulysses > 1),
-        ("loss", workload.chunked_head or workload.pair_loss is not None),
+        ("loss", workload.has(ChunkedHead) or workload.objective.pair_loss is not None),
     )
     for where, asked in others:
         if asked:

@@ -85,15 +85,18 @@ def _changes(engine: Engine, case: Case, config: AllocatorConfig | None) -> Iter
     offload = f" --offload-optimizer {zero.offload_optimizer.device}" if zero.offload_optimizer else ""
     stages = sorted({option.stage for option in engine.options() if option.stage > zero.stage})
     for stage in stages if case.layout.world_size > 1 else ():
-        sharded = engine.for_optimizer(replace(zero, stage=stage), work.optimizer)
+        sharded = engine.for_optimizer(replace(zero, stage=stage), work.numerics.optimizer)
         yield _Change(f"ZeRO-{stage}", f"--stage {stage}{offload}", replace(case, zero=sharded), config)
     if not work.gradient_checkpointing:
-        again = replace(work, gradient_checkpointing=True)
+        again = work.checkpointed()
         yield _Change("gradient checkpointing", "--gradient-checkpointing", replace(case, workload=again), config)
-    if work.micro_batch > 1:
-        half = replace(work, micro_batch=work.micro_batch // 2)
+    if work.batch.micro_batch > 1:
+        half = work.but(micro_batch=work.batch.micro_batch // 2)
         yield _Change(
-            f"micro batch {half.micro_batch}", f"--micro-batch {half.micro_batch}", replace(case, workload=half), config
+            f"micro batch {half.batch.micro_batch}",
+            f"--micro-batch {half.batch.micro_batch}",
+            replace(case, workload=half),
+            config,
         )
     if not zero.offload_optimizer and zero.stage:
         away = replace(zero, offload_optimizer=OffloadOptimizer(OffloadDevice.CPU))

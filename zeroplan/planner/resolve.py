@@ -8,7 +8,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import parse_task
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import Attention, Workload
+from zeroplan.core.workload import Attention, Lora, QuantizedBase, TiledMlp, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import find_engine
@@ -84,7 +84,7 @@ def resolve(request: Request) -> Resolved:
         unmodelled += (Unmodelled("images", Effect.UNKNOWN, says),)
     if request.ds_config is None:
         workload = workload_of(request, engine, spec)
-        zeros = [engine.for_optimizer(zero, workload.optimizer) for zero in _zeros(request, engine)]
+        zeros = [engine.for_optimizer(zero, workload.numerics.optimizer) for zero in _zeros(request, engine)]
     else:
         from zeroplan.planner.from_ds_config import read_run
 
@@ -98,7 +98,7 @@ def resolve(request: Request) -> Resolved:
     require_offered(request, engine, workload, cluster, spec)
     spec, workload = _as_trained(spec, workload)
     require_engines_own(engine, spec, workload)
-    if workload.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
+    if workload.numerics.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     if workload.compile is not None and engine.starts_uncompiled and request.pp == 1:  # no plan of stages has peaks
         warnings.append("the first micro batch of a compiled model runs uncompiled; the peaks hold it")
@@ -116,7 +116,7 @@ def resolve(request: Request) -> Resolved:
         auto_ep=auto_ep,
     )
     require_beside(request, engine, workload, layout)
-    if workload.tiled_mlp:
+    if workload.has(TiledMlp):
         warnings.append("--tiled-mlp: as DeepSpeed's source has it, but not measured on a GPU")
     if layout is not None and not engine.own_layers and (said := unmeasured(layout)):
         warnings.append(said)
@@ -141,18 +141,18 @@ def resolve(request: Request) -> Resolved:
 
 def _as_trained(spec: ModelSpec, workload: Workload) -> tuple[ModelSpec, Workload]:
     """Return the model with its quantised base and its adapters, and the workload with the adapted layers' names."""
-    if workload.quantize is not None:
+    base, lora = workload.technique(QuantizedBase), workload.technique(Lora)
+    if base is not None:
         from zeroplan.models.quantized import with_quantized_base
 
-        spec = with_quantized_base(spec, linear_experts=workload.linear_experts)
-    rank = workload.lora_rank
-    if rank is not None:
+        spec = with_quantized_base(spec, linear_experts=base.linear_experts)
+    if lora is not None:
         from zeroplan.models.lora import with_lora
         from zeroplan.models.lora_targets import named_targets
 
         if spec.has_shapes:
-            workload = replace(workload, lora_targets=named_targets(spec, workload.lora_targets))
-        spec = with_lora(spec, rank, workload.lora_targets)
+            lora = replace(lora, targets=named_targets(spec, lora.targets))
+        spec, workload = with_lora(spec, lora.rank, lora.targets), workload.with_techniques(lora)
     return spec, workload
 
 

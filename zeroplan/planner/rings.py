@@ -22,10 +22,12 @@ def beyond_last_rank(case: Case) -> int:
     if layout.cp == 1 or not heads:
         return 0
     channels = heads * int(config.get("head_dim") or int(config["hidden_size"]) // heads)
-    copy = work.micro_batch * ((work.seq_len or 0) // layout.cp) * (channels // layout.tp) * work.dtype.bytes
+    copy = (
+        work.batch.micro_batch * ((work.batch.seq_len or 0) // layout.cp) * (channels // layout.tp) * work.numerics.dtype.bytes
+    )
     if work.recomputation is not None:
         return copy
     blocks = len({block for block in case.spec.parameters.blocks if block})
     if layout.pp == 1:
         return copy * blocks
-    return copy * -(-blocks // layout.pp) * min(work.grad_accum, layout.pp * layout.vpp)
+    return copy * -(-blocks // layout.pp) * min(work.batch.grad_accum, layout.pp * layout.vpp)

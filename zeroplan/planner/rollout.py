@@ -7,6 +7,7 @@ leaves allocated, the process's own memory, and the share.
 from __future__ import annotations
 
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase
+from zeroplan.core.generation import Colocated
 from zeroplan.core.plan import PlanLine
 from zeroplan.engines.base import Case
 from zeroplan.engines.process import Outside
@@ -17,7 +18,7 @@ def rollout_share(case: Case) -> tuple[int, bool]:
     """Return the bytes of a colocated vLLM on the case's card, and whether it sleeps while the model trains; 0 bytes where the
     card is not known.
     """
-    asked, card = case.workload.colocated, case.cluster.usable_vram
+    asked, card = case.workload.technique(Colocated), case.cluster.usable_vram
     if asked is None or card is None:
         return 0, False
     return round(asked.share * card), asked.sleeps
@@ -30,7 +31,7 @@ def beside_rollout(simulation: Simulation, outside: Outside, share: int) -> int:
 
 def rollout_lines(case: Case, share: int, *, asleep: bool) -> list[PlanLine]:
     """Return the line of vLLM's share; none without one."""
-    asked = case.workload.colocated
+    asked = case.workload.technique(Colocated)
     if asked is None or not share:
         return []
     phases = (Phase.GENERATION.value,) if asleep else tuple(phase.value for phase in (*ALWAYS, Phase.GENERATION))

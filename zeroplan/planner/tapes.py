@@ -6,9 +6,11 @@ import sys
 from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.generation import Generation
 from zeroplan.core.lengths import padded_batches
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import Reference, Workload
+from zeroplan.core.workload import CheckpointPolicy, ChunkedHead, Compilation, GradientCheckpointing, Lora, Reference, Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.evaluation import evaluation_tape
@@ -63,24 +65,29 @@ def expand_for(tape: Tape, case: Case, *, trace: bool = False, zero3: bool = Fal
         BadInput: when the tape was traced for other numbers.
     """
     work = case.workload
-    seq = (work.seq_len or 1) // options_for(work, layout=case.layout).split_tokens
-    rows = work.micro_batch if work.pair_loss is not None else work.rows  # that tape counts pairs
+    seq = (work.batch.seq_len or 1) // options_for(work, layout=case.layout).split_tokens
+    rows = work.batch.micro_batch if work.objective.pair_loss is not None else work.batch.rows  # that tape counts pairs
     expanded = tape.expand(rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
-    if work.offload_checkpoints:
+    if work.checkpoints_on_host:
         expanded = with_offloaded_checkpoints(expanded)
-    if work.chunked_head:
-        expanded = with_chunked_head(expanded, batch=work.rows, seq_len=seq, share=work.labelled_share)
-    if work.kl_batch:
+    if work.has(ChunkedHead):
+        expanded = with_chunked_head(expanded, batch=work.batch.rows, seq_len=seq, share=work.batch.labelled_share)
+    if work.objective.kl_batch:
         expanded = with_forward_before(expanded, _without_gradients(case))
-    if work.reference is not None:
-        base = replace(case, workload=replace(work, lora_rank=None, lora_targets=(), lora_dropout=False))
-        passes, hooked = 2 if work.kl_batch else 1, zero3 and work.reference is Reference.MODEL
+    if work.objective.reference is not None:
+        base = replace(case, workload=work.without(Lora))
+        passes, hooked = 2 if work.objective.kl_batch else 1, zero3 and work.objective.reference is Reference.MODEL
         expanded = with_reference(expanded, _without_gradients(base, zero3=hooked), passes=passes, hooked=hooked)
-    if work.generation is not None:
+    if work.has(Generation):
         expanded = replace(expanded, generation=_generated(case))
-    if work.lengths:
+    if work.batch.lengths:
         expanded = replace(expanded, shapes=_shapes(tape, case, zero3=zero3))
-    if work.evaluation is None or work.reference is not None or work.kl_batch or work.pair_loss is not None:
+    if (
+        not work.has(Evaluation)
+        or work.objective.reference is not None
+        or work.objective.kl_batch
+        or work.objective.pair_loss is not None
+    ):
         return expanded
     return replace(expanded, evaluation=evaluation_tape(case, expanded, trace=trace))
 
@@ -90,29 +97,31 @@ def _shapes(tape: Tape, case: Case, *, zero3: bool) -> tuple[ExpandedTape, ...]:
     known: dict[int, ExpandedTape] = {}
     work = case.workload
     try:
-        for length in padded_batches(work.lengths, work.rows, cut=work.seq_len)[:-1]:
+        for length in padded_batches(work.batch.lengths, work.batch.rows, cut=work.batch.seq_len)[:-1]:
             if length not in known:
-                shorter = replace(work, seq_len=length, lengths=(), evaluation=None)
+                shorter = work.but(seq_len=length, lengths=()).without(Evaluation)
                 known[length] = expand_for(tape, replace(case, workload=shorter), zero3=zero3)
     except BadInput:
         return ()
-    return tuple(known[length] for length in padded_batches(work.lengths, work.rows, cut=work.seq_len)[:-1])
+    return tuple(known[length] for length in padded_batches(work.batch.lengths, work.batch.rows, cut=work.batch.seq_len)[:-1])
 
 
 def _generated(case: Case) -> ExpandedTape | None:
     """Return the events of what the case generates before a step; None where the model's cache is of another kind."""
     work = case.workload
-    if work.generation is None or not known_cache(case):
+    generation = work.technique(Generation)
+    if generation is None or not known_cache(case):
         return None
-    rows = work.generation.rows(work.micro_batch, work.grad_accum, case.layout.dp)
-    prompts = replace(work, micro_batch=rows, seq_len=work.generation.prompt, pairs=False, chunked_head=False)
+    rows = generation.rows(work.batch.micro_batch, work.batch.grad_accum, case.layout.dp)
+    prompts = work.but(micro_batch=rows, seq_len=generation.prompt, pairs=False).without(ChunkedHead)
     return generated(case, _without_gradients(replace(case, workload=prompts)))
 
 
 def _without_gradients(case: Case, *, zero3: bool = False) -> ExpandedTape:
     """Return the tape whose forward stands for one without gradients over the case's batch: checkpointed."""
-    work = replace(case.workload, reference=None, kl_batch=False, lengths=(), evaluation=None, generation=None)
-    work = replace(work, gradient_checkpointing=True, checkpoint_policy="full", compile=None)
+    work = case.workload.but(reference=None, kl_batch=False, lengths=()).without(Evaluation, Generation, Compilation)
+    again = work.technique(GradientCheckpointing) or GradientCheckpointing()
+    work = work.with_techniques(replace(again, policy=CheckpointPolicy()))
     tape = find_tape(case.spec, work, zero3=zero3) or _traced(case.spec, work, zero3, None)
     return expand_for(tape, replace(case, workload=work))
 
@@ -127,7 +136,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     own = engine.own_tape(case)
     if own is not None:
         return own
-    case = replace(case, workload=replace(case.workload, compile=engine.compiled_as(case.workload)))
+    case = replace(case, workload=case.workload.compiled(engine.compiled_as(case.workload)))
     spec, workload = case.spec, case.workload
     if not spec.config or not spec.has_shapes:
         raise NoTapeError(
@@ -150,11 +159,11 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             expanded = replace(expanded, halves=_halves(case))
         return expanded if workload.compile is None or not engine.starts_uncompiled else _after_eager(expanded, case, zero3)
     except NoTapeError as error:
-        if workload.images:  # no formula knows what images keep
+        if workload.batch.images:  # no formula knows what images keep
             raise BadInput(str(error), where="--images") from error
         raise
     except BadInput as error:
-        if workload.images:
+        if workload.batch.images:
             raise
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
 
@@ -181,7 +190,7 @@ def _halves(case: Case) -> ExpandedTape:
 
 def _after_eager(tape: ExpandedTape, case: Case, zero3: bool) -> ExpandedTape:
     """Return the tape behind a micro batch of the model as written."""
-    written = replace(case, workload=replace(case.workload, compile=None, evaluation=None))
+    written = replace(case, workload=case.workload.without(Compilation, Evaluation))
     found = find_tape(case.spec, written.workload, zero3=zero3, layout=case.parallel)
     stored = _traced(case.spec, written.workload, zero3, case.parallel) if found is None else found
     return replace(tape, shapes=(*tape.shapes, expand_for(stored, written)))

@@ -16,7 +16,25 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import PackedWeights, Products, Quantization, parse_quantization
 from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.versions import TRANSFORMERS, parse_version, version_text
-from zeroplan.core.workload import Attention, CheckpointPolicy, Compilation, DType, OptimizerKind, Precision, Workload
+from zeroplan.core.workload import (
+    Attention,
+    Batch,
+    CheckpointPolicy,
+    ChunkedHead,
+    Compilation,
+    DType,
+    GradientCheckpointing,
+    Loop,
+    Lora,
+    Numerics,
+    Objective,
+    OptimizerKind,
+    Precision,
+    QuantizedBase,
+    TiledLoss,
+    TiledMlp,
+    Workload,
+)
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
 from zeroplan.models.spec import ModelSpec
@@ -45,7 +63,6 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     quantization = _quantization(request)
     older = _before_5(request)
     _require_company(request, spec)
-    policy = _policy(request)
     lengths = _lengths(request)
     usual = engine.precision(dtype) if quantization is None else engine.base_precision(dtype, quantization)
     precision = request.precision or usual
@@ -54,59 +71,92 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     if compiled is not None and request.pair_loss is not None:
         raise BadInput("compiled blocks below a loss over pairs are not modelled", where="--compile", remedy="leave it out")
     recipe = None if request.fp8 is None else _recipe(request.fp8, dtype, adapters=request.lora_rank is not None)
-    return Workload(
+    batch = Batch(
         micro_batch=request.micro_batch or 1,
         seq_len=sequence_length(min(max(lengths), request.seq_len or max(lengths)) if lengths else source, spec),
-        target_len=target,
         grad_accum=request.grad_accum or 1,
+        target_len=target,
+        lengths=lengths,
+        pads=request.pads,
+        longest_first=request.longest_first,
+        pairs=request.pairs,
+        images=request.images,
+        image_size=request.image_size,
+        labelled_share=request.labelled_share,
+    )
+    numerics = Numerics(
         dtype=dtype,
         precision=precision,
         optimizer=optimizer.name,
         optimizer_kind=request.optimizer_kind or (OptimizerKind.FUSED if optimizer.fused else OptimizerKind.FOREACH),
         torch_adam=request.torch_adam,
-        attn=_one_of(Attention, request.attn, "--attn"),
-        gradient_checkpointing=request.gradient_checkpointing,
-        checkpoint_policy=str(policy),
-        lora_rank=request.lora_rank,
-        lora_targets=tuple(request.lora_targets),
-        from_scratch=request.from_scratch,
-        quantize=quantization,
-        quantized_by=request.quantized_by,
-        set_to_none=request.set_to_none,
-        chunked_head=request.chunked_head,
-        lora_dropout=request.lora_dropout,
-        detached_loss=request.detached_loss,
         whole_embedding_states=request.whole_embedding_states,
-        accelerate_units=request.accelerate_units,
+        attn=_one_of(Attention, request.attn, "--attn"),
         reduce_dtype=_reduction(request, engine, dtype),
+    )
+    loop = Loop(
+        from_scratch=request.from_scratch,
+        moved=request.moved,
+        set_to_none=request.set_to_none,
+        detached_loss=request.detached_loss,
+        accelerate_units=request.accelerate_units,
         one_unit=request.one_unit,
         mixed_units=request.mixed_units,
-        longest_first=request.longest_first,
-        linear_experts=older and quantization is not None and quantization.products in (Products.NESTED, Products.SINGLE),
-        base_on_host=older and quantization is not None,
-        reentrant=request.gradient_checkpointing and (older if request.reentrant is None else request.reentrant),
-        pairs=request.pairs,
+    )
+    objective = Objective(
         reference=request.reference,
         kl_batch=request.kl_batch,
         pair_loss=request.pair_loss,
         wide_logits=request.pair_loss is not None and engine.casts_outputs and precision not in _UNCAST,
-        images=request.images,
-        image_size=request.image_size,
-        labelled_share=request.labelled_share,
-        evaluation=_evaluation(request, engine),
-        saving=_saving(request, engine),
-        moved=request.moved,
-        generation=None if request.generation is None else replace(request.generation, casts=engine.casts_outputs),
-        colocated=request.colocated,
-        lengths=lengths,
-        pads=request.pads,
-        fp8=recipe,
-        tiled_mlp=_tiles(request.tiled_mlp, "--tiled-mlp", request),
-        tiled_loss=_tiles(request.tiled_loss, "--tiled-loss", request),
-        offload_checkpoints=request.offload_checkpoints,
-        compile=compiled,
-        whole_base=quantization is not None and (request.whole_base or isinstance(quantization, PackedWeights)),
+    )
+    techniques = (
+        _checkpointing(request, older),
+        None if request.lora_rank is None else Lora(request.lora_rank, tuple(request.lora_targets), request.lora_dropout),
+        _quantized_base(request, quantization, older=older),
+        ChunkedHead() if request.chunked_head else None,
+        TiledMlp(tiles) if (tiles := _tiles(request.tiled_mlp, "--tiled-mlp", request)) else None,
+        TiledLoss(tiles) if (tiles := _tiles(request.tiled_loss, "--tiled-loss", request)) else None,
+        _evaluation(request, engine),
+        _saving(request, engine),
+        None if request.generation is None else replace(request.generation, casts=engine.casts_outputs),
+        request.colocated,
+        recipe,
+        compiled,
+    )
+    on = (one for one in techniques if one is not None)
+    return Workload(batch, numerics, loop, objective).with_techniques(*on)
+
+
+def _checkpointing(request: Request, older: bool) -> GradientCheckpointing | None:
+    """What the backward recomputes; None where it keeps all.
+
+    Raises:
+        BadInput: an unknown policy, or a policy or an offload without checkpointing.
+    """
+    policy = _policy(request)
+    if not request.gradient_checkpointing:
+        if request.offload_checkpoints:
+            what = "every block's input is offloaded where every block is recomputed as a whole"
+            remedy = "use --gradient-checkpointing with --checkpoint-policy full"
+            raise BadInput(what, where="--offload-checkpoints", remedy=remedy)
+        return None
+    reentrant = older if request.reentrant is None else request.reentrant
+    return GradientCheckpointing(policy, reentrant=reentrant, on_host=request.offload_checkpoints)
+
+
+def _quantized_base(
+    request: Request, quantization: Quantization | PackedWeights | None, *, older: bool
+) -> QuantizedBase | None:
+    """The frozen base whose linear layers are quantised, before transformers 5 in other layers and another place."""
+    if quantization is None:
+        return None
+    return QuantizedBase(
+        quantization,
+        named_by=request.quantized_by,
         adapter_dtype=None if request.adapter_dtype is None else _one_of(DType, request.adapter_dtype, "adapter_dtype"),
+        whole=request.whole_base or isinstance(quantization, PackedWeights),
+        linear_experts=older and quantization.products in (Products.NESTED, Products.SINGLE),
+        on_host=older,
     )
 
 

@@ -108,7 +108,9 @@ def described(one: Recommendation) -> str:
     work = one.workload
     text = plan_name(one.plan) + (", checkpointing" if work.gradient_checkpointing else "")
     text += f", {work.compile} compiled" if work.compile is not None else ""
-    return f"{text}, micro batch {work.micro_batch}" + (f" × {work.grad_accum} accumulated" if work.grad_accum > 1 else "")
+    return f"{text}, micro batch {work.batch.micro_batch}" + (
+        f" × {work.batch.grad_accum} accumulated" if work.batch.grad_accum > 1 else ""
+    )
 
 
 def files_text(files: Files, terminal: Terminal = PLAIN) -> list[str]:
@@ -135,7 +137,7 @@ def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[lis
                 str(place),
                 str(one.zero.stage),
                 offload_text(one.plan),
-                f"{work.micro_batch} × {work.grad_accum}",
+                f"{work.batch.micro_batch} × {work.batch.grad_accum}",
                 "yes" if work.gradient_checkpointing else "no",
                 *compiled_cells(work, ranking),
                 f"{one.tokens_per_second:,.0f}",
@@ -163,8 +165,8 @@ def record(one: Recommendation) -> dict[str, Any]:
     return {
         "tokens_per_second": one.tokens_per_second,
         "step_seconds": one.step_seconds,
-        "micro_batch": work.micro_batch,
-        "grad_accum": work.grad_accum,
+        "micro_batch": work.batch.micro_batch,
+        "grad_accum": work.batch.grad_accum,
         "gradient_checkpointing": work.gradient_checkpointing,
         **({} if work.compile is None else {"compile": work.compile.value}),
         "alloc_conf": one.alloc_conf,
@@ -208,7 +210,7 @@ def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> 
                 str(place),
                 str(one.zero.stage),
                 offload_text(one.plan),
-                f"{work.micro_batch} × {work.grad_accum}",
+                f"{work.batch.micro_batch} × {work.batch.grad_accum}",
                 "yes" if work.gradient_checkpointing else "no",
                 *compiled_cells(work, ranking),
                 f"{one.tokens_per_second:,.0f}",
@@ -244,7 +246,7 @@ def asked_text(answer: SearchResult) -> str:
     if cluster.cpu_ram:
         text += f", {host_text(cluster.cpu_ram, cluster.usable_cpu_ram or 0, cluster.host.name)}"
     batch = f"global batch {answer.global_batch} × " if answer.global_batch else "sequences of "
-    text += f" · {batch}{work.seq_len} tokens · {work.dtype} {work.optimizer}"
+    text += f" · {batch}{work.batch.seq_len} tokens · {work.numerics.dtype} {work.numerics.optimizer}"
     text += f" · {work.compile} compiled" if work.compile is not None else ""
     return text + (f" · LoRA rank {work.lora_rank}" if work.lora_rank else "")
 
@@ -256,7 +258,7 @@ def _sentence(one: Recommendation) -> str:
     fits = {True: "fits", False: "does not fit", None: unknown}[one.fits]
     work = one.workload
     return (
-        f"{name_of(one.zero, work)}, {work.micro_batch} × {work.grad_accum}: {need}, {fits}, "
+        f"{name_of(one.zero, work)}, {work.batch.micro_batch} × {work.batch.grad_accum}: {need}, {fits}, "
         f"{one.tokens_per_second:,.0f} tokens/s"
     )
 
@@ -297,7 +299,7 @@ def _lines(one: Recommendation) -> list[str]:
     config, work = one.ds_config(), one.workload
     if config is None:
         lines = [f"engine: {one.plan.engine}", f"stage: {one.zero.stage}"]
-        lines += [f"micro_batch: {work.micro_batch}", f"grad_accum: {work.grad_accum}"]
+        lines += [f"micro_batch: {work.batch.micro_batch}", f"grad_accum: {work.batch.grad_accum}"]
     else:
         optimizer = config.get("optimizer")
         own = {"optimizer": {"type": optimizer["type"]}} if isinstance(optimizer, dict) and "type" in optimizer else {}

@@ -116,8 +116,8 @@ def _changes(before: Recommendation, after: Recommendation) -> list[str]:
     """What the room is used for: the settings that differ."""
     one, two = before.workload, after.workload
     found = []
-    if one.micro_batch != two.micro_batch:
-        found.append(f"micro batch {one.micro_batch} becomes {two.micro_batch}")
+    if one.batch.micro_batch != two.batch.micro_batch:
+        found.append(f"micro batch {one.batch.micro_batch} becomes {two.batch.micro_batch}")
     if one.gradient_checkpointing != two.gradient_checkpointing:
         found.append("blocks are checkpointed" if two.gradient_checkpointing else "no block is recomputed")
     if one.compile != two.compile:
@@ -154,7 +154,7 @@ def _row(found: Scaling, point: ScalePoint) -> list[str]:
         offload_text(one.plan),
         "yes" if work.gradient_checkpointing else "no",
         *compiled_cells(work, [point.shown for point in found.points]),
-        str(work.micro_batch) + (f" × {work.grad_accum}" if work.grad_accum > 1 else ""),
+        str(work.batch.micro_batch) + (f" × {work.batch.grad_accum}" if work.batch.grad_accum > 1 else ""),
         "-" if point.largest_micro_batch is None else str(point.largest_micro_batch),
         format_gib(gpu.model_states, digits=1),
         format_gib(gpu.interval[1] if gpu.interval else gpu.needed, digits=1),
@@ -170,6 +170,6 @@ def heading(found: Scaling) -> str:
     text += f" · nodes of {gpus_text(1, cluster.gpus)}"
     text += f" of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
     batch = f"global batch {found.global_batch} × " if found.global_batch else "sequences of "
-    text += f" · {batch}{work.seq_len} tokens · {work.dtype} {work.optimizer}"
+    text += f" · {batch}{work.batch.seq_len} tokens · {work.numerics.dtype} {work.numerics.optimizer}"
     text += f" · {work.compile} compiled" if work.compile is not None else ""
     return text + (f" · LoRA rank {work.lora_rank}" if work.lora_rank else "")

@@ -61,7 +61,7 @@ def _speed_panel(found: Scaling, top: int) -> list[str]:
         else:
             height = _PANEL * speed / scale
             parts.append(_bar(x, top + _PANEL - height, width, height, _STATES, _what(point)))
-            label = str(point.shown.workload.micro_batch)
+            label = str(point.shown.workload.batch.micro_batch)
             parts.append(svg.text(x + width / 2, top + _PANEL - height - 5, label, anchor="middle"))
         parts.append(svg.text(x + width / 2, top + _PANEL + 15, f"{point.ranks:,}", anchor="middle", color="faint"))
     if base:
@@ -110,7 +110,7 @@ def _what(point: ScalePoint) -> str:
     offload = "" if (words := offload_text(one.plan)) == "none" else f", offload {words}"
     again = ", checkpointing" if one.workload.gradient_checkpointing else ""
     again += f", {one.workload.compile} compiled" if one.workload.compile is not None else ""
-    return f"{point.ranks:,} GPUs: ZeRO-{one.zero.stage}{offload}{again}, micro batch {one.workload.micro_batch}"
+    return f"{point.ranks:,} GPUs: ZeRO-{one.zero.stage}{offload}{again}, micro batch {one.workload.batch.micro_batch}"
 
 
 def _plot() -> float:

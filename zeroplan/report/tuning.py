@@ -47,7 +47,7 @@ def _row(one: Tuned, ranking: list[Recommendation]) -> list[str]:
     return [
         str(chosen.zero.stage),
         offload_text(chosen.plan),
-        f"{chosen.workload.micro_batch} × {chosen.workload.grad_accum}",
+        f"{chosen.workload.batch.micro_batch} × {chosen.workload.batch.grad_accum}",
         "yes" if chosen.workload.gradient_checkpointing else "no",
         *compiled_cells(chosen.workload, ranking),
         f"{chosen.tokens_per_second:,.0f}",

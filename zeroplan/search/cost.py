@@ -133,9 +133,9 @@ def compose(
         + max(last[Executor.HOST], last[Executor.DISK])
     )
     step += last[Executor.STALL] - min(ahead[Executor.PYTHON], lag + ahead[Executor.GPU] + ahead[Executor.LINK])
-    count = workload.grad_accum
+    count = workload.batch.grad_accum
     total = count * (forward + backward) + step
     whole = {executor: count * (first[executor] + second[executor]) + last[executor] for executor in _IDLE}
-    tokens = workload.micro_batch * (workload.seq_len or 0) * count * layout.dp
+    tokens = workload.batch.micro_batch * (workload.batch.seq_len or 0) * count * layout.dp
     bound = max(whole, key=whole.__getitem__)
     return StepTime(forward, backward, step, total, tokens / total if total else 0.0, whole, bound)

@@ -13,7 +13,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import Training, read_training
-from zeroplan.planner.describe import UNSEARCHED
+from zeroplan.planner.describe import UNSEARCHED, describe_workload
 from zeroplan.planner.from_files import filled, told_of_machine, without_graphs
 from zeroplan.planner.request import Request
 from zeroplan.search.candidates_file import SHARED_KEYS
@@ -57,8 +57,9 @@ def _free_search(
     plain = replace(options, source=None, candidates=None)
     resolved = resolve_search(asked, plain)
     candidate = _candidate(setup, asked, resolved)
+    described = describe_workload(candidate.workload)
     for name, (key, says) in UNSEARCHED.items():
-        if getattr(candidate.workload, name):
+        if name in described:
             raise BadInput(says, where=key, remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out")
     engine = candidate.engine or resolved.engine
     memory = Memory(engine, resolved.spec, resolved.cluster, depth=request.depth)
@@ -70,7 +71,9 @@ def _free_search(
     work = candidate.workload
     ranks = resolved.cluster.layout.dp
     shared = prod(int(setup.degrees.get(name, 1)) for name in ("tp", "cp", "ulysses", "pp"))
-    theirs = (setup.global_batch if setup.degrees else None) or work.micro_batch * work.grad_accum * max(1, ranks // shared)
+    theirs = (setup.global_batch if setup.degrees else None) or work.batch.micro_batch * work.batch.grad_accum * max(
+        1, ranks // shared
+    )
     batch: int | None = options.global_batch or theirs
     if options.global_batch is None and laid_out and theirs % ranks:
         batch = None
@@ -86,8 +89,8 @@ def _free_search(
         offload_param=request.offload_param,
         engine=request.engine,
         ds_config=None,
-        dtype=work.dtype.value,
-        optimizer=work.optimizer,
+        dtype=work.numerics.dtype.value,
+        optimizer=work.numerics.optimizer,
         optimizer_kind=None,
         precision=None,
         alloc_conf=request.alloc_conf,
@@ -184,8 +187,8 @@ def _candidate(setup: Setup, request: Request, resolved: ResolvedSearch) -> Cand
         from zeroplan.search.candidates_file import candidate_of
 
         return candidate_of(request.ds_config, resolved, request, again)
-    workload = replace(resolved.workload, gradient_checkpointing=again)
+    workload = resolved.workload.checkpointed(again)
     zero = resolved.engine.default()
     if setup.stage is not None:
         zero = ZeroConfig.of(setup.stage, setup.offload_optimizer or "none", setup.offload_param or "none")
-    return Candidate(resolved.engine.for_optimizer(zero, workload.optimizer), workload, request.alloc_conf)
+    return Candidate(resolved.engine.for_optimizer(zero, workload.numerics.optimizer), workload, request.alloc_conf)

@@ -61,9 +61,9 @@ class LayoutFloors:
             by_block[block] = _Held(held.dense + (0 if shared else count), held.experts + (count if shared else 0))
         self._blocks = [held for block, held in by_block.items() if block]
         self._whole = _Held(sum(held.dense for held in by_block.values()), sum(held.experts for held in by_block.values()))
-        half = work.precision in (Precision.PURE, Precision.HALF_AUTOCAST)
-        self._master = work.dtype.bytes if half else DType.FP32.bytes
-        optimizer = find_optimizer(work.optimizer)
+        half = work.numerics.precision in (Precision.PURE, Precision.HALF_AUTOCAST)
+        self._master = work.numerics.dtype.bytes if half else DType.FP32.bytes
+        optimizer = find_optimizer(work.numerics.optimizer)
         states = min(optimizer.bytes_per_element(0.0), optimizer.bytes_per_element(1.0))
         self._states = self._master + states * self._master // DType.FP32.bytes
 
@@ -71,7 +71,7 @@ class LayoutFloors:
         """Return the floor of a layout, in bytes, by the degrees, stage, accumulation and checkpointing of a request."""
         ranks = request.gpus * request.nodes // request.dp_replicate
         total, part = self._whole.dense + self._whole.experts, self._whole.part(request) / request.pp
-        width = self._work.dtype.bytes
+        width = self._work.numerics.dtype.bytes
         within = self._states * total / ranks + self._inputs(request)
         if request.stage == 2:
             within += width * part * min(request.vpp, GATHERED_CHUNKS) / request.vpp
@@ -93,16 +93,16 @@ class LayoutFloors:
         """Return the bytes of blocks' inputs that the first rank of an interleaved schedule keeps more than with 1F1B."""
         pp, vpp = request.pp, request.vpp
         more = ((vpp - 1) * pp + 2 * (pp - 1)) / vpp - pp
-        tokens = self._work.rows * (self._work.seq_len or 0) / (request.cp * (request.tp if request.sp else 1))
-        return int(max(0.0, more) * (len(self._blocks) // pp) * tokens * self._hidden * self._work.dtype.bytes)
+        tokens = self._work.batch.rows * (self._work.batch.seq_len or 0) / (request.cp * (request.tp if request.sp else 1))
+        return int(max(0.0, more) * (len(self._blocks) // pp) * tokens * self._hidden * self._work.numerics.dtype.bytes)
 
     def _inputs(self, request: Request) -> float:
         """Bytes of the blocks' inputs that a rank keeps in the mean."""
-        tokens = self._work.rows * (self._work.seq_len or 0) / (request.cp * (request.tp if request.sp else 1))
+        tokens = self._work.batch.rows * (self._work.batch.seq_len or 0) / (request.cp * (request.tp if request.sp else 1))
         blocks, pp = len(self._blocks), request.pp
         if pp > 1:
             most = (request.grad_accum or 1) - 1
             kept = sum((one.end - one.first) * min(pp - one.index, most) for one in stages_of(blocks, pp)) / pp
         else:
             kept = blocks
-        return kept * tokens * self._hidden * self._work.dtype.bytes
+        return kept * tokens * self._hidden * self._work.numerics.dtype.bytes

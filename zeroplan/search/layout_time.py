@@ -144,13 +144,13 @@ class LayoutCost:
         self.whole: Matrices = matrices(case.spec)
         self.facts = spec_facts(case.spec)
         self.blocks = len({block for block in case.spec.parameters.blocks if block}) or 1
-        self.tokens = self.work.rows * (self.work.seq_len or 0) // self.layout.cp
+        self.tokens = self.work.batch.rows * (self.work.batch.seq_len or 0) // self.layout.cp
         self.hidden_bytes = _HALF * self.tokens * int(case.spec.config.get("hidden_size") or 0)
         self.again = 0 if self.work.recomputation is None or self.work.recomputation.selective else 1
 
     def time(self) -> LayoutTime:
         """Return the time of a step. See Note [Time of a layout]."""
-        micro_batches = self.work.grad_accum
+        micro_batches = self.work.batch.grad_accum
         ranks = [self._passes(stages) for stages in self._chunks]
         busy = [sum(f.total + b.total for f, b in chunks) * micro_batches for chunks in ranks]
         worst = max(range(len(busy)), key=busy.__getitem__)
@@ -161,7 +161,7 @@ class LayoutCost:
         sharding = self._sharding(worst, ranks[worst])
         optimizer = self._optimizer(worst)
         total = spent.total + waiting + sharding + optimizer
-        read = self.work.micro_batch * (self.work.seq_len or 0) * micro_batches * self.layout.dp
+        read = self.work.batch.micro_batch * (self.work.batch.seq_len or 0) * micro_batches * self.layout.dp
         return LayoutTime(
             *(spent.compute, spent.tensor, spent.ring, spent.experts, waiting, sharding, optimizer),
             tokens_per_second=read / total,
@@ -171,7 +171,7 @@ class LayoutCost:
     @cached_property
     def _operations(self) -> float:
         """Operations a token of forward and backward, without recomputation: six a matrix element, and attention's."""
-        scores = (2 if self.whole.causal else 4) * self.whole.attention * (self.work.seq_len or 0)
+        scores = (2 if self.whole.causal else 4) * self.whole.attention * (self.work.batch.seq_len or 0)
         return 6 * self.whole.all + 3 * scores
 
     @cached_property
@@ -259,7 +259,7 @@ class LayoutCost:
     def _pipeline(self, ranks: list[list[tuple[_PassSeconds, _PassSeconds]]]) -> float:
         pp, vpp = self.layout.pp, self.layout.vpp
         schedule = schedule_of(self.case.pipeline)
-        orders = [PipelineOrder(schedule, rank, pp, vpp, self.work.grad_accum).actions() for rank in range(pp)]
+        orders = [PipelineOrder(schedule, rank, pp, vpp, self.work.batch.grad_accum).actions() for rank in range(pp)]
         placed = {schedule.stage_of(chunk, rank, pp): ranks[rank][chunk] for rank in range(pp) for chunk in range(vpp)}
         span = self.layout.world_size // pp + 1
         times = [StageTime(forward.total, backward.total) for _, (forward, backward) in sorted(placed.items())]
@@ -278,7 +278,7 @@ class LayoutCost:
     def _sharding(self, rank: int, passes: list[tuple[_PassSeconds, _PassSeconds]]) -> float:
         """Seconds of gathers and reductions beyond the computation that they run beside."""
         dense, experts = self._held(rank)
-        layout, count = self.layout, self.work.grad_accum
+        layout, count = self.layout, self.work.batch.grad_accum
         shared = layout.ep > 1
         rest = (layout.shard_group - 1) / layout.shard_group
         replicas = self._replicas(dense / layout.shard_group + experts / layout.expert_shard_group)
@@ -307,7 +307,7 @@ class LayoutCost:
         vpp = self.layout.vpp
         if vpp <= GATHERED_CHUNKS:
             return 1.0
-        order = PipelineOrder(schedule_of(self.case.pipeline), rank, self.layout.pp, vpp, self.work.grad_accum)
+        order = PipelineOrder(schedule_of(self.case.pipeline), rank, self.layout.pp, vpp, self.work.batch.grad_accum)
         return sum(action.do is Do.UNSHARD for action in with_gathers(order.actions())) / vpp
 
     @property
@@ -328,7 +328,7 @@ class LayoutCost:
         dense, experts = self._held(rank)
         group = self.layout.expert_shard_group if self.layout.ep > 1 else self.layout.shard_group
         updated = dense / self.layout.shard_group + experts / group
-        states = 2 * find_optimizer(self.work.optimizer).bytes_per_element(0.0)
+        states = 2 * find_optimizer(self.work.numerics.optimizer).bytes_per_element(0.0)
         return updated * (4 + 8 + 4 + 8 + states) / (self.rates.hbm_gbs * _GIGA)
 
 

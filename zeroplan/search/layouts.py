@@ -349,10 +349,12 @@ def _require_batch(resolved: Resolved, global_batch: int) -> None:
         BadInput: naming the product.
     """
     work, dp = resolved.workload, resolved.cases[0].layout.dp
-    if dp * work.micro_batch * work.grad_accum != global_batch:
-        passes = f" × {work.grad_accum} passes" if work.grad_accum > 1 else ""
-        what = f"{dp} data-parallel ranks × {work.micro_batch} samples{passes} do not make {global_batch} sequences a step"
-        raise BadInput(what, where="--global-batch", remedy=f"use a multiple of {dp * work.micro_batch}")
+    if dp * work.batch.micro_batch * work.batch.grad_accum != global_batch:
+        passes = f" × {work.batch.grad_accum} passes" if work.batch.grad_accum > 1 else ""
+        what = (
+            f"{dp} data-parallel ranks × {work.batch.micro_batch} samples{passes} do not make {global_batch} sequences a step"
+        )
+        raise BadInput(what, where="--global-batch", remedy=f"use a multiple of {dp * work.batch.micro_batch}")
 
 
 def _asked(request: Request, global_batch: int | None) -> Request:
@@ -423,6 +425,6 @@ def _counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
                 known[options.key] = count_tape(expand_for(tape, case))
                 break
         else:
-            tokens = case.workload.rows * (case.workload.seq_len or 0) // (case.layout.cp * case.layout.tp)
+            tokens = case.workload.batch.rows * (case.workload.batch.seq_len or 0) // (case.layout.cp * case.layout.tp)
             known[options.key] = guess_counts(matrices(case.spec), case.workload, tokens)
     return known[options.key]

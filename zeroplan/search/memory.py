@@ -101,26 +101,26 @@ class Memory:
     def counts(self, candidate: Candidate) -> Counts:
         """Count the kernels, bytes and modules of one micro batch."""
         workload = candidate.workload
-        key = (self._tape_key(candidate), workload.micro_batch, workload.seq_len or 0)
+        key = (self._tape_key(candidate), workload.batch.micro_batch, workload.batch.seq_len or 0)
         found = self._counts.get(key)
         if found is None:
             # Stage 3's identity functions are counted as its hooks, so the plain tape serves every stage.
             plain = replace(candidate, zero=ZeroConfig())
             one, two = self._counted(plain, 1), self._counted(plain, 2)
             if one is None or two is None:
-                tokens = workload.micro_batch * (workload.seq_len or 0)
+                tokens = workload.batch.micro_batch * (workload.batch.seq_len or 0)
                 found = guess_counts(self._matrices, workload, tokens)
             else:
-                found = scale_counts(one, two, workload.micro_batch)
+                found = scale_counts(one, two, workload.batch.micro_batch)
             self._counts[key] = found
         return found
 
     def _counted(self, candidate: Candidate, micro_batch: int) -> Counts | None:
-        key = (self._tape_key(candidate), micro_batch, candidate.workload.seq_len or 0)
+        key = (self._tape_key(candidate), micro_batch, candidate.workload.batch.seq_len or 0)
         if key not in self._traced:
             found, stream = None, self._stream(candidate, micro_batch)
             if stream is not None:
-                case = self.case(replace(candidate, workload=replace(candidate.workload, micro_batch=micro_batch)))
+                case = self.case(replace(candidate, workload=candidate.workload.but(micro_batch=micro_batch)))
                 found = count_tape(self.engine.computed_tape(case, stream))
             self._traced[key] = found
         return self._traced[key]
@@ -134,7 +134,7 @@ class Memory:
         """Return the floors that need no tape: the buffers beside the computation, those of the step, and the doubt of
         either.
         """
-        key = (candidate.zero, candidate.workload.grad_accum > 1)
+        key = (candidate.zero, candidate.workload.batch.grad_accum > 1)
         found = self._states.get(key)
         if found is None:
             found = self._states[key] = self._live_states(candidate)
@@ -183,8 +183,8 @@ class Memory:
         found = self._plans.get(candidate)
         if found is None:
             case = self.case(candidate)
-            working(f"simulating {candidate.zero.label}, micro batch {candidate.workload.micro_batch}")
-            stream = self._stream(candidate, candidate.workload.micro_batch) if self.depth != FORMULA else None
+            working(f"simulating {candidate.zero.label}, micro batch {candidate.workload.batch.micro_batch}")
+            stream = self._stream(candidate, candidate.workload.batch.micro_batch) if self.depth != FORMULA else None
             if stream is None:
                 found = self._analytic(case)
             else:
@@ -235,7 +235,7 @@ class Memory:
         That maximum is of sums that grow linearly, so it is convex in the micro batch, and the line through its values at
         one and two lies below it from there on.
         """
-        key, micro = (self._tape_key(candidate), candidate.workload.seq_len or 0), candidate.workload.micro_batch
+        key, micro = (self._tape_key(candidate), candidate.workload.batch.seq_len or 0), candidate.workload.batch.micro_batch
         line = self._computed.get(key)
         if line is None:
             one = self._stream(candidate, 1)
@@ -257,8 +257,8 @@ class Memory:
         return f"{work.gradient_checkpointing} {work.compile} {candidate.zero.stage == 3}"
 
     def _stream(self, candidate: Candidate, micro_batch: int) -> ExpandedTape | None:
-        workload: Workload = replace(candidate.workload, micro_batch=micro_batch, grad_accum=1)
-        key = (self._tape_key(candidate), micro_batch, workload.seq_len or 0)
+        workload: Workload = candidate.workload.but(micro_batch=micro_batch, grad_accum=1)
+        key = (self._tape_key(candidate), micro_batch, workload.batch.seq_len or 0)
         if key not in self._streams:
             try:
                 case = Case(self.spec, workload, self.cluster, candidate.zero)

@@ -119,14 +119,14 @@ def _costs(best: Ranked, memory: Memory, cost: CostModel) -> list[str]:
         both = "all offload costs" if zero.offloads_param else f"the optimizer on {zero.offload_optimizer.device} costs"
         said.append(f"{both} {_seconds(gained)} of {_seconds(total)} a step")
     if workload.gradient_checkpointing:
-        kept = replace(candidate, workload=replace(workload, gradient_checkpointing=False))
+        kept = replace(candidate, workload=workload.checkpointed(False))
         gained = total - cost.step_time(kept.workload, zero, memory.counts(kept)).total
         need = memory.floor(kept) - memory.floor(candidate)
         said.append(
             f"checkpointing costs {_seconds(gained)} of {_seconds(total)} a step and saves at least {format_bytes(need)}"
         )
     if workload.compile is not None:
-        eager = replace(candidate, workload=replace(workload, compile=None))
+        eager = replace(candidate, workload=workload.compiled(None))
         gained = cost.step_time(eager.workload, zero, memory.counts(eager)).total - total
         said.append(f"compiled graphs save {_seconds(gained)} a step, as their kernels are counted")
     return said
@@ -177,7 +177,9 @@ def what_more_buys(
             said.append(f"{what} would gain nothing")
             continue
         name = name_of(found.candidate.zero, found.candidate.workload)
-        said.append(f"{what} would make it {gain:.2f} × as fast ({name}, micro batch {found.candidate.workload.micro_batch})")
+        said.append(
+            f"{what} would make it {gain:.2f} × as fast ({name}, micro batch {found.candidate.workload.batch.micro_batch})"
+        )
     return said
 
 
@@ -197,7 +199,7 @@ def _best_on(
 
 def label_of(zero: ZeroConfig, workload: Workload) -> str:
     """Name a configuration as its point does: ``"ZeRO-3, checkpointing, micro batch 2"``."""
-    return f"{name_of(zero, workload)}, micro batch {workload.micro_batch}"
+    return f"{name_of(zero, workload)}, micro batch {workload.batch.micro_batch}"
 
 
 def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, cost: CostModel) -> list[Point]:
@@ -209,9 +211,9 @@ def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, c
         high = plan.gpu.interval[1] if plan.gpu.interval else max(plan.gpu.needed, memory.floor(candidate))
         label = label_of(candidate.zero, candidate.workload)
         found.append(Point(label, high, ranked.time.tokens_per_second, plan.fits is not False and not plan.undecided, False))
-        seen.add((candidate.family, candidate.workload.micro_batch))
+        seen.add((candidate.family, candidate.workload.batch.micro_batch))
     for candidate in space:
-        key = (candidate.family, candidate.workload.micro_batch)
+        key = (candidate.family, candidate.workload.batch.micro_batch)
         if key not in seen and candidate.effort % 4 == 0:
             seen.add(key)
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))

@@ -11,7 +11,7 @@ Note [Search]
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
 from zeroplan.core.plan import MemoryPlan
@@ -95,7 +95,7 @@ def rank_key(candidate: Candidate, time: StepTime) -> tuple[float, int, int]:
     What runs only with settings of the allocator, which no file carries, must be worth it.
     """
     worth = 1 - _ALLOC_CONF_COST if candidate.alloc_conf else 1
-    return (-round(worth * time.tokens_per_second, 3), candidate.effort, candidate.workload.micro_batch)
+    return (-round(worth * time.tokens_per_second, 3), candidate.effort, candidate.workload.batch.micro_batch)
 
 
 def search(
@@ -133,7 +133,7 @@ def search(
         candidate, _ = timed[heappop(queue)[-1]]
         if len(done) >= shown or (memory.simulated >= most and (strict or outcome.ranking)):
             break
-        family, micro = candidate.family, candidate.workload.micro_batch
+        family, micro = candidate.family, candidate.workload.batch.micro_batch
         if family in done:
             continue
         if candidate in settled:
@@ -199,7 +199,7 @@ def _hopeless(plan: MemoryPlan) -> bool:
 
 def _group(candidate: Candidate) -> object:
     """Return the key that candidates share which differ in bucket sizes and allocator settings alone."""
-    return candidate.family, candidate.workload.micro_batch
+    return candidate.family, candidate.workload.batch.micro_batch
 
 
 def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[Ranked]:
@@ -209,7 +209,7 @@ def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> lis
     """
     alike: dict[object, list[Candidate]] = {}
     for candidate in given:
-        alike.setdefault((candidate.zero, replace(candidate.workload, micro_batch=1)), []).append(candidate)
+        alike.setdefault((candidate.zero, candidate.workload.but(micro_batch=1)), []).append(candidate)
     for group in alike.values():
         for candidate in group:
             memory.plan(candidate)

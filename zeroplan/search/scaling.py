@@ -295,16 +295,16 @@ def _best(space: Sequence[Candidate], memory: Memory, cost: CostModel, options: 
 
 def _largest(best: Ranked, memory: Memory) -> int:
     """The largest micro batch, doubling from the best's own, with which the same configuration may fit."""
-    micro = best.candidate.workload.micro_batch
+    micro = best.candidate.workload.batch.micro_batch
     for larger in _doubled(best.candidate):
         if memory.cannot_fit(larger) or not memory.may_fit(memory.plan(larger), larger):
             break
-        micro = larger.workload.micro_batch
+        micro = larger.workload.batch.micro_batch
     return micro
 
 
 def _doubled(candidate: Candidate) -> Iterator[Candidate]:
-    micro = 2 * candidate.workload.micro_batch
+    micro = 2 * candidate.workload.batch.micro_batch
     while micro <= MOST_MICRO_BATCH:
-        yield replace(candidate, workload=replace(candidate.workload, micro_batch=micro))
+        yield replace(candidate, workload=candidate.workload.but(micro_batch=micro))
         micro *= 2

@@ -150,8 +150,8 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
             where="model",
             remedy="plan the module with estimate",
         )
-    if request.dtype is None and not cluster.gpu.bf16 and workload.dtype is DType.BF16:
-        workload = replace(workload, dtype=DType.FP16)
+    if request.dtype is None and not cluster.gpu.bf16 and workload.numerics.dtype is DType.BF16:
+        workload = workload.but(dtype=DType.FP16)
         warnings.append(f"{cluster.gpu.name} has no bf16: fp16 is used; give --dtype fp32 for full precision")
     if cluster.cpu_ram is None:
         cluster = replace(cluster, cpu_ram=ASSUMED_HOST * cluster.gpus)
@@ -162,7 +162,7 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
     compilations: tuple[Compilation | None, ...] = (workload.compile,)
     if workload.compile is not None:
         compilations = _compilations(request, replace(resolved.cases[0], workload=workload), resolved.engine, warnings)
-        workload = replace(workload, compile=compilations[0])
+        workload = workload.compiled(compilations[0])
     return ResolvedSearch(spec, workload, cluster, resolved.engine, rates, warnings, resolved.unmodelled, compilations)
 
 
@@ -223,7 +223,7 @@ def candidates_of(resolved: ResolvedSearch, request: Request, options: SearchOpt
         BadInput: batch arithmetic that cannot work out, or a stage and offload that no option has.
     """
     zeros = [
-        (resolved.engine.for_optimizer(zero, resolved.workload.optimizer), effort)
+        (resolved.engine.for_optimizer(zero, resolved.workload.numerics.optimizer), effort)
         for zero, effort in resolved.engine.search_space(resolved.cluster, options.nvme_path)
         if (request.stage is None or zero.stage == request.stage)
         and (request.offload_optimizer is None or zero.offload_optimizer.device == request.offload_optimizer)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 from zeroplan.core.errors import BadInput
@@ -106,7 +106,7 @@ def all_candidates(
         if again and compiled is Compilation.BLOCKS and len(compilations) > 1:
             compiled = Compilation.CHECKPOINTED
         for micro, accum in splits:
-            workload = replace(base, micro_batch=micro, grad_accum=accum, gradient_checkpointing=again, compile=compiled)
+            workload = base.but(micro_batch=micro, grad_accum=accum).checkpointed(again).compiled(compiled)
             for zero, effort in zeros:
                 for conf in alloc_confs:
                     yield Candidate(zero, workload, conf, effort + bool(conf), unmodelled=unmodelled)

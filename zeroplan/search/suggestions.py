@@ -69,10 +69,10 @@ class _Option:
 def _options(resolved: ResolvedSearch, request: Request, options: SearchOptions, nearest: Recommendation) -> Iterator[_Option]:
     """Yield the changes, the cheapest first: those that cost a flag, then quality, then money."""
     cluster, workload = resolved.cluster, resolved.workload
-    eight_bit = find_optimizer(workload.optimizer).eight_bit
+    eight_bit = find_optimizer(workload.numerics.optimizer).eight_bit
     if eight_bit and workload.lora_rank is None:
         yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", replace(request, optimizer=eight_bit), options)
-    seq = workload.seq_len or 0
+    seq = workload.batch.seq_len or 0
     for parts in (2, 4):
         if seq // parts >= 512:
             shorter = replace(request, seq_len=seq // parts)

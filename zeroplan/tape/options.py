@@ -9,8 +9,8 @@ from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Products
-from zeroplan.core.sparse_attention import SparseTables
-from zeroplan.core.workload import Attention, Compilation, Precision, Workload
+from zeroplan.core.sparse_attention import SparseAttention, SparseTables
+from zeroplan.core.workload import Attention, Compilation, Lora, Precision, QuantizedBase, TiledLoss, TiledMlp, Workload
 
 
 class Arithmetic(StrEnum):
@@ -172,11 +172,11 @@ class TraceOptions:
 
 def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayout | None = None) -> TraceOptions:
     """Return the options that a workload runs with on the ranks of `layout`; `zero3` is for DeepSpeed's stage 3."""
-    if workload.precision is Precision.AUTOCAST:
+    if workload.numerics.precision is Precision.AUTOCAST:
         arithmetic = Arithmetic.AUTOCAST
-    elif workload.precision is Precision.HALF_AUTOCAST:
+    elif workload.numerics.precision is Precision.HALF_AUTOCAST:
         arithmetic = Arithmetic.HALF_AUTOCAST
-    elif workload.param_bytes == 4:
+    elif workload.numerics.param_bytes == 4:
         arithmetic = Arithmetic.FP32
     else:
         arithmetic = Arithmetic.HALF
@@ -186,12 +186,14 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         kept = Checkpointing.ALTERNATE if policy.alternate else Checkpointing.SELECTIVE
         whole = Checkpointing.IN_GRAPH if workload.compile is Compilation.CHECKPOINTED else Checkpointing.NON_REENTRANT
         checkpointing = kept if policy.selective else whole
+    lora, base, sparse = workload.technique(Lora), workload.technique(QuantizedBase), workload.technique(SparseAttention)
+    tiled_mlp, tiled_loss = workload.technique(TiledMlp), workload.technique(TiledLoss)
     return TraceOptions(
-        attn=workload.attn,
+        attn=workload.numerics.attn,
         checkpointing=checkpointing,
         arithmetic=arithmetic,
         zero3=zero3,
-        lora=None if workload.lora_rank is None else workload.lora_targets,
+        lora=None if lora is None else lora.targets,
         every=policy.every if policy is not None else 1,
         tp=layout.tp if layout is not None else 1,
         sp=layout is not None and layout.sp,
@@ -201,22 +203,22 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         auto_ep=layout is not None and layout.auto_ep,
         ulysses=layout.ulysses if layout is not None else 1,
         whole_vocabulary=layout is not None and layout.whole_vocabulary,
-        quantized=None if workload.quantize is None else workload.quantize.products,
-        lora_dropout=workload.lora_dropout and workload.lora_rank is not None,
-        half_adapters=workload.quantize is not None and workload.adapter_bytes == 2 and arithmetic is not Arithmetic.HALF,
-        linear_experts=workload.linear_experts,
-        images=workload.images,
-        image_size=workload.image_size,
-        target_len=workload.target_len or 0,
-        fp8=workload.fp8,
-        sparse=None if workload.sparse_attention is None else workload.sparse_attention.tables,
-        tiled_mlp=workload.tiled_mlp,
-        tiled_loss=workload.tiled_loss,
+        quantized=None if base is None else base.kept.products,
+        lora_dropout=lora is not None and lora.dropout,
+        half_adapters=workload.adapter_bytes == 2 and arithmetic is not Arithmetic.HALF,
+        linear_experts=base is not None and base.linear_experts,
+        images=workload.batch.images,
+        image_size=workload.batch.image_size,
+        target_len=workload.batch.target_len or 0,
+        fp8=workload.technique(Float8Recipe),
+        sparse=None if sparse is None else sparse.tables,
+        tiled_mlp=0 if tiled_mlp is None else tiled_mlp.tiles,
+        tiled_loss=0 if tiled_loss is None else tiled_loss.tiles,
         compile=workload.compile is not None,
         between=workload.compile is Compilation.MODEL,
-        at=None if workload.compile is None else (workload.rows, workload.seq_len or 1, workload.lora_rank or 0),
-        pair_loss=workload.pair_loss,
-        wide_logits=workload.wide_logits,
+        at=None if workload.compile is None else (workload.batch.rows, workload.batch.seq_len or 1, workload.lora_rank or 0),
+        pair_loss=workload.objective.pair_loss,
+        wide_logits=workload.objective.wide_logits,
     )
 
 

@@ -142,7 +142,7 @@ def _measured(
     decided: dict[str, Any] = {"gradient_checkpointing": work.gradient_checkpointing}
     decided["compile"] = None if work.compile is None else work.compile.value
     if config is None:
-        decided |= {"stage": one.zero.stage, "micro_batch": work.micro_batch, "grad_accum": work.grad_accum}
+        decided |= {"stage": one.zero.stage, "micro_batch": work.batch.micro_batch, "grad_accum": work.batch.grad_accum}
         decided |= {"offload_optimizer": one.plan.offload_optimizer, "offload_param": one.plan.offload_param}
         kept = given
     else:

@@ -110,7 +110,7 @@ def key_of(one: Recommendation) -> str:
         "engine": one.engine.name,
         "zero": one.zero.label,
         "ds_config": one.ds_config(),
-        "batch": [work.micro_batch, work.grad_accum],
+        "batch": [work.batch.micro_batch, work.batch.grad_accum],
         "gradient_checkpointing": work.gradient_checkpointing,
         "alloc_conf": one.alloc_conf,
         **({} if work.compile is None else {"compile": work.compile.value}),

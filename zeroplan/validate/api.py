@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from zeroplan.core.curriculum import CURRICULUM_LEARNING
+from zeroplan.core.curriculum import CURRICULUM_LEARNING, Curriculum
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layer_drop import LAYER_DROP
+from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 from zeroplan.core.parallel import DEGREES, least_ranks
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.preferences import PLAIN_TASKS
@@ -106,13 +106,13 @@ def verify(
     cluster = machine.cluster(ranks)
     _require_compilable(request, machine)
     resolved = resolve(replace(at_installed(request), gpus=cluster.gpus, nodes=cluster.nodes))
-    if resolved.workload.curriculum is not None:
+    if resolved.workload.has(Curriculum):
         raise BadInput(
             "a few steps of a curriculum are its shortest, and plans are of its longest",
             where=CURRICULUM_LEARNING,
-            remedy=f"leave the section out, with --seq-len {resolved.workload.seq_len}",
+            remedy=f"leave the section out, with --seq-len {resolved.workload.batch.seq_len}",
         )
-    if resolved.workload.layer_drop is not None:
+    if resolved.workload.has(ProgressiveLayerDrop):
         what = "steps may leave layers out, and plans are of all layers"
         raise BadInput(what, where=LAYER_DROP, remedy="leave the section out")
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeroplan.core.buffers import Buffer, Place
+from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.units import format_bytes
 from zeroplan.core.workload import Attention, DType
 from zeroplan.engines.verification import Key
@@ -236,7 +237,11 @@ def _cpu_totals(planned: Planned, measured: Measurement, tolerance: float) -> li
 def _same_kernels(planned: Planned) -> bool:
     """Return whether a CPU's kernels keep the tensors that CUDA's keep: fused attention in 16 bits, no dropout."""
     work = planned.case.workload
-    return work.dtype is not DType.FP32 and work.attn is Attention.SDPA and not (work.sparse_attention or planned.cpu_differs)
+    return (
+        work.numerics.dtype is not DType.FP32
+        and work.numerics.attn is Attention.SDPA
+        and not (work.technique(SparseAttention) or planned.cpu_differs)
+    )
 
 
 def _judged(

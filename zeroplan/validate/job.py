@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.parallel import DEGREES, ParallelLayout
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import Lora, Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import engine_path
+from zeroplan.planner.describe import values_of
 
 if TYPE_CHECKING:
     from zeroplan.validate.live import LiveModule
@@ -111,6 +112,7 @@ def job_of(
     _require_loop(case.workload)
     _require_verified(engine, case.layout)
     spec, work = case.spec, case.workload
+    lora = work.technique(Lora)
     if live is None and not spec.config:
         remedy = "give a hub id, a folder or a config.json"
         if spec.source == "module":
@@ -122,19 +124,19 @@ def job_of(
         stage=case.zero.stage,
         model={} if live else json.loads(json.dumps(dict(spec.config), default=str)),
         auto_class="" if live else spec.auto_class or auto_class_of(spec.config),
-        micro_batch=work.micro_batch,
-        seq_len=work.seq_len or 1,
-        grad_accum=work.grad_accum,
-        dtype=work.dtype.value,
-        optimizer=work.optimizer,
-        attn=work.attn.value,
+        micro_batch=work.batch.micro_batch,
+        seq_len=work.batch.seq_len or 1,
+        grad_accum=work.batch.grad_accum,
+        dtype=work.numerics.dtype.value,
+        optimizer=work.numerics.optimizer,
+        attn=work.numerics.attn.value,
         gradient_checkpointing=work.gradient_checkpointing,
         lora_rank=work.lora_rank,
-        lora_targets=tuple(work.lora_targets),
+        lora_targets=() if lora is None else lora.targets,
         steps=steps,
         timeout=timeout,
-        labelled_share=work.labelled_share,
-        target_len=work.target_len,
+        labelled_share=work.batch.labelled_share,
+        target_len=work.batch.target_len,
         reentrant=work.reentrant,
         compiled=work.compile,
         layout=case.layout,
@@ -149,8 +151,6 @@ def job_of(
 LOOP: dict[str, tuple[str, Any]] = {
     "checkpoint_policy": ("--checkpoint-policy", "full"),
     "quantize": ("--quantize", None),
-    "adapter_dtype": ("adapter_dtype", None),
-    "whole_base": ("--quantize", False),
     "set_to_none": ("--no-set-to-none", True),
     "chunked_head": ("--from", False),
     "lora_dropout": ("--from", False),
@@ -180,8 +180,6 @@ LOOP: dict[str, tuple[str, Any]] = {
     "generation": ("--from", None),
     "colocated": ("--from", None),
     "moved": ("--from", False),
-    "linear_experts": ("--transformers-version", False),
-    "base_on_host": ("--transformers-version", False),
     "reduce_dtype": ("--reduce-dtype", None),
 }
 
@@ -192,8 +190,9 @@ def _require_loop(work: Workload) -> None:
     Raises:
         BadInput: naming the flag of the first such field.
     """
+    values = values_of(work)
     for name, (where, value) in LOOP.items():
-        if getattr(work, name) != value:
+        if values[name] != value:
             what = f"verify's loop has no {name.replace('_', ' ')}"
             raise BadInput(
                 what, where=where, remedy="leave it out, or put zeroplan.callback.ZeroplanCallback into a run of your own"

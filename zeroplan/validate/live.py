@@ -102,13 +102,13 @@ class LiveTapes(ExpandedTapes):
         options = self._engine_of.trace_options(case)
         if options.key not in self._traced:
             try:
-                dtype = case.workload.dtype if self._engine_of.casts_modules else DType.FP32
+                dtype = case.workload.numerics.dtype if self._engine_of.casts_modules else DType.FP32
                 meta = _on_meta(self._module, dtype)
                 batch = self._live.batch_on(torch.device("cpu"), DTYPES[dtype] if self._engine_of.casts_modules else None)
                 tape = trace_module(meta, lambda: map_tensors(batch, _empty_on_meta), options)
                 device = KernelDevice.of(case.cluster.gpu)
                 work = case.workload
-                self._traced[options.key] = tape.expand(work.micro_batch, work.seq_len or 1, None, device=device)
+                self._traced[options.key] = tape.expand(work.batch.micro_batch, work.batch.seq_len or 1, None, device=device)
             except Exception as fault:  # the user's own code runs here
                 text = " ".join(str(fault).split())[:160]
                 self._traced[options.key] = NoTapeError(f"it cannot be traced ({type(fault).__name__}: {text})")

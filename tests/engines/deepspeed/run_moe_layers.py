@@ -96,7 +96,7 @@ def ours(case: dict[str, Any]) -> list[Any]:
     """Return what the plan's schedule allocates and frees in the same case, phase by phase."""
     config = read_ds_config(case["config"])
     dtype = DType(case["dtype"])
-    workload = Workload(
+    workload = Workload.of(
         micro_batch=SAMPLES,
         seq_len=TOKENS,
         grad_accum=case["config"]["gradient_accumulation_steps"],

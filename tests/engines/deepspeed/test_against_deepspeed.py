@@ -140,7 +140,7 @@ def predicted(case: str) -> list[list[Any]]:
     config = ZeroConfig.of(stage, **{"reduce_bucket_size": 600_000, **zero}, **knobs)
     precision = Precision.FP32 if dtype == "fp32" else Precision.MIXED
     autocast = "torch_autocast" in other
-    workload = Workload(
+    workload = Workload.of(
         grad_accum=window,
         dtype=DType.BF16 if autocast else DTYPES[dtype],
         precision=Precision.AUTOCAST if autocast else precision,

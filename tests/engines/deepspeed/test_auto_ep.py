@@ -178,7 +178,7 @@ def test_ledger_and_schedule_agree_on_a_rank(stage: int) -> None:
     from zeroplan.trace.api import trace_model
 
     layout = ParallelLayout(gpus=8, ep=4, own_experts=True, auto_ep=True)
-    workload = Workload(micro_batch=2, seq_len=64)
+    workload = Workload.of(micro_batch=2, seq_len=64)
     tape = trace_model(MIXTRAL, "AutoModelForCausalLM", options_for(workload, layout=layout, zero3=stage == 3)).expand(2, 64)
     case = Case(load_model(MIXTRAL), workload, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout)
     assert ledger_and_schedule_differ(case, find_engine("deepspeed"), tape) == {}
@@ -207,7 +207,7 @@ def test_the_trainer_lists_routers_behind_the_rest() -> None:
     """It hands DeepSpeed a list of the model's parameters, to whose end those go that AutoEP puts in their place."""
     parameters = with_auto_ep(load_model(MIXTRAL).parameters, "mixtral", 4)
     layout = ParallelLayout(8, ep=4, own_experts=True, auto_ep=True)
-    dense, *_ = deepspeed_rank(parameters, Workload(detached_loss=True), ZeroConfig.of(2), layout).param_groups
+    dense, *_ = deepspeed_rank(parameters, Workload.of(detached_loss=True), ZeroConfig.of(2), layout).param_groups
     assert [parameters.names[p].endswith("router.gate.weight") for p in dense[1]][-5:] == [False, True, True, True, True]
 
 

@@ -73,7 +73,7 @@ def test_ledger_and_schedule_agree_on_a_tensor_parallel_rank(stage: int) -> None
     from zeroplan.trace.api import trace_model
 
     layout = ParallelLayout(gpus=8, tp=2, whole_vocabulary=True)
-    workload = Workload(micro_batch=2, seq_len=64)
+    workload = Workload.of(micro_batch=2, seq_len=64)
     tape = trace_model(CONFIG, "AutoModelForCausalLM", options_for(workload, layout=layout, zero3=stage == 3)).expand(2, 64)
     spec = load_model(CONFIG)
     case = Case(spec, workload, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout)
@@ -123,7 +123,7 @@ def test_stage_3_shards_what_auto_tp_keeps_over_all_ranks() -> None:
     """zero.Init has sharded embedding and norms over 8 ranks; halves of the rest are shared by the 4 that have them."""
     layout = ParallelLayout(gpus=8, tp=2, whole_vocabulary=True)
     spec, engine = load_model(CONFIG), find_engine("deepspeed")
-    case = Case(spec, Workload(micro_batch=2, seq_len=64), Cluster(gpus=8), ZeroConfig.of(3), parallel=layout)
+    case = Case(spec, Workload.of(micro_batch=2, seq_len=64), Cluster(gpus=8), ZeroConfig.of(3), parallel=layout)
     _, rank = engine.ledger(case)
     shards = dict(zip(case.parameters.names, rank.shards, strict=True))
     assert shards["model.embed_tokens.weight"] == 1000 * 256 // 8

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from llama_tape import adapters_only, llama_tape
 
+from tests.workloads import flat_workload
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
+from zeroplan.core.workload import DType, OptimizerKind, Precision
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
@@ -95,7 +96,7 @@ class Replay:
 def both(
     tape: ExpandedTape, stage: int, knobs: dict[str, Any], work: dict[str, Any], ranks: int
 ) -> tuple[list[Item], Recorder]:
-    zero, workload = ZeroConfig.of(stage, **knobs), Workload(**work)
+    zero, workload = ZeroConfig.of(stage, **knobs), flat_workload(**work)
     rank = deepspeed_rank(tape.parameters, workload, zero, ParallelLayout(ranks), gpu=DEFAULT_GPU)
     items = [item for item in evaluate(LEDGER, rank) if item.place is Place.HBM]
     return items, record_deepspeed(rank, tape)

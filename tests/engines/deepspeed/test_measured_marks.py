@@ -31,7 +31,7 @@ def _config(row: dict[str, Any]) -> tuple[ZeroConfig, Workload]:
     knobs = dict(row["zero"])
     offloads = [knobs.pop(key, {"device": "none"})["device"] for key in ("offload_optimizer", "offload_param")]
     precision = Precision.FP32 if row["dtype"] == "fp32" else Precision.MIXED
-    workload = Workload(seq_len=1024, grad_accum=row["grad_accum"], dtype=DType(row["dtype"]), precision=precision)
+    workload = Workload.of(seq_len=1024, grad_accum=row["grad_accum"], dtype=DType(row["dtype"]), precision=precision)
     return ZeroConfig.of(row["stage"], *offloads, **knobs), workload
 
 

@@ -45,7 +45,7 @@ def _rank(row: dict[str, Any]) -> DeepSpeedRank:
         knobs["grad_accum_dtype"] = DType.FP32
     zero = ZeroConfig.of(int(stage), "cpu" if "offload" in more else "none", **knobs)
     precision = Precision.FP32 if dtype == "fp32" else Precision.MIXED
-    workload = Workload(dtype=DType(dtype), precision=precision, optimizer="muon", optimizer_kind=OptimizerKind.FOREACH)
+    workload = Workload.of(dtype=DType(dtype), precision=precision, optimizer="muon", optimizer_kind=OptimizerKind.FOREACH)
     return deepspeed_rank(_parameters(), workload, zero, ParallelLayout(row["ranks"]), rank=row["rank"])
 
 

@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 
 from tests.engines.test_contract import ledger_and_schedule_differ
+from tests.workloads import flat_workload, with_flat
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
@@ -205,12 +205,12 @@ def test_a_plan_moves_them_to_pinned_memory() -> None:
 
 def test_what_the_ledger_keeps_the_schedule_leaves_alive() -> None:
     spec = load_model("meta-llama/Llama-3.1-8B")
-    work = Workload(micro_batch=1, seq_len=1024, gradient_checkpointing=True)
+    work = flat_workload(micro_batch=1, seq_len=1024, gradient_checkpointing=True)
     found = find_tape(spec, work)
     assert found is not None
     tape = with_offloaded_checkpoints(found.expand(1, 1024))
     for zero in (ZeroConfig.of(2), ZeroConfig.of(2, "cpu"), ZeroConfig.of(3)):
-        case = Case(spec, replace(work, offload_checkpoints=True), Cluster(gpus=8), zero)
+        case = Case(spec, with_flat(work, offload_checkpoints=True), Cluster(gpus=8), zero)
         assert not ledger_and_schedule_differ(case, find_engine("deepspeed"), tape)
 
 

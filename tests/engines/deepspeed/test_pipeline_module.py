@@ -12,6 +12,7 @@ import pytest
 
 from tests.engines.deepspeed.scripts import rows_of
 from tests.engines.test_contract import ledger_and_schedule_differ
+from tests.workloads import flat_workload, with_flat
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -105,7 +106,7 @@ def small_stage(case: dict[str, Any], number: int) -> Recorder:
 
     config = read_ds_config(case["config"])
     dtype = DType(case["dtype"])
-    workload = Workload(
+    workload = flat_workload(
         micro_batch=case["batch"],
         seq_len=case["seq"],
         grad_accum=case["config"]["gradient_accumulation_steps"],
@@ -239,7 +240,7 @@ def test_layers_are_divided_as_deepspeed_divides_them() -> None:
     assert divided > 60
 
 
-WORK = Workload(micro_batch=1, seq_len=512, grad_accum=8)
+WORK = Workload.of(micro_batch=1, seq_len=512, grad_accum=8)
 
 
 @pytest.fixture(scope="module")
@@ -256,7 +257,7 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(tape: ExpandedTape, num
     layout = ParallelLayout(gpus=8, pp=4)
     case = Case(
         load_model(MODEL),
-        replace(WORK, dtype=dtype),
+        with_flat(WORK, dtype=dtype),
         Cluster(gpus=8),
         ZeroConfig.of(stage),
         parallel=layout,
@@ -282,7 +283,7 @@ def test_an_mlp_as_wide_as_the_vocabulary_is_not_taken_for_logits() -> None:
     from zeroplan.trace.api import trace_model
 
     model = SMALL | {"intermediate_size": SMALL["vocab_size"], "tie_word_embeddings": False}
-    work = Workload(micro_batch=2, seq_len=64, gradient_checkpointing=True)
+    work = flat_workload(micro_batch=2, seq_len=64, gradient_checkpointing=True)
     tape = trace_model(model, "AutoModelForCausalLM", options_for(work)).expand(2, 64)
     wide = {arg: module for op, arg, _, kind, module in tape.events() if op == Op.ALLOC and kind == Kind.LOGITS}
     assert {tape.modules[module].name for module in wide.values()} == {"lm_head"}
@@ -358,7 +359,7 @@ def test_groups_keep_fewer_inputs_and_more_within() -> None:
     from zeroplan.trace.api import traced
 
     model = SMALL | {"num_hidden_layers": 6}
-    options = options_for(Workload(micro_batch=2, seq_len=64, gradient_checkpointing=True))
+    options = options_for(flat_workload(micro_batch=2, seq_len=64, gradient_checkpointing=True))
 
     def kept(grouped: tuple[int, int, int] | None) -> int:
         tape = traced(model, "AutoModelForCausalLM", replace(options, grouped=grouped), 2, 64, None).expand(2, 64)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.workloads import flat_workload
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed import recordings
@@ -27,7 +27,7 @@ ENGINE = DeepSpeed()
 
 
 def _case(stage: int, micro_batch: int) -> tuple[Case, ExpandedTape]:
-    workload = Workload(micro_batch=micro_batch, seq_len=512, gradient_checkpointing=True)
+    workload = flat_workload(micro_batch=micro_batch, seq_len=512, gradient_checkpointing=True)
     case = Case(SPEC, workload, Cluster(gpus=2), ZeroConfig.of(stage))
     return case, expanded_tape_of(ENGINE, case)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from llama_tape import llama_tape
 
+from tests.workloads import flat_workload
 from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
@@ -57,7 +58,7 @@ KINDS = [
 def test_steps_repeat(stage: int, knobs: dict[str, Any], ranks: int) -> None:
     zero = ZeroConfig.of(stage, **knobs)
     for i, kind in enumerate(KINDS):
-        workload = Workload(grad_accum=(1, 2, 5)[i % 3], **kind)
+        workload = flat_workload(grad_accum=(1, 2, 5)[i % 3], **kind)
         first = deepspeed_rank(STREAM.parameters, workload, zero, ParallelLayout(ranks), gpu=DEFAULT_GPU)
         for rank in distinct_ranks(first, most=3):
             line = simulate(record_deepspeed(first.at(rank), STREAM, steps=5, skipped_steps=i % 2))

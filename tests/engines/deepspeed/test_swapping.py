@@ -19,7 +19,7 @@ from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 from zeroplan.tape.expanded import ExpandedTape, TapeModule, TapeParam
 
 SIZES = [("a", 4_000_003, True), ("b", 600, True), ("c", 3_000_000, True), ("d", 2_000_000, False), ("e", 1_000, False)]
-WORKLOAD = Workload(seq_len=8)
+WORKLOAD = Workload.of(seq_len=8)
 
 
 def config(*, threads: int = 1, pin: bool = True) -> ZeroConfig:

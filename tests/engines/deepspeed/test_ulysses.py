@@ -55,7 +55,7 @@ def test_our_rank_allocates_what_deepspeeds_class_does(tmp_path: Path, warm_pyth
 def tape_and_case(stage: int, layout: ParallelLayout) -> tuple[Any, Case]:
     from zeroplan.trace.api import trace_model
 
-    workload = Workload(micro_batch=2, seq_len=64)
+    workload = Workload.of(micro_batch=2, seq_len=64)
     options = options_for(workload, layout=layout, zero3=stage == 3)
     tape = trace_model(CONFIG, "AutoModelForCausalLM", options).expand(2, 64 // layout.ulysses)
     case = Case(load_model(CONFIG), workload, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout)
@@ -178,7 +178,7 @@ def test_gradients_travel_in_a_dtype_of_their_own_key() -> None:
     engine, layout = find_engine("deepspeed"), ParallelLayout(gpus=8, ulysses=2)
     for key, width in ((None, 2), (DType.FP32, 4)):
         zero = ZeroConfig(stage=3, communication_data_type=DType.FP16, seq_parallel_communication_data_type=key)
-        workload = Workload(seq_len=64)
+        workload = Workload.of(seq_len=64)
         for parallel, expected in ((layout, width), (None, 2)):
             rank = engine.ledger(Case(load_model(CONFIG), workload, Cluster(gpus=8), zero, parallel=parallel))[1]
             assert rank.comm_bytes == expected

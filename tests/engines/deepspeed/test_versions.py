@@ -36,8 +36,8 @@ RANKS = 4
 FP32 = {"grad_accum_dtype": DType.FP32}
 CPU = {"offload_optimizer": "cpu"}
 BF16 = Workload()
-FP16 = Workload(dtype=DType.FP16)
-FULL = Workload(dtype=DType.FP32, precision=Precision.FP32)
+FP16 = Workload.of(dtype=DType.FP16)
+FULL = Workload.of(dtype=DType.FP32, precision=Precision.FP32)
 
 
 def rank_at(
@@ -362,7 +362,7 @@ def test_an_unknown_version_is_planned_as_the_nearest() -> None:
         ((0, 17, 6), BF16, {"stage": 3, "offload_optimizer": OffloadOptimizer(OffloadDevice.CPU, ratio=0.5)}, "ratio"),
         ((0, 13, 1), BF16, {"stage": 3, "zero_hpz_partition_size": 2}, "zero_hpz_partition_size"),
         ((0, 19, 7), BF16, {"stage": 3, "offload_optimizer": "nvme", "nvme_path": "/nvme"}, "nvme"),
-        ((0, 19, 7), replace(BF16, optimizer="muon", optimizer_kind=OptimizerKind.FOREACH), {"stage": 2}, "optimizer.type"),
+        ((0, 19, 7), BF16.but(optimizer="muon", optimizer_kind=OptimizerKind.FOREACH), {"stage": 2}, "optimizer.type"),
     ],
 )
 def test_what_no_row_covers_is_said(version: Version, workload: Workload, knobs: dict[str, Any], key: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.workloads import flat_workload
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
@@ -91,7 +92,7 @@ def test_impossible_arguments_are_one_line(
 
 def _plan(model: dict[str, Any], layout: dict[str, Any], work: dict[str, Any]) -> None:
     given = MegatronModel.of({**BASE, **model})
-    require_valid(given, ParallelLayout(**{"gpus": 1, **layout}), Workload(**{"seq_len": 1024, **work}))
+    require_valid(given, ParallelLayout(**{"gpus": 1, **layout}), flat_workload(**{"seq_len": 1024, **work}))
 
 
 def test_layers_go_to_stages_and_chunks_as_in_megatron() -> None:
@@ -117,6 +118,6 @@ def test_layers_go_to_stages_and_chunks_as_in_megatron() -> None:
 
 def test_a_model_that_megatron_core_has_no_layers_for_is_refused_by_name() -> None:
     config = {"model_type": "t5", "num_layers": 1, "d_model": 64}
-    case = Case(load_model(config), Workload(seq_len=64), Cluster(), ZeroConfig.of(1))
+    case = Case(load_model(config), Workload.of(seq_len=64), Cluster(), ZeroConfig.of(1))
     with pytest.raises(BadInput, match="Megatron-LM's form of t5 is not modelled; of llama"):
         Megatron().require_workload(case)

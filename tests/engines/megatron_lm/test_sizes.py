@@ -8,9 +8,10 @@ import pytest
 
 from benchmarks.published.rows import kept
 from tests.engines.test_contract import ledger_and_schedule_differ
+from tests.workloads import flat_workload
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.workload import DType, Precision
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.megatron.autograd import TapeWriter
@@ -47,7 +48,7 @@ LLAMA: dict[str, Any] = {
 
 def _case(config: dict[str, Any], *, stage: int = 1, work: dict[str, Any] | None = None, **layout: Any) -> Case:
     parallel = ParallelLayout(**{"gpus": 8, **layout})
-    workload = Workload(**{"seq_len": 256, "grad_accum": 8, **(work or {})})
+    workload = flat_workload(**{"seq_len": 256, "grad_accum": 8, **(work or {})})
     return Case(load_model(config), workload, Cluster.of(gpus=8, gpu="H100"), ZeroConfig.of(stage), parallel=parallel)
 
 

@@ -74,7 +74,7 @@ def planned(config: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch)
     engine = Runtime().with_ds_config(read_ds_config(config, dialect=Dialect.RUNTIME))
     reduce = config.get("communication_data_type")
     zero = ZeroConfig.of(config["zero_optimization"]["stage"], communication_data_type=DType(reduce) if reduce else None)
-    workload = Workload(
+    workload = Workload.of(
         micro_batch=models.BATCH,
         seq_len=models.LENGTH,
         grad_accum=config["gradient_accumulation_steps"],

@@ -53,7 +53,7 @@ def plan_rows(config: dict[str, Any], model: dict[str, Any], ranks: int) -> tupl
     said = section.get("offload_param", {})
     param = OffloadParam(**{**said, "device": OffloadDevice(said.get("device", "none"))})
     zero = ZeroConfig.of(section["stage"], optimizer, param, grad_accum_dtype=DType(accum) if accum else None)
-    workload = Workload(
+    workload = Workload.of(
         micro_batch=models.BATCH,
         seq_len=models.LENGTH,
         grad_accum=config.get("gradient_accumulation_steps", 1),

@@ -6,9 +6,10 @@ import math
 
 import pytest
 
+from tests.workloads import flat_workload
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.workload import DType, Precision
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.ddp.engine import Ddp
@@ -34,7 +35,7 @@ RANK = 4
 def state_lines(engine: Ddp | Fsdp2, precision: Precision, rank: int | None) -> dict[Buffer, int]:
     """Bytes of each standing buffer by the engine's ledger, on one rank."""
     spec = load_model(dict(CONFIG))
-    workload = Workload(seq_len=16, dtype=DType.BF16, precision=precision, lora_rank=rank)
+    workload = flat_workload(seq_len=16, dtype=DType.BF16, precision=precision, lora_rank=rank)
     if rank is not None:
         spec = with_lora(spec, rank)
     case = Case(spec, workload, Cluster.of(gpus=1), ZeroConfig.of(engine.default().stage))

@@ -51,7 +51,7 @@ def test_muon_keeps_and_needs_what_torch_allocates(pool: RankPool, ranks: int) -
 
     kept, peaks = pool.run(ranks, step, ranks, "muon")[0]
     tape = _tape(SHAPES)
-    rank = Fsdp2Rank(workload=Workload(optimizer="muon"), parameters=tape.parameters, layout=ParallelLayout(ranks))
+    rank = Fsdp2Rank(workload=Workload.of(optimizer="muon"), parameters=tape.parameters, layout=ParallelLayout(ranks))
     recorder = Recorder()
     optimizer_step(recorder, rank, applied=True, first=True)
     alive, most = _played(recorder)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
+from tests.workloads import with_flat
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.optimizer_row import Domain
@@ -33,7 +32,7 @@ HIDDEN, TABLE = 72, 256 * 72
 
 
 def rank_of(**options: object) -> DdpRank:
-    workload = replace(Workload(seq_len=16, precision=Precision.HALF_AUTOCAST), **options)  # type: ignore[arg-type]
+    workload = with_flat(Workload.of(seq_len=16, precision=Precision.HALF_AUTOCAST), **options)  # type: ignore[arg-type]
     spec = load_model(dict(CONFIG))
     return Ddp().rank(Case(spec, workload, Cluster.of(gpus=1), ZeroConfig.of(0)), spec.parameters)
 

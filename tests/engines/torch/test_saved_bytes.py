@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.workloads import flat_workload
 from zeroplan.core.buffers import Phase
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.units import KIB, MIB
-from zeroplan.core.workload import Precision, Workload
+from zeroplan.core.workload import Precision
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
@@ -35,7 +36,7 @@ def test_a_full_state_dict_of_fsdp2_gathers_one_tensor_at_a_time_and_keeps_all_o
     shapes, count = tuple(SHAPES.values()), len(SHAPES)
     names = tuple(SHAPES)
     parameters = Parameters(names, shapes, (True,) * count, (True,) * count, ("",) * count, (tuple(range(count)),))
-    work = Workload(precision=Precision.FP32, saving=FULL)
+    work = flat_workload(precision=Precision.FP32, saving=FULL)
     rank = Fsdp2Rank(workload=work, parameters=parameters, layout=ParallelLayout(2))
     first, second = pool.run(2, full_state_dicts)
     sizes = [whole for _, whole in gathered(rank, FULL)]
@@ -117,7 +118,7 @@ def test_below_stage_3_every_rank_clones_the_whole_model_for_the_trainer() -> No
     cloned = clone(model.state_dict())
     storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in cloned.values()}
     parameters = Parameters(("0.weight",), ((8, 8),), (True,), (True,), ("",), ((0,), (0,)))
-    work = Workload(precision=Precision.FP32, saving=Saving(StateDict.FULL, Saver.TRAINER, optimizer=False))
+    work = flat_workload(precision=Precision.FP32, saving=Saving(StateDict.FULL, Saver.TRAINER, optimizer=False))
     rank = deepspeed_rank(parameters, work, ZeroConfig.of(2), ParallelLayout(2))
     phases = {one.phase: one for one in checkpoint_phases(rank, after_init=0, after_step=0, host_init=0, host_step=7)}
     assert (phases[Phase.SAVE].host, phases[Phase.SAVE].host_once) == (7 + sum(storages.values()), 0)

@@ -95,5 +95,5 @@ class Toy(Engine):
 def _toy_json(one: Configuration) -> FormFiles:
     from zeroplan.interop.forms.configuration import FormFiles
 
-    text = json.dumps({"micro_batch": one.workload.micro_batch, "grad_accum": one.workload.grad_accum}) + "\n"
+    text = json.dumps({"micro_batch": one.workload.batch.micro_batch, "grad_accum": one.workload.batch.grad_accum}) + "\n"
     return FormFiles({one.output: text}, ("--config", one.output))

@@ -41,6 +41,6 @@ def simulate_toy(case: Case, tape: ExpandedTape, config: AllocatorConfig | None)
     workspace = case.cluster.gpu.workspace
     rank = ToyRank(workload=case.workload, parameters=tape.parameters, layout=case.layout, cublas_workspace=workspace)
     recorder = Recorder()
-    run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=workspace)
+    run = Run(case.workload.batch.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=workspace)
     play(run, tape, recorder, ToySchedule(rank, recorder))
     return Simulation(simulate(recorder, config, device_memory=case.cluster.vram))

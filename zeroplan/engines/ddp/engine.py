@@ -119,7 +119,7 @@ class Ddp(TorchEngine[DdpRank]):
         """Whether a rank calls any: transformers' Trainer wraps no model in DDP for one rank (37 runs of one GPU,
         benchmarks/from_files: 742 to 784 MiB outside torch's allocator).
         """
-        return layout.world_size > 1 or not workload.in_trainer
+        return layout.world_size > 1 or not workload.loop.in_trainer
 
     def host_rss(self, workload: Workload, zero: ZeroConfig, *, rotary: bool = True, experts: bool = False) -> dict[Phase, int]:
         """Measured with DDP; otherwise as :meth:`zeroplan.engines.base.Engine.host_rss`."""

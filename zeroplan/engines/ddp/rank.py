@@ -16,12 +16,12 @@ class DdpRank(TorchRank):
     @cached_property
     def kept_gradients(self) -> int:
         """Elements of gradients that stay between steps: all, where ``zero_grad`` only fills them with zeros."""
-        return 0 if self.workload.set_to_none else self.trainable
+        return 0 if self.workload.loop.set_to_none else self.trainable
 
     @cached_property
     def reference(self) -> int:
         """Elements of a reference model beside the trained one."""
-        return self.params if self.workload.reference is Reference.MODEL else 0
+        return self.params if self.workload.objective.reference is Reference.MODEL else 0
 
     @cached_property
     def chunks(self) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ class DdpSchedule(EngineSchedule):
             self.alloc(quantize.shared_bytes, Buffer.PARAM_FULL)
         for owned in self.rank.parameters.modules:
             for p in owned:
-                if p in made and self.rank.workload.moved:
+                if p in made and self.rank.workload.loop.moved:
                     continue
                 blocks = [self.alloc(nbytes, Buffer.PARAM_FULL, note=p) for nbytes in self.rank.kept(p)]
                 if p in made:
@@ -83,7 +83,7 @@ class DdpSchedule(EngineSchedule):
         """Clip the gradients, step the optimizer and free the gradients (``zero_grad``)."""
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
-        if not self.rank.workload.set_to_none:
+        if not self.rank.workload.loop.set_to_none:
             return
         for handle in self.grads.values():
             self.free(handle)

@@ -159,9 +159,9 @@ def require_auto_ep(case: Case) -> None:
         )
     if zero.zenflow is not None:
         raise BadInput("ZenFlow beside AutoEP is not modelled", where="zenflow", remedy="leave it out")
-    row = find_optimizer(work.optimizer)
+    row = find_optimizer(work.numerics.optimizer)
     if row.rest or row.compresses:
-        raise BadInput(f"{work.optimizer} beside AutoEP is not modelled", where="--optimizer", remedy="use adamw")
+        raise BadInput(f"{work.numerics.optimizer} beside AutoEP is not modelled", where="--optimizer", remedy="use adamw")
     act = case.spec.config.get("hidden_act") or "silu"
     if act != "silu":
         raise BadInput(

@@ -108,7 +108,7 @@ class DeepSpeedSchedule(EngineSchedule):
         rank = self.rank
         places = range(len(rank.stepped_at_once)) if places is None else places
         counts = [rank.stepped_at_once[at] for at in places]
-        kind = kind or rank.workload.optimizer_kind
+        kind = kind or rank.workload.numerics.optimizer_kind
         width = rank.master_bytes
         lists = rank.decay_lists if kind is OptimizerKind.FOREACH else 0
         if not rank.optimizer.clones_gradients:

@@ -87,7 +87,7 @@ def _states(rank: DeepSpeedRank, places: list[int]) -> list[int]:
 
 def _save(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> CheckpointPhase:
     """Saving between steps; a run that says nothing of it is taken to call ``save_checkpoint`` itself."""
-    saving = rank.workload.saving or Saving()
+    saving = rank.workload.technique(Saving) or Saving()
     parts = []
     if saving.optimizer or saving.saver is not Saver.TRAINER or (rank.stage == 3 and not gathers_weights(rank, saving)):
         parts.append(_checkpoint(rank, owned, saving))

@@ -13,7 +13,7 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import parse_version, version_text
-from zeroplan.core.workload import Reference, Workload
+from zeroplan.core.workload import ChunkedHead, GradientCheckpointing, Reference, TiledLoss, TiledMlp, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
@@ -175,7 +175,7 @@ class DeepSpeed(Engine):
             from zeroplan.engines.deepspeed.auto_ep import require_auto_ep
 
             require_auto_ep(case)
-        optimizer = find_optimizer(case.workload.optimizer)
+        optimizer = find_optimizer(case.workload.numerics.optimizer)
         if optimizer.until is not None and parse_version(self.version) >= optimizer.until:
             raise BadInput(
                 f"DeepSpeed {self.version} has no {optimizer.name}: {version_text(optimizer.until)} removed it",
@@ -206,14 +206,14 @@ class DeepSpeed(Engine):
             found.append(Unmodelled("zero_optimization.zenflow", Effect.MORE, _ZENFLOW))
         if zero.offload_optimizer.super_offload and zero.stage == 3:
             found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
-        if case.workload.reference is not None and self.answers_reference(case) and case.zero.stage < 3:
+        if case.workload.objective.reference is not None and self.answers_reference(case) and case.zero.stage < 3:
             found.append(Unmodelled("reference", Effect.UNKNOWN, _REFERENCE))
-        if case.layout.ulysses > 1 and case.workload.chunked_head:
+        if case.layout.ulysses > 1 and case.workload.has(ChunkedHead):
             found.append(Unmodelled("loss", Effect.MORE, _WHOLE_LOGITS))
         if case.layout.ulysses > 1 and self.version != DEEPSPEED_VERSION:
             found.append(Unmodelled("--ulysses", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s exchange was read"))
         if case.zero.stage == 3:
-            tiled = [name for name in ("mlp", "loss") if getattr(case.workload, f"tiled_{name}")]
+            tiled = [name for name, kind in (("mlp", TiledMlp), ("loss", TiledLoss)) if case.workload.has(kind)]
             found += [Unmodelled(f"--tiled-{name}", Effect.UNKNOWN, _TILES) for name in tiled]
         if case.spec.own_experts is not None and not case.spec.own_experts.drops_tokens:
             found.append(Unmodelled("drop_tokens", Effect.MORE, _FULLEST))
@@ -221,7 +221,7 @@ class DeepSpeed(Engine):
             from zeroplan.engines.deepspeed.auto_ep import unmodelled_auto_ep
 
             found += [one for one in (unmodelled_auto_ep(case, self.version),) if one is not None]
-        if case.workload.offload_checkpoints and self.version != DEEPSPEED_VERSION:
+        if case.workload.checkpoints_on_host and self.version != DEEPSPEED_VERSION:
             found.append(Unmodelled("--offload-checkpoints", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s context was read"))
         if case.layout.tp > 1 and case.zero.stage == 3:
             found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
@@ -233,7 +233,7 @@ class DeepSpeed(Engine):
 
     def remark(self, case: Case) -> str:
         """Return what this version does that its users may not expect."""
-        return version_remark(case.zero, case.workload) or (_ONE_CONTEXT if case.workload.offload_checkpoints else "")
+        return version_remark(case.zero, case.workload) or (_ONE_CONTEXT if case.workload.checkpoints_on_host else "")
 
     def answers_reference(self, case: Case) -> bool:
         """Return whether the reference is one that TRL makes below stage 3, whole on every rank, or sharded beside a model that
@@ -246,7 +246,7 @@ class DeepSpeed(Engine):
         if zero.stage < 3:
             return True
         plain = case.zero_init and not zero.offloads_param and zero.zero_hpz_partition_size == 1
-        return plain and work.reference is Reference.MODEL and not work.kl_batch
+        return plain and work.objective.reference is Reference.MODEL and not work.objective.kl_batch
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""
@@ -260,12 +260,13 @@ class DeepSpeed(Engine):
         options = options_for(case.workload, zero3=case.zero.stage == 3, layout=case.parallel)
         if case.workload.reentrant and case.zero.stage < 3:  # hooks of stage 3 are laid over a tape without
             options = options.reentrant
-        if case.workload.checkpoint_interval == 1 or case.layout.pp == 1:
+        again = case.workload.technique(GradientCheckpointing)
+        if again is None or again.interval == 1 or case.layout.pp == 1:
             return options
         from zeroplan.core.pipeline import recomputed_groups
 
         (stage,) = case.pipeline_chunks
-        return replace(options, grouped=recomputed_groups(stage, case.workload.checkpoint_interval))
+        return replace(options, grouped=recomputed_groups(stage, again.interval))
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """Simulate the stage's schedule on each rank that may need the most memory."""
@@ -334,7 +335,7 @@ class DeepSpeed(Engine):
     def _as_run(self, case: Case) -> Case:
         """Return the case as today's DeepSpeed wraps it, with the optimizer that it has where it runs."""
         case = _as_wrapped(case)
-        return replace(case, workload=replace(case.workload, torch_adam=True)) if self.on_cpu else case
+        return replace(case, workload=case.workload.but(torch_adam=True)) if self.on_cpu else case
 
 
 def _require_base(case: Case) -> None:
@@ -345,7 +346,7 @@ def _require_base(case: Case) -> None:
     """
     if case.zero.stage == 3:
         require_stored(case.workload, "stage 3")
-    if case.workload.param_bytes != 2:
+    if case.workload.numerics.param_bytes != 2:
         raise BadInput(
             "beside a quantised base DeepSpeed is modelled with bf16 or fp16 alone", where="--dtype", remedy="use --dtype bf16"
         )

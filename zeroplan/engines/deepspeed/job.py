@@ -29,12 +29,12 @@ def rank_fields(case: Case, parameters: Parameters) -> dict[str, Any]:
         (stage,) = case.pipeline_chunks
         parameters = stage_parameters(parameters, (stage,))
         work = case.workload
-        width = int(case.spec.config.get("hidden_size") or 0) * work.dtype.bytes
-        more = {"pipeline_stage": stage, "hidden": work.micro_batch * (work.seq_len or 1) * width}
-    if case.workload.offload_checkpoints:
+        width = int(case.spec.config.get("hidden_size") or 0) * work.numerics.dtype.bytes
+        more = {"pipeline_stage": stage, "hidden": work.batch.micro_batch * (work.batch.seq_len or 1) * width}
+    if case.workload.checkpoints_on_host:
         work, blocks = case.workload, {block for block in parameters.blocks if block}
-        tokens = work.micro_batch * (work.seq_len or 1) // case.layout.ulysses
-        width = int(case.spec.config.get("hidden_size") or 0) * work.dtype.bytes
+        tokens = work.batch.micro_batch * (work.batch.seq_len or 1) // case.layout.ulysses
+        width = int(case.spec.config.get("hidden_size") or 0) * work.numerics.dtype.bytes
         more = {"checkpoint": tokens * width, "offloaded_inputs": max(0, len(blocks) - 1)}
     return {
         "parameters": parameters,

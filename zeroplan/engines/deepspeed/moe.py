@@ -71,9 +71,11 @@ def require_moe(case: Case) -> None:
     for name in ("tp", "ulysses", "pp"):
         if getattr(layout, name) > 1:
             raise BadInput(f"{name} beside DeepSpeed's MoE layers is not modelled", where=f"--{name}", remedy="leave it at 1")
-    if find_optimizer(case.workload.optimizer).rest or find_optimizer(case.workload.optimizer).compresses:
+    if find_optimizer(case.workload.numerics.optimizer).rest or find_optimizer(case.workload.numerics.optimizer).compresses:
         raise BadInput(
-            f"{case.workload.optimizer} beside DeepSpeed's MoE layers is not modelled", where="--optimizer", remedy="use adamw"
+            f"{case.workload.numerics.optimizer} beside DeepSpeed's MoE layers is not modelled",
+            where="--optimizer",
+            remedy="use adamw",
         )
     if zero.zenflow is not None:
         raise BadInput("ZenFlow beside DeepSpeed's MoE layers is not modelled", where="zenflow", remedy="leave it out")

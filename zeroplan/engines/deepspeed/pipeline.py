@@ -134,7 +134,7 @@ class _Stage(CuePlayer):
                     taken = workspaces_of(tape, range(begin, end), 1) if not slot else []
                 cues.append(cues_of(tape, range(begin, end), taken, False, blocks))
         super().__init__(recorder, schedule, blocks, rank.cublas_workspace)
-        self.ids = rank.workload.micro_batch * (rank.workload.seq_len or 1) * _TOKEN
+        self.ids = rank.workload.batch.micro_batch * (rank.workload.batch.seq_len or 1) * _TOKEN
         self.received: dict[int, list[int]] = {}  # by slot: what the stage received, and its gradient
         self.leaves: dict[int, list[int]] = {}  # the same, once sent, on the last stage
         self.copies: dict[int, int] = {}  # of the first stage's batch

@@ -55,13 +55,13 @@ def nccl_bytes(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> 
     ds2_two, ds2_offload, trl_sft_lora_zero2, trainer_ds2 and, at stage 3, ds3_two (benchmarks/from_files).
     """
     alone = layout.tp > 1 and layout.dp == 1
-    two_groups = workload.in_trainer and zero.stage < 3
+    two_groups = workload.loop.in_trainer and zero.stage < 3
     if layout.world_size > 1:
         stages = _STAGES + ONE_COMMUNICATOR * (layout.pp > _MEASURED_STAGES) if layout.pp > 1 else 0
         experts = _of_experts(workload, zero, layout) if layout.own_experts else 0
         own = ONE_COMMUNICATOR + FURTHER_COMMUNICATOR if two_groups else FURTHER_ALONE if alone else _NCCL
         return own + ONE_COMMUNICATOR * (max(layout.tp, layout.ulysses) > 1) + stages + experts
-    return FURTHER_ALONE if two_groups or (zero.stage == 3 and workload.dtype is DType.FP16) else 0
+    return FURTHER_ALONE if two_groups or (zero.stage == 3 and workload.numerics.dtype is DType.FP16) else 0
 
 
 def _of_experts(workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
@@ -94,7 +94,7 @@ def host_rss(workload: Workload, zero: ZeroConfig, *, rotary: bool, experts: boo
     found = changed(_RSS, changes)
     # The step's norms need some of the experts' kernels, so that stage 3, which takes none, ends where stage 2 does (F18).
     found[Phase.STEP] += 0 if experts and zero.stage == 3 else _STEP_OF_STAGE.get(zero.stage, 0)
-    if workload.optimizer_kind is OptimizerKind.FOREACH and not zero.offloads_optimizer:
+    if workload.numerics.optimizer_kind is OptimizerKind.FOREACH and not zero.offloads_optimizer:
         found[Phase.STEP] += _FOREACH_STEP
     adapters = _ADAPTERS_STAGE3 if zero.stage == 3 else ADAPTERS
     return in_bytes(found, adapters if workload.lora_rank else 0)

@@ -64,12 +64,12 @@ class DeepSpeedRank(SteppedGroups):
     @property
     def optimizer_kind(self) -> OptimizerKind:
         """The way in which the optimizer walks its tensors."""
-        return self.workload.optimizer_kind
+        return self.workload.numerics.optimizer_kind
 
     @property
     def fp16(self) -> bool:
         """Whether the loss is scaled."""
-        return self.param_bytes == 2 and self.workload.dtype is DType.FP16
+        return self.param_bytes == 2 and self.workload.numerics.dtype is DType.FP16
 
     def looks_for_overflow(self, *, offloaded: bool = False) -> bool:
         """Return whether stages 1 and 2 look for inf and nan in gradients through copies of them.
@@ -80,7 +80,7 @@ class DeepSpeedRank(SteppedGroups):
             return False
         if offloaded or self.fp16 or not self.does(Knob.OVERFLOW_FP16_ONLY):
             return True
-        bf16 = self.workload.dtype is DType.BF16 and self.param_bytes == 2
+        bf16 = self.workload.numerics.dtype is DType.BF16 and self.param_bytes == 2
         return bf16 and self.zero.check_grad_overflow and self.version >= CHECK_GRAD_OVERFLOW
 
     @property
@@ -120,7 +120,7 @@ class DeepSpeedRank(SteppedGroups):
     @cached_property
     def reference(self) -> int:
         """This rank's elements of a reference model beside the trained one: all, and at stage 3 parts of each parameter."""
-        if self.workload.reference is not Reference.MODEL:
+        if self.workload.objective.reference is not Reference.MODEL:
             return 0
         return sum(self.shards) if self.stage == 3 else sum(self.numel)
 
@@ -164,7 +164,7 @@ class DeepSpeedRank(SteppedGroups):
     def other_half(self) -> bool:
         """Whether gradients are reduced in the 16-bit dtype that is not the model's: as wide, and cast all the same."""
         sent = self.zero.communication_data_type
-        return self.param_bytes == 2 and sent not in (None, DType.FP32, self.workload.dtype)
+        return self.param_bytes == 2 and sent not in (None, DType.FP32, self.workload.numerics.dtype)
 
     @cached_property
     def gather_of(self) -> tuple[int, ...]:
@@ -177,9 +177,9 @@ class DeepSpeedRank(SteppedGroups):
 
         Source: torch_autocast.py, init_autocast_params, whose attribute outranks ``communication_data_type``
         """
-        if self.workload.precision is not Precision.AUTOCAST:
+        if self.workload.numerics.precision is not Precision.AUTOCAST:
             return (otherwise,) * len(self.parameters)
-        narrow, own = self.workload.dtype.bytes, self.workload.param_bytes
+        narrow, own = self.workload.numerics.dtype.bytes, self.workload.numerics.param_bytes
         return tuple(narrow if on else own for on in self.parameters.autocast)
 
     @cached_property

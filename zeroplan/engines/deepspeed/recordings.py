@@ -13,7 +13,6 @@ Note [Shapes of recordings]
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import replace
 
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
@@ -36,7 +35,7 @@ class Recordings:
 
     def of(self, case: Case, tape: ExpandedTape, rank: DeepSpeedRank, skipped_steps: int) -> Recorder:
         """Return the rank's recording: an earlier one of the same shape with this tape's sizes, else a new one."""
-        workload = replace(case.workload, micro_batch=1)
+        workload = case.workload.but(micro_batch=1)
         layout = (case.zero, case.zero_init, workload, case.cluster, case.parallel, rank.rank, skipped_steps, tape.shape)
         found = self._kept.get(layout)
         if found is None:

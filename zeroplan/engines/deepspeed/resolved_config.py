@@ -84,14 +84,16 @@ def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = Fal
     Source: engine.py, _do_optimizer_sanity_check, get_data_types, communication_data_type, _configure_basic_optimizer;
         base_optimizer.py, _configure_master_weights; zero/stage_1_and_2.py, __init__, _use_compact_grad_partition_buffer
     """
-    stage, width = zero.stage, workload.param_bytes
+    stage, width = zero.stage, workload.numerics.param_bytes
     masters_16 = width == 2 and (
-        zero.bf16_master_weights_and_grads or zero.fp16_master_weights_and_grads or workload.precision is Precision.PURE
+        zero.bf16_master_weights_and_grads
+        or zero.fp16_master_weights_and_grads
+        or workload.numerics.precision is Precision.PURE
     )
     master = width if masters_16 else 4
     accum = width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes
     offload = zero.offload_optimizer.device if stage else OffloadDevice.NONE
-    bf16 = width == 2 and workload.dtype is DType.BF16
+    bf16 = width == 2 and workload.numerics.dtype is DType.BF16
     full_fp32_grads = bf16 and (
         (stage == 1 and accum == 4 and offload is not OffloadDevice.CPU) or (stage == 0 and pipeline and not masters_16)
     )
@@ -100,7 +102,7 @@ def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = Fal
     elif stage < 3 and offload is OffloadDevice.NVME:
         offload = OffloadDevice.CPU  # stages 1 and 2 only ask whether the device is "none"
     aliased = stage == 3 and width == 4 and not zero.offload_optimizer and Knob.FP32_MASTERS_ALIAS.at(zero.deepspeed)
-    written = find_optimizer(workload.optimizer).written
+    written = find_optimizer(workload.numerics.optimizer).written
     adam = written is not None and written.adam
     states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or offload is OffloadDevice.NONE
     return ResolvedConfig(
@@ -120,8 +122,8 @@ def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = Fal
         contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not OffloadDevice.NONE),
         optimizer_device=offload,
         param_device=zero.offload_param.device if stage == 3 else OffloadDevice.NONE,
-        fused_adam=adam and workload.optimizer_kind is OptimizerKind.FUSED and not workload.torch_adam,
-        torch_adam=adam and workload.optimizer_kind is not OptimizerKind.FUSED,
+        fused_adam=adam and workload.numerics.optimizer_kind is OptimizerKind.FUSED and not workload.numerics.torch_adam,
+        torch_adam=adam and workload.numerics.optimizer_kind is not OptimizerKind.FUSED,
         least_swapped=max(_MIN_AIO_BYTES, zero.aio.block_size),
         version=planned_as(zero.deepspeed),
     )

@@ -14,7 +14,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import deepspeed_type, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import DType
+from zeroplan.core.workload import DType, GradientCheckpointing
 from zeroplan.ds_config.writer import write_ds_config
 from zeroplan.engines.base import Case
 from zeroplan.engines.verification import optimizer_section
@@ -37,7 +37,7 @@ def run_config(case: Case, ds_config: Mapping[str, Any] | None, *, on_cpu: bool)
     Raises:
         BadInput: what DeepSpeed runs on GPUs alone.
     """
-    optimizer = optimizer_section(case.workload.optimizer) if "optimizer" not in (ds_config or {}) else None
+    optimizer = optimizer_section(case.workload.numerics.optimizer) if "optimizer" not in (ds_config or {}) else None
     config = write_ds_config(case.zero, case.workload, optimizer=optimizer, source=ds_config)
     _require_planned(config, case.layout)
     _write_degrees(config, case)
@@ -79,7 +79,7 @@ def _write_degrees(config: dict[str, Any], case: Case) -> None:
             config.pop(name, None)
     if layout.pp > 1:
         _require_layers(case)
-        together = (work.checkpoint_interval or 1) if work.gradient_checkpointing else 0
+        together = 0 if (again := work.technique(GradientCheckpointing)) is None else again.interval
         given = {"use_reentrant": work.reentrant, **config.get("pipeline", {})}
         config["pipeline"] = {**given, "activation_checkpoint_interval": together}
 
@@ -95,7 +95,7 @@ def _require_layers(case: Case) -> None:
         what = f"verify has no list of {kind}'s layers for a PipelineModule"
         raise BadInput(what, where="--pp", remedy=f"of {', '.join(PIPELINED)} it has")
     window = config.get("sliding_window") if config.get("use_sliding_window", kind == "mistral") else None
-    if window and (case.workload.seq_len or 0) > window:
+    if window and (case.workload.batch.seq_len or 0) > window:
         what = f"layers of a PipelineModule get no masks here, and attention looks back {window:,} tokens alone"
         raise BadInput(what, where="--seq-len", remedy=f"use at most {window:,}")
 
@@ -106,11 +106,11 @@ def _require_on_cpu(case: Case) -> None:
     Raises:
         BadInput: naming it.
     """
-    written = find_optimizer(case.workload.optimizer).written
+    written = find_optimizer(case.workload.numerics.optimizer).written
     if written is not None and written.own and written.fused and not written.adam:
         what = f"DeepSpeed's {written.type} is a kernel of its own, which verify does not have compiled for a CPU"
         raise BadInput(what, where="--optimizer", remedy="use adamw, or run it on a GPU")
-    if case.workload.dtype is DType.FP16:
+    if case.workload.numerics.dtype is DType.FP16:
         what = "DeepSpeed has no fp16 on a CPU"
         raise BadInput(what, where="--dtype", remedy="use bf16, or --engine zeroplan")
     zero = case.zero

@@ -69,7 +69,7 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape, read: Mapping[int, tu
     needed = {module for op, module in rest if op == Op.BWD_EXIT}  # their inputs have gradients
     packed = frozenset(rank.parameters.packed)
     found = SavedWeights()
-    autocast = rank.workload.precision is Precision.AUTOCAST
+    autocast = rank.workload.numerics.precision is Precision.AUTOCAST
     for reader, weights in read.items() if not autocast else ():
         (found.recomputation if reader in recomputed else found.forward)[reader] = weights
     if rank.workload.reentrant if own else autocast:
@@ -107,7 +107,7 @@ def saved_elements(case: Case) -> int:
     """
     zero, workload = case.zero, case.workload
     alone = case.layout.shard_group == 1 and not zero.offloads_param
-    if zero.stage < 3 or zero.memory_efficient_linear or workload.precision is Precision.AUTOCAST or alone:
+    if zero.stage < 3 or zero.memory_efficient_linear or workload.numerics.precision is Precision.AUTOCAST or alone:
         return 0
     policy = workload.recomputation
     if case.layout.tp > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from zeroplan.core.saving import Saving
+from zeroplan.core.workload import TiledLoss
 from zeroplan.engines.deepspeed.base import DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
@@ -24,7 +26,7 @@ def stage_schedule(rank: DeepSpeedRank, tape: ExpandedTape, recorder: Recorder) 
     if rank.full_fp32_grads:
         return Stage1Bf16(rank, recorder)
     if rank.stage in (1, 2):
-        head = "lm_head" if rank.workload.tiled_loss else None
+        head = "lm_head" if rank.workload.technique(TiledLoss) else None
         tiled = next((at for at, module in enumerate(tape.modules) if module.name.rpartition(".")[2] == head), -1)
         return Stage12(rank, recorder, tiled)
     return stage0_schedule(rank, recorder)
@@ -54,8 +56,8 @@ def record_deepspeed(
         steps,
         skipped_steps,
         rank.cublas_workspace,
-        rank.workload.detached_loss,
-        saves=rank.workload.saving is not None,
+        rank.workload.loop.detached_loss,
+        saves=rank.workload.has(Saving),
     )
     own_linear = rank.stage == 3 and rank.zero.memory_efficient_linear
     play(run, tape, recorder, stage_schedule(rank, tape, recorder), own_linear=own_linear, scripts=scripts)

@@ -100,7 +100,7 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     host.mark(Phase.INIT)
     _checkpoints(rank, host)
     host.mark(Phase.FORWARD)
-    if rank.workload.grad_accum > 1 and m == DType.FP32.bytes:  # 16-bit masters' gradients accumulate in place
+    if rank.workload.batch.grad_accum > 1 and m == DType.FP32.bytes:  # 16-bit masters' gradients accumulate in place
         for p, _ in group.owned(rank.rank):  # stage_1_and_2.py, async_accumulate_grad_in_cpu_via_gpu: whole parameters
             accumulated = host.alloc(w * rank.numel[p], Buffer.GRAD_ACCUM)
             if pin:

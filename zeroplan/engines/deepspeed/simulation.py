@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import rates_of
-from zeroplan.core.workload import DType, Precision
+from zeroplan.core.workload import ChunkedHead, DType, Precision
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.coordinator import FETCHES_BEHIND
@@ -100,13 +100,13 @@ class Simulator:
     def _lag(self, case: Case, tape: ExpandedTape, rank: DeepSpeedRank) -> DeviceLag:
         workload, gpu = case.workload, case.cluster.gpu
         unhooked = inside_of(tape.modules, leaf_modules(tape.modules, rank.numel, case.zero))
-        if workload.chunked_head and (head := chunked_head_of(tape.modules)) >= 0:
+        if workload.has(ChunkedHead) and (head := chunked_head_of(tape.modules)) >= 0:
             unhooked[head] = True  # TRL never runs the module
-        fp32 = workload.dtype is DType.FP32 and workload.precision is not Precision.AUTOCAST
+        fp32 = workload.numerics.dtype is DType.FP32 and workload.numerics.precision is not Precision.AUTOCAST
         key = (tape, gpu, fp32, tuple(unhooked))
         known = self._lags.get(key)
         if known is None:
-            tokens = workload.micro_batch * (workload.seq_len or 1) // case.layout.ulysses
+            tokens = workload.batch.micro_batch * (workload.batch.seq_len or 1) // case.layout.ulysses
             known = self._lags[key] = device_lag_of(tape, tokens, rates_of(gpu), fp32=fp32, unhooked=unhooked)
             if len(self._lags) > MOST_TAPES:
                 self._lags.popitem(last=False)
@@ -139,5 +139,5 @@ def host_of(rank: DeepSpeedRank, *, after_init: int = 0, after_step: int = 0) ->
 
 
 def _skipped(case: Case) -> int:
-    dynamic = case.workload.dtype is DType.FP16 and not case.zero.loss_scale
+    dynamic = case.workload.numerics.dtype is DType.FP16 and not case.zero.loss_scale
     return FP16_SKIPPED_STEPS if dynamic else 0

@@ -6,7 +6,8 @@ Functions named in brackets are those of DeepSpeed 0.19.8's runtime/zero/stage3.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.workload import OptimizerKind
+from zeroplan.core.saving import Saving
+from zeroplan.core.workload import ChunkedHead, OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.auto_ep import ReplacedBlocks
 from zeroplan.engines.deepspeed.base import COMPUTE, REDUCE, SCALAR, DeepSpeedSchedule
@@ -34,7 +35,7 @@ class Stage3(DeepSpeedSchedule):
     def __init__(self, rank: DeepSpeedRank, recorder: Recorder, tape: ExpandedTape) -> None:
         super().__init__(rank, recorder)
         zero, modules = rank.zero, tape.modules
-        head = chunked_head_of(modules) if rank.workload.chunked_head else -1
+        head = chunked_head_of(modules) if rank.workload.has(ChunkedHead) else -1
         self.reads, self.uncalled = outside_reads(modules), never_called(tape, (head,))
         self.through = {} if rank.parameters.packed else passed_through(tape)
         self.saves, self.keeps = saved_weights(rank, tape, self.uncalled), weights_of_graphs(rank, tape)
@@ -472,7 +473,7 @@ class Stage3(DeepSpeedSchedule):
         """Partition all parameters, gather one module's after another where weights are gathered, then the persistent ones
         (checkpoint_event_prologue, engine.py's _zero3_consolidated_16bit_state_dict, checkpoint_event_epilogue).
         """
-        rank, saving = self.rank, self.rank.workload.saving
+        rank, saving = self.rank, self.rank.workload.technique(Saving)
         self.coordinator.release_all()
         if self.stream != COMPUTE:
             self.coordinator.deferred_frees.complete_all()

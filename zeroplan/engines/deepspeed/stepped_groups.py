@@ -142,7 +142,9 @@ class SteppedGroups(ResolvedConfig, Rank):
                 groups.sort(key=lambda group: group[:1])  # as _get_trainable_parameter_groups of stage3.py meets them
                 return tuple((Domain.ALL, group) for group in groups if group)
             dense = tuple(p for p in trained if p not in self.experts | self.routers)
-            if self.layout.auto_ep and self.workload.in_trainer:  # engine.py, _remap_model_parameters_after_module_replacement
+            if (
+                self.layout.auto_ep and self.workload.loop.in_trainer
+            ):  # engine.py, _remap_model_parameters_after_module_replacement
                 dense = tuple(sorted(dense, key=lambda p: is_auto_ep_router(names[p])))
             apart = (tuple(sorted(self.routers)),) if self.routers else ()  # stage3.py, _get_trainable_parameter_groups
             together = (dense, *apart, *expert_groups(sorted(self.experts), self.numel))

@@ -206,8 +206,8 @@ def as_wrapped(zero: ZeroConfig, workload: Workload, *, zero_init: bool) -> Zero
     version = zero.deepspeed
     if version == NEWEST_DEEPSPEED:
         return zero
-    if workload.param_bytes == 2:
-        zero = as_built_today(zero, workload.dtype)
+    if workload.numerics.param_bytes == 2:
+        zero = as_built_today(zero, workload.numerics.dtype)
     if zero.stage == 1 and not Knob.STAGE1_BUCKETS.at(version):
         zero = replace(zero, contiguous_gradients=False, overlap_comm=False, round_robin_gradients=False)
     if zero.stage == 2 and not Knob.COMPACT_FP32_GRADS.at(version):
@@ -223,8 +223,8 @@ def require_wrapper(zero: ZeroConfig, workload: Workload) -> None:
     Raises:
         BadInput: a dtype of accumulation that stage 0 does not have.
     """
-    if zero.stage == 0 and workload.param_bytes == 2 and zero.deepspeed < STAGE0_UNSHARDED_SINCE:
-        wrapper(zero, workload.dtype)
+    if zero.stage == 0 and workload.numerics.param_bytes == 2 and zero.deepspeed < STAGE0_UNSHARDED_SINCE:
+        wrapper(zero, workload.numerics.dtype)
 
 
 def version_remark(zero: ZeroConfig, workload: Workload) -> str:
@@ -246,9 +246,9 @@ def unmodelled_by_version(zero: ZeroConfig, workload: Workload, *, frozen: bool)
     if known != version:
         found.append(("--deepspeed-version", Effect.UNKNOWN, f"{named} was not compared, {version_text(known)} is planned"))
     stage, accum = zero.stage, zero.grad_accum_dtype
-    whole = stage == 1 and workload.param_bytes == 2 and accum is DType.FP32
+    whole = stage == 1 and workload.numerics.param_bytes == 2 and accum is DType.FP32
     offloads_to_cpu = zero.offload_optimizer.device is OffloadDevice.CPU
-    if whole and known < (0, 19, 8) and (workload.dtype is DType.FP16 or offloads_to_cpu):
+    if whole and known < (0, 19, 8) and (workload.numerics.dtype is DType.FP16 or offloads_to_cpu):
         found.append(("data_types.grad_accum_dtype", Effect.UNKNOWN, f"{named} keeps fp32 gradients of stage 1 in its own way"))
     if zero.offload_optimizer.ratio < 1 and offloads_to_cpu and stage == 3 and known < (0, 18, 0):
         says = f"{named} leaves the last sub-groups on the GPU, and the first are planned"
@@ -258,14 +258,14 @@ def unmodelled_by_version(zero: ZeroConfig, workload: Workload, *, frozen: bool)
         found.append(("zero_optimization.zero_hpz_partition_size", Effect.UNKNOWN, says))
     if OffloadDevice.NVME in (zero.offload_optimizer.device, zero.offload_param.device) and stage == 3:
         found.append(("zero_optimization.offload_*.device nvme", Effect.UNKNOWN, f"{named}'s swap buffers were not compared"))
-    row = find_optimizer(workload.optimizer)
+    row = find_optimizer(workload.numerics.optimizer)
     if row.compresses:
         says = f"{named} exchanges momentum by temporaries as long as the parameters"
         found.append(("optimizer.type", Effect.MORE, says))
     written = row.written
     if written is not None and written.splits:
         found.append(("optimizer.type", Effect.UNKNOWN, f"{named} has a {written.type} of its own"))
-    if stage == 0 and frozen and workload.dtype is DType.FP16 and known < (0, 19, 2):
+    if stage == 0 and frozen and workload.numerics.dtype is DType.FP16 and known < (0, 19, 2):
         says = f"{named} flattens frozen parameters with the others, and gives them masters and states"
         found.append(("frozen parameters", Effect.MORE, says))
     return tuple(Unmodelled(*one) for one in found)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.saving import Saver, StateDict
+from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
@@ -75,9 +75,9 @@ class Fsdp(TorchEngine[FsdpRank]):
                 where="bnb_4bit_quant_storage",
                 remedy="set it to bfloat16, or use FSDP 2",
             )
-        if find_optimizer(case.workload.optimizer).rest:
+        if find_optimizer(case.workload.numerics.optimizer).rest:
             raise BadInput(
-                f"{case.workload.optimizer} steps matrices, of which FSDP 1's ranks hold parts in flat form",
+                f"{case.workload.numerics.optimizer} steps matrices, of which FSDP 1's ranks hold parts in flat form",
                 where="--optimizer",
                 remedy="use --engine fsdp2",
             )
@@ -95,7 +95,7 @@ class Fsdp(TorchEngine[FsdpRank]):
 
     def unsaved(self, case: Case) -> str:
         """Return what is not modelled of saving: also Lightning's way."""
-        saving = case.workload.saving
+        saving = case.workload.technique(Saving)
         if saving is not None and saving.saver is Saver.LIGHTNING:
             return "Lightning's way of saving shards is in no figure"
         if saving is not None and saving.state_dict is StateDict.SHARDED and not self.rank(case, case.parameters).sharded:

@@ -43,7 +43,7 @@ class FsdpRank(TorchRank):
     @cached_property
     def param_bytes(self) -> int:
         """Bytes of one gathered parameter."""
-        return self.workload.dtype.bytes
+        return self.workload.numerics.dtype.bytes
 
     def casts(self, unit: str) -> bool:
         """Return whether a unit is gathered in another dtype than it is kept in."""
@@ -62,13 +62,13 @@ class FsdpRank(TorchRank):
     @property
     def trained(self) -> tuple[int, ...]:
         """The parameters that the optimizer steps."""
-        found, mixed = self.parameters.trained, self.workload.mixed_units
+        found, mixed = self.parameters.trained, self.workload.loop.mixed_units
         return tuple(p for p in found if self.parameters.adapters[p]) if mixed else found
 
     @cached_property
     def graded(self) -> tuple[int, ...]:
         """The parameters that get a gradient. See Note [Units that mix trained and frozen weights]."""
-        if not self.workload.mixed_units:
+        if not self.workload.loop.mixed_units:
             return self.parameters.trained
         return tuple(sorted(p for unit in self.trained_units for p in self.units[unit] if self.numel[p]))
 
@@ -77,9 +77,9 @@ class FsdpRank(TorchRank):
         """The parameters of each block, of each adapter's matrix, and of the root under an empty name."""
         found: dict[str, list[int]] = {}
         for p, block in enumerate(self.parameters.blocks):
-            if self.workload.one_unit:
+            if self.workload.loop.one_unit:
                 block = ""
-            own = self.parameters.adapters[p] and not self.workload.mixed_units
+            own = self.parameters.adapters[p] and not self.workload.loop.mixed_units
             found.setdefault(self.parameters.names[p].rpartition(".")[0] if own else block, []).append(p)
         return found
 

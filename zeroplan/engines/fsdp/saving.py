@@ -70,7 +70,7 @@ def record_save(rank: FsdpRank, saving: Saving, recorder: Recorder) -> None:
 
 def _inside(rank: FsdpRank, unit: str) -> list[str]:
     """Return the units right inside a unit: of the root its blocks, of a block its adapters' matrices."""
-    mixed, added = rank.workload.mixed_units, rank.parameters.adapters
+    mixed, added = rank.workload.loop.mixed_units, rank.parameters.adapters
     adapters = {one for one in rank.units if one and added[rank.units[one][0]] and not mixed}
     if unit in adapters:
         return []

@@ -26,6 +26,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.saving import Saving
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.engines.fsdp.saving import record_save
 from zeroplan.engines.player import EngineSchedule, play
@@ -79,7 +80,7 @@ class FsdpSchedule(EngineSchedule):
         self.units = {home: FlatUnit(name, set()) for home, name in names.items()}
         for p in rank.graded:
             self.units[self.home[p]].params.add(p)
-        mixed, added = rank.workload.mixed_units, rank.parameters.adapters
+        mixed, added = rank.workload.loop.mixed_units, rank.parameters.adapters
         self.adapters = {name for name, params in rank.units.items() if added[params[0]] and not mixed}
         inputs = [aux for op, aux, kind in zip(tape.op, tape.aux, tape.kind, strict=True) if (op, kind) == _CHECKPOINT]
         self.held_bytes = max(inputs, default=0) if rank.workload.reentrant else 0
@@ -93,12 +94,12 @@ class FsdpSchedule(EngineSchedule):
     def _homes(self, tape: ExpandedTape) -> list[int]:
         """The module of each parameter's unit: its block, an adapter's own module, or -1 for the root."""
         homes = block_of_each(tape.modules, len(tape.params))
-        if self.rank.workload.one_unit:
+        if self.rank.workload.loop.one_unit:
             homes = [-1] * len(homes)
         adapters = self.rank.parameters.adapters
         for index, module in enumerate(tape.modules):
             for p in module.params:
-                if adapters[p] and not self.rank.workload.mixed_units:
+                if adapters[p] and not self.rank.workload.loop.mixed_units:
                     homes[p] = index
         return homes
 
@@ -329,7 +330,7 @@ class FsdpSchedule(EngineSchedule):
     def save(self) -> None:
         """Gather what the workload's state dict needs."""
         self._free_stepped()
-        saving = self.rank.workload.saving
+        saving = self.rank.workload.technique(Saving)
         if saving is not None:
             record_save(self.rank, saving, self.recorder)
 

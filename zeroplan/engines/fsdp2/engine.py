@@ -11,7 +11,7 @@ from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.saving import Saver
+from zeroplan.core.saving import Saver, Saving
 from zeroplan.core.units import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -136,7 +136,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             found = (*found, Unmodelled(f"--{shared}", Effect.UNKNOWN, _SHARED_MIXTURE.format(shared)))
         if layout.sp and layout.pp > 1:
             found = (*found, Unmodelled("--sp", Effect.UNKNOWN, _SHARED_TOKENS))
-        factored = any(state.factored for state in find_optimizer(case.workload.optimizer).states)
+        factored = any(state.factored for state in find_optimizer(case.workload.numerics.optimizer).states)
         if not factored or case.layout.shard_group == 1:
             return found
         return (
@@ -146,7 +146,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
 
     def unsaved(self, case: Case) -> str:
         """Return what is not modelled of saving: also Lightning's way."""
-        saving = case.workload.saving
+        saving = case.workload.technique(Saving)
         if saving is not None and saving.saver is Saver.LIGHTNING:
             return "Lightning's way of saving shards is in no figure"
         return super().unsaved(case)
@@ -181,7 +181,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     ) -> Outside:
         """See :meth:`zeroplan.engines.base.Engine.outside_torch`; the interval holds what handing out weights may take."""
         found = super().outside_torch(workload, zero, cluster, pinned=pinned, layout=layout)
-        scattered = workload.accelerate_units and (layout or cluster.layout).world_size > 1
+        scattered = workload.loop.accelerate_units and (layout or cluster.layout).world_size > 1
         return replace(found, spread=found.spread + _SCATTERED) if scattered else found
 
     def record(self, rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:

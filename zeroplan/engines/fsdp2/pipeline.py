@@ -97,7 +97,7 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     if behind is None:
         raise ValueError("a schedule that halves backwards needs the tape of one")
     stages = rank.pipeline_chunks
-    order = PipelineOrder(schedule, rank.pp_rank, rank.layout.pp, len(stages), micro_batches=rank.workload.grad_accum)
+    order = PipelineOrder(schedule, rank.pp_rank, rank.layout.pp, len(stages), micro_batches=rank.workload.batch.grad_accum)
     chunks = [_chunk(rank, stage, tape, behind, recorder, looped=order.looped) for stage in stages]
     run = PipelineRun(order, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace, holds_sent=rank.holds_sent)
     stepped = False

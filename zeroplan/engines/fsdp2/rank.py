@@ -116,14 +116,14 @@ class Fsdp2Rank(TorchRank):
     @cached_property
     def param_bytes(self) -> int:
         """Bytes of one gathered parameter."""
-        return self.workload.dtype.bytes
+        return self.workload.numerics.dtype.bytes
 
     @cached_property
     def reduce_bytes(self) -> int:
         """Bytes of one gradient element in the reduction: fp32, unless the program's policy says another or there is none."""
         work = self.workload
-        if work.reduce_dtype is not None:
-            return work.reduce_dtype.bytes
+        if work.numerics.reduce_dtype is not None:
+            return work.numerics.reduce_dtype.bytes
         return self.original_bytes if work.quantize is None else DType.FP32.bytes
 
     @cached_property

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.saving import Saving
+from zeroplan.core.workload import ChunkedHead
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.fsdp2.saving import gathered
 from zeroplan.engines.player import EngineSchedule, play
@@ -117,7 +119,7 @@ class Fsdp2Schedule(EngineSchedule):
             group.cast_numel = sum(rank.chunks[p] for p in group.params if rank.width(p) != rank.param_bytes)
         self.ahead = _followers(sorted(self.groups)) if self.experts else {}
         self.root = self.groups.get(-1)
-        if self.root is not None and self.rank.workload.accelerate_units:
+        if self.root is not None and self.rank.workload.loop.accelerate_units:
             held = set(self.root.params)
             self.tail = {index for index, module in enumerate(tape.modules) if held.intersection(module.params)}
 
@@ -291,7 +293,9 @@ class Fsdp2Schedule(EngineSchedule):
         """Unshard a block before its backward, and ahead of its use the one that comes before it in the forward."""
         if module in self.tail and not self.tail_entered:
             self.tail_entered = True
-            if not self.rank.workload.chunked_head:  # TRL's head never calls the module, so that no hook waits for its gradient
+            if not self.rank.workload.has(
+                ChunkedHead
+            ):  # TRL's head never calls the module, so that no hook waits for its gradient
                 self._prefetch_last()
         if module not in self.groups or module < 0:
             return
@@ -423,7 +427,7 @@ class Fsdp2Schedule(EngineSchedule):
 
     def save(self) -> None:
         """Gather one tensor after another for a full state dict; parts on the host come to the GPU first."""
-        saving = self.rank.workload.saving
+        saving = self.rank.workload.technique(Saving)
         for part, whole in gathered(self.rank, saving) if saving is not None else ():
             copied = self.alloc(part, Buffer.STAGE_H2D) if part else -1
             self.free(self.alloc(whole, Buffer.COMM_ALL_GATHER))

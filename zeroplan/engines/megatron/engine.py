@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled
@@ -90,16 +91,16 @@ class Megatron(Engine):
             BadInput: the first of them.
         """
         work = case.workload
-        row = find_optimizer(work.optimizer)
+        row = find_optimizer(work.numerics.optimizer)
         # Megatron's are TransformerEngine's and Apex's fused Adam and SGD, with two states or one, or none.
         if row.torch is None or not row.torch.fused or len(row.states) > _MOST_STATES:
             raise BadInput(
-                f"{work.optimizer} under Megatron-LM is not modelled", where="--optimizer", remedy="use adamw or sgd"
+                f"{work.numerics.optimizer} under Megatron-LM is not modelled", where="--optimizer", remedy="use adamw or sgd"
             )
         if (
-            work.precision is Precision.AUTOCAST
-            or work.precision is Precision.HALF_AUTOCAST
-            or work.precision is Precision.PURE
+            work.numerics.precision is Precision.AUTOCAST
+            or work.numerics.precision is Precision.HALF_AUTOCAST
+            or work.numerics.precision is Precision.PURE
         ):
             raise BadInput("Megatron-LM keeps 16-bit parameters and fp32 masters", where="--dtype", remedy="use bf16")
         if work.lora_rank is not None:
@@ -108,7 +109,11 @@ class Megatron(Engine):
             raise BadInput("Megatron-LM has 1F1B alone", where="--schedule", remedy="use 1f1b, with --vpp for interleaving")
         if work.recomputation is not None and (work.recomputation.every > 1 or work.recomputation.alternate):
             raise BadInput("Megatron-LM recomputes by layers", where="--checkpoint-policy", remedy="use full or selective")
-        for given, where in ((work.lengths, "--lengths"), (work.images, "--images"), (work.fp8, "--fp8")):
+        for given, where in (
+            (work.batch.lengths, "--lengths"),
+            (work.batch.images, "--images"),
+            (work.technique(Float8Recipe), "--fp8"),
+        ):
             if given:
                 raise BadInput("not modelled under Megatron-LM", where=where, remedy="leave it out")
         model = self._model(case)
@@ -150,7 +155,7 @@ class Megatron(Engine):
         shared = model.num_query_groups < case.layout.tp
         if model.num_experts and model.moe_token_dispatcher_type == "flex":
             return False
-        return not (shared or case.workload.dtype is DType.FP32)
+        return not (shared or case.workload.numerics.dtype is DType.FP32)
 
     # --- memory -----------------------------------------------------------------------------------------------------------
 
@@ -193,7 +198,7 @@ class Megatron(Engine):
             frozen_numel=frozen,
             distributed=case.zero.stage == 1,
             bucket=(given or max(40_000_000, 1_000_000 * layout.shard_group)) if overlapped else 0,
-            reduces_in_half=work.dtype is DType.FP16 or (model is not None and model.grad_reduce_in_bf16),
+            reduces_in_half=work.numerics.dtype is DType.FP16 or (model is not None and model.grad_reduce_in_bf16),
             shapes=self._shapes(case, model) if model is not None and self.simulates(case) else None,
             parts=parts,
             capability=case.cluster.gpu.capability,
@@ -203,7 +208,7 @@ class Megatron(Engine):
     @staticmethod
     def _scores(case: Case, model: MegatronModel) -> bool:
         """Return whether attention keeps all scores."""
-        unfused = model.attention_backend in ("unfused", "local") or case.workload.attn is Attention.EAGER
+        unfused = model.attention_backend in ("unfused", "local") or case.workload.numerics.attn is Attention.EAGER
         return not model.uses_engine or unfused
 
     def _shapes(self, case: Case, model: MegatronModel) -> Shapes:
@@ -213,11 +218,11 @@ class Megatron(Engine):
         backend = model.attention_backend
         return Shapes(
             model=model,
-            micro_batch=work.rows,
-            seq=(work.seq_len or 1) // layout.cp,
+            micro_batch=work.batch.rows,
+            seq=(work.batch.seq_len or 1) // layout.cp,
             tp=layout.tp,
             sequence=layout.sp,
-            element=work.dtype.bytes,
+            element=work.numerics.dtype.bytes,
             flash=not self._scores(case, model),
             ep=layout.ep,
             etp=layout.etp,

@@ -122,7 +122,7 @@ class MegatronRank(Rank):
     @cached_property
     def element(self) -> int:
         """Bytes of one parameter."""
-        return self.workload.dtype.bytes
+        return self.workload.numerics.dtype.bytes
 
     @cached_property
     def grad_element(self) -> int:

@@ -38,7 +38,7 @@ def require_valid(model: MegatronModel, layout: ParallelLayout, workload: Worklo
 
 def _widths(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterator[RefusedArgument]:
     """What tensor- and context-parallel ranks cannot share."""
-    tp, cp, seq = layout.tp, layout.cp, work.seq_len or 1
+    tp, cp, seq = layout.tp, layout.cp, work.batch.seq_len or 1
     shared = {"num_attention_heads": m.num_attention_heads, "ffn_hidden_size": m.ffn_hidden_size}
     for name, number in shared.items():
         if number % tp:
@@ -86,8 +86,8 @@ def _layers(m: MegatronModel, layout: ParallelLayout, work: Workload) -> Iterato
         yield RefusedArgument(
             "uneven stages with chunks are not modelled", "--decoder-first-pipeline-num-layers", "leave vpp at 1"
         )
-    if vpp > 1 and work.grad_accum % pp:
-        what = f"pp {pp} does not divide {work.grad_accum} micro batches, as interleaving needs"
+    if vpp > 1 and work.batch.grad_accum % pp:
+        what = f"pp {pp} does not divide {work.batch.grad_accum} micro batches, as interleaving needs"
         yield RefusedArgument(what, "--global-batch-size", f"use a multiple of {pp} micro batches")
 
 
@@ -150,7 +150,7 @@ def _computation(m: MegatronModel, layout: ParallelLayout, work: Workload) -> It
         )
     if m.cross_entropy_fusion_impl not in ("native", "te"):
         yield RefusedArgument("no such implementation", "--cross-entropy-fusion-impl", "use native or te")
-    if m.grad_reduce_in_bf16 and work.dtype is not DType.BF16:
+    if m.grad_reduce_in_bf16 and work.numerics.dtype is not DType.BF16:
         yield RefusedArgument("gradients in bf16 without a bf16 model", "--grad-reduce-in-bf16", "give --bf16 as well")
     if layout.sp and layout.tp == 1:
         yield RefusedArgument(

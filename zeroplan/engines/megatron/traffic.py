@@ -86,11 +86,11 @@ class MegatronTraffic(Traffic):
             one_node=layout.shards_on_one_node,
             ranks=ranks,
             steps_before=ranks - 1,
-            micro_batches=workload.grad_accum,
+            micro_batches=workload.batch.grad_accum,
             trainable=self._spec.trainable,
             updated=-(-self._spec.trainable // ranks) if zero.stage else self._spec.trainable,
-            param_bytes=workload.dtype.bytes,
-            state_bytes=find_optimizer(workload.optimizer).bytes_per_element(0.0),
+            param_bytes=workload.numerics.dtype.bytes,
+            state_bytes=find_optimizer(workload.numerics.optimizer).bytes_per_element(0.0),
         )
 
     def overlaps(self, zero: ZeroConfig) -> bool:

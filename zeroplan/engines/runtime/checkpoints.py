@@ -52,7 +52,7 @@ def offloaded_input_sizes(case: Case, layout: Layout) -> OffloadedInputSizes:
     if case.workload.lora_rank is not None and policy.every == 1:
         count -= 1
     work = case.workload
-    return OffloadedInputSizes(max(0, count), work.micro_batch, work.seq_len or 0, hidden, parts_of(case))
+    return OffloadedInputSizes(max(0, count), work.batch.micro_batch, work.batch.seq_len or 0, hidden, parts_of(case))
 
 
 def parts_of(case: Case) -> int:

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.curriculum import CURRICULUM_LEARNING
+from zeroplan.core.curriculum import CURRICULUM_LEARNING, Curriculum
 from zeroplan.core.expert_parallel import experts_of
-from zeroplan.core.layer_drop import LAYER_DROP
+from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.quantize_training import QUANTIZE_TRAINING
-from zeroplan.core.saving import Saver, StateDict
+from zeroplan.core.quantize_training import QUANTIZE_TRAINING, QuantizeTraining
+from zeroplan.core.saving import Saver, Saving, StateDict
+from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -110,7 +111,7 @@ class Runtime(Engine):
 
     def for_workload(self, workload: Workload) -> Runtime:
         """Return the runtime with ``labelled_tokens_only`` where the workload has a share of labelled tokens."""
-        if workload.labelled_share is None or self.runtime_options.labelled_tokens_only:
+        if workload.batch.labelled_share is None or self.runtime_options.labelled_tokens_only:
             return self
         return _with_keys(replace(self.runtime_options, labelled_tokens_only=True))
 
@@ -150,9 +151,9 @@ class Runtime(Engine):
         if layout is not None and not _measured(case, layout):
             flag = next(f"--{name}" for name in ("pp", "cp", "tp") if getattr(layout, name) > 1)
             found.append(Unmodelled(flag, Effect.UNKNOWN, NOT_MEASURED))
-        if case.workload.curriculum is not None:
+        if case.workload.has(Curriculum):
             found.append(Unmodelled(CURRICULUM_LEARNING, Effect.MORE, GROWING))
-        if case.workload.layer_drop is not None:
+        if case.workload.has(ProgressiveLayerDrop):
             found.append(Unmodelled(LAYER_DROP, Effect.MORE, DROPPING))
         return tuple(found)
 
@@ -164,19 +165,19 @@ class Runtime(Engine):
         """
         self.require_runnable(case.zero)
         require_trainable(case.workload)
-        if case.workload.sparse_attention is not None:
+        if case.workload.has(SparseAttention):
             require_sparse_attention(case)
-        if case.workload.curriculum is not None:
+        if case.workload.has(Curriculum):
             require_whole_samples(case)
-        if case.workload.layer_drop is not None:
+        if case.workload.has(ProgressiveLayerDrop):
             require_droppable(case)
-        if case.workload.quantize_training is not None:
+        if case.workload.has(QuantizeTraining):
             require_quantisable(case)
         require_halvable(case)
         require_exchangeable(case.workload, case.zero, case.layout)
         require_splittable(case, self.runtime_options)
         if case.zero.offload_optimizer:
-            require_offloadable(case.workload.optimizer, case.zero)
+            require_offloadable(case.workload.numerics.optimizer, case.zero)
 
     def layout(self, case: Case) -> Layout:
         """Return the layout by which the Arena will allocate."""
@@ -194,7 +195,7 @@ class Runtime(Engine):
 
     def unsaved(self, case: Case) -> str:
         """Return other ways of saving than ``save_checkpoint``, which each rank runs piece by piece."""
-        saving = case.workload.saving
+        saving = case.workload.technique(Saving)
         if saving is not None and (saving.saver is not Saver.LOOP or saving.state_dict is StateDict.FULL):
             return "of saving under zeroplan, save_checkpoint alone is in a figure"
         return ""
@@ -242,16 +243,16 @@ class Runtime(Engine):
         changed = {name: value for name, value in own.items() if value != defaults[name]}
         if found is None:
             return None
-        if own_type := runtime_type(workload.optimizer):
+        if own_type := runtime_type(workload.numerics.optimizer):
             found["optimizer"] = {"type": own_type}
-        if workload.sparse_attention is not None:
-            found["sparse_attention"] = workload.sparse_attention.as_section()
-        if workload.curriculum is not None:
-            found[CURRICULUM_LEARNING] = workload.curriculum.as_section()
-        if workload.layer_drop is not None:
-            found[LAYER_DROP] = workload.layer_drop.as_section()
-        if workload.quantize_training is not None:
-            found[QUANTIZE_TRAINING] = workload.quantize_training.as_section()
+        if (sparse := workload.technique(SparseAttention)) is not None:
+            found["sparse_attention"] = sparse.as_section()
+        if (curriculum := workload.technique(Curriculum)) is not None:
+            found[CURRICULUM_LEARNING] = curriculum.as_section()
+        if (drop := workload.technique(ProgressiveLayerDrop)) is not None:
+            found[LAYER_DROP] = drop.as_section()
+        if (rounding := workload.technique(QuantizeTraining)) is not None:
+            found[QUANTIZE_TRAINING] = rounding.as_section()
         return {**found, "zeroplan": changed} if changed else found
 
     def forms(self) -> Mapping[str, Form]:
@@ -300,7 +301,7 @@ def _received(case: Case) -> int:
     from zeroplan.core.pipeline import hidden_bytes_of, received_of
 
     hidden = hidden_bytes_of(case.workload, case.layout, int(case.spec.config.get("hidden_size") or 0))
-    return hidden * received_of(case.pipeline_chunks) * case.workload.grad_accum
+    return hidden * received_of(case.pipeline_chunks) * case.workload.batch.grad_accum
 
 
 def _measured(case: Case, layout: ParallelLayout) -> bool:

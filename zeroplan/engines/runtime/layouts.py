@@ -13,7 +13,7 @@ from zeroplan.core.layout_setup import RuntimeSetup, require_exchange, require_m
 from zeroplan.core.one_bit import NOT_EXPERTS, NOT_SPLIT
 from zeroplan.core.optimizers import RUNTIME_NAMES, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.quantize_training import QUANTIZE_TRAINING
+from zeroplan.core.quantize_training import QUANTIZE_TRAINING, QuantizeTraining
 from zeroplan.core.sparse_attention import require_model_type
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -33,11 +33,11 @@ def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, run
         zero,
         runtime_options,
         ranks=parallel.shard_group,
-        dtype=workload.dtype,
-        optimizer=workload.optimizer,
-        grad_accum=workload.grad_accum,
-        quantize_training=workload.quantize_training,
-        local_steps=workload.local_steps > 1,
+        dtype=workload.numerics.dtype,
+        optimizer=workload.numerics.optimizer,
+        grad_accum=workload.batch.grad_accum,
+        quantize_training=workload.technique(QuantizeTraining),
+        local_steps=workload.numerics.local_steps > 1,
         ep=parallel.ep,
         across=parallel.tp if parallel.experts_across else 1,
     )
@@ -124,10 +124,10 @@ def require_splittable(case: Case, runtime_options: RuntimeOptions) -> None:
     divided = next((name for name in ("tp", "ep") if getattr(case.layout, name) > 1), None)
     if divided is None:
         return
-    kernel = find_optimizer(case.workload.optimizer).runtime
+    kernel = find_optimizer(case.workload.numerics.optimizer).runtime
     if kernel is not None and kernel.takes_norms:
         raise BadInput(
-            f"{case.workload.optimizer} steps by the norms of whole tensors, of which ranks of {divided} have parts",
+            f"{case.workload.numerics.optimizer} steps by the norms of whole tensors, of which ranks of {divided} have parts",
             where="--optimizer",
             remedy=f"use adamw, or --{divided} 1",
         )
@@ -204,7 +204,7 @@ def require_quantisable(case: Case) -> None:
     Raises:
         BadInput: as :func:`~zeroplan.core.layout_setup.require_masters`, and for ranks that hold parts of the model.
     """
-    require_masters(case.workload.dtype, case.zero.stage, case.zero.offload_optimizer.device)
+    require_masters(case.workload.numerics.dtype, case.zero.stage, case.zero.offload_optimizer.device)
     for name in ("tp", "pp", "ep"):
         if getattr(case.layout, name) > 1:
             what = f"it is not supported with {name}"
@@ -217,9 +217,9 @@ def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: Paralle
     Raises:
         BadInput: stages 2 and 3, offload, and ranks that hold parts of the model.
     """
-    if not find_optimizer(workload.optimizer).compresses:
+    if not find_optimizer(workload.numerics.optimizer).compresses:
         return
-    require_exchange(zero.stage, zero.offload_optimizer.device, local_steps=workload.local_steps > 0)
+    require_exchange(zero.stage, zero.offload_optimizer.device, local_steps=workload.numerics.local_steps > 0)
     if parallel.tp * parallel.pp * parallel.ep > 1:
         refusal = NOT_EXPERTS if parallel.ep > 1 else NOT_SPLIT
         raise BadInput(refusal.what, where="--optimizer", remedy=refusal.remedy)
@@ -231,13 +231,15 @@ def require_trainable(workload: Workload) -> None:
     Raises:
         BadInput: other optimizers than its own, autocast, and pure 16-bit states.
     """
-    if workload.optimizer not in RUNTIME_NAMES:
-        near = did_you_mean(workload.optimizer, RUNTIME_NAMES)
+    if workload.numerics.optimizer not in RUNTIME_NAMES:
+        near = did_you_mean(workload.numerics.optimizer, RUNTIME_NAMES)
         remedy = near or f"use one of {', '.join(RUNTIME_NAMES)}"
-        raise BadInput(f"the runtime has no optimizer {workload.optimizer!r}", where="--optimizer", remedy=remedy)
-    if workload.precision not in (Precision.MIXED, Precision.FP32):
+        raise BadInput(f"the runtime has no optimizer {workload.numerics.optimizer!r}", where="--optimizer", remedy=remedy)
+    if workload.numerics.precision not in (Precision.MIXED, Precision.FP32):
         raise BadInput(
-            f"the runtime does not train in {workload.precision} precision", where="--dtype", remedy="use bf16, fp16 or fp32"
+            f"the runtime does not train in {workload.numerics.precision} precision",
+            where="--dtype",
+            remedy="use bf16, fp16 or fp32",
         )
-    if (workload.precision is Precision.FP32) is not (workload.dtype is DType.FP32):
-        raise BadInput(f"{workload.dtype} is not {workload.precision} precision", where="--dtype")
+    if (workload.numerics.precision is Precision.FP32) is not (workload.numerics.dtype is DType.FP32):
+        raise BadInput(f"{workload.numerics.dtype} is not {workload.numerics.precision} precision", where="--dtype")

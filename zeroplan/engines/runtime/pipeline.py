@@ -118,7 +118,7 @@ def record_stage(case: Case, layout: Layout, tape: ExpandedTape, *, makes_room: 
     behind = tape.halves if kind.halves else tape
     if behind is None:
         raise ValueError("a schedule that halves backwards needs the tape of one")
-    order = PipelineOrder(kind, case.pp_rank, case.layout.pp, len(stages), case.workload.grad_accum)
+    order = PipelineOrder(kind, case.pp_rank, case.layout.pp, len(stages), case.workload.batch.grad_accum)
     backwards = sum(action.do in (Do.BACKWARD, Do.WEIGHT) for action in order.shortened())
     recorder, workspace = Recorder(), case.cluster.gpu.workspace
     chunks: list[ModelChunk] = []
@@ -148,7 +148,7 @@ def record_stage(case: Case, layout: Layout, tape: ExpandedTape, *, makes_room: 
         chunks.append(ModelChunk(stage, part, schedule, whole))
     assert first is not None
     stepped = first.step
-    steps = STEPS_UNTIL_STEADY + (case.workload.dtype is DType.FP16)
+    steps = STEPS_UNTIL_STEADY + (case.workload.numerics.dtype is DType.FP16)
     run = PipelineRun(order, steps, cublas_workspace=workspace, warm=True, holds_sent=case.cluster.gpu.holds_sent)
     play_pipeline(run, chunks, recorder, lambda: stepped(True))
     return recorder

@@ -18,20 +18,20 @@ def run_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[str, 
     """Return the user's file with explicit batches and precision or, without a file, what the flags say."""
     work = case.workload
     config = {key: value for key, value in raw.items() if key not in ("train_batch_size", "fp16", "bf16")}
-    config["train_micro_batch_size_per_gpu"] = work.micro_batch
-    config["gradient_accumulation_steps"] = work.grad_accum
+    config["train_micro_batch_size_per_gpu"] = work.batch.micro_batch
+    config["gradient_accumulation_steps"] = work.batch.grad_accum
     config.setdefault("gradient_clipping", 1.0)
     zero = config.get("zero_optimization")
     config["zero_optimization"] = {**_offload(case), **(zero if isinstance(zero, Mapping) else {}), "stage": case.zero.stage}
-    own_type = runtime_type(work.optimizer)
-    made = {"type": own_type, "params": {"lr": LEARNING_RATE}} if own_type else optimizer_section(work.optimizer)
+    own_type = runtime_type(work.numerics.optimizer)
+    made = {"type": own_type, "params": {"lr": LEARNING_RATE}} if own_type else optimizer_section(work.numerics.optimizer)
     config.setdefault("optimizer", made)
-    picks = {} if work.labelled_share is None else {"labelled_tokens_only": True}
+    picks = {} if work.batch.labelled_share is None else {"labelled_tokens_only": True}
     config["zeroplan"] = {"timeout": timeout, **picks, **dict(config.get("zeroplan") or {})}
-    if work.dtype is not DType.FP32:
-        section = raw.get(work.dtype.value)
-        own = {"initial_scale_power": _FP16_POWER} if work.dtype is DType.FP16 and not section else {}
-        config[work.dtype.value] = {**own, **(section if isinstance(section, Mapping) else {}), "enabled": True}
+    if work.numerics.dtype is not DType.FP32:
+        section = raw.get(work.numerics.dtype.value)
+        own = {"initial_scale_power": _FP16_POWER} if work.numerics.dtype is DType.FP16 and not section else {}
+        config[work.numerics.dtype.value] = {**own, **(section if isinstance(section, Mapping) else {}), "enabled": True}
     return config
 
 

@@ -34,7 +34,7 @@ def computed_tape(
     """
     if _writes_gradients(setup, runtime_options):
         tape = with_direct_gradients(tape)
-    rows = workload.rows * (workload.seq_len or 0)
+    rows = workload.batch.rows * (workload.batch.seq_len or 0)
     chunk = runtime_options.chunked_cross_entropy
     if chunk and tp > 1:
         where = "ds_config.zeroplan.chunked_cross_entropy"
@@ -44,7 +44,7 @@ def computed_tape(
     if (runtime_options.fused_loss and tp == 1) or chunk:
         tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
     if runtime_options.labelled_tokens_only:
-        tape = with_labelled_tokens(tape, tokens=rows, share=workload.labelled_share or 1.0)
+        tape = with_labelled_tokens(tape, tokens=rows, share=workload.batch.labelled_share or 1.0)
     if chunk:
         tape = with_chunked_cross_entropy(tape, tokens=chunk)
     return tape
@@ -79,7 +79,7 @@ def simulate_rank(
     """
     if case.layout.pp > 1:
         return _simulate_stage(case, layout, runtime_options, expanded, config)
-    skipped = 1 if case.workload.dtype is DType.FP16 else 0
+    skipped = 1 if case.workload.numerics.dtype is DType.FP16 else 0
     room = _makes_room(config)
     recorder = Recorder()
 
@@ -92,9 +92,9 @@ def simulate_rank(
     tape = replace(computed(replace(expanded, evaluation=None, shapes=())), shapes=first)
     workspace = case.cluster.gpu.workspace
     schedule = RuntimeSchedule(layout, tape, recorder, cublas_workspace=workspace, makes_room=room)
-    run = Run(case.workload.grad_accum, STEPS_UNTIL_STEADY, skipped, workspace, case.workload.detached_loss)
+    run = Run(case.workload.batch.grad_accum, STEPS_UNTIL_STEADY, skipped, workspace, case.workload.loop.detached_loss)
     play(run, tape, recorder, schedule, warm=True)
-    host = host_phases(layout, case.spec.params * case.workload.param_bytes, host_buffers(moved))
+    host = host_phases(layout, case.spec.params * case.workload.numerics.param_bytes, host_buffers(moved))
     timeline = simulate(recorder, config, device_memory=case.cluster.vram)
     found = Simulation(timeline, host=host, moved=tuple(one.part for one in moved if one.to_host))
     after = [found.held_after(phase) or 0 for phase in (Phase.INIT, Phase.STEP)]
@@ -117,7 +117,7 @@ def _simulate_stage(
     timeline = simulate(
         record_stage(case, layout, tape, makes_room=_makes_room(config)), config, device_memory=case.cluster.vram
     )
-    host = host_phases(layout, case.spec.params * case.workload.param_bytes, {})
+    host = host_phases(layout, case.spec.params * case.workload.numerics.param_bytes, {})
     found = Simulation(timeline, host=host)
     after = [found.held_after(phase) or 0 for phase in (Phase.INIT, Phase.STEP)]
     return replace(found, checkpoint=checkpoint_phases(layout, host, after_init=after[0], after_step=after[1]))

@@ -276,7 +276,7 @@ class RuntimeTraffic(Traffic):
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> RuntimeFacts:
         """Return one rank's facts; they are kept by configuration."""
-        key = (zero, workload.dtype, workload.optimizer, workload.grad_accum)
+        key = (zero, workload.numerics.dtype, workload.numerics.optimizer, workload.batch.grad_accum)
         found = self._known.get(key)
         if found is None:
             parallel = self._cluster.layout

@@ -44,7 +44,7 @@ def accelerate_fsdp2(zero: ZeroConfig, workload: Workload, cluster: Cluster) -> 
             "fsdp_state_dict_type": "SHARDED_STATE_DICT",
             "fsdp_version": 2,
         },
-        "mixed_precision": "no" if workload.dtype is DType.FP32 else workload.dtype.value,
+        "mixed_precision": "no" if workload.numerics.dtype is DType.FP32 else workload.numerics.dtype.value,
         **_dynamo(workload),
         **_machines(cluster),
     }

@@ -31,7 +31,7 @@ def explicit_ds_config(zero: ZeroConfig, workload: Workload, layout: ParallelLay
     The learning rate and the like are left out: they are the user's to choose, and the optimizer has defaults. Those of a file
     that is read are put in as its configuration is written (:func:`zeroplan.interop.training.trained_config`).
     """
-    written = find_optimizer(workload.optimizer).written_for(zero.deepspeed)
+    written = find_optimizer(workload.numerics.optimizer).written_for(zero.deepspeed)
     block = None if written is None else {"type": written.type} | ({"params": written.params} if written.params else {})
     return write_ds_config(zero, workload, world_size=layout.dp, optimizer=block)
 
@@ -65,7 +65,7 @@ def _explicit(one: Configuration) -> FormFiles:
 def _accelerate(one: Configuration) -> FormFiles:
     beside = one.beside("accelerate.yaml")
     yaml = accelerate_deepspeed(one.zero, one.cluster, one.output)
-    micro = one.workload.micro_batch
+    micro = one.workload.batch.micro_batch
     return FormFiles(
         {one.output: dump_ds_config(one.explicit), beside: document_text(beside, yaml), **adapter_files(one)},
         accelerate_config=beside,

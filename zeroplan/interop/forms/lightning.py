@@ -32,7 +32,7 @@ def trainer_arguments(one: Configuration) -> tuple[dict[str, Any], dict[str, Any
 
 def _lightning(one: Configuration) -> FormFiles:
     form, arguments = trainer_arguments(one)
-    path, micro = one.beside(ARGUMENTS), one.workload.micro_batch
+    path, micro = one.beside(ARGUMENTS), one.workload.batch.micro_batch
     return FormFiles(
         {one.output: dump_ds_config(form), path: json_text(arguments), **adapter_files(one)},
         program_must=(

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import Quantization
-from zeroplan.core.workload import Attention, Compilation, Reference, Workload
+from zeroplan.core.saving import Saving
+from zeroplan.core.workload import Attention, Compilation, Lora, Reference, Workload
 from zeroplan.interop.forms.configuration import Configuration, json_text
 from zeroplan.interop.training import ADAPTERS as ADAPTER_VALUES
 
@@ -21,12 +23,13 @@ _ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH:
 
 def attention(workload: Workload) -> str:
     """Return the name of the attention implementation in transformers."""
-    return _ATTENTION[workload.attn]
+    return _ATTENTION[workload.numerics.attn]
 
 
 def lora_targets(workload: Workload) -> str | list[str]:
     """Return the targets in peft's words."""
-    return list(workload.lora_targets) or "all-linear"
+    lora = workload.technique(Lora)
+    return list(lora.targets if lora is not None else ()) or "all-linear"
 
 
 def adapter_files(one: Configuration) -> dict[str, str]:
@@ -66,7 +69,7 @@ def must_load(one: Configuration) -> tuple[str, ...]:
     """Sentences on the data and on the model as it is loaded."""
     work = one.workload
     said = [*must_feed(one)]
-    if work.attn is not Attention.SDPA:
+    if work.numerics.attn is not Attention.SDPA:
         said.append(f'load the model with attn_implementation="{attention(work)}"')
     if isinstance(work.quantize, Quantization):
         said.append(f"load the frozen base in {work.quantize} by bitsandbytes")
@@ -76,33 +79,37 @@ def must_load(one: Configuration) -> tuple[str, ...]:
 def must_feed(one: Configuration) -> tuple[str, ...]:
     """Return the sentence on the lengths of the data."""
     work = one.workload
-    if work.lengths:
-        return (f"pad each batch to its longest sample, and cut samples at {work.seq_len} tokens",)
-    if work.target_len is not None:
-        return (f"make sources of {work.seq_len} tokens and targets of {work.target_len}",)
-    return (f"make sequences of {work.seq_len} tokens",)
+    if work.batch.lengths:
+        return (f"pad each batch to its longest sample, and cut samples at {work.batch.seq_len} tokens",)
+    if work.batch.target_len is not None:
+        return (f"make sources of {work.batch.seq_len} tokens and targets of {work.batch.target_len}",)
+    return (f"make sequences of {work.batch.seq_len} tokens",)
 
 
 def must_else(one: Configuration) -> tuple[str, ...]:
     """Return sentences on what the plan holds beside a plain step, which no file says and no script of ours does."""
     work = one.workload
     said = []
-    if work.pairs:
+    if work.batch.pairs:
         said.append("train on pairs of a chosen and a rejected answer, a pair a sample")
-    if work.reference is not None:
-        base = "the model with its adapters switched off" if work.reference is Reference.BASE else "a frozen copy of the model"
+    if work.objective.reference is not None:
+        base = (
+            "the model with its adapters switched off"
+            if work.objective.reference is Reference.BASE
+            else "a frozen copy of the model"
+        )
         said.append(f"ask {base} as the reference")
-    if work.kl_batch:
+    if work.objective.kl_batch:
         said.append("pass a second batch for the KL term")
-    if work.images:
-        said.append(f"give each sample {work.images} image{'s' * (work.images > 1)}")
-    if work.labelled_share is not None:
-        said.append(f"compute the head of labelled tokens alone, {100 * work.labelled_share:g} % of all")
-    if work.evaluation is not None:
-        said.append(f"evaluate in passes of at most {work.evaluation.batch} samples a GPU")
-    if work.saving is not None:
-        said.append(f"save {work.saving.state_dict} states{'' if work.saving.optimizer else ', the model alone'}")
-    if not work.set_to_none:
+    if work.batch.images:
+        said.append(f"give each sample {work.batch.images} image{'s' * (work.batch.images > 1)}")
+    if work.batch.labelled_share is not None:
+        said.append(f"compute the head of labelled tokens alone, {100 * work.batch.labelled_share:g} % of all")
+    if (evaluation := work.technique(Evaluation)) is not None:
+        said.append(f"evaluate in passes of at most {evaluation.batch} samples a GPU")
+    if (saving := work.technique(Saving)) is not None:
+        said.append(f"save {saving.state_dict} states{'' if saving.optimizer else ', the model alone'}")
+    if not work.loop.set_to_none:
         said.append("call optimizer.zero_grad(set_to_none=False)")
     return tuple(said)
 
@@ -136,4 +143,4 @@ def must_bring_optimizer(one: Configuration) -> tuple[str, ...]:
     """Return a sentence on the optimizer, where the ds_config names none."""
     if "optimizer" in one.explicit:
         return ()
-    return (f"bring the optimizer: {find_optimizer(one.workload.optimizer).name}",)
+    return (f"bring the optimizer: {find_optimizer(one.workload.numerics.optimizer).name}",)

@@ -31,16 +31,16 @@ def _fsdp2_by_accelerate(one: Configuration) -> FormFiles:
     reduced = ("pass FullyShardedDataParallelPlugin(mixed_precision_policy=…) with reduce_dtype=torch.float32, as planned",)
     return FormFiles(
         {one.output: document_text(one.output, config), **adapter_files(one)},
-        environment={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(work.grad_accum)},
+        environment={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(work.batch.grad_accum)},
         accelerate_config=one.output,
         program_must=(
             *must_load(one),
-            f"give its DataLoader batch_size={work.micro_batch}",
+            f"give its DataLoader batch_size={work.batch.micro_batch}",
             "step in accelerator.accumulate(model)",
             *must_adapt(one),
             "leave the model's own gradient checkpointing off",
-            *(reduced if config["mixed_precision"] != "no" and work.reduce_dtype in (None, DType.FP32) else ()),
-            f"step by {work.optimizer}",
+            *(reduced if config["mixed_precision"] != "no" and work.numerics.reduce_dtype in (None, DType.FP32) else ()),
+            f"step by {work.numerics.optimizer}",
         ),
         notes=(
             _ACCELERATE_DIFFERS,

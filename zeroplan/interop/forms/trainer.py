@@ -54,12 +54,12 @@ def training_arguments(one: Configuration) -> tuple[dict[str, Any], dict[str, An
     """
     work = one.workload
     form, arguments = hf_trainer_form(one.explicit)
-    arguments |= {"bf16": work.dtype is DType.BF16, "fp16": work.dtype is DType.FP16}
+    arguments |= {"bf16": work.numerics.dtype is DType.BF16, "fp16": work.numerics.dtype is DType.FP16}
     arguments["gradient_checkpointing"] = work.gradient_checkpointing
     if work.gradient_checkpointing:
         arguments["gradient_checkpointing_kwargs"] = CHECKPOINTING
     if "optimizer" not in form:
-        row = find_optimizer(work.optimizer)
+        row = find_optimizer(work.numerics.optimizer)
         if not row.optim:
             raise BadInput(f"the Trainer builds no {row.name}", where="--form", remedy="use --form explicit")
         arguments["optim"] = row.optim
@@ -91,12 +91,12 @@ def _trl(one: Configuration) -> FormFiles:
         BadInput: a training that is not SFTTrainer's.
     """
     work = one.workload
-    if work.pairs or work.reference is not None or one.model.auto_class not in ("", CAUSAL_LM):
+    if work.batch.pairs or work.objective.reference is not None or one.model.auto_class not in ("", CAUSAL_LM):
         what = "trl is SFTTrainer's form, which trains causal language models on single answers"
         raise BadInput(what, where="--form", remedy="use --form trainer, whose arguments TRL's other trainers take as well")
     form, arguments = training_arguments(one)
-    arguments |= {"max_length": work.seq_len, "packing": False, "loss_type": "nll"}
-    own = arguments | {"attn_implementation": attention(work), "dtype": _DTYPES[work.dtype]}
+    arguments |= {"max_length": work.batch.seq_len, "packing": False, "loss_type": "nll"}
+    own = arguments | {"attn_implementation": attention(work), "dtype": _DTYPES[work.numerics.dtype]}
     if isinstance(work.quantize, Quantization):
         own |= _quantized(work.quantize)
     if work.lora_rank is not None:

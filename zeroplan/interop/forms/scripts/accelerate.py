@@ -89,7 +89,7 @@ def fsdp2_script(one: Configuration) -> str:
         ]
         policy = f"MixedPrecisionPolicy(param_dtype={compute}, reduce_dtype={reduction(one.workload)})"
         plugin = f"fsdp_plugin=FullyShardedDataParallelPlugin(mixed_precision_policy={policy})"
-    begin = _FSDP2.replace("@micro", str(one.workload.micro_batch)).replace("@plugin", plugin)
+    begin = _FSDP2.replace("@micro", str(one.workload.batch.micro_batch)).replace("@plugin", plugin)
     optimizer = torch_optimizer(one.workload, sharded=True, training=one.training)
     clip = _CLIP.replace("@norm", clipping(one.training))
     return script(

@@ -125,7 +125,7 @@ def script(
         one.model.auto_class,
         "AutoTokenizer",
         *quantized,
-        *(["AutoConfig"] if builds_empty or not one.model.weights or work.from_scratch else []),
+        *(["AutoConfig"] if builds_empty or not one.model.weights or work.loop.from_scratch else []),
     ]
     third = {*_OTHERS, *others, f"from transformers import {', '.join(sorted(names))}"}
     if work.lora_rank is not None and adapts:
@@ -139,18 +139,26 @@ def script(
         learning_rate=_rate(one, learning_rate),
         imports="\n".join(imports),
         model=repr(one.model.place),
-        seq_len=work.seq_len,
+        seq_len=work.batch.seq_len,
         steps=_TRIAL_STEPS,
         parameters="weights: bool = True" if builds_empty else "",
         build=_build(
-            one, dtype or work.dtype, checkpoints=checkpoints, adapts=adapts, builds_empty=builds_empty, compiles=compiles
+            one,
+            dtype or work.numerics.dtype,
+            checkpoints=checkpoints,
+            adapts=adapts,
+            builds_empty=builds_empty,
+            compiles=compiles,
         ),
     )
     return f'{head}{_REPORT}\n\n{loop.strip()}\n\n\nif __name__ == "__main__":\n    main()\n'
 
 
 def _require_model(one: Configuration) -> None:
-    for said in (*must_else(one), *(must_feed(one) if one.workload.lengths or one.workload.target_len is not None else ())):
+    for said in (
+        *must_else(one),
+        *(must_feed(one) if one.workload.batch.lengths or one.workload.batch.target_len is not None else ()),
+    ):
         raise BadInput(f"no script is written that would {said}", where="--new-script", remedy="give your own by --script")
     if one.workload.quantize is not None and not one.model.weights:
         raise BadInput("a base is quantised as its weights are read", where="--new-script", remedy="name a model with weights")
@@ -180,7 +188,7 @@ def _rate(one: Configuration, otherwise: str) -> str:
 
 def taken_by_script(one: Configuration) -> tuple[str, ...]:
     """Return the names of what a script of plain torch takes from the run in use."""
-    row = find_optimizer(one.workload.optimizer)
+    row = find_optimizer(one.workload.numerics.optimizer)
     own = {} if row.torch is None else trained_optimizer(row.torch.name, one.training)
     return (*taken_by_optimizer(own), *(("max_grad_norm",) if "max_grad_norm" in one.training.values else ()))
 
@@ -197,9 +205,9 @@ def _import_order(line: str) -> tuple[bool, str]:
 
 def _planned(one: Configuration) -> str:
     work = one.workload
-    batch = f"{work.micro_batch} x {work.grad_accum} sequences a GPU and step"
+    batch = f"{work.batch.micro_batch} x {work.batch.grad_accum} sequences a GPU and step"
     compiled = f", {work.compile} compiled" if work.compile is not None else ""
-    return f"{work.dtype}, {batch}, checkpointing {'on' if work.gradient_checkpointing else 'off'}{compiled}"
+    return f"{work.numerics.dtype}, {batch}, checkpointing {'on' if work.gradient_checkpointing else 'off'}{compiled}"
 
 
 def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool, builds_empty: bool, compiles: bool) -> str:
@@ -207,7 +215,7 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
     asked = f'dtype={_DTYPES[dtype]}, attn_implementation="{attention(work)}"'
     loaded = f"model = {auto}.from_pretrained(MODEL, {asked}{_QUANTIZED if work.quantize is not None else ''})"
     empty = f"model = {auto}.from_config(AutoConfig.from_pretrained(MODEL), {asked})"
-    if not one.model.weights or work.from_scratch:
+    if not one.model.weights or work.loop.from_scratch:
         why = "Trained from scratch" if one.model.weights else "MODEL holds no weights"
         lines = [f"# {why}: these are random.", empty]
     elif builds_empty:
@@ -258,7 +266,7 @@ def torch_optimizer(work: Workload, *, sharded: bool = False, training: Training
     Raises:
         BadInput: an optimizer that is no single class of ``torch.optim``.
     """
-    row = find_optimizer(work.optimizer)
+    row = find_optimizer(work.numerics.optimizer)
     if row.torch is None or row.rest:
         raise BadInput(f"no script steps by {row.name}", where="--new-script", remedy="give your own by --script, or use adamw")
     fused = row.torch.fused and (not sharded or row.torch.foreach_lists > 0)
@@ -269,14 +277,16 @@ def torch_optimizer(work: Workload, *, sharded: bool = False, training: Training
 
 def reduction(workload: Workload) -> str:
     """Return torch's name of the dtype in which FSDP2 reduces gradients."""
-    if workload.reduce_dtype in (None, DType.FP32):
+    if workload.numerics.reduce_dtype in (None, DType.FP32):
         return "torch.float32"
     return arithmetic(workload) or "torch.float32"
 
 
 def arithmetic(work: Workload) -> str | None:
     """Return torch's name of the dtype that 16-bit arithmetic runs in; None in full precision."""
-    return None if work.precision is Precision.FP32 or work.dtype is DType.FP32 else _DTYPES[work.dtype]
+    return (
+        None if work.numerics.precision is Precision.FP32 or work.numerics.dtype is DType.FP32 else _DTYPES[work.numerics.dtype]
+    )
 
 
 #: The end of ``main`` under an engine of DeepSpeed's interface: a step each time that the engine takes one.
@@ -301,7 +311,7 @@ def require_optimizer_of_deepspeed(one: Configuration) -> None:
     """
     if "optimizer" not in one.explicit:
         raise BadInput(
-            f"DeepSpeed builds no {one.workload.optimizer} from a config",
+            f"DeepSpeed builds no {one.workload.numerics.optimizer} from a config",
             where="--new-script",
             remedy="use --form trainer, or another --optimizer",
         )

@@ -129,7 +129,7 @@ def ddp_script(one: Configuration) -> str:
 
 def _torch_script(one: Configuration, wrap: str, others: tuple[str, ...], autocast: str, *, sharded: bool = False) -> str:
     work = one.workload
-    loop = _LOOP.replace("@micro", str(work.micro_batch)).replace("@accum", str(work.grad_accum))
+    loop = _LOOP.replace("@micro", str(work.batch.micro_batch)).replace("@accum", str(work.batch.grad_accum))
     loop = loop.replace("@norm", clipping(one.training))
     loop = loop.replace("@compile", "    model.compile()\n" if work.compile is Compilation.MODEL else "")
     loop = (

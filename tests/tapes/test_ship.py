@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,29 @@ def test_the_shipped_set_is_complete():
     missing = []
     for entry in catalog.entries():
         keys = [variant.key for variant in variants_of(entry.id)]
-        text = lzma.decompress(Path(shipped.path_of(entry.id)).read_bytes()).replace(b'": ', b'":')
+        text = lzma.decompress(Path(shipped.file_of(entry.id)).read_bytes()).replace(b'": ', b'":')
         missing += [f"{entry.id} {key}" for key in keys if f'"{key}":'.encode() not in text]
     assert not missing
+
+
+def test_equal_tapes_have_one_file(tmp_path: Path) -> None:
+    """The first model keeps it; a model that differs later has a file of its own again, and nobody loses tapes."""
+    folder = str(tmp_path)
+    models = ["a/one", "b/two", "c/three", "d/none"]
+    for model, content in zip(models, ({"k": 1}, {"k": 1}, {"k": 2}), strict=False):
+        shipped.write_file(shipped.path_of(model, folder), content)
+    shipped.share_equal(models, folder)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a--one.json.xz", "c--three.json.xz", "same.json"]
+    assert [shipped.read_file(shipped.file_of(model, folder)) for model in models] == [{"k": 1}, {"k": 1}, {"k": 2}, {}]
+    shipped.write_file(shipped.path_of("b/two", folder), {"k": 2})
+    shipped.share_equal(models, folder)
+    assert [shipped.read_file(shipped.file_of(model, folder)) for model in models] == [{"k": 1}, {"k": 2}, {"k": 2}, {}]
+    os.unlink(shipped.path_of("a/one", folder))
+    shipped.share_equal(["b/two", "c/three"], folder)
+    assert shipped.read_file(shipped.file_of("c/three", folder)) == {"k": 2}
+
+
+def test_no_two_shipped_files_are_equal() -> None:
+    files = [path.read_bytes() for path in Path(shipped.DATA).glob("*.json.xz")]
+    assert len(set(files)) == len(files)
+    assert all(os.path.exists(shipped.file_of(entry.id)) for entry in catalog.entries())

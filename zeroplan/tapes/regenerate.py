@@ -60,7 +60,7 @@ class TapeFolder:
 
     def done(self, model: str, *, again: str | None = None) -> set[str]:
         """Options keys whose tapes, or failures, are at hand; `again`: but for packed failures whose reason contains it."""
-        packed = shipped.read_file(shipped.path_of(model, self.path))
+        packed = shipped.read_file(shipped.file_of(model, self.path))
         failed = packed.get(shipped.FAILED, {})
         keys = set(packed) | {key for key, reason in failed.items() if again is None or again not in reason}
         with contextlib.suppress(FileNotFoundError):
@@ -124,8 +124,7 @@ def _reason(error: Exception) -> str:
 
 def pack(model: str, folder: TapeFolder, software: str) -> int:
     """Merge a model's new tapes into its file; returns how many it holds."""
-    path = shipped.path_of(model, folder.path)
-    content = shipped.read_file(path)
+    content = shipped.read_file(shipped.file_of(model, folder.path))
     made, failed = content.pop(shipped.SOFTWARE, {}), content.pop(shipped.FAILED, {})
     parts = list(folder.parts(model))
     for key, ending, part in parts:
@@ -136,7 +135,7 @@ def pack(model: str, folder: TapeFolder, software: str) -> int:
         if ending == "json":
             made[key] = software
     if parts:
-        shipped.write_file(path, {**content, shipped.SOFTWARE: made, shipped.FAILED: failed})
+        shipped.write_file(shipped.path_of(model, folder.path), {**content, shipped.SOFTWARE: made, shipped.FAILED: failed})
     for _, _, part in parts:
         os.unlink(part)
     if parts:

@@ -56,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failures = run(work, [e.id for e in entries], folder, jobs=options.jobs, seconds=options.seconds, software=software)
     for line in failures:
         print(line)
+    shipped.share_equal([entry.id for entry in catalog.entries()], options.into)
     return 0
 
 
@@ -66,7 +67,7 @@ def status(entries: Sequence[catalog.Entry], wanted: Wanted, folder: str) -> int
     software: Counter[str] = Counter()
     count = size = 0
     for entry in entries:
-        path = shipped.path_of(entry.id, folder)
+        path = shipped.file_of(entry.id, folder)
         content = shipped.read_file(path)
         size += os.path.getsize(path) if content else 0
         for options in wanted[entry.id]:
@@ -93,7 +94,7 @@ def compare(entries: Sequence[catalog.Entry], wanted: Wanted, folder: str, other
     """Print which tapes that both folders hold differ in their events; 1 if any does."""
     same, differ = 0, []
     for entry in entries:
-        one, two = (shipped.read_file(shipped.path_of(entry.id, path)) for path in (folder, other))
+        one, two = (shipped.read_file(shipped.file_of(entry.id, path)) for path in (folder, other))
         for key in (v.key for v in wanted[entry.id] if v.key in one and v.key in two):
             note = "" if one[key] == two[key] else _difference(one[key], two[key])
             same += not note

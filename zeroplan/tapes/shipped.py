@@ -1,4 +1,5 @@
-"""The tapes that come with zeroplan: one file a catalog model, ``data/OWNER--NAME.json.xz``.
+"""The tapes that come with zeroplan: one file a catalog model, ``data/OWNER--NAME.json.xz``, and one for all models whose
+tapes are equal: ``data/same.json`` names the model whose file it is.
 
 A file holds an object: options key -> tape. Two more keys describe the rest: ``software`` (options key -> the versions that
 traced it) and ``failed`` (options key -> why there is none). Tapes are found by model and options alone, whatever is
@@ -7,9 +8,11 @@ installed: they are read where no torch is. The versions that decide are transfo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import lzma
 import os
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -25,11 +28,52 @@ DATA = os.path.join(os.path.dirname(__file__), "data")
 
 
 SOFTWARE, FAILED = "software", "failed"
+#: The file that names, for a model without a file, the model with equal tapes that has one.
+_SAME = "same.json"
 
 
 def path_of(model: str, folder: str = DATA) -> str:
-    """Return the file that holds a catalog model's tapes."""
+    """Return the file into which a catalog model's tapes are written."""
     return os.path.join(folder, model.replace("/", "--") + ".json.xz")
+
+
+def file_of(model: str, folder: str = DATA) -> str:
+    """Return the file that holds a catalog model's tapes: its own, or that of a model whose tapes are equal."""
+    path = path_of(model, folder)
+    return path if os.path.exists(path) else path_of(_same(folder).get(model, model), folder)
+
+
+@lru_cache(maxsize=4)
+def _same(folder: str) -> dict[str, str]:
+    try:
+        with open(os.path.join(folder, _SAME), encoding="utf-8") as stream:
+            found: dict[str, str] = json.load(stream)
+    except FileNotFoundError:
+        return {}
+    return found
+
+
+def share_equal(models: Iterable[str], folder: str = DATA) -> None:
+    """Keep of equal files the first model's, and note whose it is for the others."""
+    from zeroplan.core.files import replace_file
+
+    kept: dict[bytes, str] = {}
+    same: dict[str, str] = {}
+    for model in models:
+        path = file_of(model, folder)
+        if not os.path.exists(path):
+            continue
+        with open(path, "rb") as stream:
+            content = stream.read()
+        if kept.setdefault(content, model) != model:
+            same[model] = kept[content]
+        elif path != path_of(model, folder):
+            replace_file(path_of(model, folder), content)
+    for model in same:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path_of(model, folder))
+    replace_file(os.path.join(folder, _SAME), json.dumps(same, indent=1, sort_keys=True).encode() + b"\n")
+    _same.cache_clear()
 
 
 def read_file(path: str) -> dict[str, Any]:
@@ -71,7 +115,7 @@ def find(spec: ModelSpec, options: TraceOptions) -> Tape | None:
         return None
     if options.lora and _linear_layers(spec) <= set(options.lora):
         options = replace(options, lora=())
-    return _tape(path_of(entry.id), options.key)
+    return _tape(file_of(entry.id), options.key)
 
 
 def _linear_layers(spec: ModelSpec) -> set[str]:

@@ -72,7 +72,7 @@ class RuntimeConfig:
     @property
     def check_overflow(self) -> bool:
         """Whether a step with gradients that are not finite is skipped: always in fp16, in bf16 unless switched off."""
-        return self.dtype is DType.FP16 or (self.dtype is DType.BF16 and self.zero.check_grad_overflow)
+        return self.dtype is DType.FP16 or (self.dtype is DType.BF16 and self.zero.step.check_grad_overflow)
 
     @property
     def auto_cast(self) -> bool:

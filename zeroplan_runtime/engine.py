@@ -182,7 +182,7 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
             weakref.finalize(self, self.watchdog.stop)
         self.optimizer_step = self.host = None
         if optimizer is not None:
-            clip, may_skip = zero.gradient_clipping, config.check_overflow
+            clip, may_skip = zero.step.gradient_clipping, config.check_overflow
             self.optimizer_step = OptimizerStep(self.schedule, optimizer, clip=clip, may_skip=may_skip)
             self.host = offload_optimizer(self.optimizer_step, zero, delayed_from=config.runtime_options.delayed_update)
             optimizer.attach(take_step=self.step, drop_grads=self.zero_grad)

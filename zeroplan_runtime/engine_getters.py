@@ -79,7 +79,7 @@ class EngineGetters(EngineParts):
         """Returns the norm of the last step's gradients before clipping; None where neither clipping nor overflow checks need
         it.
         """
-        if self.last_step is None or not (self.settings.zero.gradient_clipping or self.settings.check_overflow):
+        if self.last_step is None or not (self.settings.zero.step.gradient_clipping or self.settings.check_overflow):
             return None
         return self.last_step.norm
 

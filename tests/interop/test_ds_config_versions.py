@@ -30,13 +30,13 @@ def read_at(config: dict[str, Any], version: str) -> DsConfig:
 def test_defaults_of_older_versions(version: str, clipping: float, checks: bool, pinned: bool) -> None:
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     zero = read_ds_config(config, engine_version=version).zero
-    found = (zero.gradient_clipping, zero.check_grad_overflow, zero.offload_optimizer.pin_memory)
+    found = (zero.step.gradient_clipping, zero.step.check_grad_overflow, zero.offload_optimizer.pin_memory)
     assert found == (clipping, checks, pinned)
 
 
 def test_what_the_file_says_holds_in_every_version() -> None:
     config = {"train_batch_size": 1, "gradient_clipping": 0.3, "zero_optimization": {"stage": 2}}
-    assert read_ds_config(config, engine_version="0.18.0").zero.gradient_clipping == 0.3
+    assert read_ds_config(config, engine_version="0.18.0").zero.step.gradient_clipping == 0.3
 
 
 def test_a_changed_default_holds_until_its_version() -> None:
@@ -68,7 +68,7 @@ def test_keys_came_and_went() -> None:
     assert found["0.14.2"]["key.newer", "torch_autocast"] is Severity.WARNING
     assert found["0.14.2"]["key.newer", "allgather_sequential"] is Severity.ERROR
     old = read_at(config, "0.14.2")
-    assert not old.zero.allgather_sequential
+    assert not old.zero.stage3.allgather_sequential
     assert old.training.autocast is None
     assert [one.key for one in old.unmodelled] == ["zero_optimization.mics_shard_size"]
     assert found["0.19.7"]["key.removed", "mics_shard_size"] is Severity.ERROR

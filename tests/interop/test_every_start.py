@@ -9,7 +9,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -55,7 +55,7 @@ def starts(form: str, engine: Engine) -> Iterator[Start]:
     """The same 120 of all combinations each time: with every launcher, and one and two nodes."""
     cluster = Cluster.of(gpus=GPUS, vram="80G", cpu_ram="512G", nvme="2T")
     space = engine.search_space(cluster, "/nvme")
-    zeros = list(dict.fromkeys(replace(zero, reduce_bucket_size=500_000_000) for zero, _ in space))
+    zeros = list(dict.fromkeys(zero.but(reduce_bucket_size=500_000_000) for zero, _ in space))
     both, found = (False, True), engine.forms()[form]
     every = list(product(zeros, DType, found.launchers, (1, 2), both, (None, 8), both))
     for zero, dtype, launcher, nodes, again, rank, new in Random(13).sample(every, min(120, len(every))):

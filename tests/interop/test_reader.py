@@ -51,14 +51,14 @@ class TestDefaults:
         assert "offload.pinned" not in {f.id for f in told.findings}
 
     def test_clipping_is_1_unless_told_otherwise(self) -> None:
-        assert read_ds_config(zero()).zero.gradient_clipping == 1.0
-        assert read_ds_config(zero() | {"gradient_clipping": 0}).zero.gradient_clipping == 0
+        assert read_ds_config(zero()).zero.step.gradient_clipping == 1.0
+        assert read_ds_config(zero() | {"gradient_clipping": 0}).zero.step.gradient_clipping == 0
 
     def test_both_spellings_of_stage_3_names(self) -> None:
         bare = read_ds_config(zero(3, prefetch_bucket_size=1, max_live_parameters=2, max_reuse_distance=3)).zero
         spelled = {"stage3_prefetch_bucket_size": 1, "stage3_max_live_parameters": 2, "stage3_max_reuse_distance": 3}
         assert bare == read_ds_config(zero(3, **spelled)).zero
-        assert (bare.prefetch_bucket_size, bare.max_live_parameters, bare.max_reuse_distance) == (1, 2, 3)
+        assert (bare.stage3.prefetch_bucket_size, bare.stage3.max_live_parameters, bare.stage3.max_reuse_distance) == (1, 2, 3)
 
     def test_deprecated_offload(self) -> None:
         config = read_ds_config(zero(3, cpu_offload=True, cpu_offload_param=True))
@@ -84,7 +84,7 @@ class TestAuto:
     def test_alone(self) -> None:
         config = inspect_ds_config(self.CONFIG)
         assert config.training.dtype is None
-        assert config.zero.reduce_bucket_size == 500_000_000
+        assert config.zero.buckets.reduce_bucket_size == 500_000_000
         assert set(config.unresolved_auto) == {
             "train_micro_batch_size_per_gpu",
             "gradient_accumulation_steps",
@@ -106,10 +106,10 @@ class TestAuto:
     def test_the_trainers_buckets(self) -> None:
         # transformers' trainer_config_finalize at hidden size 2048
         found = inspect_ds_config(self.CONFIG, hidden_size=2048).zero
-        assert found.reduce_bucket_size == 4_194_304
-        assert found.prefetch_bucket_size == 3_774_873
-        assert found.param_persistence_threshold == 20_480
-        assert found.sub_group_size == 1_000_000_000
+        assert found.buckets.reduce_bucket_size == 4_194_304
+        assert found.stage3.prefetch_bucket_size == 3_774_873
+        assert found.stage3.param_persistence_threshold == 20_480
+        assert found.stage3.sub_group_size == 1_000_000_000
 
     def test_stage_auto_is_stage_0(self) -> None:
         config = read_ds_config(zero("auto"))
@@ -195,7 +195,7 @@ class TestNames:
     def test_unknown_at_the_top_is_a_warning_with_the_nearest(self) -> None:
         config = read_ds_config(zero() | {"gradient_cliping": 0.5})
         assert any("did you mean 'gradient_clipping'" in str(f) for f in config.warnings)
-        assert config.zero.gradient_clipping == 1.0
+        assert config.zero.step.gradient_clipping == 1.0
 
     @pytest.mark.parametrize(
         ("path", "effect"),
@@ -312,7 +312,7 @@ class TestWorkload:
 
     def test_loss_scale(self) -> None:
         found = [
-            read_ds_config({"train_batch_size": 1, "fp16": {"enabled": True, **said}}).zero.loss_scale
+            read_ds_config({"train_batch_size": 1, "fp16": {"enabled": True, **said}}).zero.step.loss_scale
             for said in ({}, {"loss_scale": 0}, {"loss_scale": 64})
         ]
         assert found == [0, 0, 64]

@@ -6,7 +6,6 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,18 @@ RELAXED = settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow
 @RELAXED
 @given(ZERO_CONFIGS, WORKLOADS)
 def test_reads_back_the_same(zero: ZeroConfig, workload: Workload) -> None:
-    if zero.bf16_optimizer_states:
-        zero = replace(zero, fp32_optimizer_states=False)  # what DeepSpeed makes of it
+    if zero.step.bf16_optimizer_states:
+        zero = zero.but(fp32_optimizer_states=False)  # what DeepSpeed makes of it
     text = dump_ds_config(write_ds_config(zero, workload, world_size=2))
     again = inspect_ds_config(json.loads(text), world_size=2)
     assert again.zero == zero
     assert again.training.train_batch == workload.batch.micro_batch * workload.batch.grad_accum * 2
     expected = workload
-    if zero.bf16_master_weights_and_grads and zero.bf16_optimizer_states and workload.numerics.precision is Precision.MIXED:
+    if (
+        zero.step.bf16_master_weights_and_grads
+        and zero.step.bf16_optimizer_states
+        and workload.numerics.precision is Precision.MIXED
+    ):
         expected = with_flat(workload, precision=Precision.PURE)
     assert again.workload(Workload()) == expected
 
@@ -44,7 +47,7 @@ def test_reads_back_the_same(zero: ZeroConfig, workload: Workload) -> None:
 @RELAXED
 @given(SHAPED, ZERO_CONFIGS, WORKLOADS)
 def test_any_source_carries_any_config(source: dict[str, Any], zero: ZeroConfig, workload: Workload) -> None:
-    zero = replace(zero, fp32_optimizer_states=not zero.bf16_optimizer_states)
+    zero = zero.but(fp32_optimizer_states=not zero.step.bf16_optimizer_states)
     try:
         inspect_ds_config(source)
     except BadInput:
@@ -84,7 +87,7 @@ def test_a_source_keeps_its_other_keys_and_loses_its_autos() -> None:
         "flops_profiler": {},
     }
     config = inspect_ds_config(source)
-    written = write_ds_config(replace(config.zero, reduce_bucket_size=1000), Workload.of(micro_batch=3), source=source)
+    written = write_ds_config(config.zero.but(reduce_bucket_size=1000), Workload.of(micro_batch=3), source=source)
     assert written["wandb"] == {"enabled": True}
     assert written["made_up"] == [1, {"a": None}]
     assert written["flops_profiler"] == {}

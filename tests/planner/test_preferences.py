@@ -83,10 +83,10 @@ def test_what_the_trainer_fills_in_is_not_there_when_the_reference_is_made() -> 
     said |= {"offload_optimizer": {"device": "cpu"}}
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": said}
     zero = read_ds_config(config, hidden_size=64).zero
-    assert (zero.prefetch_bucket_size, zero.reduce_bucket_size) == (int(0.9 * 64 * 64), 64 * 64)
+    assert (zero.stage3.prefetch_bucket_size, zero.buckets.reduce_bucket_size) == (int(0.9 * 64 * 64), 64 * 64)
     before = zero.before_training
-    assert (before.prefetch_bucket_size, before.reduce_bucket_size) == (50_000_000, 500_000_000)
-    assert (before.param_persistence_threshold, before.offloads_optimizer, before.stage) == (7, False, 3)
+    assert (before.stage3.prefetch_bucket_size, before.buckets.reduce_bucket_size) == (50_000_000, 500_000_000)
+    assert (before.stage3.param_persistence_threshold, before.offloads_optimizer, before.stage) == (7, False, 3)
 
 
 @pytest.mark.torch

@@ -38,7 +38,7 @@ def test_auto_counts_as_absent(tmp_path: Path) -> None:
     text = {"train_batch_size": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 2, "overlap_comm": True}}
     path.write_text(json.dumps(text))
     config = read_config(path, 2)
-    assert (config.zero.stage, config.zero.gradient_clipping) == (2, 1.0)
+    assert (config.zero.stage, config.zero.step.gradient_clipping) == (2, 1.0)
     assert config.without_effect == ("zero_optimization.overlap_comm",)
 
 

@@ -79,7 +79,7 @@ def test_floors_are_tight_where_the_step_decides_and_never_above(engine: str) ->
     memory = Memory(find_engine(engine), load_model("Qwen/Qwen2.5-0.5B"), Cluster(gpus=3, vram=400 * GIB))
     tight = 0
     for zero, _ in memory.engine.search_space(memory.cluster, NVME_PATH):
-        if zero.reduce_bucket_size < 100_000_000:
+        if zero.buckets.reduce_bucket_size < 100_000_000:
             continue
         candidate = Candidate(zero, Workload.of(micro_batch=1, seq_len=64))
         plan = memory.plan(candidate)

@@ -121,21 +121,11 @@ class Aio:
 
 
 @dataclass(frozen=True, slots=True)
-class ZeroConfig:
-    """Sharding, offload, buckets and thresholds of one run. See Note [ZeroConfig and Workload].
-
-    Names are DeepSpeed's (without the ``stage3_`` prefix). `overlap_comm` None leaves the choice to DeepSpeed; read
-    :attr:`overlaps_comm`. `communication_data_type` and `grad_accum_dtype` None follow the model's dtype, and so does
-    `seq_parallel_communication_data_type`, whose default is fp32. `deepspeed` is the version that reads the config; it is no
-    key, nor is `filled_later`: the fields at ``auto`` that the HF Trainer fills from the hidden size when training begins, so
-    that an engine made before it (:attr:`before_training`) has their defaults.
+class Buckets:
+    """How gradients are gathered and reduced, and weights gathered after the step, below stage 3; `reduce_bucket_size` also
+    sizes stage 3's bucket. `overlap_comm` None leaves the choice to DeepSpeed; read :attr:`ZeroConfig.overlaps_comm`.
     """
 
-    stage: int = 0
-    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
-    offload_param: OffloadParam = OffloadParam()
-
-    # Stages 1 and 2 (reduce_bucket_size also sizes stage 3's bucket)
     contiguous_gradients: bool = True
     reduce_scatter: bool = True
     reduce_bucket_size: int = 500_000_000
@@ -147,7 +137,11 @@ class ZeroConfig:
     round_robin_gradients: bool = False
     parameter_alignment: bool = False
 
-    # Stage 3
+
+@dataclass(frozen=True, slots=True)
+class Stage3:
+    """How stage 3 gathers weights, keeps and releases them, ZeRO++ among it; names are without the ``stage3_`` prefix."""
+
     sub_group_size: int = 1_000_000_000
     prefetch_bucket_size: int = 50_000_000
     param_persistence_threshold: int = 100_000
@@ -165,9 +159,15 @@ class ZeroConfig:
     memory_efficient_linear: bool = True
     save_muon_momentum_buffer_in_memory: bool = False
     leaf_module: LeafModule = LeafModule()
-    zenflow: ZenFlow | None = None
 
-    # Of the whole config
+
+@dataclass(frozen=True, slots=True)
+class StepKeys:
+    """Keys outside ``zero_optimization`` that decide the element types of gradients, masters and states, and what a step does
+    with gradients. `communication_data_type` and `grad_accum_dtype` None follow the model's dtype, and so does
+    `seq_parallel_communication_data_type`, whose default is fp32.
+    """
+
     gradient_clipping: float = 1.0
     prescale_gradients: bool = False
     gradient_predivide_factor: float = 1.0
@@ -183,6 +183,24 @@ class ZeroConfig:
     fp32_optimizer_states: bool = True  # of optimizer.params; DeepSpeedCPUAdam's moments
     zero_allow_untested_optimizer: bool = False
     zero_force_ds_cpu_optimizer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroConfig:
+    """Sharding, offload, buckets and thresholds of one run, in parts. See Note [ZeroConfig and Workload].
+
+    Names are DeepSpeed's. `deepspeed` is the version that reads the config; it is no key, nor is `filled_later`: the fields at
+    ``auto`` that the HF Trainer fills from the hidden size when training begins, so that an engine made before it
+    (:attr:`before_training`) has their defaults.
+    """
+
+    stage: int = 0
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    offload_param: OffloadParam = OffloadParam()
+    buckets: Buckets = Buckets()
+    stage3: Stage3 = Stage3()
+    step: StepKeys = StepKeys()
+    zenflow: ZenFlow | None = None
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
     aio: Aio = field(default_factory=Aio)
     deepspeed: Version = NEWEST_DEEPSPEED
@@ -191,7 +209,9 @@ class ZeroConfig:
     def __hash__(self) -> int:
         """Hash the fields in which the candidates of a search differ. To hash all of them takes most of a floor's time."""
         devices = self.offload_optimizer.device, self.offload_param.device
-        return hash((self.stage, *devices, self.overlap_comm, self.reduce_bucket_size, self.sub_group_size))
+        return hash(
+            (self.stage, *devices, self.buckets.overlap_comm, self.buckets.reduce_bucket_size, self.stage3.sub_group_size)
+        )
 
     @classmethod
     def of(
@@ -211,7 +231,7 @@ class ZeroConfig:
             BadInput: an unknown knob or device, a negative size, or a combination that no DeepSpeed runs as written
                 (offload at stage 0, parameter offload below stage 3, NVMe below stage 3).
         """
-        names = {f.name for f in fields(cls)}
+        names = ZERO_DEFAULTS.keys()
         bare = {key.removeprefix("stage3_"): value for key, value in knobs.items()}
         for key in bare:
             if key not in names:
@@ -229,9 +249,30 @@ class ZeroConfig:
                 optimizer = replace(optimizer, nvme_path=nvme_path)
             if param.device is OffloadDevice.NVME and param.nvme_path is None:
                 param = replace(param, nvme_path=nvme_path)
-        config = cls(stage=stage, offload_optimizer=optimizer, offload_param=param, **bare)
+        config = cls(stage=stage, offload_optimizer=optimizer, offload_param=param).but(**bare)
         config.require_possible()
         return config
+
+    def but(self, **leaves: Any) -> ZeroConfig:
+        """Return the config with other values of its fields and of its parts' fields, each of which has one name.
+
+        Raises:
+            TypeError: a field that neither has.
+        """
+        changed: dict[str, dict[str, Any]] = {}
+        for name, value in leaves.items():
+            changed.setdefault(_PART_OF.get(name, ""), {})[name] = value
+        whole = changed.pop("", {})
+        parts = {part: replace(getattr(self, part), **values) for part, values in changed.items()}
+        return replace(self, **parts, **whole)
+
+    def leaves(self) -> dict[str, Any]:
+        """Return the fields of the config and of its parts, by their names."""
+        return {name: self.leaf(name) for name in ZERO_DEFAULTS}
+
+    def leaf(self, name: str) -> Any:
+        """Return a field of the config or of a part, by its name."""
+        return getattr(getattr(self, _PART_OF[name]) if name in _PART_OF else self, name)
 
     def require_possible(self) -> None:
         """Refuse what no engine runs as written.
@@ -251,10 +292,9 @@ class ZeroConfig:
             raise BadInput(
                 f"NVMe offload needs stage 3, not {self.stage}", where="offload_optimizer", remedy="use cpu, or stage 3"
             )
-        for f in fields(self):
-            value = getattr(self, f.name)
+        for name, value in self.leaves().items():
             if isinstance(value, int) and value < 0:
-                raise BadInput(f"{value} is negative", where=f.name, remedy="use a number of elements")
+                raise BadInput(f"{value} is negative", where=name, remedy="use a number of elements")
 
     @property
     def label(self) -> str:
@@ -264,13 +304,13 @@ class ZeroConfig:
     @property
     def overlaps_comm(self) -> bool:
         """`overlap_comm` as DeepSpeed resolves it: on at stage 3, off below, unless set (zero/config.py)."""
-        return self.stage == 3 if self.overlap_comm is None else self.overlap_comm
+        return self.stage == 3 if self.buckets.overlap_comm is None else self.buckets.overlap_comm
 
     @property
     def before_training(self) -> ZeroConfig:
         """The config of an engine without an optimizer that a trainer makes before training begins."""
-        defaults: dict[str, Any] = {f.name: f.default for f in fields(self) if f.name in self.filled_later}
-        return replace(self, offload_optimizer=OffloadOptimizer(), filled_later=(), **defaults)
+        defaults = {name: ZERO_DEFAULTS[name] for name in self.filled_later}
+        return self.but(offload_optimizer=OffloadOptimizer(), filled_later=(), **defaults)
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -281,6 +321,17 @@ class ZeroConfig:
     def offloads_param(self) -> bool:
         """Whether parameters leave the GPU: stage 3 only, DeepSpeed ignores the block below."""
         return self.stage == 3 and bool(self.offload_param)
+
+
+_TODAY = ZeroConfig()
+#: The part of a ZeroConfig that has a field, by the field's name; the others are its own.
+_PARTS = {"buckets": Buckets, "stage3": Stage3, "step": StepKeys}
+_PART_OF = {f.name: part for part, kind in _PARTS.items() for f in fields(kind)}
+#: The defaults of a ZeroConfig's fields and of its parts' fields, by name.
+ZERO_DEFAULTS: dict[str, Any] = {
+    name: getattr(getattr(_TODAY, _PART_OF[name]) if name in _PART_OF else _TODAY, name)
+    for name in (*(f.name for f in fields(ZeroConfig) if f.name not in _PARTS), *_PART_OF)
+}
 
 
 def sharding_label(stage: int, offload_optimizer: str, offload_param: str) -> str:

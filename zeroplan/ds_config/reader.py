@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from zeroplan.core.curriculum import Curriculum
@@ -20,6 +20,7 @@ from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import (
     DEEPSPEED_VERSION,
     NEWEST_DEEPSPEED,
+    ZERO_DEFAULTS,
     ActivationCheckpointing,
     Aio,
     LeafModule,
@@ -108,7 +109,7 @@ class DsConfig:
     def unmodelled(self) -> tuple[Unmodelled, ...]:
         """Keys that plans leave out, without those of :attr:`zero`, of which the engine tells."""
         paths = [finding.where for finding in self.findings if finding.id == UNMODELLED]
-        held = {f"zero_optimization.{f.name}" for f in fields(ZeroConfig)}
+        held = {f"zero_optimization.{name}" for name in ZERO_DEFAULTS}
         return unmodelled_keys([path for path in paths if path not in held], self.values, self.raw)
 
     @property
@@ -141,7 +142,7 @@ class DsConfig:
         Raises:
             BadInput: a field named in `given` that the file contradicts.
         """
-        pure = self.zero.bf16_master_weights_and_grads and self.zero.bf16_optimizer_states
+        pure = self.zero.step.bf16_master_weights_and_grads and self.zero.step.bf16_optimizer_states
         found = self.training.workload(base, pure=pure, given=given)
         longest = self.curriculum.longest if self.curriculum is not None else None
         if longest is not None and found.batch.seq_len is not None:
@@ -298,7 +299,7 @@ def _zero(values: Mapping[str, Any]) -> ZeroConfig:
         settings["fp32_optimizer_states"] = False  # get_optimizer_configuration of runtime/engine.py overrides it
     if values.get(f"{zero}.zenflow"):
         settings["zenflow"] = ZenFlow(**_attrs(values, f"{zero}.zenflow"))
-    return ZeroConfig(
+    return ZeroConfig().but(
         offload_optimizer=OffloadOptimizer(**optimizer),
         offload_param=OffloadParam(**param),
         leaf_module=LeafModule(**_attrs(values, f"{zero}.leaf_module")),
@@ -308,7 +309,7 @@ def _zero(values: Mapping[str, Any]) -> ZeroConfig:
     )
 
 
-_NULLABLE = {f.name for f in fields(ZeroConfig) if f.default is None} | {"seq_parallel_communication_data_type"}
+_NULLABLE = {name for name, default in ZERO_DEFAULTS.items() if default is None} | {"seq_parallel_communication_data_type"}
 
 
 def _sparse_attention(reading: Reading) -> SparseAttention | None:

@@ -58,7 +58,7 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         At.CONFIG,
         f"{_ZERO}.compute_grad_norm",
         _ZC,
-        lambda v: not v.zero.compute_grad_norm and v.zero.stage not in (1, 2),
+        lambda v: not v.zero.buckets.compute_grad_norm and v.zero.stage not in (1, 2),
         "compute_grad_norm false needs stage 1 or 2, not {v.zero.stage}",
         "leave it out",
     ),
@@ -93,7 +93,11 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         _RC,
         lambda v: (
             v.zero.stage == 0
-            and (v.zero.fp16_master_weights_and_grads or v.zero.bf16_master_weights_and_grads or v.zero.bf16_optimizer_states)
+            and (
+                v.zero.step.fp16_master_weights_and_grads
+                or v.zero.step.bf16_master_weights_and_grads
+                or v.zero.step.bf16_optimizer_states
+            )
         ),
         "16-bit master weights or optimizer states need stage 1, 2 or 3",
         "raise the stage, or leave them out",
@@ -104,7 +108,7 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         At.CONFIG,
         "bf16.bf16_optimizer_states",
         _RC,
-        lambda v: v.zero.stage > 0 and v.zero.bf16_optimizer_states and not v.zero.bf16_master_weights_and_grads,
+        lambda v: v.zero.stage > 0 and v.zero.step.bf16_optimizer_states and not v.zero.step.bf16_master_weights_and_grads,
         "bf16_optimizer_states needs bf16_master_weights_and_grads",
         "set both",
     ),

@@ -59,19 +59,19 @@ def _splits(v: View) -> bool:
 
 
 def _prescales(v: View) -> bool:
-    return bool(v.zero.prescale_gradients) or v.zero.gradient_predivide_factor != 1.0
+    return bool(v.zero.step.prescale_gradients) or v.zero.step.gradient_predivide_factor != 1.0
 
 
 def _reduce_scatters(v: View) -> bool:
     z = v.zero
     mean = v.says("gradient_allreduce_op", "mean") != "sum"
-    return z.reduce_scatter and (z.stage == 3 or (z.stage == 2 and mean))
+    return z.buckets.reduce_scatter and (z.stage == 3 or (z.stage == 2 and mean))
 
 
 def _masters_need_cpu_adam(v: View) -> bool:
     z = v.zero
-    bf16 = z.bf16_master_weights_and_grads and (not z.bf16_optimizer_states or v.offload is not OffloadDevice.NONE)
-    needed = z.stage > 0 and (bf16 or z.fp16_master_weights_and_grads) and not v.bf16_optimizer
+    bf16 = z.step.bf16_master_weights_and_grads and (not z.step.bf16_optimizer_states or v.offload is not OffloadDevice.NONE)
+    needed = z.stage > 0 and (bf16 or z.step.fp16_master_weights_and_grads) and not v.bf16_optimizer
     return needed and v.training.optimizer is not None and not v.cpu_adam
 
 
@@ -107,10 +107,10 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         f"{_ZERO}.compute_grad_norm",
         _S12,
         lambda v: (
-            not v.zero.compute_grad_norm
+            not v.zero.buckets.compute_grad_norm
             and v.zero.stage in (1, 2)
             and (
-                v.zero.gradient_clipping > 0
+                v.zero.step.gradient_clipping > 0
                 or v.zero.zenflow is not None
                 or v.offload is not OffloadDevice.NONE
                 or v.bf16_optimizer
@@ -125,7 +125,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         "bf16.bf16_master_weights_and_grads",
         "runtime/base_optimizer.py",
-        lambda v: v.zero.stage > 0 and v.zero.fp16_master_weights_and_grads and v.zero.bf16_master_weights_and_grads,
+        lambda v: v.zero.stage > 0 and v.zero.step.fp16_master_weights_and_grads and v.zero.step.bf16_master_weights_and_grads,
         "fp16 and bf16 master weights exclude each other",
         "keep one",
     ),
@@ -237,7 +237,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         _OPT,
         _EN,
-        lambda v: v.zero.stage > 0 and _untested(v) and not v.zero.zero_allow_untested_optimizer,
+        lambda v: v.zero.stage > 0 and _untested(v) and not v.zero.step.zero_allow_untested_optimizer,
         "{v.training.optimizer} is untested with ZeRO, and DeepSpeed refuses it",
         "set zero_allow_untested_optimizer to true",
     ),
@@ -257,7 +257,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         f"{_ZERO}.reduce_scatter",
         _S3,
-        lambda v: v.zero.stage == 3 and _splits(v) and v.zero.reduce_scatter,
+        lambda v: v.zero.stage == 3 and _splits(v) and v.zero.buckets.reduce_scatter,
         "{v.training.optimizer} and reduce_scatter exclude each other at stage 3",
         "set reduce_scatter to false",
     ),
@@ -279,10 +279,10 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         _EN,
         lambda v: (
             v.zero.stage == 0
-            and v.zero.grad_accum_dtype not in (None, v.dtype and stage0_accumulates(v.zero, v.dtype))
+            and v.zero.step.grad_accum_dtype not in (None, v.dtype and stage0_accumulates(v.zero, v.dtype))
             and v.training.optimizer is not None
         ),
-        "stage 0 cannot accumulate {v.dtype} gradients in {v.zero.grad_accum_dtype}",
+        "stage 0 cannot accumulate {v.dtype} gradients in {v.zero.step.grad_accum_dtype}",
         "leave it out, or use stage 1",
     ),
     Rule(
@@ -301,7 +301,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         "torch_autocast",
         "runtime/torch_autocast.py",
-        lambda v: bool(v.says("torch_autocast.enabled")) and v.zero.zero_quantized_weights,
+        lambda v: bool(v.says("torch_autocast.enabled")) and v.zero.stage3.zero_quantized_weights,
         "torch_autocast excludes zero_quantized_weights",
         "disable one of the two",
     ),
@@ -321,7 +321,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         f"{_ZERO}.allgather_bucket_size",
         _S12,
-        lambda v: v.zero.stage in (1, 2) and v.zero.allgather_bucket_size % 2 == 1 and not v.bf16_optimizer,
+        lambda v: v.zero.stage in (1, 2) and v.zero.buckets.allgather_bucket_size % 2 == 1 and not v.bf16_optimizer,
         "must be even",
         "add one",
     ),
@@ -331,7 +331,7 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         At.ENGINE,
         f"{_ZERO}.zero_quantized_gradients",
         _S3,
-        lambda v: v.zero.stage == 3 and v.zero.zero_quantized_gradients and not v.zero.reduce_scatter,
+        lambda v: v.zero.stage == 3 and v.zero.stage3.zero_quantized_gradients and not v.zero.buckets.reduce_scatter,
         "quantized gradients need reduce_scatter",
         "set reduce_scatter to true",
     ),
@@ -342,7 +342,9 @@ ENGINE_REFUSALS: tuple[Rule, ...] = (
         f"{_ZERO}.zero_hpz_partition_size",
         "runtime/zero/partition_parameters.py",
         lambda v: (
-            v.zero.stage == 3 and v.zero.zero_hpz_partition_size > 1 and v.zero.offload_param.device is OffloadDevice.NVME
+            v.zero.stage == 3
+            and v.zero.stage3.zero_hpz_partition_size > 1
+            and v.zero.offload_param.device is OffloadDevice.NVME
         ),
         "the second parts are made on the device of the parameters, and no tensor can be made on a disk",
         "set it to 1, or offload_param.device to cpu",

@@ -22,7 +22,7 @@ def _pinned_by_default(v: View) -> bool:
 def _accumulates_apart(v: View) -> bool:
     """Return whether stage 2 accumulates in fp32 beside a 16-bit model (_use_compact_grad_partition_buffer)."""
     newer = v.zero.deepspeed >= STAGE2_ACCUM_DTYPE
-    return newer and v.zero.grad_accum_dtype is DType.FP32 and v.dtype in (DType.BF16, DType.FP16)
+    return newer and v.zero.step.grad_accum_dtype is DType.FP32 and v.dtype in (DType.BF16, DType.FP16)
 
 
 def _accumulates(v: View) -> bool:
@@ -86,7 +86,7 @@ REMARKS: tuple[Rule, ...] = (
         At.ENGINE,
         "data_types.grad_accum_dtype",
         _S12,
-        lambda v: v.zero.stage == 2 and v.zero.grad_accum_dtype not in (None, v.dtype) and not _accumulates_apart(v),
+        lambda v: v.zero.stage == 2 and v.zero.step.grad_accum_dtype not in (None, v.dtype) and not _accumulates_apart(v),
         "stage 2 ignores it and accumulates in {v.dtype}",
         "use stage 1 or 3",
     ),
@@ -96,7 +96,7 @@ REMARKS: tuple[Rule, ...] = (
         At.ENGINE,
         "data_types.grad_accum_dtype",
         _EN,
-        lambda v: v.dtype is DType.BF16 and v.zero.grad_accum_dtype is None and _accumulates(v),
+        lambda v: v.dtype is DType.BF16 and v.zero.step.grad_accum_dtype is None and _accumulates(v),
         "unset, so gradients are accumulated in bf16",
         'set it to "fp32" where the last digits matter',
     ),
@@ -125,7 +125,7 @@ REMARKS: tuple[Rule, ...] = (
         At.CONFIG,
         "gradient_clipping",
         "runtime/constants.py",
-        lambda v: not v.in_file("gradient_clipping") and v.zero.stage > 0 and v.zero.gradient_clipping > 0,
+        lambda v: not v.in_file("gradient_clipping") and v.zero.stage > 0 and v.zero.step.gradient_clipping > 0,
         "unset, so gradients are clipped at 1.0, the default since 0.19.3",
         "set it to 0 to clip nothing",
     ),

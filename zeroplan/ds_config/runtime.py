@@ -42,7 +42,7 @@ def runtime_setup(
     Raises:
         BadInput: a stage that does not exist, counts below their least, or an optimizer that the runtime does not have.
     """
-    reduce = zero.communication_data_type or dtype
+    reduce = zero.step.communication_data_type or dtype
     states, params = zero.offload_optimizer, zero.offload_param
     return RuntimeSetup(
         ranks=ranks,
@@ -51,7 +51,7 @@ def runtime_setup(
         stage=zero.stage,
         param_dtype=dtype,
         reduce_dtype=reduce,
-        accum_dtype=zero.grad_accum_dtype or reduce,
+        accum_dtype=zero.step.grad_accum_dtype or reduce,
         optimizer=optimizer,
         grad_accum=grad_accum,
         block_slots=runtime_options.ring,

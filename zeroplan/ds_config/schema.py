@@ -11,6 +11,7 @@ from dataclasses import MISSING, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any
 
+from zeroplan.core.zero_config import ZERO_DEFAULTS, ZeroConfig
 from zeroplan.ds_config.coercion import ValueKind
 from zeroplan.ds_config.dialect import Dialect, Support
 
@@ -122,6 +123,8 @@ def section(path: str, mode: Mode, source: str, *keys: Key, holder: type | None 
 
 
 def _defaults(cls: type) -> dict[str, Any]:
+    if cls is ZeroConfig:
+        return ZERO_DEFAULTS
     return {f.name: f.default_factory() if f.default_factory is not MISSING else f.default for f in fields(cls)}
 
 

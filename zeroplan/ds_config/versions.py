@@ -137,5 +137,5 @@ def as_read_by(zero: ZeroConfig, version: Version) -> ZeroConfig:
             blocks.setdefault(block, {})[name] = value
         else:
             changes[name] = value
-    changes |= {block: replace(getattr(zero, block), **values) for block, values in blocks.items()}
-    return replace(zero, **changes)
+    changes |= {block: replace(zero.leaf(block), **values) for block, values in blocks.items()}
+    return zero.but(**changes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from enum import StrEnum
 
 from zeroplan.core.errors import BadInput
@@ -50,7 +49,7 @@ def wrapper(zero: ZeroConfig, dtype: DType, *, fused: bool = True, pipeline: boo
     Raises:
         BadInput: stage 0 with a gradient accumulation dtype other than the model's.
     """
-    accum = zero.grad_accum_dtype or stage0_accumulates(zero, dtype)
+    accum = zero.step.grad_accum_dtype or stage0_accumulates(zero, dtype)
     if zero.stage == 0 and accum is not stage0_accumulates(zero, dtype):
         raise BadInput(
             f"stage 0 cannot accumulate {dtype} gradients in {accum}",
@@ -83,9 +82,9 @@ def as_built_today(zero: ZeroConfig, dtype: DType) -> ZeroConfig:
     if dtype is not DType.BF16 or zero.deepspeed >= BF16_OPTIMIZER_FOUND:
         return zero
     if zero.deepspeed < STAGE0_UNSHARDED_SINCE:
-        return zero if zero.stage else replace(zero, stage=1, grad_accum_dtype=DType.FP32)
+        return zero if zero.stage else zero.but(stage=1, grad_accum_dtype=DType.FP32)
     if bf16_optimizer_takes_stage_1(zero, dtype):
-        return replace(zero, stage=0, grad_accum_dtype=None, offload_optimizer=OffloadOptimizer())
+        return zero.but(stage=0, grad_accum_dtype=None, offload_optimizer=OffloadOptimizer())
     return zero
 
 
@@ -94,6 +93,6 @@ def bf16_optimizer_takes_stage_1(zero: ZeroConfig, dtype: DType) -> bool:
     return (
         zero.stage == 1
         and dtype is DType.BF16
-        and zero.grad_accum_dtype is DType.FP32
+        and zero.step.grad_accum_dtype is DType.FP32
         and zero.offload_optimizer.device is not OffloadDevice.CPU
     )

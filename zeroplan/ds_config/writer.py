@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
 from typing import Any
 
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.batch import ACCUM, MICRO, TRAIN
-from zeroplan.ds_config.schema import Key, Section
+from zeroplan.ds_config.schema import Section
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.ds_config.versions import older_defaults
 
@@ -58,10 +58,12 @@ def write_ds_config(
     _rename(config)
     older = older_defaults(zero.deepspeed)
     for path in _OWN:
-        _write_section(config, SECTIONS[path], zero, path, older)
+        _write_section(config, SECTIONS[path], zero.leaves(), path, older)
     for path, name in _BLOCKS.items():
-        _write_section(config, SECTIONS[path], getattr(zero, name), path, older)
-    if zero.fp32_optimizer_states is False and not zero.bf16_optimizer_states:
+        block = zero.leaf(name)
+        held = None if block is None else {f.name: getattr(block, f.name) for f in fields(block)}
+        _write_section(config, SECTIONS[path], held, path, older)
+    if zero.step.fp32_optimizer_states is False and not zero.step.bf16_optimizer_states:
         _put(config, "optimizer.params.fp32_optimizer_states", False)
     if workload is not None:
         _write_workload(config, workload, world_size)
@@ -95,31 +97,25 @@ def _write_workload(config: dict[str, Any], workload: Workload, world_size: int 
         _put(config, "torch_autocast.enabled", False)
 
 
-def _write_section(config: dict[str, Any], section: Section, holder: Any, path: str, older: Mapping[str, Any]) -> None:
-    if holder is None:
+def _write_section(
+    config: dict[str, Any], section: Section, held: Mapping[str, Any] | None, path: str, older: Mapping[str, Any]
+) -> None:
+    if held is None:
         _pop(config, path)
         return
     for key in section.keys.values():
-        if not key.attr or key.deprecated or key.attr in _BLOCKS.values() or not hasattr(holder, key.attr):
+        if not key.attr or key.deprecated or key.attr in _BLOCKS.values() or key.attr not in held:
             continue
         full = f"{path}.{key.name}" if path else key.name
-        value = getattr(holder, key.attr)
+        value = held[key.attr]
         spelling = f"{path}.{key.alias}" if key.alias else full
-        if value == older.get(full, _default(key, holder)) and full not in _ALWAYS and not _holds(config, full, spelling):
+        if value == older.get(full, key.default) and full not in _ALWAYS and not _holds(config, full, spelling):
             continue
         _pop(config, full)
         if value is not None or key.optional:
             _put(config, spelling, _plain(value))
     if path.endswith("zenflow") and not _holds(config, path, path):
-        _put(config, path, {"topk_ratio": holder.topk_ratio})
-
-
-def _default(key: Key, holder: Any) -> Any:
-    if is_dataclass(holder):
-        for f in fields(holder):
-            if f.name == key.attr:
-                return key.default
-    return None
+        _put(config, path, {"topk_ratio": held["topk_ratio"]})
 
 
 def _rename(config: dict[str, Any]) -> None:

@@ -229,8 +229,8 @@ def ranking_table(ranking: tuple[Recommendation, ...], style: str = "plain") -> 
 def _knobs(one: Recommendation) -> str:
     zero, parts = one.zero, []
     if one.engine.dialect is not None and zero.stage:
-        parts.append(format_count(zero.reduce_bucket_size).replace(" ", ""))
-    if zero.stage in (1, 2) and zero.overlap_comm:
+        parts.append(format_count(zero.buckets.reduce_bucket_size).replace(" ", ""))
+    if zero.stage in (1, 2) and zero.buckets.overlap_comm:
         parts.append("overlap")
     if one.alloc_conf:
         parts.append("expandable" if one.alloc_conf == "expandable_segments:True" else one.alloc_conf)

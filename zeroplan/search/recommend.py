@@ -142,7 +142,9 @@ def search(
             continue
         if micro >= too_large.get(family, micro + 1) or not memory.runnable(candidate):
             continue
-        frugal = min(groups[_group(candidate)], key=lambda c: (c.zero.reduce_bucket_size, memory.floor(c), not c.alloc_conf))
+        frugal = min(
+            groups[_group(candidate)], key=lambda c: (c.zero.buckets.reduce_bucket_size, memory.floor(c), not c.alloc_conf)
+        )
         likely = memory.floor(candidate) < _LIKELY * (memory.cluster.usable_vram or 0)
         for one in (candidate, frugal) if likely else (frugal, candidate):
             found = _planned(one, memory, cost)

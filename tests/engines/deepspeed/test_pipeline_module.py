@@ -119,7 +119,7 @@ def small_stage(case: dict[str, Any], number: int) -> Recorder:
     )
     ranks = case["stages"] * case["dp"]
     layout = ParallelLayout(gpus=ranks, pp=case["stages"])
-    zero = replace(config.zero, overlap_comm=False)
+    zero = config.zero.but(overlap_comm=False)
     one = Case(
         load_model(case["model"]),
         workload,

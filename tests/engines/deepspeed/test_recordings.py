@@ -58,5 +58,5 @@ def test_another_layout_is_played() -> None:
     rank = rank_of(case, stream.parameters)
     first = kept.of(case, stream, rank, 0)
     assert kept.of(case, stream, rank, 0) is first
-    small = replace(case, zero=replace(case.zero, reduce_bucket_size=1 << 20))
+    small = replace(case, zero=case.zero.but(reduce_bucket_size=1 << 20))
     assert kept.of(small, stream, rank_of(small, stream.parameters), 0).value != first.value

@@ -24,7 +24,12 @@ def test_gathers_are_those_of_the_rank(model: str, threshold: int, model_thresho
     (case,) = resolve(Request(model=model, ds_config=config, gpus=4)).cases
     zero: ZeroConfig = case.zero
     rank = deepspeed_rank(case.spec.parameters, case.workload, zero, case.layout)
-    sizes = Sizes.of(case.spec, zero.param_persistence_threshold, zero.model_persistence_threshold, zero.reduce_bucket_size)
+    sizes = Sizes.of(
+        case.spec,
+        zero.stage3.param_persistence_threshold,
+        zero.stage3.model_persistence_threshold,
+        zero.buckets.reduce_bucket_size,
+    )
     kept = rank.persistent_params
     assert sizes.persistent == sum(rank.numel[p] for p in kept)
     assert sizes.tensors == len(rank.numel) - len(kept)

@@ -173,11 +173,11 @@ def test_auto_ep_divides_ranks_and_experts() -> None:
 def test_gradients_travel_in_a_dtype_of_their_own_key() -> None:
     """It takes the place of communication_data_type, which DeepSpeed overwrites; a null follows the model, silence is fp32."""
     keys = ({"seq_parallel_communication_data_type": None}, {})
-    read = [read_ds_config(key).zero.seq_parallel_communication_data_type for key in keys]
+    read = [read_ds_config(key).zero.step.seq_parallel_communication_data_type for key in keys]
     assert read == [None, DType.FP32]
     engine, layout = find_engine("deepspeed"), ParallelLayout(gpus=8, ulysses=2)
     for key, width in ((None, 2), (DType.FP32, 4)):
-        zero = ZeroConfig(stage=3, communication_data_type=DType.FP16, seq_parallel_communication_data_type=key)
+        zero = ZeroConfig.of(stage=3, communication_data_type=DType.FP16, seq_parallel_communication_data_type=key)
         workload = Workload.of(seq_len=64)
         for parallel, expected in ((layout, width), (None, 2)):
             rank = engine.ledger(Case(load_model(CONFIG), workload, Cluster(gpus=8), zero, parallel=parallel))[1]

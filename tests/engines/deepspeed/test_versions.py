@@ -302,10 +302,10 @@ def test_stage_3_reduces_into_the_models_dtype() -> None:
 
 def test_torchs_linear_function_runs_for_a_whole_model() -> None:
     def efficient(version: Version) -> bool:
-        return rank_at(version, 3, zero_init=False).zero.memory_efficient_linear
+        return rank_at(version, 3, zero_init=False).zero.stage3.memory_efficient_linear
 
     assert differs(Knob.LINEAR_WITHOUT_INIT, efficient) == (False, True)
-    assert rank_at(_around(Knob.LINEAR_WITHOUT_INIT)[0], 3).zero.memory_efficient_linear
+    assert rank_at(_around(Knob.LINEAR_WITHOUT_INIT)[0], 3).zero.stage3.memory_efficient_linear
 
 
 @pytest.mark.parametrize(("workload", "knobs"), [(FP16, {}), (BF16, {}), (BF16, CPU)])

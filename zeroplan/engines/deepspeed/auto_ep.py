@@ -141,17 +141,17 @@ def require_auto_ep(case: Case) -> None:
         BadInput: naming the first of them.
     """
     zero, work, where = case.zero, case.workload, "--ep"
-    if zero.stage == 2 and not zero.contiguous_gradients and not zero.offload_optimizer:
+    if zero.stage == 2 and not zero.buckets.contiguous_gradients and not zero.offload_optimizer:
         raise BadInput(
             "contiguous gradients must be set to true for MoE in ZeRO stage 2",
             where="zero_optimization.contiguous_gradients",
             remedy="leave it out",
         )
-    if zero.stage in (1, 2) and not zero.reduce_scatter:
+    if zero.stage in (1, 2) and not zero.buckets.reduce_scatter:
         raise BadInput(
             "reduce scatter must be set to true for MoE", where="zero_optimization.reduce_scatter", remedy="leave it out"
         )
-    if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+    if zero.stage == 3 and zero.stage3.zero_hpz_partition_size > 1:
         raise BadInput(
             "AutoEP with ZeRO stage 3 has no secondary shards",
             where="zero_optimization.zero_hpz_partition_size",

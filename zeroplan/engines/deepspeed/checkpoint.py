@@ -103,7 +103,7 @@ def _save(rank: DeepSpeedRank, owned: _Owned, gpu: int, host: int) -> Checkpoint
 
 def gathers_weights(rank: DeepSpeedRank, saving: Saving) -> bool:
     """Return whether stage 3 gathers the weights in 16 bits on the first rank's host, module by module."""
-    return rank.zero.gather_16bit_weights_on_model_save and saving.saver in (Saver.LOOP, Saver.TRAINER)
+    return rank.zero.stage3.gather_16bit_weights_on_model_save and saving.saver in (Saver.LOOP, Saver.TRAINER)
 
 
 def _adapters_alone(rank: DeepSpeedRank, saving: Saving) -> bool:

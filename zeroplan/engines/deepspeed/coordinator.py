@@ -108,7 +108,7 @@ class Coordinator:
         self.deferred_frees = waiting or DeferredFrees(recorder, FETCHES_BEHIND if rank.device_lags else 0)
         recorder.deferred_frees = self.deferred_frees if rank.device_lags else None
         self.frozen_stay = rank.does(Knob.FROZEN_STAY_FOR_BACKWARD)
-        self.prefetch = 1 if zero.allgather_sequential else zero.prefetch_bucket_size
+        self.prefetch = 1 if zero.stage3.allgather_sequential else zero.stage3.prefetch_bucket_size
         count = len(rank.numel)
         self.status = [_ABSENT] * count
         self.blocks: list[tuple[int, int] | None] = [None] * count  # (handle, stream it was made on)
@@ -205,7 +205,7 @@ class Coordinator:
             seen.add(p)
         if self.prefetch <= 0:
             return
-        most = min(self.rank.zero.max_live_parameters - self.live, self.prefetch)
+        most = min(self.rank.zero.stage3.max_live_parameters - self.live, self.prefetch)
         chosen: list[int] = []
         elements = 0
         while self.queue < len(uses) and elements < most:
@@ -243,7 +243,7 @@ class Coordinator:
         key = (module, self.step)
         found = self.kept.get(key)
         if found is None:
-            trace, step, distance = self.trace, self.step, self.rank.zero.max_reuse_distance
+            trace, step, distance = self.trace, self.step, self.rank.zero.stage3.max_reuse_distance
             assert trace is not None
             found = self.kept[key] = frozenset(
                 p
@@ -334,7 +334,7 @@ class Coordinator:
         self.live += sum([numel[p] for p in params])
         flats: list[int] = []
         temps: list[int] = []
-        cut = len(params) > 1 and not rank.zero.allgather_sequential
+        cut = len(params) > 1 and not rank.zero.stage3.allgather_sequential
         if ranks == 1:  # no collective: an alias of the shard, or its copy from the host
             for p in params:
                 if self.on_host:
@@ -373,7 +373,7 @@ class Coordinator:
     def _wait(self, gather: _Gather) -> None:
         """Cut the flat buffers into parameters, once a parameter (``AllGatherCoalescedHandle.wait``)."""
         free, w = self.recorder.free, self.rank.param_bytes
-        in_place = self.rank.zero.use_all_reduce_for_fetch_params
+        in_place = self.rank.zero.stage3.use_all_reduce_for_fetch_params
         if not gather.waited:
             gather.waited = True
             for p in gather.params:

@@ -132,10 +132,9 @@ class DeepSpeed(Engine):
         written = find_optimizer(optimizer).written
         untested = written is None or not written.tested
         gathers_whole = written is not None and written.splits and zero.stage == 3
-        return replace(
-            zero,
-            zero_allow_untested_optimizer=zero.zero_allow_untested_optimizer or untested,
-            reduce_scatter=zero.reduce_scatter and not gathers_whole,
+        return zero.but(
+            zero_allow_untested_optimizer=zero.step.zero_allow_untested_optimizer or untested,
+            reduce_scatter=zero.buckets.reduce_scatter and not gathers_whole,
         )
 
     def require_layout(self, layout: ParallelLayout) -> None:
@@ -200,7 +199,7 @@ class DeepSpeed(Engine):
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
         """Return the keys of quantized communication, ZenFlow and SuperOffload, which no line or schedule covers."""
         zero = case.zero
-        asked = [name for name in _QUANTIZED if getattr(zero, name)] if zero.stage == 3 else []
+        asked = [name for name in _QUANTIZED if zero.leaf(name)] if zero.stage == 3 else []
         found = [Unmodelled(f"zero_optimization.{name}", *_QUANTIZED[name]) for name in asked]
         if zero.zenflow is not None:
             found.append(Unmodelled("zero_optimization.zenflow", Effect.MORE, _ZENFLOW))
@@ -245,7 +244,7 @@ class DeepSpeed(Engine):
         work, zero = case.workload, case.zero
         if zero.stage < 3:
             return True
-        plain = case.zero_init and not zero.offloads_param and zero.zero_hpz_partition_size == 1
+        plain = case.zero_init and not zero.offloads_param and zero.stage3.zero_hpz_partition_size == 1
         return plain and work.objective.reference is Reference.MODEL and not work.objective.kl_batch
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
@@ -364,9 +363,9 @@ def _as_wrapped(case: Case) -> Case:
     """
     zero = as_wrapped(case.zero, case.workload, zero_init=case.zero_init)
     if case.layout.tp > 1:
-        zero = replace(zero, memory_efficient_linear=False)
+        zero = zero.but(memory_efficient_linear=False)
     if case.layout.ulysses > 1:
-        zero = replace(zero, communication_data_type=zero.seq_parallel_communication_data_type)
+        zero = zero.but(communication_data_type=zero.step.seq_parallel_communication_data_type)
     if case.layout.pp > 1:
-        zero = replace(zero, overlap_comm=False)  # runtime/engine.py, _configure_zero_optimizer
+        zero = zero.but(overlap_comm=False)  # runtime/engine.py, _configure_zero_optimizer
     return case if zero is case.zero else replace(case, zero=zero)

@@ -30,16 +30,16 @@ def leaf_modules(modules: Sequence[TapeModule], numel: Sequence[int], zero: Zero
 
     Sources: runtime/zero/leaf_module_config.py, utils/z3_leaf_module.py, zero/parameter_offload.py
     """
-    classes = {name.rpartition(".")[2] for name in zero.leaf_module.classes}
+    classes = {name.rpartition(".")[2] for name in zero.stage3.leaf_module.classes}
     leaves = {
         m
         for m, module in enumerate(modules)
         if module.type in classes
-        or module.name in zero.leaf_module.names
-        or any(module.name.endswith(suffix) for suffix in zero.leaf_module.name_suffixes)
+        or module.name in zero.stage3.leaf_module.names
+        or any(module.name.endswith(suffix) for suffix in zero.stage3.leaf_module.name_suffixes)
     }
-    if zero.module_granularity_threshold > 0:
-        leaves |= _by_granularity(modules, numel, zero.module_granularity_threshold)
+    if zero.stage3.module_granularity_threshold > 0:
+        leaves |= _by_granularity(modules, numel, zero.stage3.module_granularity_threshold)
     return frozenset(leaves)
 
 

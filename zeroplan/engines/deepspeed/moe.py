@@ -58,13 +58,13 @@ def require_moe(case: Case) -> None:
         raise BadInput(
             "Native DeepSpeed MoE is not supported with ZeRO Stage 3", where="--stage", remedy="use ZeRO stage 1 or 2"
         )
-    if zero.stage == 2 and not zero.contiguous_gradients and not zero.offload_optimizer:
+    if zero.stage == 2 and not zero.buckets.contiguous_gradients and not zero.offload_optimizer:
         raise BadInput(
             "contiguous gradients must be set to true for MoE in ZeRO stage 2",
             where="zero_optimization.contiguous_gradients",
             remedy="leave it out",
         )
-    if zero.stage and not zero.reduce_scatter:
+    if zero.stage and not zero.buckets.reduce_scatter:
         raise BadInput(
             "reduce scatter must be set to true for MoE", where="zero_optimization.reduce_scatter", remedy="leave it out"
         )

@@ -105,7 +105,7 @@ def _matrix_sub_groups(rank: SteppedGroups) -> list[list[int]]:
 
 
 def _chunks(rank: SteppedGroups, group: Sequence[int]) -> Iterator[list[int]]:
-    return _batches(rank, group, rank.zero.reduce_bucket_size)
+    return _batches(rank, group, rank.zero.buckets.reduce_bucket_size)
 
 
 def _batches(rank: SteppedGroups, params: Sequence[int], most: int) -> Iterator[list[int]]:

@@ -81,7 +81,7 @@ class DeepSpeedRank(SteppedGroups):
         if offloaded or self.fp16 or not self.does(Knob.OVERFLOW_FP16_ONLY):
             return True
         bf16 = self.workload.numerics.dtype is DType.BF16 and self.param_bytes == 2
-        return bf16 and self.zero.check_grad_overflow and self.version >= CHECK_GRAD_OVERFLOW
+        return bf16 and self.zero.step.check_grad_overflow and self.version >= CHECK_GRAD_OVERFLOW
 
     @property
     def looks_at_flat_gradients(self) -> bool:
@@ -163,7 +163,7 @@ class DeepSpeedRank(SteppedGroups):
     @cached_property
     def other_half(self) -> bool:
         """Whether gradients are reduced in the 16-bit dtype that is not the model's: as wide, and cast all the same."""
-        sent = self.zero.communication_data_type
+        sent = self.zero.step.communication_data_type
         return self.param_bytes == 2 and sent not in (None, DType.FP32, self.workload.numerics.dtype)
 
     @cached_property
@@ -195,7 +195,9 @@ class DeepSpeedRank(SteppedGroups):
     @cached_property
     def persistent_params(self) -> list[int]:
         """The parameters that stage 3 keeps gathered."""
-        return persistent(self.numel, self.zero.param_persistence_threshold, self.zero.model_persistence_threshold)
+        return persistent(
+            self.numel, self.zero.stage3.param_persistence_threshold, self.zero.stage3.model_persistence_threshold
+        )
 
     @cached_property
     def graph_weights(self) -> int:
@@ -211,7 +213,7 @@ class DeepSpeedRank(SteppedGroups):
 
         Source: ../utils/groups.py, _create_zero_param_parallel_group; zero/partition_parameters.py, _partition_param_sec
         """
-        group = self.zero.zero_hpz_partition_size
+        group = self.zero.stage3.zero_hpz_partition_size
         if self.stage < 3 or group <= 1:
             return ()
         group = self.layout.secondary_group(group)
@@ -230,7 +232,7 @@ class DeepSpeedRank(SteppedGroups):
     @cached_property
     def flat_group(self) -> int:
         """Trainable elements, padded to a multiple of 2 × ranks."""
-        if self.zero.parameter_alignment:
+        if self.zero.buckets.parameter_alignment:
             return self.flat.numel
         return self._flattened(experts=False) + self._flattened(experts=True)
 
@@ -323,7 +325,7 @@ class DeepSpeedRank(SteppedGroups):
     @cached_property
     def reduce_bucket(self) -> int:
         """``reduce_bucket_size``, elements."""
-        return self.zero.reduce_bucket_size
+        return self.zero.buckets.reduce_bucket_size
 
     @cached_property
     def buckets(self) -> int:

@@ -86,12 +86,12 @@ def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = Fal
     """
     stage, width = zero.stage, workload.numerics.param_bytes
     masters_16 = width == 2 and (
-        zero.bf16_master_weights_and_grads
-        or zero.fp16_master_weights_and_grads
+        zero.step.bf16_master_weights_and_grads
+        or zero.step.fp16_master_weights_and_grads
         or workload.numerics.precision is Precision.PURE
     )
     master = width if masters_16 else 4
-    accum = width if zero.grad_accum_dtype is None else zero.grad_accum_dtype.bytes
+    accum = width if zero.step.grad_accum_dtype is None else zero.step.grad_accum_dtype.bytes
     offload = zero.offload_optimizer.device if stage else OffloadDevice.NONE
     bf16 = width == 2 and workload.numerics.dtype is DType.BF16
     full_fp32_grads = bf16 and (
@@ -104,12 +104,12 @@ def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = Fal
     aliased = stage == 3 and width == 4 and not zero.offload_optimizer and Knob.FP32_MASTERS_ALIAS.at(zero.deepspeed)
     written = find_optimizer(workload.numerics.optimizer).written
     adam = written is not None and written.adam
-    states_follow = zero.bf16_optimizer_states or not zero.fp32_optimizer_states or offload is OffloadDevice.NONE
+    states_follow = zero.step.bf16_optimizer_states or not zero.step.fp32_optimizer_states or offload is OffloadDevice.NONE
     return ResolvedConfig(
         param_bytes=width,
         master_bytes=master,
         accum_bytes=accum,
-        comm_bytes=width if zero.communication_data_type is None else zero.communication_data_type.bytes,
+        comm_bytes=width if zero.step.communication_data_type is None else zero.step.communication_data_type.bytes,
         state_bytes=master if states_follow else 4,
         own_masters=(stage > 0 or width == 2) and not aliased,
         full_fp32_grads=full_fp32_grads,
@@ -119,7 +119,7 @@ def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = Fal
         and accum == 4
         and width == 2
         and Knob.COMPACT_FP32_GRADS.at(zero.deepspeed),
-        contiguous_gradients=zero.contiguous_gradients or (stage in (1, 2) and offload is not OffloadDevice.NONE),
+        contiguous_gradients=zero.buckets.contiguous_gradients or (stage in (1, 2) and offload is not OffloadDevice.NONE),
         optimizer_device=offload,
         param_device=zero.offload_param.device if stage == 3 else OffloadDevice.NONE,
         fused_adam=adam and workload.numerics.optimizer_kind is OptimizerKind.FUSED and not workload.numerics.torch_adam,

@@ -60,7 +60,7 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape, read: Mapping[int, tu
         tape: of the model.
         read: parameters of modules that nobody calls, by the module that reads them (outside_reads.py).
     """
-    own, trained = rank.zero.memory_efficient_linear, rank.parameters.trainable
+    own, trained = rank.zero.stage3.memory_efficient_linear, rank.parameters.trainable
     from zeroplan.tape.expanded import Op
 
     begin = tape.backward if tape.backward < len(tape) else 0
@@ -107,7 +107,7 @@ def saved_elements(case: Case) -> int:
     """
     zero, workload = case.zero, case.workload
     alone = case.layout.shard_group == 1 and not zero.offloads_param
-    if zero.stage < 3 or zero.memory_efficient_linear or workload.numerics.precision is Precision.AUTOCAST or alone:
+    if zero.stage < 3 or zero.stage3.memory_efficient_linear or workload.numerics.precision is Precision.AUTOCAST or alone:
         return 0
     policy = workload.recomputation
     if case.layout.tp > 1:

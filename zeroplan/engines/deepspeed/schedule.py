@@ -59,7 +59,7 @@ def record_deepspeed(
         rank.workload.loop.detached_loss,
         saves=rank.workload.has(Saving),
     )
-    own_linear = rank.stage == 3 and rank.zero.memory_efficient_linear
+    own_linear = rank.stage == 3 and rank.zero.stage3.memory_efficient_linear
     play(run, tape, recorder, stage_schedule(rank, tape, recorder), own_linear=own_linear, scripts=scripts)
     return recorder
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
@@ -35,5 +34,5 @@ def with_buckets(offloads: list[tuple[ZeroConfig, int]], cluster: Cluster) -> li
         sets = _STAGE_3 if zero.stage == 3 else _STAGES_1_2 if zero.stage else ({},)
         if cluster.layout.dp == 1 and zero.stage in (1, 2):
             sets = sets[:2]  # one rank has nothing to overlap
-        found += [(replace(zero, **buckets), effort + _BUCKET_EFFORT * bool(buckets)) for buckets in sets]
+        found += [(zero.but(**buckets), effort + _BUCKET_EFFORT * bool(buckets)) for buckets in sets]
     return found

@@ -139,5 +139,5 @@ def host_of(rank: DeepSpeedRank, *, after_init: int = 0, after_step: int = 0) ->
 
 
 def _skipped(case: Case) -> int:
-    dynamic = case.workload.numerics.dtype is DType.FP16 and not case.zero.loss_scale
+    dynamic = case.workload.numerics.dtype is DType.FP16 and not case.zero.step.loss_scale
     return FP16_SKIPPED_STEPS if dynamic else 0

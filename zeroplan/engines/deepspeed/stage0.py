@@ -61,7 +61,7 @@ class Stage0(DeepSpeedSchedule):
     def step(self, applied: bool) -> None:
         """Clip the gradients, step the optimizer and free the gradients (engine.py, _take_model_step)."""
         counts = [self.rank.numel[p] for p in self.trained]
-        if self.rank.zero.gradient_clipping > 0:
+        if self.rank.zero.step.gradient_clipping > 0:
             self.norms(counts, 0)
         self.gather_matrices()
         self.step_groups(first=not self.has_states)
@@ -189,7 +189,7 @@ class Stage1Bf16(Stage0):
 
     def grad(self, param: int, handle: int) -> None:
         """Keep the bf16 gradient: it is zeroed and not freed between micro batches, unless each is freed at once."""
-        at_once = self.rank.zero.immediate_grad_update
+        at_once = self.rank.zero.step.immediate_grad_update
         if at_once and self.casts:
             self.temporary(self.rank.accum_bytes * self.rank.numel[param], Buffer.GRAD_ACCUM)
         if at_once and self.rank.does(Knob.IMMEDIATE_UPDATE_FREES):
@@ -199,7 +199,7 @@ class Stage1Bf16(Stage0):
 
     def backward_end(self, boundary: bool) -> None:
         """Add the bf16 gradients to the fp32 ones, each through an fp32 copy, and reduce the fp32 ones."""
-        if not self.rank.zero.immediate_grad_update and self.casts:
+        if not self.rank.zero.step.immediate_grad_update and self.casts:
             for p in self.trained:
                 self.temporary(self.rank.accum_bytes * self.rank.numel[p], Buffer.GRAD_ACCUM)
         if boundary:

@@ -50,7 +50,7 @@ class Stage12(DeepSpeedSchedule):
         self.contiguous = rank.contiguous_gradients
         self.overlap = zero.overlaps_comm
         self.stream = REDUCE if self.overlap else 0
-        self.bucket_size = zero.reduce_bucket_size
+        self.bucket_size = zero.buckets.reduce_bucket_size
         self.uses_grad_accum_attribute = rank.uses_grad_accum_attribute  # stage_1_and_2.py, use_grad_accum_attribute
         self.bucket_bytes = rank.accum_bytes if self.uses_grad_accum_attribute else rank.param_bytes
         self.compact = rank.compact
@@ -259,7 +259,7 @@ class Stage12(DeepSpeedSchedule):
     def _average(self, bucket: _Bucket) -> None:
         """Reduce the bucket's slices by owner, flattened anew unless one owner has all (average_tensor)."""
         zero, rank = self.rank.zero, self.rank
-        if not zero.reduce_scatter or not rank.does(Knob.REDUCED_IN_COPIES):
+        if not zero.buckets.reduce_scatter or not rank.does(Knob.REDUCED_IN_COPIES):
             if bucket.comm != self.bucket_bytes or rank.other_half:
                 cast = bucket.filled if rank.does(Knob.REDUCES_FILLED_PART) else max(bucket.filled, self.bucket_size)
                 self.temporary(bucket.comm * cast, Buffer.COMM_ALL_REDUCE, self.stream)
@@ -271,7 +271,10 @@ class Stage12(DeepSpeedSchedule):
         if self.compact:
             batches = self._batches(bucket.params)
         else:
-            known, key = self.group.batches, (tuple(bucket.params), self.bucket_size, zero.use_multi_rank_bucket_allreduce)
+            known, key = (
+                self.group.batches,
+                (tuple(bucket.params), self.bucket_size, zero.buckets.use_multi_rank_bucket_allreduce),
+            )
             if key not in known:
                 known[key] = self._batches(bucket.params)
             batches = known[key]
@@ -289,7 +292,7 @@ class Stage12(DeepSpeedSchedule):
             at, expert = self.part_of[p], p in self.rank.experts
             for part in self.group.slices[p]:
                 mine = self.compact and part.rank == self.places[at]
-                queue = runs.setdefault((expert, -1 if zero.use_multi_rank_bucket_allreduce else part.rank), [])
+                queue = runs.setdefault((expert, -1 if zero.buckets.use_multi_rank_bucket_allreduce else part.rank), [])
                 if (expert, part.rank) == last and not mine and queue and queue[-1][1] is None:
                     queue[-1] = (queue[-1][0] + part.count, None)
                 else:
@@ -392,7 +395,7 @@ class Stage12(DeepSpeedSchedule):
         padding = [self.alloc(rank.accum_bytes * pad, Buffer.GRAD_SHARD) for pad in pads]
         if rank.looks_for_overflow():
             self.overflow_check([count for group in counts for count in group], rank.accum_bytes)
-        for group in counts if applied and rank.zero.compute_grad_norm else ():
+        for group in counts if applied and rank.zero.buckets.compute_grad_norm else ():
             self.norms(group, 8)
         if not applied:
             self._drop_grads()

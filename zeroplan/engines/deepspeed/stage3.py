@@ -73,7 +73,7 @@ class Stage3(DeepSpeedSchedule):
         self.norm_results: list[int] = []
         self.lagging = -1  # the gradient freed last, which the reduction's stream may still read
         self.secondary: dict[int, int] = {}
-        if zero.zero_hpz_partition_size > 1:
+        if zero.stage3.zero_hpz_partition_size > 1:
             self.coordinator.before_free = self._make_secondary
             self.coordinator.secondary = self.secondary
 
@@ -104,7 +104,7 @@ class Stage3(DeepSpeedSchedule):
 
     def make_shard(self, p: int) -> int | None:
         """Allocate hpZ's secondary shard, then this rank's own (partition_parameters.py, _partition)."""
-        if self.rank.zero.zero_hpz_partition_size > 1:
+        if self.rank.zero.stage3.zero_hpz_partition_size > 1:
             self._make_secondary(p)
         if self.offload_param:
             return None
@@ -155,9 +155,9 @@ class Stage3(DeepSpeedSchedule):
             elif not rank.does(Knob.STATES_AT_FIRST_STEP):
                 self.make_states()
             self.free(grads)
-        if rank.zero.contiguous_gradients:
+        if rank.zero.buckets.contiguous_gradients:
             for width in rank.bucket_widths:
-                self.alloc(width * rank.zero.reduce_bucket_size, Buffer.COMM_BUCKET)
+                self.alloc(width * rank.zero.buckets.reduce_bucket_size, Buffer.COMM_BUCKET)
         if not self.offload:
             self.alloc(rank.accum_bytes * total, Buffer.GRAD_ACCUM)
         for p in self.trained:  # stage3.py, create_reduce_and_remove_grad_hooks gathers each parameter once
@@ -313,14 +313,14 @@ class Stage3(DeepSpeedSchedule):
         """Put a gradient into the bucket, which is reduced when it would overflow
         (reduce_independent_p_g_buckets_and_remove_grads).
         """
-        count, size = self.rank.numel[param], self.rank.zero.reduce_bucket_size
+        count, size = self.rank.numel[param], self.rank.zero.buckets.reduce_bucket_size
         comm = self.rank.comm_of[param]
         before = self.buckets[comm][-1:]
         if before and self.rank.partition_group[before[0]] != self.rank.partition_group[param]:
             self._reduce(comm)  # of another process group
         if self.filled[comm] and self.filled[comm] + count > size:
             self._reduce(comm)
-        if self.rank.zero.contiguous_gradients and self.filled[comm] + count <= size:
+        if self.rank.zero.buckets.contiguous_gradients and self.filled[comm] + count <= size:
             self._release_grad(param)
         self.buckets[comm].append(param)
         self.filled[comm] += count
@@ -353,8 +353,12 @@ class Stage3(DeepSpeedSchedule):
         c, a = comm, rank.accum_bytes if rank.does(Knob.STAGE3_ACCUM_DTYPE) else rank.param_bytes
         ranks = rank.ranks_of[bucket[0]]
         held: list[int] = []
-        if not rank.zero.reduce_scatter and rank.zero.contiguous_gradients and elements <= rank.zero.reduce_bucket_size:
-            if rank.ranks != rank.zero.gradient_predivide_factor:  # scaled out of place, by 1 as well
+        if (
+            not rank.zero.buckets.reduce_scatter
+            and rank.zero.buckets.contiguous_gradients
+            and elements <= rank.zero.buckets.reduce_bucket_size
+        ):
+            if rank.ranks != rank.zero.step.gradient_predivide_factor:  # scaled out of place, by 1 as well
                 held.append(self.alloc(c * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream))
             if c != a or rank.other_half:
                 cast = self.alloc(a * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream)

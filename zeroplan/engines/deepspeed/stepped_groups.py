@@ -166,8 +166,8 @@ class SteppedGroups(ResolvedConfig, Rank):
             self.numel,
             self.group_ranks,
             width=self.param_bytes,
-            round_robin=self.zero.round_robin_gradients,
-            aligned=self.zero.parameter_alignment,
+            round_robin=self.zero.buckets.round_robin_gradients,
+            aligned=self.zero.buckets.parameter_alignment,
         )
 
     @cached_property
@@ -177,7 +177,7 @@ class SteppedGroups(ResolvedConfig, Rank):
 
     @cached_property
     def _sub_groups_of(self) -> list[tuple[Domain, list[list[int]]]]:
-        size = self.zero.sub_group_size
+        size = self.zero.stage3.sub_group_size
         return [(domain, sub_groups(group, self.shards, size)) for domain, group in self.param_groups]
 
     @cached_property
@@ -194,7 +194,7 @@ class SteppedGroups(ResolvedConfig, Rank):
             return [sum(counts)] if self.flattens else counts
         if self.stage == 3:
             return [sum(self.shards[p] for p in group) for group in self.sub_groups]
-        if not self.zero.parameter_alignment:
+        if not self.zero.buckets.parameter_alignment:
             groups = zip(self.param_groups, self.group_ranks, strict=True)
             return [padded(sum(self.numel[p] for p in group), ranks) // ranks for (_, group), ranks in groups]
         return list(self.flat.partitions)

@@ -388,7 +388,11 @@ class DeepSpeedTraffic(Traffic):
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TrafficFacts:
         """Return the facts of rank 0."""
-        key = (zero.param_persistence_threshold, zero.model_persistence_threshold, zero.reduce_bucket_size)
+        key = (
+            zero.stage3.param_persistence_threshold,
+            zero.stage3.model_persistence_threshold,
+            zero.buckets.reduce_bucket_size,
+        )
         sizes = self._sizes.get(key)
         if sizes is None:
             sizes = self._sizes[key] = Sizes.of(self._spec, *key)

@@ -7,7 +7,7 @@ source, tag by tag from 0.10.0 on; measured was 0.19.8 alone. Defaults and keys 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 from zeroplan.core.optimizers import find_optimizer
@@ -209,11 +209,11 @@ def as_wrapped(zero: ZeroConfig, workload: Workload, *, zero_init: bool) -> Zero
     if workload.numerics.param_bytes == 2:
         zero = as_built_today(zero, workload.numerics.dtype)
     if zero.stage == 1 and not Knob.STAGE1_BUCKETS.at(version):
-        zero = replace(zero, contiguous_gradients=False, overlap_comm=False, round_robin_gradients=False)
+        zero = zero.but(contiguous_gradients=False, overlap_comm=False, round_robin_gradients=False)
     if zero.stage == 2 and not Knob.COMPACT_FP32_GRADS.at(version):
-        zero = replace(zero, grad_accum_dtype=None)
+        zero = zero.but(grad_accum_dtype=None)
     if zero.stage == 3 and not zero_init and not Knob.LINEAR_WITHOUT_INIT.at(version):
-        zero = replace(zero, memory_efficient_linear=False)
+        zero = zero.but(memory_efficient_linear=False)
     return zero
 
 
@@ -245,7 +245,7 @@ def unmodelled_by_version(zero: ZeroConfig, workload: Workload, *, frozen: bool)
     found: list[tuple[str, Effect, str]] = []
     if known != version:
         found.append(("--deepspeed-version", Effect.UNKNOWN, f"{named} was not compared, {version_text(known)} is planned"))
-    stage, accum = zero.stage, zero.grad_accum_dtype
+    stage, accum = zero.stage, zero.step.grad_accum_dtype
     whole = stage == 1 and workload.numerics.param_bytes == 2 and accum is DType.FP32
     offloads_to_cpu = zero.offload_optimizer.device is OffloadDevice.CPU
     if whole and known < (0, 19, 8) and (workload.numerics.dtype is DType.FP16 or offloads_to_cpu):
@@ -253,7 +253,7 @@ def unmodelled_by_version(zero: ZeroConfig, workload: Workload, *, frozen: bool)
     if zero.offload_optimizer.ratio < 1 and offloads_to_cpu and stage == 3 and known < (0, 18, 0):
         says = f"{named} leaves the last sub-groups on the GPU, and the first are planned"
         found.append(("zero_optimization.offload_optimizer.ratio", Effect.UNKNOWN, says))
-    if zero.zero_hpz_partition_size > 1 and stage == 3 and known < (0, 13, 2):
+    if zero.stage3.zero_hpz_partition_size > 1 and stage == 3 and known < (0, 13, 2):
         says = f"{named} makes and drops second shards at other moments"
         found.append(("zero_optimization.zero_hpz_partition_size", Effect.UNKNOWN, says))
     if OffloadDevice.NVME in (zero.offload_optimizer.device, zero.offload_param.device) and stage == 3:

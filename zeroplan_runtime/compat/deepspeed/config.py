@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import fields
 from enum import StrEnum
 from typing import Any
 
@@ -22,7 +21,7 @@ Source = str | os.PathLike[str] | Mapping[str, Any]
 
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
 LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
-GRADIENT_CLIPPING_DEFAULT = ZeroConfig().gradient_clipping
+GRADIENT_CLIPPING_DEFAULT = ZeroConfig().step.gradient_clipping
 
 DeepSpeedConfigError = Refusal
 
@@ -80,7 +79,7 @@ class DeepSpeedConfig:
         self.zero_config = read.zero
         self.zero_optimization_stage = read.zero.stage
         self.zero_enabled = read.zero.stage > 0
-        self.gradient_clipping = read.zero.gradient_clipping
+        self.gradient_clipping = read.zero.step.gradient_clipping
         self.gradient_allreduce_op = str(values.get("gradient_allreduce_op", "mean")).lower()
         self.float16_enabled = self.fp16_enabled = job.dtype is DType.FP16
         self.bfloat16_enabled = job.dtype is DType.BF16
@@ -92,7 +91,7 @@ class DeepSpeedConfig:
         self.dataloader_drop_last = bool(values.get("dataloader_drop_last", False))
         self.managed_gradient_accumulation = bool(values.get("managed_gradient_accumulation", True))
         self.wall_clock_breakdown = bool(values.get("wall_clock_breakdown", False))
-        self.zero_allow_untested_optimizer = read.zero.zero_allow_untested_optimizer
+        self.zero_allow_untested_optimizer = read.zero.step.zero_allow_untested_optimizer
         self.load_universal_checkpoint = bool(values.get("checkpoint.load_universal", False))
         self.eigenvalue_enabled = self.eigenvalue_verbose = False
 
@@ -134,7 +133,7 @@ class DeepSpeedZeroConfig(Namespace):
     def __init__(self, **section: Any) -> None:
         read = inspect_ds_config({"zero_optimization": section, "train_micro_batch_size_per_gpu": 1}, dialect=Dialect.DEEPSPEED)
         _require(read)
-        super().__init__({field.name: getattr(read.zero, field.name) for field in fields(read.zero)})
+        super().__init__(read.zero.leaves())
 
 
 def get_bfloat16_config(param_dict: Mapping[str, Any]) -> Namespace:

@@ -92,7 +92,7 @@ class _EnginePrecision:
         """
         if not clip_val:
             return
-        clip = self.engine.settings.zero.gradient_clipping
+        clip = self.engine.settings.zero.step.gradient_clipping
         algorithm = str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm))
         if algorithm != "norm" or clip_val != clip:
             raise BadInput(

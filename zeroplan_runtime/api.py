@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import RUNTIME_OPTIMIZERS
 from zeroplan_runtime.config import RuntimeConfig, read_config
-from zeroplan_runtime.curriculum import make_curriculum
 from zeroplan_runtime.engine import Engine
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.monitors.flops import make_flops_profiler
@@ -106,8 +105,8 @@ def make_engine(
 ) -> tuple[AnyEngine, ZeroOptimizer | None, DataLoader[Any] | None, Any]:
     """Makes an engine of class `kind`, as :func:`initialize` does."""
     _require_usable(model, training_data, policy)
-    if "zeroplan_runtime.transformer" in sys.modules:
-        from zeroplan_runtime.transformer.models import warn_of_adapters
+    if "zeroplan_runtime.techniques.transformer" in sys.modules:
+        from zeroplan_runtime.techniques.transformer.models import warn_of_adapters
 
         warn_of_adapters(model)
     where = _device(device)
@@ -116,11 +115,10 @@ def make_engine(
     settings = read_config(config, ranks.samples)
     if settings.without_effect and ranks.world.rank == 0:
         logger.warning("keys without effect in this runtime: %s", ", ".join(settings.without_effect))
-    curriculum = make_curriculum(settings, ranks)
     chosen = _optimizer(model, settings, model_parameters, optimizer)
     schedule = _schedule(settings, chosen, lr_scheduler)  # which may set the momentum that the engine makes room for
     engine = kind(model, settings, chosen, ranks=ranks, device=where, policy=policy)
-    engine.lr_scheduler, engine.curriculum = schedule, curriculum
+    engine.lr_scheduler = schedule
     engine.monitor = make_monitor(settings, where, rank=0 if ranks.reports else 1, ranks=ranks.samples)
     engine.flops_profiler = make_flops_profiler(settings, where, rank=0 if ranks.reports else 1)
     return engine, chosen, _loader(training_data, settings, ranks, collate_fn), engine.lr_scheduler

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,56 +14,36 @@ from torch import nn
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout_setup import require_exchange
-from zeroplan.core.optimizers import STATELESS
-from zeroplan.core.zero_config import OffloadOptimizer
-from zeroplan.ds_config.rules_runtime import require_offloadable
-from zeroplan.ds_config.runtime import runtime_setup
 from zeroplan_runtime.activity import Activity
 from zeroplan_runtime.arena import DTYPES, Arena
-from zeroplan_runtime.checks import (
-    EngineChecks,
-    freeze_outside,
-    groups_of,
-    refuse_copy,
-    require_loss,
-    require_model,
-)
-from zeroplan_runtime.chunked_cross_entropy import attach_chunked_cross_entropy
-from zeroplan_runtime.compiled import compile_units, is_compiled, outside_graphs, refuse_compiled, require_whole
+from zeroplan_runtime.checks import EngineChecks, refuse_copy, require_loss
+from zeroplan_runtime.compiled import compile_units, outside_graphs, refuse_compiled, require_whole
 from zeroplan_runtime.config import RuntimeConfig
-from zeroplan_runtime.engine_audits import EngineAudits
-from zeroplan_runtime.engine_checkpoints import EngineCheckpoints
 from zeroplan_runtime.engine_getters import EngineGetters
-from zeroplan_runtime.full_tensors import full_params
+from zeroplan_runtime.engine_states import make_states, zero_of
+from zeroplan_runtime.first_batches import FirstBatches
+from zeroplan_runtime.full_tensors import full_params, full_state_dict, full_tensors
 from zeroplan_runtime.gradient_hooks import attach_gradient_hooks
-from zeroplan_runtime.labelled_tokens import LabelledTokens, attach_labelled_tokens
-from zeroplan_runtime.layer_drop import make_layer_drop
 from zeroplan_runtime.local_tensors import local_of, put_values
-from zeroplan_runtime.loss import attach_fused_loss
 from zeroplan_runtime.mesh import MeshRanks
-from zeroplan_runtime.model_states import ModelStates
-from zeroplan_runtime.offload.activations import ActivationOffload
-from zeroplan_runtime.offload.host_setup import make_nvme_offload, offload_optimizer
+from zeroplan_runtime.offload.host_setup import offload_optimizer
 from zeroplan_runtime.optim.step import OptimizerStep, StepResult
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
-from zeroplan_runtime.parameter_aliases import ParameterAliases
 from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.pytree import cast_tensors
-from zeroplan_runtime.quantize_training import require_quantisable
-from zeroplan_runtime.replicas import Replicas, is_shared, require_distributed, require_divisible, require_equal_values
+from zeroplan_runtime.replicas import Replicas
 from zeroplan_runtime.schedule import Schedule
-from zeroplan_runtime.shared_memory import require_own_memory, warn_of_aliases
 from zeroplan_runtime.state_dict_hooks import StateDictHooks
-from zeroplan_runtime.units import Policy, cast_floating, find_units
+from zeroplan_runtime.techniques.attached import Techniques
+from zeroplan_runtime.units import Policy
 from zeroplan_runtime.watchdog import watch, weakly
 
 if TYPE_CHECKING:
     from zeroplan_runtime.pipeline_kinds import TorchSchedule
 
 
-class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
+class Engine(EngineGetters):
     """A model trained under ZeRO. Make one by :func:`zeroplan_runtime.initialize`.
 
     Call ``loss = engine(batch)``, ``engine.backward(loss)`` and ``engine.step()`` for each micro batch; the last ``step`` of
@@ -87,7 +68,7 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
         self.settings = config
         self.device = device
         self.ranks = ranks
-        self.comm = comm = ranks.shard
+        self.comm = ranks.shard
         self.optimizer = optimizer
         self.lr_scheduler = None
         self.progress = progress = TrainingProgress(config.loss_scaler(), config.grad_accum)
@@ -97,72 +78,14 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
         self._in_no_sync = False
         self._pending_result: StepResult | None = None
 
-        require_model(model, comm.world_size, on_mesh=ranks.mesh is not None)
-        require_distributed(model, ranks)
-        if is_compiled(model):
-            require_whole(model)
-        require_equal_values(model, ranks)
-        require_own_memory(model)
-        warn_of_aliases(model, device, DTYPES[config.dtype])
-        groups = groups_of(model, optimizer)
-        self._frozen_here = freeze_outside(model, groups) if groups else []
-        zero = config.zero if optimizer is not None else replace(config.zero, offload_optimizer=OffloadOptimizer())
-        if optimizer is not None and optimizer.row.compresses:
-            require_exchange(zero.stage, zero.offload_optimizer.device, local_steps=optimizer.steps_alone)
-        if optimizer is not None and zero.offload_optimizer:
-            require_offloadable(optimizer.kind, zero)
-        setup = runtime_setup(
-            zero,
-            config.runtime_options,
-            ranks=comm.world_size,
-            dtype=config.dtype,
-            optimizer=optimizer.row_with_states.name if optimizer is not None else STATELESS,
-            grad_accum=config.grad_accum,
-            quantize_training=config.quantize_training if optimizer is not None else None,
-            local_steps=optimizer is not None and optimizer.steps_alone,
-            ep=ranks.degrees.get("ep", 1),
-            across=ranks.across,
-        )
-        if setup.quantize_training is not None:
-            require_quantisable(setup, ranks)
-        require_divisible(setup, ranks.degrees)
         self.arena = Arena(device)
-        dtype = DTYPES[config.dtype]
-        if any(p.is_floating_point() and p.dtype != dtype for p in model.parameters()):
-            cast_floating(model, dtype)
-        shared = is_shared if ranks.ep is not None else None
-        units = find_units(model, groups, policy=policy, wide_numel=config.runtime_options.wide_numel, experts=shared)
-        files = make_nvme_offload(zero, in_memory=config.runtime_options.nvme_in_memory)
-        self.model_states = ModelStates(units, setup, ranks, self.arena, files)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = comm.broadcast_from_first(buffer.to(device))
+        self.model_states, self._frozen_here = make_states(model, config, optimizer, ranks, self.arena, policy)
+        zero = zero_of(config, optimizer)
         self.replicas = Replicas(model, self.model_states)
         self.schedule = Schedule(self.model_states)
         self._undo = [attach_gradient_hooks(self.schedule, direct=config.runtime_options.direct_linear)]
-        if config.runtime_options.fused_loss:
-            self._undo.append(attach_fused_loss(model))
-        if config.sparse_attention is not None:
-            from zeroplan_runtime.sparse_attention.section import attach_sparse_attention
-
-            self._undo.append(attach_sparse_attention(model, config.sparse_attention, ranks))
-        self.layer_drop = make_layer_drop(config.layer_drop, model, self.schedule, ranks)
-        if self.layer_drop is not None:
-            self._undo.append(self.layer_drop.remove)
-        picks: dict[nn.Module, LabelledTokens] = {}
-        if config.runtime_options.labelled_tokens_only:
-            self._undo.append(attach_labelled_tokens(model, picks))
-        if config.runtime_options.chunked_cross_entropy:
-            self._undo.append(attach_chunked_cross_entropy(model, config.runtime_options.chunked_cross_entropy, picks))
-        self.activations: ActivationOffload | None = None
-        checkpoints = zero.activation_checkpointing
-        alike = ranks.tp if checkpoints.partition_activations else None
-        if checkpoints.cpu_checkpointing or alike is not None:
-            self.activations = ActivationOffload(
-                self.model_states.blocks, self.arena, to_host=checkpoints.cpu_checkpointing, alike=alike
-            )
-            self._undo.append(self.activations.remove)
+        self.techniques = Techniques(model, config, self.schedule, ranks)
+        self._undo.append(self.techniques.remove)
         self.checks = EngineChecks(model, self.model_states)
         self.state_dict_hooks = StateDictHooks(
             model, self.model_states, synchronize=self._synchronize_parameters, after_load=self.checks.recheck_parameters
@@ -187,12 +110,11 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
             self.host = offload_optimizer(self.optimizer_step, zero, delayed_from=config.runtime_options.delayed_update)
             optimizer.attach(take_step=self.step, drop_grads=self.zero_grad)
         self.arena.empty_cache()
-        self.arena.allocate_workspaces(dtype)
+        self.arena.allocate_workspaces(DTYPES[config.dtype])
         self.model_states.reserve_gradients()
         self.checks.claim_parameters()
         self.schedule.guard.close_all()
-        self._aliases = ParameterAliases(self.model_states, self.schedule.guard, self._own_tensors())
-        self.schedule.aliases = self._aliases if self.model_states.setup.shards_params else None
+        self.first_batches = FirstBatches(model, self.schedule, self.optimizer_step, config.runtime_options.audit_steps)
 
     # ------------------------------------------------------------------ training
 
@@ -208,19 +130,16 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
         """
         self.checks.require_usable("engine")
         self.checks.require_parameters()
-        self._drop_layers(self.progress.global_steps, in_forward=True)
+        self.techniques.choose_layers(self.progress.global_steps, in_forward=True)
         self.schedule.root_pre_forward()
         if self.settings.auto_cast:
             args, kwargs = cast_tensors((args, kwargs), DTYPES[self.settings.dtype])
-        if self.curriculum is not None and (self.module.training or torch.is_grad_enabled()):
-            args, kwargs = self.curriculum.cut(args, kwargs, self.progress.global_steps + 1)
+        args, kwargs = self.techniques.cut(args, kwargs, self.progress.global_steps + 1)
         self.replicas.compare_inputs(args, kwargs)
         self.checks.saw_inputs(args, kwargs)
         if self.monitor is not None and torch.is_grad_enabled():
             self.monitor.saw_inputs(args, kwargs)
-        saving = self.activations.saving() if self.activations is not None else nullcontext()
-        naming = self.ranks.world.naming_ranks_that_computing_lost()
-        with self.activity.inside(), naming, self._audited(), self._counted(backward=False), saving:
+        with self._computing(backward=False), self.techniques.saving():
             output = self.module(*args, **kwargs)
         self.schedule.guard.close_all()
         return output
@@ -272,11 +191,9 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
         if self.optimizer_step is not None:
             self.optimizer_step.begin_backward(self.progress.applied + 1)
         self.arena.phase = Phase.BACKWARD
-        self._drop_layers(self.progress.global_steps)
+        self.techniques.choose_layers(self.progress.global_steps)
         self.schedule.root_pre_backward()
-        during = self.checks.during_backward(boundary=boundary)
-        naming = self.ranks.world.naming_ranks_that_computing_lost()
-        with during, self.activity.inside(), naming, self._audited(), self._counted(backward=True):
+        with self.checks.during_backward(boundary=boundary), self._computing(backward=True):
             yield
             self.schedule.root_post_backward()
 
@@ -301,8 +218,7 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
         Raises:
             BadInput: for a mode with CUDA graphs, where steps leave blocks out, and where ranks have parts of parameters.
         """
-        if self.layer_drop is not None:
-            raise BadInput("blocks that may be left out are not compiled", where="engine.compile", remedy="leave it out")
+        self.techniques.require_compilable()
         require_whole(self.module)
         compile_units(self.module, self.model_states.blocks, whole=self.schedule.hooked, args=args, kwargs=kwargs)
         refuse_compiled(self.module)
@@ -333,14 +249,17 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
         finally:
             self._in_no_sync, self.progress.boundary = False, boundary
 
-    def _drop_layers(self, step: int, *, in_forward: bool = False) -> None:
-        """Chooses the layers of the step after `step` others; a forward for evaluation, or without gradients, keeps all."""
-        if self.layer_drop is not None:
-            self.layer_drop.choose(step, active=self.module.training and (torch.is_grad_enabled() or not in_forward))
-
     def _reduces_once(self) -> bool:
         """Returns whether reduced gradients cannot be added to, because updates on the host use them at once."""
         return self.host is not None and self.host.early_request is not None
+
+    @contextmanager
+    def _computing(self, *, backward: bool) -> Iterator[None]:
+        """Enters the context of a forward or backward, in which the watchdog, the audits and the profiler look on."""
+        naming = self.ranks.world.naming_ranks_that_computing_lost()
+        audited = self.first_batches.audited(self.progress.micro_steps)
+        with self.activity.inside(), naming, audited, self._counted(backward=backward):
+            yield
 
     def _counted(self, *, backward: bool) -> AbstractContextManager[object]:
         """Returns a context that counts the FLOPs of the step that the config profiles."""
@@ -359,7 +278,7 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
             raise BadInput("there is no optimizer", where="engine.step", remedy=remedy)
         if boundary:
             self.checks.require_gradients()
-        self._look_for_aliases()
+        self.first_batches.look_for_aliases(on_host=self.host is not None)
         self.progress.micro_steps += 1
         if not boundary or self.optimizer_step is None:
             return
@@ -373,7 +292,7 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
             result = self.optimizer_step.step(self.progress.applied + 1, self.scaler.scale)
             self.writes.stepped()
             self.schedule.grads.has_grads = False
-            self._drop_layers(self.progress.global_steps + 1)
+            self.techniques.choose_layers(self.progress.global_steps + 1)
             if self.model_states.quantiser is not None:
                 self.model_states.quantiser.step = self.progress.global_steps + 1
             self.schedule.prefetch_forward()
@@ -436,6 +355,107 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
             self.schedule.grads.drop()
             self.checks.grads_were_dropped()
 
+    # ------------------------------------------------------------------ parameters
+
+    def wait_parameters(self) -> None:
+        """Makes the current stream wait for every all-gather that the last step has issued.
+
+        Call it before reading parameters directly at stages 0 to 2; forwards wait by themselves.
+        """
+        self.schedule.wait_for_unshard()
+
+    def unit_names(self) -> list[str]:
+        """The names of the units that the model was divided into, the root first."""
+        return [unit.name for unit in self.model_states.units]
+
+    @contextmanager
+    def gathered(self, name: str = "root") -> Iterator[None]:
+        """A context in which one unit's parameters are unsharded. Every rank must enter it.
+
+        What is written to them stays, if every rank writes the same. At stage 3 no gradients can be taken of what is computed
+        from them, as their backward would come after the context.
+
+        Args:
+            name: one of :meth:`unit_names`.
+
+        Raises:
+            BadInput: for an unknown name, and when the engine cannot be used.
+        """
+        self.checks.require_usable("engine")
+        unit = next((u for u in self.model_states.units if u.name == name), None)
+        if unit is None:
+            raise BadInput(f"there is no unit {name!r}", where="gathered", remedy="see engine.unit_names()")
+        with self.schedule.unsharded(unit):
+            yield
+            self.writes.keep()
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields every parameter, then every persistent buffer, by name and unsharded.
+
+        A tensor is valid until the next is asked for. Every rank must iterate to the end. Tied parameters come once, under
+        their first name.
+        """
+        self.checks.require_usable("engine")
+        yield from full_tensors(self.module, self.schedule)
+
+    def module_state_dict(self) -> dict[str, torch.Tensor] | None:
+        """Returns the model's unsharded state dict in the model's dtype, in the first rank's host memory; None on the other
+        ranks.
+
+        Every rank must call it. Tied parameters appear under each of their names and share memory.
+        """
+        self.checks.require_usable("engine")
+        return full_state_dict(self.module, self.schedule)
+
+    # ------------------------------------------------------------------ files; what they do is slow to import
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Path:
+        """See :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`."""
+        from zeroplan_runtime.checkpoint.save import save_checkpoint
+
+        self.checks.require_usable("engine.save_checkpoint")
+        if not isinstance(save_dir, str | os.PathLike) or not str(save_dir):
+            raise BadInput(f"{save_dir!r} is no folder", where="engine.save_checkpoint", remedy="give the path of one")
+        self.checks.require_no_gradients(self.schedule.grads.has_grads)
+        if self.optimizer_step is not None:
+            self.optimizer_step.require_common_masters("engine.save_checkpoint")
+        self.checks.require_no_new_parameters(self.module)
+        return save_checkpoint(
+            self,
+            save_dir,
+            tag,
+            client_state,
+            latest=save_latest,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+
+    def load_checkpoint(
+        self, load_dir: str | Path, tag: str | None = None, **options: bool
+    ) -> tuple[str | None, dict[str, Any]]:
+        """See :func:`zeroplan_runtime.checkpoint.load.load_checkpoint`."""
+        from zeroplan_runtime.checkpoint.load import load_checkpoint
+
+        self.checks.require_usable("engine.load_checkpoint", allow_failed_step=True)
+        return load_checkpoint(self, load_dir, tag, **options)
+
+    def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
+        """See :func:`zeroplan_runtime.checkpoint.export.save_16bit_model`."""
+        from zeroplan_runtime.checkpoint.export import save_16bit_model
+
+        self.checks.require_usable("engine.save_16bit_model")
+        if self.optimizer_step is not None:
+            self.optimizer_step.require_common_masters("engine.save_16bit_model")
+        save_16bit_model(self, save_dir, save_filename)
+
+    # ------------------------------------------------------------------ end
+
     def destroy(self, *, keep_parameters: bool = False) -> None:
         """Frees all memory of the runtime. A second call does nothing.
 
@@ -473,7 +493,8 @@ class Engine(EngineGetters, EngineCheckpoints, EngineAudits):
         self.writes.free()
         if self.optimizer_step is not None:
             self.optimizer_step.slices.clear()
-        self.optimizer_step = self.host = self.schedule.grads.host = self.last_step = self._audit = None
+        self.optimizer_step = self.host = self.schedule.grads.host = self.last_step = None
+        self.first_batches.close()
         self.model_states.free()
         self.arena.release_host()
 

@@ -106,22 +106,22 @@ class EngineGetters(EngineParts):
 
     def pld_enabled(self) -> bool:
         """Returns whether the config asks for progressive layer dropping."""
-        return self.layer_drop is not None
+        return self.techniques.layer_drop is not None
 
     def get_pld_theta(self) -> float | None:
         """Returns θ of the last forward or step; None without progressive layer dropping."""
-        return self.layer_drop.theta if self.layer_drop is not None else None
+        return self.techniques.layer_drop.theta if self.techniques.layer_drop is not None else None
 
     def curriculum_enabled_legacy(self) -> bool:
         """Returns whether the config asks for a curriculum by sequence length."""
-        return self.curriculum is not None
+        return self.techniques.curriculum is not None
 
     def curriculum_seqlen(self) -> int | None:
         """Returns the tokens of a sample in the last training forward, or before it in the shortest; None without a curriculum.
 
         It is what DeepSpeed's legacy engine gave the model's forward under this name. Batches may be shorter.
         """
-        return self.curriculum.current if self.curriculum is not None else None
+        return self.techniques.curriculum.current if self.techniques.curriculum is not None else None
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Mapping[str, Callable[[int], int]]) -> None:
         """Sets the function of a curriculum whose ``schedule_type`` is custom. Call it again after a restart.
@@ -133,8 +133,8 @@ class EngineGetters(EngineParts):
             BadInput: without such a curriculum, and for other metrics.
         """
         where = "engine.set_custom_curriculum_learning_schedule"
-        if self.curriculum is None or self.curriculum.schedule.schedule_type != CurriculumKind.CUSTOM:
+        if self.techniques.curriculum is None or self.techniques.curriculum.schedule.schedule_type != CurriculumKind.CUSTOM:
             raise BadInput("the config has no custom schedule", where=where, remedy='write "schedule_type": "custom"')
         if set(schedule_func_dict) != {"seqlen"}:
             raise BadInput("it takes one function, by the name seqlen", where=where, remedy="give {'seqlen': function}")
-        self.curriculum.custom = schedule_func_dict["seqlen"]
+        self.techniques.curriculum.custom = schedule_func_dict["seqlen"]

@@ -12,8 +12,6 @@ from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.checks import EngineChecks
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.config import RuntimeConfig
-from zeroplan_runtime.curriculum import SequenceCurriculum
-from zeroplan_runtime.layer_drop import LayerDrop
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.monitors.flops import FlopsProfiler
@@ -24,6 +22,7 @@ from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.schedule import Schedule
+from zeroplan_runtime.techniques.attached import Techniques
 
 
 class EngineParts(nn.Module):
@@ -48,8 +47,7 @@ class EngineParts(nn.Module):
         host: updates on the host; None where the device updates.
         monitor: writes what a step shows; None where the config asks for none, and on all ranks but the first.
         flops_profiler: counts a step's FLOPs; None where the config asks for none, and on all ranks but the first.
-        curriculum: cuts the sequences of training batches; None where the config asks for none.
-        layer_drop: leaves blocks out of steps; None where the config asks for none.
+        techniques: what the config asks for beside ZeRO.
         last_step: the result of the last step; None before it.
     """
 
@@ -71,8 +69,7 @@ class EngineParts(nn.Module):
     host: HostOptimizer | None
     monitor: Monitor | None = None
     flops_profiler: FlopsProfiler | None = None
-    curriculum: SequenceCurriculum | None = None
-    layer_drop: LayerDrop | None = None
+    techniques: Techniques
     last_step: StepResult | None
 
     def finish_step(self) -> None:

@@ -38,6 +38,12 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer.detach()
 
 
+def full_tensors(model: nn.Module, schedule: Schedule) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields every parameter, then every persistent buffer, by name and unsharded; see :meth:`Engine.full_tensors`."""
+    yield from ((name, values) for name, _, values in whole_params(schedule))
+    yield from persistent_buffers(model)
+
+
 def full_state_dict(model: nn.Module, schedule: Schedule) -> dict[str, torch.Tensor] | None:
     """Returns the unsharded state dict of `model` in host memory, on the first rank (of each pipeline stage); None on the
     others.

@@ -36,8 +36,8 @@ from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.offload.nvme import NvmeOffload
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
 from zeroplan_runtime.offload.param_swapper import ParamSwapper
-from zeroplan_runtime.quantize_training import WeightQuantiser
 from zeroplan_runtime.streams import Event, Stream
+from zeroplan_runtime.techniques.quantize_training import WeightQuantiser
 from zeroplan_runtime.unit_state import AccumSlot, ExchangedMomentum, FlatParam, GradSlot, ParamSlot, UnitState
 from zeroplan_runtime.units import Unit, reads_params_in_backward
 

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from benchmarks.kernels.measure import machine, race, save
 from zeroplan.core.losses import IGNORED_LABEL
-from zeroplan_runtime.chunked_cross_entropy import LinearCrossEntropy
-from zeroplan_runtime.loss import causal_lm_loss
+from zeroplan_runtime.techniques.chunked_cross_entropy import LinearCrossEntropy
+from zeroplan_runtime.techniques.fused_loss import causal_lm_loss
 
 CHUNKS = (512, 1024, 2048, 4096)
 _Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -22,7 +22,7 @@ import zeroplan_runtime
 from benchmarks.kernels.measure import machine, race, save
 from zeroplan.core.losses import IGNORED_LABEL, labelled_tokens
 from zeroplan.models.catalog import find
-from zeroplan_runtime.labelled_tokens import attach_labelled_tokens
+from zeroplan_runtime.techniques.labelled_tokens import attach_labelled_tokens
 
 _STEPS = 4
 

@@ -20,11 +20,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels.measure import machine, race, save
-from zeroplan_runtime import sparse_attention
-from zeroplan_runtime.sparse_attention import SparsityConfig
-from zeroplan_runtime.sparse_attention.attention import tiled_attention
-from zeroplan_runtime.sparse_attention.block_attention import BlockLists, block_attention, lists_for_kernels
-from zeroplan_runtime.sparse_attention.tiles import SparseScores
+from zeroplan_runtime.techniques import sparse_attention
+from zeroplan_runtime.techniques.sparse_attention import SparsityConfig
+from zeroplan_runtime.techniques.sparse_attention.attention import tiled_attention
+from zeroplan_runtime.techniques.sparse_attention.block_attention import BlockLists, block_attention, lists_for_kernels
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
 #: Tokens at which results are checked; the second fills neither a tile nor a block.
 CHECKED = (1024, 1000)

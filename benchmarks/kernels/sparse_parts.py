@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from benchmarks.kernels import sparse_attention as bench
 from benchmarks.kernels.measure import call_cost, machine, race, save
-from zeroplan_runtime.sparse_attention import block_attention as blocks
-from zeroplan_runtime.sparse_attention.block_attention import BlockLists, Shape, block_attention
-from zeroplan_runtime.sparse_attention.tiles import SparseScores
+from zeroplan_runtime.techniques.sparse_attention import block_attention as blocks
+from zeroplan_runtime.techniques.sparse_attention.block_attention import BlockLists, Shape, block_attention
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
 _KINDS = ("fixed", "fixed_window16", "bigbird", "bigbird_64", "bslongformer", "sliding_window", "fixed_causal")
 

@@ -23,7 +23,7 @@ from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 from zeroplan.tape.options import TraceOptions
 from zeroplan.tape.sizes import KernelDevice, align
 from zeroplan.trace.example import trace_example
-from zeroplan_runtime.transformer import DeepSpeedTransformerLayer, use_transformer_layer
+from zeroplan_runtime.techniques.transformer import DeepSpeedTransformerLayer, use_transformer_layer
 
 FLAGS = ("normalize_invertible", "gelu_checkpoint", "attn_dropout_checkpoint")
 #: What is measured for memory: by name, the flags, and with all scores where attention is not fused.

@@ -37,7 +37,7 @@ def main() -> None:
     shares: list[float] = []
     for name, section in (("all layers", {}), ("dropped", {LAYER_DROP: RULE.as_section()})):
         engine = engine_of(given, section)
-        drop = engine.layer_drop
+        drop = engine.techniques.layer_drop
         kept: list[float] = []
 
         def note(drop: Any = drop, kept: list[float] = kept, layers: int = given.layers) -> None:

@@ -9,10 +9,10 @@ import torch
 from torch.nn import functional
 
 from tests.kernels.targets import TARGETS
-from zeroplan_runtime import loss as loss_module
 from zeroplan_runtime.kernels import cuda_backend, torch_backend
 from zeroplan_runtime.kernels import loss as kernels_loss
-from zeroplan_runtime.loss import causal_lm_loss
+from zeroplan_runtime.techniques import fused_loss as loss_module
+from zeroplan_runtime.techniques.fused_loss import causal_lm_loss
 
 DEVICES = ["torch", pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("torch-cuda", marks=pytest.mark.gpu)]
 #: The gradient is rounded once to the logits' 8, 11 or 24 bits: half a unit in the last place, and half of fp16's smallest.

@@ -41,7 +41,7 @@ def ordinary(group: dist.ProcessGroup, config: dict[str, Any]) -> tuple[int, int
             with torch.no_grad():
                 losses.append(engine(models.batch(number, 9, 0)))
         searches = search.call_count
-    found = len(engine._aliases._search())
+    found = len(engine.first_batches.aliases._search())
     engine.destroy()
     return searches, found
 
@@ -70,7 +70,7 @@ def lingering(group: dist.ProcessGroup, during: str) -> tuple[int, bool]:
         engine.step()
 
     def hold() -> None:
-        held.append(engine._aliases._model_states.units[-1].param_slot.tensor.view(-1))
+        held.append(engine.first_batches.aliases._model_states.units[-1].param_slot.tensor.view(-1))
 
     step()
     with (

@@ -14,8 +14,8 @@ from tests.runtime.ranks import RankPool
 from tests.runtime.test_labelled_tokens import BATCH, LENGTH, VOCAB, batch, make
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.chunked_cross_entropy import LinearCrossEntropy, attach_chunked_cross_entropy
-from zeroplan_runtime.labelled_tokens import LabelledTokens, attach_labelled_tokens
+from zeroplan_runtime.techniques.chunked_cross_entropy import LinearCrossEntropy, attach_chunked_cross_entropy
+from zeroplan_runtime.techniques.labelled_tokens import LabelledTokens, attach_labelled_tokens
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch]

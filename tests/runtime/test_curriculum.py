@@ -18,7 +18,7 @@ from tests.runtime.train import ds_config
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.config import read_config
-from zeroplan_runtime.curriculum import SequenceCurriculum
+from zeroplan_runtime.techniques.curriculum import SequenceCurriculum
 
 pytestmark = [pytest.mark.torch]
 
@@ -202,8 +202,8 @@ def test_a_custom_schedule_is_a_function_of_the_step_that_stops_at_the_longest()
         seen.append(engine.curriculum_seqlen())
     assert seen == [2, 3, 4, 5, 5, 5, 5]
     engine.set_custom_curriculum_learning_schedule({"seqlen": lambda step: 0})
-    assert engine.curriculum is not None
-    engine.curriculum.load_state_dict(None)
+    assert engine.techniques.curriculum is not None
+    engine.techniques.curriculum.load_state_dict(None)
     with pytest.raises(BadInput, match="gives 0 at step 8"):
         engine(models.batch(0, 0, 0))
 

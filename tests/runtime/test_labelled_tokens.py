@@ -12,7 +12,7 @@ import zeroplan_runtime
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.labelled_tokens import attach_labelled_tokens
+from zeroplan_runtime.techniques.labelled_tokens import attach_labelled_tokens
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch]

@@ -116,11 +116,14 @@ def train(group: dist.ProcessGroup, stage: int, remat: str, folder: str) -> dict
     engine.eval()
     with torch.no_grad():
         whole = engine(models.batch(9, 0, 0)).item()
-    theta, seed = engine.get_pld_theta(), engine.layer_drop.seed if engine.layer_drop is not None else None
+    theta, seed = (
+        engine.get_pld_theta(),
+        engine.techniques.layer_drop.seed if engine.techniques.layer_drop is not None else None,
+    )
     engine.destroy()
     resumed = start(group, config)
-    assert resumed.layer_drop is not None
-    resumed.layer_drop.seed = 0
+    assert resumed.techniques.layer_drop is not None
+    resumed.techniques.layer_drop.seed = 0
     resumed.load_checkpoint(folder)
     after = steps(resumed, 3, STEPS, rank)
     return {"losses": losses, "params": params, "seen": seen, "whole": whole, "theta": theta, "seed": seed, "after": after}
@@ -166,7 +169,7 @@ def test_models_of_transformers_leave_layers_out(kind: str) -> None:
     model = made[kind]()
     config = ds_config(3, **SECTION, train_micro_batch_size_per_gpu=2)
     engine, *_ = zeroplan_runtime.initialize(model=model, config=config, device="cpu")
-    assert engine.layer_drop is not None
+    assert engine.techniques.layer_drop is not None
     ran: list[int] = []
     blocks = [place for place in model.modules() if "_layer_drop" in vars(place)]
     for index, block in enumerate(blocks):
@@ -176,7 +179,7 @@ def test_models_of_transformers_leave_layers_out(kind: str) -> None:
     for step in range(6):
         del ran[:]
         loss = engine(input_ids=tokens, labels=tokens).loss
-        assert [index in ran for index in range(4)] == list(RULE.kept(step, 4, engine.layer_drop.seed))
+        assert [index in ran for index in range(4)] == list(RULE.kept(step, 4, engine.techniques.layer_drop.seed))
         engine.backward(loss)
         engine.step()
     engine.destroy()

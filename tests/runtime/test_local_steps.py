@@ -18,7 +18,7 @@ from tests.runtime.test_one_bit import Simulation, compress, learn, run, start, 
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
 from zeroplan.core.owned_buffers import runtime_buffers
-from zeroplan_runtime.optim.compression_schedule import SCHEDULES, Exchanged
+from zeroplan_runtime.techniques.one_bit.compression_schedule import SCHEDULES, Exchanged
 
 FREEZE, STEPS = 2, 13
 LR, DECAY, BETA1, BETA2, EPS = 1e-2, 0.1, 0.9, 0.999, 1e-8

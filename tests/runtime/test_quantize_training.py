@@ -186,7 +186,7 @@ def test_large_weights_are_rounded_in_parts(monkeypatch: pytest.MonkeyPatch) -> 
     """The same bits whether a weight is rounded at once, some groups at a time, or each group in pieces."""
     rule, results = QuantizeTraining(5, 5, 1, 0, 4), []
     for chunk in (1 << 22, 500, 37):
-        monkeypatch.setattr("zeroplan_runtime.quantize_training.CHUNK", chunk)
+        monkeypatch.setattr("zeroplan_runtime.techniques.quantize_training.CHUNK", chunk)
         monkeypatch.setattr(quantize_training, "CHUNK", chunk)
         config = ds_config(1, "bf16", **section(rule))
         engine, *_ = zeroplan_runtime.initialize(model=models.make(0, odd=False), config=config, device="cpu")

@@ -15,12 +15,12 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.utils.flop_counter import FlopCounterMode
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime import sparse_attention
 from zeroplan_runtime.compiled import uncompiled
-from zeroplan_runtime.sparse_attention import SparseAttentionUtils, SparseSelfAttention, SparsityConfig, attention
-from zeroplan_runtime.sparse_attention.attention import dense_attention, reorder, tiled_attention
-from zeroplan_runtime.sparse_attention.rules import rules_of
-from zeroplan_runtime.sparse_attention.tiles import SparseScores, TokenOrder
+from zeroplan_runtime.techniques import sparse_attention
+from zeroplan_runtime.techniques.sparse_attention import SparseAttentionUtils, SparseSelfAttention, SparsityConfig, attention
+from zeroplan_runtime.techniques.sparse_attention.attention import dense_attention, reorder, tiled_attention
+from zeroplan_runtime.techniques.sparse_attention.rules import rules_of
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores, TokenOrder
 
 pytestmark = [pytest.mark.torch]
 

@@ -11,14 +11,14 @@ from torch import nn
 import zeroplan_runtime
 from tests.runtime.test_sparse_attention import LAYOUTS, kept_scores, plain_attention
 from tests.runtime.test_sparse_models import BATCH, HEADS, inputs, make, run
-from zeroplan_runtime.sparse_attention import (
+from zeroplan_runtime.techniques.sparse_attention import (
     BigBirdSparsityConfig,
     FixedSparsityConfig,
     SparseSelfAttention,
     use_sparse_attention,
 )
-from zeroplan_runtime.sparse_attention.attention import tiled_attention
-from zeroplan_runtime.sparse_attention.tiles import SparseScores
+from zeroplan_runtime.techniques.sparse_attention.attention import tiled_attention
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from zeroplan.core.sparse_attention import SparseAttention
-from zeroplan_runtime import sparse_attention
-from zeroplan_runtime.sparse_attention import SparsityConfig, block_attention
-from zeroplan_runtime.sparse_attention.block_attention import BlockLists, lists_for_kernels
-from zeroplan_runtime.sparse_attention.pieces import Pieces
-from zeroplan_runtime.sparse_attention.section import sparsity_config
-from zeroplan_runtime.sparse_attention.tiles import SparseScores
+from zeroplan_runtime.techniques import sparse_attention
+from zeroplan_runtime.techniques.sparse_attention import SparsityConfig, block_attention
+from zeroplan_runtime.techniques.sparse_attention.block_attention import BlockLists, lists_for_kernels
+from zeroplan_runtime.techniques.sparse_attention.pieces import Pieces
+from zeroplan_runtime.techniques.sparse_attention.section import sparsity_config
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
 pytestmark = [pytest.mark.torch]
 
@@ -160,8 +160,8 @@ def test_the_plan_knows_where_lists_are_taken(
 _INTERPRETED = """
 import torch
 from tests.runtime.test_sparse_lists import HEADS, SCALE, config_of
-from zeroplan_runtime.sparse_attention import block_attention
-from zeroplan_runtime.sparse_attention.tiles import SparseScores
+from zeroplan_runtime.techniques.sparse_attention import block_attention
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
 block_attention.LIST_PIECE = 64
 for kind in ("fixed", "bigbird"):

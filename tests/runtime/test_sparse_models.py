@@ -20,7 +20,7 @@ from zeroplan_runtime.sparse_attention import (
     SparsityConfig,
     use_sparse_attention,
 )
-from zeroplan_runtime.sparse_attention.section import sparsity_config
+from zeroplan_runtime.techniques.sparse_attention.section import sparsity_config
 
 transformers = pytest.importorskip("transformers")
 pytestmark = [pytest.mark.torch]

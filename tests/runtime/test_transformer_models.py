@@ -16,7 +16,7 @@ import zeroplan_runtime
 from tests.patience import PATIENCE
 from tests.runtime.ranks import RankPool
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.transformer import DeepSpeedTransformerLayer, models, use_transformer_layer
+from zeroplan_runtime.techniques.transformer import DeepSpeedTransformerLayer, models, use_transformer_layer
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -87,8 +87,8 @@ def test_fixed_copies_keys_and_values_into_another_order() -> None:
 )
 def test_tables_are_the_runtimes_to_the_byte(section: dict[str, Any], causal: bool) -> None:
     from zeroplan.trace.sparse_attention import _tables_of
-    from zeroplan_runtime.sparse_attention.section import sparsity_config
-    from zeroplan_runtime.sparse_attention.tiles import SparseScores
+    from zeroplan_runtime.techniques.sparse_attention.section import sparsity_config
+    from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
     known = SparseAttention(**section)
     config = sparsity_config(known, HEADS)
@@ -141,9 +141,9 @@ def test_a_search_does_not_leave_it_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("section", [{"mode": "bigbird", "num_random_blocks": 1}, {"mode": "fixed"}, {"mode": "bslongformer"}])
 def test_lists_take_what_is_planned(section: dict[str, Any]) -> None:
     from zeroplan.trace.sparse_attention import _lists_of
-    from zeroplan_runtime.sparse_attention.block_attention import BlockLists
-    from zeroplan_runtime.sparse_attention.section import sparsity_config
-    from zeroplan_runtime.sparse_attention.tiles import SparseScores
+    from zeroplan_runtime.techniques.sparse_attention.block_attention import BlockLists
+    from zeroplan_runtime.techniques.sparse_attention.section import sparsity_config
+    from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
     known, tokens = SparseAttention(**section), 4096
     config = sparsity_config(known, HEADS)

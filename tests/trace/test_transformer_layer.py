@@ -21,7 +21,7 @@ FILE = {"bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}},
 
 
 def fused_bert(**options: Any) -> Any:
-    from zeroplan_runtime.transformer import use_transformer_layer
+    from zeroplan_runtime.techniques.transformer import use_transformer_layer
 
     config = transformers.BertConfig(
         hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=HEADS, intermediate_size=INNER, vocab_size=512

@@ -1,7 +1,8 @@
 """The ``sparse_attention`` section of a ds_config: which kind of block-sparse attention, and what its arguments may be.
 
 Keys and defaults are those of DeepSpeed up to 0.19.6 (``runtime/config.py`` and ``runtime/constants.py``), which handed the
-section to the user's model. Here the included runtime applies it. Layouts are made in :mod:`zeroplan_runtime.sparse_attention`.
+section to the user's model. Here the included runtime applies it. Layouts are made in
+:mod:`zeroplan_runtime.techniques.sparse_attention`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class SparseTables:
 
 @dataclass(frozen=True, slots=True)
 class SparseAttention:
-    """The section's keys; see the classes of :mod:`zeroplan_runtime.sparse_attention.sparsity_config` for each.
+    """The section's keys; see the classes of :mod:`zeroplan_runtime.techniques.sparse_attention.sparsity_config` for each.
 
     A mode reads the keys that it has, and leaves out the others, as DeepSpeed does. BigBird's default of `num_random_blocks` is
     0 here and 1 in its class, as it is in DeepSpeed.
@@ -197,7 +198,7 @@ class SparseAttention:
 
     @property
     def moves_keys(self) -> bool:
-        """Whether keys are attended in another order: Note [Order of tokens] of zeroplan_runtime/sparse_attention/tiles.py."""
+        """Whether keys are attended in another order: Note [Order of tokens] of the runtime's sparse_attention/tiles.py."""
         return self.mode == SparsityMode.FIXED
 
     @property

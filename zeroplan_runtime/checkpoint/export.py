@@ -13,14 +13,15 @@ import torch
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint.agreement import on_all_ranks
 from zeroplan_runtime.checkpoint.atomic_files import sync_folder, write_durably
-from zeroplan_runtime.engine_parameters import EngineParameters
+from zeroplan_runtime.engine_parts import EngineParts
+from zeroplan_runtime.full_tensors import full_tensors
 
 #: The most bytes of one file, unless a single tensor is larger.
 FILE_BYTES = 5 * 10**9
 
 
 def save_16bit_model(
-    engine: EngineParameters, folder: str | Path, filename: str = "model.safetensors", *, file_bytes: int = FILE_BYTES
+    engine: EngineParts, folder: str | Path, filename: str = "model.safetensors", *, file_bytes: int = FILE_BYTES
 ) -> None:
     """Writes the parameters, the persistent buffers and the configs of a transformers model, from the first rank.
 
@@ -70,7 +71,7 @@ def save_16bit_model(
         except Exception as fault:
             faults.append(fault)
 
-    for name, tensor in engine.full_tensors():
+    for name, tensor in full_tensors(engine.module, engine.schedule):
         if first and not faults:
             nbytes = tensor.numel() * tensor.element_size()
             if size and size + nbytes > file_bytes:

@@ -214,10 +214,7 @@ def _require_optimizer(engine: EngineParts, state: dict[str, Any], path: Path, *
 def _take_over(engine: EngineParts, state: dict[str, Any], *, optimizer: bool, schedule: bool) -> None:
     """Continues from the checkpoint's counts, hyperparameters and schedule."""
     engine.progress.load_state_dict(state["progress"])
-    if engine.curriculum is not None:
-        engine.curriculum.load_state_dict(state.get("curriculum"))
-    if engine.layer_drop is not None:
-        engine.layer_drop.load_state_dict(state.get("layer_drop"))
+    engine.techniques.load_state_dict(state)
     if optimizer and engine.optimizer is not None:
         engine.optimizer.take_hyperparameters(state["groups"])
         if engine.optimizer_step is not None:

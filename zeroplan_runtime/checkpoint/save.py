@@ -148,9 +148,8 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: 
         "groups": encode([{k: v for k, v in group.items() if k != "params"} for group in groups], "optimizer.param_groups"),
         "progress": engine.progress.state_dict(),
         "schedule": encode(engine.lr_scheduler.state_dict(), "lr_scheduler") if engine.lr_scheduler is not None else None,
-        "curriculum": engine.curriculum.state_dict() if engine.curriculum is not None else None,
         "coefficients": engine.optimizer_step.coefficient_state() if engine.optimizer_step is not None else {},
-        "layer_drop": engine.layer_drop.state_dict() if engine.layer_drop is not None else None,
+        **engine.techniques.state_dict(),
         "client_state": encode(client_state or {}, "client_state"),
         "model": {**_names(engine), "without_frozen": not frozen},
     }

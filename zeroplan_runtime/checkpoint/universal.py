@@ -206,8 +206,7 @@ def _load(
     applied = engine.progress.applied = _steps(folder / _STATES, model)
     engine.progress.global_steps = int(model.get("global_steps", applied))
     engine.progress.micro_steps = engine.progress.global_steps * engine.progress.grad_accum
-    if engine.curriculum is not None:
-        engine.curriculum.load_state_dict(None)
+    engine.techniques.load_state_dict({})
     if schedule and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []

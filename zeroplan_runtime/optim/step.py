@@ -17,13 +17,13 @@ from zeroplan.core.layout import Flat, UnitKind
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.update_request import UpdateRequest
-from zeroplan_runtime.optim.compression_schedule import LOCAL, CompressionStep
-from zeroplan_runtime.optim.local_steps import LocalSteps
-from zeroplan_runtime.optim.momentum_exchange import MomentumExchange
-from zeroplan_runtime.optim.scaled_exchange import ScaledExchange
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.replicas import replicated_runs
 from zeroplan_runtime.schedule import Schedule
+from zeroplan_runtime.techniques.one_bit.compression_schedule import LOCAL, CompressionStep
+from zeroplan_runtime.techniques.one_bit.local_steps import LocalSteps
+from zeroplan_runtime.techniques.one_bit.momentum_exchange import MomentumExchange
+from zeroplan_runtime.techniques.one_bit.scaled_exchange import ScaledExchange
 from zeroplan_runtime.unit_state import GroupSlice, UnitState
 
 

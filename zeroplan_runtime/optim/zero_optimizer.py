@@ -14,7 +14,7 @@ from zeroplan.core.one_bit import local_steps
 from zeroplan.core.optimizer_row import Optimizer, RuntimeKernel
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS, torch_row, variant_of, why_no_kernel
 from zeroplan_runtime import kernels
-from zeroplan_runtime.optim.compression_schedule import SCHEDULES, CompressionStep
+from zeroplan_runtime.techniques.one_bit.compression_schedule import SCHEDULES, CompressionStep
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 

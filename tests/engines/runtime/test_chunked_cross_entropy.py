@@ -33,8 +33,8 @@ def recorded(labelled_only: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     import torch
     import transformers
 
-    from zeroplan_runtime import chunked_cross_entropy as runtime
-    from zeroplan_runtime import labelled_tokens as picking
+    from zeroplan_runtime.techniques import chunked_cross_entropy as runtime
+    from zeroplan_runtime.techniques import labelled_tokens as picking
 
     def cross_entropy(logits: Any, labels: Any, ignore: int, out: tuple[Any, Any]) -> tuple[Any, Any]:
         return out

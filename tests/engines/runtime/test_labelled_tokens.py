@@ -95,7 +95,7 @@ def recorded(kind: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     import torch
     import transformers
 
-    from zeroplan_runtime import labelled_tokens as runtime
+    from zeroplan_runtime.techniques import labelled_tokens as runtime
 
     with torch.device("meta"):
         config = transformers.AutoConfig.for_model(**MODELS[kind])

@@ -2,7 +2,7 @@
 
 The logits and their gradient are there for one chunk, once in the forward and again in the backward, where the gradients of the
 hidden states and, unless it has a place of its own, of the weight exist before the first chunk.
-Source: zeroplan_runtime/chunked_cross_entropy.py.
+Source: zeroplan_runtime/techniques/chunked_cross_entropy.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 transformers casts the logits to fp32 and takes their log-softmax in the forward, and makes two gradients of that size in the
 backward, before the cast's gradient has the logits' dtype. The runtime's loss keeps the logits until it has written their
-gradient, and two numbers a row. Source: zeroplan_runtime/loss.py; transformers/loss/loss_utils.py, ForCausalLMLoss.
+gradient, and two numbers a row. Source: zeroplan_runtime/techniques/fused_loss.py;
+transformers/loss/loss_utils.py, ForCausalLMLoss.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What the head and the loss make is smaller by the labelled share. Beside it stand the picked rows of the hidden states and their
 indices; the hidden states themselves end where the head begins, and in the backward the rows' gradient is laid into one of all
-tokens. Source: zeroplan_runtime/labelled_tokens.py.
+tokens. Source: zeroplan_runtime/techniques/labelled_tokens.py.
 """
 
 from __future__ import annotations

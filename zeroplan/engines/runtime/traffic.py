@@ -4,7 +4,7 @@ Amounts are those of one rank; those of the host and the disk, which the ranks o
 the forward and the backward are of one micro batch. What happens once a step beside one of its micro batches is spread evenly
 over them. Bytes on a link are those that one GPU sends in a ring.
 Of a 1-bit optimizer they are those after its warm-up.
-Source: zeroplan_runtime/schedule.py, gradient_reduction.py, optim/step.py and optim/momentum_exchange.py.
+Source: zeroplan_runtime/schedule.py, gradient_reduction.py, optim/step.py and techniques/one_bit/momentum_exchange.py.
 """
 
 from __future__ import annotations

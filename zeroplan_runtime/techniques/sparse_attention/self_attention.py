@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.sparse_attention.attention import ScoreMod, dense_attention, tiled_attention
-from zeroplan_runtime.sparse_attention.block_attention import BlockLists, block_attention, lists_for_kernels
-from zeroplan_runtime.sparse_attention.sparsity_config import SparsityConfig
-from zeroplan_runtime.sparse_attention.tiles import SparseScores
+from zeroplan_runtime.techniques.sparse_attention.attention import ScoreMod, dense_attention, tiled_attention
+from zeroplan_runtime.techniques.sparse_attention.block_attention import BlockLists, block_attention, lists_for_kernels
+from zeroplan_runtime.techniques.sparse_attention.sparsity_config import SparsityConfig
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
 _MODES = ("add", "mul")
 

@@ -9,8 +9,8 @@ from torch import nn
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sparse_attention import SparseAttention, SparsityMode
 from zeroplan_runtime.mesh import MeshRanks
-from zeroplan_runtime.sparse_attention.models import heads_of, use_sparse_attention
-from zeroplan_runtime.sparse_attention.sparsity_config import (
+from zeroplan_runtime.techniques.sparse_attention.models import heads_of, use_sparse_attention
+from zeroplan_runtime.techniques.sparse_attention.sparsity_config import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,

@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zeroplan_runtime.sparse_attention.tiles import SparseScores, TokenOrder
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores, TokenOrder
 
 #: Shapes that the kernels may be compiled for in one process; torch's own limit is 8.
 _MOST_SHAPES = 64

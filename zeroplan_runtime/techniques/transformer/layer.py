@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.kernels.philox import Dropout
-from zeroplan_runtime.transformer.attention import attend, usable_mask
-from zeroplan_runtime.transformer.config import DeepSpeedTransformerConfig
-from zeroplan_runtime.transformer.functions import LayerFlags, OutputAndFeedForward, Projections
+from zeroplan_runtime.techniques.transformer.attention import attend, usable_mask
+from zeroplan_runtime.techniques.transformer.config import DeepSpeedTransformerConfig
+from zeroplan_runtime.techniques.transformer.functions import LayerFlags, OutputAndFeedForward, Projections
 
 _WHERE = "DeepSpeedTransformerLayer"
 #: The stream of dropout of probabilities; the residual sums have 0 and 1.

@@ -1,9 +1,9 @@
 """Block-sparse attention: DeepSpeed's sparsity configs, run by FlexAttention; see docs/sparse_attention.md."""
 
-from zeroplan_runtime.sparse_attention.models import use_sparse_attention
-from zeroplan_runtime.sparse_attention.padding import SparseAttentionUtils
-from zeroplan_runtime.sparse_attention.self_attention import SparseSelfAttention
-from zeroplan_runtime.sparse_attention.sparsity_config import (
+from zeroplan_runtime.techniques.sparse_attention.models import use_sparse_attention
+from zeroplan_runtime.techniques.sparse_attention.padding import SparseAttentionUtils
+from zeroplan_runtime.techniques.sparse_attention.self_attention import SparseSelfAttention
+from zeroplan_runtime.techniques.sparse_attention.sparsity_config import (
     BigBirdSparsityConfig,
     BSLongformerSparsityConfig,
     DenseSparsityConfig,

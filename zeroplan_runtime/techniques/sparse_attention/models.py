@@ -15,10 +15,10 @@ from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sparse_attention import TILE, require_model_type, require_tiles
-from zeroplan_runtime.sparse_attention.attention import dense_attention, tiled_attention
-from zeroplan_runtime.sparse_attention.block_attention import BlockLists, block_attention, lists_for_kernels
-from zeroplan_runtime.sparse_attention.sparsity_config import SparsityConfig
-from zeroplan_runtime.sparse_attention.tiles import SparseScores
+from zeroplan_runtime.techniques.sparse_attention.attention import dense_attention, tiled_attention
+from zeroplan_runtime.techniques.sparse_attention.block_attention import BlockLists, block_attention, lists_for_kernels
+from zeroplan_runtime.techniques.sparse_attention.sparsity_config import SparsityConfig
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
 logger = logging.getLogger("zeroplan_runtime")
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.transformer.config import DeepSpeedTransformerConfig
-from zeroplan_runtime.transformer.layer import DeepSpeedTransformerLayer
+from zeroplan_runtime.techniques.transformer.config import DeepSpeedTransformerConfig
+from zeroplan_runtime.techniques.transformer.layer import DeepSpeedTransformerLayer
 
 logger = logging.getLogger("zeroplan_runtime")
 

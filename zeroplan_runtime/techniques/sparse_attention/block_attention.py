@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from zeroplan.core.sparse_attention import LIST_BLOCKS, LIST_PIECE, MOST_WIDTH
-from zeroplan_runtime.sparse_attention.pieces import Pieces
-from zeroplan_runtime.sparse_attention.sparsity_config import SparsityConfig
-from zeroplan_runtime.sparse_attention.tiles import SparseScores
+from zeroplan_runtime.techniques.sparse_attention.pieces import Pieces
+from zeroplan_runtime.techniques.sparse_attention.sparsity_config import SparsityConfig
+from zeroplan_runtime.techniques.sparse_attention.tiles import SparseScores
 
 #: Where queries meet more keys than these by lists, and more than this share of all, FlexAttention's larger tiles are as fast.
 _MOST_MET, _MOST_SHARE = 512, 0.1
@@ -334,7 +334,7 @@ def run_forward(
     started: bool,
 ) -> None:
     """Writes output and log-sum-exp; `started`: they hold those of other keys, and go on from there."""
-    from zeroplan_runtime.sparse_attention import block_kernels
+    from zeroplan_runtime.techniques.sparse_attention import block_kernels
 
     samples, heads, tokens, width = query.shape
     pieces, common = lists.rows, _common(query, lists, padding)
@@ -372,7 +372,7 @@ def run_backward(
     started: bool,
 ) -> None:
     """Writes the gradients of query, key and value; `started`: the query's holds that of other keys, and goes on from there."""
-    from zeroplan_runtime.sparse_attention import block_kernels
+    from zeroplan_runtime.techniques.sparse_attention import block_kernels
 
     samples, heads, tokens, width = query.shape
     key_heads = key.shape[1]

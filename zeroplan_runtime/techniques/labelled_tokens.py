@@ -22,7 +22,7 @@ from torch.nn import functional
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import IGNORED_LABEL, leaves_loss_to_function, scores_each_token
 from zeroplan_runtime.compiled import outside_graphs
-from zeroplan_runtime.loss import causal_lm_loss
+from zeroplan_runtime.techniques.fused_loss import causal_lm_loss
 
 _KEY = "ds_config.zeroplan.labelled_tokens_only"
 

@@ -24,8 +24,8 @@ from zeroplan.core.losses import IGNORED_LABEL, leaves_loss_to_function
 from zeroplan_runtime.compiled import outside_graphs
 from zeroplan_runtime.gradient_hooks import GradientTarget, direct_target, is_plain_linear
 from zeroplan_runtime.kernels import cross_entropy, cross_entropy_grad
-from zeroplan_runtime.labelled_tokens import LabelledTokens, shifted_labels
 from zeroplan_runtime.local_tensors import is_distributed
+from zeroplan_runtime.techniques.labelled_tokens import LabelledTokens, shifted_labels
 
 _KEY = "ds_config.zeroplan.chunked_cross_entropy"
 

@@ -9,7 +9,7 @@ Note [What a layer keeps]: with T tokens of width H, intermediate width I and el
     pre-LN   T·e·(H normed input + 3H + H context + H normed + I), GELU's output as above,
              + 2·T·e·H the norms' inputs and 8·T their means, or nothing, with normalize_invertible; + 8·T + 8
 
-and what attention keeps (:mod:`zeroplan_runtime.transformer.attention`). A layer's post-LN output is the next one's input, so
+and what attention keeps (:mod:`.attention`). A layer's post-LN output is the next one's input, so
 it takes memory once. In-place products add to gradients that these functions made themselves and nobody else holds.
 """
 

@@ -18,8 +18,8 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.one_bit import message_words
 from zeroplan_runtime import kernels
 from zeroplan_runtime.model_states import ModelStates
-from zeroplan_runtime.optim.compression_schedule import CompressionStep, Exchanged
-from zeroplan_runtime.optim.momentum_exchange import MomentumExchange
+from zeroplan_runtime.techniques.one_bit.compression_schedule import CompressionStep, Exchanged
+from zeroplan_runtime.techniques.one_bit.momentum_exchange import MomentumExchange
 from zeroplan_runtime.unit_state import GroupSlice, UnitState
 
 

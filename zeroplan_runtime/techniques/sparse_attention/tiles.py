@@ -23,12 +23,12 @@ import torch
 from torch.nn import functional
 
 from zeroplan.core.sparse_attention import TILE, require_tiles
-from zeroplan_runtime.sparse_attention.rules import LayoutRules, rules_of
+from zeroplan_runtime.techniques.sparse_attention.rules import LayoutRules, rules_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from zeroplan_runtime.sparse_attention.sparsity_config import SparsityConfig
+    from zeroplan_runtime.techniques.sparse_attention.sparsity_config import SparsityConfig
 
 #: A block's keys move to the front where more than this share of the queries sees them.
 _SEEN_BY_MOST = 0.5

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.sparse_attention.models import use_sparse_attention
-from zeroplan_runtime.sparse_attention.sparsity_config import SparsityConfig
+from zeroplan_runtime.techniques.sparse_attention.models import use_sparse_attention
+from zeroplan_runtime.techniques.sparse_attention.sparsity_config import SparsityConfig
 
 #: The first rows of RoBERTa's position embeddings, which stand for padding.
 _PADDING_ROWS = 2

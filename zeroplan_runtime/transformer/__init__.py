@@ -1,7 +1,0 @@
-"""DeepSpeed's fused transformer layer with its memory flags, also in BERT of transformers: docs/transformer_layer.md."""
-
-from zeroplan_runtime.transformer.config import DeepSpeedTransformerConfig
-from zeroplan_runtime.transformer.layer import DeepSpeedTransformerLayer
-from zeroplan_runtime.transformer.models import use_transformer_layer
-
-__all__ = ["DeepSpeedTransformerConfig", "DeepSpeedTransformerLayer", "use_transformer_layer"]

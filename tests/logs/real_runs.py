@@ -1,4 +1,4 @@
-"""Logs of real runs of ours, and the cause of each: ``python -m benchmarks.logs.make`` makes them on purpose.
+"""Logs of real runs of ours that were made on purpose, and the cause of each.
 
 `FIRST` were there while the patterns were written. `BLIND` came afterwards: the doctor of that day read each of them once and
 was right on 61 of 74. `SECOND` came when what that had missed was mended: it was right on 41 of 51. docs/doctor.md tells what
@@ -166,7 +166,7 @@ SECOND = {
     "torch_load_memory": Cause.HOST_MEMORY,
     "unused_parameters": Cause.OTHER_ERROR,
 }
-#: The first run of a pair of ``python -m benchmarks.logs.advised``.
+#: The first run of a pair of ``python -m benchmarks.doctor.advised``.
 ADVISED = {"advised_states": Cause.HOST_MEMORY}
 REAL = FIRST | BLIND | SECOND | ADVISED
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.logs.advised import WIDE
+from benchmarks.doctor.advised import WIDE
 from tests.logs.cases import CASES
 from tests.logs.real_runs import FOLDER
 

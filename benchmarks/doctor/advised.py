@@ -1,8 +1,8 @@
 """Runs that the host's limit stops, and the change that ``zeroplan doctor`` advises for them, run under the same limit.
 
-    python -m benchmarks.logs.advised OUT [--only NAME]
+    python -m benchmarks.doctor.advised OUT [--only NAME]
 
-Two gloo ranks train on the CPU, each allowed the bytes that the case states; see :mod:`benchmarks.logs.capped`. The first run
+Two gloo ranks train on the CPU, each allowed the bytes that the case states; see :mod:`benchmarks.doctor.capped`. The first run
 must die of them. ``zeroplan doctor LOG MODEL --vram …`` reads its log, for a card that leaves torch the same bytes, and names
 the smallest change that fits; the second run has that change and nothing else. OUT gets both logs of each case and
 ``advised.json``; exits with 1 unless each second run ends well. What a GPU's allocator would do stays untested here.
@@ -12,15 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.logs.make import HERE, LogRun, run
 from zeroplan.core.gpus import DRIVER_RESERVE
 
 MIB = 1 << 20
+#: Seconds after which a run that hangs is ended.
+_LONGEST = 150
 MODEL = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],
@@ -103,9 +106,18 @@ def _run(out: Path, name: str, settings: dict[str, Any]) -> bool:
     """Run, keep the log, and return whether the run ended well."""
     path = (out / f"{name}.json").resolve()
     path.write_text(json.dumps({**settings, "allowed": settings["allowed"] * MIB}))
-    text, code = run(str(path), LogRun(str(HERE / "capped"), "torchrun", 2))
-    (out / f"{name}.log").write_text(text)
-    return code == 0 and "Training completed" in text
+    script = Path(__file__).with_name("capped.py")
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[2]), os.environ.get("PYTHONPATH", "")])}
+    with (out / f"{name}.log").open("w+") as log:
+        started = subprocess.Popen(launched, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+        try:
+            started.wait(timeout=_LONGEST)
+        except subprocess.TimeoutExpired:  # a rank that hangs after the other's error
+            os.killpg(started.pid, signal.SIGTERM)
+            started.wait(timeout=30)
+        log.seek(0)
+        return started.returncode == 0 and "Training completed" in log.read()
 
 
 if __name__ == "__main__":

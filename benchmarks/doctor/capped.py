@@ -1,4 +1,4 @@
-"""One training whose ranks may hold so many bytes: ``torchrun capped.py SETTINGS.json``. See :mod:`benchmarks.logs.advised`.
+"""One training whose ranks may hold so many bytes: ``torchrun capped.py SETTINGS.json``. See :mod:`benchmarks.doctor.advised`.
 
 The limit is the system's own on private memory (``RLIMIT_DATA``), counted from what a rank holds before it builds the model. It
 is set once the engine has started, since a GPU does not hold what the host builds the model from.
@@ -67,10 +67,11 @@ def _engine(settings: dict[str, Any], model: Any) -> Any:
 
         engine, *_ = zeroplan_runtime.initialize(model=model, config=config)
     else:
-        from benchmarks.logs.runs import deepspeed
+        import deepspeed
 
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo's own collectives, and none to compile
         config["optimizer"]["params"]["torch_adam"] = True
-        engine, *_ = deepspeed().initialize(model=model, config=config)
+        engine, *_ = deepspeed.initialize(model=model, config=config)
     return engine
 
 

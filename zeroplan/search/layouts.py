@@ -417,9 +417,9 @@ def _counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
     case = resolved.cases[0]
     options = resolved.engine.trace_options(case)
     if options.key not in known:
-        near = sorted(_powers(_MOST_EXPERT_RANKS), key=lambda ranks: (abs(log2(ranks / options.ep)), ranks))
-        shared = [replace(options, ep=ranks) for ranks in near if ranks > 1] if options.ep > 1 else []
-        for one in (options, replace(options, halves=False), *shared, replace(options, cp=1)):
+        near = sorted(_powers(_MOST_EXPERT_RANKS), key=lambda ranks: (abs(log2(ranks / options.mesh.ep)), ranks))
+        shared = [options.on_ranks(ep=ranks) for ranks in near if ranks > 1] if options.mesh.ep > 1 else []
+        for one in (options, replace(options, halves=False), *shared, options.on_ranks(cp=1)):
             tape = shipped.find(case.spec, one)
             if tape is not None:
                 known[options.key] = count_tape(expand_for(tape, case))

@@ -259,6 +259,9 @@ OPTIONS: dict[str, Any] = {
     "vram": _option(str | None, "--vram", "Memory of one GPU: 24G, or 24 (GiB).", _CLUSTER),
     "cpu_ram": _option(str | None, "--cpu-ram", "Memory of one node's host: 256G.", _CLUSTER),
     "nvme": _option(str | None, "--nvme", "Disk of one node: 2T.", _CLUSTER),
+    "network": _option(
+        str | None, "--network", "Between nodes: 8x400G, 25G, 4x100G:efa, aws-p5, … [as usual for the GPU]", _CLUSTER
+    ),
     "host": _option(str | None, "--host", "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", _CLUSTER),
     "tp": _option(int, "--tp", "GPUs that share each matrix (tensor parallelism). [1]", _MESH),
     "sp": _option(bool, "--sp/--no-sp", "They share the tokens between matrices, too (sequence parallelism).", _MESH),
@@ -387,7 +390,7 @@ _FOR_RECOMMEND = (
         "set_to_none",
         "alloc_conf",
     ),
-    *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "engine", "deepspeed_version", "trust_remote_code"),
+    *("gpus", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "network", "engine", "deepspeed_version", "trust_remote_code"),
 )
 
 

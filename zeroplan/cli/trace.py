@@ -32,6 +32,7 @@ Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding"
     "vram",
     "cpu_ram",
     "host",
+    "network",
     "from_scratch",
     "nvme",
     "offload_optimizer",

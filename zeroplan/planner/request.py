@@ -70,6 +70,7 @@ class Request:
     cpu_ram: str | int | None = None
     nvme: str | int | None = None
     host: str | None = None
+    network: str | None = None
     # parallelism beside data's, which is what these leave of the ranks
     tp: int = 1
     sp: bool = False

@@ -16,6 +16,7 @@ Note [Smallest cluster]
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -27,7 +28,6 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.progress import working
-from zeroplan.core.rates import rates_of
 from zeroplan.core.unmodelled import may_add
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
@@ -50,6 +50,7 @@ from zeroplan.search.layout_orders import (
     without_degrees,
 )
 from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
+from zeroplan.search.machine_rates import machine_rates
 from zeroplan.tapes import shipped
 
 #: The engine whose layouts are planned.
@@ -64,7 +65,12 @@ _USUAL_NODE = 8
 MOST_NODES = 1024
 
 
-def search_layouts(request: Request, checkpointing: bool | None = None, global_batch: int | None = None) -> LayoutAnswer:
+def search_layouts(
+    request: Request,
+    checkpointing: bool | None = None,
+    global_batch: int | None = None,
+    profile: str | os.PathLike[str] | None = None,
+) -> LayoutAnswer:
     """Return the layout of the request's cluster that is modelled to be the fastest of those that fit.
 
     See Note [Order of layouts].
@@ -73,17 +79,23 @@ def search_layouts(request: Request, checkpointing: bool | None = None, global_b
         request: the question; the search keeps to the degrees, the stage and the accumulation that it says.
         checkpointing: whether blocks are recomputed; None tries both.
         global_batch: sequences of a step, which the accumulation makes of the layout's ranks; None leaves it open.
+        profile: the path of measured rates; None takes the user's own profile where it is of this GPU.
 
     Raises:
         BadInput: a request that no layout can be planned for: in the words in which the layout of its degrees is refused.
     """
-    search = _Search(request, checkpointing, global_batch)
+    search = _Search(request, checkpointing, global_batch, profile)
     found = search.on(request.nodes)
     search.require_possible()
     return found
 
 
-def smallest_cluster(request: Request, checkpointing: bool | None = None, global_batch: int | None = None) -> LayoutAnswer:
+def smallest_cluster(
+    request: Request,
+    checkpointing: bool | None = None,
+    global_batch: int | None = None,
+    profile: str | os.PathLike[str] | None = None,
+) -> LayoutAnswer:
     """Return the fastest layout of the smallest cluster that trains the model; nodes of the request are not read.
 
     See Note [Smallest cluster]. Where no number of GPUs is given, nodes of eight are assumed, and parts of one come first.
@@ -92,11 +104,12 @@ def smallest_cluster(request: Request, checkpointing: bool | None = None, global
         request: the question.
         checkpointing: as of :func:`search_layouts`.
         global_batch: as of :func:`search_layouts`.
+        profile: likewise.
 
     Raises:
         BadInput: a request that no layout can be planned for.
     """
-    search = _Search(request, checkpointing, global_batch, any_nodes=True)
+    search = _Search(request, checkpointing, global_batch, profile, any_nodes=True)
     tried: list[LaidOut] = []
     too_large: list[TooLarge] = []
 
@@ -152,7 +165,13 @@ class _Search:
     """
 
     def __init__(
-        self, request: Request, checkpointing: bool | None, global_batch: int | None, *, any_nodes: bool = False
+        self,
+        request: Request,
+        checkpointing: bool | None,
+        global_batch: int | None,
+        profile: str | os.PathLike[str] | None = None,
+        *,
+        any_nodes: bool = False,
     ) -> None:
         self._request = _asked(request, global_batch)
         self._choices = (False, True) if checkpointing is None else (checkpointing,)
@@ -165,7 +184,9 @@ class _Search:
         # Where this cannot be, no degree is to blame.
         plain = replace(without_degrees(self._request), nodes=1, stage=3, grad_accum=None)
         alone = [resolve(replace(plain, gradient_checkpointing=again)) for again in self._choices]
-        self._spec, self._rates = alone[0].spec, rates_of(alone[0].cluster.gpu)
+        self._spec, self._rate_warnings = alone[0].spec, list[str]()
+        cluster = replace(alone[0].cluster, gpus=self.gpus, nodes=2 if any_nodes else request.nodes)
+        self._rates = machine_rates(cluster, profile, self._rate_warnings)
         self._usable = alone[0].cluster.usable_vram or 0
         self._floors = LayoutFloors(alone[0].cases[0])
         self._orders = LayoutOrders.of_model(self._spec, global_batch)
@@ -236,7 +257,7 @@ class _Search:
         heapify(queue)
         planned: dict[int, LaidOut] = {}
         tried: list[LaidOut] = []
-        warnings: list[str] = []
+        warnings = list(self._rate_warnings) if asked.nodes > 1 or not self._rate_warnings else []
         may: LaidOut | None = None
 
         def plan(one: _Timed) -> LaidOut:

@@ -24,9 +24,9 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.simulated import Simulated
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import TimelineMark
@@ -63,7 +63,7 @@ class RowResult:
     seconds: float
 
 
-def marks_of(request: Request, run: Simulated, row: dict[str, Any]) -> Sequence[TimelineMark]:
+def marks_of(request: Ask, run: Simulated, row: dict[str, Any]) -> Sequence[TimelineMark]:
     """Return the predicted marks of rank 0, which measured rows show, over as many steps as the row ran."""
     if row["engine"] != "deepspeed":
         return run.simulation.timeline.marks

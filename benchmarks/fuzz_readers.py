@@ -79,9 +79,9 @@ def _ds_configs() -> list[bytes]:
 
 def _plan(ds_config: str, engine: str) -> None:
     from zeroplan.planner.estimate import estimate_report
-    from zeroplan.planner.request import Request
+    from zeroplan.run.ask import Ask
 
-    estimate_report(Request(model=_LLAMA, ds_config=ds_config, engine=engine, gpus=2, vram="24G", depth="formula")).to_json()
+    estimate_report(Ask(model=_LLAMA, ds_config=ds_config, engine=engine, gpus=2, vram="24G", depth="formula")).to_json()
 
 
 def _read_ds_config(path: str) -> None:
@@ -163,9 +163,9 @@ def _indices() -> list[bytes]:
 
 def _plan_model(path: str) -> None:
     from zeroplan.planner.estimate import estimate_report
-    from zeroplan.planner.request import Request
+    from zeroplan.run.ask import Ask
 
-    estimate_report(Request(model=path, gpus=2, vram="24G", depth="formula", offline=True)).to_json()
+    estimate_report(Ask(model=path, gpus=2, vram="24G", depth="formula", offline=True)).to_json()
 
 
 def _candidate_files() -> list[bytes]:
@@ -176,10 +176,10 @@ def _candidate_files() -> list[bytes]:
 
 @cache
 def _problem() -> tuple[Any, Any]:
-    from zeroplan.planner.request import Request
+    from zeroplan.run.ask import Ask
     from zeroplan.search.search_options import SearchOptions, resolve_search
 
-    request = Request(model=_LLAMA, gpus=2, vram="24G")
+    request = Ask(model=_LLAMA, gpus=2, vram="24G")
     return resolve_search(request, SearchOptions()), request
 
 

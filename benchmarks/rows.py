@@ -10,7 +10,7 @@ from benchmarks.measure.models import FURTHER, VISION
 from benchmarks.measure.spec import FUSED, WITHOUT_BETAS
 from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.models.catalog import find
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 HERE = Path(__file__).resolve().parent
 MEASURED = HERE / "ground_truth" / "measured.jsonl"
@@ -53,7 +53,7 @@ def ds_config_of(row: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
+def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
     """Return the request whose one plan predicts this row."""
     common: dict[str, Any] = {
         "model": model_of(row),
@@ -88,12 +88,12 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Request:
     if row["engine"] != "deepspeed":
         common |= _stepped_by(row.get("optimizer_type", "AdamW"), row.get("opt_params") or {})
     if row["engine"] == "deepspeed":
-        return Request(**common, ds_config=ds_config_of(row))
+        return Ask(**common, ds_config=ds_config_of(row))
     if row["engine"] == "fsdp":
         stage = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}[row.get("strategy", "FULL_SHARD")]
-        return Request(**common, stage=stage)
+        return Ask(**common, stage=stage)
     offload = "cpu" if row.get("offload") else None
-    return Request(**common, stage=row["stage"], offload_optimizer=offload, offload_param=offload)
+    return Ask(**common, stage=row["stage"], offload_optimizer=offload, offload_param=offload)
 
 
 #: The classes that torch's engines stepped with, by the names of ``--optimizer``.

@@ -21,12 +21,12 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.units import GIB, format_bytes
 from zeroplan.planner.estimate import Estimate, estimate_runs
 from zeroplan.planner.peak import family_at_peak
-from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import Simulated
 from zeroplan.report import svg
 from zeroplan.report.palette import FAMILY_COLORS
 from zeroplan.report.timeline import phase_name, ticks
 from zeroplan.report.verdict import peak_sentence, relief_sentence, sizes_text, verdict
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.timeline import Curve
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
@@ -44,9 +44,7 @@ _LEAST = 0.02
 
 def planned(stage: int, optimizer: str = "none", param: str = "none") -> Estimate:
     """Plan the run that the pictures show."""
-    return estimate_runs(
-        Request(model=MODEL, gpus=8, gpu="H100", stage=stage, offload_optimizer=optimizer, offload_param=param)
-    )
+    return estimate_runs(Ask(model=MODEL, gpus=8, gpu="H100", stage=stage, offload_optimizer=optimizer, offload_param=param))
 
 
 def color_of(name: str) -> str:

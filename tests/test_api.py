@@ -71,8 +71,8 @@ def test_answers_print_themselves(shown: str, holds: str, fresh_python: Run) -> 
 
 def test_a_plan_without_a_renderer_prints_its_repr(fresh_python: Run) -> None:
     code = (
-        "from zeroplan.planner.estimate import estimate_report\nfrom zeroplan.planner.request import Request\n"
-        f"plan = estimate_report(Request(model='{MODEL}', stage=2, depth='formula')).plans[0]\n"
+        "from zeroplan.planner.estimate import estimate_report\nfrom zeroplan.run.ask import Ask\n"
+        f"plan = estimate_report(Ask(model='{MODEL}', stage=2, depth='formula')).plans[0]\n"
         "print(plan, plan._repr_html_())"
     )
     done = fresh_python(code)

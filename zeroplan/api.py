@@ -10,7 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.options import EstimateOptions, StageOptions, require_known
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 if TYPE_CHECKING:
     import pandas
@@ -225,7 +225,7 @@ def estimate(model: Any = None, **options: Unpack[EstimateOptions]) -> Plans:
         TypeError: an argument that does not exist, with the nearest name.
     """
     require_known(options, EstimateOptions.__annotations__, "estimate")
-    return Plans(estimate_report(_with_said({**options, "model": model})))
+    return Plans(estimate_report(Ask(**options, model=model)))
 
 
 def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> Recommendations:
@@ -253,7 +253,7 @@ def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> Recomme
     names = {f.name for f in fields(SearchOptions)}
     given: dict[str, Any] = dict(options)
     of_search = SearchOptions(**{name: value for name, value in given.items() if name in names})
-    request = _with_said({name: value for name, value in given.items() if name not in names} | {"model": model})
+    request = Ask(**{name: value for name, value in given.items() if name not in names}, model=model)
     fixed = [name for name in FIXED if name in given]
     if fixed or of_search.layouts or of_search.smallest:
         return _laid_out(request, of_search, given, fixed)
@@ -265,13 +265,7 @@ def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> Recomme
     return Recommendations(run_search(request, of_search))
 
 
-def _with_said(given: dict[str, Any]) -> Request:
-    """Return the request, which remembers what was said as its default."""
-    plain = Request()
-    return Request(**given, ones=tuple(name for name in given if name != "model" and given[name] == getattr(plain, name)))
-
-
-def _laid_out(request: Request, options: SearchOptions, given: dict[str, Any], fixed: list[str]) -> Recommendations:
+def _laid_out(request: Ask, options: SearchOptions, given: dict[str, Any], fixed: list[str]) -> Recommendations:
     """Answer a search over layouts.
 
     Raises:
@@ -281,12 +275,12 @@ def _laid_out(request: Request, options: SearchOptions, given: dict[str, Any], f
 
     if options.smallest and "nodes" in given:
         raise BadInput("is what smallest finds", where="nodes", remedy="leave one of the two out")
-    for name in ("candidates", "source", "program", "compile", "nvme_path", "goal", "notes"):
+    for name in ("candidates", "source", "program", "profile", "compile", "nvme_path", "goal", "notes"):
         if name in given and given[name] not in (None, ()) and (name, given[name]) != ("goal", "throughput"):
             asked = fixed[0] if fixed else "smallest" if options.smallest else "layouts"
             raise BadInput(f"cannot stand beside {asked}", where=name, remedy="leave one of the two out")
     search = smallest_cluster if options.smallest else search_layouts
-    return Recommendations(None, layouts=search(request, options.gradient_checkpointing, options.global_batch, options.profile))
+    return Recommendations(None, layouts=search(request, options.gradient_checkpointing, options.global_batch))
 
 
 def scale(model: Any = None, gpus: str | int | Sequence[int] = "8..1024", **options: Unpack[ScaleOptions]) -> Scaling:
@@ -313,7 +307,7 @@ def scale(model: Any = None, gpus: str | int | Sequence[int] = "8..1024", **opti
     node = given.pop("gpus_per_node", None)
     names = {f.name for f in fields(SearchOptions)}
     of_search = SearchOptions(**{name: given.pop(name) for name in list(given) if name in names})
-    return run_scaling(Request(model=model, **given), parse_ranks(gpus), of_search, gpus_per_node=node)
+    return run_scaling(Ask(model=model, **given), parse_ranks(gpus), of_search, gpus_per_node=node)
 
 
 def estimate_zero1_mem(model: Any = None, **options: Unpack[StageOptions]) -> MemoryPlan:

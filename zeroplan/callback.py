@@ -16,7 +16,7 @@ from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.units import format_bytes
 from zeroplan.core.workload import Precision
 from zeroplan.planner.options import EstimateOptions, require_known
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 #: The part of a GPU's memory from which on a run is warned that the next longer batch may not fit.
 _NEARLY_FULL = 0.95
@@ -111,7 +111,7 @@ class ZeroplanCallback:
         if "ds_config" in self._options:
             given.pop("files", None)
         try:
-            self.report = estimate_report(Request(**given))
+            self.report = estimate_report(Ask(**given))
         except BadInput as error:
             self._tell(f"zeroplan: no plan: {error}")
             return

@@ -20,9 +20,9 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import rates_of
 from zeroplan.ledger.work import count_tape, guess_counts, matrices
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import expand_for
+from zeroplan.run.ask import Ask
 from zeroplan.search.layout_time import LayoutCost, LayoutTime
 from zeroplan.tapes import find_tape
 
@@ -56,14 +56,14 @@ def rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 
-def request_of(row: dict[str, Any]) -> Request:
+def request_of(row: dict[str, Any]) -> Ask:
     """Return a run as a request."""
     model = row["model"] if isinstance(row["model"], str) else _llama(row["model"])
     asked: dict[str, Any] = {name: row[name] for name in _DEGREES if name in row}
     if "checkpointing" in row:
         asked |= {"gradient_checkpointing": True, "checkpoint_policy": row["checkpointing"]}
     sizes = {name: row[name] for name in ("gpus", "nodes", "gpu", "seq_len", "micro_batch", "grad_accum", "stage")}
-    return Request(model=model, engine="fsdp2", network=row.get("network"), **sizes, **asked)
+    return Ask(model=model, engine="fsdp2", **sizes, **asked)
 
 
 def _llama(shape: dict[str, int]) -> dict[str, Any]:
@@ -92,8 +92,7 @@ def model(row: dict[str, Any]) -> LayoutTime:
     tape = find_tape(case.spec, case.workload, layout=case.parallel, plain=True)
     tokens = case.workload.batch.rows * (case.workload.batch.seq_len or 0) // (case.layout.cp * case.layout.tp)
     counts = guess_counts(matrices(case.spec), case.workload, tokens) if tape is None else count_tape(expand_for(tape, case))
-    cluster = case.cluster
-    return LayoutCost(case, counts, rates_of(cluster.gpu, cluster.network, cluster.gpus)).time()
+    return LayoutCost(case, counts, rates_of(case.cluster.gpu)).time()
 
 
 def outcomes(only: str = "") -> Iterator[Outcome]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.megatron.cases import CASES, TWO_GPUS, Case
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 PREDICTED = Path(__file__).parent.parent / "results" / "megatron_predicted.json"
 MEASURED = PREDICTED.with_name("megatron.jsonl")
@@ -25,7 +25,7 @@ _NODE = 8
 def figures(case: Case) -> dict[str, Any]:
     """Return what is planned for a case: of its measured pipeline rank where ranks are fake, else of the worst."""
     gpus = min(case.ranks, _NODE)
-    request = Request(
+    request = Ask(
         model=case.model,
         engine="megatron",
         stage=case.stage,

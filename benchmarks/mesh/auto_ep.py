@@ -24,7 +24,7 @@ from unittest import mock
 
 from benchmarks.mesh.cases import QWEN3_MOE
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 MEASURED = Path(__file__).parent.parent / "results" / "mesh_auto_ep.jsonl"
 PREDICTED = Path(__file__).parent.parent / "results" / "mesh_auto_ep_predicted.json"
@@ -126,7 +126,7 @@ def main() -> None:
 
 def figures(case: Case, *, measured_rank: bool = False) -> dict[str, int]:
     """Return what a plan of the case says today, in bytes: of its worst rank, or of that which was measured among fake ones."""
-    request = Request(
+    request = Ask(
         model=case.model,
         gpu="H200",
         gpus=case.ranks,
@@ -141,7 +141,7 @@ def figures(case: Case, *, measured_rank: bool = False) -> dict[str, int]:
     return {"allocated": gpu.peak_allocated or 0, "reserved": gpu.peak_reserved or 0, "total": gpu.total or 0}
 
 
-def _of_first_rank(request: Request) -> dict[str, int]:
+def _of_first_rank(request: Ask) -> dict[str, int]:
     from zeroplan.engines.deepspeed.job import rank_of
     from zeroplan.engines.deepspeed.schedule import record_deepspeed
     from zeroplan.planner.resolve import resolve

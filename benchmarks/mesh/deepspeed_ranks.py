@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.mesh.cases import LLAMA
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 PREDICTED = Path(__file__).parent.parent / "results" / "mesh_deepspeed_predicted.json"
 SECONDS = 180.0
@@ -145,7 +145,7 @@ def figures(case: Case) -> dict[str, int]:
 
         gpu = planned(case.moe, case.micro_batch, case.seq_len, gpu="H200", gpus=case.gpus, ds_config=case.ds_config)
         return {"allocated": gpu.peak_allocated or 0, "reserved": gpu.peak_reserved or 0, "total": gpu.total or 0}
-    request = Request(
+    request = Ask(
         model=case.model,
         gpu="H200",
         gpus=case.gpus,

@@ -12,7 +12,7 @@ from benchmarks.mesh.cases import CASES, TWO_GPUS, Case
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 PREDICTED = Path(__file__).parent.parent / "results" / "mesh_predicted.json"
 #: GPUs of a node; a case with more ranks has several nodes.
@@ -46,10 +46,10 @@ def plan_of(case: Case) -> MemoryPlan:
     return estimate_report(request_of(case)).plans[0]  # of a pipeline, `stages` has the others
 
 
-def request_of(case: Case) -> Request:
+def request_of(case: Case) -> Ask:
     """Return the request that describes a case, on H200 GPUs."""
     gpus = min(case.ranks, NODE)
-    return Request(
+    return Ask(
         model=case.model,
         engine=case.engine,
         stage=case.stage,

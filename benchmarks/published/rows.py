@@ -20,7 +20,7 @@ from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.models.load import load_model
 from zeroplan.models.megatron import MegatronModel
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import Mark, Op
 
 FOLDER = Path(__file__).resolve().parent
@@ -41,7 +41,7 @@ class Row:
         figure: what the number is, a key of :data:`FIGURES`.
         published: the number as it is printed, so that its digits can be counted.
         holds: how the planned number must lie to it: ``equal`` to its printed digits, ``at most`` or ``at least``.
-        request: the run, as fields of a Request; for the figures of a layer, its shapes.
+        request: the run, as fields of a Ask; for the figures of a layer, its shapes.
         planned: what zeroplan plans.
         miss: why the plan does not hold to the figure; empty where it does.
     """
@@ -78,11 +78,11 @@ def plan(row: Row) -> float:
     return float(f"{found:.{_DIGITS}g}")
 
 
-def _request(fields: dict[str, Any]) -> Request:
+def _request(fields: dict[str, Any]) -> Ask:
     given = dict(fields)
     if isinstance(given.get("model"), str):
         given["model"] = _model(given["model"], given.pop("arguments", {}))
-    return Request(**given)
+    return Ask(**given)
 
 
 def _model(name: str, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from benchmarks.recommend.setups import SETUPS, Choice, Setup, request_of, specs
 from benchmarks.recommend.speeds import kendall, within
 from benchmarks.rows import GPUS, GRID
 from zeroplan.core.units import GIB
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.candidates_file import candidate_of
 from zeroplan.search.results import Recommendation, SearchResult
@@ -128,7 +128,7 @@ def overall(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 def emit(folder: Path) -> None:
     """Write what ``zeroplan recommend`` emits for one 24 GB card, and the jobs that train it under both engines."""
-    request = Request(model=EMITTED_MODEL, gpu="H100", vram=EMITTED_VRAM * GIB, cpu_ram=64 * GIB, seq_len=1024)
+    request = Ask(model=EMITTED_MODEL, gpu="H100", vram=EMITTED_VRAM * GIB, cpu_ram=64 * GIB, seq_len=1024)
     best = run_search(request, SearchOptions(explain=False)).best
     assert best is not None
     setup = Setup(EMITTED_MODEL, 1, EMITTED_VRAM, 1024, (Choice(best.zero.stage, "o", best.workload.batch.micro_batch, False),))

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
@@ -35,9 +35,9 @@ class Task:
     vram: int
 
     @property
-    def request(self) -> Request:
+    def request(self) -> Ask:
         """Return the request, with sequences of 1024."""
-        return Request(model=self.model, gpus=self.gpus, gpu="H100", vram=f"{self.vram}G", seq_len=1024)
+        return Ask(model=self.model, gpus=self.gpus, gpu="H100", vram=f"{self.vram}G", seq_len=1024)
 
 
 TASKS = (
@@ -58,7 +58,7 @@ def repeated(run: Callable[[], int]) -> float:
     return done / spent
 
 
-def rates(problem: ResolvedSearch, request: Request) -> dict[str, Any]:
+def rates(problem: ResolvedSearch, request: Ask) -> dict[str, Any]:
     """Candidates a second by each kind of judgement."""
     memory = Memory(problem.engine, problem.spec, problem.cluster)
     cost = CostModel(problem.engine, problem.spec, problem.cluster, problem.rates)

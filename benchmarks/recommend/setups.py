@@ -15,7 +15,7 @@ from zeroplan.core.units import GIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.registry import find_engine
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 _CPU = {"device": "cpu", "pin_memory": True}
 _OFFLOAD: dict[str, dict[str, Any]] = {
@@ -180,9 +180,9 @@ SETUPS = {
 }
 
 
-def request_of(setup: Setup, gpu: str = "H100") -> Request:
+def request_of(setup: Setup, gpu: str = "H100") -> Ask:
     """Return the request that a user would make. The machine has 128 GiB of host memory for each GPU."""
-    return Request(
+    return Ask(
         model=setup.model,
         gpus=setup.gpus,
         gpu=gpu,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.workload import OptimizerKind, Precision
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 HERE = Path(__file__).resolve().parent
 #: What was asked of the search, in this order.
@@ -48,7 +48,7 @@ class ReportedRun:
     Attributes:
         id: its name here.
         source: ``owner/name#thread``, ``owner/name:file``, or a page's address.
-        request: the fields of a :class:`Request` that the report gives.
+        request: the fields of a :class:`Ask` that the report gives.
         fits: whether it ran.
         short: what it ran out of, ``gpu`` or ``cpu``; None if it ran.
         phase: where: ``training`` or ``saving``.
@@ -93,10 +93,10 @@ def _run(row: dict[str, Any]) -> ReportedRun:
     )
 
 
-def request_of(run: ReportedRun) -> Request:
+def request_of(run: ReportedRun) -> Ask:
     """Return what a user would have asked before that run."""
     fields = dict(run.request)
     for name, kind in (("precision", Precision), ("optimizer_kind", OptimizerKind)):
         if name in fields:
             fields[name] = kind(fields[name])
-    return Request(**fields, offline=True)
+    return Ask(**fields, offline=True)

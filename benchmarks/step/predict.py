@@ -21,8 +21,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import rates_of
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.space import Candidate
@@ -36,7 +36,7 @@ def mixture(shape: str) -> dict[str, Any]:
     return {"model_type": MODEL_TYPES[shape], "architectures": ["Qwen3MoeForCausalLM"], **SHAPES[shape]}
 
 
-def request_of(row: dict[str, Any]) -> Request:
+def request_of(row: dict[str, Any]) -> Ask:
     """Return the request whose one plan predicts this row."""
     case = Case.parse(row["case"])
     common: dict[str, Any] = {
@@ -51,10 +51,10 @@ def request_of(row: dict[str, Any]) -> Request:
         "compile": ("checkpointed-blocks" if case.within else "blocks") if case.compiled else None,
     }
     if case.engine in ("zeroplan", "deepspeed"):
-        return Request(**common, ds_config=case.ds_config(row["micro"], row["ranks"]))
+        return Ask(**common, ds_config=case.ds_config(row["micro"], row["ranks"]))
     if case.engine == "fsdp2" and not case.fp32_reduce:
         common["reduce_dtype"] = "bf16"
-    return Request(**common, stage=case.stage)
+    return Ask(**common, stage=case.stage)
 
 
 def errors(row: dict[str, Any]) -> tuple[float, float] | None:

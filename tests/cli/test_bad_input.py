@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -175,7 +175,7 @@ KNOWN = st.sampled_from([*CONFIG, "vocab_size", "tie_word_embeddings", "num_key_
 @given(st.dictionaries(KNOWN | st.text(max_size=10), JSON, max_size=8))
 def test_any_json_as_config_is_a_plan_or_bad_input(config: dict[str, object]) -> None:
     try:
-        report = estimate_report(Request(model={**CONFIG, **config}, depth="formula", offline=True))
+        report = estimate_report(Ask(model={**CONFIG, **config}, depth="formula", offline=True))
     except BadInput as error:
         assert str(error).isprintable()
     else:
@@ -191,7 +191,7 @@ ZERO_KEYS = st.sampled_from(
 @given(st.dictionaries(ZERO_KEYS, JSON, max_size=4), st.dictionaries(st.text(max_size=12), JSON, max_size=3))
 def test_any_json_as_ds_config_is_a_plan_or_bad_input(zero: dict[str, object], rest: dict[str, object]) -> None:
     try:
-        report = estimate_report(Request(model=CONFIG, ds_config={**DS, **rest, "zero_optimization": zero}, depth="formula"))
+        report = estimate_report(Ask(model=CONFIG, ds_config={**DS, **rest, "zero_optimization": zero}, depth="formula"))
     except BadInput as error:
         assert str(error).isprintable()
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from zeroplan.cli.flags import recommend_words
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.forms.launch import launch, require_hosts
 from zeroplan.models.catalog import hub_id
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.config import VARIABLES
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -169,13 +168,13 @@ def test_a_script_names_the_model_as_the_hub_does(typed: str, at_the_hub: str) -
 
 
 def test_the_next_command_is_of_the_same_run() -> None:
-    asked = Request(model="gpt2", gpu="4xH100", micro_batch=2, grad_accum=8, transformers_version="4.40", set_to_none=False)
+    asked = Ask(model="gpt2", gpu="4xH100", micro_batch=2, grad_accum=8, transformers_version="4.40", set_to_none=False)
     words = " ".join(recommend_words(asked))
     assert "--global-batch 64" in words  # which recommend splits anew; without, it would accumulate nothing
     assert "--transformers-version 4.40 --no-set-to-none" in words
-    assert "--global-batch" not in recommend_words(replace(asked, files=("x.json",)))  # which says it
+    assert "--global-batch" not in recommend_words(asked.replace(files=("x.json",)))  # which says it
     for name, value in {"reduce_dtype": "bf16", "fp8": "rowwise", "tiled_loss": 4}.items():
-        assert recommend_words(replace(asked, **{name: value})) == []  # type: ignore[arg-type]
+        assert recommend_words(asked.replace(**{name: value})) == []  # type: ignore[arg-type]
 
 
 def test_a_layouts_next_command_plans_it(cli: Cli) -> None:

@@ -17,7 +17,7 @@ from zeroplan.engines.fsdp2.engine import Fsdp2
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 CONFIG = {
     "model_type": "qwen3_moe",
@@ -101,7 +101,7 @@ def test_pipeline_stages_have_expert_groups_of_their_own() -> None:
 def test_impossible_degrees_are_refused_in_one_line(asked: dict[str, object], said: str) -> None:
     options: dict[str, object] = {"gpus": 8, "seq_len": 64, "engine": "fsdp2", "depth": "formula"}
     with pytest.raises(BadInput) as caught:
-        estimate_report(Request(model=CONFIG, **(options | asked)))  # type: ignore[arg-type]
+        estimate_report(Ask(model=CONFIG, **(options | asked)))  # type: ignore[arg-type]
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -115,4 +115,4 @@ def test_impossible_degrees_are_refused_in_one_line(asked: dict[str, object], sa
 )
 def test_models_without_shared_experts_are_refused(config: dict[str, object], said: str) -> None:
     with pytest.raises(BadInput, match=said):
-        estimate_report(Request(model=CONFIG | config, gpus=8, ep=2, seq_len=64, engine="fsdp2", depth="formula"))
+        estimate_report(Ask(model=CONFIG | config, gpus=8, ep=2, seq_len=64, engine="fsdp2", depth="formula"))

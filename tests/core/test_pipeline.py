@@ -11,8 +11,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.pipeline import chunks_of, stage_parameters, stages_of
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
 from zeroplan.report.plans import report_text
+from zeroplan.run.ask import Ask
 
 DEEP = CONFIG | {"num_hidden_layers": 8}
 
@@ -87,7 +87,7 @@ def test_stages_share_the_parameters() -> None:
 def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str, object], said: str) -> None:
     request = {"model": DEEP | changed, "gpus": 8, "engine": "fsdp2", "stage": 2, "depth": "formula", "grad_accum": 8} | asked
     with pytest.raises(BadInput) as refused:
-        estimate_report(Request(**request))  # type: ignore[arg-type]
+        estimate_report(Ask(**request))  # type: ignore[arg-type]
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -95,14 +95,14 @@ def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str,
 def test_stages_send_the_parts_of_samples_that_they_have() -> None:
     sizes = []
     for cp in (1, 2):
-        asked = Request(model=DEEP, gpus=8, pp=4, cp=cp, engine="fsdp2", depth="formula", grad_accum=4, seq_len=512)
+        asked = Ask(model=DEEP, gpus=8, pp=4, cp=cp, engine="fsdp2", depth="formula", grad_accum=4, seq_len=512)
         lines = estimate_report(asked).plans[0].lines
         sizes.append(sum(line.bytes for line in lines if line.buffer == "comm.pipeline"))
     assert sizes[0] == 2 * sizes[1] > 0
 
 
 def test_formulas_tell_every_stage_the_worst_first() -> None:
-    asked = Request(model=DEEP, gpus=8, pp=4, engine="fsdp2", depth="formula", vram="80G", grad_accum=4)
+    asked = Ask(model=DEEP, gpus=8, pp=4, engine="fsdp2", depth="formula", vram="80G", grad_accum=4)
     report = estimate_report(asked)
     plan = report.plans[0]
     assert (plan.stage, plan.fits) == (2, None)
@@ -116,7 +116,7 @@ def test_formulas_tell_every_stage_the_worst_first() -> None:
 
 
 def test_chunks_of_a_rank_are_told() -> None:
-    asked = Request(model=DEEP, gpus=8, pp=2, vpp=2, engine="fsdp2", depth="formula", grad_accum=4)
+    asked = Ask(model=DEEP, gpus=8, pp=2, vpp=2, engine="fsdp2", depth="formula", grad_accum=4)
     report = estimate_report(asked)
     assert "8 GPUs as dp 4 × pp 2 × vpp 2" in report_text(report)
     blocks = {one.stage: one.blocks for one in report.plans[0].stages}
@@ -127,4 +127,4 @@ def test_no_step_time_of_shared_models() -> None:
     from zeroplan.search.explain_time import explain_time
 
     with pytest.raises(BadInput, match="step times are modelled for data parallelism alone"):
-        explain_time(Request(model=DEEP, gpus=8, tp=2, engine="fsdp2", stage=3))
+        explain_time(Ask(model=DEEP, gpus=8, tp=2, engine="fsdp2", stage=3))

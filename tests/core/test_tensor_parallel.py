@@ -8,7 +8,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.tensor_parallel import PLANS, local_parameters
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 CONFIG = {
     "model_type": "llama",
@@ -80,7 +80,7 @@ def test_a_rank_holds_its_part_of_each_matrix_and_whole_norms() -> None:
 )
 def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str, object], said: str) -> None:
     with pytest.raises(BadInput) as refused:
-        estimate_report(Request(**{"model": CONFIG | changed, "gpus": 8, "engine": "fsdp2", "depth": "formula"} | asked))  # type: ignore[arg-type]
+        estimate_report(Ask(**{"model": CONFIG | changed, "gpus": 8, "engine": "fsdp2", "depth": "formula"} | asked))  # type: ignore[arg-type]
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
     assert refused.value.exit_code == 2
@@ -89,13 +89,13 @@ def test_what_cannot_be_is_one_line(changed: dict[str, object], asked: dict[str,
 @pytest.mark.parametrize("degrees", [{"cp": 2}, {"pp": 2, "vpp": 2, "grad_accum": 2}, {"tp": 2}])
 def test_layouts_that_were_measured_carry_no_warning(degrees: dict[str, int]) -> None:
     config = CONFIG | {"num_hidden_layers": 8}
-    asked = Request(**{"model": config, "gpus": 8, "engine": "fsdp2", "stage": 2, "depth": "formula", "seq_len": 64} | degrees)  # type: ignore[arg-type]
+    asked = Ask(**{"model": config, "gpus": 8, "engine": "fsdp2", "stage": 2, "depth": "formula", "seq_len": 64} | degrees)  # type: ignore[arg-type]
     assert [text for text in estimate_report(asked).warnings if "measured" in text] == []
 
 
 def test_formulas_tell_the_states_of_a_rank_and_no_fit() -> None:
     """Masters, gradients and two moments in fp32 are 16 bytes a parameter of the rank's part, over two data-parallel ranks."""
-    asked = Request(model=CONFIG, gpus=8, tp=4, engine="fsdp2", stage=3, depth="formula", vram="80G")
+    asked = Ask(model=CONFIG, gpus=8, tp=4, engine="fsdp2", stage=3, depth="formula", vram="80G")
     report = estimate_report(asked)
     plan = report.plans[0]
     parameters = load_model(CONFIG).parameters

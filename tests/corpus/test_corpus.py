@@ -19,7 +19,7 @@ from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.from_files import with_files
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 MODEL = "meta-llama/Llama-3.1-8B"
 FOLDER = Path(__file__).parent
@@ -106,7 +106,7 @@ def test_every_public_file_is_planned_or_says_why_not(laid_out: Callable[[Row], 
     for row in every_row():
         path = laid_out(row)
         try:
-            request, setup = with_files(Request(model=MODEL, files=(str(path),), vram="80G", depth="formula"))
+            request, setup = with_files(Ask(model=MODEL, files=(str(path),), vram="80G", depth="formula"))
             report = estimate_report(request)
         except BadInput as error:
             assert any(reason in str(error) for reason in RIGHTLY_REFUSED), f"{name_of(row)}: {error}"

@@ -22,7 +22,7 @@ from zeroplan.engines.process import GUESSED_SPREAD
 from zeroplan.engines.registry import engine_names, engine_path, find_engine, register, unregister
 from zeroplan.ledger.line import Ledger
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 Cli = Callable[..., tuple[int, str, str]]
 PATH = "tests.engines.toy.engine:Toy"
@@ -57,7 +57,7 @@ def test_estimate_at_simulated_depth(cli: Cli) -> None:
     gpu = plan["gpu"]
     assert plan["depth"] == "simulated"
     assert plan["fits"] is True
-    run = estimate_runs(Request(model=GPT2, engine="toy", gpus=4)).runs[0]
+    run = estimate_runs(Ask(model=GPT2, engine="toy", gpus=4)).runs[0]
     assert run is not None
     held = run.simulation.held_after(Phase.STEP)
     assert held is not None

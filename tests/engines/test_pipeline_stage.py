@@ -21,7 +21,7 @@ from zeroplan.engines.pipeline_cut import cut
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.tape.expanded import ExpandedTape, Kind, Op
 from zeroplan.tapes import find_tape
@@ -104,7 +104,7 @@ def test_what_the_runtime_keeps_of_a_stage_its_schedule_leaves_alive(
 @pytest.mark.parametrize("more", [{}, {"schedule": "zbv"}, {"schedule": "dualpipev"}], ids=str)
 def test_the_runtimes_chunks_are_planned_and_promised_to_nobody(more: dict[str, str]) -> None:
     """No GPU has measured them."""
-    asked = Request(
+    asked = Ask(
         model=MODEL, engine="zeroplan", stage=2, gpus=4, pp=2, vpp=2, grad_accum=4, depth="formula", vram="400G", **more
     )
     (plan,) = estimate_report(asked).plans

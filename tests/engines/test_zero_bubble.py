@@ -25,7 +25,7 @@ from zeroplan.engines.pipeline_cut import cut, passing_on
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape, Op
@@ -271,4 +271,4 @@ def test_halves_make_what_the_whole_backward_makes(tapes: tuple[ExpandedTape, Ex
 def test_what_is_refused_is_one_line(asked: dict[str, Any], said: str) -> None:
     request = {"engine": "fsdp2", "stage": 2, "grad_accum": 8, "depth": "formula"} | asked
     with pytest.raises(BadInput, match=said):
-        estimate_report(Request(model=CONFIG, gpus=8, pp=2, schedule="zero-bubble", **request))
+        estimate_report(Ask(model=CONFIG, gpus=8, pp=2, schedule="zero-bubble", **request))

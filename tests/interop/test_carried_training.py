@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeroplan.interop.training import read_training
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.files import Files, Target, files_of
 from zeroplan.search.search_options import SearchOptions
@@ -37,7 +37,7 @@ DS_CONFIG = {
 
 def written(folder: Path, source: Any, form: str, *, engine: str = "deepspeed", new: bool = False) -> Files:
     (folder / "source.json").write_text(json.dumps(source))
-    request = Request("openai-community/gpt2", gpus=2, vram="24G", seq_len=512, engine=engine, depth="formula")
+    request = Ask(model="openai-community/gpt2", gpus=2, vram="24G", seq_len=512, engine=engine, depth="formula")
     found = run_search(request, SearchOptions(source=[str(folder / "source.json")], explain=False, shown=1))
     target = Target(f"{folder}/run/", form, new_script=f"{folder}/train.py" if new else None)
     return files_of(found.ranking[0], found.cluster, target, found.loaded, found.training)

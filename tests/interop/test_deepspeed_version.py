@@ -14,7 +14,7 @@ from zeroplan.interop.deepspeed_version import asked_version, version_beside, ve
 from zeroplan.interop.readers import read_setups
 from zeroplan.logs.reader import parse_log
 from zeroplan.planner.failed_run import plan_of_log
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 Cli = Callable[..., tuple[int, str, str]]
 LOG = "[2025-05-01 10:00:00,000] [INFO] [logging.py:107:log_dist] [Rank 0] DeepSpeed info: version=0.16.9, git-hash=unknown\n"
@@ -98,7 +98,7 @@ def test_a_log_or_the_installed_package_may_name_it(tmp_path: Path, cli: Cli, mo
 def test_the_plan_beside_a_failed_log_is_for_the_logs_version() -> None:
     stated = parse_log(LOG + "zero_optimization_stage ...... 2\n").stated
     assert stated.deepspeed == "0.16.9"
-    found = plan_of_log(Request(model="meta-llama/Llama-3.2-1B", depth="formula"), stated, card=None, allowed=None)
+    found = plan_of_log(Ask(model="meta-llama/Llama-3.2-1B", depth="formula"), stated, card=None, allowed=None)
     assert found.report.plans[0].engine_version == "0.16.9"
     assert "DeepSpeed 0.16.9" in found.taken
 

@@ -13,8 +13,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.from_files import filled, with_files
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 
 TITAN = """
 [model]
@@ -44,8 +44,8 @@ def titan(tmp_path: Any) -> Callable[[str], str]:
     return write
 
 
-def asked(source: Any, **given: Any) -> Request:
-    return with_files(Request(files=(source,), depth="formula", vram="80G", **given))[0]
+def asked(source: Any, **given: Any) -> Ask:
+    return with_files(Ask(files=(source,), depth="formula", vram="80G", **given))[0]
 
 
 def keys_of(setup: Setup) -> set[str]:
@@ -64,7 +64,7 @@ def test_torchtitans_degrees_are_planned(titan: Callable[[str], str]) -> None:
 
     setup = read_setup(titan("tensor_parallel_degree = 2"))
     assert "parallelism.tensor_parallel_degree" in keys_of(setup)  # for a search, which plans data parallelism alone
-    assert filled(Request(files=()), setup).tp == 1
+    assert filled(Ask(files=()), setup).tp == 1
 
 
 def test_torchtitans_pipelines(titan: Callable[[str], str]) -> None:

@@ -19,7 +19,7 @@ from zeroplan.ds_config.reader import DsConfig, inspect_ds_config, read_ds_confi
 from zeroplan.ds_config.rulebook import RULES
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -111,7 +111,7 @@ def test_a_plan_refuses_what_the_runs_reader_refuses() -> None:
         config = random_config(random.Random(seed))
         faults = runtimes(config, world_size=1).errors
         try:
-            estimate_report(Request(model=LLAMA, engine="zeroplan", ds_config=config, depth="formula", gpus=1))
+            estimate_report(Ask(model=LLAMA, engine="zeroplan", ds_config=config, depth="formula", gpus=1))
             said = ""
         except BadInput as fault:
             said = fault.what

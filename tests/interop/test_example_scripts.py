@@ -11,7 +11,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 Read = Callable[[str], Setup]
 
@@ -57,9 +57,9 @@ def test_the_head_of_the_script_is_planned(tmp_path: Path) -> None:
     path.write_text(
         "torchrun --nproc_per_node 2 run_qa.py --model_name_or_path microsoft/deberta-v3-base --do_train --do_eval --fp16\n"
     )
-    report = estimate_report(Request(files=(str(path),), depth="formula"))
+    report = estimate_report(Ask(files=(str(path),), depth="formula"))
     assert report.model.params == 183_833_090
-    flag = estimate_report(Request(files=(str(path),), depth="formula", task="masked-lm"))
+    flag = estimate_report(Ask(files=(str(path),), depth="formula", task="masked-lm"))
     assert flag.model.params == 184_551_780
 
 

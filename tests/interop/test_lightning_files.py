@@ -11,7 +11,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 DATA = {"class_path": "my.Data", "init_args": {"batch_size": 4, "max_length": 512}}
 
@@ -143,7 +143,7 @@ def test_a_script_is_read_with_its_module(tmp_path: Path) -> None:
     assert (setup.program, setup.model, setup.micro_batch, setup.eval_batch) == ("lightning", "openai-community/gpt2", 4, 16)
     assert (setup.seq_len, setup.grad_accum, setup.gpus, setup.dtype) == (256, 8, 2, "bf16")
     assert (setup.optimizer, setup.optimizer_kind, setup.model_dtype, keys(setup)) == ("adamw", "foreach", "fp32", set())
-    report = estimate_report(Request(model=None, files=(str(tmp_path / "train.py"),), gpu="H100"))
+    report = estimate_report(Ask(model=None, files=(str(tmp_path / "train.py"),), gpu="H100"))
     assert [plan.stage for plan in report.plans] == [2]
     assert report.plans[0].fits is True
 

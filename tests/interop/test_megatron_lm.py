@@ -10,7 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 BASE = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
@@ -78,7 +78,7 @@ def test_switches_and_degrees(tmp_path: Any) -> None:
 def test_names_that_are_not_known_are_listed_and_leave_fits_open(tmp_path: Any) -> None:
     path = script(tmp_path, f"{BASE} --my-own-memory-trick 3 --log-interval 10 --mtp-num-layers 1")
     assert {"my_own_memory_trick", "mtp_num_layers"} == named(read_setup(path))
-    report = estimate_report(Request(files=(path,), gpu="8xH100"))
+    report = estimate_report(Ask(files=(path,), gpu="8xH100"))
     assert report.plans[0].fits is None
     assert {"my_own_memory_trick", "mtp_num_layers", "unmeasured"} <= {one.key for one in report.plans[0].unmodelled}
     assert report.workload["grad_accum"] == 2

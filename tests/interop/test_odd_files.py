@@ -13,7 +13,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 Cli = Callable[..., tuple[int, str, str]]
 RECIPE = """model_name_or_path: openai-community/gpt2
@@ -210,7 +210,7 @@ def test_a_checkpoint_with_an_adapter_alone_names_its_model(tmp_path: Path) -> N
 def test_a_quantised_checkpoints_config_is_no_promise() -> None:
     for method in ("gptq", "awq", "fp8", "bitsandbytes"):
         model = {**CONFIG, "quantization_config": {"quant_method": method}}
-        plan = estimate_report(Request(model=model, stage=0, gpu="H100", depth="formula")).plans[0]
+        plan = estimate_report(Ask(model=model, stage=0, gpu="H100", depth="formula")).plans[0]
         assert plan.fits is None
         assert any(one.key == "quantization_config" and method in one.says for one in plan.unmodelled)
 

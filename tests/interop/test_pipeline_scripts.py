@@ -12,7 +12,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.programs.pipeline_script import read_pipeline_script
 from zeroplan.interop.readers import read_setups
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -61,14 +61,14 @@ def test_stages_model_and_configuration_are_read(script: Path) -> None:
 
 def test_the_plan_is_that_of_flags(script: Path) -> None:
     common: dict[str, Any] = {"gpus": 8, "gpu": "H100", "seq_len": 512, "depth": "formula"}
-    (plan,) = estimate_report(Request(files=(str(script),), **common)).plans
+    (plan,) = estimate_report(Ask(files=(str(script),), **common)).plans
     flags: dict[str, Any] = {
         "model": "meta-llama/Llama-3.1-8B",
         "pp": 4,
         "partition": "uniform",
         "gradient_checkpointing": True,
     }
-    (asked,) = estimate_report(Request(ds_config=CONFIG, **flags, **common)).plans
+    (asked,) = estimate_report(Ask(ds_config=CONFIG, **flags, **common)).plans
     assert plan.lines == asked.lines
     assert plan.unmodelled == asked.unmodelled
 

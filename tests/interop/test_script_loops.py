@@ -15,7 +15,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup, read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 HEAD = "import argparse, os, torch\nfrom torch.utils.data import DataLoader\nfrom transformers import AutoModelForCausalLM\n"
 MODEL = 'model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2", dtype=torch.float32)\n'
@@ -235,7 +235,7 @@ def test_a_ds_config_fills_what_the_script_leaves_open(tmp_path: Path) -> None:
     (tmp_path / "loop.py").write_text(HEAD + HALF + "cfg = load()\n" + ENGINE.format("") + DRIVEN)
     (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}))
     files = (str(tmp_path / "loop.py"), str(tmp_path / "ds.json"))
-    found = estimate_report(Request(files=files, gpus=2, vram="24G", seq_len=128, depth="formula"))
+    found = estimate_report(Ask(files=files, gpus=2, vram="24G", seq_len=128, depth="formula"))
     assert [plan.stage for plan in found.plans] == [3]
     assert not any(one.key == "--ds-config" for one in found.plans[0].unmodelled)
 

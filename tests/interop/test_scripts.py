@@ -15,7 +15,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 HEAD = "import argparse, os, torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
 HEAD += 'model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2", torch_dtype=torch.bfloat16)\n'
@@ -194,14 +194,14 @@ def test_a_notebook_is_read_without_its_magics(tmp_path: Path) -> None:
 def test_a_length_that_no_line_tells_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(HEAD + BUILD.format(2))
     request = {"model": None, "files": (str(tmp_path / "train.py"),), "gpu": "H100"}
-    (plan,) = estimate_report(Request(**request)).plans
+    (plan,) = estimate_report(Ask(**request)).plans
     assert (plan.fits, [one.key for one in plan.unmodelled if one.effect == "unknown"]) == (None, ["--seq-len"])
-    (plan,) = estimate_report(Request(**request, seq_len=256)).plans
+    (plan,) = estimate_report(Ask(**request, seq_len=256)).plans
     assert plan.fits is True
     (tmp_path / "train.py").write_text(
         HEAD + "def f(t):\n    return tok(t, truncation=True, max_length=256)\n" + BUILD.format(2)
     )
-    assert estimate_report(Request(**request)).plans[0].gpu == plan.gpu
+    assert estimate_report(Ask(**request)).plans[0].gpu == plan.gpu
 
 
 def test_none_stands_in_the_place_of_a_default(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.from_files import filled, with_files
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 Cli = Callable[..., tuple[int, str, str]]
 ZERO2 = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": "auto"}, "train_micro_batch_size_per_gpu": "auto"}
@@ -87,10 +86,10 @@ def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -
     assert (alone.engine, alone.micro_batch, alone.dtype, alone.gradient_checkpointing) == ("ddp", 8, "fp16", False)
     assert read_setup({"output_dir": "out", "fsdp": "full_shard"}).engine == "fsdp2"
     older = {"output_dir": "out", "fsdp": "full_shard", "fsdp_config": {"version": 1}}
-    request, setup = with_files(Request(files=(older,)))
+    request, setup = with_files(Ask(files=(older,)))
     assert (request.engine, request.unmodelled, [one.key for one in setup.unmodelled]) == ("fsdp", (), ["fsdp"])
     adapters = older | {"use_lora": True, "lora_r": 8}
-    request, _ = with_files(Request(files=(adapters,), program="hf-trainer"))
+    request, _ = with_files(Ask(files=(adapters,), program="hf-trainer"))
     assert (request.engine, request.unmodelled) == ("fsdp", ())
 
 
@@ -99,7 +98,7 @@ def test_an_engine_that_reads_ds_configs_takes_deepspeeds_place(asked: str, runs
     """The runtime under a Trainer whose arguments name a ds_config; an engine that reads none cannot be meant."""
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}
     arguments = {"output_dir": "out", "per_device_train_batch_size": 2, "deepspeed": config}
-    request, _ = with_files(Request(files=(arguments,), engine=asked))
+    request, _ = with_files(Ask(files=(arguments,), engine=asked))
     assert (request.engine, request.ds_config is not None) == (runs, True)
 
 
@@ -153,14 +152,14 @@ def test_accelerates_layout() -> None:
         2,
         "parallelism_config.parallelism_config_cp_size",
     )
-    asked = Request(model="meta-llama/Llama-3.2-1B", seq_len=64, depth="formula", engine="fsdp2", files=[config])
+    asked = Ask(model="meta-llama/Llama-3.2-1B", seq_len=64, depth="formula", engine="fsdp2", files=[config])
     request, _ = with_files(asked)
     assert request.cp == 2
     assert not [one for one in request.unmodelled if "cp_size" in one.key]
     assert filled(asked, setup).cp == 1  # a search plans data parallelism alone, and lists the key
     assert setup.keys["cp"] in [one.key for one in filled(asked, setup).unmodelled]
     with pytest.raises(BadInput, match=r"says 2 \(parallelism_config\..*\), the flag 4"):
-        with_files(replace(asked, cp=4))
+        with_files(asked.replace(cp=4))
     for changed, said in (
         ({"tp_size": 2, "dp_shard_size": 2}, "leaves the embedding whole"),
         ({"sp_size": 2}, "Ulysses"),
@@ -177,7 +176,7 @@ def test_accelerates_8_bit_products() -> None:
     config: dict[str, Any] = {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "fp8"}
     torchao = config | {"fp8_config": {"backend": "AO", "pad_inner_dim": True}}
     assert read_setup(torchao).fp8 == "tensorwise"
-    asked = Request(model="meta-llama/Llama-3.2-1B", seq_len=64, gpu="H100", depth="formula", files=[torchao])
+    asked = Ask(model="meta-llama/Llama-3.2-1B", seq_len=64, gpu="H100", depth="formula", files=[torchao])
     filled_in, _ = with_files(asked)
     assert (filled_in.fp8, filled_in.engine, filled_in.dtype) == ("tensorwise", "ddp", "bf16")
     for changed, said in (
@@ -209,7 +208,7 @@ def test_8_bit_products_of_axolotl_and_llama_factory() -> None:
     assert [one.says for one in gathered.unmodelled if one.effect is Effect.UNKNOWN] == [
         "weights are gathered in 8 bits; 16 are counted"
     ]
-    request, _ = with_files(Request(files=(axolotl | fsdp,), program="axolotl", gpu="H100"))
+    request, _ = with_files(Ask(files=(axolotl | fsdp,), program="axolotl", gpu="H100"))
     assert (request.fp8, request.engine) == ("tensorwise", "fsdp2")
     factory: dict[str, Any] = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "stage": "sft", "finetuning_type": "full"}
     factory |= {"bf16": True, "fp8": True, "cutoff_len": 64, "template": "llama3"}

@@ -10,7 +10,7 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 AXOLOTL = {"base_model": "gpt2", "datasets": [], "sequence_len": 512, "micro_batch_size": 2, "bf16": True}
 FLAGS = "--model_name_or_path gpt2 --output_dir o --per_device_train_batch_size 2"
@@ -124,7 +124,7 @@ def test_a_run_that_only_evaluates_by_its_flags_says_what_was_assumed(tmp_path: 
 
 
 def plans(folder: Path, line: str, **more: Any) -> Any:
-    request = Request(model=None, files=(in_script(folder, line),), gpu="H100", **more)
+    request = Ask(model=None, files=(in_script(folder, line),), gpu="H100", **more)
     return estimate_report(request)
 
 
@@ -153,7 +153,7 @@ def test_a_model_with_a_vision_tower_needs_images_from_a_flag(tmp_path: Path) ->
         "vocab_size": 100,
     }
     run = {"output_dir": "o", "per_device_train_batch_size": 1, "learning_rate": 1e-5, "max_length": 64}
-    told = Request(model=config, files=(run,), gpu="H100", depth="formula")
+    told = Ask(model=config, files=(run,), gpu="H100", depth="formula")
     assert "images" in {one.key for one in estimate_report(told).plans[0].unmodelled}
-    asked = Request(model=config, gpu="H100", depth="formula", stage=0)
+    asked = Ask(model=config, gpu="H100", depth="formula", stage=0)
     assert "images" not in {one.key for one in estimate_report(asked).plans[0].unmodelled}

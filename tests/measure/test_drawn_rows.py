@@ -4,8 +4,8 @@ import pytest
 
 from benchmarks.accuracy import measure_row
 from benchmarks.rows import DRAWN, load_rows
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 from zeroplan.tape.options import Checkpointing
 
 #: What was missing, and by how much allocated memory was off.
@@ -59,7 +59,7 @@ def test_weights_of_experts_that_adapters_read_are_reserved() -> None:
     ],
 )
 def test_reentrant_checkpoints_are_traced_as_such(engine: str, stage: int, reentrant: bool, way: Checkpointing) -> None:
-    asked = Request(model="google/flan-t5-base", engine=engine, stage=stage, gradient_checkpointing=True, reentrant=reentrant)
+    asked = Ask(model="google/flan-t5-base", engine=engine, stage=stage, gradient_checkpointing=True, reentrant=reentrant)
     resolved = resolve(asked)
     assert resolved.engine.trace_options(resolved.cases[0]).checkpointing is way
 

@@ -13,7 +13,7 @@ from zeroplan.interop.readers import read_setup, read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.from_files import with_files
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 CASES = all_cases()
 #: What a command line says beside its files: the task by the script's name, and with it the head; the machine's size.
@@ -82,7 +82,7 @@ def test_the_worker_stands_before_the_program_once(case: Case) -> None:
 def test_the_plan_of_the_files_is_the_measured_run(name: str) -> None:
     case = next(case for case in CASES if case.id == name)
     measured = read(BLIND.parent / "measured.jsonl")[name]
-    request, _ = with_files(Request(files=[str(case.folder / "run.sh")], gpu="H200", gpus=case.gpus))
+    request, _ = with_files(Ask(files=[str(case.folder / "run.sh")], gpu="H200", gpus=case.gpus))
     (run,) = estimate_runs(request).runs
     assert run is not None
     allocated, reserved = MODELLED[name]

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.reported.__main__ import BLIND, RESULT
 from benchmarks.reported.cases import CASES, QUERIES, THREADS, Figure, load_cases, request_of
 from benchmarks.reported.score import CaseScore, Verdict, score, summary
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 RUNS = {run.id: run for run in load_cases()}
 #: Runs of shipped tapes that plan in a second or two: full and adapted, DDP, FSDP 1 and DeepSpeed, run and run out.
@@ -40,7 +40,7 @@ def test_every_run_belongs_to_a_thread_that_a_stated_query_returned() -> None:
     for run in RUNS.values():
         assert decisions[run.source] != "excluded", run.id
         assert not run.complete or decisions[run.source] == "complete", run.id
-        assert isinstance(request_of(run), Request)
+        assert isinstance(request_of(run), Ask)
     assert sum(run.complete for run in RUNS.values()) >= 40
 
 

@@ -6,11 +6,11 @@ import pytest
 
 from zeroplan.models.attention import EAGER_ONLY
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 
 def plan_of(model: str, attn: str) -> tuple[tuple[str, ...], int | None]:
-    request = Request(model=model, attn=attn, stage=2, offload_optimizer="none", gpu="H100", seq_len=512)
+    request = Ask(model=model, attn=attn, stage=2, offload_optimizer="none", gpu="H100", seq_len=512)
     found = estimate_runs(request)
     (run,) = found.runs
     assert run is not None

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 
 pytest.importorskip("transformers")
 
@@ -36,7 +36,7 @@ def test_linear_layers_alone_are_quantised(model_type: str) -> None:
     head = built.get_output_embeddings()
     linear = {f"{name}.weight" for name, one in built.named_modules() if type(one) is nn.Linear and one is not head}
     asked = {"model_type": model_type, **CONFIGS[model_type]}
-    case = resolve(Request(model=asked, engine="ddp", gpu="H200", lora_rank=4, quantize="nf4")).cases[0]
+    case = resolve(Ask(model=asked, engine="ddp", gpu="H200", lora_rank=4, quantize="nf4")).cases[0]
     parameters = case.spec.parameters
     assert {parameters.names[p].replace(".base_layer", "") for p in parameters.packed} == linear
     experts = [p for p, name in enumerate(parameters.names) if ".experts." in name and ".lora_" not in name]

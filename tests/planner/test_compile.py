@@ -14,17 +14,15 @@ from zeroplan.core.plan import Report
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.run.ask import Ask
 
 TINY: dict[str, Any] = {**SHAPES["toy"], "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 
 
 def planned(**fields: Any) -> Report:
-    return estimate_report(
-        Request(model=TINY, micro_batch=2, seq_len=64, vram="24G", cpu_ram="64G", from_scratch=True, **fields)
-    )
+    return estimate_report(Ask(model=TINY, micro_batch=2, seq_len=64, vram="24G", cpu_ram="64G", from_scratch=True, **fields))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +40,7 @@ def planned(**fields: Any) -> Report:
 )
 def test_what_no_graph_is_traced_with_is_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(BadInput) as error:
-        resolve(Request(model=TINY, **{"compile": "blocks", **fields}))
+        resolve(Ask(model=TINY, **{"compile": "blocks", **fields}))
     assert said in str(error.value)
     assert "--compile" in str(error.value)
 
@@ -51,7 +49,7 @@ def test_compiled_stages_own_what_plain_ones_own_and_promise_nothing() -> None:
     asked: dict[str, Any] = {"engine": "zeroplan", "stage": 2, "gpus": 4, "pp": 2, "grad_accum": 2, "depth": "formula"}
     untied = {**TINY, "tie_word_embeddings": False}
     eager, compiled = (
-        estimate_report(Request(model=untied, seq_len=64, vram="24G", **asked, compile=how)) for how in (None, "blocks")
+        estimate_report(Ask(model=untied, seq_len=64, vram="24G", **asked, compile=how)) for how in (None, "blocks")
     )
     assert compiled.plans[0].lines == eager.plans[0].lines
     assert compiled.plans[0].fits is None
@@ -101,7 +99,7 @@ def test_the_runtimes_first_micro_batch_needs_what_an_eager_one_needs() -> None:
 
 def test_what_the_first_micro_batch_reserves_is_given_back() -> None:
     # As large as the allocator's segments of 20 MiB do not hide.
-    request = Request(model=TINY, micro_batch=64, seq_len=256, gpus=2, engine="zeroplan", stage=3, compile="blocks")
+    request = Ask(model=TINY, micro_batch=64, seq_len=256, gpus=2, engine="zeroplan", stage=3, compile="blocks")
     resolved = resolve(request)
     case = resolved.cases[0]
     tape = expanded_tape_of(resolved.engine, case)
@@ -152,14 +150,14 @@ def test_files_say_what_is_compiled(file: dict[str, Any], compiled: str | None, 
 
 def test_a_file_under_deepspeed_leaves_compiled_graphs_out() -> None:
     file = TRAINER | {"torch_compile": True, "deepspeed": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}}
-    report = estimate_report(Request(model=TINY, seq_len=64, files=[file]))
+    report = estimate_report(Ask(model=TINY, seq_len=64, files=[file]))
     assert "compile" not in report.workload
     assert "torch_compile" in [one.key for one in report.plans[0].unmodelled]
 
 
 def test_a_file_brings_what_it_compiles() -> None:
     file = TRAINER | {"torch_compile": True, "fsdp": "full_shard", "fsdp_config": {"version": 2}}
-    report = estimate_report(Request(model=TINY, seq_len=64, gpus=2, files=[file], depth="formula"))
+    report = estimate_report(Ask(model=TINY, seq_len=64, gpus=2, files=[file], depth="formula"))
     assert report.workload["compile"] == "model"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import zeroplan
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import Report
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 GB = 10**9
@@ -23,7 +22,7 @@ def test_parameters_that_stay_in_host_memory_are_remarked() -> None:
     for param, count in ((disk, 1), ({**disk, "max_in_cpu": 0}, 0)):
         section = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": param}
         config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": section}
-        report = estimate_report(Request(model="gpt2", engine="zeroplan", ds_config=config, depth="formula"))
+        report = estimate_report(Ask(model="gpt2", engine="zeroplan", ds_config=config, depth="formula"))
         assert sum("as max_in_cpu is 1,000,000,000" in said for said in report.warnings) == count
         assert (report.plans[0].nvme.per_node == 0) is (count == 1)
 
@@ -33,7 +32,7 @@ def test_parameters_that_stay_in_host_memory_are_remarked() -> None:
     [("zeroplan", "cpu", "cpu"), ("zeroplan", "nvme", "cpu"), ("deepspeed", "cpu", "cpu"), ("deepspeed", "nvme", "none")],
 )
 def test_where_the_optimizer_goes_with_its_parameters(engine: str, param: str, optimizer: str) -> None:
-    asked = Request(model="gpt2", engine=engine, stage=3, offload_param=param, depth="formula")
+    asked = Ask(model="gpt2", engine=engine, stage=3, offload_param=param, depth="formula")
     (plan,) = estimate_report(asked).plans
     assert (plan.offload_param, plan.offload_optimizer) == (param, optimizer)
 
@@ -57,8 +56,8 @@ def test_the_runtime_does_what_deepspeed_refuses(given: dict[str, Any], zero: di
     config["zero_optimization"] = zero
     asked: dict[str, Any] = {"ds_config": config, "depth": "formula", "gpus": 2}
     with pytest.raises(BadInput):
-        estimate_report(Request(model="gpt2", **asked))
-    (plan,) = estimate_report(Request(model="gpt2", engine="zeroplan", **asked)).plans
+        estimate_report(Ask(model="gpt2", **asked))
+    (plan,) = estimate_report(Ask(model="gpt2", engine="zeroplan", **asked)).plans
     places = {str(line.place): line.bytes for line in plan.lines if line.buffer == "param.master"}
     assert sum(places.values()) == pytest.approx(4 * 124_439_808 / (2 if zero["stage"] else 1), rel=2e-3)
     away = places.get("dram", 0) / sum(places.values())
@@ -127,7 +126,7 @@ def test_a_live_module_on_the_meta_device_is_counted() -> None:
 
 
 def test_limits_decide_what_fits() -> None:
-    report = estimate_report(Request(model=LLAMA, gpus=1, vram="24G", cpu_ram="64G", depth="formula"))
+    report = estimate_report(Ask(model=LLAMA, gpus=1, vram="24G", cpu_ram="64G", depth="formula"))
     by_option = {(p.stage, p.offload_optimizer, p.offload_param): p for p in report.plans}
     assert by_option[0, "none", "none"].fits is False
     assert by_option[0, "none", "none"].misfits == ("gpu",)
@@ -136,12 +135,12 @@ def test_limits_decide_what_fits() -> None:
 
 
 def test_more_host_memory_than_there_is_does_not_fit() -> None:
-    report = estimate_report(Request(model=LLAMA, gpus=1, vram="80G", cpu_ram="8G", stage=2, offload_optimizer="cpu"))
+    report = estimate_report(Ask(model=LLAMA, gpus=1, vram="80G", cpu_ram="8G", stage=2, offload_optimizer="cpu"))
     assert report.plans[0].misfits == ("cpu",)
 
 
 def test_the_report_is_the_contract() -> None:
-    report = estimate_report(Request(model=LLAMA, gpus=8, stage=2, depth="formula"))
+    report = estimate_report(Ask(model=LLAMA, gpus=8, stage=2, depth="formula"))
     data = Report.model_validate_json(report.to_json())
     assert data == report
     import json
@@ -168,14 +167,14 @@ def test_the_report_is_the_contract() -> None:
 
 
 def test_lora_trains_the_adapters_only() -> None:
-    report = estimate_report(Request(model=LLAMA, lora_rank=16, stage=2, depth="formula"))
+    report = estimate_report(Ask(model=LLAMA, lora_rank=16, stage=2, depth="formula"))
     assert report.model.trainable == 11_272_192  # 16 × (in + out) over the seven linear kinds of 16 blocks
     assert report.plans[0].gpu.model_states < 2.2 * 1_235_814_400 * 1.1
 
 
 def test_a_ds_config_gives_exactly_one_plan() -> None:
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
-    report = estimate_report(Request(model=LLAMA, ds_config=config, depth="formula"))
+    report = estimate_report(Ask(model=LLAMA, ds_config=config, depth="formula"))
     assert len(report.plans) == 1
     assert report.workload["micro_batch"] == 2
 
@@ -183,9 +182,9 @@ def test_a_ds_config_gives_exactly_one_plan() -> None:
 def test_a_flag_that_contradicts_the_ds_config_is_bad_input() -> None:
     config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
     with pytest.raises(BadInput):
-        estimate_report(Request(model=LLAMA, ds_config=config, stage=3))
+        estimate_report(Ask(model=LLAMA, ds_config=config, stage=3))
     with pytest.raises(BadInput):
-        estimate_report(Request(model=LLAMA, ds_config=config, micro_batch=4))
+        estimate_report(Ask(model=LLAMA, ds_config=config, micro_batch=4))
 
 
 def test_buckets_of_a_ds_config_change_the_plan() -> None:
@@ -193,7 +192,7 @@ def test_buckets_of_a_ds_config_change_the_plan() -> None:
 
     def buckets(**knobs: object) -> int:
         config = {"bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, **knobs}}
-        (plan,) = estimate_report(Request(model=LLAMA, ds_config=config, depth="formula")).plans
+        (plan,) = estimate_report(Ask(model=LLAMA, ds_config=config, depth="formula")).plans
         return sum(line.bytes for line in plan.lines if line.buffer == "comm.bucket")
 
     assert buckets() == 10**9
@@ -213,30 +212,30 @@ def test_a_model_that_cannot_be_traced_is_tried_once_for_each_way_of_running_it(
         raise tapes.NoTapeError("no way")
 
     monkeypatch.setattr(tapes, "expanded_tape_of", fail)
-    report = estimate_report(Request(model=LLAMA))
+    report = estimate_report(Ask(model=LLAMA))
     assert len(tried) == 2
     assert {plan.depth for plan in report.plans} == {"formula"}
     assert len(report.warnings) == 1
 
 
 def test_a_removed_optimizer_is_planned_for_the_versions_that_had_it() -> None:
-    asked = Request(params=10**9, optimizer="onebitadam", depth="formula", gpus=4)
+    asked = Ask(params=10**9, optimizer="onebitadam", depth="formula", gpus=4)
     with pytest.raises(BadInput, match=r"DeepSpeed 0.19.8 has no onebitadam: 0.19.7 removed it"):
         estimate_report(asked)
     with pytest.raises(BadInput, match="ddp reads none"):
-        estimate_report(replace(asked, engine="ddp"))
-    older = estimate_report(replace(asked, deepspeed_version="0.19.6"))
+        estimate_report(asked.replace(engine="ddp"))
+    older = estimate_report(asked.replace(deepspeed_version="0.19.6"))
     assert [plan.stage for plan in older.plans] == [0]  # ZeRO never took it
     assert "optimizer.type" in {one.key for one in older.plans[0].unmodelled if one.effect == "more"}
 
 
 def test_the_runtime_steps_a_removed_optimizer_where_ranks_keep_their_gradients() -> None:
-    report = estimate_report(Request(params=10**9, optimizer="onebitadam", engine="zeroplan", depth="formula", gpus=4))
+    report = estimate_report(Ask(params=10**9, optimizer="onebitadam", engine="zeroplan", depth="formula", gpus=4))
     assert {(plan.stage, plan.offload_optimizer) for plan in report.plans} == {(0, "none"), (1, "none")}
 
 
 def test_a_card_without_bf16_is_said() -> None:
-    asked = Request(model="openai-community/gpt2", gpu="T4", stage=2, depth="formula")
+    asked = Ask(model="openai-community/gpt2", gpu="T4", stage=2, depth="formula")
     assert any("T4 has no bf16 arithmetic" in said for said in estimate_report(asked).warnings)
-    for other in (replace(asked, dtype="fp16"), replace(asked, gpu="L4")):
+    for other in (asked.replace(dtype="fp16"), asked.replace(gpu="L4")):
         assert not any("bf16" in said for said in estimate_report(other).warnings)

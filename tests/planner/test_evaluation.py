@@ -18,8 +18,8 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.formula import formula_plan
-from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import simulated_plan
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import EvaluationTape, ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 SHAPE = (1024, 1024)
@@ -90,15 +90,15 @@ def test_one_rank_gathers_nothing_and_a_cast_stands_beside_what_it_casts() -> No
 def test_an_evaluation_that_no_figure_holds_leaves_the_answer_open() -> None:
     """The included runtime's is not modelled: one larger than the training's is named, a smaller one keeps less than it."""
     for batch, named in ((8, True), (1, False)):
-        request = Request(model="openai-community/gpt2", engine="zeroplan", stage=2, vram="80G", seq_len=256, eval_batch=batch)
+        request = Ask(model="openai-community/gpt2", engine="zeroplan", stage=2, vram="80G", seq_len=256, eval_batch=batch)
         plan = estimate_report(request).plans[0]
         assert ("evaluation" in [one.key for one in plan.unmodelled]) is named
         assert plan.fits is (None if named else True)
 
 
 def test_a_shipped_forward_decides_the_peak_of_a_small_micro_batch() -> None:
-    request = Request(model="meta-llama/Llama-3.2-1B", engine="ddp", vram="48G", gpus=2, seq_len=1024)
-    small, large = (estimate_report(replace(request, eval_batch=batch)).plans[0].gpu for batch in (1, 16))
+    request = Ask(model="meta-llama/Llama-3.2-1B", engine="ddp", vram="48G", gpus=2, seq_len=1024)
+    small, large = (estimate_report(request.replace(eval_batch=batch)).plans[0].gpu for batch in (1, 16))
     assert small.peak_phase != "evaluation" == large.peak_phase
     # Logits in 16 bits, in fp32 and their logarithms: ten bytes a word and token.
     logits = 10 * 16 * 1024 * 128_256
@@ -107,4 +107,4 @@ def test_a_shipped_forward_decides_the_peak_of_a_small_micro_batch() -> None:
 
 def test_logits_without_an_evaluation_are_refused() -> None:
     with pytest.raises(BadInput, match="--eval-batch"):
-        estimate_report(Request(model="openai-community/gpt2", eval_logits=2))
+        estimate_report(Ask(model="openai-community/gpt2", eval_logits=2))

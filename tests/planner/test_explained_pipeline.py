@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.explain import explain
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 Cli = Callable[..., tuple[int, str, str]]
-LLAMA = Request(model="meta-llama/Llama-3.1-8B", engine="fsdp2", stage=2, gpus=8, pp=4, grad_accum=8, seq_len=512)
+LLAMA = Ask(model="meta-llama/Llama-3.1-8B", engine="fsdp2", stage=2, gpus=8, pp=4, grad_accum=8, seq_len=512)
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_ranks_are_those_of_the_plan(chunks: int) -> None:
 
-    request = replace(LLAMA, vpp=chunks)
+    request = LLAMA.replace(vpp=chunks)
     found = [one.stage for one in explain(request)]
     (plan,) = estimate_report(request).plans
     assert {one.rank: (one.blocks, one.peak_allocated) for one in found if one is not None} == {

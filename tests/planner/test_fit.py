@@ -11,7 +11,7 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.units import GIB
 from zeroplan.core.unmodelled import Effect, Unmodelled, may_add, may_save
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA_70B, LLAMA_8B = "meta-llama/Llama-2-70b-hf", "meta-llama/Llama-3.1-8B"
@@ -19,7 +19,7 @@ LORA_70B: dict[str, Any] = {"model": LLAMA_70B, "lora_rank": 16, "attn": "flash"
 
 
 def the_plan(**asked: Any) -> MemoryPlan:
-    (plan,) = estimate_report(Request(**asked)).plans
+    (plan,) = estimate_report(Ask(**asked)).plans
     return plan
 
 
@@ -122,11 +122,9 @@ def test_the_system_keeps_its_share_of_the_host() -> None:
 
 
 def test_the_plan_states_the_hosts_share() -> None:
-    report = estimate_report(Request(model="gpt2", gpu="H100", cpu_ram=64 * GIB, depth="formula"))
+    report = estimate_report(Ask(model="gpt2", gpu="H100", cpu_ram=64 * GIB, depth="formula"))
     assert (report.cluster["host"], report.cluster["usable_cpu_ram"]) == ("server", 61 * GIB)
-    assert (
-        estimate_report(Request(model="gpt2", gpu="RTX 4090", cpu_ram=64 * GIB, depth="formula")).cluster["host"] == "desktop"
-    )
+    assert estimate_report(Ask(model="gpt2", gpu="RTX 4090", cpu_ram=64 * GIB, depth="formula")).cluster["host"] == "desktop"
 
 
 @pytest.mark.parametrize(

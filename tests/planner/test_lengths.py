@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.core.lengths import BATCHES, padded_batches, read_lengths, sampled
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
-REQUEST = Request(model="openai-community/gpt2", engine="ddp", gpus=2, vram="80G", micro_batch=4)
+REQUEST = Ask(model="openai-community/gpt2", engine="ddp", gpus=2, vram="80G", micro_batch=4)
 
 
 def test_files_and_pairs_of_numbers_are_read(tmp_path: Path) -> None:
@@ -54,19 +53,19 @@ def test_batches_are_drawn_alike_each_time_and_the_longest_comes_last() -> None:
 
 
 def test_reserved_grows_with_the_changes_and_allocated_does_not() -> None:
-    alike = estimate_report(replace(REQUEST, seq_len=1024)).plans[0].gpu
-    changing = estimate_report(replace(REQUEST, lengths="300,1024"))
+    alike = estimate_report(REQUEST.replace(seq_len=1024)).plans[0].gpu
+    changing = estimate_report(REQUEST.replace(lengths="300,1024"))
     found = changing.plans[0].gpu
     assert changing.workload["seq_len"] == 1024
     assert abs(found.peak_allocated - alike.peak_allocated) < 0.01 * alike.peak_allocated
     assert found.peak_reserved > 1.2 * alike.peak_reserved
-    segments = estimate_report(replace(REQUEST, lengths="300,1024", alloc_conf="expandable_segments:True")).plans[0].gpu
+    segments = estimate_report(REQUEST.replace(lengths="300,1024", alloc_conf="expandable_segments:True")).plans[0].gpu
     assert segments.peak_reserved < 1.1 * alike.peak_reserved
-    one = estimate_report(replace(REQUEST, lengths=[1024] * 3)).plans[0].gpu
+    one = estimate_report(REQUEST.replace(lengths=[1024] * 3)).plans[0].gpu
     assert (one.peak_allocated, one.peak_reserved) == (alike.peak_allocated, alike.peak_reserved)
 
 
 def test_an_engine_without_them_leaves_the_answer_open() -> None:
-    plan = estimate_report(replace(REQUEST, engine="zeroplan", stage=2, lengths=[100, 1024])).plans[0]
+    plan = estimate_report(REQUEST.replace(engine="zeroplan", stage=2, lengths=[100, 1024])).plans[0]
     assert plan.fits is None
     assert [one.key for one in plan.unmodelled] == ["lengths"]

@@ -12,8 +12,8 @@ from zeroplan.core.units import GIB
 from zeroplan.engines.registry import find_engine
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.fit import unsure_of_fragments
-from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import Simulated
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.cache_release import CacheRelease
 
@@ -21,7 +21,7 @@ LLAMA = "meta-llama/Llama-3.2-1B"
 
 
 def _run(**options: object) -> Simulated:
-    run = estimate_runs(Request(**options)).runs[0]  # type: ignore[arg-type]
+    run = estimate_runs(Ask(**options)).runs[0]  # type: ignore[arg-type]
     assert run is not None
     return run
 

@@ -8,76 +8,45 @@ import pytest
 
 import zeroplan
 from zeroplan.planner.options import OTHER_NAMES, EstimateOptions, StageOptions, VerifyOptions
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import OPTIONS
 from zeroplan.search.search_options import RecommendOptions, SearchOptions
+from zeroplan.tuning.options import TuneOptions
 
-#: What files fill in a request, and no user.
-_OF_FILES = {
-    *("precision", "optimizer_kind", "unmodelled", "chunked_head", "lora_dropout", "detached_loss"),
-    *(
-        "whole_embedding_states",
-        "accelerate_units",
-        "one_unit",
-        "whole_base",
-        "generation",
-        "moved",
-        "pads",
-        "pairs",
-        "reference",
-        "kl_batch",
-        "pair_loss",
-        "built",
-        "colocated",
-        "longest_first",
-        "mixed_units",
-        "ones",
-        "quantized_by",
-        "reentrant",
-        "rollout",
-        "told_by_file",
-        "torch_adam",
-    ),
-}
-#: Degrees of parallelism that a search does not take: its engine has none.
-_DEGREES = {"ulysses", "partition"}
+#: What Python alone says.
+PYTHON = {"largest_layer_params", "offline", "inputs", "adapter_dtype"}
 
 
-@pytest.mark.parametrize(
-    "options, homes, without",
-    [
-        (EstimateOptions, [Request], {"model", *_OF_FILES}),
-        (StageOptions, [Request], {"model", "inputs", "stage", "ds_config", "files", "program", *_OF_FILES}),
-        (
-            RecommendOptions,
-            [Request, SearchOptions],
-            {
-                "model",
-                "inputs",
-                "ds_config",
-                "files",
-                "checkpoint_policy",
-                "set_to_none",
-                "fp8",
-                "reduce_dtype",
-                "tiled_mlp",
-                "tiled_loss",
-                "offload_checkpoints",
-                "zero_init",
-                "training",
-                *_DEGREES,
-                *_OF_FILES,
-            },
-        ),
-    ],
-)
-def test_arguments_are_the_fields_of_what_they_fill(options: type, homes: list[type], without: set[str]) -> None:
-    fields = {name: hint for home in homes for name, hint in get_type_hints(home).items()}
-    assert get_type_hints(options) == {name: hint for name, hint in fields.items() if name not in without}
+def taken(verb: str) -> dict[str, Any]:
+    """The options that a verb takes, and those of Python, with their types."""
+    found = {name for name, option in OPTIONS.items() if option.taken_by(verb) or name in PYTHON}
+    return {name: OPTIONS[name].hint for name in found - {"model"}}
 
 
-def test_verify_takes_fields_of_a_request() -> None:
-    fields = get_type_hints(Request) | {"gpus": int | None}
-    assert get_type_hints(VerifyOptions).items() <= fields.items()
+def test_arguments_of_estimate_are_its_options() -> None:
+    assert get_type_hints(EstimateOptions) == taken("estimate")
+    by_the_name = {"inputs", "stage", "ds_config", "files", "program"}
+    assert get_type_hints(StageOptions) == {name: hint for name, hint in taken("estimate").items() if name not in by_the_name}
+
+
+def test_arguments_of_a_search_are_its_options_and_those_of_the_run() -> None:
+    own = {name: hint for name, hint in get_type_hints(SearchOptions).items() if name != "training"}
+    found = {name: hint for name, hint in taken("recommend").items() if name != "inputs"}
+    assert get_type_hints(RecommendOptions) == {**found, **own}
+
+
+@pytest.mark.parametrize(("options", "verb"), [(VerifyOptions, "verify"), (TuneOptions, "tune")])
+def test_what_is_run_here_takes_options_of_the_same_types(options: type, verb: str) -> None:
+    hints = get_type_hints(options)
+    assert hints.keys() == (taken(verb).keys() - PYTHON) | {"offline"}
+    others = {"gpus": int | None, "gradient_checkpointing": bool | None if verb == "tune" else bool}
+    assert hints == {**{name: OPTIONS[name].hint for name in hints}, **others}
+
+
+def test_every_option_is_said_somewhere() -> None:
+    for name, option in OPTIONS.items():
+        assert option.name == name
+        assert not option.page or option.help, name
+        assert not option.help or any(option.taken_by(verb) for verb in ("estimate", "verify")), name
 
 
 def test_other_programs_names_lead_to_arguments() -> None:

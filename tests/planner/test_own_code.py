@@ -19,7 +19,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner import own_code
 from zeroplan.planner.estimate import estimate_report, estimate_runs
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 FILE: dict[str, Any] = {
@@ -35,7 +35,7 @@ FROZEN, ADAPTERS = 2 * WIDTH * WIDE, 4 * (WIDTH + WIDE)
 
 
 def plan_of(**said: Any) -> MemoryPlan:
-    return estimate_report(Request(files=[{**FILE, **said}], program="litgpt", gpu="H200")).plans[0]
+    return estimate_report(Ask(files=[{**FILE, **said}], program="litgpt", gpu="H200")).plans[0]
 
 
 def a_litgpt(seen: dict[str, Any]) -> ModuleType:
@@ -112,7 +112,7 @@ def litgpt(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def asked(program: str = "litgpt", **said: Any) -> MemoryPlan:
     """The plan of the file with these keys; ``lengths`` is the command line's."""
     own = {"lengths": said.pop("lengths")} if "lengths" in said else {}
-    return estimate_report(Request(files=[{**FILE, **said}], program=program, gpu="H200", **own)).plans[0]
+    return estimate_report(Ask(files=[{**FILE, **said}], program=program, gpu="H200", **own)).plans[0]
 
 
 @pytest.mark.torch
@@ -154,7 +154,7 @@ def test_the_longest_sample_came_first(litgpt: dict[str, Any]) -> None:
 
     def forwards(version: str) -> list[int]:
         file = {**FILE, "devices": 2, "train": {**FILE["train"], "global_batch_size": 16}}
-        request = Request(files=[file], program=f"litgpt=={version}", gpu="H200", lengths=[*[1] * 200, 512])
+        request = Ask(files=[file], program=f"litgpt=={version}", gpu="H200", lengths=[*[1] * 200, 512])
         (run,) = estimate_runs(request).runs
         assert run is not None
         return [mark.peak for mark in run.simulation.timeline.marks if mark.name == "fwd"]
@@ -202,7 +202,7 @@ def test_what_there_is_not(program: str, said: dict[str, Any], where: str) -> No
 @pytest.mark.torch
 def test_its_own_model_is_traced_with_its_own_loss(litgpt: dict[str, Any]) -> None:
     seen = litgpt
-    report = estimate_report(Request(files=[{**FILE, "lora_mlp": True}], program="litgpt", gpu="H200"))
+    report = estimate_report(Ask(files=[{**FILE, "lora_mlp": True}], program="litgpt", gpu="H200"))
     assert (report.model.params, report.model.trainable) == (
         2 * WORDS * WIDTH + BLOCKS * (FROZEN + ADAPTERS),
         BLOCKS * ADAPTERS,
@@ -214,13 +214,13 @@ def test_its_own_model_is_traced_with_its_own_loss(litgpt: dict[str, Any]) -> No
     assert (plan.unmodelled, plan.fits) == ((), True)
     # Full training shifts whole logits; pre-training has its labels shifted.
     whole = {key: value for key, value in FILE.items() if key != "lora_r"}
-    estimate_report(Request(files=[whole], program="litgpt", gpu="H200"))
+    estimate_report(Ask(files=[whole], program="litgpt", gpu="H200"))
     assert (seen["chunk"], seen["scored"]) == (0, 511)
     fresh = {key: value for key, value in whole.items() if key != "checkpoint_dir"} | {"model_name": LLAMA}
-    estimate_report(Request(files=[fresh], program="litgpt", gpu="H200"))
+    estimate_report(Ask(files=[fresh], program="litgpt", gpu="H200"))
     assert seen["scored"] == 512
     # A model that the command line names, or that LitGPT does not know, is planned as transformers' is.
-    other = estimate_report(Request(files=[FILE], program="litgpt", model="Qwen/Qwen2.5-0.5B", gpu="H200"))
+    other = estimate_report(Ask(files=[FILE], program="litgpt", model="Qwen/Qwen2.5-0.5B", gpu="H200"))
     assert other.model.name == "Qwen/Qwen2.5-0.5B"
 
 
@@ -244,6 +244,6 @@ def test_lora_of_llama_2_7b_is_the_reported_run() -> None:
     """21.3 GB of 1e9: Lightning-AI/litgpt, tutorials/resource-tables.md."""
     file = {**FILE, "checkpoint_dir": "meta-llama/Llama-2-7b-hf", "lora_r": 8}
     file["train"] = {"micro_batch_size": 1, "global_batch_size": 128, "max_seq_length": 1304}
-    (plan,) = estimate_report(Request(files=[file], program="litgpt", gpu="H200")).plans
+    (plan,) = estimate_report(Ask(files=[file], program="litgpt", gpu="H200")).plans
     assert plan.gpu.peak_allocated == pytest.approx(21.3e9, rel=0.01)
     assert plan.gpu.peak_allocated < 20 * GIB

@@ -13,7 +13,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.ppo import rollout_tape
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Op
 
 #: As people start it.
@@ -72,7 +72,7 @@ def test_four_models_are_planned(tmp_path: Path) -> None:
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     command = COMMAND.replace("EleutherAI/pythia-14m", "./policy").replace("EleutherAI/pythia-31m", str(tmp_path / "scorer"))
     path, _ = read(tmp_path, command)
-    report = estimate_report(Request(files=(str(path),), gpu="H200"))
+    report = estimate_report(Ask(files=(str(path),), gpu="H200"))
     plan = report.plans[0]
     # two matrices of words, attention, MLP and norms; the other model's head is a score of one number
     policy = 2 * WORDS * 64 + 4 * 64 * 64 + 3 * 64 * 128 + 3 * 64
@@ -88,5 +88,5 @@ def test_four_models_are_planned(tmp_path: Path) -> None:
 
 def test_with_adapters_the_further_models_are_named(tmp_path: Path) -> None:
     path, _ = read(tmp_path, COMMAND + " --use_peft --lora_r 8")
-    plan = estimate_report(Request(files=(str(path),), depth="formula")).plans[0]
+    plan = estimate_report(Ask(files=(str(path),), depth="formula")).plans[0]
     assert ("task ppo", Effect.MORE) in [(one.key, one.effect) for one in plan.unmodelled]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 LLAMA = "meta-llama/Llama-3.2-1B"
-BASE = Request(model=LLAMA, engine="ddp", gpu="H200", micro_batch=2, seq_len=512, gradient_checkpointing=True)
+BASE = Ask(model=LLAMA, engine="ddp", gpu="H200", micro_batch=2, seq_len=512, gradient_checkpointing=True)
 #: What TRL's recipe says beside its defaults to be the same run as BASE.
 RECIPE: dict[str, Any] = {
     "model_name_or_path": LLAMA,
@@ -26,13 +25,13 @@ RECIPE: dict[str, Any] = {
 
 
 def the_plan(**asked: Any) -> MemoryPlan:
-    return estimate_report(replace(BASE, **asked)).plans[0]
+    return estimate_report(BASE.replace(**asked)).plans[0]
 
 
 @pytest.mark.parametrize("task", ["dpo", "kto"])
 def test_a_task_without_a_file_is_what_trl_does_by_default(task: str) -> None:
     flags = the_plan(task=task, detached_loss=True).gpu
-    (file,) = estimate_report(Request(files=[RECIPE], program="trl", task=task, gpu="H200")).plans
+    (file,) = estimate_report(Ask(files=[RECIPE], program="trl", task=task, gpu="H200")).plans
     assert (flags.peak_allocated, flags.peak_reserved) == (file.gpu.peak_allocated, file.gpu.peak_reserved)
 
 
@@ -50,15 +49,15 @@ def test_kto_passes_twice_the_batches_of_one_sample_each() -> None:
 
 @pytest.mark.parametrize("task", ["kto", "dpo"])
 def test_a_second_forward_of_the_same_engine_at_stage_3_is_left_open(task: str) -> None:
-    (plan,) = estimate_report(replace(BASE, engine="deepspeed", stage=3, task=task, lora_rank=8)).plans
+    (plan,) = estimate_report(BASE.replace(engine="deepspeed", stage=3, task=task, lora_rank=8)).plans
     assert plan.fits is None
     assert [one.key for one in plan.unmodelled] == ["reference"]
 
 
 def test_a_reference_at_stage_3_is_sharded_and_gathers_as_far_as_its_own_config_lets_it() -> None:
-    two = replace(BASE, engine="deepspeed", gpus=2, stage=3)
+    two = BASE.replace(engine="deepspeed", gpus=2, stage=3)
     asked, alone = (
-        estimate_report(replace(two, **said)).plans[0] for said in ({"task": "dpo"}, {"pairs": True, "chunked_head": True})
+        estimate_report(two.replace(**said)).plans[0] for said in ({"task": "dpo"}, {"pairs": True, "chunked_head": True})
     )
     assert asked.fits is True
     assert asked.gpu.live_after_step is not None
@@ -67,7 +66,7 @@ def test_a_reference_at_stage_3_is_sharded_and_gathers_as_far_as_its_own_config_
     assert asked.gpu.live_after_step - alone.gpu.live_after_step == 1_235_814_400 + persistent
     bounded = {"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}, "optimizer": {"type": "AdamW", "params": {}}}
     zero = {"stage": 3, "stage3_max_live_parameters": 1, "stage3_prefetch_bucket_size": 0}
-    one_by_one = replace(two, task="dpo", stage=None, micro_batch=None, ds_config=bounded | {"zero_optimization": zero})
+    one_by_one = two.replace(task="dpo", stage=None, micro_batch=None, ds_config=bounded | {"zero_optimization": zero})
     (plan,) = estimate_report(one_by_one).plans
     # Of two models' sixteen layers, no more than those at work are gathered.
     assert asked.gpu.phases["forward"] - plan.gpu.phases["forward"] > 2 * 1_000_000_000
@@ -119,10 +118,10 @@ def test_of_grpo_the_head_sees_the_completion_alone_behind_what_it_generates() -
     """The hidden states of 256 of 768 tokens are picked: the rest of the plan is that of SFT over as many tokens."""
     recipe = {key: value for key, value in RECIPE.items() if key != "max_length"}
     grpo = {**recipe, "max_completion_length": 256, "num_generations": 2}
-    (plan,) = estimate_report(Request(files=[grpo], program="trl", gpu="H200")).plans
+    (plan,) = estimate_report(Ask(files=[grpo], program="trl", gpu="H200")).plans
     sft = {**RECIPE, "max_length": 768}
     shares = {
-        share: estimate_report(Request(files=[sft], program="trl", task="sft", gpu="H200", labelled_share=share)).plans[0]
+        share: estimate_report(Ask(files=[sft], program="trl", task="sft", gpu="H200", labelled_share=share)).plans[0]
         for share in (1.0, 1 / 3)
     }
     training = {phase: nbytes for phase, nbytes in plan.gpu.phases.items() if phase != "generation"}
@@ -138,7 +137,7 @@ def test_llama_factorys_pairs_keep_a_softmax_of_all_logits_and_ask_the_model_wit
     recipe = {"model_name_or_path": LLAMA, "stage": "dpo", "finetuning_type": "lora", "template": "llama3", "dataset": "x"}
     recipe |= {"cutoff_len": 512, "per_device_train_batch_size": 1, "bf16": True}
     dpo, simpo = (
-        estimate_report(Request(files=[{**recipe, "pref_loss": loss}], program="llama-factory", gpu="H200")).plans[0]
+        estimate_report(Ask(files=[{**recipe, "pref_loss": loss}], program="llama-factory", gpu="H200")).plans[0]
         for loss in ("sigmoid", "simpo")
     )
     fp32 = 4 * 2 * 512 * 128_256

@@ -12,8 +12,8 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.core.workload import Precision
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.quantized_checkpoint import METHODS, read_checkpoint
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import Resolved, resolve
+from zeroplan.run.ask import Ask
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512, "vocab_size": 1000}  # fmt: skip
@@ -28,7 +28,7 @@ NF4 = {
 
 def resolved(said: Any, **changes: Any) -> Resolved:
     request: dict[str, Any] = {"model": {**LLAMA, "quantization_config": said}, "engine": "ddp", "lora_rank": 8}
-    return resolve(Request(**{**request, **changes}))
+    return resolve(Ask(**{**request, **changes}))
 
 
 @pytest.mark.torch
@@ -150,12 +150,12 @@ def test_the_kernel_for_training_keeps_whole_weights() -> None:
     """autograd keeps each product's 16-bit weight: integers of the checkpoint come on top, and checkpointing frees it."""
     asked: dict[str, Any] = {"engine": "ddp", "lora_rank": 8, "gpu": "H200", "seq_len": 64, "depth": "simulated"}
     model = {**LLAMA, "quantization_config": GPTQ}
-    (whole,) = estimate_runs(Request(model=model, **asked)).runs
+    (whole,) = estimate_runs(Ask(model=model, **asked)).runs
     assert whole is not None
     linear = 2 * 2 * (2 * 256 * 256 + 2 * 128 * 256 + 3 * 512 * 256)
     assert whole.plan.gpu.activations is not None
     assert whole.plan.gpu.activations > linear
-    (again,) = estimate_runs(Request(model=model, **asked, gradient_checkpointing=True)).runs
+    (again,) = estimate_runs(Ask(model=model, **asked, gradient_checkpointing=True)).runs
     assert again is not None
     assert again.plan.gpu.activations is not None
     assert again.plan.gpu.activations < whole.plan.gpu.activations

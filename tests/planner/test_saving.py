@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.units import GIB
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 PARAMS, EMBEDDING, BLOCK = 1_235_814_400, 128_256 * 2048, 60_821_504
 
 
 def plan(**asked: Any) -> MemoryPlan:
-    return estimate_report(replace(Request(model=LLAMA, gpus=4, seq_len=512, from_scratch=True), **asked)).plans[0]
+    return estimate_report(Ask(**{"model": LLAMA, "gpus": 4, "seq_len": 512, "from_scratch": True, **asked})).plans[0]
 
 
 def on_host(found: MemoryPlan) -> int:
@@ -127,7 +126,7 @@ def test_the_trainers_keys_say_what_is_saved(tmp_path: Path, arguments: dict[str
     plain = {"output_dir": "out", "per_device_train_batch_size": 1, "bf16": True, "learning_rate": 1e-5}
     path = tmp_path / "arguments.json"
     path.write_text(json.dumps(plain | arguments))
-    report = estimate_report(Request(model=LLAMA, gpus=4, seq_len=512, files=(str(path),)))
+    report = estimate_report(Ask(model=LLAMA, gpus=4, seq_len=512, files=(str(path),)))
     assert report.workload.get("saving") == saving
     assert ("save" in report.plans[0].gpu.phases) is (saving is not None)
     assert report.setup is not None
@@ -141,10 +140,10 @@ def test_axolotl_saves_by_the_epoch_and_accelerates_file_says_in_which_form(tmp_
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nnum_machines: 1\nnum_processes: 4\nfsdp_config:\n"
         "  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_state_dict_type: FULL_STATE_DICT\n"
     )
-    report = estimate_report(Request(files=(str(recipe), str(launcher))))
+    report = estimate_report(Ask(files=(str(recipe), str(launcher))))
     assert report.workload["saving"] == {"state_dict": "full", "saver": "trainer", "optimizer": True}
     with pytest.raises(BadInput, match="full"):
-        estimate_report(Request(files=(str(recipe), str(launcher)), save="sharded"))
+        estimate_report(Ask(files=(str(recipe), str(launcher)), save="sharded"))
 
 
 def test_fsdp_1_makes_the_model_on_every_ranks_host_pretrained_or_not() -> None:

@@ -22,9 +22,9 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.formula import formula_plan
-from zeroplan.planner.request import Request
 from zeroplan.planner.simulated import Simulated, simulated_plan
 from zeroplan.planner.tapes import MOST_LAYERS
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 #: Elements of each layer's weight; the second is the largest.
@@ -208,6 +208,6 @@ def test_a_model_of_more_layers_than_are_simulated_is_refused_before_any_work() 
     deep = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": MOST_LAYERS + 1, "num_attention_heads": 4}
     deep |= {"intermediate_size": 128, "vocab_size": 100}
     with pytest.raises(BadInput, match=r"513 layers; at most 512 are simulated; use --depth formula"):
-        estimate_report(Request(model=deep, stage=3))
-    report = estimate_report(Request(model=deep, stage=3, depth="formula", vram="80G"))
+        estimate_report(Ask(model=deep, stage=3))
+    report = estimate_report(Ask(model=deep, stage=3, depth="formula", vram="80G"))
     assert report.plans[0].fits is None

@@ -7,17 +7,17 @@ import pytest
 from zeroplan.core.plan import HostBuffer, HostPeak, Report
 from zeroplan.core.units import MIB
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
 from zeroplan.report.host import alive_text
 from zeroplan.report.plans import report_text
 from zeroplan.report.plans_html import html_report
+from zeroplan.run.ask import Ask
 
 MODEL = "Qwen/Qwen2.5-0.5B"
 TRAINING = ["load", "init", "forward", "backward", "step"]
 
 
 def report(engine: str, stage: int, **options: str) -> Report:
-    return estimate_report(Request(model=MODEL, engine=engine, stage=stage, gpus=2, depth="simulated", **options))
+    return estimate_report(Ask(model=MODEL, engine=engine, stage=stage, gpus=2, depth="simulated", **options))
 
 
 @pytest.mark.parametrize(

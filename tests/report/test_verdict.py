@@ -7,10 +7,10 @@ import pytest
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.units import GIB
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
 from zeroplan.report.plans import notes, report_text
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import largest_item, need, peak_sentence, relief_sentence, sizes_text, verdict
+from zeroplan.run.ask import Ask
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 
@@ -18,13 +18,13 @@ LLAMA = "meta-llama/Llama-3.2-1B"
 @pytest.fixture(scope="module")
 def report() -> Report:
     """Every plan on cards that hold some of them."""
-    return estimate_report(Request(model=LLAMA, gpus=8, vram="16G"))
+    return estimate_report(Ask(model=LLAMA, gpus=8, vram="16G"))
 
 
 @pytest.fixture(scope="module")
 def single() -> Report:
     """One plan whose peak is the loss."""
-    return estimate_report(Request(model=LLAMA, gpus=8, stage=2, vram="24G", micro_batch=2, gradient_checkpointing=True))
+    return estimate_report(Ask(model=LLAMA, gpus=8, stage=2, vram="24G", micro_batch=2, gradient_checkpointing=True))
 
 
 def _gib(count: int | None) -> str:
@@ -46,7 +46,7 @@ def test_the_first_plan_that_fits_is_the_verdict(report: Report) -> None:
 
 def test_where_nothing_fits_the_nearest_is_named() -> None:
     """It exceeds its tightest limit by the smallest factor, though others need less of the GPU and lack host memory."""
-    found = estimate_report(Request(model=LLAMA, vram="8G", cpu_ram="6G"))
+    found = estimate_report(Ask(model=LLAMA, vram="8G", cpu_ram="6G"))
     assert found.decisive is not None
     assert verdict(found).startswith("Nothing fits: nearest is ZeRO-3, ")
     assert found.decisive.misfits == ("gpu",)
@@ -55,7 +55,7 @@ def test_where_nothing_fits_the_nearest_is_named() -> None:
 
 def test_host_and_disk_may_be_what_lacks() -> None:
     limits = {"vram": "80G", "cpu_ram": "4G", "nvme": "1G"}
-    found = estimate_report(Request(model=LLAMA, stage=3, offload_optimizer="nvme", **limits))  # type: ignore[arg-type]
+    found = estimate_report(Ask(model=LLAMA, stage=3, offload_optimizer="nvme", **limits))  # type: ignore[arg-type]
     (plan,) = found.plans
     assert plan.misfits == ("cpu", "nvme")
     assert f", {_gib(plan.cpu.per_node)} of 2.0 GiB of host memory a node and " in verdict(found)
@@ -63,7 +63,7 @@ def test_host_and_disk_may_be_what_lacks() -> None:
 
 
 def test_one_plan_that_does_not_fit_says_how_much_is_too_much() -> None:
-    found = estimate_report(Request(model=LLAMA, stage=0, vram="8G"))
+    found = estimate_report(Ask(model=LLAMA, stage=0, vram="8G"))
     (plan,) = found.plans
     assert plan.gpu.interval is not None
     assert plan.gpu.usable is not None
@@ -72,7 +72,7 @@ def test_one_plan_that_does_not_fit_says_how_much_is_too_much() -> None:
 
 
 def test_without_a_limit_the_need_is_the_verdict() -> None:
-    one, many = (estimate_report(Request(model="gpt2", stage=stage)) for stage in (2, None))
+    one, many = (estimate_report(Ask(model="gpt2", stage=stage)) for stage in (2, None))
     assert verdict(one) == f"Needs {need(one.plans[0])} a GPU: ZeRO-2. No limit is given: add --gpu H100 or --vram 80G."
     assert many.decisive is None
     small, large = (choose(many.plans, key=lambda plan: plan.gpu.needed) for choose in (min, max))
@@ -81,7 +81,7 @@ def test_without_a_limit_the_need_is_the_verdict() -> None:
 
 
 def test_nothing_is_promised_without_activations() -> None:
-    found = estimate_report(Request(model="gpt2", stage=2, vram="24G", depth="formula"))
+    found = estimate_report(Ask(model="gpt2", stage=2, vram="24G", depth="formula"))
     assert verdict(found).startswith("Unknown: ZeRO-2, ")
     assert found.reliefs == ()
     assert peak_sentence(found.plans[0]) == largest_item(found.plans[0])
@@ -101,7 +101,7 @@ def test_adapters_do_not_hide_the_loss() -> None:
     """With LoRA the loss is computed by a module within the adapters' own."""
     shares = []
     for rank in (None, 8):
-        found = estimate_report(Request(model=LLAMA, gpus=8, stage=2, lora_rank=rank))
+        found = estimate_report(Ask(model=LLAMA, gpus=8, stage=2, lora_rank=rank))
         shares.append(next(one.bytes for one in found.plans[0].gpu.at_peak if one.what == "logits and loss"))
     assert shares[0] == pytest.approx(shares[1], rel=0.01)
     assert shares[0] > GIB
@@ -109,7 +109,7 @@ def test_adapters_do_not_hide_the_loss() -> None:
 
 def test_whole_parameters_are_gathered_ones_where_they_are_sharded() -> None:
     whats = [
-        {share.what for share in estimate_report(Request(model="gpt2", gpus=2, stage=stage)).plans[0].gpu.at_peak}
+        {share.what for share in estimate_report(Ask(model="gpt2", gpus=2, stage=stage)).plans[0].gpu.at_peak}
         for stage in (2, 3)
     ]
     assert "gathered parameters" not in whats[0]
@@ -120,7 +120,7 @@ def test_whole_parameters_are_gathered_ones_where_they_are_sharded() -> None:
 def test_a_relief_is_what_its_flags_give(engine: str) -> None:
     """Each knob's total is that of the plan with the knob turned, and it is worth naming."""
     base = {"model": LLAMA, "gpus": 2, "stage": 2, "micro_batch": 2, "vram": "80G", "engine": engine}
-    found = estimate_report(Request(**base))  # type: ignore[arg-type]
+    found = estimate_report(Ask(**base))  # type: ignore[arg-type]
     total = found.plans[0].gpu.total
     assert total is not None
     turned = {
@@ -132,7 +132,7 @@ def test_a_relief_is_what_its_flags_give(engine: str) -> None:
     }
     assert {"--gradient-checkpointing", "--micro-batch 1"} <= {relief.flags for relief in found.reliefs} <= turned.keys()
     for relief in found.reliefs:
-        after = estimate_report(Request(**base | turned[relief.flags])).plans[0]  # type: ignore[arg-type]
+        after = estimate_report(Ask(**base | turned[relief.flags])).plans[0]  # type: ignore[arg-type]
         assert (relief.total, relief.saves, relief.fits) == (after.gpu.total, total - relief.total, after.fits)
         assert relief.saves >= 0.02 * total
 
@@ -149,10 +149,10 @@ def test_a_ds_configs_own_knobs_stay() -> None:
         {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage, "reduce_bucket_size": 400_000_000}}
         for stage in (0, 3)
     ]
-    before, after = (estimate_report(Request(model=LLAMA, gpus=8, vram="80G", ds_config=file)) for file in files)
+    before, after = (estimate_report(Ask(model=LLAMA, gpus=8, vram="80G", ds_config=file)) for file in files)
     relief = next(relief for relief in before.reliefs if relief.what == "ZeRO-3")
     assert relief.total == after.plans[0].gpu.total
-    assert relief.total != estimate_report(Request(model=LLAMA, gpus=8, stage=3)).plans[0].gpu.total
+    assert relief.total != estimate_report(Ask(model=LLAMA, gpus=8, stage=3)).plans[0].gpu.total
 
 
 def test_sizes_share_the_unit_of_the_largest() -> None:
@@ -162,7 +162,7 @@ def test_sizes_share_the_unit_of_the_largest() -> None:
 
 
 def test_the_largest_item_is_a_formula_or_says_where_it_is_from() -> None:
-    plan = estimate_report(Request(model="gpt2", depth="formula")).plans[0]
+    plan = estimate_report(Ask(model="gpt2", depth="formula")).plans[0]
     assert largest_item(plan) == "Largest: grad.master, 949.40 MiB = master_bytes × trainable × 2 bytes."
     assert largest_item(_with_line(plan, "measured: kernels")) == "Largest: device.context, 1.00 TiB, measured: kernels."
 
@@ -195,7 +195,7 @@ def test_no_command_claims_to_start_a_layout() -> None:
         (1, "\nNext: zeroplan recommend "),
         (2, "\nNext: your own program starts this layout, no file that recommend"),
     ):
-        found = estimate_report(Request(model=LLAMA, engine="fsdp2", gpus=4, vram="80G", stage=3, tp=tp))
+        found = estimate_report(Ask(model=LLAMA, engine="fsdp2", gpus=4, vram="80G", stage=3, tp=tp))
         assert says in report_text(found, terminal=PLAIN, next_command=command)
         assert ("Without it:" in report_text(found, terminal=PLAIN, next_command=command)) == (tp > 1)
         assert "Without it:" not in report_text(found, terminal=PLAIN, next_command=[*command, "--tp", "2"])

@@ -16,7 +16,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import Aio, ZeroConfig
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan_runtime.config import read_config
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -141,7 +141,7 @@ def test_a_plan_refuses_what_a_run_refuses(given: dict[str, Any]) -> None:
     with pytest.raises(BadInput) as run:
         read_config(config, 1)
     with pytest.raises(BadInput) as plan:
-        estimate_report(Request(model=LLAMA, engine="zeroplan", ds_config=config, depth="formula"))
+        estimate_report(Ask(model=LLAMA, engine="zeroplan", ds_config=config, depth="formula"))
     assert plan.value.what == run.value.what
 
 

@@ -21,8 +21,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Compilation
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner import tapes
-from zeroplan.planner.request import Request
 from zeroplan.report.recommendation import described
+from zeroplan.run.ask import Ask
 from zeroplan.search import search_options
 from zeroplan.search.files import Target, files_of
 from zeroplan.search.results import Recommendation
@@ -191,7 +191,7 @@ def test_files_and_sentences_say_what_is_compiled() -> None:
 
 
 def test_the_next_command_carries_it() -> None:
-    words = recommend_words(Request(model="gpt2", gpu="H100", engine="fsdp2", compile="blocks"))
+    words = recommend_words(Ask(model="gpt2", gpu="H100", engine="fsdp2", compile="blocks"))
     assert words[words.index("--compile") + 1] == "blocks"
 
 

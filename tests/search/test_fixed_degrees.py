@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,63 +11,63 @@ import pytest
 import zeroplan
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.layout_orders import LayoutOrders, divides, fixed_degrees, flags_of, least_ranks
 from zeroplan.search.layouts import search_layouts, smallest_cluster
 
 Cli = Callable[..., tuple[int, str, str]]
 NAME = "meta-llama/Llama-3.1-8B"
-LLAMA = Request(model=NAME, gpus=8, gpu="H100", depth="formula")
-MIXTURE = replace(LLAMA, model="deepseek-ai/DeepSeek-V2-Lite")
+LLAMA = Ask(model=NAME, gpus=8, gpu="H100", depth="formula")
+MIXTURE = LLAMA.replace(model="deepseek-ai/DeepSeek-V2-Lite")
 
 
 def test_what_is_said_is_fixed() -> None:
     assert fixed_degrees(LLAMA) == {}
-    asked = replace(LLAMA, tp=4, sp=True, ones=("pp", "gpus", "engine"))
+    asked = LLAMA.replace(tp=4, sp=True, pp=1, gpus=8, engine="deepspeed")
     assert fixed_degrees(asked) == {"tp": 4, "sp": True, "pp": 1}
     assert flags_of(fixed_degrees(asked)) == "--tp 4 --sp --pp 1"
-    assert flags_of(fixed_degrees(replace(LLAMA, ones=("sp",)))) == "--no-sp"
+    assert flags_of(fixed_degrees(LLAMA.replace(sp=False))) == "--no-sp"
 
 
 @pytest.mark.parametrize(
     ("asked", "found"),
     [
         ({"tp": 4}, {(4, 1, 1), (4, 2, 1)}),
-        ({"tp": 4, "ones": ("pp",)}, {(4, 1, 1)}),
-        ({"ones": ("tp",), "pp": 2}, {(1, 2, 1)}),
-        ({"sp": True, "ones": ("pp",)}, {(2, 1, 1), (4, 1, 1), (8, 1, 1)}),
-        ({"vpp": 2, "ones": ("tp",)}, {(1, 2, 1), (1, 4, 1), (1, 8, 1)}),
+        ({"tp": 4, "pp": 1}, {(4, 1, 1)}),
+        ({"tp": 1, "pp": 2}, {(1, 2, 1)}),
+        ({"sp": True, "pp": 1}, {(2, 1, 1), (4, 1, 1), (8, 1, 1)}),
+        ({"vpp": 2, "tp": 1}, {(1, 2, 1), (1, 4, 1), (1, 8, 1)}),
         ({"cp": 2, "pp": 4}, {(1, 4, 2)}),
         ({"dp_replicate": 4}, {(1, 1, 1), (2, 1, 1), (1, 2, 1)}),
         ({"tp": 3}, set()),
     ],
 )
 def test_the_rest_is_searched(asked: dict[str, Any], found: set[tuple[int, int, int]]) -> None:
-    request = replace(LLAMA, **asked)
-    degrees = [one for one in LayoutOrders().of(request) if divides(replace(request, **one))]
+    request = LLAMA.replace(**asked)
+    degrees = [one for one in LayoutOrders().of(request) if divides(request.replace(**one))]
     assert {(one["tp"], one["pp"], one["cp"]) for one in degrees} == found
     for one in degrees:
         assert one["stage"] == (3 if one["pp"] == 1 else 2)
         assert ("grad_accum" in one) == (one["pp"] > 1)
-    assert all(one["stage"] == 2 for one in LayoutOrders().of(replace(request, stage=2)))
+    assert all(one["stage"] == 2 for one in LayoutOrders().of(request.replace(stage=2)))
 
 
 def test_what_a_search_leaves_out_may_be_asked_for() -> None:
     """Matrices shared between nodes, short rings, and other numbers than powers of two."""
-    degrees = list(LayoutOrders().of(replace(LLAMA, nodes=3, tp=3, cp=2, pp=4, seq_len=512)))
+    degrees = list(LayoutOrders().of(LLAMA.replace(nodes=3, tp=3, cp=2, pp=4, seq_len=512)))
     assert [(one["tp"], one["cp"], one["pp"]) for one in degrees] == [(3, 2, 4)]
-    assert [one["tp"] for one in LayoutOrders().of(replace(LLAMA, nodes=2, tp=16, ones=("pp", "cp")))] == [16]
+    assert [one["tp"] for one in LayoutOrders().of(LLAMA.replace(nodes=2, tp=16, pp=1, cp=1))] == [16]
 
 
 def test_the_batch_decides_the_accumulation() -> None:
-    found = LayoutOrders(global_batch=96).of(replace(LLAMA, micro_batch=2, ones=("cp", "pp")))
+    found = LayoutOrders(global_batch=96).of(LLAMA.replace(micro_batch=2, cp=1, pp=1))
     assert [(one["tp"], one["grad_accum"]) for one in found] == [(1, 6), (2, 12), (4, 24), (8, 48)]
-    answer = search_layouts(replace(LLAMA, tp=2), global_batch=96)
+    answer = search_layouts(LLAMA.replace(tp=2), global_batch=96)
     assert answer.chosen is not None
     chosen = answer.chosen.request
     assert (chosen.grad_accum or 1) * answer.chosen.layout.dp == 96
     with pytest.raises(BadInput, match="do not make 7 sequences a step"):
-        search_layouts(replace(LLAMA, tp=2, ones=("pp", "cp")), global_batch=7)
+        search_layouts(LLAMA.replace(tp=2, pp=1, cp=1), global_batch=7)
 
 
 def test_an_answer_keeps_to_them(cli: Cli) -> None:
@@ -165,13 +164,13 @@ def test_python_takes_them_too() -> None:
 
 
 def test_the_smallest_cluster_has_ranks_for_them() -> None:
-    request = replace(LLAMA, gpu="H200", tp=2, pp=3, cp=2, dp_replicate=2)
+    request = LLAMA.replace(gpu="H200", tp=2, pp=3, cp=2, dp_replicate=2)
     assert least_ranks(request) == 24
-    answer = smallest_cluster(replace(LLAMA, pp=3))
+    answer = smallest_cluster(LLAMA.replace(pp=3))
     assert answer.chosen is not None
     assert answer.chosen.request.nodes * answer.chosen.request.gpus % 3 == 0
     with pytest.raises(BadInput, match="tp 3 does not divide the 32 attention heads"):
-        smallest_cluster(replace(LLAMA, tp=3))
+        smallest_cluster(LLAMA.replace(tp=3))
 
 
 def test_of_what_is_not_measured_the_first_that_may_fit_is_said(cli: Cli) -> None:
@@ -185,27 +184,27 @@ def test_of_what_is_not_measured_the_first_that_may_fit_is_said(cli: Cli) -> Non
 
 
 def test_the_layout_that_is_found_is_planned_alike() -> None:
-    answer = search_layouts(replace(LLAMA, depth=None, pp=2, ones=("tp", "cp")))
+    answer = search_layouts(LLAMA.replace(depth=None, pp=2, tp=1, cp=1))
     assert answer.best is not None
     (plan,) = estimate_report(answer.best.request).plans
     assert plan.gpu.total == answer.best.plan.gpu.total
 
 
-def _ways(asked: Request, **degrees: Any) -> list[tuple[int, ...]]:
-    return [tuple(one.values()) for one in LayoutOrders().variants(asked, replace(asked, **degrees))]
+def _ways(asked: Ask, **degrees: Any) -> list[tuple[int, ...]]:
+    return [tuple(one.values()) for one in LayoutOrders().variants(asked, asked.replace(**degrees))]
 
 
 def test_variants_of_a_layout() -> None:
     staged = {"pp": 4, "stage": 2, "grad_accum": 16}
     assert _ways(LLAMA, **staged) == [(2,)]
-    assert _ways(replace(LLAMA, ones=("vpp",)), **staged) == []
-    assert _ways(replace(LLAMA, vpp=4), **staged) == []
-    assert _ways(replace(LLAMA, schedule="zbv"), **staged, vpp=2) == []
+    assert _ways(LLAMA.replace(vpp=1), **staged) == []
+    assert _ways(LLAMA.replace(vpp=4), **staged) == []
+    assert _ways(LLAMA.replace(schedule="zbv"), **staged, vpp=2) == []
     assert _ways(LLAMA, stage=3) == [(1, 2)]
-    assert _ways(replace(LLAMA, nodes=4), stage=3) == [(1, 2), (4, 3), (4, 2)]
-    assert _ways(replace(LLAMA, nodes=4, stage=3), stage=3) == [(4, 3)]
-    assert _ways(replace(LLAMA, nodes=4, ones=("dp_replicate",)), stage=3) == [(1, 2)]
-    assert list(LayoutOrders(experts=8).variants(replace(LLAMA, nodes=4), replace(LLAMA, nodes=4, stage=2))) == []
+    assert _ways(LLAMA.replace(nodes=4), stage=3) == [(1, 2), (4, 3), (4, 2)]
+    assert _ways(LLAMA.replace(nodes=4, stage=3), stage=3) == [(4, 3)]
+    assert _ways(LLAMA.replace(nodes=4, dp_replicate=1), stage=3) == [(1, 2)]
+    assert list(LayoutOrders(experts=8).variants(LLAMA.replace(nodes=4), LLAMA.replace(nodes=4, stage=2))) == []
 
 
 def test_a_variant_is_taken_where_it_is_faster_and_said_so(cli: Cli) -> None:
@@ -223,9 +222,9 @@ def test_a_variant_is_taken_where_it_is_faster_and_said_so(cli: Cli) -> None:
 
 
 def test_shards_within_nodes_are_taken_where_the_network_is_slow() -> None:
-    found = search_layouts(replace(LLAMA, depth=None, nodes=4, network="25G", stage=3, ones=("tp", "pp", "cp")))
+    found = search_layouts(LLAMA.replace(depth=None, nodes=4, tp=1, pp=1, cp=1))
     assert found.best is not None
     assert found.best.layout.dp_replicate == 4
     assert found.best.layout.shards_on_one_node
     assert found.best.simpler is not None
-    assert found.best.time.sharding < 0.85 * found.best.simpler.sharding
+    assert found.best.time.sharding < found.best.simpler.sharding / 2

@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.report.layouts import layouts_text
 from zeroplan.report.terminal import Terminal
+from zeroplan.run.ask import Ask
 from zeroplan.search.layout_answer import LayoutAnswer
 from zeroplan.search.layout_floor import LayoutFloors
 from zeroplan.search.layout_orders import LEAST_GAIN, LayoutOrders
 from zeroplan.search.layouts import _between, search_layouts, smallest_cluster
 
 Cli = Callable[..., tuple[int, str, str]]
-LLAMA = Request(model="meta-llama/Llama-3.1-8B", gpus=8, gpu="H100", seq_len=8192)
+LLAMA = Ask(model="meta-llama/Llama-3.1-8B", gpus=8, gpu="H100", seq_len=8192)
 
 
 def test_layouts_that_share_less_come_first() -> None:
-    found = list(LayoutOrders().of(replace(LLAMA, nodes=8, seq_len=32768)))
+    found = list(LayoutOrders().of(LLAMA.replace(nodes=8, seq_len=32768)))
     ranks = [one["tp"] * one["pp"] * one["cp"] for one in found]
     assert ranks == sorted(ranks)
     assert all(64 % count == 0 for count in ranks)
@@ -38,7 +37,7 @@ def test_layouts_that_share_less_come_first() -> None:
         assert one["sp"] == (one["tp"] > 1 and one["pp"] == 1)
         assert one["stage"] == (3 if one["pp"] == 1 else 2)
         assert one.get("grad_accum", 1) >= (one["pp"] if one["pp"] > 1 else 1)
-    assert all(one["cp"] == 1 for one in LayoutOrders().of(replace(LLAMA, nodes=8, seq_len=4096)))
+    assert all(one["cp"] == 1 for one in LayoutOrders().of(LLAMA.replace(nodes=8, seq_len=4096)))
 
 
 def test_the_fastest_that_fits_is_the_answer() -> None:
@@ -93,8 +92,8 @@ def test_what_exceeds_the_card_by_counts_alone_is_not_simulated(cli: Cli) -> Non
     ],
 )
 def test_no_plan_is_below_its_floor(model: str, degrees: dict[str, Any]) -> None:
-    request = replace(LLAMA, model=model, engine="fsdp2", seq_len=512, **degrees)
-    whole = replace(request, tp=1, sp=False, pp=1, vpp=1, ep=1, stage=3, schedule="1f1b", dp_replicate=1)
+    request = LLAMA.replace(model=model, engine="fsdp2", seq_len=512, **degrees)
+    whole = request.replace(tp=1, sp=False, pp=1, vpp=1, ep=1, stage=3, schedule="1f1b", dp_replicate=1)
     floor = LayoutFloors(resolve(whole).cases[0]).of(request)
     (plan,) = estimate_report(request).plans
     assert plan.gpu.peak_allocated is not None
@@ -131,7 +130,7 @@ def test_the_fewest_nodes_are_asked_for_by_a_question_mark(cli: Cli) -> None:
 )
 def test_what_cannot_be_asked_is_one_line(changed: dict[str, str | None], said: str) -> None:
     with pytest.raises(BadInput) as refused:
-        search_layouts(replace(LLAMA, **changed))  # type: ignore[arg-type]
+        search_layouts(LLAMA.replace(**changed))  # type: ignore[arg-type]
     assert said in str(refused.value)
 
 

@@ -16,8 +16,8 @@ import zeroplan
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import read_profile
 from zeroplan.ds_config.reader import read_ds_config
-from zeroplan.planner.request import Request
 from zeroplan.report.recommendation_html import pareto_front
+from zeroplan.run.ask import Ask
 from zeroplan.search import catalog
 from zeroplan.search.catalog import fits_by_bound
 from zeroplan.search.machine import preset_of
@@ -479,7 +479,7 @@ def test_what_a_card_can_train_is_the_same_from_python(cli: Cli, monkeypatch: py
     answers: dict[str, catalog.Overview] = {}
     overview = catalog.overview
 
-    def once(request: Request, options: SearchOptions) -> catalog.Overview:
+    def once(request: Ask, options: SearchOptions) -> catalog.Overview:
         asked = repr((request, replace(options, explain=False)))
         if asked not in answers:
             assert not answers, asked

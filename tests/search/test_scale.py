@@ -12,7 +12,7 @@ import pytest
 
 import zeroplan
 from zeroplan.core.errors import BadInput
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import OPTIONS
 from zeroplan.search.scaling import ScaleOptions, Scaling, parse_ranks
 from zeroplan.search.search_options import SearchOptions
 
@@ -110,7 +110,7 @@ def test_the_command(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_arguments_are_fields_of_what_they_fill() -> None:
-    fields = get_type_hints(Request) | get_type_hints(SearchOptions)
+    fields = {name: option.hint for name, option in OPTIONS.items()} | get_type_hints(SearchOptions)
     own = get_type_hints(ScaleOptions)
     assert own.pop("gpus_per_node") == int | None
     assert own.items() <= fields.items()

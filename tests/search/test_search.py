@@ -13,7 +13,7 @@ from zeroplan.core.units import GIB
 from zeroplan.core.workload import Workload
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import least_memory, rank_all, rank_key, search
@@ -116,7 +116,7 @@ def test_least_memory_needs_less_than_the_fastest(problem: tuple[Memory, list[Ca
 def test_the_host_alone_is_the_plans_own_host(engine: str) -> None:
     """So a search may pass over what the host cannot hold before the GPU is simulated; a little less for a model's kernels."""
     pytest.importorskip("transformers")
-    request = Request(model=SMALL, engine=engine, lora_rank=8, gpu="H100", gpus=2, cpu_ram="64G", seq_len=SEQ, micro_batch=1)
+    request = Ask(model=SMALL, engine=engine, lora_rank=8, gpu="H100", gpus=2, cpu_ram="64G", seq_len=SEQ, micro_batch=1)
     options = SearchOptions(gradient_checkpointing=True)
     resolved = resolve_search(request, options)
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster)

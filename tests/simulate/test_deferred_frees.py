@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import MIB
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.deferred_frees import DeferredFrees
 from zeroplan.simulate.recorder import Recorder, simulate
@@ -52,7 +52,7 @@ def test_nothing_is_back_before_an_earlier_block() -> None:
 
 def test_a_whole_run_at_another_pace_allocates_the_same() -> None:
     """Llama-3.2-1B on four ranks: the same events but for the order of completions, of which none is lost."""
-    request = Request(model="meta-llama/Llama-3.2-1B", seq_len=1024, stage=3, gpus=4, gpu="H100", micro_batch=8)
+    request = Ask(model="meta-llama/Llama-3.2-1B", seq_len=1024, stage=3, gpus=4, gpu="H100", micro_batch=8)
     run = estimate_runs(request).runs[0]
     assert run is not None
     other = run.simulation.other_lags[0]

@@ -9,9 +9,9 @@ from zeroplan.core.units import GIB, MIB
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.simulated import Simulated
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.recorder import Recorder, simulate
 from zeroplan.simulate.steady_state import MOST_STEPS, repeat_last_step, steady_run
 from zeroplan.simulate.timeline import Timeline
@@ -20,8 +20,8 @@ from zeroplan.simulate.timeline import Timeline
 CAP = 40422604800
 
 
-def _run(**options: object) -> tuple[Simulated, Request]:
-    request = Request(**{"model": "meta-llama/Llama-3.2-1B", "seq_len": 1024, "gpu": "H200"} | options)  # type: ignore[arg-type]
+def _run(**options: object) -> tuple[Simulated, Ask]:
+    request = Ask(**{"model": "meta-llama/Llama-3.2-1B", "seq_len": 1024, "gpu": "H200"} | options)  # type: ignore[arg-type]
     run = estimate_runs(request).runs[0]
     assert run is not None
     return run, request

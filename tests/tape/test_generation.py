@@ -17,8 +17,8 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
 from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Op
 from zeroplan.tape.generation import MOST_LENGTHS, lengths_of
 
@@ -91,7 +91,7 @@ def test_a_generation_batch_is_divided_among_ranks() -> None:
 
 
 def plan_of(**said: Any) -> MemoryPlan:
-    return estimate_report(Request(files=[{**RECIPE, **said}], program="trl", task="grpo", gpu="H200", gpus=2)).plans[0]
+    return estimate_report(Ask(files=[{**RECIPE, **said}], program="trl", task="grpo", gpu="H200", gpus=2)).plans[0]
 
 
 def test_stage_3_gathers_the_whole_model_and_records_a_new_trace_each_time() -> None:
@@ -132,8 +132,8 @@ def test_a_colocated_vllm_has_its_share_of_the_card_all_the_time_or_between_two_
 
 
 def test_without_a_card_vllms_share_is_named() -> None:
-    report = estimate_report(Request(files=[{**RECIPE, "use_vllm": True}], program="trl", task="grpo"))
+    report = estimate_report(Ask(files=[{**RECIPE, "use_vllm": True}], program="trl", task="grpo"))
     (said,) = report.plans[0].unmodelled
     assert (said.key, said.says) == ("use_vllm", "vLLM takes 30% of each GPU for itself")
     with pytest.raises(BadInput, match="is no share of a card"):
-        estimate_report(Request(files=[{**RECIPE, "use_vllm": True, "vllm_gpu_memory_utilization": 30}], program="trl"))
+        estimate_report(Ask(files=[{**RECIPE, "use_vllm": True, "vllm_gpu_memory_utilization": 30}], program="trl"))

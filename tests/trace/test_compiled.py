@@ -14,9 +14,9 @@ from torch import nn
 
 from benchmarks.step.predict import errors
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
-from zeroplan.tape.options import Arithmetic, TracedGraphs, TraceOptions
+from zeroplan.tape.options import Arithmetic, TraceOptions
 from zeroplan.trace.api import trace_module
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
@@ -54,7 +54,7 @@ class Stack(nn.Module):
 
 
 def tape_of(*, compiled: bool) -> ExpandedTape:
-    options = TraceOptions(arithmetic=Arithmetic.FP32, graphs=TracedGraphs() if compiled else None)
+    options = TraceOptions(arithmetic=Arithmetic.FP32, compile=compiled)
     tape = trace_module(Stack(), lambda: {"x": torch.empty(ROWS, 64, device="meta")}, options)
     return tape.expand(1, 1)
 
@@ -236,7 +236,7 @@ def test_compiled_t5_is_planned_without_its_decoders_cache(tmp_path: Path, monke
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: dict[str, Any] = {"model": config, "seq_len": 64, "micro_batch": 4, "from_scratch": True, "engine": "fsdp2"}
     eager, compiled = (
-        estimate_report(Request(**asked, stage=3, gpus=2, vram="24G", compile=how)).plans[0] for how in (None, "blocks")
+        estimate_report(Ask(**asked, stage=3, gpus=2, vram="24G", compile=how)).plans[0] for how in (None, "blocks")
     )
     assert compiled.depth == "simulated"
     assert compiled.gpu.activations is not None

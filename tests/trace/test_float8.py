@@ -13,8 +13,8 @@ from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.unmodelled import may_add
 from zeroplan.ledger.line import evaluate
 from zeroplan.planner.estimate import estimate_report, estimate_runs
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 
 LAYERS = 3
 ASKED: dict[str, Any] = {
@@ -32,7 +32,7 @@ ASKED: dict[str, Any] = {
 def test_operands_are_cast_for_each_product(engine: str) -> None:
     """Each of the linear layers between the first and the last takes its weight in 8 bits twice; what is kept stays."""
     asked = {**ASKED, "engine": engine, "stage": 3 if engine == "fsdp2" else 0, "depth": "simulated"}
-    runs = [estimate_runs(Request(**asked, fp8=recipe)).runs[0] for recipe in (None, "tensorwise", "rowwise")]
+    runs = [estimate_runs(Ask(**asked, fp8=recipe)).runs[0] for recipe in (None, "tensorwise", "rowwise")]
     plain, whole, rows = runs
     assert plain is not None
     assert whole is not None
@@ -61,7 +61,7 @@ def test_first_and_last_layers_and_those_of_other_sizes_stay() -> None:
 def test_states_are_those_of_16_bits() -> None:
     with_, without = (
         {i.buffer: i.bytes for i in evaluate(*found.engine.ledger(found.cases[0]))}
-        for found in (resolve(Request(**ASKED, fp8=recipe)) for recipe in ("rowwise", None))
+        for found in (resolve(Ask(**ASKED, fp8=recipe)) for recipe in ("rowwise", None))
     )
     assert with_ == without
     assert with_[Buffer.PARAM_SHARD]
@@ -80,4 +80,4 @@ def test_states_are_those_of_16_bits() -> None:
 )
 def test_what_is_not_modelled_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        estimate_report(Request(**{**ASKED, "fp8": "rowwise", **changes}))
+        estimate_report(Ask(**{**ASKED, "fp8": "rowwise", **changes}))

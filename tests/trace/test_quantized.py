@@ -12,8 +12,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.quantization import Quantization
 from zeroplan.ledger.line import evaluate
 from zeroplan.planner.estimate import estimate_report, estimate_runs
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 from zeroplan.tape.options import options_for
 
 LLAMA = small_llama()
@@ -42,7 +42,7 @@ def test_what_is_kept() -> None:
     packed = 6 * sum(sum(Quantization.NF4.blocks_of_weight(shape)) for shape in matrices) + 1024
     whole = 4 * (2 * 1000 * 256 + 6 * 2 * 256 + 256)
     adapters = 4 * 6 * 8 * (2 * (256 + 256) + 2 * (256 + 128) + 3 * (256 + 512))
-    resolved = resolve(Request(**ASKED))
+    resolved = resolve(Ask(**ASKED))
     (kept,) = (i for i in evaluate(*resolved.engine.ledger(resolved.cases[0])) if i.buffer == Buffer.PARAM_FULL)
     assert kept.bytes == packed + whole + adapters
 
@@ -50,11 +50,11 @@ def test_what_is_kept() -> None:
 @pytest.mark.torch
 def test_each_product_takes_the_whole_weight_for_a_while() -> None:
     """The weight in 16 bits comes twice for each layer and goes again, and the layer's input is not kept for its gradient."""
-    (run,) = estimate_runs(Request(**ASKED, depth="simulated")).runs
+    (run,) = estimate_runs(Ask(**ASKED, depth="simulated")).runs
     assert run is not None
     tape = run.tape
     assert sum(tape.parameters.quantized) == 6 * 7
-    resolved = resolve(Request(**ASKED))
+    resolved = resolve(Ask(**ASKED))
     case = resolved.cases[0]
     assert options_for(case.workload).key == "sdpa_none_autocast_4bit_lora"
     whole = 2 * 512 * 256
@@ -78,7 +78,7 @@ def test_each_product_takes_the_whole_weight_for_a_while() -> None:
 )
 def test_what_is_not_modelled_is_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        estimate_report(Request(**{**ASKED, **changes}))  # type: ignore[arg-type]
+        estimate_report(Ask(**{**ASKED, **changes}))  # type: ignore[arg-type]
 
 
 MIXTRAL = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "hidden_size": 256, "num_hidden_layers": 4,
@@ -92,7 +92,7 @@ def test_experts_were_linear_layers_before_transformers_5() -> None:
     asked = {**ASKED, "model": MIXTRAL, "lora_targets": ["q_proj"]}
 
     def kept(**changes: Any) -> int:
-        resolved = resolve(Request(**asked, **changes))
+        resolved = resolve(Ask(**asked, **changes))
         (held,) = (i for i in evaluate(*resolved.engine.ledger(resolved.cases[0])) if i.buffer == Buffer.PARAM_FULL)
         return int(held.bytes)
 
@@ -100,7 +100,7 @@ def test_experts_were_linear_layers_before_transformers_5() -> None:
     packed = 4 * sum(sum(Quantization.NF4.blocks_of_weight(shape)) for shape in [(4, 1024, 256), (4, 256, 512)])
     wide = 4  # --engine ddp casts what is not quantised to fp32
     assert kept() - kept(transformers_version="4.40.0") == wide * elements - packed
-    (run,) = estimate_runs(Request(**asked, transformers_version="4.40.0", depth="simulated")).runs
+    (run,) = estimate_runs(Ask(**asked, transformers_version="4.40.0", depth="simulated")).runs
     assert run is not None
     assert sum(run.tape.parameters.quantized) == 4 * (4 + 2)
     assert {module.type for module in run.tape.modules if module.name.endswith(".experts")} == {"Experts4bit"}
@@ -109,7 +109,7 @@ def test_experts_were_linear_layers_before_transformers_5() -> None:
 @pytest.mark.torch
 def test_a_base_waited_on_the_host_for_fsdp_1_before_transformers_5() -> None:
     def made(**changes: Any) -> int:
-        (run,) = estimate_runs(Request(**{**ASKED, "engine": "fsdp", "stage": 3, "gpus": 4}, **changes)).runs
+        (run,) = estimate_runs(Ask(**{**ASKED, "engine": "fsdp", "stage": 3, "gpus": 4}, **changes)).runs
         assert run is not None
         return run.simulation.timeline.marks[0].peak
 

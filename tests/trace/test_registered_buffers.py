@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
@@ -29,7 +29,7 @@ NEO: dict[str, Any] = {
 @pytest.mark.parametrize(("engine", "stage"), [("ddp", 0), ("deepspeed", 2), ("fsdp2", 3)])
 def test_a_mask_of_all_positions_in_each_block_is_counted(engine: str, stage: int) -> None:
     """GPT-Neo of 24 blocks under stage 2 was planned 96 MiB below a measured run, and is met to half a KiB."""
-    request = Request(model=NEO, engine=engine, stage=stage, attn="eager", seq_len=32, gpu="H200", from_scratch=True)
+    request = Ask(model=NEO, engine=engine, stage=stage, attn="eager", seq_len=32, gpu="H200", from_scratch=True)
     plan = estimate_report(request).plans[0]
     assert plan.depth == "simulated"
     (line,) = [line for line in plan.lines if line.buffer == "model.buffer"]

@@ -24,8 +24,8 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
-from zeroplan.tape.options import TracedMesh, TraceOptions
+from zeroplan.run.ask import Ask
+from zeroplan.tape.options import TraceOptions
 from zeroplan.tapes import can_trace
 
 SMALL = {
@@ -131,9 +131,7 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool, acros
 
     parameters = load_model(CONFIG).parameters
     tokens = 32 if sp else 64  # of one rank
-    tape = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(mesh=TracedMesh(tp=2, sp=sp, ep=ep, across=across))).expand(
-        2, tokens
-    )
+    tape = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(tp=2, sp=sp, ep=ep, across=across)).expand(2, tokens)
     assert tape.parameters.names == parameters.names
     local = local_parameters(parameters, "qwen3_moe", 2, whole_experts=across)
     assert tape.parameters.shapes == with_local_experts(local, ep).shapes
@@ -159,7 +157,7 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool, acros
     ],
 )
 def test_what_is_not_modelled_is_refused(asked: dict[str, Any], said: str) -> None:
-    request = Request(**{"model": {**QWEN, "num_key_value_heads": 4}, "gpus": 8, "engine": "fsdp2", "seq_len": 64, **asked})
+    request = Ask(**{"model": {**QWEN, "num_key_value_heads": 4}, "gpus": 8, "engine": "fsdp2", "seq_len": 64, **asked})
     with pytest.raises(BadInput, match=said):
         estimate_report(request)
 
@@ -168,6 +166,6 @@ def test_what_no_gpu_has_measured_of_the_runtime_is_no_promise() -> None:
     """Mixtures on tp beside ep; on tp alone they were measured."""
     for more, named in (({"tp": 2}, []), ({"tp": 2, "ep": 2, "etp": 2}, ["--tp"]), ({"tp": 2, "ep": 2}, ["--tp"])):
         asked = {"engine": "zeroplan", "stage": 2, "seq_len": 64, "depth": "formula", "vram": "80G", **more}
-        (plan,) = estimate_report(Request(**{"model": {**QWEN, "num_key_value_heads": 4}, "gpus": 8, **asked})).plans
+        (plan,) = estimate_report(Ask(**{"model": {**QWEN, "num_key_value_heads": 4}, "gpus": 8, **asked})).plans
         assert plan.fits is None  # without activations
         assert [one.key for one in plan.unmodelled if one.key == "--tp"] == named

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.options import Arithmetic, TraceOptions
 
 pytestmark = pytest.mark.torch
@@ -44,7 +44,7 @@ T5 = {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "d_mo
 )
 def test_measured_peaks(model: dict[str, Any], how: dict[str, Any], measured: int) -> None:
     none = {} if how.get("engine") == "ddp" else {"offload_optimizer": "none", "offload_param": "none"}
-    (plan,) = estimate_report(Request(model=model, gpu="H200", from_scratch=True, depth="simulated", **none, **how)).plans
+    (plan,) = estimate_report(Ask(model=model, gpu="H200", from_scratch=True, depth="simulated", **none, **how)).plans
     assert plan.gpu.peak_allocated == pytest.approx(measured, abs=10_000)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.tape.expanded import Mark, Op
-from zeroplan.tape.options import Arithmetic, TracedTiles, TraceOptions
+from zeroplan.tape.options import Arithmetic, TraceOptions
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -80,7 +80,7 @@ def test_many_tiles_peak_as_if_all_were_traced(monkeypatch: pytest.MonkeyPatch, 
         "vocab_size": 160,
         "tie_word_embeddings": False,
     }
-    options = TraceOptions(tiles=TracedTiles(tiles, tiles))
+    options = TraceOptions(tiled_mlp=tiles, tiled_loss=tiles)
 
     def traced() -> Any:
         return trace_at(config, "AutoModelForCausalLM", options, TracePoint(1, 100)).expand(1, 100)
@@ -95,8 +95,8 @@ def test_many_tiles_peak_as_if_all_were_traced(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize(("flag", "said"), [("tiled_loss", "100,000,000 tiles of 512 tokens"), ("tiled_mlp", "of 256 tokens")])
 def test_more_tiles_than_tokens_are_refused(flag: str, said: str) -> None:
     from zeroplan.planner.estimate import estimate_report
-    from zeroplan.planner.request import Request
+    from zeroplan.run.ask import Ask
 
     asked = {flag: 100_000_000, "engine": "deepspeed", "stage": 2, "micro_batch": 2, "seq_len": 256, "depth": "formula"}
     with pytest.raises(BadInput, match=said):
-        estimate_report(Request(model="meta-llama/Llama-3.1-8B", gpus=8, **asked))  # type: ignore[arg-type]
+        estimate_report(Ask(model="meta-llama/Llama-3.1-8B", gpus=8, **asked))  # type: ignore[arg-type]

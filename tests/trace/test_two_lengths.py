@@ -11,7 +11,7 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import SEQ2SEQ_LM
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import Kind, Op
 from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 
@@ -71,7 +71,7 @@ def test_a_tape_at_any_source_is_a_trace_of_those_shapes(config: dict[str, Any],
 def plan(config: dict[str, Any], tmp_path: Path, **asked: Any) -> Any:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    return estimate_report(Request(model=str(path), engine="ddp", micro_batch=4, **asked))
+    return estimate_report(Ask(model=str(path), engine="ddp", micro_batch=4, **asked))
 
 
 def test_lengths_alike_are_the_one_length_and_a_shorter_target_needs_less(tmp_path: Path) -> None:
@@ -85,9 +85,9 @@ def test_lengths_alike_are_the_one_length_and_a_shorter_target_needs_less(tmp_pa
 
 def test_lengths_of_no_two_sides_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="no encoder-decoder"):
-        estimate_report(Request(model="openai-community/gpt2", target_len=8))
+        estimate_report(Ask(model="openai-community/gpt2", target_len=8))
     with pytest.raises(BadInput, match="target-len alone"):
-        estimate_report(Request(model="openai/whisper-small", source_len=8))
+        estimate_report(Ask(model="openai/whisper-small", source_len=8))
     for more in ({"seq_len": 8}, {"lengths": "4,8"}, {"tp": 2, "gpus": 2}):
         with pytest.raises(BadInput):
             plan(T5, tmp_path, source_len=64, target_len=16, **more)
@@ -97,7 +97,7 @@ def test_lengths_of_no_two_sides_are_refused(tmp_path: Path) -> None:
 
 def test_whispers_target_is_its_only_length() -> None:
     asked, meant = (
-        estimate_report(Request(model="openai/whisper-small", engine="ddp", **{key: 200})) for key in ("target_len", "seq_len")
+        estimate_report(Ask(model="openai/whisper-small", engine="ddp", **{key: 200})) for key in ("target_len", "seq_len")
     )
     assert asked.plans == meant.plans
 
@@ -108,5 +108,5 @@ def test_a_translation_script_says_both(tmp_path: Path) -> None:
         "python run_summarization.py --model_name_or_path google-t5/t5-small --per_device_train_batch_size 4 --bf16 True"
         " --learning_rate 1e-4 --output_dir out --max_source_length 512\n"
     )
-    report = estimate_report(Request(files=(str(script),), depth="formula"))
+    report = estimate_report(Ask(files=(str(script),), depth="formula"))
     assert (report.workload["seq_len"], report.workload["target_len"]) == (512, 128)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from tests.patience import PATIENCE
 from zeroplan.engines.registry import find_engine
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
+from zeroplan.run.ask import Ask
 from zeroplan.validate.compare import compare
 from zeroplan.validate.job import job_of
 from zeroplan.validate.measured import measurement_of
@@ -37,14 +37,14 @@ def compared_here(config: dict[str, Any], **fields: Any) -> Comparison:
     from zeroplan.validate.rank.probe import RankDevice
     from zeroplan.validate.rank.run import run_job
 
-    resolved = resolve(Request(engine="zeroplan", ds_config=config, **fields))
+    resolved = resolve(Ask(engine="zeroplan", ds_config=config, **fields))
     (case,) = resolved.cases
     planned = predict(resolved.engine, case, ExpandedTapes(resolved.engine))
     result = run_job(job_of(case, find_engine("zeroplan"), raw=config, steps=2), RankDevice.of("cpu", 0), lambda _: None)
     return compare(planned, measurement_of([result], device="cpu", ranks=1), 0.02)
 
 
-def compared_on_ranks(ranks: int, *requests: Request) -> list[Comparison]:
+def compared_on_ranks(ranks: int, *requests: Ask) -> list[Comparison]:
     """Plan runs on a CPU, run them one after another on the same ranks, and compare."""
     from zeroplan.validate.launch import TorchrunLaunch
     from zeroplan.validate.machine import find_machine
@@ -53,7 +53,7 @@ def compared_on_ranks(ranks: int, *requests: Request) -> list[Comparison]:
     cluster = find_machine().cluster(ranks)
     planned, jobs = [], []
     for request in requests:
-        resolved = resolve(replace(request, gpus=ranks, from_scratch=True))
+        resolved = resolve(request.replace(gpus=ranks, from_scratch=True))
         (case,) = (replace(case, cluster=cluster) for case in resolved.cases)
         engine, raw = resolved.engine.for_verify(None, device="cpu", own_module=False)
         planned.append(predict(engine, case, ExpandedTapes(engine)))

@@ -11,9 +11,9 @@ from tests.validate.small import CONFIG, compared_here
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
+from zeroplan.run.ask import Ask
 from zeroplan.validate.planned import predict
 
 pytestmark = pytest.mark.torch
@@ -64,7 +64,7 @@ def test_on_the_device_two_are_there_at_a_time() -> None:
 
     def phases(moves: bool) -> dict[str, int]:
         config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, **(MOVES if moves else {})}
-        request = Request(
+        request = Ask(
             model={**CONFIG, "num_hidden_layers": 8},
             engine="zeroplan",
             ds_config=config,
@@ -91,7 +91,7 @@ def test_ranks_that_hold_inputs_alike_keep_parts_of_them() -> None:
     def plan(**section: bool) -> MemoryPlan:
         config = {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}, "activation_checkpointing": section}
         resolved = resolve(
-            Request(
+            Ask(
                 model=model,
                 engine="zeroplan",
                 ds_config=config,
@@ -118,6 +118,6 @@ def test_ranks_that_hold_inputs_alike_keep_parts_of_them() -> None:
 
 def test_split_tokens_are_divided_already() -> None:
     config = {"zero_optimization": {"stage": 2}, "activation_checkpointing": {"partition_activations": True}}
-    request = Request(model=dict(SPLIT), engine="zeroplan", ds_config=config, gpus=2, tp=2, sp=True, seq_len=64)
+    request = Ask(model=dict(SPLIT), engine="zeroplan", ds_config=config, gpus=2, tp=2, sp=True, seq_len=64)
     with pytest.raises(BadInput, match="sequence parallelism has divided"):
         estimate_report(request)

@@ -12,8 +12,8 @@ import zeroplan
 from tests.patience import PATIENCE
 from tests.validate.plain import Classifier, batch
 from zeroplan.engines.registry import find_engine
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 from zeroplan.validate.job import VerifyJob, job_of
 from zeroplan.validate.launch import TorchrunLaunch
 from zeroplan.validate.live import live_module
@@ -26,7 +26,7 @@ def endless(timeout: float) -> VerifyJob:
     """A job that ends only when it is ended."""
     module, live = Classifier(), live_module(Classifier(), batch())
     micro_batch, seq_len = live.shape()
-    asked = Request(model=module, engine="zeroplan", gpus=2, stage=3, micro_batch=micro_batch, seq_len=seq_len)
+    asked = Ask(model=module, engine="zeroplan", gpus=2, stage=3, micro_batch=micro_batch, seq_len=seq_len)
     return job_of(resolve(asked).cases[0], find_engine("zeroplan"), steps=10_000_000, timeout=timeout, live=live)
 
 

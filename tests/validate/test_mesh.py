@@ -10,9 +10,9 @@ import pytest
 from tests.runtime.ranks import RankPool
 from tests.validate.small import CONFIG
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
+from zeroplan.run.ask import Ask
 from zeroplan.validate.compare import compare
 from zeroplan.validate.job import job_of
 from zeroplan.validate.machine import find_machine
@@ -96,7 +96,7 @@ def test_runs_are_as_planned(pool: RankPool, seen: list[tuple[str, dict[str, Any
     cases, jobs = [], []
     for engine, model, asked in seen:
         cluster = find_machine().cluster(4)
-        resolved = resolve(Request(model=model, engine=engine, gpus=4, micro_batch=2, seq_len=64, from_scratch=True, **asked))
+        resolved = resolve(Ask(model=model, engine=engine, gpus=4, micro_batch=2, seq_len=64, from_scratch=True, **asked))
         runner, raw = resolved.engine.for_verify(None, device="cpu", own_module=False)
         case = replace(resolved.cases[0], cluster=cluster)
         cases.append((runner, case))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -28,9 +27,9 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.engines.torch_stages import LazyStep, StageModel
 from zeroplan.models.load import load_model
 from zeroplan.planner.describe import describe_workload
-from zeroplan.planner.request import Request
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.report.drift import drift_text
+from zeroplan.run.ask import Ask
 from zeroplan.validate.pipeline import compare_ranks
 from zeroplan.validate.planned import Planned, predict
 from zeroplan.validate.results import Comparison, Drift
@@ -38,8 +37,8 @@ from zeroplan.validate.results import Comparison, Drift
 pytestmark = [pytest.mark.torch]
 
 #: Six blocks, which four stages can have.
-STAGED = Request(model=MODEL, engine="fsdp2", stage=2, pp=2, micro_batch=1, seq_len=64, grad_accum=4)
-LOOPED = replace(STAGED, vpp=2)
+STAGED = Ask(model=MODEL, engine="fsdp2", stage=2, pp=2, micro_batch=1, seq_len=64, grad_accum=4)
+LOOPED = STAGED.replace(vpp=2)
 
 
 def require_as_planned(found: Comparison, ranks: int) -> None:
@@ -56,8 +55,8 @@ def require_as_planned(found: Comparison, ranks: int) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 def test_each_stage_is_as_planned() -> None:
-    owned = replace(STAGED, engine="zeroplan", stage=1)
-    torchs, folded, runtime = compared_on_ranks(2, STAGED, replace(LOOPED, schedule="zbv"), owned)
+    owned = STAGED.replace(engine="zeroplan", stage=1)
+    torchs, folded, runtime = compared_on_ranks(2, STAGED, LOOPED.replace(schedule="zbv"), owned)
     for found in (torchs, folded, runtime):
         require_as_planned(found, 2)
     assert torchs.stages[0].plan.gpu.model_states != torchs.stages[1].plan.gpu.model_states
@@ -72,9 +71,9 @@ def test_each_stage_is_as_planned() -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_every_schedule_is_as_planned() -> None:
-    looped = [replace(LOOPED, schedule=name) for name in ("1f1b", "gpipe", "zero-bubble", "dualpipev")]
-    plain = [replace(STAGED, schedule=name) for name in ("gpipe", "zero-bubble")]
-    recomputed = replace(STAGED, gradient_checkpointing=True)
+    looped = [LOOPED.replace(schedule=name) for name in ("1f1b", "gpipe", "zero-bubble", "dualpipev")]
+    plain = [STAGED.replace(schedule=name) for name in ("gpipe", "zero-bubble")]
+    recomputed = STAGED.replace(gradient_checkpointing=True)
     for found in compared_on_ranks(2, *looped, *plain, recomputed):
         require_as_planned(found, 2)
 
@@ -82,10 +81,10 @@ def test_every_schedule_is_as_planned() -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("warm_ranks")
 def test_every_schedule_of_the_runtime_owns_what_is_planned() -> None:
-    own = replace(LOOPED, engine="zeroplan")
-    looped = [replace(own, schedule=name, stage=0) for name in ("1f1b", "gpipe", "zero-bubble", "zbv", "dualpipev")]
-    plain = [replace(own, vpp=1, stage=stage, schedule="gpipe") for stage in (0, 2, 3)]
-    halved = replace(own, vpp=1, schedule="zero-bubble")
+    own = LOOPED.replace(engine="zeroplan")
+    looped = [own.replace(schedule=name, stage=0) for name in ("1f1b", "gpipe", "zero-bubble", "zbv", "dualpipev")]
+    plain = [own.replace(vpp=1, stage=stage, schedule="gpipe") for stage in (0, 2, 3)]
+    halved = own.replace(vpp=1, schedule="zero-bubble")
     for found in compared_on_ranks(2, *looped, *plain, halved):
         require_as_planned(found, 2)
         assert all(one.measurement.owned for one in found.stages)
@@ -96,11 +95,11 @@ def test_every_schedule_of_the_runtime_owns_what_is_planned() -> None:
 @pytest.mark.usefixtures("warm_ranks")
 def test_stages_of_several_ranks_are_as_planned() -> None:
     """Two ranks shard each stage, and a stage with a single block is a group of its own."""
-    runtime = replace(STAGED, engine="zeroplan", micro_batch=2)
-    for found in compared_on_ranks(4, replace(STAGED, micro_batch=2), runtime):
+    runtime = STAGED.replace(engine="zeroplan", micro_batch=2)
+    for found in compared_on_ranks(4, STAGED.replace(micro_batch=2), runtime):
         require_as_planned(found, 2)
         assert [one.measurement.ranks for one in found.stages] == [2, 2]
-    for found in compared_on_ranks(4, replace(STAGED, pp=4), replace(runtime, pp=4)):
+    for found in compared_on_ranks(4, STAGED.replace(pp=4), runtime.replace(pp=4)):
         require_as_planned(found, 4)
 
 
@@ -108,17 +107,17 @@ def test_stages_of_several_ranks_are_as_planned() -> None:
 @pytest.mark.usefixtures("warm_ranks")
 def test_stages_whose_ranks_share_more_are_as_planned() -> None:
     """On 4 ranks tp 2 × pp 2 (with --sp, too) and cp 2 × pp 2, on 8 also two that shard, and replicas of the shards."""
-    split, ring = replace(STAGED, tp=2), replace(STAGED, cp=2)
-    parts = replace(split, sp=True)
+    split, ring = STAGED.replace(tp=2), STAGED.replace(cp=2)
+    parts = split.replace(sp=True)
     four = [
         split,
         ring,
         parts,
-        replace(parts, engine="zeroplan"),
-        replace(split, engine="zeroplan", stage=1),
-        replace(ring, engine="zeroplan", stage=1),
+        parts.replace(engine="zeroplan"),
+        split.replace(engine="zeroplan", stage=1),
+        ring.replace(engine="zeroplan", stage=1),
     ]
-    eight = [split, replace(STAGED, dp_replicate=2), replace(split, engine="zeroplan")]
+    eight = [split, STAGED.replace(dp_replicate=2), split.replace(engine="zeroplan")]
     for ranks, asked in ((4, four), (8, eight)):
         for found in compared_on_ranks(ranks, *asked):
             require_as_planned(found, 2)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from zeroplan.core.errors import BadInput
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
+from zeroplan.run.ask import Ask
 from zeroplan.validate.api import verify
 from zeroplan.validate.job import job_of
 from zeroplan.validate.machine import VerifyMachine
@@ -64,7 +64,7 @@ def run_together(*asked: dict[str, Any]) -> list[Comparison]:
     cluster = machine.cluster(2)
     cases, jobs = [], []
     for one in asked:
-        request = Request(**{"model": LLAMA, "seq_len": 64, "engine": "deepspeed", "from_scratch": True, "gpus": 2, **one})
+        request = Ask(**{"model": LLAMA, "seq_len": 64, "engine": "deepspeed", "from_scratch": True, "gpus": 2, **one})
         resolved = resolve(request)
         engine, raw = resolved.engine.for_verify(one["ds_config"], device="cpu", own_module=False)
         (case,) = resolved.cases

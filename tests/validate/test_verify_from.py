@@ -12,7 +12,7 @@ import pytest
 
 from tests.validate.small import CONFIG
 from zeroplan.core.errors import BadInput
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.validate.from_files import with_runnable_files
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -90,10 +90,10 @@ def test_degrees_of_a_file_are_run_on_as_many_ranks_as_it_says_or_they_need(tmp_
         "parallelism_config": {"parallelism_config_dp_shard_size": 4, "parallelism_config_cp_size": 2},
     }
     file = written(tmp_path, "accelerate.yaml", accelerate)
-    request, _, ranks = with_runnable_files(Request(model=model, files=(file,), from_scratch=True), None)
+    request, _, ranks = with_runnable_files(Ask(model=model, files=(file,), from_scratch=True), None)
     assert (request.engine, request.cp, request.tp, ranks) == ("fsdp2", 2, 1, 8)
     assert not request.accelerate_units  # verify's own loop shards blocks and the root
     titan = '[model]\nname = "llama3"\nflavor = "1B"\n[parallelism]\ntensor_parallel_degree = 2\ncontext_parallel_degree = 2\n'
     (tmp_path / "titan.toml").write_text(titan)
     with pytest.raises(BadInput, match=r"has no model\.name"):  # its own model; what is said of ranks is enough to read it
-        with_runnable_files(Request(model=None, files=(str(tmp_path / "titan.toml"),), from_scratch=True), None)
+        with_runnable_files(Ask(model=None, files=(str(tmp_path / "titan.toml"),), from_scratch=True), None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +14,7 @@ from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 if TYPE_CHECKING:
     from zeroplan.core.plan import Report
@@ -29,9 +28,9 @@ Program = Annotated[str | None, typer.Option("--program", help="The program that
     "zeroplan check ds_config.json --gpus 8",
     "zeroplan check recipe.yaml accelerate.yaml meta-llama/Llama-3.1-8B --gpu H100",
 )
-@flags.takes_request("model", "stage", "offload_optimizer", "offload_param", "zero_init", "ds_config")
+@flags.takes_run("check")
 def check(
-    request: Request,
+    request: Ask,
     files: Annotated[
         list[str],
         typer.Argument(metavar="FILES [MODEL]", help="A ds_config.json, or files that run together; then a model."),
@@ -70,9 +69,7 @@ def check(
         setup = read_setups(files, program, training_of(request.task))
         found = _filled_config(setup, None if gpus is None else gpus * request.nodes, version, request.engine)
     starts = found is None or found.runs_filled
-    request = replace(request, model=model, files=tuple(files), program=program, gpus=gpus or request.gpus)
-    if gpus == 1:
-        request = replace(request, ones=(*request.ones, "gpus"))
+    request = request.replace(model=model, files=tuple(files), program=program, gpus=gpus)
     if setup is not None:
         from zeroplan.planner.from_files import told_of_machine
 
@@ -105,7 +102,7 @@ def _with_model(words: list[str]) -> tuple[list[str], str | None]:
     return words[:-1], words[-1]
 
 
-def _planned(request: Request, setup: Setup | None) -> Report | None:
+def _planned(request: Ask, setup: Setup | None) -> Report | None:
     """Return the plan of the files' run; None where neither a model nor a machine is named, and no file describes both.
 
     Raises:

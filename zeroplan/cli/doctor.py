@@ -13,7 +13,7 @@ from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import BadInput
 from zeroplan.core.progress import watched, working
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 Log = Annotated[
     str | None,
@@ -25,9 +25,9 @@ Log = Annotated[
     "zeroplan doctor train.log meta-llama/Llama-3.1-8B --ds-config ds_config.json",
     "zeroplan doctor --calibrate --nvme-path /local_nvme",
 )
-@flags.takes_request(*flags.DEGREES, "params", "token", "trust_remote_code")
+@flags.takes_run("doctor")
 def doctor(
-    request: Request,
+    request: Ask,
     log: Log = None,
     calibrate: Annotated[bool, typer.Option("--calibrate", help="Measure this machine's rates and keep them.")] = False,
     output: Annotated[str | None, typer.Option("-o", "--output", help="Where to keep them. [the user's config folder]")] = None,
@@ -46,7 +46,7 @@ def doctor(
             flag = "--report" if report else "--calibrate"
             raise BadInput("a log is read, and nothing measured", where=flag, remedy="leave LOG out, or this")
         _of_log(log, request, as_json=as_json, quiet=quiet)
-    elif flags.chosen(request):
+    elif request.said:
         raise BadInput(
             "there is no log to hold the plan against", where="LOG", remedy="give the file, or use zeroplan estimate"
         )
@@ -54,7 +54,7 @@ def doctor(
         _of_machine(calibrate=calibrate, output=output, folder=folder, as_json=as_json, quiet=quiet, report=report)
 
 
-def _of_log(path: str, request: Request, *, as_json: bool, quiet: bool) -> None:
+def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool) -> None:
     from zeroplan.logs.snapshot import is_snapshot
     from zeroplan.report.terminal import Terminal
 

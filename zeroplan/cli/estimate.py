@@ -10,7 +10,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 if TYPE_CHECKING:
     from zeroplan.planner.estimate import Estimate
@@ -32,9 +32,9 @@ Timeline = Annotated[
     "zeroplan estimate meta-llama/Llama-3.1-8B --gpus 8 --gpu H100",
     "zeroplan estimate ./my_model --vram 24 --ds-config ds_config.json",
 )
-@flags.takes_request()
+@flags.takes_run("estimate")
 def estimate(
-    request: Request,
+    request: Ask,
     style: flags.Style = "plain",
     wide: flags.Wide = False,
     quiet: flags.Quiet = False,

@@ -10,7 +10,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import BadInput
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 
 @verb(
@@ -18,9 +18,9 @@ from zeroplan.planner.request import Request
     "zeroplan explain gpt2 --stage 3 --line optim.exp_avg",
     "zeroplan explain --from train.yaml",
 )
-@flags.takes_request("cpu_ram", "nvme", "host", "from_scratch", "alloc_conf")
+@flags.takes_run("explain")
 def explain(
-    request: Request,
+    request: Ask,
     line: Annotated[str | None, typer.Option("--line", help="One buffer or line only: optim.exp_avg.")] = None,
     time: Annotated[bool, typer.Option("--time", help="Derive the step time in place of the memory.")] = False,
     quiet: flags.Quiet = False,
@@ -55,7 +55,7 @@ def explain(
         show(explanation_text(explanations, Terminal.here(), quiet=quiet))
 
 
-def _time(request: Request, *, as_json: bool, quiet: bool) -> str:
+def _time(request: Ask, *, as_json: bool, quiet: bool) -> str:
     from zeroplan.report.step_time import time_json, time_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.explain_time import explain_time

@@ -13,7 +13,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import MESH_OPTIONS, Ask
 
 if TYPE_CHECKING:
     from zeroplan.search.files import Files, Target
@@ -68,7 +68,6 @@ Profile = Annotated[str | None, typer.Option("--profile", rich_help_panel=_SEARC
 NvmePath = Annotated[str, typer.Option("--nvme-path", rich_help_panel=_SEARCH, help="Where swap files may go.")]
 
 _FILES = "Files"
-_PLAIN = Request()
 Output = Annotated[
     str | None, typer.Option("-o", "--output", rich_help_panel=_FILES, help="Write the best: ds_config.json, or a folder/.")
 ]
@@ -95,9 +94,9 @@ Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, he
 
 
 @verb("zeroplan recommend meta-llama/Llama-3.1-8B --gpu 4xA100 -o ds_config.json", "zeroplan recommend --gpu RTX4090")
-@flags.takes_request(*flags.NOT_LAID_OUT, *flags.NOT_SEARCHED, searched=("tp", "sp", "cp", "pp", "ep"))
+@flags.takes_run("recommend", searched=("tp", "sp", "cp", "pp", "ep"))
 def recommend(
-    request: Request,
+    request: Ask,
     gradient_checkpointing: Checkpointing = None,
     compile: flags.SearchedCompile = None,
     nodes: Nodes = None,
@@ -132,13 +131,10 @@ def recommend(
     from zeroplan.search.search_options import SearchOptions
 
     smallest = smallest or nodes == "?"
-    request = replace(request, gradient_checkpointing=bool(gradient_checkpointing), nodes=_count(nodes))
-    if nodes == "1":
-        request = replace(request, ones=(*request.ones, "nodes"))
-    fixed = [name for name in flags.DEGREES if name in request.ones or getattr(request, name) != getattr(_PLAIN, name)]
+    request = request.replace(gradient_checkpointing=bool(gradient_checkpointing), nodes=_count(nodes), compile=compile)
+    fixed = [name for name in MESH_OPTIONS if name in request]
     if smallest and nodes not in (None, "?"):
         raise BadInput("is what --smallest finds", where="--nodes", remedy="leave one of the two out")
-    request = replace(request, compile=compile)
     options = SearchOptions(
         global_batch=global_batch,
         goal=goal,
@@ -150,7 +146,7 @@ def recommend(
         program=program,
     )
     if layouts or smallest or fixed:
-        given: dict[str, Any] = {"--candidates": candidates, "--from": source}
+        given: dict[str, Any] = {"--candidates": candidates, "--from": source, "--profile": profile}
         given |= {"--compile": compile, "--output": output, "--form": form, "--new-script": new_script, "--html": html}
         given |= {"--launcher": launcher, "--script": script, "--hosts": hosts, "--program": program}
         given |= {"--goal": goal != "throughput", "--format": style != "plain", "--nvme-path": nvme_path != "/local_nvme"}
@@ -160,7 +156,7 @@ def recommend(
         return
     target = _target(request, output, form, launcher, script, new_script, hosts, html, source or [])
     if target is not None and target.form == "trl":
-        request = replace(request, chunked_head=True)  # SFTTrainer's own: head and loss in tiles
+        request = request.replace(chunked_head=True)  # SFTTrainer's own: head and loss in tiles
 
     if request.model is None and request.params is None and not source:
         if html is not None:
@@ -181,9 +177,9 @@ def recommend(
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
-def _count(text: str | None) -> int:
-    if text in (None, "?"):
-        return 1
+def _count(text: str | None) -> int | None:
+    if text is None or text == "?":
+        return None
     try:
         return int(text)
     except ValueError:
@@ -205,14 +201,13 @@ def _require_alone(given: dict[str, Any], asked: str) -> None:
             raise BadInput(f"cannot stand beside {asked}", where=flag, remedy="leave one of the two out")
 
 
-def _layouts(request: Request, options: SearchOptions, *, smallest: bool, as_json: bool, wide: bool, quiet: bool) -> None:
+def _layouts(request: Ask, options: SearchOptions, *, smallest: bool, as_json: bool, wide: bool, quiet: bool) -> None:
     """Answer ``--layouts``, ``--smallest`` and degrees of parallelism."""
     from zeroplan.report.layouts import layouts_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.layouts import search_layouts, smallest_cluster
 
-    search = smallest_cluster if smallest else search_layouts
-    found = search(request, options.gradient_checkpointing, options.global_batch, options.profile)
+    found = (smallest_cluster if smallest else search_layouts)(request, options.gradient_checkpointing, options.global_batch)
     if as_json:
         show(json.dumps(found.to_dict(), indent=2))
     else:
@@ -240,7 +235,7 @@ def _require_program(script: str) -> None:
 
 
 def _target(
-    request: Request,
+    request: Ask,
     output: str | None,
     form: str | None,
     launcher: str | None,
@@ -322,7 +317,7 @@ def _files_json(files: Files | None) -> dict[str, Any]:
 
 
 def _catalog(
-    request: Request, options: SearchOptions, target: Target | None, *, as_json: bool, style: str, wide: bool, quiet: bool
+    request: Ask, options: SearchOptions, target: Target | None, *, as_json: bool, style: str, wide: bool, quiet: bool
 ) -> None:
     """Print the largest models that the machine can train; with -o, write the config of the largest full fine-tune."""
     from zeroplan.report.overview import overview_json, overview_text
@@ -338,7 +333,7 @@ def _catalog(
     else:
         following: list[str] = []
         if found.best is not None:
-            following = flags.recommend_words(replace(request, model=found.best.model["name"]))
+            following = flags.recommend_words(request.replace(model=found.best.model["name"]))
         terminal = Terminal.here(wide=wide)
         show(overview_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
     if found.best is None:

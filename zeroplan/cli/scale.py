@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,7 +10,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 if TYPE_CHECKING:
     from zeroplan.search.scaling import Scaling
@@ -47,9 +46,9 @@ Svg = Annotated[str | None, typer.Option("--svg", callback=flags.writable, help=
 
 
 @verb("zeroplan scale meta-llama/Llama-3.1-8B --gpu H100", "zeroplan scale gpt2-xl --gpus 1..64 --gpu V100-32G --stage 3")
-@flags.takes_request("nodes", *flags.DEGREES, *flags.NOT_SEARCHED)
+@flags.takes_run("scale")
 def scale(
-    request: Request,
+    request: Ask,
     gpus: Ranks = "8..1024",
     gpus_per_node: PerNode = None,
     gradient_checkpointing: Checkpointing = None,
@@ -78,8 +77,7 @@ def scale(
 
     if request.model is None and request.params is None:
         raise BadInput("no model", where="MODEL", remedy="give one id, path or config, or --params 7B")
-    request = replace(
-        request,
+    request = request.replace(
         gradient_checkpointing=bool(gradient_checkpointing),
         compile=compile,
         stage=stage,
@@ -104,14 +102,14 @@ def scale(
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
-def _words_of_the_peak(found: Scaling, request: Request, global_batch: int | None) -> list[str]:
+def _words_of_the_peak(found: Scaling, request: Ask, global_batch: int | None) -> list[str]:
     """The ``recommend`` command for the number of GPUs at which one is fastest."""
     if found.peak is None:
         return []
     cluster = found.peak.cluster
     name = None if request.gpu is None else cluster.gpu.name  # without the count that it may hold
     words = flags.recommend_words(
-        replace(request, gpu=name, gpus=cluster.gpus, nodes=cluster.nodes, micro_batch=None, grad_accum=None)
+        request.replace(gpu=name, gpus=cluster.gpus, nodes=cluster.nodes, micro_batch=None, grad_accum=None)
     )
     for field in ("stage", "offload_optimizer", "offload_param", "micro_batch", "grad_accum"):
         if (value := getattr(request, field)) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
@@ -14,38 +13,23 @@ from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
 from zeroplan.engines.registry import find_engine
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 
 Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding", help="0 to 3. [the engine's default]")]
 
 
 @verb("zeroplan trace meta-llama/Llama-3.2-1B", "zeroplan trace ./my_model --seq-len 4k -o tape.json", name="trace")
-@flags.takes_request(
-    *flags.DEGREES,
-    *flags.NOT_LOOPED,
-    "params",
-    "grad_accum",
-    "optimizer",
-    "gpus",
-    "nodes",
-    "vram",
-    "cpu_ram",
-    "host",
-    "network",
-    "from_scratch",
-    "nvme",
-    "offload_optimizer",
-    "offload_param",
-    "ds_config",
-    "depth",
-    "alloc_conf",
-    "files",
-    "program",
-    "zero_init",
+@flags.takes_run(
+    "trace",
+    only=(
+        *("model", "task", "micro_batch", "seq_len", "source_len", "target_len", "dtype", "transformers_version", "attn"),
+        *("gradient_checkpointing", "checkpoint_policy", "lora_rank", "lora_targets", "quantize", "compile", "images"),
+        *("image_size", "labelled_share", "gpu", "engine", "deepspeed_version", "token", "trust_remote_code"),
+    ),
 )
 def trace_command(
-    request: Request,
+    request: Ask,
     stage: Stage = None,
     output: Annotated[
         str | None,
@@ -68,7 +52,7 @@ def trace_command(
         raise BadInput("no model", where="MODEL", remedy="give one id, path or config")
     if stage is None:
         stage = find_engine(request.engine).default().stage
-    resolved = resolve(replace(request, stage=stage))
+    resolved = resolve(request.replace(stage=stage))
     spec, workload, case = resolved.spec, resolved.workload, resolved.cases[0]
     zero3 = resolved.engine.trace_options(case).zero3
     began = time.perf_counter()

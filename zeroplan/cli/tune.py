@@ -10,7 +10,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 _RUN = "Run"
 Ranks = Annotated[int | None, typer.Option("--gpus", rich_help_panel=_RUN, help="Ranks to run. [every GPU; 2 on a CPU]")]
@@ -32,14 +32,9 @@ Output = Annotated[
 
 
 @verb("zeroplan tune meta-llama/Llama-3.2-1B --folder tuned", "zeroplan tune gpt2 --engine deepspeed -o ds_config.json")
-@flags.takes_request(
-    *flags.DEGREES,
-    *flags.NOT_LOOPED,
-    *("params", "nodes", "gpu", "vram", "cpu_ram", "nvme", "host", "from_scratch", "depth", "alloc_conf"),
-    *("checkpoint_policy", "files", "program", "zero_init", "ds_config"),
-)
+@flags.takes_run("tune")
 def tune(
-    request: Request,
+    request: Ask,
     engine: EngineName = "zeroplan",
     gradient_checkpointing: Checkpointing = None,
     compile: flags.SearchedCompile = None,
@@ -68,7 +63,7 @@ def tune(
         raise BadInput("no model", where="MODEL", remedy="give one id, path or config")
     if output is not None and find_engine(engine).dialect is None:
         raise BadInput(f"{engine} reads no ds_config", where="--output", remedy="leave it out")
-    given = flags.chosen(request)
+    given = dict(request.said)
     model = given.pop("model")
     found = run(
         model,

@@ -9,7 +9,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_OUT_OF_TOLERANCE
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 _RUN = "Run"
 Ranks = Annotated[
@@ -30,23 +30,9 @@ Timeout = Annotated[
 
 
 @verb("zeroplan verify", "zeroplan verify gpt2 --gpus 2 --ds-config ds_config.json", "zeroplan verify --from train.yaml")
-@flags.takes_request(
-    *flags.NOT_LOOPED,
-    "params",
-    "nodes",
-    "gpu",
-    "vram",
-    "cpu_ram",
-    "nvme",
-    "host",
-    "from_scratch",
-    "depth",
-    "alloc_conf",
-    "checkpoint_policy",
-    "zero_init",
-)
+@flags.takes_run("verify")
 def verify(
-    request: Request,
+    request: Ask,
     engine: EngineName = "zeroplan",
     gpus: Ranks = None,
     tolerance: Tolerance = 0.02,
@@ -64,7 +50,7 @@ def verify(
     """
     from zeroplan.validate.api import verify as run
 
-    options = {**flags.chosen(request), "engine": engine, "gpus": gpus}
+    options = {**request.said, "engine": engine, "gpus": gpus}
     silent = (lambda _: None) if quiet else None
     drift = run(tolerance=tolerance, steps=steps, timeout=timeout, progress=silent, **options)
     if _first_rank():

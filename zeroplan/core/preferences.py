@@ -32,7 +32,7 @@ PLANNED = ("dpo", "ipo", "kto", "orpo", "cpo", "simpo", "reward")
 
 
 def passes_of(task: str, *, adapters: bool) -> dict[str, Any]:
-    """Return what TRL's trainer passes through the model in a step of `task`, as fields that a Setup and a Request share.
+    """Return what TRL's trainer passes through the model in a step of `task`, as options of a run.
 
     Args:
         task: one of :data:`PLANNED`.

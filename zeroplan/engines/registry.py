@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput, did_you_mean
+from zeroplan.run.options import DEFAULT_ENGINE as DEFAULT_ENGINE
 
 if TYPE_CHECKING:  # the command line reads the names alone
     from importlib.metadata import EntryPoints
@@ -15,8 +16,8 @@ if TYPE_CHECKING:  # the command line reads the names alone
 #: The entry-point group by which an installed package adds engines: ``name = "package.module:Class"``.
 ENTRY_POINTS = "zeroplan.engines"
 
-#: The engine of ``estimate``, ``explain`` and ``recommend``, and the one of ``verify``, unless the user names another.
-DEFAULT_ENGINE, DEFAULT_VERIFIED = "deepspeed", "zeroplan"
+#: The engine of ``verify``, unless the user names another; other verbs have :data:`~zeroplan.run.options.DEFAULT_ENGINE`.
+DEFAULT_VERIFIED = "zeroplan"
 
 _PATHS = {
     "deepspeed": "zeroplan.engines.deepspeed.engine:DeepSpeed",

@@ -46,7 +46,7 @@ class Setup:
         offload_param: where parameters go, for engines without a ds_config.
         gpus: a node.
         nodes: nodes.
-        degrees: of parallelism, by the names of a Request's fields; their keys stand among `unmodelled`, too, for verbs
+        degrees: of parallelism, by their names; their keys stand among `unmodelled`, too, for verbs
             without layouts.
         dp_shard: data-parallel ranks that shard, where the program asks that all degrees together are the ranks.
         replicates: whether ranks beyond `dp_shard` are replicas; else the program refuses them.

@@ -13,8 +13,8 @@ from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.describe import describe_cluster, describe_setup, describe_workload
 from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import Resolved, resolve
+from zeroplan.run.ask import Ask
 
 if TYPE_CHECKING:
     from zeroplan.interop.setups import Setup
@@ -31,7 +31,7 @@ class Estimate:
     runs: tuple[Simulated | None, ...]
 
 
-def estimate_report(request: Request) -> Report:
+def estimate_report(request: Ask) -> Report:
     """Return every plan of the request, with the question.
 
     Raises:
@@ -40,7 +40,7 @@ def estimate_report(request: Request) -> Report:
     return estimate_runs(request).report
 
 
-def estimate_runs(request: Request, each: Callable[[Estimate, int], None] | None = None) -> Estimate:
+def estimate_runs(request: Ask, each: Callable[[Estimate, int], None] | None = None) -> Estimate:
     """Return the report of :func:`estimate_report`, and the simulated run behind each plan.
 
     Args:
@@ -135,7 +135,7 @@ def allocator_config(alloc_conf: str) -> AllocatorConfig | None:
     return AllocatorConfig.parse(alloc_conf, where="--alloc-conf")
 
 
-def _tapes(engine: Engine, request: Request) -> ExpandedTapes:
+def _tapes(engine: Engine, request: Ask) -> ExpandedTapes:
     if request.inputs is not None:
         from zeroplan.planner.live_module import ModuleTapes
 

@@ -12,8 +12,8 @@ from zeroplan.core.evaluation import Evaluation
 from zeroplan.engines.base import Case, Engine
 from zeroplan.ledger.line import Item, derived, glossary_of
 from zeroplan.planner.formula import FORMULA
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 
 if TYPE_CHECKING:
     from zeroplan.planner.tapes import ExpandedTapes
@@ -57,7 +57,7 @@ class Explanation:
     stage: StageNote | None = None
 
 
-def explain(request: Request, line: str | None = None) -> list[Explanation]:
+def explain(request: Ask, line: str | None = None) -> list[Explanation]:
     """Derive every line of the request's plans, or only those whose buffer or line is named `line`. Of a pipeline every rank is
     derived, the one that allocates the most first.
 

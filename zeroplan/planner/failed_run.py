@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zeroplan.core.gpus import DRIVER_RESERVE
 from zeroplan.core.plan import MemoryPlan, Relief, Report
@@ -11,7 +11,7 @@ from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.registry import DEFAULT_ENGINE
 from zeroplan.logs.events import Stated
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class FailedRunPlan:
         relief: the cheapest knob that makes it fit; None if none does by itself, or the plan fits as it is.
     """
 
-    request: Request
+    request: Ask
     report: Report
     taken: tuple[str, ...]
     differs: tuple[str, ...]
@@ -38,7 +38,7 @@ class FailedRunPlan:
         return self.report.decisive
 
 
-def plan_of_log(request: Request, stated: Stated, *, card: int | None, allowed: int | None) -> FailedRunPlan:
+def plan_of_log(request: Ask, stated: Stated, *, card: int | None, allowed: int | None) -> FailedRunPlan:
     """Plan a run, with what its log states in place of what the request leaves open.
 
     Args:
@@ -84,7 +84,7 @@ def plan_of_log(request: Request, stated: Stated, *, card: int | None, allowed: 
     if limit is not None and request.vram is None and request.gpu is None:
         changes["vram"] = f"{(limit + DRIVER_RESERVE) / GIB:.2f}G"
         taken.append(f"a card of {limit / GIB:.1f} GiB")
-    request = replace(request, **changes)  # type: ignore[arg-type]
+    request = request.replace(**changes)
     report = estimate_report(request)
     if stated.trainable is not None and stated.trainable not in (report.model.trainable, report.model.params):
         differs.append(f"{stated.trainable:,} trainable parameters in the log, {report.model.trainable:,} in the plan")

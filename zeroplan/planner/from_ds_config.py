@@ -18,10 +18,10 @@ from zeroplan.ds_config.source import load_source
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.request import Request
 from zeroplan.planner.workload import workload_of
+from zeroplan.run.ask import Ask
 
-#: Fields of the Request that a ds_config may fix too.
+#: Fields of the Ask that a ds_config may fix too.
 _SHARED = ("micro_batch", "grad_accum", "dtype", "optimizer")
 _DS, _TP, _SP = "zero_optimization", "tensor_parallel", "sequence_parallel_size"
 _EP, _EXPERTS = "expert_parallel", ("num_local_experts", "num_experts", "n_routed_experts")
@@ -63,7 +63,7 @@ class DsConfigRun:
     auto_ep: bool = False
 
 
-def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec) -> DsConfigRun:
+def read_run(request: Ask, engine: Engine, cluster: Cluster, spec: ModelSpec) -> DsConfigRun:
     """Read the run that ``request.ds_config`` and the flags describe.
 
     Raises:
@@ -114,7 +114,7 @@ def read_run(request: Request, engine: Engine, cluster: Cluster, spec: ModelSpec
 
 
 def _auto_ep(
-    request: Request, cluster: Cluster, spec: ModelSpec, config: DsConfig, unmodelled: tuple[Unmodelled, ...]
+    request: Ask, cluster: Cluster, spec: ModelSpec, config: DsConfig, unmodelled: tuple[Unmodelled, ...]
 ) -> tuple[int, tuple[Unmodelled, ...]]:
     """Return the degree of the file's ``expert_parallel``, 0 where its layers are not planned, and what the figures leave out.
 
@@ -151,7 +151,7 @@ def _require_auto_ep(size: Any, ranks: int, spec: ModelSpec, config: DsConfig) -
             )
 
 
-def _reading_ranks(request: Request, cluster: Cluster) -> int:
+def _reading_ranks(request: Ask, cluster: Cluster) -> int:
     """Return the ranks that the file's batch sizes count: groups that share samples, and pipelines, once, where a flag makes
     them. Where the file does, its reader divides.
     """
@@ -161,7 +161,7 @@ def _reading_ranks(request: Request, cluster: Cluster) -> int:
     return ranks // shared
 
 
-def _sequence_ranks(request: Request, cluster: Cluster, config: DsConfig) -> int:
+def _sequence_ranks(request: Ask, cluster: Cluster, config: DsConfig) -> int:
     """Return the file's ``sequence_parallel_size``, by which DeepSpeed makes its groups.
 
     Raises:
@@ -186,7 +186,7 @@ def _sequence_ranks(request: Request, cluster: Cluster, config: DsConfig) -> int
     return size
 
 
-def _auto_tp(request: Request, cluster: Cluster, spec: ModelSpec, config: DsConfig) -> tuple[int, tuple[Unmodelled, ...]]:
+def _auto_tp(request: Ask, cluster: Cluster, spec: ModelSpec, config: DsConfig) -> tuple[int, tuple[Unmodelled, ...]]:
     """Return the degree of the file's ``tensor_parallel``, and what the figures leave out.
 
     Raises:
@@ -214,7 +214,7 @@ def _auto_tp(request: Request, cluster: Cluster, spec: ModelSpec, config: DsConf
     return (request.tp, (*others, Unmodelled(_TP, Effect.UNKNOWN, why))) if why else (size, others)
 
 
-def _beyond_auto_tp(request: Request, spec: ModelSpec, config: DsConfig) -> str:
+def _beyond_auto_tp(request: Ask, spec: ModelSpec, config: DsConfig) -> str:
     """Return what of a file's AutoTP no plan has; empty where all of it is planned.
 
     Raises:
@@ -235,7 +235,7 @@ def _beyond_auto_tp(request: Request, spec: ModelSpec, config: DsConfig) -> str:
     return "AutoTP with LoRA; data parallelism alone is counted" if request.lora_rank is not None else ""
 
 
-def _fill(request: Request, base: Workload) -> dict[str, Any]:
+def _fill(request: Ask, base: Workload) -> dict[str, Any]:
     filled = fill_from(
         dtype=DType(request.dtype) if request.dtype is not None else None,
         micro_batch=request.micro_batch,

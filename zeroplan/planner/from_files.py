@@ -17,10 +17,10 @@ from zeroplan.core.workload import Attention, CheckpointPolicy, DType, Optimizer
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import OPTIONS, Ask
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
-#: Fields of a Setup that a Request has too and whose value None means that nothing was said; with their flags.
+#: Fields of a Setup that a Ask has too and whose value None means that nothing was said; with their flags.
 _FIELDS = {
     "micro_batch": "--micro-batch",
     "grad_accum": "--grad-accum",
@@ -36,7 +36,7 @@ _FIELDS = {
 }
 
 
-def with_files(request: Request) -> tuple[Request, Setup]:
+def with_files(request: Ask) -> tuple[Ask, Setup]:
     """Read the request's files; returns the request that they fill, and what they say.
 
     The model, the number of GPUs and of nodes on the command line win over the files': the question may be of another
@@ -49,19 +49,19 @@ def with_files(request: Request) -> tuple[Request, Setup]:
     return _with_layout(filled(request, setup), setup), setup
 
 
-def told_of_machine(setup: Setup, request: Request) -> Setup:
+def told_of_machine(setup: Setup, request: Ask) -> Setup:
     """Return the setup, among whose assumptions stands what flags say of the machine in place of its files."""
     machine = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)
     said = []
     for field in ("gpus", "nodes"):
         theirs, ours = getattr(setup, field), getattr(machine, field)
-        if theirs not in (None, ours) and (ours != 1 or field in request.ones):
+        if theirs not in (None, ours) and (ours != 1 or field in request):
             what = "GPUs a node" if field == "gpus" else "nodes"
             said.append(f"{ours} {what} by the flags, where {setup.keys.get(field, field)} makes it {theirs}")
     return replace(setup, assumed=(*setup.assumed, *said))
 
 
-def _with_layout(request: Request, setup: Setup) -> Request:
+def _with_layout(request: Ask, setup: Setup) -> Ask:
     """Return the request with the setup's degrees, whose keys then no longer stand among what is left out.
 
     Raises:
@@ -69,7 +69,7 @@ def _with_layout(request: Request, setup: Setup) -> Request:
     """
     for name, said in setup.degrees.items():
         asked = getattr(request, name)
-        if asked not in (Request.__dataclass_fields__[name].default, said):
+        if asked not in (OPTIONS[name].default, said):
             raise BadInput(
                 f"{setup.files[0]} says {said} ({setup.keys[name]}), the flag {asked}",
                 where=f"--{name.replace('_', '-')}",
@@ -77,14 +77,14 @@ def _with_layout(request: Request, setup: Setup) -> Request:
             )
     planned = {setup.keys[name] for name in (*setup.degrees, *(("dp_shard",) if setup.replicates else ()))}
     left_out = tuple(one for one in request.unmodelled if one.key not in planned)
-    changed = replace(request, **setup.degrees, unmodelled=left_out)  # type: ignore[arg-type]
+    changed = request.replace(**setup.degrees, unmodelled=left_out)
     if setup.dp_shard is not None and setup.replicates:
-        changed = replace(changed, dp_replicate=_ranks(changed) // setup.dp_shard or 1)
+        changed = changed.replace(dp_replicate=_ranks(changed) // setup.dp_shard or 1)
     _require_ranks(changed, setup)
     return _with_global_batch(changed, setup)
 
 
-def _require_ranks(request: Request, setup: Setup) -> None:
+def _require_ranks(request: Ask, setup: Setup) -> None:
     """Hold the setup's degrees against the ranks, as programs do that are told all of them.
 
     Raises:
@@ -114,11 +114,11 @@ def _factors(degrees: Mapping[str, int]) -> str:
     return f"{said} = {math.prod(degrees.values())}" if " × " in said else said
 
 
-def _ranks(request: Request) -> int:
+def _ranks(request: Ask) -> int:
     return Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu).layout.world_size
 
 
-def _with_global_batch(request: Request, setup: Setup) -> Request:
+def _with_global_batch(request: Ask, setup: Setup) -> Ask:
     """Return the request with the accumulation that the setup's global batch leaves on the ranks.
 
     Raises:
@@ -134,10 +134,10 @@ def _with_global_batch(request: Request, setup: Setup) -> Request:
             where=f"{setup.files[0]}: {setup.keys['global_batch']}",
             remedy=f"use a multiple of {data_parallel * micro}",
         )
-    return replace(request, grad_accum=setup.global_batch // (data_parallel * micro))
+    return request.replace(grad_accum=setup.global_batch // (data_parallel * micro))
 
 
-def filled(request: Request, setup: Setup) -> Request:
+def filled(request: Ask, setup: Setup) -> Ask:
     """Return the request filled with a setup's values; degrees of parallelism stay among what is left out.
 
     Raises:
@@ -145,7 +145,7 @@ def filled(request: Request, setup: Setup) -> Request:
     """
     name = setup.files[0] if setup.files else setup.program
     if training_of(request.task) is not None:
-        request = replace(request, task=None)  # it has named the run, not the head
+        request = request.replace(task=None)  # it has named the run, not the head
     changes: dict[str, Any] = {"unmodelled": (*request.unmodelled, *setup.unmodelled)}
     for field, flag in _FIELDS.items():
         said, asked = getattr(setup, field), getattr(request, field)
@@ -159,7 +159,7 @@ def filled(request: Request, setup: Setup) -> Request:
         changes["model"] = setup.model
     machine = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)  # --gpu may hold the count
     for field in ("gpus", "nodes"):
-        if getattr(setup, field) is not None and getattr(machine, field) == 1 and field not in request.ones:
+        if getattr(setup, field) is not None and getattr(machine, field) == 1 and field not in request:
             changes[field] = getattr(setup, field)
     if setup.engine is not None and not _reads_ds_config_itself(request, setup):
         changes["engine"] = setup.engine
@@ -221,11 +221,11 @@ def filled(request: Request, setup: Setup) -> Request:
     if setup.alloc_conf:
         changes |= _allocator(request, setup, changes["unmodelled"])
     changes["told_by_file"] = True
-    whole = replace(request, files=(), **changes)
+    whole = request.replace(files=(), **changes)
     return whole if setup.degrees else _with_global_batch(whole, setup)
 
 
-def _allocator(request: Request, setup: Setup, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
+def _allocator(request: Ask, setup: Setup, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
     """The allocator's settings that the command line gives; those that are not simulated stand among what is left out.
 
     Raises:
@@ -242,7 +242,7 @@ def _allocator(request: Request, setup: Setup, left_out: tuple[Unmodelled, ...])
     return {"alloc_conf": setup.alloc_conf}
 
 
-def _reads_ds_config_itself(request: Request, setup: Setup) -> bool:
+def _reads_ds_config_itself(request: Ask, setup: Setup) -> bool:
     """Return whether the engine that was asked for reads the setup's ds_config in its own way.
 
     A ds_config by itself names no program. One that a program hands over goes to DeepSpeed, unless another engine that reads
@@ -268,7 +268,7 @@ def _pairs(setup: Setup, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
     return passes | {"unmodelled": (*left_out, Unmodelled(f"task {setup.task}", Effect.MORE, says))}
 
 
-def _saving(request: Request, setup: Setup) -> dict[str, Any]:
+def _saving(request: Ask, setup: Setup) -> dict[str, Any]:
     """Saving by the setup's program, in the form that FSDP has there; a flag decides the form where the file leaves it open.
 
     Raises:

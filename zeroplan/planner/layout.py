@@ -10,7 +10,7 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Attention, Workload
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 #: The order of micro batches that needs no flag.
 DEFAULT_SCHEDULE = "1f1b"
@@ -21,7 +21,7 @@ _DEGREES = ("tp", "cp", "ulysses", "pp", "vpp", "ep", "etp")
 
 
 def layout_of(
-    request: Request,
+    request: Ask,
     cluster: Cluster,
     spec: ModelSpec,
     workload: Workload,
@@ -80,7 +80,7 @@ def layout_of(
     return layout
 
 
-def _of_own_experts(request: Request, cluster: Cluster, ep: int) -> ParallelLayout:
+def _of_own_experts(request: Ask, cluster: Cluster, ep: int) -> ParallelLayout:
     """Return the layout of a module whose layers share their experts among `ep` ranks, beside data parallelism.
 
     Raises:
@@ -96,7 +96,7 @@ def _of_own_experts(request: Request, cluster: Cluster, ep: int) -> ParallelLayo
     return ParallelLayout(cluster.gpus, cluster.nodes, ep=ep, own_experts=True)
 
 
-def _of_auto_ep(request: Request, cluster: Cluster, spec: ModelSpec, workload: Workload) -> ParallelLayout:
+def _of_auto_ep(request: Ask, cluster: Cluster, spec: ModelSpec, workload: Workload) -> ParallelLayout:
     """Return the layout of a model whose blocks AutoEP replaces, beside data parallelism.
 
     Raises:
@@ -119,7 +119,7 @@ def _of_auto_ep(request: Request, cluster: Cluster, spec: ModelSpec, workload: W
     return ParallelLayout(cluster.gpus, cluster.nodes, sp=request.sp, ep=request.ep, own_experts=True, auto_ep=True)
 
 
-def without_degrees(request: Request) -> str:
+def without_degrees(request: Ask) -> str:
     """Return the remedy that leaves data parallelism alone: which of the request's flags to leave out."""
     said = [f"--{name}" for name in _DEGREES if getattr(request, name) > 1]
     return f"leave {' and '.join(said) or '--dp-replicate'} out"
@@ -132,7 +132,7 @@ def unmeasured(layout: ParallelLayout) -> str:
     return ""
 
 
-def require_compilable(request: Request, beside: tuple[str, ...]) -> None:
+def require_compilable(request: Ask, beside: tuple[str, ...]) -> None:
     """Refuse degrees beside which an engine trains no compiled models; `beside` names those where it does.
 
     Raises:
@@ -145,7 +145,7 @@ def require_compilable(request: Request, beside: tuple[str, ...]) -> None:
         raise BadInput(what, where="--compile", remedy=without_degrees(request))
 
 
-def _require_language_model(request: Request, spec: ModelSpec, workload: Workload) -> None:
+def _require_language_model(request: Ask, spec: ModelSpec, workload: Workload) -> None:
     where = next((f"--{name}" for name in _DEGREES if getattr(request, name) > 1), "--pp")
     if request.task is not None or (spec.config and auto_class_of(spec.config) != "AutoModelForCausalLM"):
         raise BadInput("is modelled for causal language models alone", where=where, remedy="leave it at 1, and --task out")

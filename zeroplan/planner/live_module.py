@@ -10,13 +10,13 @@ from zeroplan.core.lengths import padded_batches
 from zeroplan.core.ppo import Rollout
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
-from zeroplan.planner.request import Request
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tape.sizes import KernelDevice
 
 
-def with_shape(request: Request) -> Request:
+def with_shape(request: Ask) -> Ask:
     """Return the request with the micro batch and the length of its example batch.
 
     Raises:
@@ -34,7 +34,7 @@ def with_shape(request: Request) -> Request:
     for name, value, own in (("micro_batch", request.micro_batch, samples), ("seq_len", request.seq_len, positions)):
         if value is not None and value != own:
             raise BadInput(f"{value} differs from the inputs' {own}", where=name, remedy=f"leave {name} out")
-    return replace(request, micro_batch=samples, seq_len=positions)
+    return request.replace(micro_batch=samples, seq_len=positions)
 
 
 #: Micro batches of another length that are traced before the longest: each takes a trace of its own.

@@ -13,10 +13,10 @@ from zeroplan.core.workload import ChunkedHead, TiledLoss, TiledMlp, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import require_compilable, without_degrees
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 
-def require_offered(request: Request, engine: Engine, workload: Workload, cluster: Cluster, spec: ModelSpec) -> None:
+def require_offered(request: Ask, engine: Engine, workload: Workload, cluster: Cluster, spec: ModelSpec) -> None:
     """Refuse what the engine or the card has no way to do, and what is not modelled beside it.
 
     Raises:
@@ -96,7 +96,7 @@ def require_engines_own(engine: Engine, spec: ModelSpec, workload: Workload) -> 
         )
 
 
-def require_partition(request: Request, engine: Engine) -> None:
+def require_partition(request: Ask, engine: Engine) -> None:
     """Refuse a way to divide layers that the engine does not have.
 
     Raises:
@@ -110,7 +110,7 @@ def require_partition(request: Request, engine: Engine) -> None:
         )
 
 
-def require_beside(request: Request, engine: Engine, workload: Workload, layout: ParallelLayout | None) -> None:
+def require_beside(request: Ask, engine: Engine, workload: Workload, layout: ParallelLayout | None) -> None:
     """Refuse what is modelled for data parallelism alone, and what compiled blocks are not planned with.
 
     Args:
@@ -136,7 +136,7 @@ def require_beside(request: Request, engine: Engine, workload: Workload, layout:
         require_compilable(request, engine.compiled_degrees)
 
 
-def _require_tiles(request: Request, workload: Workload) -> None:
+def _require_tiles(request: Ask, workload: Workload) -> None:
     """Refuse more tiles than there are tokens: a rank's of a sample for MLPs, those of all samples for the loss.
 
     Raises:
@@ -151,7 +151,7 @@ def _require_tiles(request: Request, workload: Workload) -> None:
             raise BadInput(f"{count:,} tiles of {most:,} tokens", where=f"--tiled-{name}", remedy="use 8, or fewer than tokens")
 
 
-def _require_offloaded_checkpoints(request: Request, workload: Workload, *, offered: bool) -> None:
+def _require_offloaded_checkpoints(request: Ask, workload: Workload, *, offered: bool) -> None:
     """Refuse what `CheckpointHiddenStatesOffload` does not do, and what is not modelled beside it.
 
     Raises:
@@ -178,7 +178,7 @@ def _require_offloaded_checkpoints(request: Request, workload: Workload, *, offe
             raise BadInput("checkpoints on the host are not modelled beside it", where=flag, remedy=f"leave it or {where} out")
 
 
-def _require_plain_loss(request: Request, spec: ModelSpec, workload: Workload) -> None:
+def _require_plain_loss(request: Ask, spec: ModelSpec, workload: Workload) -> None:
     """Refuse what is not modelled beside a loss in tiles, and a head whose gradient is not complete with the loss.
 
     Raises:

@@ -1,7 +1,7 @@
 """The keyword arguments of the Python API, typed, and the right name of one that does not exist.
 
 Each public function takes one of these dicts by ``Unpack``, so that editors and type checkers know its arguments. They are
-the fields of :class:`~zeroplan.planner.request.Request` under the same names and types, which a test holds.
+the fields of :class:`~zeroplan.run.ask.Ask` under the same names and types, which a test holds.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ class MachineOptions(RunOptions, total=False):
     cpu_ram: str | int | None
     nvme: str | int | None
     host: str | None
-    network: str | None
     depth: str | None
     alloc_conf: str
 

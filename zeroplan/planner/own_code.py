@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.util import find_spec
 
 from zeroplan.core.workload import DType
 from zeroplan.interop.setups import Setup
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 #: Keys that its own code has: that code itself, and an adapter of the head.
 _OWN = ("model", "lora_head")
 
 
-def with_own_code(request: Request, setup: Setup) -> Request:
+def with_own_code(request: Ask, setup: Setup) -> Ask:
     """Return the request with LitGPT's own model and loss; as it is where LitGPT is not installed.
 
     A model that the command line names in place of the file's stays.
@@ -29,8 +28,7 @@ def with_own_code(request: Request, setup: Setup) -> Request:
     module = litgpt_module(lit, seq_len=request.seq_len, converts=request.dtype != DType.FP16)
     if module is None:
         return request
-    return replace(
-        request,
+    return request.replace(
         model=module,
         inputs=batch_of(micro_batch, request.seq_len),
         built=True,

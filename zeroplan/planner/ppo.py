@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib.util import find_spec
 from itertools import count
 from typing import Any
@@ -17,7 +16,7 @@ from zeroplan.interop.setups import Setup
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.load import load_model
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.edit import EventWriter
 from zeroplan.tape.expanded import ExpandedTape, Kind
 
@@ -30,7 +29,7 @@ _SAYS = (
 )
 
 
-def with_ppo(request: Request, setup: Setup) -> Request:
+def with_ppo(request: Ask, setup: Setup) -> Ask:
     """Return the request with PPO's models as its module; as it is with adapters, where no config tells the models, or where
     torch and transformers are not installed.
     """
@@ -63,8 +62,7 @@ def with_ppo(request: Request, setup: Setup) -> Request:
     )
     says = _SAYS if named else f"{_SAYS}; value and reward model are taken to be as large as the policy"
     others = tuple(one for one in request.unmodelled if one.key != KEY)
-    return replace(
-        request,
+    return request.replace(
         model=module,
         inputs=batch_of(micro_batch, ppo.prompt + ppo.response),
         micro_batch=micro_batch,

@@ -1,4 +1,4 @@
-"""Resolves a Request: loads the model, checks every value, and makes one case for each plan."""
+"""Resolves a Ask: loads the model, checks every value, and makes one case for each plan."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured
 from zeroplan.planner.offered import require_beside, require_engines_own, require_offered, require_partition
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
-from zeroplan.planner.request import Request
-from zeroplan.planner.requested_types import with_checked_types
 from zeroplan.planner.training_task import with_training_task
 from zeroplan.planner.workload import workload_of
+from zeroplan.run.ask import Ask
 
 #: Sections of a config whose models take images or sound beside tokens.
 _TOWERS = frozenset(("vision_config", "audio_config"))
@@ -43,13 +42,13 @@ class Resolved:
     unmodelled: tuple[Unmodelled, ...] = ()
 
 
-def resolve(request: Request) -> Resolved:
+def resolve(request: Ask) -> Resolved:
     """Load the model, check every value and make the cases.
 
     Raises:
         BadInput: the first value that cannot be used.
     """
-    request = with_training_task(with_checked_types(request))
+    request = with_training_task(request.checked())
     if request.depth is not None and request.depth not in DEPTHS:
         raise BadInput(f"unknown depth {request.depth!r}", where="--depth", remedy=f"use one of {', '.join(DEPTHS)}")
     engine = find_engine(request.engine)
@@ -68,7 +67,6 @@ def resolve(request: Request) -> Resolved:
         cpu_ram=request.cpu_ram,
         nvme=request.nvme,
         host=request.host,
-        network=request.network,
     )
     spec = _model(request)
     checkpoint = base_of(spec, request.quantize, engine, adapters=request.lora_rank is not None)
@@ -79,7 +77,7 @@ def resolve(request: Request) -> Resolved:
         quantize = None if checkpoint.quantize is None else str(checkpoint.quantize)
         named = request.quantized_by if request.quantize is not None else KEY
         whole = request.whole_base or checkpoint.in_bytes
-        request = replace(request, quantize=quantize, quantized_by=named, whole_base=whole)
+        request = request.replace(quantize=quantize, quantized_by=named, whole_base=whole)
     if request.told_by_file and not request.images and (towers := _TOWERS & spec.config.keys()):
         says = f"the model has a {min(towers)}, and no key tells of images or sound; text alone is counted (--images)"
         unmodelled += (Unmodelled("images", Effect.UNKNOWN, says),)
@@ -93,7 +91,7 @@ def resolve(request: Request) -> Resolved:
         engine, workload, zeros = run.engine, run.workload, [run.zero]
         warnings += run.warnings
         unmodelled += run.unmodelled
-        request = replace(request, tp=run.tp, ulysses=run.ulysses, ep=run.ep)
+        request = request.replace(tp=run.tp, ulysses=run.ulysses, ep=run.ep)
         auto_ep = run.auto_ep
     engine = engine.for_workload(workload)
     require_offered(request, engine, workload, cluster, spec)
@@ -157,7 +155,7 @@ def _as_trained(spec: ModelSpec, workload: Workload) -> tuple[ModelSpec, Workloa
     return spec, workload
 
 
-def _model(request: Request) -> ModelSpec:
+def _model(request: Ask) -> ModelSpec:
     if (request.model is None) == (request.params is None):
         given = "both a model and --params" if request.model is not None else "no model"
         raise BadInput(given, where="MODEL", remedy="give one id, path or config, or --params 7.5B")
@@ -174,7 +172,7 @@ def _model(request: Request) -> ModelSpec:
     )
 
 
-def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, ...]:
+def _cases(request: Ask, engine: Engine, cases: list[Case]) -> tuple[Case, ...]:
     """The cases that the engine can run. A table leaves out the others; a single case that cannot run is bad input."""
     kept: list[Case] = []
     for case in cases:
@@ -191,7 +189,7 @@ def _cases(request: Request, engine: Engine, cases: list[Case]) -> tuple[Case, .
     return tuple(kept)
 
 
-def _zeros(request: Request, engine: Engine) -> list[ZeroConfig]:
+def _zeros(request: Ask, engine: Engine) -> list[ZeroConfig]:
     """Return the configurations that the flags leave open: all options of the engine, one stage's, or exactly one."""
     optimizer, param = request.offload_optimizer, request.offload_param
     if request.stage is not None and (optimizer is not None or param is not None):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from zeroplan.core.errors import BadInput
 from zeroplan.core.preferences import PLAIN_TASKS, PLANNED, PairLoss, passes_of
 from zeroplan.core.tasks import training_of
 from zeroplan.core.workload import Reference
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 
-def with_training_task(request: Request) -> Request:
+def with_training_task(request: Ask) -> Ask:
     """Return the request with what its task passes through the model; as it is where ``--task`` names a head, or nothing.
 
     Raises:
@@ -21,7 +19,7 @@ def with_training_task(request: Request) -> Request:
     if task is None:
         return request
     if task in PLAIN_TASKS:
-        return replace(request, task=None)
+        return request.replace(task=None)
     if task not in PLANNED:
         raise BadInput(
             f"a step of {task} is not modelled: it generates, or asks further models",
@@ -33,4 +31,4 @@ def with_training_task(request: Request) -> Request:
         passes["pair_loss"] = PairLoss(passes["pair_loss"])
     if "reference" in passes:
         passes["reference"] = Reference(passes["reference"])
-    return replace(request, task=passes.pop("head", None), **passes)
+    return request.replace(task=passes.pop("head", None), **passes)

@@ -38,7 +38,7 @@ from zeroplan.core.workload import (
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 DEFAULT_SEQ_LEN = 2048
 #: No count of a workload goes beyond this; it keeps arithmetic and loops sane.
@@ -51,7 +51,7 @@ _UNCAST = (Precision.PURE, Precision.FP32)
 _E = TypeVar("_E", DType, Attention, Compilation, StateDict, Saver)
 
 
-def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
+def workload_of(request: Ask, engine: Engine, spec: ModelSpec) -> Workload:
     """Return the workload that the request's flags describe.
 
     Raises:
@@ -127,7 +127,7 @@ def workload_of(request: Request, engine: Engine, spec: ModelSpec) -> Workload:
     return Workload(batch, numerics, loop, objective).with_techniques(*on)
 
 
-def _checkpointing(request: Request, older: bool) -> GradientCheckpointing | None:
+def _checkpointing(request: Ask, older: bool) -> GradientCheckpointing | None:
     """What the backward recomputes; None where it keeps all.
 
     Raises:
@@ -144,9 +144,7 @@ def _checkpointing(request: Request, older: bool) -> GradientCheckpointing | Non
     return GradientCheckpointing(policy, reentrant=reentrant, on_host=request.offload_checkpoints)
 
 
-def _quantized_base(
-    request: Request, quantization: Quantization | PackedWeights | None, *, older: bool
-) -> QuantizedBase | None:
+def _quantized_base(request: Ask, quantization: Quantization | PackedWeights | None, *, older: bool) -> QuantizedBase | None:
     """The frozen base whose linear layers are quantised, before transformers 5 in other layers and another place."""
     if quantization is None:
         return None
@@ -160,7 +158,7 @@ def _quantized_base(
     )
 
 
-def _require_counts(request: Request) -> None:
+def _require_counts(request: Ask) -> None:
     """Refuse counts that are none.
 
     Raises:
@@ -182,7 +180,7 @@ def _require_counts(request: Request) -> None:
             raise BadInput(f"{value} is out of range", where=where, remedy="use a whole number above zero")
 
 
-def _quantization(request: Request) -> Quantization | PackedWeights | None:
+def _quantization(request: Ask) -> Quantization | PackedWeights | None:
     """The format of the base.
 
     Raises:
@@ -198,7 +196,7 @@ def _quantization(request: Request) -> Quantization | PackedWeights | None:
     return quantization
 
 
-def _require_company(request: Request, spec: ModelSpec) -> None:
+def _require_company(request: Ask, spec: ModelSpec) -> None:
     """Refuse values that mean nothing without another, or that the model does not take.
 
     Raises:
@@ -218,7 +216,7 @@ def _require_company(request: Request, spec: ModelSpec) -> None:
         )
 
 
-def _policy(request: Request) -> CheckpointPolicy:
+def _policy(request: Ask) -> CheckpointPolicy:
     """What is recomputed.
 
     Raises:
@@ -232,7 +230,7 @@ def _policy(request: Request) -> CheckpointPolicy:
     return policy
 
 
-def _reduction(request: Request, engine: Engine, dtype: DType) -> DType | None:
+def _reduction(request: Ask, engine: Engine, dtype: DType) -> DType | None:
     """The dtype in which gradients are reduced, where it is not the engine's own.
 
     Raises:
@@ -249,7 +247,7 @@ def _reduction(request: Request, engine: Engine, dtype: DType) -> DType | None:
     return found
 
 
-def _before_5(request: Request) -> bool:
+def _before_5(request: Ask) -> bool:
     """Return whether transformers is one before 5.
 
     Raises:
@@ -267,7 +265,7 @@ def _before_5(request: Request) -> bool:
     return asked < (5, 0, 0)
 
 
-def _compiled(request: Request) -> Compilation | None:
+def _compiled(request: Ask) -> Compilation | None:
     """What is compiled.
 
     Raises:
@@ -299,7 +297,7 @@ def _compiled(request: Request) -> Compilation | None:
     return compiled
 
 
-def both_lengths(request: Request, spec: ModelSpec) -> tuple[int | None, int | None]:
+def both_lengths(request: Ask, spec: ModelSpec) -> tuple[int | None, int | None]:
     """Return the length that a tape's sequences have, and that of an encoder-decoder's targets where it is another one.
 
     A source of sound has the length of the model's config, and the sequences are its targets.
@@ -333,7 +331,7 @@ def both_lengths(request: Request, spec: ModelSpec) -> tuple[int | None, int | N
     return source, None if target == source else target
 
 
-def _tiles(tiles: int, where: str, request: Request) -> int:
+def _tiles(tiles: int, where: str, request: Ask) -> int:
     """Return the number of tiles that a flag asks for.
 
     Raises:
@@ -360,7 +358,7 @@ def _recipe(name: str, dtype: DType, *, adapters: bool) -> Float8Recipe:
     return recipe
 
 
-def _lengths(request: Request) -> tuple[int, ...]:
+def _lengths(request: Ask) -> tuple[int, ...]:
     """Return the lengths of samples that are padded batch by batch; none where all are alike.
 
     Raises:
@@ -371,7 +369,7 @@ def _lengths(request: Request) -> tuple[int, ...]:
     return read_lengths(request.lengths) if isinstance(request.lengths, str) else sampled(request.lengths)
 
 
-def _evaluation(request: Request, engine: Engine) -> Evaluation | None:
+def _evaluation(request: Ask, engine: Engine) -> Evaluation | None:
     """Return the evaluation between steps.
 
     Raises:
@@ -384,7 +382,7 @@ def _evaluation(request: Request, engine: Engine) -> Evaluation | None:
     return Evaluation(request.eval_batch, request.eval_logits, casts=engine.casts_outputs)
 
 
-def _saving(request: Request, engine: Engine) -> Saving | None:
+def _saving(request: Ask, engine: Engine) -> Saving | None:
     """Return what is saved between steps.
 
     Raises:

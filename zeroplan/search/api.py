@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
 from zeroplan.engines.base import Case, Engine
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
 from zeroplan.search.memory import Memory
@@ -19,7 +19,7 @@ from zeroplan.search.space import Candidate
 from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
 
 
-def run_search(request: Request, options: SearchOptions | None = None) -> SearchResult:
+def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResult:
     """Search for the best configurations of a request; the result holds all that ``zeroplan recommend`` shows.
 
     Raises:
@@ -88,7 +88,7 @@ def _ranked(given: Sequence[Candidate], resolved: ResolvedSearch, memory: Memory
     return [recommendation(resolved.engine, r, i, resolved.cluster.layout) for i, r in enumerate(ranked)]
 
 
-def _listed(given: Sequence[Candidate] | str, resolved: ResolvedSearch, request: Request) -> Sequence[Candidate]:
+def _listed(given: Sequence[Candidate] | str, resolved: ResolvedSearch, request: Ask) -> Sequence[Candidate]:
     if not isinstance(given, str):
         return given
     from zeroplan.search.candidates_file import read_candidates
@@ -104,7 +104,7 @@ def _judged_by(resolved: ResolvedSearch) -> str:
 
 def _answer(
     resolved: ResolvedSearch,
-    request: Request,
+    request: Ask,
     options: SearchOptions,
     ranking: tuple[Recommendation, ...],
     memory: Memory,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.documents import parse_json, text_of
@@ -10,7 +9,7 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.files import read_bytes
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.planner.from_ds_config import read_run
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.search_options import ResolvedSearch
 from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -23,7 +22,7 @@ SHARED_KEYS = ("tensor_parallel", "sequence_parallel_size", "expert_parallel")
 _SHARED = "such layouts are planned by estimate and explain alone; data parallelism is counted"
 
 
-def read_candidates(path: str, resolved: ResolvedSearch, request: Request) -> list[Candidate]:
+def read_candidates(path: str, resolved: ResolvedSearch, request: Ask) -> list[Candidate]:
     """Read the candidates of a file, `index` counted from 0 over its non-empty lines.
 
     Raises:
@@ -65,7 +64,7 @@ def _entry(line: str, where: str) -> dict[str, Any]:
     return entry
 
 
-def _candidate(entry: dict[str, Any], resolved: ResolvedSearch, request: Request, where: str, index: int) -> Candidate:
+def _candidate(entry: dict[str, Any], resolved: ResolvedSearch, request: Ask, where: str, index: int) -> Candidate:
     try:
         return candidate_of(
             entry["ds_config"], resolved, request, entry.get("gradient_checkpointing"), index, entry.get("alloc_conf", "")
@@ -77,7 +76,7 @@ def _candidate(entry: dict[str, Any], resolved: ResolvedSearch, request: Request
 def candidate_of(
     ds_config: dict[str, Any] | str,
     resolved: ResolvedSearch,
-    request: Request,
+    request: Ask,
     gradient_checkpointing: bool | None,
     index: int = 0,
     alloc_conf: str = "",
@@ -88,7 +87,7 @@ def candidate_of(
         BadInput: what DeepSpeed refuses, or a flag that contradicts it.
     """
     again = request.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
-    asked = replace(request, ds_config=ds_config, gradient_checkpointing=again)
+    asked = request.replace(ds_config=ds_config, gradient_checkpointing=again)
     run = read_run(asked, resolved.engine, resolved.cluster, resolved.spec)
     resolved.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)
     own = None if run.engine is resolved.engine else run.engine

@@ -12,7 +12,7 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.models import catalog
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.planner.fit import ACTIVATIONS
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
@@ -79,7 +79,7 @@ class Overview:
     warnings: tuple[str, ...]
 
 
-def overview(request: Request, options: SearchOptions | None = None) -> Overview:
+def overview(request: Ask, options: SearchOptions | None = None) -> Overview:
     """Find the largest pretrained models by method, at one sequence a GPU with checkpointing, and the answer for the largest.
 
     Raises:
@@ -91,7 +91,7 @@ def overview(request: Request, options: SearchOptions | None = None) -> Overview
         raise BadInput("makes graphs of one model", where="--compile", remedy="name the model")
     options = options or SearchOptions()
     entries = sorted((entry for entry in catalog.entries() if entry.pretrained), key=lambda e: -e.params)
-    smallest = resolve_search(replace(request, model=entries[-1].id), options)
+    smallest = resolve_search(request.replace(model=entries[-1].id), options)
     candidates_of(smallest, request, options)  # what the batch cannot be, before the models are gone through
     known: Known = {}
     rows = tuple(
@@ -101,12 +101,12 @@ def overview(request: Request, options: SearchOptions | None = None) -> Overview
     best = None
     if full:
         name = max(full, key=lambda entry: entry[1])[0]
-        best = run_search(replace(request, model=name), options)
+        best = run_search(request.replace(model=name), options)
     return Overview(rows, describe_cluster(smallest.cluster), best, tuple(smallest.warnings))
 
 
 def _largest(
-    method: Method, entries: list[catalog.Entry], request: Request, options: SearchOptions, limits: Cluster, known: Known
+    method: Method, entries: list[catalog.Entry], request: Ask, options: SearchOptions, limits: Cluster, known: Known
 ) -> Iterator[tuple[str, int, Recommendation]]:
     found = 0
     shapes: set[int] = set()
@@ -125,17 +125,16 @@ def _largest(
             yield entry.id, entry.params, one
 
 
-def engine_of(method: Method, request: Request) -> str:
+def engine_of(method: Method, request: Ask) -> str:
     """Return the engine that trains by the method: the one asked for, or the one whose quantised bases a GPU has measured."""
     return request.engine if method.quantize is None else _QUANTIZED_ENGINE
 
 
 def _resolved(
-    method: Method, entry: catalog.Entry, request: Request, options: SearchOptions, limits: Cluster
+    method: Method, entry: catalog.Entry, request: Ask, options: SearchOptions, limits: Cluster
 ) -> tuple[ResolvedSearch, list[Candidate]] | None:
     """The model trained by the method, and how it might be; None where that cannot be, for all that a sum tells."""
-    asked = replace(
-        request,
+    asked = request.replace(
         model=entry.id,
         micro_batch=request.micro_batch or 1,
         lora_rank=(request.lora_rank or _LORA_RANK) if method.lora else None,

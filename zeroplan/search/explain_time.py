@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.rates import Rates
+from zeroplan.core.rates import Rates, rates_of
 from zeroplan.ledger.line import glossary_of
 from zeroplan.ledger.traffic import WorkItem
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel, StepTime, compose
-from zeroplan.search.machine_rates import machine_rates
 from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import name_of
 from zeroplan.search.space import Candidate
@@ -40,7 +39,7 @@ class TimeExplanation:
     derivations: tuple[WorkDerivation, ...]
 
 
-def explain_time(request: Request) -> list[TimeExplanation]:
+def explain_time(request: Ask) -> list[TimeExplanation]:
     """Derive the step time of every configuration of the request.
 
     Raises:
@@ -52,7 +51,7 @@ def explain_time(request: Request) -> list[TimeExplanation]:
             "step times are modelled for data parallelism alone", where="--time", remedy="leave --tp and --pp out, or --time"
         )
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
-    rates = machine_rates(resolved.cluster, None, [])
+    rates = rates_of(resolved.cluster.gpu)
     cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, rates)
     found = []
     for case in resolved.cases:

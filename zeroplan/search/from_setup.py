@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from math import prod
 
 from zeroplan.core.errors import BadInput
@@ -15,7 +15,7 @@ from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import Training, read_training
 from zeroplan.planner.describe import UNSEARCHED, describe_workload
 from zeroplan.planner.from_files import filled, told_of_machine, without_graphs
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.candidates_file import SHARED_KEYS
 from zeroplan.search.cost import CostModel
 from zeroplan.search.layout_orders import FIXED, flags_of
@@ -26,7 +26,7 @@ from zeroplan.search.search_options import ResolvedSearch, SearchOptions, resolv
 from zeroplan.search.space import Candidate
 
 
-def with_source(request: Request, options: SearchOptions) -> tuple[Request, SearchOptions, Recommendation | None]:
+def with_source(request: Ask, options: SearchOptions) -> tuple[Ask, SearchOptions, Recommendation | None]:
     """Fill the request and the options from the source; returns them with the source's own configuration, predicted; None where
     its ranks share the model, of which a note tells: the search is then of another layout.
 
@@ -39,9 +39,9 @@ def with_source(request: Request, options: SearchOptions) -> tuple[Request, Sear
     sources = list(options.source) if isinstance(options.source, list | tuple) else [options.source]
     setup = told_of_machine(read_setups(sources, options.program, training_of(request.task)), request)
     # The split of the batch is the search's, so flags of it bind the search and not the run in use.
-    unbound = replace(request, micro_batch=None, grad_accum=None, compile=None)
+    unbound = request.replace(micro_batch=None, grad_accum=None, compile=None)
     asked = filled(unbound, setup)
-    changes = {field.name for field in fields(Request) if getattr(asked, field.name) != getattr(unbound, field.name)}
+    changes = {name for name, value in asked.said.items() if unbound.said.get(name) != value}
     try:
         return _free_search(asked, request, options, setup)
     except BadInput as error:
@@ -49,8 +49,8 @@ def with_source(request: Request, options: SearchOptions) -> tuple[Request, Sear
 
 
 def _free_search(
-    asked: Request, request: Request, options: SearchOptions, setup: Setup
-) -> tuple[Request, SearchOptions, Recommendation | None]:
+    asked: Ask, request: Ask, options: SearchOptions, setup: Setup
+) -> tuple[Ask, SearchOptions, Recommendation | None]:
     """Return the request with the setup's choices left free, the options, and the setup's own row."""
     if asked.model is None and asked.params is None:
         raise BadInput(f"the file of {setup.title} names no model", where="MODEL", remedy="give one before --from")
@@ -80,8 +80,7 @@ def _free_search(
         laid_out.append(
             f"its batch of {theirs} is no multiple of {ranks} data-parallel ranks, and is left open (--global-batch)"
         )
-    free = replace(
-        asked,
+    free = asked.replace(
         micro_batch=request.micro_batch,
         grad_accum=request.grad_accum,
         stage=request.stage,
@@ -100,9 +99,9 @@ def _free_search(
         reduce_dtype=asked.reduce_dtype if find_engine(request.engine).reduces_as_told else None,
     )
     if request.compile is not None:
-        free = replace(free, compile=request.compile)
+        free = free.replace(compile=request.compile)
     elif asked.compile is not None and not find_engine(request.engine).compiles:
-        free = replace(free, compile=None, unmodelled=(*free.unmodelled, without_graphs(setup)))
+        free = free.replace(compile=None, unmodelled=(*free.unmodelled, without_graphs(setup)))
     if asked.checkpoint_policy != free.checkpoint_policy:
         key = setup.keys.get("checkpoint_policy", "--checkpoint-policy")
         laid_out.append(f"{key}: what is recomputed is not searched; blocks are, whole, or nothing")
@@ -124,14 +123,14 @@ def training_said(setup: Setup) -> Training:
     return found.over(setup.training)
 
 
-def _beside_degrees(asked: Request, setup: Setup) -> tuple[Unmodelled, ...]:
+def _beside_degrees(asked: Ask, setup: Setup) -> tuple[Unmodelled, ...]:
     """Return what is left out of the figures but for the degrees, which no candidate has."""
     return tuple(one for one in asked.unmodelled if one.key not in map(setup.keys.get, setup.degrees))
 
 
 def _of_layout(setup: Setup, candidate: Candidate) -> list[str]:
     """Return what to say where the run in use divides the model among ranks; nothing under data parallelism alone."""
-    plain = Request()
+    plain = Ask()
     degrees = {name: value for name, value in setup.degrees.items() if value != getattr(plain, name)}
     keys = list(dict.fromkeys(setup.keys.get(name, name) for name in degrees))
     keys += [one.key for one in candidate.unmodelled if one.key in SHARED_KEYS and one.key not in keys]
@@ -143,7 +142,7 @@ def _of_layout(setup: Setup, candidate: Candidate) -> list[str]:
     return [f"{text}; zeroplan estimate --from plans it{flags}"]
 
 
-#: Flags and keys of a ds_config by the field of a Request that they fill.
+#: Flags and keys of a ds_config by the field of a Ask that they fill.
 _FLAGS = {
     "MODEL": "model",
     "--micro-batch": "micro_batch",
@@ -181,7 +180,7 @@ def _in_its_words(error: BadInput, setup: Setup, changes: set[str]) -> BadInput:
     return error
 
 
-def _candidate(setup: Setup, request: Request, resolved: ResolvedSearch) -> Candidate:
+def _candidate(setup: Setup, request: Ask, resolved: ResolvedSearch) -> Candidate:
     again = bool(setup.gradient_checkpointing)
     if isinstance(request.ds_config, dict):
         from zeroplan.search.candidates_file import candidate_of

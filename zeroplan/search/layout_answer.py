@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.planner.describe import describe_layout
-from zeroplan.planner.request import Request
-from zeroplan.search.layout_orders import fixed_degrees, flags_of
+from zeroplan.run.ask import Ask
+from zeroplan.search.layout_orders import FIXED, flags_of
 from zeroplan.search.layout_time import LayoutTime, Link
 
 
@@ -26,7 +26,7 @@ class LaidOut:
         simpler: of a variant, the time of the same degrees run plainly: 1F1B with one chunk a rank, ZeRO-3 over all ranks.
     """
 
-    request: Request
+    request: Ask
     layout: ParallelLayout
     plan: MemoryPlan
     time: LayoutTime
@@ -56,7 +56,7 @@ class LaidOut:
         """The flags of ``zeroplan estimate`` that ask for the layout."""
         request = self.request
         words = [f"--gpus {request.gpus}"] + ([f"--nodes {request.nodes}"] if request.nodes > 1 else [])
-        words += [flags_of(one)] if (one := fixed_degrees(replace(request, ones=()))) else []
+        words += [flags_of(one)] if (one := {name: request.said[name] for name in FIXED if name in request.chosen}) else []
         words += [f"--grad-accum {request.grad_accum}"] if request.grad_accum and request.grad_accum > 1 else []
         words += ["--gradient-checkpointing"] if request.gradient_checkpointing else []
         return " ".join([*words, f"--engine {request.engine}", f"--stage {self.plan.stage}"])

@@ -26,7 +26,7 @@ from zeroplan.core.pipeline import stages_of
 from zeroplan.core.pipeline_order import GATHERED_CHUNKS
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Case
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 #: What a block keeps beside its input, in inputs: 32 bytes of 34.
 _WITHIN = 16
@@ -39,7 +39,7 @@ class _Held:
     dense: int = 0
     experts: int = 0
 
-    def part(self, request: Request) -> float:
+    def part(self, request: Ask) -> float:
         return self.dense / request.tp + self.experts / (request.ep * request.etp if request.ep > 1 else request.tp)
 
 
@@ -67,7 +67,7 @@ class LayoutFloors:
         states = min(optimizer.bytes_per_element(0.0), optimizer.bytes_per_element(1.0))
         self._states = self._master + states * self._master // DType.FP32.bytes
 
-    def of(self, request: Request) -> int:
+    def of(self, request: Ask) -> int:
         """Return the floor of a layout, in bytes, by the degrees, stage, accumulation and checkpointing of a request."""
         ranks = request.gpus * request.nodes // request.dp_replicate
         total, part = self._whole.dense + self._whole.experts, self._whole.part(request) / request.pp
@@ -82,21 +82,21 @@ class LayoutFloors:
             within += self._master * part / (request.vpp if rounds < 2 else 1)  # of one round, chunks are reduced one by one
         return int(max(within, (self._states + self._master) * total / ranks))
 
-    def exceeds_likely(self, request: Request, usable: int) -> bool:
+    def exceeds_likely(self, request: Ask, usable: int) -> bool:
         """Return whether a layout probably exceeds the card: with the 34 bytes for each token and channel that a block keeps
         which is not recomputed, its input included (Korthikanti et al. 2022, equation 2), on the mean rank.
         """
         within = 0.0 if request.gradient_checkpointing else _WITHIN * self._inputs(request) / (1 if request.sp else request.tp)
         return self.of(request) + within > usable
 
-    def interleaved_inputs(self, request: Request) -> int:
+    def interleaved_inputs(self, request: Ask) -> int:
         """Return the bytes of blocks' inputs that the first rank of an interleaved schedule keeps more than with 1F1B."""
         pp, vpp = request.pp, request.vpp
         more = ((vpp - 1) * pp + 2 * (pp - 1)) / vpp - pp
         tokens = self._work.batch.rows * (self._work.batch.seq_len or 0) / (request.cp * (request.tp if request.sp else 1))
         return int(max(0.0, more) * (len(self._blocks) // pp) * tokens * self._hidden * self._work.numerics.dtype.bytes)
 
-    def _inputs(self, request: Request) -> float:
+    def _inputs(self, request: Ask) -> float:
         """Bytes of the blocks' inputs that a rank keeps in the mean."""
         tokens = self._work.batch.rows * (self._work.batch.seq_len or 0) / (request.cp * (request.tp if request.sp else 1))
         blocks, pp = len(self._blocks), request.pp

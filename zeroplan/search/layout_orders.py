@@ -1,9 +1,9 @@
 """Which layouts a search tries: the degrees that the request fixes, and those that divide what these leave.
 
 Note [Fixed degrees]
-    A degree that the request says is kept, one said outright included (``--tp 1``, by :attr:`Request.ones`); every other one is
-    searched. What the search leaves out for being slow (matrices shared between nodes, more than 16 stages, rings with few
-    tokens a rank, other numbers than powers of two) may be asked for: bounds are those of the search and not of a layout.
+    A degree that the request says is kept, ``--tp 1`` included; every other one is searched. What the search leaves out for
+    being slow (matrices shared between nodes, more than 16 stages, rings with few tokens a rank, other numbers
+    than powers of two) may be asked for: bounds are those of the search and not of a layout.
 
 Note [Variants of a layout]
     The same degrees may run otherwise, each way with more memory, so that one is looked at where the layout itself fits and
@@ -19,7 +19,7 @@ Note [Variants of a layout]
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
@@ -28,12 +28,11 @@ from zeroplan.core.pipeline_order import PipelineSchedule
 from zeroplan.core.tensor_parallel import MIXTURES, PLANS
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import DEFAULT_SCHEDULE
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.recommend import EQUALLY_FAST
 
 #: What may be fixed of a layout, as fields of a request.
 FIXED = ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
-_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Request) if field.name in FIXED}
 #: By how much a variant has to be modelled faster than any layout without one. See Note [Variants of a layout].
 LEAST_GAIN = EQUALLY_FAST
 #: Schedules of two chunks a rank, whatever else is said.
@@ -47,15 +46,14 @@ _MOST_STAGES, _MOST_RING = 16, 16
 _LEAST_TOKENS = 4096
 
 
-def fixed_degrees(request: Request) -> dict[str, Any]:
+def fixed_degrees(request: Ask) -> dict[str, Any]:
     """Return the degrees that a request says, by field. See Note [Fixed degrees]."""
-    said = {name: getattr(request, name) for name in FIXED}
-    return {name: value for name, value in said.items() if value != _DEFAULTS[name] or name in request.ones}
+    return {name: request.said[name] for name in FIXED if name in request}
 
 
-def without_degrees(request: Request) -> Request:
+def without_degrees(request: Ask) -> Ask:
     """Return the request under data parallelism alone, with nothing fixed."""
-    return replace(request, **_DEFAULTS, stage=None, ones=tuple(name for name in request.ones if name not in FIXED))
+    return request.replace(**dict.fromkeys(FIXED), stage=None)
 
 
 def flags_of(fixed: dict[str, Any]) -> str:
@@ -88,14 +86,14 @@ class LayoutOrders:
         experts = experts_of(spec.parameters) if spec.model_type in GROUPED else 0
         return cls(experts, plan is None or plan.splits_tokens, global_batch)
 
-    def of(self, request: Request) -> Iterator[dict[str, Any]]:
+    def of(self, request: Ask) -> Iterator[dict[str, Any]]:
         """Yield what to try, those that share less first, as fields of the request; not all of them divide the ranks."""
         fixed = fixed_degrees(request)
         found = [self._whole(request, fixed, shared) for shared in self._shared(request, fixed)]
         found.sort(key=lambda one: (one["tp"] * one["pp"] * one["cp"], one["cp"], one["pp"], one["ep"]))
         yield from found
 
-    def variants(self, asked: Request, layout: Request) -> Iterator[dict[str, Any]]:
+    def variants(self, asked: Ask, layout: Ask) -> Iterator[dict[str, Any]]:
         """Yield other ways to run a layout, as fields of its request. See Note [Variants of a layout].
 
         Args:
@@ -117,7 +115,7 @@ class LayoutOrders:
                 if (count, stage) != (layout.dp_replicate, layout.stage):
                     yield {"dp_replicate": count, "stage": stage}
 
-    def _shared(self, request: Request, fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _shared(self, request: Ask, fixed: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the degrees that divide the model."""
         ranks = request.gpus * request.nodes
         staged = fixed.get("vpp", 1) > 1 or fixed.get("schedule", DEFAULT_SCHEDULE) != DEFAULT_SCHEDULE
@@ -136,7 +134,7 @@ class LayoutOrders:
                     for ep in _kept("ep", fixed, experts):
                         yield {"tp": tp, "cp": cp, "pp": pp, "ep": ep}
 
-    def _whole(self, request: Request, fixed: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    def _whole(self, request: Ask, fixed: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
         """Return the degrees with what follows from them."""
         tp, cp, pp = shared["tp"], shared["cp"], shared["pp"]
         splits = fixed.get("sp", tp > 1 and pp == 1 and self.splits_tokens)
@@ -152,14 +150,14 @@ class LayoutOrders:
         return degrees
 
 
-def divides(request: Request) -> bool:
+def divides(request: Ask) -> bool:
     """Return whether a layout's degrees divide the ranks."""
     ranks, rest = request.gpus * request.nodes, request.pp * request.dp_replicate
     shared = request.tp * request.cp * request.pp
     return ranks % (shared * request.dp_replicate) == 0 and ranks // rest % (request.ep * request.etp) == 0
 
 
-def least_ranks(request: Request) -> int:
+def least_ranks(request: Ask) -> int:
     """Return the number of which the ranks have to be a multiple, by the degrees that a request fixes."""
     rest = request.pp * request.dp_replicate
     return lcm(rest * request.tp * request.cp, rest * request.ep * request.etp)

@@ -16,7 +16,6 @@ Note [Smallest cluster]
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -28,16 +27,16 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.progress import working
+from zeroplan.core.rates import rates_of
 from zeroplan.core.unmodelled import may_add
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
 from zeroplan.planner.estimate import allocator_config, plan_case
 from zeroplan.planner.fit import left_out
 from zeroplan.planner.formula import FORMULA, formula_plan
-from zeroplan.planner.request import Request
-from zeroplan.planner.requested_types import with_checked_types
 from zeroplan.planner.resolve import Resolved, resolve
 from zeroplan.planner.tapes import ExpandedTapes, expand_for
+from zeroplan.run.ask import Ask
 from zeroplan.search.layout_answer import LaidOut, LayoutAnswer, TooLarge
 from zeroplan.search.layout_floor import LayoutFloors
 from zeroplan.search.layout_orders import (
@@ -50,7 +49,6 @@ from zeroplan.search.layout_orders import (
     without_degrees,
 )
 from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
-from zeroplan.search.machine_rates import machine_rates
 from zeroplan.tapes import shipped
 
 #: The engine whose layouts are planned.
@@ -65,12 +63,7 @@ _USUAL_NODE = 8
 MOST_NODES = 1024
 
 
-def search_layouts(
-    request: Request,
-    checkpointing: bool | None = None,
-    global_batch: int | None = None,
-    profile: str | os.PathLike[str] | None = None,
-) -> LayoutAnswer:
+def search_layouts(request: Ask, checkpointing: bool | None = None, global_batch: int | None = None) -> LayoutAnswer:
     """Return the layout of the request's cluster that is modelled to be the fastest of those that fit.
 
     See Note [Order of layouts].
@@ -79,23 +72,17 @@ def search_layouts(
         request: the question; the search keeps to the degrees, the stage and the accumulation that it says.
         checkpointing: whether blocks are recomputed; None tries both.
         global_batch: sequences of a step, which the accumulation makes of the layout's ranks; None leaves it open.
-        profile: the path of measured rates; None takes the user's own profile where it is of this GPU.
 
     Raises:
         BadInput: a request that no layout can be planned for: in the words in which the layout of its degrees is refused.
     """
-    search = _Search(request, checkpointing, global_batch, profile)
+    search = _Search(request, checkpointing, global_batch)
     found = search.on(request.nodes)
     search.require_possible()
     return found
 
 
-def smallest_cluster(
-    request: Request,
-    checkpointing: bool | None = None,
-    global_batch: int | None = None,
-    profile: str | os.PathLike[str] | None = None,
-) -> LayoutAnswer:
+def smallest_cluster(request: Ask, checkpointing: bool | None = None, global_batch: int | None = None) -> LayoutAnswer:
     """Return the fastest layout of the smallest cluster that trains the model; nodes of the request are not read.
 
     See Note [Smallest cluster]. Where no number of GPUs is given, nodes of eight are assumed, and parts of one come first.
@@ -104,12 +91,11 @@ def smallest_cluster(
         request: the question.
         checkpointing: as of :func:`search_layouts`.
         global_batch: as of :func:`search_layouts`.
-        profile: likewise.
 
     Raises:
         BadInput: a request that no layout can be planned for.
     """
-    search = _Search(request, checkpointing, global_batch, profile, any_nodes=True)
+    search = _Search(request, checkpointing, global_batch, any_nodes=True)
     tried: list[LaidOut] = []
     too_large: list[TooLarge] = []
 
@@ -164,29 +150,19 @@ class _Search:
         said: what is assumed of the cluster; empty where the request says it.
     """
 
-    def __init__(
-        self,
-        request: Request,
-        checkpointing: bool | None,
-        global_batch: int | None,
-        profile: str | os.PathLike[str] | None = None,
-        *,
-        any_nodes: bool = False,
-    ) -> None:
+    def __init__(self, request: Ask, checkpointing: bool | None, global_batch: int | None, *, any_nodes: bool = False) -> None:
         self._request = _asked(request, global_batch)
         self._choices = (False, True) if checkpointing is None else (checkpointing,)
         self._batch = global_batch
         self.gpus, self.said = self._request.gpus, ""
-        if any_nodes and self.gpus == 1 and "gpus" not in request.ones:
+        if any_nodes and self.gpus == 1 and "gpus" not in request:
             self.gpus, self.said = _USUAL_NODE, f"nodes of {_USUAL_NODE} GPUs are assumed; --gpus says otherwise"
         self._tapes = None if request.depth == FORMULA else ExpandedTapes(find_engine(ENGINE))
         self._config = allocator_config(request.alloc_conf)
         # Where this cannot be, no degree is to blame.
-        plain = replace(without_degrees(self._request), nodes=1, stage=3, grad_accum=None)
-        alone = [resolve(replace(plain, gradient_checkpointing=again)) for again in self._choices]
-        self._spec, self._rate_warnings = alone[0].spec, list[str]()
-        cluster = replace(alone[0].cluster, gpus=self.gpus, nodes=2 if any_nodes else request.nodes)
-        self._rates = machine_rates(cluster, profile, self._rate_warnings)
+        plain = without_degrees(self._request).replace(nodes=1, stage=3, grad_accum=None)
+        alone = [resolve(plain.replace(gradient_checkpointing=again)) for again in self._choices]
+        self._spec, self._rates = alone[0].spec, rates_of(alone[0].cluster.gpu)
         self._usable = alone[0].cluster.usable_vram or 0
         self._floors = LayoutFloors(alone[0].cases[0])
         self._orders = LayoutOrders.of_model(self._spec, global_batch)
@@ -217,7 +193,7 @@ class _Search:
             gpus: of a node; all, if left out.
             doubtful: probably nothing fits, so that layouts are looked at without checkpointing only if one with it may fit.
         """
-        asked = replace(self._request, nodes=nodes, gpus=gpus or self.gpus)
+        asked = self._request.replace(nodes=nodes, gpus=gpus or self.gpus)
         what = f"layouts on {nodes} nodes" if nodes > 1 else f"layouts on {asked.gpus} GPUs"
         working(what)
         if not self._can_be(asked):
@@ -248,7 +224,7 @@ class _Search:
                 return least
         return self._first_that_fits(asked, found, what, answer)
 
-    def _first_that_fits(self, asked: Request, found: list[_Timed], what: str, answer: LayoutAnswer) -> LayoutAnswer:
+    def _first_that_fits(self, asked: Ask, found: list[_Timed], what: str, answer: LayoutAnswer) -> LayoutAnswer:
         """Plan layouts and their variants in the order of their speed, up to the first that fits; returns `answer` with what
         came out. Variants stand where they would be if they waited for nothing.
         """
@@ -257,7 +233,7 @@ class _Search:
         heapify(queue)
         planned: dict[int, LaidOut] = {}
         tried: list[LaidOut] = []
-        warnings = list(self._rate_warnings) if asked.nodes > 1 or not self._rate_warnings else []
+        warnings: list[str] = []
         may: LaidOut | None = None
 
         def plan(one: _Timed) -> LaidOut:
@@ -296,10 +272,10 @@ class _Search:
             tried.append(laid_out)
         return replace(answer, may=may, tried=tuple(tried), warnings=tuple(warnings))
 
-    def _variants(self, asked: Request, one: _Timed) -> Iterator[_Timed]:
+    def _variants(self, asked: Ask, one: _Timed) -> Iterator[_Timed]:
         """Yield the variants of a layout that are faster. See Note [Variants of a layout] in layout_orders.py."""
         for fields in self._orders.variants(asked, one.request):
-            request = replace(one.request, **fields)
+            request = one.request.replace(**fields)
             if not divides(request) or self._floors.exceeds_likely(request, self._usable):
                 continue
             resolved = self._allowed(request)
@@ -309,11 +285,11 @@ class _Search:
             if timed.time.tokens_per_second > (1 + LEAST_GAIN) * one.time.tokens_per_second:
                 yield timed
 
-    def _timed(self, request: Request, resolved: Resolved) -> _Timed:
+    def _timed(self, request: Ask, resolved: Resolved) -> _Timed:
         cost = LayoutCost(resolved.cases[0], _counts(resolved, self._counted), self._rates)
         return _Timed(request, resolved, cost.time(), cost.links)
 
-    def _can_be(self, request: Request) -> bool:
+    def _can_be(self, request: Ask) -> bool:
         """Return whether some layout is possible at all, however large; where nothing is fixed, one is.
 
         What is said against the first that is not is kept, of the last cluster.
@@ -324,7 +300,7 @@ class _Search:
         for again in self._choices:
             for degrees in self._orders.of(request):
                 try:
-                    self._resolved(replace(request, gradient_checkpointing=again, **degrees))
+                    self._resolved(request.replace(gradient_checkpointing=again, **degrees))
                 except BadInput as error:
                     refused = refused or error
                 else:
@@ -333,22 +309,22 @@ class _Search:
         self._refused = refused
         return False
 
-    def _possible(self, request: Request) -> Iterator[Request]:
+    def _possible(self, request: Ask) -> Iterator[Ask]:
         """Yield a request for each layout whose degrees divide the ranks, in the order of :class:`LayoutOrders`."""
         for again in self._choices:
             for degrees in self._orders.of(request):
-                one = replace(request, gradient_checkpointing=again, **degrees)
+                one = request.replace(gradient_checkpointing=again, **degrees)
                 if divides(one):
                     yield one
 
-    def _allowed(self, request: Request) -> Resolved | None:
+    def _allowed(self, request: Ask) -> Resolved | None:
         """Resolve a layout; None where the model does not allow it."""
         try:
             return self._resolved(request)
         except BadInput:
             return None
 
-    def _resolved(self, request: Request) -> Resolved:
+    def _resolved(self, request: Ask) -> Resolved:
         resolved = resolve(request)
         if self._batch is not None:
             _require_batch(resolved, self._batch)
@@ -378,16 +354,16 @@ def _require_batch(resolved: Resolved, global_batch: int) -> None:
         raise BadInput(what, where="--global-batch", remedy=f"use a multiple of {dp * work.batch.micro_batch}")
 
 
-def _asked(request: Request, global_batch: int | None) -> Request:
+def _asked(request: Ask, global_batch: int | None) -> Ask:
     """Return the request for the engine of layouts.
 
     Raises:
         BadInput: what a search over layouts does not take.
     """
-    request = with_checked_types(request)
+    request = request.checked()
     if request.model is None:
         raise BadInput("no model whose matrices could be shared", where="MODEL", remedy="give one id, path or config")
-    if request.engine not in (DEFAULT_ENGINE, ENGINE) or (request.engine == DEFAULT_ENGINE and "engine" in request.ones):
+    if request.engine not in (DEFAULT_ENGINE, ENGINE) or (request.engine == DEFAULT_ENGINE and "engine" in request):
         raise BadInput(f"layouts are planned for {ENGINE} alone", where="--engine", remedy="leave it out")
     if request.vram is None and request.gpu is None:
         raise BadInput("no limit to fit", where="--gpu", remedy="name the GPU, or give --vram 80G")
@@ -399,14 +375,14 @@ def _asked(request: Request, global_batch: int | None) -> Request:
     cluster = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)
     below: dict[str, Any] = {name: value for name, value in fixed_degrees(request).items() if type(value) is int and value < 1}
     ParallelLayout(**below)  # refuses them
-    return replace(request, engine=ENGINE, gpus=cluster.gpus, offload_optimizer=None, offload_param=None)
+    return request.replace(engine=ENGINE, gpus=cluster.gpus, offload_optimizer=None, offload_param=None)
 
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
     """One layout whose memory is not known yet; `plain` is that of which it is a variant."""
 
-    request: Request
+    request: Ask
     resolved: Resolved
     time: LayoutTime
     links: tuple[Link, ...] = ()
@@ -438,9 +414,9 @@ def _counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
     case = resolved.cases[0]
     options = resolved.engine.trace_options(case)
     if options.key not in known:
-        near = sorted(_powers(_MOST_EXPERT_RANKS), key=lambda ranks: (abs(log2(ranks / options.mesh.ep)), ranks))
-        shared = [options.on_ranks(ep=ranks) for ranks in near if ranks > 1] if options.mesh.ep > 1 else []
-        for one in (options, replace(options, halves=False), *shared, options.on_ranks(cp=1)):
+        near = sorted(_powers(_MOST_EXPERT_RANKS), key=lambda ranks: (abs(log2(ranks / options.ep)), ranks))
+        shared = [replace(options, ep=ranks) for ranks in near if ranks > 1] if options.ep > 1 else []
+        for one in (options, replace(options, halves=False), *shared, replace(options, cp=1)):
             tape = shipped.find(case.spec, one)
             if tape is not None:
                 known[options.key] = count_tape(expand_for(tape, case))

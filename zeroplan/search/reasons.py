@@ -11,7 +11,7 @@ from zeroplan.core.units import GIB, format_bytes
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig, sharding_text
 from zeroplan.ledger.traffic import Executor
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import HEADROOM, Ranked, SearchOutcome, headroom, search
@@ -155,9 +155,7 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if abs(value) >= 0.1 else f"{1000 * value:.0f} ms"
 
 
-def what_more_buys(
-    resolved: ResolvedSearch, request: Request, options: SearchOptions, best: Ranked, memory: Memory
-) -> list[str]:
+def what_more_buys(resolved: ResolvedSearch, request: Ask, options: SearchOptions, best: Ranked, memory: Memory) -> list[str]:
     """Say what 8 GiB more a GPU, and the next GPUs that the batch divides by, would make of the step."""
     cluster = resolved.cluster
     assert cluster.vram is not None
@@ -183,9 +181,7 @@ def what_more_buys(
     return said
 
 
-def _best_on(
-    cluster: Cluster, resolved: ResolvedSearch, request: Request, options: SearchOptions, memory: Memory
-) -> Ranked | None:
+def _best_on(cluster: Cluster, resolved: ResolvedSearch, request: Ask, options: SearchOptions, memory: Memory) -> Ranked | None:
     grown = replace(resolved, cluster=cluster)
     try:
         space = candidates_of(grown, request, options)

@@ -21,7 +21,7 @@ from zeroplan.core.progress import working
 from zeroplan.core.workload import Workload
 from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.planner.options import RunOptions
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import EQUALLY_FAST, Ranked, search, simplest_first
@@ -52,7 +52,6 @@ class ScaleOptions(RunOptions, total=False):
     cpu_ram: str | int | None
     nvme: str | int | None
     host: str | None
-    network: str | None
     from_scratch: bool
     depth: str | None
     alloc_conf: str
@@ -204,7 +203,7 @@ def _require_ranks(found: Iterable[int]) -> None:
 
 
 def run_scaling(
-    request: Request,
+    request: Ask,
     ranks: Iterable[int],
     options: SearchOptions | None = None,
     *,
@@ -225,7 +224,7 @@ def run_scaling(
     counts = tuple(ranks)
     node = gpus_per_node if gpus_per_node is not None else _node_gpus(request)
     clusters = [_shape(count, node) for count in counts]
-    resolved = resolve_search(replace(request, gpus=node, nodes=1), options)
+    resolved = resolve_search(request.replace(gpus=node, nodes=1), options)
     assumed = request.cpu_ram is None
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, depth=request.depth)
     points = []
@@ -249,7 +248,7 @@ def run_scaling(
     )
 
 
-def _node_gpus(request: Request) -> int:
+def _node_gpus(request: Ask) -> int:
     named = Cluster.of(gpu=request.gpu).gpus
     return named if named > 1 else NODE_GPUS
 
@@ -268,7 +267,7 @@ def _shape(ranks: int, node: int) -> tuple[int, int]:
     return (ranks, 1) if ranks <= node else (node, ranks // node)
 
 
-def _point(resolved: ResolvedSearch, request: Request, options: SearchOptions, memory: Memory) -> ScalePoint:
+def _point(resolved: ResolvedSearch, request: Ask, options: SearchOptions, memory: Memory) -> ScalePoint:
     cluster, engine = resolved.cluster, resolved.engine
     cost = CostModel(engine, resolved.spec, cluster, resolved.rates)
     space = candidates_of(resolved, request, options)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput, member_named
-from zeroplan.core.rates import Rates
+from zeroplan.core.rates import Rates, profile_path, rates_of, read_profile
 from zeroplan.core.units import GIB
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Compilation, DType, Workload
@@ -18,10 +19,9 @@ from zeroplan.interop.training import NO_TRAINING, Training
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.formula import FORMULA
 from zeroplan.planner.options import MachineOptions
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
-from zeroplan.search.machine_rates import machine_rates
+from zeroplan.run.ask import Ask
 from zeroplan.search.recommend import SHOWN
 from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
 
@@ -34,7 +34,7 @@ ASSUMED_HOST = 64 * GIB
 
 @dataclass(frozen=True, slots=True)
 class SearchOptions:
-    """Options of the search beside the :class:`~zeroplan.planner.request.Request`.
+    """Options of the search beside the :class:`~zeroplan.run.ask.Ask`.
 
     Attributes:
         global_batch: sequences an optimizer step; None keeps accumulation at 1 and lets the batch follow.
@@ -89,6 +89,7 @@ class RecommendOptions(MachineOptions, total=False):
     layouts: bool
     smallest: bool
     gradient_checkpointing: bool | None
+    set_to_none: bool
     compile: str | None
     global_batch: int | None
     goal: str
@@ -120,7 +121,7 @@ class ResolvedSearch:
     compilations: tuple[Compilation | None, ...] = (None,)
 
 
-def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
+def resolve_search(request: Ask, options: SearchOptions) -> ResolvedSearch:
     """Resolve a request for a search; assumptions that this takes become warnings.
 
     Raises:
@@ -128,15 +129,15 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
     """
     if options.goal not in GOALS:
         raise BadInput(f"unknown goal {options.goal[:40]!r}", where="--goal", remedy=f"use one of {', '.join(GOALS)}")
-    free = replace(request, stage=None, offload_optimizer=None, offload_param=None, ds_config=None)
+    free = request.replace(stage=None, offload_optimizer=None, offload_param=None, ds_config=None)
     compiled = None if request.compile is None else _compilation(request.compile)
     if compiled == AUTO:
-        free = replace(free, compile=Compilation.BLOCKS.value)
+        free = free.replace(compile=Compilation.BLOCKS.value)
     elif compiled is Compilation.CHECKPOINTED:
         if options.gradient_checkpointing is False:
             what = "the checkpoints of checkpointed-blocks are those of gradient checkpointing, which is off"
             raise BadInput(what, where="--compile", remedy="use blocks, or let the search checkpoint")
-        free = replace(free, gradient_checkpointing=True)
+        free = free.replace(gradient_checkpointing=True)
     resolved = resolve(free)
     # What is to be said of single cases is said of those that the answer shows.
     remarks = {resolved.engine.remark(case) for case in resolved.cases}
@@ -156,7 +157,7 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
     if cluster.cpu_ram is None:
         cluster = replace(cluster, cpu_ram=ASSUMED_HOST * cluster.gpus)
         warnings.append(f"host memory is assumed to be 64 GiB a GPU ({64 * cluster.gpus} GiB a node); give --cpu-ram")
-    rates = machine_rates(cluster, options.profile, warnings)
+    rates = _rates(cluster, options, warnings)
     if request.gpu is None:
         warnings.append(f"speeds are those of an {cluster.gpu.name}; name the card by --gpu")
     compilations: tuple[Compilation | None, ...] = (workload.compile,)
@@ -166,7 +167,7 @@ def resolve_search(request: Request, options: SearchOptions) -> ResolvedSearch:
     return ResolvedSearch(spec, workload, cluster, resolved.engine, rates, warnings, resolved.unmodelled, compilations)
 
 
-def _compilations(request: Request, case: Case, engine: Engine, warnings: list[str]) -> tuple[Compilation | None, ...]:
+def _compilations(request: Ask, case: Case, engine: Engine, warnings: list[str]) -> tuple[Compilation | None, ...]:
     """What candidates compile: what is asked for; for ``auto`` nothing, or blocks where they can be traced.
 
     Raises:
@@ -197,7 +198,26 @@ def _compilation(text: str) -> Compilation | str:
     return member_named(Compilation, text, where="--compile", names=names)
 
 
-def candidates_of(resolved: ResolvedSearch, request: Request, options: SearchOptions) -> list[Candidate]:
+def _rates(cluster: Cluster, options: SearchOptions, warnings: list[str]) -> Rates:
+    rates = rates_of(cluster.gpu)
+    path = Path(options.profile) if options.profile is not None else profile_path()
+    if options.profile is None and not path.exists():
+        return rates
+    profile = read_profile(path)
+    if options.profile is None and profile.get("gpu") != cluster.gpu.name:
+        return rates
+    measured, source = dict(profile["rates"]), f"rates from {path}"
+    together = profile.get("together")
+    if cluster.gpus > 1 and isinstance(together, dict) and isinstance(together.get("rates"), dict):
+        measured |= together["rates"]
+        source += f", the host's with {together.get('ranks')} processes at once"
+    elif cluster.gpus > 1:
+        source += ", the host's with one process: with more it is slower, calibrate where they run"
+    warnings.append(source)
+    return rates.with_profile(measured, str(path))
+
+
+def candidates_of(resolved: ResolvedSearch, request: Ask, options: SearchOptions) -> list[Candidate]:
     """Return every candidate that the request and the options leave open.
 
     Raises:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.units import GIB, TIB
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.recommend import Ranked
@@ -60,46 +60,46 @@ def _lack_of_floors(candidate: Candidate, memory: Memory) -> float:
 @dataclass(frozen=True, slots=True)
 class _Option:
     what: str
-    request: Request
+    request: Ask
     options: SearchOptions
     last: bool = False  # of a row of ever larger steps; the first that fits ends the row
     row: str = ""
 
 
-def _options(resolved: ResolvedSearch, request: Request, options: SearchOptions, nearest: Recommendation) -> Iterator[_Option]:
+def _options(resolved: ResolvedSearch, request: Ask, options: SearchOptions, nearest: Recommendation) -> Iterator[_Option]:
     """Yield the changes, the cheapest first: those that cost a flag, then quality, then money."""
     cluster, workload = resolved.cluster, resolved.workload
     eight_bit = find_optimizer(workload.numerics.optimizer).eight_bit
     if eight_bit and workload.lora_rank is None:
-        yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", replace(request, optimizer=eight_bit), options)
+        yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", request.replace(optimizer=eight_bit), options)
     seq = workload.batch.seq_len or 0
     for parts in (2, 4):
         if seq // parts >= 512:
-            shorter = replace(request, seq_len=seq // parts)
+            shorter = request.replace(seq_len=seq // parts)
             yield _Option(f"sequences of {seq // parts} (--seq-len {seq // parts})", shorter, options, row="seq")
     if cluster.nvme is None:
-        yield _Option("2 TiB of disk a node (--nvme 2T)", replace(request, nvme=2 * TIB), options)
+        yield _Option("2 TiB of disk a node (--nvme 2T)", request.replace(nvme=2 * TIB), options)
     if workload.lora_rank is None:
-        yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", replace(request, lora_rank=16), options)
+        yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", request.replace(lora_rank=16), options)
     need = nearest.plan.cpu.per_node
     if cluster.usable_cpu_ram is not None and need > cluster.usable_cpu_ram:
         size = 64 * GIB
         while size - cluster.host.share(size) < 1.05 * need:
             size *= 2
-        yield _Option(f"{size // GIB} GiB of host memory a node", replace(request, cpu_ram=size), options)
+        yield _Option(f"{size // GIB} GiB of host memory a node", request.replace(cpu_ram=size), options)
     host = cluster.cpu_ram or 0
     for factor in (2, 4, 8):
         gpus = cluster.gpus * factor
         if gpus <= 8 and (options.global_batch or gpus * cluster.nodes) % (gpus * cluster.nodes) == 0:
-            more = replace(request, gpus=gpus, cpu_ram=host * factor)
+            more = request.replace(gpus=gpus, cpu_ram=host * factor)
             yield _Option(f"{gpus} GPUs a node (--gpus {gpus}) with as much host memory each", more, options, row="gpus")
     for size in _CARDS:
         if cluster.vram is not None and size * GIB > cluster.vram:
-            yield _Option(f"cards of {size} GiB (--vram {size}G)", replace(request, vram=size * GIB), options, row="vram")
+            yield _Option(f"cards of {size} GiB (--vram {size}G)", request.replace(vram=size * GIB), options, row="vram")
 
 
 def cheapest_suggestions(
-    resolved: ResolvedSearch, request: Request, options: SearchOptions, nearest: Recommendation, memory: Memory
+    resolved: ResolvedSearch, request: Ask, options: SearchOptions, nearest: Recommendation, memory: Memory
 ) -> Iterator[Suggestion]:
     """Yield the changes that make the model fit, cheapest first, each with the configuration that needs the least.
 
@@ -119,7 +119,7 @@ def cheapest_suggestions(
             yield Suggestion(option.what, found)
 
 
-def _same_model(one: Request, two: Request) -> bool:
+def _same_model(one: Ask, two: Ask) -> bool:
     """Return whether two requests train the same parameters, so that tapes can be shared."""
     return (one.lora_rank, one.lora_targets, one.gpu) == (two.lora_rank, two.lora_targets, two.gpu)
 

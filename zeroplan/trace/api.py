@@ -138,7 +138,7 @@ def traced(
 ) -> Tape:
     """Trace the tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
     try:
-        many = max(options.tiles.mlp, options.tiles.loss) > MOST_TRACED or options.grouped is not None
+        many = max(options.tiled_mlp, options.tiled_loss) > MOST_TRACED or options.grouped is not None
         if not options.images and options.at is None and not many:  # images' placeholders need a length of their own
             return trace_model(config, auto_class, options)
     except (UnlikeError, DoesNotFitError):
@@ -195,28 +195,28 @@ def _no_period(config: Mapping[str, Any]) -> BadInput:
 @contextlib.contextmanager
 def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
     """Make the ranks that the options ask for, as long as the context lasts."""
-    if options.mesh.ulysses > 1:
+    if options.ulysses > 1:
         from zeroplan.trace.ulysses import UlyssesRank
 
-        yield UlyssesRank(options.mesh.ulysses)
+        yield UlyssesRank(options.ulysses)
         return
-    if options.mesh.auto_ep:
+    if options.auto_ep:
         from zeroplan.trace.auto_ep import AutoEpRank
 
-        yield AutoEpRank(options.mesh.ep)
+        yield AutoEpRank(options.ep)
         return
-    if options.mesh.tp == options.mesh.cp == options.mesh.ep == 1:
+    if options.tp == options.cp == options.ep == 1:
         yield ALONE
         return
-    if options.mesh.whole_vocabulary:
+    if options.whole_vocabulary:
         from zeroplan.trace.auto_tp import AutoTpRank
 
-        yield AutoTpRank(options.mesh.tp)
+        yield AutoTpRank(options.tp)
         return
     from zeroplan.trace.mesh import MeshRank, fake_mesh
 
-    with fake_mesh(options.mesh.ep, options.mesh.cp, options.mesh.tp) as mesh:
-        yield MeshRank(mesh, sequence=options.mesh.sp, across=options.mesh.across)
+    with fake_mesh(options.ep, options.cp, options.tp) as mesh:
+        yield MeshRank(mesh, sequence=options.sp, across=options.across)
 
 
 def _attempts(
@@ -261,7 +261,7 @@ class _Attempt:
         self._assembler = Assembler(model, find_blocks(model, depths), options, vocabulary_of(config))
         self._thresholds = thresholds(config)
         if self._thresholds and options.split_tokens > 1:
-            where = "--cp" if options.mesh.cp > 1 else "--ulysses" if options.mesh.ulysses > 1 else "--sp"
+            where = "--cp" if options.cp > 1 else "--ulysses" if options.ulysses > 1 else "--sp"
             raise BadInput("splitting the tokens of a model with windows is not modelled", where=where, remedy="leave it out")
 
     def _model(self, rank: int) -> nn.Module:

@@ -21,7 +21,7 @@ from zeroplan.core.units import GIB
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.registry import DEFAULT_VERIFIED
 from zeroplan.planner.options import require_known
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.machine import look
 from zeroplan.search.results import Recommendation
@@ -89,7 +89,7 @@ def tune(
         raise BadInput("verify's loop compiles blocks", where="--compile", remedy="use --compile blocks or auto")
     again = given.pop("gradient_checkpointing", None)
     search = SearchOptions(global_batch=global_batch, gradient_checkpointing=again, shown=candidates, explain=False)
-    request = Request(**{"engine": DEFAULT_VERIFIED, "from_scratch": True, **given}, model=model, **_described(machine, ranks))
+    request = Ask(**{"engine": DEFAULT_VERIFIED, "from_scratch": True, **given}, model=model, **_described(machine, ranks))
     found = run_search(request, search)
     if not found.ranking:
         raise BadInput("no configuration fits this machine", where="tune", remedy="ask zeroplan recommend what would help")

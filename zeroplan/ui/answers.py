@@ -22,9 +22,9 @@ from zeroplan.core.plan import MemoryPlan, Relief, Report
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.planner.estimate import Estimate, estimate_runs
-from zeroplan.planner.request import Request
 from zeroplan.report.timeline import layers
 from zeroplan.report.verdict import largest_item, name_of, peak_sentence, stages_sentence, verdict
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.timeline import Timeline
 from zeroplan.ui.asked import PLAN_KEYS, Asked, plan_words, read_question
 
@@ -62,7 +62,7 @@ def answer(question: Any, say: Say | None = None, *, hub: bool = False) -> dict[
     with tempfile.TemporaryDirectory(prefix="zeroplan-") as folder:
         try:
             asked = read_question(question, folder)
-            asked = replace(asked, request=replace(asked.request, offline=None if hub else True))
+            asked = replace(asked, request=asked.request.replace(offline=None if hub else True))
 
             def whole(found: dict[str, Any]) -> dict[str, Any]:
                 return {"schema": 1, "verb": asked.verb, "read": list(asked.read), **_without(found, folder)}
@@ -90,13 +90,13 @@ def _without(value: Any, folder: str) -> Any:
 
 
 def _estimate(asked: Asked, say: Say | None) -> dict[str, Any]:
-    request = replace(asked.request, files=asked.sources)
+    request = asked.request.replace(files=asked.sources)
     charts: dict[int, dict[str, Any] | None] = {}
     if say is None:
         found = estimate_runs(request)
     else:
         if request.depth is None:  # the formulas answer at once; each row's own figures take its place as it is done
-            estimate_runs(replace(request, depth="formula"), lambda so_far, total: say(_told(so_far, total)))
+            estimate_runs(request.replace(depth="formula"), lambda so_far, total: say(_told(so_far, total)))
         found = estimate_runs(request, _teller(asked, say, charts))
     at = _chosen(found.report, asked.show)
     if at is None:  # an engine that runs none of these
@@ -194,12 +194,12 @@ def _chosen(report: Report, show: tuple[int, str, str] | None) -> int | None:
     return next(at for at, plan in enumerate(report.plans) if plan is decisive)
 
 
-def _reliefs(found: Estimate, at: int, request: Request) -> tuple[Relief, ...]:
+def _reliefs(found: Estimate, at: int, request: Ask) -> tuple[Relief, ...]:
     """Return the knobs of one plan of a table; those of the decisive one are known, another's take a run of its own."""
     plan = found.report.plans[at]
     if plan is found.report.decisive:
         return found.report.reliefs
-    one = replace(request, stage=plan.stage, offload_optimizer=plan.offload_optimizer, offload_param=plan.offload_param)
+    one = request.replace(stage=plan.stage, offload_optimizer=plan.offload_optimizer, offload_param=plan.offload_param)
     return estimate_runs(one).report.reliefs
 
 
@@ -250,7 +250,7 @@ def _recommend(asked: Asked, say: Say | None) -> dict[str, Any]:
     from zeroplan.search.search_options import SearchOptions
 
     options = SearchOptions(global_batch=asked.global_batch, source=asked.sources or None, program=asked.request.program)
-    found = run_search(replace(asked.request, program=None), options)
+    found = run_search(asked.request.replace(program=None), options)
     return {
         "report": found.to_dict(),
         **_words_of(search_verdict(found)),
@@ -289,7 +289,7 @@ def _files(asked: Asked, say: Say | None) -> dict[str, Any]:
 
     request, training = asked.request, NO_TRAINING
     if asked.sources:
-        request, setup = with_files(replace(request, files=asked.sources))
+        request, setup = with_files(request.replace(files=asked.sources))
         training = training_said(setup)
     if max(request.tp, request.cp, request.ulysses, request.pp, request.dp_replicate) > 1:
         raise BadInput("no files are written for such a layout", where="--tp, --cp, --pp", remedy="leave them at 1")
@@ -298,7 +298,7 @@ def _files(asked: Asked, say: Say | None) -> dict[str, Any]:
     if case is None:
         raise BadInput("names no plan of the table", where="show", remedy="choose one of its rows")
     candidate = Candidate(case.zero, case.workload, request.alloc_conf, engine=resolved.engine, unmodelled=case.unmodelled)
-    open_ = replace(request, stage=None, offload_optimizer=None, offload_param=None, ds_config=None)
+    open_ = request.replace(stage=None, offload_optimizer=None, offload_param=None, ds_config=None)
     found = run_search(open_, SearchOptions(candidates=[candidate], explain=False))
     one = found.ranking[0]
     forms = one.engine.forms()

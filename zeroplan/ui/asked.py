@@ -5,35 +5,27 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.files import write_atomic
-from zeroplan.core.units import parse_count
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import OPTIONS, Ask
+from zeroplan.run.option import Option
+from zeroplan.run.options import MESH
 
-#: Fields of a Request that the page may fill, by the type of their value. The hub's token and a model's own code are not
-#: among them.
-_KINDS: dict[str, type] = {
-    **dict.fromkeys(("model", "params", "task", "dtype", "optimizer", "checkpoint_policy", "attn", "quantize"), str),
-    **dict.fromkeys(("gpu", "vram", "cpu_ram", "nvme", "host", "engine", "alloc_conf", "depth", "schedule", "program"), str),
-    **dict.fromkeys(
-        ("micro_batch", "seq_len", "grad_accum", "lora_rank", "gpus", "nodes", "tp", "cp", "ulysses", "pp", "vpp"), int
-    ),
-    **dict.fromkeys(("gradient_checkpointing", "from_scratch", "sp", "zero_init"), bool),
-}
+#: Options that a question may hold. The hub's token and a model's own code are not among them.
+_TAKEN = {name: option for name, option in OPTIONS.items() if option.page}
 #: What names one plan of a table.
 PLAN_KEYS = ("stage", "offload_optimizer", "offload_param")
-#: What ``recommend`` is asked: all but what it finds out itself.
+#: Those of a search: all but what it finds out itself.
 _FOR_SEARCH = frozenset(
-    {"model", "params", "task", "seq_len", "dtype", "optimizer", "attn", "quantize", "lora_rank", "from_scratch"}
-    | {"gpu", "vram", "cpu_ram", "nvme", "host", "engine", "depth", "program", "gpus", "nodes"}
-)
+    name for name, option in _TAKEN.items() if option.taken_by("recommend") and not option.found and option.panel != MESH
+) | {"depth", "program"}
 VERBS = ("estimate", "recommend", "files", "read")
 #: Longest text of a field, in characters; most files; and characters of a file's name that are kept.
 _MOST_TEXT, _MOST_FILES, _MOST_NAME = 4096, 8, 80
-_KNOWN = (*_KINDS, "verb", "files", "show", "form", "global_batch")
+_KNOWN = (*_TAKEN, "verb", "files", "show", "form", "global_batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +44,7 @@ class Asked:
     """
 
     verb: str
-    request: Request
+    request: Ask
     show: tuple[int, str, str] | None
     words: tuple[str, ...]
     sources: tuple[str, ...]
@@ -65,7 +57,7 @@ def read_question(data: Any, folder: str) -> Asked:
     """Check a question and put the files that came with it into `folder`.
 
     Args:
-        data: the question as JSON gives it: fields of a Request under their names; ``files``, a list of ``name`` and
+        data: the question as JSON gives it: options of a run under their names; ``files``, a list of ``name`` and
             ``text``; ``show``, an object of ``stage``, ``offload_optimizer`` and ``offload_param``; ``verb``; ``form``.
         folder: an empty folder.
 
@@ -77,7 +69,7 @@ def read_question(data: Any, folder: str) -> Asked:
     for name in data:
         if name not in _KNOWN:
             raise BadInput(f"there is no field {name[:60]!r}", where="the question", remedy=did_you_mean(name, _KNOWN))
-    given = {name: _typed(name, data[name], kind) for name, kind in _KINDS.items() if data.get(name) is not None}
+    given = {name: _value(one, data[name]) for name, one in _TAKEN.items() if data.get(name) is not None}
     verb = _typed("verb", data.get("verb", "estimate"), str)
     if verb not in VERBS:
         raise BadInput(f"there is no verb {verb[:40]!r}", where="verb", remedy=f"use one of {', '.join(VERBS)}")
@@ -96,11 +88,12 @@ def read_question(data: Any, folder: str) -> Asked:
         words += ["--global-batch", str(_typed("global_batch", batch, int))]
     if models:
         asked["model"] = os.path.join(folder, models[0])
-    if "params" in asked:
-        asked["params"] = parse_count(asked["params"], where="--params")
+    for name in asked:
+        if isinstance(asked[name], str) and (reader := OPTIONS[name].read) is not None:
+            asked[name] = reader(asked[name], OPTIONS[name].where)
     return Asked(
         verb,
-        Request(**asked),
+        Ask(**asked),
         _shown(data.get("show")),
         tuple(words),
         tuple(os.path.join(folder, name) for name in runs),
@@ -108,6 +101,13 @@ def read_question(data: Any, folder: str) -> Asked:
         None if data.get("form") is None else _typed("form", data["form"], str),
         batch,
     )
+
+
+def _value(option: Option[Any], value: Any) -> Any:
+    """Return an option's value; a text is read as the flag's would be."""
+    if option.read is not None and isinstance(value, str):
+        return _typed(option.name, value, str)
+    return _typed(option.name, value, str if option.kind is object else option.kind)
 
 
 def _typed(name: str, value: Any, kind: type) -> Any:
@@ -168,23 +168,10 @@ def _is_model(name: str, text: str) -> bool:
 
 
 def _words(verb: str, given: Mapping[str, Any], files: Sequence[str]) -> list[str]:
-    """Return the command of the question: fields that differ from a Request's own, as flags."""
-    defaults = {field.name: field.default for field in fields(Request)}
-    words = ["zeroplan", verb]
-    if "model" in given:
-        words.append(_not_a_flag(given["model"]))
-    for name in _KINDS:
-        value = given.get(name)
-        if name == "model" or value is None or value == defaults[name]:
-            continue
-        flag = name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
-        else:
-            words += [f"--{flag}", str(value)]
-    for name in files:
-        words += ["--from", name]
-    return words
+    """Return the command of the question: options that have another value than their default, as flags."""
+    words = ["zeroplan", verb, *([_not_a_flag(given["model"])] if "model" in given else [])]
+    words += Ask(**given).words(name for name in _TAKEN if name != "model")
+    return words + [word for name in files for word in ("--from", name)]
 
 
 def _not_a_flag(model: str) -> str:

@@ -20,9 +20,9 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import DEFAULT_VERIFIED, engine_names, find_engine
 from zeroplan.planner.describe import describe_workload
 from zeroplan.planner.options import VerifyOptions, require_known
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
+from zeroplan.run.ask import Ask
 from zeroplan.validate.builtin import builtin_request
 from zeroplan.validate.installed import at_installed
 from zeroplan.validate.job import STEPS, job_of
@@ -90,7 +90,7 @@ def verify(
     # Models are built with random weights.
     fields: dict[str, Any] = {"engine": DEFAULT_VERIFIED, "from_scratch": True, **given}
     fields |= {name: value for name, value in options.items() if value is not None}
-    request = Request(**fields)
+    request = Ask(**fields)
     if request.files:
         from zeroplan.validate.from_files import with_runnable_files
 
@@ -105,7 +105,7 @@ def verify(
     ranks = ranks_to_use(machine, asked, least_ranks(**degrees))
     cluster = machine.cluster(ranks)
     _require_compilable(request, machine)
-    resolved = resolve(replace(at_installed(request), gpus=cluster.gpus, nodes=cluster.nodes))
+    resolved = resolve(at_installed(request).replace(gpus=cluster.gpus, nodes=cluster.nodes))
     if resolved.workload.has(Curriculum):
         raise BadInput(
             "a few steps of a curriculum are its shortest, and plans are of its longest",
@@ -143,7 +143,7 @@ def verify(
     )
 
 
-def _require_compilable(request: Request, machine: VerifyMachine) -> None:
+def _require_compilable(request: Ask, machine: VerifyMachine) -> None:
     if request.compile is None:
         return
     if machine.device == "cpu":

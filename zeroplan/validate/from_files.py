@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import DEGREES, least_ranks
@@ -13,10 +12,17 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.from_files import with_files
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
+
+#: Options of a file that change neither the model nor its sharding: the loop does as its engine does, and neither evaluates nor
+#: saves. FSDP2 shards blocks and the root there, and reduces in fp32.
+_LEFT_TO_THE_LOOP = (
+    *("optimizer_kind", "torch_adam", "detached_loss", "moved", "pads", "unmodelled", "task", "zero_init", "accelerate_units"),
+    *("reduce_dtype", "eval_batch", "eval_logits", "save", "save_by", "save_only_model"),
+)
 
 
-def with_runnable_files(request: Request, ranks: int | None) -> tuple[Request, Setup, int | None]:
+def with_runnable_files(request: Ask, ranks: int | None) -> tuple[Ask, Setup, int | None]:
     """Fill a request from its files, and leave to verify's loop what does not change the model or its sharding.
 
     The loop loads no pretrained weights, and its optimizer walks its tensors in the engine's own way.
@@ -37,9 +43,9 @@ def with_runnable_files(request: Request, ranks: int | None) -> tuple[Request, S
     elif ranks is None and setup.degrees:
         degrees = {name: int(degree) for name, degree in setup.degrees.items() if name in DEGREES}
         ranks = least_ranks(**degrees) * (setup.dp_shard or 1)
-    filled, setup = with_files(replace(request, gpus=ranks) if ranks is not None else request)
+    filled, setup = with_files(request.replace(gpus=ranks) if ranks is not None else request)
     if request.deepspeed_version is None:  # the installed one runs, whatever the project pins
-        filled = replace(filled, deepspeed_version=None)
+        filled = filled.replace(deepspeed_version=None)
     missing = list(_not_run(filled, setup))
     if missing:
         raise BadInput(
@@ -47,18 +53,10 @@ def with_runnable_files(request: Request, ranks: int | None) -> tuple[Request, S
             where=setup.files[0],
             remedy="put zeroplan.callback.ZeroplanCallback into the program's own run, or give flags in place of --from",
         )
-    plain = replace(
-        filled, optimizer_kind=None, torch_adam=False, detached_loss=False, moved=False, pads=False, unmodelled=(), task=None
-    )
-    plain = replace(plain, zero_init=None)
-    # Its FSDP2 shards blocks and the root, and reduces in fp32.
-    plain = replace(plain, accelerate_units=False, reduce_dtype=None)
-    # The loop neither evaluates nor saves.
-    plain = replace(plain, eval_batch=None, eval_logits=0, save=None, save_by=None, save_only_model=False)
-    return plain, setup, ranks
+    return filled.replace(**dict.fromkeys(_LEFT_TO_THE_LOOP)), setup, ranks
 
 
-def _not_run(filled: Request, setup: Setup) -> Iterator[str]:
+def _not_run(filled: Ask, setup: Setup) -> Iterator[str]:
     if setup.task not in ("", *PLAIN_TASKS):
         yield f"step of {setup.task}"
     if filled.quantize is not None or setup.quantize is not None:

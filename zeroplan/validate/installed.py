@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.versions import parse_version, version_text
 from zeroplan.engines.registry import find_engine
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 
-def at_installed(request: Request) -> Request:
+def at_installed(request: Ask) -> Ask:
     """Return the request with the version of the engine's package that is installed here, by which it is then planned.
 
     Raises:
@@ -26,7 +25,7 @@ def at_installed(request: Request) -> Request:
         from zeroplan.interop.deepspeed_version import asked_version
 
         asked, _ = asked_version(asked)
-    return replace(request, deepspeed_version=_require_installed(package, asked, where))
+    return request.replace(deepspeed_version=_require_installed(package, asked, where))
 
 
 def _require_installed(package: str, asked: str | None, where: str) -> str | None:

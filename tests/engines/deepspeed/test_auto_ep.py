@@ -26,7 +26,7 @@ from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.options import options_for
 from zeroplan.tapes import can_trace
 
@@ -211,9 +211,9 @@ def test_the_trainer_lists_routers_behind_the_rest() -> None:
     assert [parameters.names[p].endswith("router.gate.weight") for p in dense[1]][-5:] == [False, True, True, True, True]
 
 
-def asked(**given: Any) -> Request:
+def asked(**given: Any) -> Ask:
     plain = {"model": MIXTRAL, "gpus": 8, "depth": "formula", "seq_len": 64, "gpu": "H100", "engine": "deepspeed"}
-    return Request(**plain | given)
+    return Ask(**plain | given)
 
 
 def config(size: int = 2, stage: int = 2, **keys: Any) -> dict[str, Any]:

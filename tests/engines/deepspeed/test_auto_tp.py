@@ -22,7 +22,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.families import FAMILIES
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.options import options_for
 from zeroplan.tapes import can_trace
 
@@ -135,9 +135,9 @@ def test_stage_3_shards_what_auto_tp_keeps_over_all_ranks() -> None:
     assert set(plain.ranks_of) == {4}
 
 
-def asked(**given: Any) -> Request:
+def asked(**given: Any) -> Ask:
     plain = {"model": CONFIG, "gpus": 8, "depth": "formula", "seq_len": 64, "vram": "80G"}
-    return Request(**plain | given)
+    return Ask(**plain | given)
 
 
 def test_states_are_sharded_over_what_tensor_parallelism_leaves() -> None:

@@ -13,7 +13,7 @@ from zeroplan.engines.compute_traffic import PASSES
 from zeroplan.engines.deepspeed import device_lag
 from zeroplan.engines.deepspeed.device_lag import device_lag_of
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
 #: 1 µs for a fetch, nothing else on the host; 10 elements a µs and token, 1 byte a µs and pass.
@@ -94,7 +94,7 @@ def test_both_measured_runs_of_one_config_lie_between_its_paces() -> None:
     """Llama-3.2-3B, stage 3 on 4 ranks, micro batch 8, checkpointing: 37.04 GiB reserved at full speed, and 35.97 with a host
     that recorded the stack of every allocation and took 1.6 times as long for a step.
     """
-    request = Request(
+    request = Ask(
         model="meta-llama/Llama-3.2-3B",
         seq_len=1024,
         stage=3,
@@ -120,7 +120,7 @@ def test_both_measured_runs_of_one_config_lie_between_its_paces() -> None:
 def test_a_run_that_the_host_holds_up_counts_at_the_closer_pace() -> None:
     """Micro batch 4 without checkpointing: 41.95 GiB measured; the head alone lets the device fall behind."""
     options = {"model": "meta-llama/Llama-3.2-3B", "seq_len": 1024, "stage": 3, "gpus": 4, "gpu": "H200"}
-    run = estimate_runs(Request(**options, micro_batch=4)).runs[0]  # type: ignore[arg-type]
+    run = estimate_runs(Ask(**options, micro_batch=4)).runs[0]  # type: ignore[arg-type]
     assert run is not None
     assert run.plan.gpu.peak_reserved is not None
     assert run.plan.gpu.peak_reserved / GIB == pytest.approx(41.95, rel=0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib.util
 import sys
-from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -21,7 +20,7 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 from zeroplan.tape.offloaded_checkpoints import with_offloaded_checkpoints
 from zeroplan.tape.options import Checkpointing, TraceOptions
@@ -178,7 +177,7 @@ def _tape() -> ExpandedTape:
 
 def test_a_plan_moves_them_to_pinned_memory() -> None:
     """31 of 32 blocks' inputs are copied, of which 30 leave; torch rounds a pinned block up to a power of two."""
-    asked = Request(
+    asked = Ask(
         model="meta-llama/Llama-3.1-8B",
         engine="deepspeed",
         stage=2,
@@ -188,7 +187,7 @@ def test_a_plan_moves_them_to_pinned_memory() -> None:
         gradient_checkpointing=True,
     )
     plain = estimate_report(asked).plans[0]
-    report = estimate_report(replace(asked, offload_checkpoints=True))
+    report = estimate_report(asked.replace(offload_checkpoints=True))
     moved = report.plans[0]
     assert plain.gpu.activations is not None
     assert moved.gpu.activations is not None
@@ -227,5 +226,5 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive() -> None:
 def test_what_is_refused_is_one_line(asked: dict[str, Any], said: str) -> None:
     fields: dict[str, Any] = {"engine": "deepspeed", "stage": 2, "gradient_checkpointing": True, "depth": "formula"} | asked
     with pytest.raises(BadInput) as refused:
-        estimate_report(Request(model=CONFIG, gpus=8, offload_checkpoints=True, **fields))
+        estimate_report(Ask(model=CONFIG, gpus=8, offload_checkpoints=True, **fields))
     assert said in str(refused.value)

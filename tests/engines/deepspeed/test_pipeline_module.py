@@ -31,7 +31,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op
@@ -292,9 +292,9 @@ def test_an_mlp_as_wide_as_the_vocabulary_is_not_taken_for_logits() -> None:
     assert cut(tape, second, copies=True).logits in wide
 
 
-def asked(**given: Any) -> Request:
+def asked(**given: Any) -> Ask:
     plain = {"model": MODEL, "gpus": 4, "vram": "80G", "seq_len": 512, "grad_accum": 8, "depth": "formula", "stage": 1}
-    return Request(**plain | given)
+    return Ask(**plain | given)
 
 
 def test_the_plan_is_of_the_stage_that_needs_the_most() -> None:
@@ -386,7 +386,7 @@ def test_a_file_counts_data_parallel_ranks_and_asks_for_recomputation() -> None:
         "zero_optimization": {"stage": 1},
         "pipeline": {"activation_checkpoint_interval": 1},
     }
-    request = replace(asked(pp=2, ds_config=config), stage=None, grad_accum=None)
+    request = asked(pp=2, ds_config=config).replace(stage=None, grad_accum=None)
     report = estimate_report(request)
 
     def left_out(plan: MemoryPlan) -> list[str]:
@@ -395,7 +395,7 @@ def test_a_file_counts_data_parallel_ranks_and_asks_for_recomputation() -> None:
     assert (report.workload["grad_accum"], report.workload["gradient_checkpointing"]) == (8, True)
     assert not left_out(report.plans[0])
     config["pipeline"] = {"activation_checkpoint_interval": 2}
-    report = estimate_report(replace(request, ds_config=config))
+    report = estimate_report(request.replace(ds_config=config))
     assert (report.workload["checkpoint_interval"], left_out(report.plans[0])) == (2, [])
-    (plan,) = estimate_report(replace(request, ds_config=config | {"train_batch_size": 32}, pp=1)).plans
+    (plan,) = estimate_report(request.replace(ds_config=config | {"train_batch_size": 32}, pp=1)).plans
     assert left_out(plan) == ["pipeline"]

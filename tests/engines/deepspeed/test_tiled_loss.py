@@ -15,8 +15,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.timeline import Timeline
 from zeroplan.tapes import can_trace
@@ -38,12 +38,12 @@ def test_our_tiles_are_deepspeeds(tmp_path: Path, warm_python: Path) -> None:
         assert row["ours"] == row["theirs"]
 
 
-def asked(**given: Any) -> Request:
+def asked(**given: Any) -> Ask:
     plain = {"model": WORDY, "gpus": 2, "seq_len": TOKENS, "vram": "80G", "stage": 2, "offload_optimizer": "none"}
-    return Request(**plain | given)
+    return Ask(**plain | given)
 
 
-def run_of(request: Request) -> tuple[Case, Timeline]:
+def run_of(request: Ask) -> tuple[Case, Timeline]:
     from zeroplan.planner.tapes import ExpandedTapes
 
     (case,) = resolve(request).cases

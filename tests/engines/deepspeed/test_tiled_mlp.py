@@ -12,7 +12,7 @@ from tests.engines.deepspeed.scripts import rows_of
 from tests.engines.deepspeed.test_auto_tp import CONFIG
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 from zeroplan.tapes import can_trace
 
 CASES = [[1, 512, 4], [2, 500, 3], [2, 384, 1]]
@@ -29,8 +29,8 @@ def test_our_tiles_are_deepspeeds(tmp_path: Path, warm_python: Path) -> None:
         assert row["ours"] == row["theirs"]
 
 
-def asked(**given: Any) -> Request:
-    return Request(**{"model": CONFIG, "gpus": 2, "seq_len": 4096, "vram": "80G", "stage": 2, **given})
+def asked(**given: Any) -> Ask:
+    return Ask(**{"model": CONFIG, "gpus": 2, "seq_len": 4096, "vram": "80G", "stage": 2, **given})
 
 
 @pytest.mark.slow

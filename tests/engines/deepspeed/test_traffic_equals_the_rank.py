@@ -7,8 +7,8 @@ import pytest
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.traffic_facts import Sizes
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 
 MODELS = ("openai-community/gpt2", "Qwen/Qwen2.5-0.5B")
 
@@ -21,7 +21,7 @@ def test_gathers_are_those_of_the_rank(model: str, threshold: int, model_thresho
     if model_threshold is not None:
         section["stage3_model_persistence_threshold"] = model_threshold
     config = {"zero_optimization": section, "train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
-    (case,) = resolve(Request(model=model, ds_config=config, gpus=4)).cases
+    (case,) = resolve(Ask(model=model, ds_config=config, gpus=4)).cases
     zero: ZeroConfig = case.zero
     rank = deepspeed_rank(case.spec.parameters, case.workload, zero, case.layout)
     sizes = Sizes.of(

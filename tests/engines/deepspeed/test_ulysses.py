@@ -25,8 +25,8 @@ from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.fit import left_out
 from zeroplan.planner.from_files import with_files
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.events import AllocatorOp
 from zeroplan.simulate.timeline import _OP_MASK
 from zeroplan.tape.expanded import Kind, Op
@@ -97,9 +97,9 @@ def test_stage_2_reduces_in_fp32() -> None:
     assert made == [{2 * count}, {2 * count, 4 * count}]
 
 
-def asked(**given: Any) -> Request:
+def asked(**given: Any) -> Ask:
     plain = {"model": CONFIG, "gpus": 8, "depth": "formula", "seq_len": 64, "vram": "80G"}
-    return Request(**plain | given)
+    return Ask(**plain | given)
 
 
 def test_states_are_sharded_over_all_ranks() -> None:
@@ -213,7 +213,7 @@ def test_accelerates_file_says_the_degree() -> None:
         "mixed_precision": "bf16",
         "parallelism_config": sizes | attention,
     }
-    request, setup = with_files(asked(gpus=1, files=[config], micro_batch=1))
+    request, setup = with_files(asked(gpus=None, files=[config], micro_batch=1))
     assert (request.ulysses, request.gpus, request.attn, request.engine) == (2, 4, "flash", "deepspeed")
     assert setup.keys["ulysses"] not in [one.key for one in request.unmodelled]
     both = {"parallelism_config": sizes | {"parallelism_config_cp_size": 2}}
@@ -226,7 +226,7 @@ def test_a_search_plans_data_parallelism_and_says_so() -> None:
     from zeroplan.search.candidates_file import candidate_of
     from zeroplan.search.search_options import SearchOptions, resolve_search
 
-    request = Request(model=CONFIG, gpus=8, gpu="H100", seq_len=64)
+    request = Ask(model=CONFIG, gpus=8, gpu="H100", seq_len=64)
     resolved = resolve_search(request, SearchOptions())
     for key, more in (("tensor_parallel", {"autotp_size": 2}), ("sequence_parallel_size", 2)):
         candidate = candidate_of(ds_config(**{key: more}), resolved, request, False)

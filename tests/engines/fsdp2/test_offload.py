@@ -7,7 +7,7 @@ import pytest
 from benchmarks.rows import EXTRA, load_rows, request_of
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 
 def test_measured_run_is_exact() -> None:
@@ -23,7 +23,7 @@ def test_measured_run_is_exact() -> None:
 
 
 def test_several_ranks_gather_from_copies_of_their_chunks() -> None:
-    request = Request(
+    request = Ask(
         model="meta-llama/Llama-3.2-1B",
         engine="fsdp2",
         stage=3,
@@ -42,8 +42,6 @@ def test_several_ranks_gather_from_copies_of_their_chunks() -> None:
 
 @pytest.mark.parametrize(("optimizer", "param"), [("cpu", "none"), ("nvme", "nvme")])
 def test_other_offloads_are_refused(optimizer: str, param: str) -> None:
-    request = Request(
-        model="meta-llama/Llama-3.2-1B", engine="fsdp2", stage=3, offload_optimizer=optimizer, offload_param=param
-    )
+    request = Ask(model="meta-llama/Llama-3.2-1B", engine="fsdp2", stage=3, offload_optimizer=optimizer, offload_param=param)
     with pytest.raises(BadInput, match="CPUOffloadPolicy"):
         estimate_runs(request)

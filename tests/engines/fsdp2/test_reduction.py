@@ -13,7 +13,7 @@ from benchmarks.step.predict import request_of
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.planner.estimate import estimate_report, estimate_runs
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 ACCELERATE = """\
 distributed_type: FSDP
@@ -60,7 +60,7 @@ def test_sizes_by_hand() -> None:
     table, root = 50_000 * 256, 2 * 50_000 * 256 + 256
     beside = {}
     for name in ("fp32", "bf16"):
-        (run,) = estimate_runs(Request(**asked, reduce_dtype=name, stage=3)).runs
+        (run,) = estimate_runs(Ask(**asked, reduce_dtype=name, stage=3)).runs
         assert run is not None
         alive = run.simulation.timeline.alive_by_buffer()
         assert alive[Buffer.GRAD_FULL] >= 2 * table
@@ -74,7 +74,7 @@ def test_replicas_keep_parts_in_16_bits_until_the_backwards_end() -> None:
     """AllReduceState holds each group's part; behind the backward ranks with replicas have what those without have."""
     asked: dict[str, Any] = {"model": "meta-llama/Llama-3.2-1B", "engine": "fsdp2", "gpu": "H200", "seq_len": 64, "stage": 3}
     runs = [
-        estimate_runs(Request(**asked, gpus=gpus, dp_replicate=gpus // 2, reduce_dtype="bf16", depth="simulated")).runs[0]
+        estimate_runs(Ask(**asked, gpus=gpus, dp_replicate=gpus // 2, reduce_dtype="bf16", depth="simulated")).runs[0]
         for gpus in (2, 4)
     ]
     ends = [{mark.name: mark for mark in run.simulation.timeline.marks}["bwd"] for run in runs if run is not None]
@@ -96,7 +96,7 @@ def test_programs_say_it(tmp_path: Path, name: str, text: str, engine: str, dtyp
     """accelerate reduces in the dtype of its arithmetic, torchtitan in fp32 unless its file says another."""
     (tmp_path / name).write_text(text)
     asked = {} if name == "titan.toml" else {"model": "meta-llama/Llama-3.2-1B"}
-    report = estimate_report(Request(files=(str(tmp_path / name),), gpus=2, gpu="H200", depth="formula", **asked))
+    report = estimate_report(Ask(files=(str(tmp_path / name),), gpus=2, gpu="H200", depth="formula", **asked))
     assert report.plans[0].engine == engine
     assert report.workload.get("reduce_dtype") == dtype
 
@@ -111,4 +111,4 @@ def test_programs_say_it(tmp_path: Path, name: str, text: str, engine: str, dtyp
 )
 def test_what_no_policy_says_is_refused(asked: dict[str, Any], says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        estimate_report(Request("meta-llama/Llama-3.2-1B", gpus=2, gpu="H200", **asked))
+        estimate_report(Ask(model="meta-llama/Llama-3.2-1B", gpus=2, gpu="H200", **asked))

@@ -11,14 +11,14 @@ import pytest
 
 from zeroplan.core.losses import leaves_loss_to_function
 from zeroplan.engines.runtime.fused_loss import with_fused_loss
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op
 
 
 def tape(model: str, **options: object) -> ExpandedTape:
-    resolved = resolve(Request(model=model, engine="zeroplan", stage=2, seq_len=512, depth="simulated", **options))  # type: ignore[arg-type]
+    resolved = resolve(Ask(model=model, engine="zeroplan", stage=2, seq_len=512, depth="simulated", **options))  # type: ignore[arg-type]
     return expanded_tape_of(resolved.engine, resolved.cases[0])
 
 

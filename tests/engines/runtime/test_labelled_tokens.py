@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +9,9 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import labelled_tokens
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import expanded_tape_of
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 from zeroplan.tape.options import TraceOptions
 from zeroplan.tape.sizes import FUNCTIONS, KernelDevice
@@ -33,8 +32,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def request(kind: str, **more: Any) -> Request:
-    return Request(
+def request(kind: str, **more: Any) -> Ask:
+    return Ask(
         model=MODELS[kind],
         engine="zeroplan",
         stage=1,
@@ -122,7 +121,7 @@ def test_it_allocates_what_is_planned(kind: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", list(MODELS))
 def test_hidden_states_as_large_as_a_weight_are_found(kind: str) -> None:
     tokens = SMALL["intermediate_size"]
-    resolved = resolve(replace(request(kind), seq_len=tokens, micro_batch=1))
+    resolved = resolve(request(kind).replace(seq_len=tokens, micro_batch=1))
     whole = expanded_tape_of(resolved.engine, resolved.cases[0])
     picked = with_labelled_tokens(whole, tokens=tokens, share=SHARE)
     assert whole.activation_peak - picked.activation_peak > 0.8 * tokens * 4001 * 4
@@ -154,4 +153,4 @@ def test_shares_out_of_range_are_refused(share: float) -> None:
 
 def test_other_engines_compute_all_logits() -> None:
     with pytest.raises(BadInput, match="deepspeed computes the logits of all tokens; use --engine zeroplan"):
-        resolve(replace(request("llama", labelled_share=SHARE), engine="deepspeed"))
+        resolve(request("llama", labelled_share=SHARE).replace(engine="deepspeed"))

@@ -12,7 +12,7 @@ from tests.small_llama import small_llama
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.estimate import estimate_report, estimate_runs
-from zeroplan.planner.request import Request
+from zeroplan.run.ask import Ask
 
 LAYERS, WIDTH, TOKENS = 6, 256, 2 * 600
 ASKED: dict[str, Any] = {
@@ -97,7 +97,7 @@ def test_the_plan_holds_them_too() -> None:
     """
 
     def backward(**changes: Any) -> int:
-        (run,) = estimate_runs(Request(**ASKED, **changes)).runs
+        (run,) = estimate_runs(Ask(**ASKED, **changes)).runs
         assert run is not None
         return max(mark.peak for mark in run.simulation.timeline.marks if mark.name == "bwd")
 
@@ -114,7 +114,7 @@ def test_reentrant_forwards_keep_no_gathered_weights() -> None:
     asked = {**ASKED, "engine": "deepspeed", "stage": None, "quantize": "nf4", "micro_batch": None, "ds_config": config}
 
     def forward(**changes: Any) -> int:
-        (run,) = estimate_runs(Request(**asked, **changes)).runs
+        (run,) = estimate_runs(Ask(**asked, **changes)).runs
         assert run is not None
         return next(mark.allocated for mark in run.simulation.timeline.marks if mark.name == "fwd")
 
@@ -125,7 +125,7 @@ def test_reentrant_forwards_keep_no_gathered_weights() -> None:
 def test_of_older_and_newer_versions_nothing_is_known() -> None:
     for version in ("4.30", "9.0", "newest"):
         with pytest.raises(BadInput) as refused:
-            estimate_report(Request(**ASKED, transformers_version=version))
+            estimate_report(Ask(**ASKED, transformers_version=version))
         assert refused.value.where == "--transformers-version"
 
 

@@ -15,8 +15,8 @@ from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.ledger.line import evaluate
 from zeroplan.planner.estimate import estimate_report, estimate_runs
-from zeroplan.planner.request import Request
 from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
 
 if TYPE_CHECKING:
     from tests.runtime.ranks import RankPool
@@ -51,8 +51,8 @@ def test_a_weight_is_stored_in_16_bit_numbers() -> None:
 @pytest.mark.parametrize("engine", ["fsdp", "fsdp2"])
 def test_parts_by_hand(engine: str) -> None:
     """Half of all, adapters in fp32 and the rest in 16 bits; scales whole on both ranks."""
-    case = resolve(Request(**ASKED, engine=engine)).cases[0]
-    items = evaluate(*resolve(Request(**ASKED, engine=engine)).engine.ledger(case))
+    case = resolve(Ask(**ASKED, engine=engine)).cases[0]
+    items = evaluate(*resolve(Ask(**ASKED, engine=engine)).engine.ledger(case))
     shards = sum(item.bytes for item in items if item.buffer is Buffer.PARAM_SHARD)
     assert shards == (4 * 6 * ADAPTERS + 2 * (6 * (STORED + NORMS) + TABLES + LAST_NORM)) // 2
     assert STATES in [item.bytes for item in items if item.buffer is Buffer.PARAM_FULL]
@@ -61,7 +61,7 @@ def test_parts_by_hand(engine: str) -> None:
 @pytest.mark.parametrize(("stage", "shares"), [(2, 1), (3, 2)])
 def test_deepspeed_by_hand(stage: int, shares: int) -> None:
     """All in 16 bits: whole below stage 3, where the base is partitioned as it is stored."""
-    resolved = resolve(Request(**{**ASKED, "engine": "deepspeed", "stage": stage}))
+    resolved = resolve(Ask(**{**ASKED, "engine": "deepspeed", "stage": stage}))
     (case,) = resolved.cases
     frozen = [item.bytes for item in evaluate(*resolved.engine.ledger(case)) if item.buffer is Buffer.PARAM_FROZEN]
     assert frozen == [2 * (6 * (STORED + NORMS) + TABLES + LAST_NORM) // shares, STATES]
@@ -75,7 +75,7 @@ def test_stage_3_keeps_gathered_weights_in_the_graph_until_its_loss_goes() -> No
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     asked = {**ASKED, "stage": None, "ds_config": config, "depth": "simulated", "gradient_checkpointing": True}
     for detached in (False, True):
-        request = Request(**asked, detached_loss=detached)
+        request = Ask(**asked, detached_loss=detached)
         (run,) = estimate_runs(request).runs
         assert run is not None
         ends[detached] = {mark.name: mark.allocated for mark in run.simulation.timeline.marks}
@@ -109,7 +109,7 @@ def test_fsdp2_gathers_a_16_bit_base_without_a_copy_of_its_parts() -> None:
 @pytest.mark.torch
 @pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "deepspeed"])
 def test_the_whole_quantised_model_is_there_before_it_is_sharded(engine: str) -> None:
-    (run,) = estimate_runs(Request(**ASKED, engine=engine, depth="simulated")).runs
+    (run,) = estimate_runs(Ask(**ASKED, engine=engine, depth="simulated")).runs
     assert run is not None
     whole = 2 * 6 * STORED + STATES
     marks = run.simulation.timeline.marks
@@ -133,12 +133,12 @@ def test_the_whole_quantised_model_is_there_before_it_is_sharded(engine: str) ->
 )
 def test_what_does_not_run_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(BadInput, match=says):
-        estimate_report(Request(**{**ASKED, **changes}))
+        estimate_report(Ask(**{**ASKED, **changes}))
 
 
 def test_weights_that_are_stored_in_bytes_stay_whole_under_fsdp2() -> None:
-    (sharded,) = estimate_report(Request(**ASKED, engine="fsdp2", depth="formula")).plans
-    (whole,) = estimate_report(Request(**ASKED, engine="fsdp2", depth="formula", whole_base=True)).plans
+    (sharded,) = estimate_report(Ask(**ASKED, engine="fsdp2", depth="formula")).plans
+    (whole,) = estimate_report(Ask(**ASKED, engine="fsdp2", depth="formula", whole_base=True)).plans
     assert whole.gpu.model_states - sharded.gpu.model_states == 6 * STORED
 
 
@@ -151,7 +151,7 @@ def test_ranks_hold_what_torch_shards(pool: RankPool) -> None:
     asked = {**ASKED, "model": SMALL, "lora_rank": LORA_RANK, "seq_len": 12, "gpus": 3}
 
     def planned(engine: str) -> Any:
-        resolved = resolve(Request(**asked, engine=engine))
+        resolved = resolve(Ask(**asked, engine=engine))
         case = resolved.cases[0]
         return resolved.engine.rank(case, case.parameters)  # type: ignore[attr-defined]
 

@@ -62,10 +62,14 @@ def command_words(text: str) -> str:
     lines = []
     for line in re.sub(r"\\[ \t]*\r?\n", " ", text).splitlines():
         try:
-            words = shlex.split(line, comments=True)
+            words = shlex.split(re.sub(r"(^|\s)#.*", "", line))
         except ValueError:
             continue
-        if words and (re.match(r"(export\s+)?\w+=", line.strip()) or any(word.startswith("--") for word in words)):
+        if (
+            words
+            and not re.match(r"\s*-\w\s*\|.*\)\s*$", line)
+            and (re.match(r"(export\s+)?\w+=", line.strip()) or any(word.startswith("--") for word in words))
+        ):
             lines.append(" ".join(shlex.quote(word) if " " in word and "$" not in word else word for word in words))
     return "\n".join(lines) + "\n"
 
@@ -78,7 +82,7 @@ def flags_of(text: str) -> dict[str, Any]:
     for _ in range(3):
         line = re.sub(r"\$\{?(\w+)\}?", lambda match: variables.get(match[1], match[0]), line)
     line = re.sub(r"\$\((?:\(|expr)\s*(\d+)\s*/\s*(\d+)\s*\)?\)", lambda match: str(int(match[1]) // int(match[2])), line)
-    words = shlex.split(line, comments=True)
+    words = shlex.split(re.sub(r"(^|\s)#.*", "", line))
     found: dict[str, Any] = {}
     key = None
     for word in words:

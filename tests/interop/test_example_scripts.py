@@ -48,7 +48,7 @@ def read(tmp_path: Path) -> Read:
 def test_a_scripts_name_tells_its_head_and_length(read: Read, script: str, head: str | None, length: int | None) -> None:
     setup = read(f"python {script}")
     assert (setup.program, setup.head, setup.seq_len) == ("hf-trainer", head, length)
-    assert ("no length is given: the model's own, 2048 at most" in setup.assumed) == (length is None)
+    assert ("seq_len" in setup.open) == (length is None)
 
 
 def test_the_head_of_the_script_is_planned(tmp_path: Path) -> None:
@@ -63,26 +63,34 @@ def test_the_head_of_the_script_is_planned(tmp_path: Path) -> None:
     assert flag.model.params == 184_551_780
 
 
+def beside_the_script(setup: Setup) -> list[tuple[str, Effect]]:
+    """What is left out, but that the script itself is not there."""
+    missing, *others = [(one.key, one.effect) for one in setup.unmodelled]
+    assert missing[0].endswith(".py")
+    assert missing[1] is Effect.UNKNOWN
+    return others
+
+
 def test_a_loop_without_the_trainer(read: Read) -> None:
     glue = read(
         "accelerate launch --num_processes 2 run_glue_no_trainer.py --num_train_epochs 1 --per_device_eval_batch_size 64"
     )
     assert (glue.optimizer, glue.optimizer_kind, glue.eval_batch, glue.seq_len) == ("adamw", "foreach", 64, 128)
-    assert (glue.detached_loss, glue.saves, glue.unmodelled) == (False, False, ())
+    assert (glue.detached_loss, glue.saves, beside_the_script(glue)) == (False, False, [])
     clm = read("accelerate launch --num_processes 2 run_clm_no_trainer.py --checkpointing_steps epoch --num_train_epochs 1")
     assert (clm.head, clm.pads, clm.eval_batch, clm.saves, clm.saver) == ("causal-lm", False, 8, True, "accelerate")
-    assert [(one.key, one.effect) for one in clm.unmodelled] == [("outputs", Effect.MORE)]
+    assert beside_the_script(clm) == [("outputs", Effect.MORE)]
     t5 = read(
         "accelerate launch --num_processes 2 run_summarization_no_trainer.py --num_train_epochs 1 --max_source_length 512"
     )
     assert (t5.eval_batch, t5.target_len) == (None, 128)
-    assert ("evaluation", Effect.MORE) in [(one.key, one.effect) for one in t5.unmodelled]
+    assert ("evaluation", Effect.MORE) in beside_the_script(t5)
 
 
 def test_a_script_whose_name_speaks_of_what_no_flag_tells(read: Read) -> None:
     qlora = read("python train_qlora.py --lora_r 4 --per_device_train_batch_size 2 --num_train_epochs 1")
-    assert [(one.key, one.effect) for one in qlora.unmodelled] == [("script", Effect.UNKNOWN)]
+    assert beside_the_script(qlora) == [("script", Effect.UNKNOWN)]
     told = read("python train_qlora.py --lora_r 4 --bits 4 --per_device_train_batch_size 2 --num_train_epochs 1")
-    assert (told.quantize, told.unmodelled) == ("nf4-single", ())
+    assert (told.quantize, beside_the_script(told)) == ("nf4-single", [])
     peft = read("deepspeed --num_gpus 2 run_seq2seq_peft.py --per_device_train_batch_size 2 --num_train_epochs 1")
-    assert [(one.key, one.effect) for one in peft.unmodelled] == [("script", Effect.LESS)]
+    assert beside_the_script(peft) == [("script", Effect.LESS)]

@@ -19,7 +19,7 @@ CASES = all_cases()
 #: What a command line says beside its files: the task by the script's name, and with it the head; the machine's size.
 SAID_BY_COMMAND = {
     *("files", "assumed", "keys", "gpus", "nodes", "unmodelled"),
-    *("task", "chunked_head", "pairs", "head", "reference", "lora_dropout", "kl_batch", "pair_loss"),
+    *("training", "task", "chunked_head", "pairs", "head", "reference", "lora_dropout", "kl_batch", "pair_loss"),
 }
 #: Runs whose causes of misses are modelled, and how far from them the plan of their files may be: allocated and reserved.
 MODELLED = {
@@ -63,6 +63,7 @@ def test_the_command_alone_says_what_its_files_say(case: Case) -> None:
     files = read_setups(names)
     for name in {field.name for field in fields(Setup)} - SAID_BY_COMMAND:
         assert getattr(command, name) == getattr(files, name), name
+    assert files.training.values.items() <= command.training.values.items()  # the script's own defaults stand in the command
 
 
 def test_the_script_of_a_recipe_names_the_task() -> None:

@@ -43,7 +43,7 @@ def test_what_the_arguments_say(tmp_path: Path) -> None:
     )
     assert setup.ppo is not None
     assert (setup.ppo.reward, setup.ppo.prompt, setup.ppo.response, setup.ppo.rollout) == ("EleutherAI/pythia-31m", 32, 16, 2)
-    assert [(one.key, one.effect) for one in setup.unmodelled] == [("task ppo", Effect.MORE)]
+    assert [(one.key, one.effect) for one in setup.unmodelled] == [("ppo_tldr.py", Effect.UNKNOWN), ("task ppo", Effect.MORE)]
 
 
 def test_scores_are_stacked_and_then_padded_into_one_tensor() -> None:
@@ -82,8 +82,8 @@ def test_four_models_are_planned(tmp_path: Path) -> None:
     live = plan.gpu.live_after_step or 0
     assert 12 * (policy + value) < live - 4 * (policy + value) < 1.02 * 12 * (policy + value) + 100_000_000
     assert plan.gpu.phases["generation"] > live + 4 * 2 * 16 * WORDS * 4
-    assert (plan.fits, [one.key for one in plan.unmodelled]) == (None, ["task ppo"])
-    assert plan.unmodelled[0].says.endswith("no GPU has measured any of it")
+    assert (plan.fits, [one.key for one in plan.unmodelled]) == (None, ["ppo_tldr.py", "task ppo"])
+    assert plan.unmodelled[1].says.endswith("no GPU has measured any of it")
 
 
 def test_with_adapters_the_further_models_are_named(tmp_path: Path) -> None:

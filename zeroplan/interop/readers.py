@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import parse_version
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.interop.deepspeed_version import version_beside
@@ -60,7 +61,7 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
     if recipe is not None:
         document = replace(recipe, version=version)
     owner = program_named(program) if program is not None else _owner(document, named)
-    setups = [] if owner is None else [_with_allocator(_with_script(_read(owner, document), document), document.command)]
+    setups = [] if owner is None else [_with_command(_with_script(_read(owner, document), document), document.command)]
     if recipe is not None:
         setups = [replace(one, files=(script, *one.files)) for one in setups]
     setups += [read_setup(path) for path in named]
@@ -73,12 +74,21 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
 def _read(owner: Program, document: Document) -> Setup:
     """Read a document, with the defaults of its script's own dataclasses beneath where its program takes such scripts."""
     defaults, given = document.defaults, document.data
+    if document.unread and document.command is not None and not owner.starts_own(document):
+        unread = Unmodelled(document.command.program[:60], Effect.UNKNOWN, document.unread[:160])
+        setup = owner.read(document)
+        return replace(setup, unmodelled=(unread, *setup.unmodelled))
     if defaults is None or owner.name not in _OF_SCRIPTS:
         return owner.read(document)
     beneath = defaults.beneath(given)
     setup = owner.read(replace(document, data={**beneath, **given}))
     told = (f"the defaults of {defaults.name}: {', '.join(sorted(beneath)[:6])}",) if beneath else ()
-    return replace(setup, assumed=(*setup.assumed, *told), unmodelled=(*setup.unmodelled, *defaults.unsure(given)))
+    unsure = list(defaults.unsure(given))
+    if setup.lora_rank is not None:
+        unsure += defaults.adapters
+    if not setup.gradient_checkpointing:
+        unsure += defaults.checkpoints
+    return replace(setup, assumed=(*setup.assumed, *told), unmodelled=(*setup.unmodelled, *unsure))
 
 
 def _with_script(setup: Setup, document: Document) -> Setup:
@@ -95,9 +105,15 @@ def _with_script(setup: Setup, document: Document) -> Setup:
     )
 
 
-def _with_allocator(setup: Setup, command: Command | None) -> Setup:
-    """Return the setup with the allocator's settings that stand before a command line or are exported there."""
-    environment = {} if command is None else command.environment
+def _with_command(setup: Setup, command: Command | None) -> Setup:
+    """Return the setup with what a command line says beside its flags: the allocator's settings that stand before it or are
+    exported there, what its script takes for granted, and words that no text tells.
+    """
+    if command is None:
+        return setup
+    left_out = tuple(Unmodelled(word, Effect.UNKNOWN, why[:120]) for word, why in command.unread)
+    setup = replace(setup, assumed=(*setup.assumed, *command.assumed), unmodelled=(*setup.unmodelled, *left_out))
+    environment = command.environment
     said = next((name for name in ALLOCATOR_VARIABLES if environment.get(name)), None)
     return setup if said is None else replace(setup, alloc_conf=environment[said], keys={**setup.keys, "alloc_conf": said})
 
@@ -144,7 +160,7 @@ def _recipe(document: Document) -> Document | None:
     named = load_document(str(found[0]))
     flags = {key: value for key, value in command.flags.items() if key not in RECIPE_FLAGS}
     data = {**named.data, **flags}
-    return Document(data, named.name, named.folder, command, document.task, defaults=document.defaults)
+    return replace(named, data=data, command=command, task=document.task, defaults=document.defaults, unread=document.unread)
 
 
 def _owner(document: Document, named: list[Path]) -> Any:

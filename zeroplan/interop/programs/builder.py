@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from zeroplan.core.documents import parse_json
@@ -42,6 +43,8 @@ class Keys:
     """
 
     casts = True
+    #: What decides variables of the shell that no text tells, by name.
+    why: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, data: Mapping[str, Any], name: str) -> None:
         self.data, self.name = data, name
@@ -148,7 +151,9 @@ class Keys:
         """Make the error for a value of a wrong type."""
         said = str(self.data.get(key))
         if "$" in said:
-            what, remedy = "is a variable", "put its value in"
+            name = re.search(r"\$\W*(\w+)", said)
+            why = self.why.get(name[1]) if name else None
+            what, remedy = f"is a variable ({why})" if why else "is a variable", "put its value in"
         return BadInput(f"{said[:40]!r} {what}", where=f"{self.name}: {key}", remedy=remedy)
 
 
@@ -164,6 +169,8 @@ class Builder(Keys):
     def __init__(self, document: Document, program: str, title: str) -> None:
         super().__init__(document.data, document.name)
         self.document, self.program, self.title = document, program, title
+        if document.command is not None:
+            self.why = document.command.why
         self.fields: dict[str, Any] = {}
         self.keys: dict[str, str] = {}
         self.assumed: list[str] = []

@@ -15,7 +15,7 @@ from zeroplan.core.files import file_kind, read_bytes
 from zeroplan.interop.programs.lightning_script import read_script
 from zeroplan.interop.programs.notebooks import code_of
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
-from zeroplan.interop.programs.script_defaults import ScriptDefaults, script_defaults
+from zeroplan.interop.programs.script_defaults import ScriptDefaults, imported, parses_arguments, script_defaults
 from zeroplan.interop.programs.script_reader import RunScript
 from zeroplan.interop.programs.shell import Command, training_command
 from zeroplan.interop.programs.strangers import refuse_other_program
@@ -23,11 +23,14 @@ from zeroplan.interop.programs.strangers import refuse_other_program
 #: Names that end so hold a command line.
 _SCRIPTS = ("sh", "bash", "zsh", "slurm", "sbatch", "txt", "job", "pbs")
 #: What a script has that builds its run's arguments, and what one has that takes them from its command line.
-_MAKES_ARGUMENTS = (b"TrainingArguments(", b"SFTConfig(", b"DPOConfig(", b"Config(\n", b"lightning")
-_PARSES_ARGUMENTS = (b"HfArgumentParser", b"TrlParser", b"parse_args_into_dataclasses")
+_MAKES_ARGUMENTS = ("TrainingArguments(", "SFTConfig(", "DPOConfig(", "Config(\n", "lightning")
+#: In the names of transformers' examples of loops, whose defaults are known.
+_LOOP_EXAMPLE = "_no_trainer"
 #: What only a script with a loop of its own calls.
-_BACKWARD = re.compile(rb"\.backward\(")
-#: Folders above a file's own in which a path of it is looked for.
+_BACKWARD = re.compile(r"\.backward\(")
+#: Programs that are Python scripts or modules.
+_PYTHON = re.compile(r"\.py$|^[A-Za-z_]\w*(\.\w+)+$")
+#: Folders above a file's own in which a path of it is looked for; the one with ``.git`` is the last.
 _FOLDERS_ABOVE = 5
 
 
@@ -45,6 +48,7 @@ class Document:
         script: what a Python script says of the arguments that it builds.
         version: of its program, where a flag names one.
         defaults: of the dataclasses of the script that the command starts.
+        unread: why the script that the command starts is not read; empty where it is, or where it is a program's own.
     """
 
     data: Mapping[str, Any]
@@ -56,6 +60,7 @@ class Document:
     script: RunScript | None = None
     version: str = ""
     defaults: ScriptDefaults | None = None
+    unread: str = ""
 
     def has(self, *keys: str) -> tuple[str, ...]:
         """Return those of the keys that the file holds."""
@@ -92,20 +97,7 @@ def _from_path(path: str) -> Document:
         some = f": {', '.join(inside[:4])[:160]}" if inside else ""
         raise BadInput("is a folder, not a file", where=path, remedy=f"give the file of the run's arguments{some}")
     if path.lower().rpartition(".")[2] in _SCRIPTS:
-        text = text_of(read_bytes(path, CONFIG.size), path)
-        refuse_other_program(text, path)
-        command = training_command(
-            text, path, lambda program: any(takes(folder / program) for takes in (_builds_pipeline, _names_run, _loops))
-        )
-        if _builds_pipeline(script := folder / command.program):
-            return Document({}, path, folder, pipeline=_pipeline_of(script, command))
-        if _names_run(script) and (found := _started(script, command)) is not None:
-            return Document(found.data, path, folder, replace(command, flags={}), script=found)
-        if _loops(script):
-            text = text_of(read_bytes(str(script), CONFIG.size), str(script))
-            found = read_script(text, str(script), command.flags, command.files, command.environment)
-            return Document(found.data, path, folder, replace(command, flags={}), script=found)
-        return Document(command.flags, path, folder, command, defaults=_defaults_of(script))
+        return _of_shell(path, folder)
     if path.lower().endswith((".py", ".ipynb")):
         text = text_of(read_bytes(path, CONFIG.size), path)
         text = code_of(text, path) if path.lower().endswith(".ipynb") else text
@@ -116,55 +108,76 @@ def _from_path(path: str) -> Document:
     return Document(interpolated(read_document(path)), path, folder)
 
 
+def _of_shell(path: str, folder: Path) -> Document:
+    """Read a shell script by what it starts: a Python script's own run, else the command's flags."""
+    text = text_of(read_bytes(path, CONFIG.size), path)
+    refuse_other_program(text, path)
+    trains = (_builds_pipeline, _names_run, _loops)
+    command = training_command(
+        text,
+        path,
+        lambda name: found_from(name, folder),
+        lambda one: (script := started_script(one, folder)) is not None and any(kind(script) for kind in trains),
+    )
+    script = started_script(command, folder)
+    if script is None:
+        says = "the script is not here: what it does with its flags, and its own defaults, are unknown"
+        return Document(command.flags, path, folder, command, unread=says if _PYTHON.search(command.program) else "")
+    text = _text(script)
+    if _builds_pipeline(script):
+        pipeline = read_pipeline_script(text, str(script), command.flags, command.files)
+        return Document({}, path, folder, pipeline=replace(pipeline, gpus=command.gpus, nodes=command.nodes))
+    if _names_run(script) or _loops(script):
+        try:
+            found = read_script(text, str(script), command.flags, command.files, command.environment)
+        except BadInput as error:
+            if _loops(script):
+                raise
+            return Document(command.flags, path, folder, command, unread=f"{script.name} is not read: {error.what}")
+        return Document(found.data, path, folder, replace(command, flags={}), script=found)
+    return _with_defaults(Document(command.flags, path, folder, command), script)
+
+
+def _text(script: Path) -> str:
+    """Return a Python script's text, empty for one that is none or too long."""
+    size = os.path.getsize(script)
+    return text_of(read_bytes(str(script), CONFIG.size), str(script)) if script.suffix == ".py" and size <= CONFIG.size else ""
+
+
 def _builds_pipeline(script: Path) -> bool:
-    """Return whether a program is a Python script in reach whose text names a PipelineModule."""
-    if script.suffix != ".py" or not os.path.isfile(script) or os.path.getsize(script) > CONFIG.size:
-        return False
-    return b"PipelineModule(" in script.read_bytes()
+    return "PipelineModule(" in _text(script)
 
 
 def _names_run(script: Path) -> bool:
-    """Return whether a program is a Python script in reach that makes its arguments itself, not by a parser of transformers."""
-    if script.suffix != ".py" or not os.path.isfile(script) or os.path.getsize(script) > CONFIG.size:
-        return False
-    text = script.read_bytes()
-    return any(word in text for word in _MAKES_ARGUMENTS) and not any(word in text for word in _PARSES_ARGUMENTS)
+    """Whether a script makes its arguments itself, not by a parser of transformers."""
+    text = _text(script)
+    return any(word in text for word in _MAKES_ARGUMENTS) and not parses_arguments(text)
 
 
 def _loops(script: Path) -> bool:
-    """Whether a script in reach trains by a loop of its own; transformers' examples of loops are known by their names."""
-    named = script.suffix == ".py" and "_no_trainer" not in script.name
-    if not named or not os.path.isfile(script) or os.path.getsize(script) > CONFIG.size:
-        return False
-    text = script.read_bytes()
-    return _BACKWARD.search(text) is not None and not any(word in text for word in (*_PARSES_ARGUMENTS, *_MAKES_ARGUMENTS))
+    """Whether a script trains by a loop of its own; transformers' examples of loops are known by their names."""
+    text = _text(script)
+    others = parses_arguments(text) or any(word in text for word in _MAKES_ARGUMENTS) or _LOOP_EXAMPLE in script.name
+    return _BACKWARD.search(text) is not None and not others
 
 
-def _started(script: Path, command: Command) -> RunScript | None:
-    """Return what a script says that a command starts; None where it cannot be read, so that the command's flags are all."""
-    text = text_of(read_bytes(str(script), CONFIG.size), str(script))
+def _with_defaults(document: Document, script: Path) -> Document:
+    """Return the document with the defaults of the dataclasses that the script hands to a parser of transformers, or the one
+    module that it imports for that.
+    """
+    text, name = _text(script), script.name
     try:
-        return read_script(text, str(script), command.flags, command.files, command.environment)
-    except BadInput:
-        return None
-
-
-def _defaults_of(script: Path) -> ScriptDefaults | None:
-    """Return the defaults of a script in reach that hands its dataclasses to a parser of transformers."""
-    if script.suffix != ".py" or not os.path.isfile(script) or os.path.getsize(script) > CONFIG.size:
-        return None
-    if not any(word in script.read_bytes() for word in _PARSES_ARGUMENTS):
-        return None
-    try:
-        return script_defaults(text_of(read_bytes(str(script), CONFIG.size), str(script)), str(script))
+        if text and not parses_arguments(text):
+            places = (found_from(f"{one.replace('.', '/')}.py", script.parent) for one in imported(text, str(script)))
+            parsers = [place for place in dict.fromkeys(places) if place is not None and parses_arguments(_text(place))]
+            text, script = (_text(parsers[0]), parsers[0]) if len(parsers) == 1 else ("", script)
+        if text:
+            return replace(document, defaults=script_defaults(text, str(script)))
     except (BadInput, RecursionError):
-        return None
-
-
-def _pipeline_of(script: Path, command: Command) -> PipelineScript:
-    text = text_of(read_bytes(str(script), CONFIG.size), str(script))
-    found = read_pipeline_script(text, str(script), command.flags, command.files)
-    return replace(found, gpus=command.gpus, nodes=command.nodes)
+        pass
+    if _LOOP_EXAMPLE in name:
+        return document
+    return replace(document, unread=f"{name} takes its arguments in a way that is not read: its own defaults are unknown")
 
 
 _INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")
@@ -212,12 +225,46 @@ def find_beside(value: str, document: Document, key: str) -> Path:
     """
     if "$" in value:
         raise BadInput(f"{value[:60]!r} is a variable", where=f"{document.name}: {key}", remedy="put its value in")
-    places, above = [Path(value)], []
-    if document.folder is not None and not Path(value).is_absolute():
-        places.insert(0, document.folder / value)
-        above = [folder / value for folder in list(document.folder.absolute().parents)[:_FOLDERS_ABOVE]]
-    for place in (*places, *above):
-        if os.path.isfile(place):  # Path.is_file raises where a name is too long
-            return place
-    tried = " or ".join(dict.fromkeys(str(place)[:200] for place in places))
+    run_in = None if document.command is None else document.command.folder
+    found = found_from(value, document.folder, run_in)
+    if found is not None:
+        return found
+    tried = " or ".join(dict.fromkeys(str(place)[:200] for place in _places(value, document.folder, run_in)[:2]))
     raise BadInput(f"there is no {tried}", where=f"{document.name}: {key}", remedy="put the file at one of these places")
+
+
+def found_from(value: str, folder: Path | None, run_in: str | None = None) -> Path | None:
+    """Find a file that a command or a file names, None where it is not there.
+
+    Args:
+        value: the path.
+        folder: that of the file that names it; None for an object.
+        run_in: where a command runs, as the script that starts it says.
+    """
+    if "$" in value:
+        return None
+    # Path.is_file raises where a name is too long.
+    return next((place for place in _places(value, folder, run_in) if os.path.isfile(place)), None)
+
+
+def _places(value: str, folder: Path | None, run_in: str | None) -> list[Path]:
+    """List where a path may be: for a command that changes its folder, seen from there first."""
+    if folder is None or Path(value).is_absolute():
+        return [Path(value)]
+    starts, above = [folder, Path()], folder.absolute()
+    for _ in range(_FOLDERS_ABOVE):
+        if (above / ".git").exists() or above == above.parent:
+            break
+        above = above.parent
+        starts.append(above)
+    return [Path(os.path.normpath(start / part / value)) for part in dict.fromkeys((run_in or "", "")) for start in starts]
+
+
+def started_script(command: Command, folder: Path) -> Path | None:
+    """Find the Python file that a command starts, as a path or as a module; None where it is not there."""
+    names = [command.program]
+    if _PYTHON.search(command.program) and not command.program.endswith(".py"):
+        module = command.program.replace(".", "/")
+        names = [f"{module}.py", f"src/{module}.py", f"{module}/__main__.py"]
+    places = (found_from(name, folder, command.folder) for name in names)
+    return next((one for one in places if one is not None), None)

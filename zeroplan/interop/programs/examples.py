@@ -145,4 +145,4 @@ def read_script_name(run: Builder) -> None:
             "script", Effect.LESS, f"{name[:60]}: by its name it trains adapters; all parameters are counted as trained"
         )
     if "seq_len" not in run.fields and run.fields.get("head") != Task.IMAGE_CLASSIFICATION.value:
-        run.assume("no length is given: the model's own, 2048 at most")
+        run.open["seq_len"] = "no flag gives the length of a sample, and the script's own code decides it"

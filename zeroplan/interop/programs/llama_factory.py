@@ -5,6 +5,8 @@ Source: LLaMA-Factory 0.9.6, ``src/llamafactory/hparams/``, ``model/adapter.py``
 
 from __future__ import annotations
 
+import re
+
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.preferences import PairLoss
@@ -19,6 +21,8 @@ from zeroplan.interop.programs.trainer import read_trainer
 from zeroplan.interop.setups import Setup
 
 MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
+#: Scripts of its repository.
+_SCRIPT = re.compile(r"(^|/)src/(train\w*|llamafactory/[\w/]+)\.py$")
 _STAGES = {"pt": "pretrain", "sft": "sft", "rm": "reward", "ppo": "ppo", "dpo": "dpo", "kto": "kto"}
 #: Arguments that no other program here has; ``stage`` counts where its value is one of LLaMA-Factory's.
 _ONLY = (
@@ -78,6 +82,8 @@ class LlamaFactory(Program):
         """Return the arguments that only LLaMA-Factory has, or its command."""
         if started := document.starts("llamafactory-cli train"):
             return started
+        if document.defaults is not None and not self.starts_own(document):
+            return ()
         strange = "base_model" in document.data or telling_of_others(document.data, "hf-trainer", "llama-factory")
         found = () if strange else document.has(*_ONLY)
         if document.has(*_NEW_FORMAT) and not found:
@@ -85,6 +91,11 @@ class LlamaFactory(Program):
         if "model_name_or_path" not in document.data:
             return ()
         return (*found, "stage") if found and str(document.data.get("stage")) in _STAGES else found
+
+    def starts_own(self, document: Document) -> bool:
+        """Whether a command is LLaMA-Factory's, or starts a script by one of its names."""
+        program = document.command.program if document.command else ""
+        return program.startswith("llamafactory-cli") or _SCRIPT.search(program) is not None
 
     def could_own(self, document: Document) -> bool:
         """A model, a dataset and a template, and nothing that is not its own."""

@@ -73,9 +73,16 @@ class MsSwift(Program):
         """Return ms-swift's command, or the arguments that only it has."""
         if started := document.starts(*_COMMANDS):
             return started
-        script = document.command is not None and document.command.program.endswith(("swift/cli/sft.py", "swift/cli/rlhf.py"))
+        script = self.starts_own(document)
+        if document.defaults is not None and not script:
+            return ()
         strange = "base_model" in document.data or telling_of_others(document.data, "hf-trainer", self.name)
         return document.has(*_ONLY) if script or not strange else ()
+
+    def starts_own(self, document: Document) -> bool:
+        """Whether a command is ms-swift's, or starts one of its files."""
+        program = document.command.program if document.command else ""
+        return bool(document.starts(*_COMMANDS)) or program.endswith(("swift/cli/sft.py", "swift/cli/rlhf.py"))
 
     def read(self, document: Document) -> Setup:
         """Read the run.

@@ -39,6 +39,10 @@ class Program(ABC):
         """Return whether the program would take the document, though nothing shows that it is its own."""
         return False
 
+    def starts_own(self, document: Document) -> bool:
+        """Whether the document's command starts the program's own code; else a script whose defaults may be others."""
+        return True
+
     @abstractmethod
     def read(self, document: Document) -> Setup:
         """Read the run that the program makes of the document.

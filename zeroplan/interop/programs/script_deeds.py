@@ -72,7 +72,7 @@ def _deed(reader: Reader, call: ast.Call) -> None:
         kwargs = next((one.value for one in call.keywords if one.arg == "gradient_checkpointing_kwargs"), None)
         if kwargs is not None:
             reader.argument("gradient_checkpointing_kwargs", reader.values.of(kwargs), kwargs)
-    elif name == "prepare_model_for_kbit_training":
+    elif name in ("prepare_model_for_kbit_training", "prepare_model_for_int8_training"):
         again = next((reader.values.of(one.value) for one in call.keywords if one.arg == "use_gradient_checkpointing"), True)
         if again is True:
             reader.data["gradient_checkpointing"] = True

@@ -19,6 +19,10 @@ from zeroplan.interop.programs.script_values import Values
 _PARSERS = ("HfArgumentParser", "TrlParser")
 #: Packages whose classes have the defaults that the readers of their programs know.
 _LIBRARIES = ("transformers", "trl", "peft", "accelerate", "datasets")
+#: Calls that switch checkpointing on: a method of transformers, and peft's functions by default.
+_CHECKPOINTS = ("gradient_checkpointing_enable", "prepare_model_for_kbit_training", "prepare_model_for_int8_training")
+#: Arguments of peft's ``LoraConfig`` by which more is trained than the adapters.
+_BESIDE_FLAGS = ("modules_to_save", "use_dora", "trainable_token_indices")
 _SWITCHES = ("use_lora", "use_peft", "lora_enable")
 _RANKS = ("lora_r", "lora_rank", "lora_dim")
 #: What goes with adapters, beside names that begin with ``lora_``.
@@ -34,22 +38,32 @@ class ScriptDefaults:
         untold: by name, defaults that the text does not tell.
         left_out: what changes arguments after they are parsed, and classes of other files.
         name: of the script.
+        checkpoints: the first call that switches checkpointing on, which a flag may do already.
+        adapters: what the script gives adapters beside its arguments.
     """
 
     data: Mapping[str, Any]
     untold: Mapping[str, Unmodelled]
     left_out: tuple[Unmodelled, ...]
     name: str
+    checkpoints: tuple[Unmodelled, ...] = ()
+    adapters: tuple[Unmodelled, ...] = ()
 
     def beneath(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The defaults that count beneath what is given; those of adapters where a rank or a known switch stands in either."""
-        adapts = any(key in given for key in _RANKS) or any(key in given or key in self.data for key in _SWITCHES)
+        """The defaults that count beneath what is given; those of adapters where a rank is given or a known switch is on."""
+        adapts = any(key in given for key in _RANKS) or bool(self._switch(given))
         return {key: value for key, value in self.data.items() if key not in given and (adapts or not _of_adapters(key))}
+
+    def _switch(self, given: Mapping[str, Any]) -> Any:
+        """The value of the first switch for adapters that is given or has a default; None where there is none."""
+        merged = {**self.data, **given}
+        return next((merged[key] for key in _SWITCHES if key in merged), None)
 
     def unsure(self, given: Mapping[str, Any]) -> tuple[Unmodelled, ...]:
         """What the text does not tell of a run to which this is given."""
         found = [one for key, one in self.untold.items() if key not in given]
-        if any(_of_adapters(key) for key in self.data.keys() - self.beneath(given).keys() - given.keys()):
+        unused = self.data.keys() - self.beneath(given).keys() - given.keys()
+        if self._switch(given) is None and any(_of_adapters(key) for key in unused):
             says = f"{self.name} has defaults of adapters and no switch that is known; all weights count as trained"
             found.append(Unmodelled("lora", Effect.LESS, says[:120]))
         return (*found, *self.left_out)
@@ -67,7 +81,43 @@ def script_defaults(text: str, name: str) -> ScriptDefaults:
     """
     reader = _Defaults(Values(parsed(text, name), {}), name)
     reader.collect()
-    return ScriptDefaults(reader.data, reader.untold, tuple(reader.left_out), name.rpartition("/")[2])
+    checkpoints, adapters = [], []
+    for call in reader.calls:
+        function = called(call.func)
+        if function in _CHECKPOINTS:
+            says = f"line {call.lineno}: it checkpoints blocks; whether it is reached is not told"
+            checkpoints.append(Unmodelled(function, Effect.UNKNOWN, says))
+        elif function == "LoraConfig":
+            given = {one.arg: reader.values.of(one.value) for one in call.keywords if one.arg in _BESIDE_FLAGS}
+            adapters += [
+                Unmodelled(str(key), Effect.MORE, f"line {call.lineno}: the script gives it to adapters")
+                for key, value in given.items()
+                if value not in (None, False)
+            ]
+    left_out = tuple(reader.left_out)
+    return ScriptDefaults(
+        reader.data, reader.untold, left_out, name.rpartition("/")[2], tuple(checkpoints[:1]), tuple(adapters)
+    )
+
+
+def parses_arguments(text: str) -> bool:
+    """Whether a script hands dataclasses to a parser of transformers or TRL."""
+    return any(word in text for word in (*_PARSERS, "parse_args_into_dataclasses"))
+
+
+def imported(text: str, name: str) -> list[str]:
+    """List the modules that a script imports, those relative to it by their own names.
+
+    Raises:
+        BadInput: it is no Python.
+    """
+    nodes = list(ast.walk(parsed(text, name)))
+    found = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            inside = [f"{node.module}.{one.name}" if node.module else one.name for one in node.names]
+            found += [*([node.module] if node.module else []), *inside]
+    return found
 
 
 class _Defaults(Reader):
@@ -123,7 +173,7 @@ class _Defaults(Reader):
                 return  # the command line must give it
             factory = words.get("default_factory")
             value = words.get("default") if factory is None else factory.body if isinstance(factory, ast.Lambda) else None
-        told = self.values.of(value)
+        told = value.value if isinstance(value, ast.Constant) else self.values.of(value)
         self.data.pop(key, None)
         self.untold.pop(key, None)
         if holds_unknown(told):

@@ -1,33 +1,20 @@
 """A training command in a shell script: who is started, on how many GPUs, with which flags. Nothing is run.
 
-Lines that end in a backslash are joined, and variables that the script sets to plain text are put in. The command is the one
-that starts a trainer: a launcher, ``python`` or a program's own command line, followed by flags.
+The command is the one that starts a trainer: a launcher, ``python`` or a program's own command line, followed by flags. Those
+of a loop are one, of which flags that differ are unknown.
 """
 
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.interop.programs.shell_run import ASSIGNMENT, WRAPPERS, Followed, Started, follow
 
-_ASSIGNMENT = re.compile(r"^(?:export\s+|local\s+|readonly\s+)?([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
-_VARIABLE = re.compile(r"\$(?:\{(\w+)(?:\[[@*]\])?(?::?-([^}]*))?\}|(\w+))")
-#: Continued lines: a shell's backslash, and the caret of Windows.
-_CONTINUED = re.compile(r"(?:\\|[ \t]\^)[ \t]*\r?\n")
-#: An array over several lines; its words become the text of a variable. Quoted words and comments may hold parentheses. They
-#: are taken in a lookahead, which is never tried again otherwise: before Python 3.11.5 ``(a|b)*+`` matches too little.
-_ARRAY = re.compile(
-    r"^[ \t]*((?:export|local|declare|readonly)[ \t]+(?:-a[ \t]+)?)?(\w+\+?)="
-    r"\((?=((?:\"[^\"]*+\"|'[^']*+'|(?<=\s)#[^\n]*+|[^()\"'\s]++|\s)*))\3\)",
-    re.MULTILINE,
-)
-_POSITIONAL = re.compile(r"\$\{?\d+\}?")
-_QUOTED_ARRAY = re.compile(r'"\$\{(\w+)\[[@*]\]\}"')
-_COMMENT = re.compile(r"(^|\s)#[^\n]*")
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 #: Launchers, and which of their flags say the size of the machine.
 _LAUNCHERS: dict[str, dict[str, str]] = {
@@ -57,15 +44,13 @@ _TRAINING_FLAGS = frozenset(
         "do_train",
     )
 )
-_ARITHMETIC = re.compile(r"\$\((?:\(|expr)\s*(\d{1,9}(?:\s*[-+*/]\s*\d{1,9}){0,8})\s*\)?\)")
-_WRAPPERS = {"nohup", "srun", "time", "exec", "env", "sudo", "uv", "run", "bash", "-c", "poetry"}
-#: Words that end a command; from the seventh on those of redirections.
-_ENDS = ("|", "||", "&&", "&", ";", r"\&\&", ">", ">>", "2>&1", "2>", "&>")
+#: Words that end a command where quotes or backslashes keep them from the shell.
+_ENDS = ("|", "||", "&&", "&", ";")
 _MOST_LINES = 5_000
-#: Characters of all lines with variables put in.
-_MOST_TEXT = 256 << 10
-#: Lines of one text in quotes.
-_MOST_QUOTED = 100
+#: Variables by which programs size their machine.
+_OF_MACHINES = ("CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE", "NNODES")
+#: A word that is a variable as a whole, and may be any arguments.
+_OPEN = re.compile(r"\$(\w+|\{\w+(\[[@*]\])?\}|@)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +69,10 @@ class Command:
         launch_flags: the launcher's own flags, by name with underscores.
         environment: variables set on the command line or exported before it.
         open_machine: what the launcher says of GPUs or nodes that is no number, such as ``$1``.
+        folder: in which it runs: a path, one from where the script is started, or None where no text tells.
+        why: of variables that no text tells, what decides each.
+        assumed: what reading the script takes for granted.
+        unread: words and sourced files that may hold further arguments, with what each is.
     """
 
     program: str
@@ -97,163 +86,106 @@ class Command:
     launch_flags: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     open_machine: str = ""
+    folder: str | None = ""
+    why: Mapping[str, str] = field(default_factory=dict)
+    assumed: tuple[str, ...] = ()
+    unread: tuple[tuple[str, str], ...] = ()
 
 
-def _none(_program: str) -> bool:
-    return False
+def training_command(
+    text: str, name: str, find: Callable[[str], Path | None], takes: Callable[[Command], bool] = lambda _: False
+) -> Command:
+    """Return the one command of a script that trains.
 
-
-def training_command(text: str, name: str, takes: Callable[[str], bool] = _none) -> Command:
-    """Return the one command of a script that trains. `takes` says of a program whose flags do not show it that it does.
+    Args:
+        text: the script.
+        name: its path.
+        find: where a file is that the script sources or starts; None where it is not there.
+        takes: whether a program trains whose flags do not show it.
 
     Raises:
         BadInput: when there is none, or when several differ.
     """
-    found = list(_commands(text, name, takes))
+    if text.count("\n") >= _MOST_LINES:
+        raise BadInput(f"holds more than {_MOST_LINES:,} lines", where=name, remedy="give the command alone")
+    found: list[tuple[int, Command]] = []
+    for bare in (True, False):  # a script that ends without arguments is followed with any
+        found = found or list(_commands(follow(text, name, find, bare=bare), takes))
     if not found:
         raise BadInput(
             "holds no command that trains",
             where=name,
             remedy="give the line with the launcher and its --flags, or the file that it names",
         )
-    if len(found) > 1 and any(one != found[0] for one in found[1:]):
+    lines = {line: [one for at, one in found if at == line] for line, _ in found}
+    commands = [_joined(same, line) for line, same in lines.items()]
+    if any(not _same(one, commands[0]) for one in commands[1:]):
         raise BadInput(
-            f"holds {len(found)} commands that train ({', '.join(one.program[:40] for one in found[:4])})",
+            f"holds {len(commands)} commands that train ({', '.join(one.program[:40] for one in commands[:4])})",
             where=name,
             remedy="leave one of them in the file",
         )
-    return found[0]
+    return commands[0]
 
 
-def _commands(text: str, name: str, takes: Callable[[str], bool]) -> Iterator[Command]:
-    variables: dict[str, str] = {}
-    lines = _ARRAY.sub(_as_text, _QUOTED_ARRAY.sub(r"${\1}", _CONTINUED.sub(" ", text))).splitlines()
-    if len(lines) > _MOST_LINES:
-        raise BadInput(f"holds more than {_MOST_LINES:,} lines", where=name, remedy="give the command alone")
-    size = 0
-    for line in _with_closed_quotes(lines):
-        filled = _filled(line, variables)
-        size += len(filled)
-        if size > _MOST_TEXT:
-            raise BadInput("is too long with its variables put in", where=name, remedy="give the command alone")
-        words = _words(filled)
-        own = dict(variables)
-        while words and (said := _ASSIGNMENT.match(words[0])):
-            _assign(said, own)
-            words = words[1:]
-        if not words:
-            variables = own
-            continue
-        if words[0] in ("export", "local", "readonly"):
-            for word in words[1:]:
-                if said := _ASSIGNMENT.match(word):
-                    _assign(said, variables)
-            continue
-        for part in _parts(words):
-            command = _command(part, own, takes)
-            if command is not None:
-                yield command
+def _commands(followed: Followed, takes: Callable[[Command], bool]) -> Iterator[tuple[int, Command]]:
+    sourced = tuple((one, "is not there to be read: what it sets is unknown") for one in followed.unread)
+    for started in followed.commands:
+        for part in _parts(started.words):
+            command = _command(part, started)
+            if command is not None and (_shows_training(command) or takes(command)):
+                yield started.line, replace(command, assumed=followed.noted, unread=(*sourced, *command.unread))
 
 
-def _with_closed_quotes(lines: list[str]) -> Iterator[str]:
-    """Yield the lines, each joined with those after it up to the double quote that closes one that it opens."""
-    at = 0
-    while at < len(lines):
-        end = at + 1
-        if _open_quote(lines[at]):
-            closing = (next_ for next_ in range(at + 1, min(at + _MOST_QUOTED, len(lines))) if _open_quote(lines[next_]))
-            end = next(closing, at) + 1
-        yield " ".join(lines[at:end])
-        at = end
+def _same(one: Command, other: Command) -> bool:
+    """Whether two commands start the same run on the same machine."""
+    machines = ({name: each.environment.get(name) for name in _OF_MACHINES} for each in (one, other))
+    first, second = machines
+    return first == second and replace(one, environment={}, why={}) == replace(other, environment={}, why={})
 
 
-def _open_quote(line: str) -> bool:
-    return not line.lstrip().startswith("#") and line.replace('\\"', "").count('"') % 2 == 1
+def _joined(same: list[Command], line: int) -> Command:
+    """Return the command that a loop or a function starts several times: flags that differ are unknown."""
+    first, *others = same
+    differ = [name for name in first.flags if any(one.flags.get(name) != first.flags[name] for one in others)]
+    differ += [name for one in others for name in one.flags if name not in first.flags]
+    if not differ or any(one.program != first.program for one in others):
+        return first
+    why = {name: f"line {line}: it differs between the {len(same)} runs that the script starts" for name in differ}
+    return replace(first, flags={**first.flags, **{name: f"${name}" for name in differ}}, why={**first.why, **why})
 
 
-def _assign(said: re.Match[str], variables: dict[str, str]) -> None:
-    """Give a variable its value; after ``+=`` it stands behind the one before. The script is started without arguments, so
-    ``$1`` gives none.
-    """
-    if not _POSITIONAL.fullmatch(said[3]):
-        variables[said[1]] = variables.get(said[1], "") + said[3] if said[2] else said[3]
-
-
-def _as_text(array: re.Match[str]) -> str:
-    """Write an array as the assignment of its words; one behind ``+=`` is set off from those before."""
-    words = " ".join(_COMMENT.sub(" ", array[3]).split()).replace('"', '\\"')
-    return f'{array[2]}=" {words}"'
-
-
-def _parts(words: list[str]) -> Iterator[list[str]]:
-    """Yield the commands of one line: between ``&&`` and the like, and behind the ``--`` of a job scheduler's command."""
+def _parts(words: tuple[str, ...]) -> Iterator[list[str]]:
+    """Yield the commands of one line: behind the ``--`` of a job scheduler's command, and between words that end one."""
     part: list[str] = []
-    for word in [*words, ";"]:
-        if word in _ENDS[:6] or (word == "--" and part):
+    for word in (*words, ";"):
+        if word in _ENDS or (word == "--" and part):
             if part:
                 yield part
             part = []
         else:
-            part.append(word.removesuffix(";") if word.endswith(";") and len(word) > 1 else word)
+            part.append(word)
 
 
-def _filled(line: str, variables: Mapping[str, str]) -> str:
-    """Return the line with variables and whole numbers' arithmetic put in."""
-    room = _MOST_TEXT
-
-    def value(match: re.Match[str]) -> str:
-        nonlocal room
-        known = variables.get(match[1] or match[3])
-        found = known if known is not None else match[2] if match[2] is not None else match[0]
-        room -= len(found)
-        return found if room > 0 else match[0]
-
-    filled = line
-    for _ in range(4):  # variables of variables
-        after = _VARIABLE.sub(value, filled)
-        if after == filled:
-            break
-        filled = after
-    return _ARITHMETIC.sub(_computed, filled)
+def _starts(word: str) -> bool:
+    """Whether a word is a launcher, Python, or a program's own command."""
+    return _PYTHON.match(word) is not None or word.rpartition("/")[2] in {*_LAUNCHERS, *_OWN_COMMANDS}
 
 
-def _words(line: str) -> list[str]:
-    """The words of one line without comments; none where the quotes do not close."""
-    try:
-        return shlex.split(line, comments=True)
-    except ValueError:
-        return []
-
-
-def _computed(match: re.Match[str]) -> str:
-    """The value of whole numbers with the four operators; the text as it is where a divisor is zero."""
-    terms = re.findall(r"\d+|[-+*/]", match[1])
-    total, sign, product = 0, 1, int(terms[0])
-    for operator, term in zip(terms[1::2], terms[2::2], strict=True):
-        number = int(term)
-        if operator == "*":
-            product *= number
-        elif operator == "/":
-            if number == 0:
-                return match[0]
-            product //= number
-        else:
-            total, sign, product = total + sign * product, 1 if operator == "+" else -1, number
-    return str(total + sign * product)
-
-
-def _command(words: list[str], environment: Mapping[str, str], takes: Callable[[str], bool]) -> Command | None:
+def _command(words: list[str], started: Started) -> Command | None:
     at = 0
-    while at < len(words) and (words[at] in _WRAPPERS or _ASSIGNMENT.match(words[at])):
+    while at < len(words) and ASSIGNMENT.fullmatch(words[at]):
         at += 1
+    if words[at : at + 1] and words[at] in WRAPPERS:  # its own options stand before what it starts
+        at = next((at for at, word in enumerate(words) if _starts(word)), len(words))
     rest = words[at:]
     if not rest:
         return None
     first = rest[0].rpartition("/")[2]
     if first == "accelerate" and rest[1:2] == ["launch"]:
-        return _launched("accelerate", rest[2:], environment, takes)
+        return _launched("accelerate", rest[2:], started)
     if first in ("deepspeed", "torchrun"):
-        return _launched(first, rest[1:], environment, takes)
+        return _launched(first, rest[1:], started)
     if _PYTHON.match(rest[0]):
         modules = {
             "torch.distributed.launch": "torchrun",
@@ -261,14 +193,14 @@ def _command(words: list[str], environment: Mapping[str, str], takes: Callable[[
             "accelerate.commands.launch": "accelerate",
         }
         if rest[1:2] == ["-m"] and len(rest) > 2 and rest[2] in modules:
-            return _launched(modules[rest[2]], rest[3:], environment, takes)
-        return _program("", {}, [word for word in rest[1:] if word != "-u"], environment, takes)
+            return _launched(modules[rest[2]], rest[3:], started)
+        return _program("", {}, [word for word in rest[1:] if word != "-u"], started)
     if first in _OWN_COMMANDS and len(rest) > 1:
-        return _program("", {}, [first, *rest[1:]], environment, takes)
+        return _program("", {}, [first, *rest[1:]], started)
     return None
 
 
-def _launched(launcher: str, words: list[str], environment: Mapping[str, str], takes: Callable[[str], bool]) -> Command | None:
+def _launched(launcher: str, words: list[str], started: Started) -> Command | None:
     """Return the program that a launcher starts; the launcher's own flags come before its name."""
     machine: dict[str, Any] = {}
     known = _LAUNCHERS[launcher]
@@ -286,16 +218,10 @@ def _launched(launcher: str, words: list[str], environment: Mapping[str, str], t
         if not has_value and at < len(words) and not words[at].startswith("-") and not words[at].endswith((".py", ".sh")):
             value, at = words[at], at + 1
         machine[known.get(name) or f"--{name}"] = value if value or has_value else True
-    return _program(launcher, machine, words[at:], environment, takes)
+    return _program(launcher, machine, words[at:], started)
 
 
-def _program(
-    launcher: str,
-    machine: Mapping[str, Any],
-    words: list[str],
-    environment: Mapping[str, str],
-    takes: Callable[[str], bool],
-) -> Command | None:
+def _program(launcher: str, machine: Mapping[str, Any], words: list[str], started: Started) -> Command | None:
     if words[:1] == ["-m"]:
         words = words[1:]
     if not words:
@@ -307,27 +233,42 @@ def _program(
     elif short in _OWN_COMMANDS:
         return None
     flags, files = _flags(rest)
-    recipe = any(word.lower().endswith(RECIPES) for word in (*files, *(str(flags.get(flag, "")) for flag in RECIPE_FLAGS)))
-    if not (recipe or " " in program or _TRAINING_FLAGS & flags.keys() or takes(program)):
-        return None
-    gpus, nodes, processes = (_whole(machine.get(key)) for key in ("gpus", "nodes", "processes"))
-    own = {key.removeprefix("--"): _value(str(value)) for key, value in machine.items() if key.startswith("--")}
+    unclear = [str(machine[key]) for key in ("gpus", "processes", "nodes") if key in machine and _whole(machine[key]) is None]
+    opened = [word for word in files if _OPEN.fullmatch(word)]
     said_file = machine.get("config_file")
-    config_file = said_file if isinstance(said_file, str) else None
-    said = [str(machine[key]) for key in ("gpus", "processes", "nodes") if key in machine and _whole(machine[key]) is None]
-    unclear = said[0] if said else ""
-    return Command(program, launcher, flags, files, gpus, processes, nodes, config_file, own, dict(environment), unclear)
+    return Command(
+        program=program,
+        launcher=launcher,
+        flags=flags,
+        files=tuple(word for word in files if word not in opened),
+        gpus=_whole(machine.get("gpus")),
+        processes=_whole(machine.get("processes")),
+        nodes=_whole(machine.get("nodes")),
+        config_file=said_file if isinstance(said_file, str) else None,
+        launch_flags={key.removeprefix("--"): _value(str(value)) for key, value in machine.items() if key.startswith("--")},
+        environment=started.variables,
+        open_machine=unclear[0] if unclear else "",
+        folder=started.folder,
+        why=started.why,
+        unread=tuple((word, started.why.get(word.strip("${}@[]*"), "may hold further arguments")) for word in opened),
+    )
 
 
-def _flags(words: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+def _shows_training(command: Command) -> bool:
+    """Whether a command's recipe, verb or flags show that it trains."""
+    words = (*command.files, *(str(command.flags.get(flag, "")) for flag in RECIPE_FLAGS))
+    recipe = any(word.lower().endswith(RECIPES) for word in words)
+    return recipe or " " in command.program or bool(_TRAINING_FLAGS & command.flags.keys())
+
+
+def _flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """Return flags by name, and the words that are none."""
     flags: dict[str, Any] = {}
     files: list[str] = []
     at = 0
     while at < len(words):
         word = words[at]
         at += 1
-        if _ends(word):
-            break
         if not word.startswith("--"):
             if "=" in word and not flags and word.partition("=")[0].replace(".", "").isidentifier():
                 key, _, value = word.partition("=")
@@ -341,15 +282,11 @@ def _flags(words: list[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
             flags[name] = _value(value)
             continue
         values: list[str] = []
-        while at < len(words) and not words[at].startswith("--") and not _ends(words[at]):
+        while at < len(words) and not words[at].startswith("--"):
             values.append(words[at])
             at += 1
         flags[name] = True if not values else _value(values[0]) if len(values) == 1 else [_value(one) for one in values]
-    return flags, tuple(files)
-
-
-def _ends(word: str) -> bool:
-    return word in _ENDS or word.startswith(("2>", ">", "&>"))
+    return flags, files
 
 
 def _value(text: str) -> Any:

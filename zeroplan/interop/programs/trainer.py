@@ -426,6 +426,10 @@ class HfTrainer(Program):
         other |= all(key in arguments_of(self.name, "trl") for key in document.data)
         return len(trainers) >= _ENOUGH and 2 * len(known) >= len(document.data) and not other
 
+    def starts_own(self, document: Document) -> bool:
+        """Return that it does not: the Trainer is started by scripts."""
+        return False
+
     def read(self, document: Document) -> Setup:
         """Read the run: DeepSpeed with a ds_config, FSDP where asked for, else DDP."""
         run = Builder(document, self.name, self.label)

@@ -106,10 +106,14 @@ class Trl(Program):
         """Return the arguments that only TRL has, or its command."""
         command = document.command
         if command is not None:
-            module = _MODULE.search(command.program)
-            started = document.starts(*_COMMANDS) or ((command.program,) if module else ())
+            started = (command.program,) if self.starts_own(document) else ()
             return started or ((command.program,) if _SCRIPT.search(command.program) and self._own(document) else ())
         return self._own(document) if "base_model" not in document.data else ()
+
+    def starts_own(self, document: Document) -> bool:
+        """Whether a command is TRL's, or starts one of its modules."""
+        command = document.command
+        return command is not None and bool(document.starts(*_COMMANDS) or _MODULE.search(command.program))
 
     def _own(self, document: Document) -> tuple[str, ...]:
         if telling_of_others(document.data, "hf-trainer", "trl"):

@@ -315,9 +315,10 @@ class _Run:
 
     def start(self, words: list[str], line: int, shell: Shell) -> None:
         """Note a command, or follow the shell script that it starts."""
-        at = next((at for at, word in enumerate(words) if word not in WRAPPERS and not ASSIGNMENT.fullmatch(word)), 0)
-        shell_named = basename(words[at]) in _SHELLS
-        if shell_named or words[at].endswith(".sh"):
+        named = range(len(words)) if words[0] in WRAPPERS else range(1)
+        at = next((at for at in named if basename(words[at]) in _SHELLS or words[at].endswith(".sh")), None)
+        if at is not None:
+            shell_named = not words[at].endswith(".sh")
             rest = [word for word in words[at + shell_named :] if not re.fullmatch(r"-[exuil]+", word)]
             if rest[:1] in (["-c"], ["-lc"]):
                 self.text(rest[1] if len(rest) > 1 else "", shell.fork())

@@ -22,6 +22,7 @@ from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.tape.sizes import KernelDevice
 from zeroplan.trace import pointwise
 from zeroplan.trace.api import Donors, _Attempt, trace_at, trace_model, trace_module
+from zeroplan.trace.build import Depth
 from zeroplan.trace.fit import DoesNotFitError, TracePoint, fit_poly
 from zeroplan.trace.fold import DoesNotFoldError
 from zeroplan.trace.ranks import ALONE
@@ -113,19 +114,19 @@ def test_an_expanded_tape_equals_the_whole_model_traced_there(
     for batch, seq in points:
         whole = {key: value for key, value in config.items() if "layers" not in key}
         depths = {key: value for key, value in config.items() if "layers" in key}
-        there = _whole(whole | depths, options, TracePoint(batch, seq, 4 if options.lora is not None else 0))
+        there = whole_trace(whole | depths, options, TracePoint(batch, seq, 4 if options.lora is not None else 0))
         folded = tape.expand(batch, seq, 4)
         assert renumbered(folded) == renumbered(there)
         assert folded.params == there.params
         assert folded.modules == there.modules
 
 
-def _whole(config: dict[str, Any], options: TraceOptions, point: TracePoint) -> ExpandedTape:
+def whole_trace(config: dict[str, Any], options: TraceOptions, point: TracePoint) -> ExpandedTape:
     """Every block traced, nothing fitted."""
     from zeroplan.trace import api
 
     whole = api.full_config(config)
-    depths = [(d.real, d.real) for d in api.depths_of(whole)]
+    depths = [Depth(d.path, d.real, d.real) for d in api.depths_of(whole)]
     lora = (point.rank,) if point.rank else (6,)
     attempt = api._Attempt(whole, depths, auto_class_of(config), options, lora, ALONE)
     return attempt.at(point).expand(point.batch, point.seq, point.rank)
@@ -160,7 +161,7 @@ def test_a_tape_that_leaves_more_behind_than_its_trace_does_not_fold(left: int, 
     def alive(count: int) -> SimpleNamespace:
         return SimpleNamespace(op=[Op.ALLOC] * count, arg=list(range(count)), aux=[512] * count)
 
-    attempt = SimpleNamespace(_run=lambda point: alive(left))
+    attempt = SimpleNamespace(_run=lambda point: alive(left), _tells_deeper=lambda point: None)
     tape: Any = SimpleNamespace(expand=lambda *numbers: alive(2))
     balanced = partial(_Attempt._balanced, cast("Any", attempt), tape, TracePoint(1, 8))
     if folds:

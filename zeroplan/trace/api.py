@@ -9,6 +9,7 @@ Note [Ranges]
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from zeroplan.tape.expanded import ExpandedTape, Op
 from zeroplan.tape.format import Size, Tape, TapeProgram
 from zeroplan.tape.options import TraceOptions
 from zeroplan.trace.assemble import Assembler, find_blocks
-from zeroplan.trace.build import build_inputs, build_model, depths_of, full_config, shorten, thresholds, vocabulary_of
+from zeroplan.trace.build import Depth, build_inputs, build_model, depths_of, full_config, shorten, thresholds, vocabulary_of
 from zeroplan.trace.fit import DoesNotFitError, SizeForm, TracePoint, fit_size, form_of
 from zeroplan.trace.fold import DoesNotFoldError, UnlikeError
 from zeroplan.trace.ranks import ALONE, Ranks
@@ -233,32 +234,38 @@ def _attempts(
         return
     for extra in (0, 2):
         depths = depths_of(whole, extra=extra, every=options.every)
-        short = shorten(whole, depths)
-        yield _Attempt(short, [(d.traced, d.real) for d in depths], auto_class, options, lora, ranks)
-    real = [(d.real, d.real) for d in depths]
+        deeper = depths_of(whole, extra=extra + 1, every=options.every)
+        yield _Attempt(whole, depths, auto_class, options, lora, ranks, deeper=deeper)
+    real = [Depth(d.path, d.real, d.real) for d in depths]
     for blocks in (real, []):
         yield _Attempt(whole, blocks, auto_class, options, lora, ranks)
 
 
 class _Attempt:
-    """One model with a certain number of blocks."""
+    """One model with a certain number of blocks; `deeper` are those of a model that checks what they tell of others."""
 
     def __init__(
         self,
-        config: dict[str, Any],
-        depths: list[tuple[int, int]],
+        whole: dict[str, Any],
+        depths: Sequence[Depth],
         auto_class: str,
         options: TraceOptions,
         lora: tuple[int, ...],
         on: Ranks,
+        deeper: Sequence[Depth] = (),
     ) -> None:
+        config = shorten(whole, depths) if any(d.traced != d.real for d in depths) else whole
+        self._whole, self._depths, self._deeper = whole, depths, deeper
         self._config, self._auto_class, self._options = config, auto_class, options
         self._ranks = lora if options.lora is not None else (0,)
         self._on = on
         self._models: dict[int, nn.Module] = {}
         self._traces: dict[TracePoint, Recording] = {}
         model = self._model(self._ranks[0])
-        self._assembler = Assembler(model, find_blocks(model, depths), options, vocabulary_of(config))
+        self._assembler = Assembler(
+            model, find_blocks(model, [(d.traced, d.real) for d in depths]), options, vocabulary_of(config)
+        )
+        self._extends = False
         self._thresholds = thresholds(config)
         if self._thresholds and options.split_tokens > 1:
             where = "--cp" if options.cp > 1 else "--ulysses" if options.ulysses > 1 else "--sp"
@@ -328,7 +335,31 @@ class _Attempt:
         whole = tape.expand(point.batch, point.seq, point.rank or None)
         if _left_behind(whole) > left:
             raise DoesNotFoldError("blocks that were not traced free less than those that were")
+        self._tells_deeper(point)
         return tape
+
+    def _tells_deeper(self, point: TracePoint) -> None:
+        """Trace a model with another number of blocks, and compare it with what the traced blocks tell of it.
+
+        Numbers of blocks that repeat no module of a list, as ALBERT's, which calls one layer again and again, or something
+        beside such a list, show here and nowhere else.
+
+        Raises:
+            DoesNotFoldError: when it allocates something else.
+        """
+        pairs = [(one.traced, other.traced) for one, other in zip(self._depths, self._deeper, strict=False)]
+        if self._extends or all(shallow == deep for shallow, deep in pairs):
+            return
+        config = shorten(self._whole, self._deeper)
+        own = [Depth(d.path, d.traced, d.traced) for d in self._deeper]
+        deeper = _Attempt(config, own, self._auto_class, self._options, self._ranks, self._on)
+        blocks = find_blocks(self._model(point.rank or self._ranks[0]), pairs)
+        assembler = Assembler(self._model(point.rank or self._ranks[0]), blocks, self._options, vocabulary_of(config))
+        program, _ = assembler.program([point], [self._run(point)], _ANY, _ANY)
+        told = assembler.tape([program], self._shapes())
+        if _events_of(told, point) != _events_of(deeper.at(point), point):
+            raise DoesNotFoldError("a model with other blocks than those that were traced allocates something else")
+        self._extends = True
 
     def _groups(self, seqs: tuple[int, int, int]) -> list[tuple[tuple[int, int], list[TracePoint]]]:
         """Ranges of micro batches with the points to trace: one range where all points fit together, else 1 and above."""
@@ -407,6 +438,12 @@ def _left_behind(events: Recording | ExpandedTape) -> int:
         elif op == Op.GRAD:
             alive.discard(aux)
     return len(alive)
+
+
+def _events_of(tape: Tape, point: TracePoint) -> tuple[Counter[int], Counter[int], int]:
+    """Count a tape's events by kind and its storages by size, and its peak, at one point."""
+    events = tape.expand(point.batch, point.seq, point.rank or None)
+    return Counter(events.op), Counter(events.storage_bytes), events.activation_peak
 
 
 def _lengths(seqs: tuple[int, int]) -> tuple[int, int, int]:

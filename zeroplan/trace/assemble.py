@@ -25,18 +25,19 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module, depths: Sequence[tuple[int, int]]) -> list[Blocks]:
-    """The outermost module lists whose length is one of the traced depths.
+    """The outermost module lists whose length is one of the traced depths, and which hold no module twice or another's.
 
     Args:
         model: the traced model.
         depths: pairs of a traced and a real depth. Of two with one traced depth, encoders take the first, decoders the last.
     """
     found: list[Blocks] = []
-    for name, module in model.named_modules():
+    named = dict(model.named_modules())
+    for name, module in named.items():
         if not isinstance(module, nn.ModuleList) or any(name.startswith(b.prefix + ".") for b in found):
             continue
         real = [d for d in depths if d[0] == len(module)]
-        if len(module) > 1 and real:
+        if len(module) > 1 and real and all(f"{name}.{i}" in named for i in range(len(module))):
             pick = real[-1] if "decoder" in name else real[0]
             found.append(Blocks(name, pick[0], pick[1]))
     return found

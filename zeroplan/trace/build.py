@@ -152,7 +152,7 @@ def thresholds(config: Mapping[str, Any]) -> list[int]:
     return found
 
 
-def shorten(config: dict[str, Any], depths: list[Depth]) -> dict[str, Any]:
+def shorten(config: dict[str, Any], depths: Sequence[Depth]) -> dict[str, Any]:
     """The config with only the traced blocks; lists with one entry a block are cut to the same length."""
     out = copy.deepcopy(config)
     for depth in depths:

@@ -275,12 +275,12 @@ def _laid_out(request: Ask, options: SearchOptions, given: dict[str, Any], fixed
 
     if options.smallest and "nodes" in given:
         raise BadInput("is what smallest finds", where="nodes", remedy="leave one of the two out")
-    for name in ("candidates", "source", "program", "profile", "compile", "nvme_path", "goal", "notes"):
+    for name in ("candidates", "source", "program", "compile", "nvme_path", "goal", "notes"):
         if name in given and given[name] not in (None, ()) and (name, given[name]) != ("goal", "throughput"):
             asked = fixed[0] if fixed else "smallest" if options.smallest else "layouts"
             raise BadInput(f"cannot stand beside {asked}", where=name, remedy="leave one of the two out")
     search = smallest_cluster if options.smallest else search_layouts
-    return Recommendations(None, layouts=search(request, options.gradient_checkpointing, options.global_batch))
+    return Recommendations(None, layouts=search(request, options.gradient_checkpointing, options.global_batch, options.profile))
 
 
 def scale(model: Any = None, gpus: str | int | Sequence[int] = "8..1024", **options: Unpack[ScaleOptions]) -> Scaling:

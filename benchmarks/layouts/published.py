@@ -63,7 +63,7 @@ def request_of(row: dict[str, Any]) -> Ask:
     if "checkpointing" in row:
         asked |= {"gradient_checkpointing": True, "checkpoint_policy": row["checkpointing"]}
     sizes = {name: row[name] for name in ("gpus", "nodes", "gpu", "seq_len", "micro_batch", "grad_accum", "stage")}
-    return Ask(model=model, engine="fsdp2", **sizes, **asked)
+    return Ask(model=model, engine="fsdp2", network=row.get("network"), **sizes, **asked)
 
 
 def _llama(shape: dict[str, int]) -> dict[str, Any]:
@@ -92,7 +92,8 @@ def model(row: dict[str, Any]) -> LayoutTime:
     tape = find_tape(case.spec, case.workload, layout=case.parallel, plain=True)
     tokens = case.workload.batch.rows * (case.workload.batch.seq_len or 0) // (case.layout.cp * case.layout.tp)
     counts = guess_counts(matrices(case.spec), case.workload, tokens) if tape is None else count_tape(expand_for(tape, case))
-    return LayoutCost(case, counts, rates_of(case.cluster.gpu)).time()
+    cluster = case.cluster
+    return LayoutCost(case, counts, rates_of(cluster.gpu, cluster.network, cluster.gpus)).time()
 
 
 def outcomes(only: str = "") -> Iterator[Outcome]:

@@ -222,9 +222,9 @@ def test_a_variant_is_taken_where_it_is_faster_and_said_so(cli: Cli) -> None:
 
 
 def test_shards_within_nodes_are_taken_where_the_network_is_slow() -> None:
-    found = search_layouts(LLAMA.replace(depth=None, nodes=4, tp=1, pp=1, cp=1))
+    found = search_layouts(LLAMA.replace(depth=None, nodes=4, network="25G", stage=3, tp=1, pp=1, cp=1))
     assert found.best is not None
     assert found.best.layout.dp_replicate == 4
     assert found.best.layout.shards_on_one_node
     assert found.best.simpler is not None
-    assert found.best.time.sharding < found.best.simpler.sharding / 2
+    assert found.best.time.sharding < 0.85 * found.best.simpler.sharding

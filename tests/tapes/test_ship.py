@@ -52,7 +52,7 @@ def test_every_flag_that_is_documented_has_its_variant() -> None:
 def test_units_hold_each_tape_once_and_like_models_together() -> None:
     entries, wanted = tuple(catalog.entries()), variants()[:3]
     shared, ranks = "meta-llama/Llama-3.1-8B", variants_of("meta-llama/Llama-3.1-8B")[-1:]
-    assert ranks[0].tp > 1
+    assert ranks[0].mesh.tp > 1
     work = units(entries, {e.id: wanted + ranks * (e.id == shared) for e in entries}, lambda model, key: True)
     tapes = [(model, unit.options.key) for unit in work for model in unit.models]
     assert sorted(tapes) == sorted([(shared, ranks[0].key), *((e.id, v.key) for e in entries for v in wanted)])

@@ -16,7 +16,7 @@ from benchmarks.step.predict import errors
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
-from zeroplan.tape.options import Arithmetic, TraceOptions
+from zeroplan.tape.options import Arithmetic, TracedGraphs, TraceOptions
 from zeroplan.trace.api import trace_module
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
@@ -54,7 +54,7 @@ class Stack(nn.Module):
 
 
 def tape_of(*, compiled: bool) -> ExpandedTape:
-    options = TraceOptions(arithmetic=Arithmetic.FP32, compile=compiled)
+    options = TraceOptions(arithmetic=Arithmetic.FP32, graphs=TracedGraphs() if compiled else None)
     tape = trace_module(Stack(), lambda: {"x": torch.empty(ROWS, 64, device="meta")}, options)
     return tape.expand(1, 1)
 

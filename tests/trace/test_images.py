@@ -13,7 +13,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.images import SQUARE_TYPES, ImageBatch, image_batch
 from zeroplan.core.workload import Attention
 from zeroplan.tape.expanded import Mark, Op
-from zeroplan.tape.options import Arithmetic, TraceOptions
+from zeroplan.tape.options import Arithmetic, TracedImages, TraceOptions
 from zeroplan.trace.api import trace_at
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.vision import image_inputs
@@ -95,7 +95,7 @@ def _saved_by_the_cpu(kind: str, batch: ImageBatch, length: int) -> Counter[int]
 
 def _alive_in_the_trace(kind: str, length: int) -> Counter[int]:
     """Bytes of the storages that are alive at the end of the traced forward, the batch left out."""
-    options = TraceOptions(attn=Attention.EAGER, arithmetic=Arithmetic.FP32, images=_IMAGES, image_size=_size(kind))
+    options = TraceOptions(attn=Attention.EAGER, arithmetic=Arithmetic.FP32, images=TracedImages(_IMAGES, _size(kind)))
     tape = trace_at({"model_type": kind, **MODELS[kind]}, "AutoModelForImageTextToText", options, TracePoint(_SAMPLES, length))
     stream = tape.expand(_SAMPLES, length)
     alive: dict[int, int] = {}

@@ -9,7 +9,7 @@ import pytest
 
 from zeroplan.core.preferences import PairLoss
 from zeroplan.tape.expanded import Kind, Op
-from zeroplan.tape.options import Arithmetic, TraceOptions
+from zeroplan.tape.options import Arithmetic, TracedPairs, TraceOptions
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -33,7 +33,7 @@ def test_logits_are_kept_cast_copied_and_answered_with_gradients_of_their_size()
     pytest.importorskip("transformers")
     from zeroplan.trace.api import trace_model
 
-    options = TraceOptions(arithmetic=Arithmetic.AUTOCAST, pair_loss=PairLoss.RANKING_AND_NLL, wide_logits=True)
+    options = TraceOptions(arithmetic=Arithmetic.AUTOCAST, pairs=TracedPairs(PairLoss.RANKING_AND_NLL, wide_logits=True))
     tape = trace_model(LLAMA, "AutoModelForCausalLM", options).expand(4, 256, None)
     whole, picked, chosen = 8 * 256 * 32_000, 8 * 255 * 32_000, 4 * 255 * 32_000
     made = [size for op, size in zip(tape.op, tape.aux, strict=True) if op == Op.ALLOC and size >= chosen]
@@ -53,7 +53,7 @@ def test_a_softmax_of_all_logits_is_kept_for_the_backward() -> None:
     pytest.importorskip("transformers")
     from zeroplan.trace.api import trace_model
 
-    tape = trace_model(LLAMA, "AutoModelForCausalLM", TraceOptions(pair_loss=PairLoss.SOFTMAX)).expand(2, 256, None)
+    tape = trace_model(LLAMA, "AutoModelForCausalLM", TraceOptions(pairs=TracedPairs(PairLoss.SOFTMAX))).expand(2, 256, None)
     whole, picked = 4 * 256 * 32_000, 4 * 255 * 32_000
     made = {arg: size for op, arg, size in zip(tape.op, tape.arg, tape.aux, strict=True) if op == Op.ALLOC and size >= picked}
     gone = [arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.FREE and arg in made]

@@ -25,7 +25,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.run.ask import Ask
-from zeroplan.tape.options import TraceOptions
+from zeroplan.tape.options import TracedMesh, TraceOptions
 from zeroplan.tapes import can_trace
 
 SMALL = {
@@ -131,7 +131,9 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool, acros
 
     parameters = load_model(CONFIG).parameters
     tokens = 32 if sp else 64  # of one rank
-    tape = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(tp=2, sp=sp, ep=ep, across=across)).expand(2, tokens)
+    tape = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(mesh=TracedMesh(tp=2, sp=sp, ep=ep, across=across))).expand(
+        2, tokens
+    )
     assert tape.parameters.names == parameters.names
     local = local_parameters(parameters, "qwen3_moe", 2, whole_experts=across)
     assert tape.parameters.shapes == with_local_experts(local, ep).shapes

@@ -8,7 +8,7 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.tape.expanded import Mark, Op
-from zeroplan.tape.options import Arithmetic, TraceOptions
+from zeroplan.tape.options import Arithmetic, TracedTiles, TraceOptions
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -80,7 +80,7 @@ def test_many_tiles_peak_as_if_all_were_traced(monkeypatch: pytest.MonkeyPatch, 
         "vocab_size": 160,
         "tie_word_embeddings": False,
     }
-    options = TraceOptions(tiled_mlp=tiles, tiled_loss=tiles)
+    options = TraceOptions(tiles=TracedTiles(tiles, tiles))
 
     def traced() -> Any:
         return trace_at(config, "AutoModelForCausalLM", options, TracePoint(1, 100)).expand(1, 100)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.experts import uneven
 from zeroplan.tape.expanded import ExpandedTape, Kind, Op
-from zeroplan.tape.options import TraceOptions
+from zeroplan.tape.options import TracedMesh, TraceOptions
 from zeroplan.tapes import can_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")]
@@ -32,7 +31,7 @@ def tape() -> ExpandedTape:
     """Of one of four ranks."""
     from zeroplan.trace.api import trace_model
 
-    return trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(ep=EP)).expand(BATCH, SEQ)
+    return trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(mesh=TracedMesh(ep=EP))).expand(BATCH, SEQ)
 
 
 def test_a_rank_traces_the_experts_that_the_ledger_counts(tape: ExpandedTape) -> None:
@@ -74,7 +73,7 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(
     cluster = Cluster(gpus=layout.gpus, nodes=layout.nodes)
     case = Case(load_model(CONFIG), work, cluster, ZeroConfig.of(stage), parallel=layout)
     engine = find_engine("fsdp2")
-    assert engine.trace_options(case) == replace(TraceOptions(), ep=EP)
+    assert engine.trace_options(case) == TraceOptions(mesh=TracedMesh(ep=EP))
     assert not ledger_and_schedule_differ(case, engine, tape)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.engines.test_contract import ledger_and_schedule_differ
@@ -16,7 +14,7 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.tape.expanded import ExpandedTape, Kind, Op
-from zeroplan.tape.options import TraceOptions
+from zeroplan.tape.options import TracedMesh, TraceOptions
 from zeroplan.tapes import can_trace
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")]
@@ -32,7 +30,12 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 BATCH, SEQ = 2, 64
-OPTIONS = (TraceOptions(), TraceOptions(tp=2), TraceOptions(tp=2, sp=True), TraceOptions(tp=2, cp=2))
+OPTIONS = (
+    TraceOptions(),
+    TraceOptions(mesh=TracedMesh(2)),
+    TraceOptions(mesh=TracedMesh(2, True)),
+    TraceOptions(mesh=TracedMesh(2, cp=2)),
+)
 
 
 class Tapes(dict[str, ExpandedTape]):
@@ -94,7 +97,7 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(tapes: Tapes, stage: in
     work = Workload.of(micro_batch=BATCH, seq_len=SEQ)
     case = Case(load_model(CONFIG), work, Cluster(gpus=8), ZeroConfig.of(stage), parallel=layout)
     engine = find_engine("fsdp2")
-    assert engine.trace_options(case) == replace(TraceOptions(), tp=2, sp=sp)
+    assert engine.trace_options(case) == TraceOptions(mesh=TracedMesh(2, sp))
     assert not ledger_and_schedule_differ(case, engine, tapes["_tp2+sp" if sp else "_tp2"])
 
 
@@ -116,5 +119,5 @@ def test_what_the_ledger_keeps_with_split_samples_the_schedule_leaves_alive(tape
     case = Case(load_model(CONFIG), work, Cluster(gpus=8), ZeroConfig.of(3), parallel=ParallelLayout(gpus=8, tp=2, cp=2))
     engine = find_engine("fsdp2")
     assert case.layout.shard_group == 4  # ranks that share samples share the states, too
-    assert engine.trace_options(case) == replace(TraceOptions(), tp=2, cp=2)
+    assert engine.trace_options(case) == TraceOptions(mesh=TracedMesh(2, cp=2))
     assert not ledger_and_schedule_differ(case, engine, tapes["_tp2_cp2"])

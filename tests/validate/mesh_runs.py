@@ -13,6 +13,7 @@ from torch import nn
 
 from zeroplan.core.losses import IGNORED_LABEL
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.workload import DType, Workload
 from zeroplan.engines import torch_trainer
 from zeroplan.engines.fsdp2 import trainer as fsdp2
 from zeroplan.engines.fsdp2 import trainer_mesh
@@ -61,9 +62,7 @@ def _train(engine: str, layout: ParallelLayout, config: dict[str, Any], stage: i
     zero = {"zero_optimization": {"stage": stage}, "gradient_clipping": 1.0, "train_micro_batch_size_per_gpu": SAMPLES}
     run = TrainingRun(
         stage=stage,
-        dtype=torch.float32,
-        optimizer="adamw",
-        grad_accum=1,
+        workload=Workload.of(dtype=DType.FP32, grad_accum=1),
         ds_config={**zero, "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.01}}},
         device=torch.device("cpu"),
         mark=lambda *_: None,

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.workload import DType, Workload
 from zeroplan.engines.verification import LEARNING_RATE, TrainingRun, optimizer_section
 from zeroplan.trace.run import loss_of
 
@@ -87,9 +88,7 @@ def _losses(engine: str, schedule: str, degrees: dict[str, int]) -> list[float |
 
     run = TrainingRun(
         stage=2,
-        dtype=torch.float32,
-        optimizer="adamw",
-        grad_accum=MICRO_BATCHES,
+        workload=Workload.of(dtype=DType.FP32, grad_accum=MICRO_BATCHES),
         ds_config={
             "train_micro_batch_size_per_gpu": BATCH,
             "gradient_accumulation_steps": MICRO_BATCHES,

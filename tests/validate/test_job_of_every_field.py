@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,25 @@ from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.layer_drop import ProgressiveLayerDrop
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Quantization
 from zeroplan.core.saving import Saving, StateDict
-from zeroplan.core.workload import Attention, Compilation, DType, Reference, Workload
+from zeroplan.core.workload import (
+    Attention,
+    Compilation,
+    DType,
+    GradientCheckpointing,
+    Lora,
+    QuantizedBase,
+    Reference,
+    Workload,
+)
 from zeroplan.engines.registry import find_engine
 from zeroplan.planner.describe import values_of
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
-from zeroplan.validate.job import LOOP, job_of
+from zeroplan.validate.job import LOOP, VerifyJob, job_of
 
 Cli = Callable[..., tuple[int, str, str]]
 #: A value of each field that is not its default. Those of fields that a job does not hold are refused.
@@ -62,8 +72,6 @@ OTHERS: dict[str, Any] = {
     "colocated": object.__new__(Colocated),
     "reduce_dtype": DType.BF16,
 }
-#: Names that a job has for a field of another name.
-NAMED = {"compile": "compiled"}
 #: Fields that the ds_config of the run, which the engine writes from the case, decides again on each rank, and how quickly
 #: weights come, which no plan of a run with random weights reads.
 BY_CONFIG = {
@@ -99,8 +107,23 @@ def test_a_field_reaches_the_job_or_is_refused(name: str) -> None:
             job_of(changed, resolved.engine)
         assert caught.value.where == LOOP[name][0]
         return
-    job = job_of(changed, resolved.engine).to_json()
-    assert job[NAMED.get(name, name)] == value
+    job = job_of(changed, resolved.engine)
+    assert VerifyJob.from_json(json.loads(json.dumps(job.to_json()))) == job
+    assert values_of(job.workload)[name] == value
+
+
+def test_a_job_crosses_to_another_process_with_every_field() -> None:
+    """Whatever a workload and a job hold, each field by itself and each technique."""
+    layout = ParallelLayout(gpus=8, tp=2, pp=2)
+    named = {name: OTHERS.get(name, not plain) for name, plain in values_of(Workload()).items() if name in (*OTHERS, *LOOP)}
+    made = {"generation": Generation(8, 8), "colocated": Colocated(0.5), "curriculum": None, "layer_drop": None}
+    work = with_flat(Workload(), **{**named, **made})
+    assert {type(one) for one in work.techniques} >= {Lora, GradientCheckpointing, QuantizedBase, Evaluation, Generation}
+    job = VerifyJob("x", "a:B", 3, {"n": [1]}, "Auto", work, 2, 3.5, layout, "gpipe", "uniform", {"bf16": {"enabled": True}})
+    read = VerifyJob.from_json(json.loads(json.dumps(job.to_json())))
+    assert read == job
+    for one in fields(VerifyJob):
+        assert getattr(read, one.name) == getattr(job, one.name), one.name
 
 
 @pytest.mark.parametrize("verb", ["verify", "tune"])

@@ -146,7 +146,7 @@ def recommend(
         program=program,
     )
     if layouts or smallest or fixed:
-        given: dict[str, Any] = {"--candidates": candidates, "--from": source, "--profile": profile}
+        given: dict[str, Any] = {"--candidates": candidates, "--from": source}
         given |= {"--compile": compile, "--output": output, "--form": form, "--new-script": new_script, "--html": html}
         given |= {"--launcher": launcher, "--script": script, "--hosts": hosts, "--program": program}
         given |= {"--goal": goal != "throughput", "--format": style != "plain", "--nvme-path": nvme_path != "/local_nvme"}
@@ -207,7 +207,8 @@ def _layouts(request: Ask, options: SearchOptions, *, smallest: bool, as_json: b
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.layouts import search_layouts, smallest_cluster
 
-    found = (smallest_cluster if smallest else search_layouts)(request, options.gradient_checkpointing, options.global_batch)
+    search = smallest_cluster if smallest else search_layouts
+    found = search(request, options.gradient_checkpointing, options.global_batch, options.profile)
     if as_json:
         show(json.dumps(found.to_dict(), indent=2))
     else:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, Gpu, find_gpu
+from zeroplan.core.network import Network, parse_network, usual_network
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.units import GIB, parse_size
 
@@ -59,6 +60,7 @@ class Cluster:
     """`nodes` × `gpus` of one kind. Sizes are bytes; None means that no limit was given.
 
     `vram` is the card's memory. `cpu_ram` and `nvme` are those of one node; `host` says what its system keeps of `cpu_ram`.
+    `network` is what lies between the nodes, where it was named.
     """
 
     gpus: int = 1
@@ -68,6 +70,17 @@ class Cluster:
     cpu_ram: int | None = None
     nvme: int | None = None
     host: Host = HOSTS["server"]
+    network: Network | None = None
+
+    @property
+    def links(self) -> Network:
+        """The network between the nodes: the one that was named, else the usual one of such GPUs."""
+        return self.network or usual_network(self.gpu, self.gpus)
+
+    @property
+    def domain(self) -> int:
+        """GPUs that reach each other over NVLink or PCIe: those of a node, or of an NVLink domain of several."""
+        return max(self.gpus, self.links.domain or self.gpu.domain)
 
     @property
     def layout(self) -> ParallelLayout:
@@ -98,13 +111,14 @@ class Cluster:
         cpu_ram: str | int | None = None,
         nvme: str | int | None = None,
         host: str | None = None,
+        network: str | None = None,
     ) -> Cluster:
         """A cluster from what a user writes. `vram` overrides the preset's memory; alone, it takes the default's rates.
 
         Sizes are bytes, or text that :func:`parse_size` reads. `gpu` may hold the count: ``"4xA100"`` is four in a node.
 
         Raises:
-            BadInput: counts out of range or in contradiction, unknown GPU or host, malformed size.
+            BadInput: counts out of range or in contradiction, unknown GPU or host, malformed size or network.
         """
         gpus, gpu = _counted(gpus, gpu)
         for where, count in (("--gpus", gpus), ("--nodes", nodes)):
@@ -116,7 +130,8 @@ class Cluster:
             size = preset.memory
         card = preset or DEFAULT_GPU
         kind = find_host(host, card)
-        return cls(gpus, nodes, card, size, _size(cpu_ram, "--cpu-ram"), _size(nvme, "--nvme"), kind)
+        link = None if network is None else parse_network(network)
+        return cls(gpus, nodes, card, size, _size(cpu_ram, "--cpu-ram"), _size(nvme, "--nvme"), kind, link)
 
 
 @lru_cache(maxsize=256)  # a search asks for the layout of one cluster some thousand times

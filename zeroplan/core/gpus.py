@@ -22,7 +22,9 @@ class Gpu:
     """One GPU model. `workspace` is cuBLAS's default workspace for one handle and stream, in bytes.
 
     `reserve` is what the driver keeps of `memory`; a row that has its own is held to the least total that torch reports in
-    public errors of that card, since drivers differ.
+    public errors of that card, since drivers differ. `domain` is the number of GPUs in one NVLink domain of several nodes, 0
+    where a node is one. `switched` cards reach each other through NVSwitches. `fp8_tflops` is None where the card has no such
+    products.
     """
 
     name: str
@@ -35,6 +37,13 @@ class Gpu:
     source: str
     bf16: bool = True
     reserve: int = DRIVER_RESERVE
+    fp8_tflops: float | None = None
+    domain: int = 0
+
+    @property
+    def switched(self) -> bool:
+        """Whether the GPUs of a node reach each other through NVSwitches: the SXM modules since the A100."""
+        return self.capability >= (8, 0) and self.link_gbs >= 200
 
     @property
     def workspace(self) -> int:
@@ -56,6 +65,8 @@ def _mib(count: int) -> int:
     return count * MIB
 
 
+_TOTAL, _BRIDGE = "total as the driver reports it", "a bridge joins two cards alone"
+
 GPUS: dict[str, Gpu] = {
     gpu.name.lower(): gpu
     for gpu in (
@@ -63,28 +74,65 @@ GPUS: dict[str, Gpu] = {
         Gpu("V100-16G", _mib(16384), 125, 900, 150, 12, (7, 0), "NVIDIA V100 SXM2 data sheet (fp16; no bf16)", bf16=False),
         Gpu("V100-32G", _mib(32768), 125, 900, 150, 12, (7, 0), "NVIDIA V100 SXM2 data sheet (fp16; no bf16)", bf16=False),
         Gpu("A10G", _mib(23028), 70, 600, 25, 25, (8, 6), "AWS G5 page; GA102 at 70 TFLOP/s dense bf16"),
-        Gpu("L4", _mib(23034), 121, 300, 25, 25, (8, 9), "NVIDIA L4 data sheet (242 with sparsity)"),
-        Gpu("L40S", _mib(46068), 362, 864, 25, 25, (8, 9), "NVIDIA L40S data sheet (733 with sparsity)"),
+        Gpu("L4", _mib(23034), 121, 300, 25, 25, (8, 9), "NVIDIA L4 data sheet (242 with sparsity)", fp8_tflops=242),
+        Gpu("L40", _mib(46068), 181, 864, 25, 25, (8, 9), "NVIDIA L40 data sheet (362 with sparsity)", fp8_tflops=362),
+        Gpu("L40S", _mib(46068), 362, 864, 25, 25, (8, 9), "NVIDIA L40S data sheet (733 with sparsity)", fp8_tflops=733),
         Gpu("RTX3090", _mib(24576), 71, 936, 56, 25, (8, 6), "NVIDIA GA102 white paper, fp32 accumulation; NVLink bridge"),
-        Gpu("RTX4090", _mib(24564), 165, 1008, 25, 25, (8, 9), "NVIDIA Ada white paper, fp32 accumulation"),
-        Gpu("RTX5090", _mib(32607), 210, 1792, 50, 50, (12, 0), "NVIDIA Blackwell RTX white paper, fp32 accumulation"),
+        Gpu("RTX4090", _mib(24564), 165, 1008, 25, 25, (8, 9), "NVIDIA Ada white paper, fp32 accumulation", fp8_tflops=330),
         Gpu(
-            "RTXPro6000", _mib(97887), 503, 1792, 50, 50, (12, 0), "NVIDIA RTX PRO 6000 Blackwell data sheet", reserve=_mib(650)
+            *("RTX5090", _mib(32607), 210, 1792, 50, 50, (12, 0), "NVIDIA Blackwell RTX white paper, fp32 accumulation"),
+            fp8_tflops=419,
         ),
-        Gpu("RTX6000Ada", _mib(49140), 364, 960, 25, 25, (8, 9), "NVIDIA RTX 6000 Ada data sheet, without ECC"),
+        Gpu(
+            *("RTXPro6000", _mib(97887), 503, 1792, 50, 50, (12, 0), "NVIDIA RTX PRO 6000 Blackwell data sheet"),
+            reserve=_mib(650),
+        ),
+        Gpu("RTX6000Ada", _mib(49140), 364, 960, 25, 25, (8, 9), "NVIDIA RTX 6000 Ada data sheet, no ECC", fp8_tflops=728),
         Gpu("TitanRTX", _mib(24220), 130, 672, 50, 12, (7, 5), "NVIDIA Turing white paper (fp16; no bf16)", bf16=False),
+        Gpu("A30", _mib(24576), 165, 933, 25, 25, (8, 0), "NVIDIA A30 data sheet; a bridge joins two cards alone"),
         Gpu("A40", _mib(46068), 150, 696, 56, 25, (8, 6), "NVIDIA A40 data sheet, with ECC; NVLink bridge"),
         Gpu("A6000", _mib(49140), 155, 768, 56, 25, (8, 6), "NVIDIA RTX A6000 data sheet, without ECC; NVLink bridge"),
         Gpu("A100-40G", _mib(40960), 312, 1555, 300, 25, (8, 0), "NVIDIA A100 data sheet, SXM4 40 GB", reserve=_mib(640)),
         Gpu("A100-80G", _mib(81920), 312, 2039, 300, 25, (8, 0), "NVIDIA A100 data sheet, SXM4 80 GB", reserve=_mib(871)),
         Gpu("A800-80G", _mib(81920), 312, 2039, 200, 25, (8, 0), "NVIDIA A800 data sheet, SXM4 80 GB", reserve=_mib(871)),
-        Gpu("H100", _mib(81559), 989, 3352, 450, 55, (9, 0), "NVIDIA H100 data sheet, SXM5; total as the driver reports it"),
-        Gpu("H200", _mib(143771), 989, 4800, 450, 55, (9, 0), "NVIDIA H200 data sheet, SXM; total as the driver reports it"),
-        Gpu("H20", _mib(97871), 148, 4000, 450, 55, (9, 0), "NVIDIA H20 data sheet, 96 GB; total as the driver reports it"),
-        Gpu("GH200", _mib(97871), 989, 4000, 450, 450, (9, 0), "NVIDIA GH200 data sheet, 96 GB; its host by NVLink-C2C"),
-        Gpu("B200", _mib(183359), 2250, 8000, 900, 55, (10, 0), "NVIDIA DGX B200 data sheet (180 GB a GPU)"),
-        Gpu("MI300X", 192 * GIB, 1307, 5300, 448, 55, (0, 0), "AMD Instinct MI300X data sheet"),
-        Gpu("MI325X", 256 * GIB, 1307, 6000, 448, 55, (0, 0), "AMD Instinct MI325X data sheet"),
+        Gpu("H100", _mib(81559), 989, 3352, 450, 55, (9, 0), f"NVIDIA H100 data sheet, SXM5; {_TOTAL}", fp8_tflops=1979),
+        Gpu(
+            *("H100-PCIe", _mib(81559), 756, 2039, 55, 55, (9, 0), f"NVIDIA H100 data sheet, PCIe; {_TOTAL}; {_BRIDGE}"),
+            fp8_tflops=1513,
+        ),
+        Gpu(
+            *("H100-NVL", _mib(95830), 835, 3938, 55, 55, (9, 0), f"NVIDIA H100 NVL data sheet; {_TOTAL}; {_BRIDGE}"),
+            fp8_tflops=1671,
+        ),
+        Gpu("H800", _mib(81559), 989, 3352, 200, 55, (9, 0), f"NVIDIA H800 data sheet, SXM5; {_TOTAL}", fp8_tflops=1979),
+        Gpu("H200", _mib(143771), 989, 4800, 450, 55, (9, 0), f"NVIDIA H200 data sheet, SXM; {_TOTAL}", fp8_tflops=1979),
+        Gpu("H20", _mib(97871), 148, 4000, 450, 55, (9, 0), f"NVIDIA H20 data sheet, 96 GB; {_TOTAL}", fp8_tflops=296),
+        Gpu(
+            *("GH200", _mib(97871), 989, 4000, 450, 450, (9, 0), "NVIDIA GH200 data sheet, 96 GB; its host by NVLink-C2C"),
+            fp8_tflops=1979,
+        ),
+        Gpu("B200", _mib(183359), 2250, 8000, 900, 55, (10, 0), "NVIDIA DGX B200 data sheet (180 GB a GPU)", fp8_tflops=4500),
+        Gpu("B300", _mib(275040), 2250, 8000, 900, 55, (10, 3), f"NVIDIA DGX B300 data sheet; {_TOTAL}", fp8_tflops=4500),
+        Gpu(
+            *("GB200", _mib(189471), 2500, 8000, 900, 450, (10, 0), f"NVIDIA GB200 NVL72 page, 186 GB; {_TOTAL}"),
+            *(True, DRIVER_RESERVE, 5000, 72),
+        ),
+        Gpu(
+            *(
+                "GB300",
+                _mib(284208),
+                2500,
+                8000,
+                900,
+                450,
+                (10, 3),
+                "NVIDIA GB300 NVL72 page; Google Cloud A4X Max: about 279 GB",
+            ),
+            *(True, DRIVER_RESERVE, 5000, 72),
+        ),
+        Gpu("MI300X", 192 * GIB, 1307, 5300, 448, 55, (0, 0), "AMD Instinct MI300X data sheet", fp8_tflops=2615),
+        Gpu("MI325X", 256 * GIB, 1307, 6000, 448, 55, (0, 0), "AMD Instinct MI325X data sheet", fp8_tflops=2615),
+        Gpu("MI355X", 288 * GIB, 2516, 8000, 538, 55, (0, 0), "AMD Instinct MI355X data sheet", fp8_tflops=5033),
     )
 }
 

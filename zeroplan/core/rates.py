@@ -20,10 +20,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from zeroplan.core.collectives import Fabric
 from zeroplan.core.documents import CONFIG, parse_json, text_of
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.files import read_bytes
 from zeroplan.core.gpus import Gpu
+from zeroplan.core.network import Network, usual_network
 
 #: Of the data sheet's dense rate, what large 16-bit matrix products attain (cuBLAS, 8192³), by architecture.
 MATMUL_FRACTION = {(7, 0): 0.72, (7, 5): 0.45, (8, 0): 0.80, (9, 0): 0.70, (10, 0): 0.70}
@@ -62,8 +64,10 @@ class Rates:
         upload_hook_us: host time of stage 3 for one parameter that comes from the host.
         unit_hook_us: host time of FSDP2 for one parameter: gather, copy out, reduce. The included runtime's for one unit is
             taken to be the same.
-        link_gbs: between GPUs of a node, one way, as a ring attains it.
-        node_gbs: between nodes, a GPU's share, one way.
+        link_gbs: between GPUs of a node (or of an NVLink domain), one way, as a ring attains it.
+        adapter_gbs: from a GPU to another node while its neighbours send, too, one way.
+        ring_gbs: bus bandwidth of a ring between nodes in which all their GPUs take part, so that it uses every adapter.
+        network_us: what the network adds to each step between nodes.
         collective_us: latency of one collective, for each rank on its way.
         pinned_gbs: between the GPU and pinned host memory, one way.
         pageable_gbs: between the GPU and pageable host memory.
@@ -96,7 +100,9 @@ class Rates:
     release_hook_us: float = 463.0
     upload_hook_us: float = 318.0
     unit_hook_us: float = 115.0
-    node_gbs: float = 22.0
+    adapter_gbs: float = 48.0
+    ring_gbs: float = 360.0
+    network_us: float = 0.0
     collective_us: float = 12.0
     pageable_gbs: float = 9.0
     cpu_adam_gbs: float = 289.0
@@ -119,7 +125,8 @@ class Rates:
         for name, value in values.items():
             if name not in known:
                 raise BadInput(f"unknown rate {name[:60]!r}", where=source, remedy=did_you_mean(name, known) or "leave it out")
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or value >= 1e9 or (value < 0 if name == "network_us" else value <= 0):
                 raise BadInput(f"{str(value)[:40]!r} is no rate", where=f"{source}: {name}", remedy="give a number above zero")
         return replace(self, **{name: float(value) for name, value in values.items()}, source=source)
 
@@ -128,16 +135,38 @@ class Rates:
         return asdict(self)
 
 
-def rates_of(gpu: Gpu) -> Rates:
-    """Return the default rates of a GPU preset in a node of its usual kind; see Note [Rates]."""
+def rates_of(gpu: Gpu, network: Network | None = None, gpus: int = 8) -> Rates:
+    """Return the default rates of a GPU preset in nodes of `gpus` cards on a network, by default its usual one.
+
+    See Note [Rates], and Note [Network] in core/network.py.
+    """
     fraction = MATMUL_FRACTION.get(gpu.capability, OTHER_MATMUL_FRACTION)
+    network = network or usual_network(gpu, gpus)
+    link = gpu.link_gbs * LINK_FRACTION
     return Rates(
         matmul_tflops=gpu.bf16_tflops * fraction,
         fp32_tflops=gpu.bf16_tflops * FP32_FRACTION,
         attention_tflops=gpu.bf16_tflops * ATTENTION_FRACTION,
         hbm_gbs=gpu.bandwidth_gbs * HBM_FRACTION,
-        link_gbs=gpu.link_gbs * LINK_FRACTION,
+        link_gbs=link,
+        adapter_gbs=network.adapter_gbs(gpus),
+        ring_gbs=min(network.node_gbs, link) if gpus > 1 else network.node_gbs,
+        network_us=network.latency_us,
         pinned_gbs=gpu.pcie_gbs,
+    )
+
+
+def fabric_of(rates: Rates, gpu: Gpu) -> Fabric:
+    """Return what collectives between such GPUs run over, at these rates."""
+    nvlink = gpu.link_gbs > gpu.pcie_gbs
+    return Fabric(
+        link_gbs=rates.link_gbs,
+        adapter_gbs=rates.adapter_gbs,
+        ring_gbs=rates.ring_gbs,
+        latency_us=rates.network_us,
+        capability=gpu.capability,
+        nvlink=nvlink,
+        switched=nvlink and gpu.switched,
     )
 
 

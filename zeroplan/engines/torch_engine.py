@@ -48,7 +48,8 @@ class TorchEngine(Engine, Generic[R]):
         """Return the options of a trace, with parameters in the dtype in which they are gathered."""
         options = super().trace_options(case)
         if self.gathers_in_half and options.arithmetic is Arithmetic.HALF_AUTOCAST:
-            return replace(options, arithmetic=Arithmetic.HALF, half_adapters=False)
+            base = None if options.base is None else replace(options.base, half_adapters=False)
+            return replace(options, arithmetic=Arithmetic.HALF, base=base)
         return options
 
     def base_precision(self, dtype: DType, base: Base) -> Precision:

@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.workload import DType
 
 if TYPE_CHECKING:
     import torch
+
+    from zeroplan.core.workload import Workload
 
 #: Small enough that no optimizer leaves the loss's range within the few steps of a run.
 LEARNING_RATE = 1e-5
@@ -57,9 +60,7 @@ class TrainingRun:
 
     Attributes:
         stage: the ZeRO stage.
-        dtype: of the arithmetic.
-        optimizer: a name of :data:`zeroplan.core.optimizers.OPTIMIZERS`.
-        grad_accum: micro batches an optimizer step.
+        workload: what was planned, which the trainer must run as it is.
         ds_config: what the engine's :meth:`~zeroplan.engines.base.Engine.run_config` returned.
         device: this rank's GPU, or the CPU.
         mark: call ``mark("load", "init")`` when the model is built, ``mark("init", "forward")`` when the engine is ready, and
@@ -74,9 +75,7 @@ class TrainingRun:
     """
 
     stage: int
-    dtype: torch.dtype
-    optimizer: str
-    grad_accum: int
+    workload: Workload
     ds_config: Mapping[str, Any]
     device: torch.device
     mark: Callable[[str, str], None]
@@ -86,6 +85,23 @@ class TrainingRun:
     layout: ParallelLayout
     schedule: str
     partition: str
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the arithmetic."""
+        import torch
+
+        return {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}[self.workload.numerics.dtype]
+
+    @property
+    def optimizer(self) -> str:
+        """A name of :data:`zeroplan.core.optimizers.OPTIMIZERS`."""
+        return self.workload.numerics.optimizer
+
+    @property
+    def grad_accum(self) -> int:
+        """Micro batches an optimizer step."""
+        return self.workload.batch.grad_accum
 
 
 @dataclass(frozen=True, slots=True)

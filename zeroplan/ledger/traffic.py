@@ -65,7 +65,7 @@ class Resource(Enum):
     UPLOAD_HOOK = "upload hook", Executor.PYTHON, "upload_hook_us"
     UNIT_HOOK = "unit hook", Executor.PYTHON, "unit_hook_us"
     LINK = "link", Executor.LINK, "link_gbs", _GIGA  # bytes
-    NODE_LINK = "node link", Executor.LINK, "node_gbs", _GIGA  # bytes
+    NODE_LINK = "node link", Executor.LINK, "ring_gbs", _GIGA  # bytes
     COLLECTIVE = "collective", Executor.LINK, "collective_us"  # calls × ranks
     PINNED = "pinned", Executor.PCIE, "pinned_gbs", _GIGA  # bytes
     PAGEABLE = "pageable", Executor.PCIE, "pageable_gbs", _GIGA  # bytes

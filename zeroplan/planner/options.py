@@ -61,6 +61,7 @@ class MachineOptions(RunOptions, total=False):
     cpu_ram: str | int | None
     nvme: str | int | None
     host: str | None
+    network: str | None
     depth: str | None
     alloc_conf: str
 

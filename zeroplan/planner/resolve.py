@@ -67,6 +67,7 @@ def resolve(request: Ask) -> Resolved:
         cpu_ram=request.cpu_ram,
         nvme=request.nvme,
         host=request.host,
+        network=request.network,
     )
     spec = _model(request)
     checkpoint = base_of(spec, request.quantize, engine, adapters=request.lora_rank is not None)

@@ -114,9 +114,13 @@ def _links(one: LaidOut) -> str:
     """Say which groups of ranks lie within a node, and what they send over."""
     places: dict[str, list[str]] = {}
     for link in one.links:
-        where = f"{'within a node' if link.inside else 'between nodes'} at {link.gbs:,.0f} GB/s a GPU"
+        where = f"{'within a node' if link.inside else 'between nodes'} at {_rate(link.gbs)} GB/s"
         places.setdefault(where, []).append(_GROUPS.get(link.group, link.group + " {}").format(link.ranks))
     return "Links: " + "; ".join(f"{', '.join(groups)} {where}" for where, groups in places.items()) + "." if places else ""
+
+
+def _rate(gbs: float) -> str:
+    return f"{gbs:,.0f}" if gbs >= 10 else f"{gbs:.2g}"
 
 
 def _otherwise(one: LaidOut) -> str:

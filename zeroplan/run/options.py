@@ -286,6 +286,9 @@ class ClusterOptions:
         object, None, "Memory of one node's host: 256G.", CLUSTER, text=str, without=_HERE, page=True
     )
     nvme = Option[str | int | None](object, None, "Disk of one node: 2T.", CLUSTER, text=str, without=_HERE, page=True)
+    network = Option[str | None](
+        str, None, "Between nodes: 8x400G, 25G, 4x100G:efa, aws-p5, … [as usual for the GPU]", CLUSTER, without=RUNS
+    )
     host = Option[str | None](
         str,
         None,

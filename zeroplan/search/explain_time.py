@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.rates import Rates, rates_of
+from zeroplan.core.rates import Rates
 from zeroplan.ledger.line import glossary_of
 from zeroplan.ledger.traffic import WorkItem
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel, StepTime, compose
+from zeroplan.search.machine_rates import machine_rates
 from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import name_of
 from zeroplan.search.space import Candidate
@@ -51,7 +52,7 @@ def explain_time(request: Ask) -> list[TimeExplanation]:
             "step times are modelled for data parallelism alone", where="--time", remedy="leave --tp and --pp out, or --time"
         )
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
-    rates = rates_of(resolved.cluster.gpu)
+    rates = machine_rates(resolved.cluster, None, [])
     cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, rates)
     found = []
     for case in resolved.cases:

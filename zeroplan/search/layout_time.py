@@ -11,8 +11,9 @@ Note [Time of a layout]
     Replicas of the shards (HSDP) sum what each shard's ranks have reduced, behind each reduction. Stages of more chunks than
     stay gathered gather them again.
 
-    A group of ranks that fits into a node uses the links between its GPUs, any other the network. Rings attain one rate
-    whatever their size, and collectives of different groups do not slow each other down.
+    Collectives take what NCCL's own model says (core/collectives.py): a group of ranks that fits into a node, or into an NVLink
+    domain, uses the links between its GPUs; any other the adapters of those GPUs of each node that belong to it. Gathers and
+    reductions are of one block each. Collectives of different kinds of groups do not slow each other down.
 
     This is a model: no layout's time was measured here. The page on parallelism holds it against published runs.
     Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 3.2 (bytes of
@@ -23,14 +24,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import gcd
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.collectives import Collective, Group
 from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import Stage, chunks_of
 from zeroplan.core.pipeline_action import Do
 from zeroplan.core.pipeline_order import GATHERED_CHUNKS, PipelineOrder, schedule_of, with_gathers
-from zeroplan.core.rates import Rates
+from zeroplan.core.rates import Rates, fabric_of
 from zeroplan.engines.base import Case
 from zeroplan.engines.compute_traffic import COMPUTE, compute_facts
 from zeroplan.ledger.traffic import Executor, WorkItem, work_items
@@ -97,8 +100,8 @@ class Link:
     Attributes:
         group: tp, cp, ep, pp, shards or replicas.
         ranks: of the group.
-        inside: whether it lies within a node.
-        gbs: 10^9 bytes a second, one way, a GPU.
+        inside: whether it lies within a node, or an NVLink domain.
+        gbs: 10^9 bytes a second: the bus bandwidth of a ring; of cp, ep and pp what one GPU sends.
     """
 
     group: str
@@ -140,6 +143,7 @@ class LayoutCost:
 
     def __init__(self, case: Case, counts: Counts, rates: Rates) -> None:
         self.case, self.counts, self.rates = case, counts, rates
+        self.fabric = fabric_of(rates, case.cluster.gpu)
         self.layout, self.work = case.layout, case.workload
         self.whole: Matrices = matrices(case.spec)
         self.facts = spec_facts(case.spec)
@@ -216,22 +220,26 @@ class LayoutCost:
         forward = _PassSeconds(first, tensor, max(0.0, ring - attention[0] / self.layout.cp), exchange)
         repeats = 1 + self.again
         hidden = max(0.0, ring * (repeats + 2) - attention[1])  # again the gather, and gradients in fp32
-        gathers = self._link(self.hidden_bytes * (tp - 1) // tp, tp) * 2 if self.layout.sp else 0.0
-        backward = _PassSeconds(second, repeats * tensor + gathers, hidden, repeats * exchange)
+        gathered = 2 * self.fabric.seconds(Collective.ALL_GATHER, self.hidden_bytes, self._group(tp)) if self.layout.sp else 0.0
+        backward = _PassSeconds(second, repeats * tensor + gathered, hidden, repeats * exchange)
         return forward, backward
 
     def _tensor(self) -> float:
-        """Seconds of a block's two sums in one pass: each moves 2 (t − 1) / t of the hidden states."""
-        tp = self.layout.tp
-        if tp == 1:
-            return 0.0
-        return 2 * (self._link(2 * self.hidden_bytes * (tp - 1) // tp, tp) + self.rates.collective_us * tp / 1e6)
+        """Seconds of a block's two sums in one pass, which with sequence parallelism are gathers and scatters."""
+        group = self._group(self.layout.tp)
+        if self.layout.sp:
+            both = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+            return 2 * sum(self.fabric.seconds(one, self.hidden_bytes, group) for one in both)
+        return 2 * self.fabric.seconds(Collective.ALL_REDUCE, self.hidden_bytes, group)
 
     def _ring(self) -> float:
-        """Seconds in which a block's keys and values come from the other ranks of the ring."""
+        """Seconds in which a block's keys and values come from the other ranks of the ring, one after the other."""
         cp = self.layout.cp
+        if cp == 1:
+            return 0.0
         width = (self.facts.kv_heads or self.facts.heads or 0) * (self.facts.head_dim or 0) // self.layout.tp
-        return self._link(2 * _HALF * width * self.tokens * (cp - 1), cp * self.layout.tp) if cp > 1 else 0.0
+        inside = cp * self.layout.tp <= self.case.cluster.domain
+        return (cp - 1) * self.fabric.send(2 * _HALF * width * self.tokens, inside=inside)
 
     def _exchange(self) -> float:
         """Seconds of a block's two exchanges in one pass; of a model whose first blocks are dense, a mean block's."""
@@ -241,18 +249,16 @@ class LayoutCost:
         routed = self.hidden_bytes * int(config.get("num_experts_per_tok") or 1)
         if self.layout.experts_across:
             routed //= self.layout.tp  # each of them has its part of the tokens
-        inside = min(ep, self.layout.gpus)
-        near = routed * (inside - 1) / ep / (self.rates.link_gbs * _GIGA)
-        far = routed * (ep - inside) / ep / (self.rates.node_gbs * _GIGA)
-        latency = self.rates.collective_us * ep / 1e6
         names = zip(self.case.spec.parameters.names, self.case.spec.parameters.blocks, strict=True)
         mixtures = len({block for name, block in names if is_expert(name)})
-        return 2 * (max(near, far) + latency) * mixtures / self.blocks
+        return 2 * self.fabric.exchange(routed, self._group(ep)) * mixtures / self.blocks
 
-    def _link(self, count: float, span: int) -> float:
-        """Seconds of bytes between ranks of which the first and the last are `span` apart."""
-        rate = self.rates.link_gbs if span <= self.layout.gpus else self.rates.node_gbs
-        return count / (rate * _GIGA)
+    def _group(self, ranks: int, stride: int = 1) -> Group:
+        """Return the group of so many ranks, each `stride` behind the one before it."""
+        domain = self.case.cluster.domain
+        if ranks * stride <= domain:
+            return Group(ranks, ranks)
+        return Group(ranks, gcd(ranks, max(1, domain // stride)))
 
     # --- a step -----------------------------------------------------------------------------------------------------------
 
@@ -261,9 +267,9 @@ class LayoutCost:
         schedule = schedule_of(self.case.pipeline)
         orders = [PipelineOrder(schedule, rank, pp, vpp, self.work.batch.grad_accum).actions() for rank in range(pp)]
         placed = {schedule.stage_of(chunk, rank, pp): ranks[rank][chunk] for rank in range(pp) for chunk in range(vpp)}
-        span = self.layout.world_size // pp + 1
+        inside = self.layout.world_size // pp < self.case.cluster.domain
         times = [StageTime(forward.total, backward.total) for _, (forward, backward) in sorted(placed.items())]
-        return play(orders, times, self._link(self.hidden_bytes, span), schedule)
+        return play(orders, times, self.fabric.send(self.hidden_bytes, inside=inside), schedule)
 
     def _held(self, rank: int) -> tuple[int, int]:
         """Return the elements that a pipeline rank has before they are sharded: dense ones, and experts'."""
@@ -279,14 +285,9 @@ class LayoutCost:
         """Seconds of gathers and reductions beyond the computation that they run beside."""
         dense, experts = self._held(rank)
         layout, count = self.layout, self.work.batch.grad_accum
-        shared = layout.ep > 1
-        rest = (layout.shard_group - 1) / layout.shard_group
-        replicas = self._replicas(dense / layout.shard_group + experts / layout.expert_shard_group)
-        same = (layout.expert_shard_group - 1) / layout.expert_shard_group if shared else rest
-        moved = dense * rest + experts * same
-        rate = (self.rates.link_gbs if layout.shards_on_one_node else self.rates.node_gbs) * _GIGA
         copied = (dense + experts) / (self.rates.hbm_gbs * _GIGA)
-        gather, reduction = _HALF * moved / rate, _SINGLE * moved / rate + replicas
+        gather = self._sharded(Collective.ALL_GATHER, rank, _HALF)
+        reduction = self._sharded(Collective.REDUCE_SCATTER, rank, _SINGLE) + self._replicas(rank)
         cast, packed = (_SINGLE + 3 * _HALF) * copied, (2 * _HALF + 2 * _SINGLE) * copied
         if layout.pp > 1:
             return (gather + cast) * self._gathers(rank) + reduction + packed
@@ -296,11 +297,29 @@ class LayoutCost:
         last = max(0.0, again + reduction - backward) - max(0.0, again - backward)
         return count * (beyond + cast) + last + packed
 
-    def _replicas(self, shard: float) -> float:
-        """Seconds in which a shard's reduced gradients are summed over its replicas: each moves 2 (r − 1) / r of them."""
-        count = self.layout.dp_replicate
-        moved = 2 * _SINGLE * shard * (count - 1) / count
-        return self._link(moved, self.layout.shard_group * self.layout.tp * count) if count > 1 else 0.0
+    @property
+    def _shards(self) -> tuple[Group, Group]:
+        """The ranks over which dense parameters are sharded, and those of experts."""
+        layout = self.layout
+        dense = self._group(layout.shard_group, layout.tp)
+        return dense, self._group(layout.expert_shard_group, layout.ep * layout.etp) if layout.ep > 1 else dense
+
+    def _units(self, rank: int) -> int:
+        """Return the blocks of a pipeline rank, each of which is gathered and reduced by itself."""
+        return max(1, sum(stage.end - stage.first for stage in self._chunks[rank]))
+
+    def _sharded(self, collective: Collective, rank: int, width: int) -> float:
+        """Seconds of a collective over all of a rank's parameters, `width` bytes an element, block by block."""
+        units = self._units(rank)
+        sizes = zip(self._held(rank), self._shards, strict=True)
+        return units * sum(self.fabric.seconds(collective, width * held / units, group) for held, group in sizes)
+
+    def _replicas(self, rank: int) -> float:
+        """Seconds in which a shard's reduced gradients are summed over its replicas, block by block."""
+        layout, units = self.layout, self._units(rank)
+        group = self._group(layout.dp_replicate, layout.shard_group * layout.tp)
+        shard = sum(held / shards.ranks for held, shards in zip(self._held(rank), self._shards, strict=True))
+        return units * self.fabric.seconds(Collective.ALL_REDUCE, _SINGLE * shard / units, group)
 
     def _gathers(self, rank: int) -> float:
         """How often a pipeline rank gathers each of its chunks in a step: once, unless it has more than stay gathered."""
@@ -313,16 +332,19 @@ class LayoutCost:
     @property
     def links(self) -> tuple[Link, ...]:
         """What each group of ranks sends over."""
-        layout = self.layout
-        spans = {"tp": (layout.tp, layout.tp), "cp": (layout.cp, layout.cp * layout.tp), "ep": (layout.ep, layout.ep)}
-        spans["pp"] = (layout.pp, layout.world_size if layout.pp > 1 else 1)
-        spans["shards"] = (layout.shard_group, 1 if layout.shards_on_one_node else layout.world_size)
-        spans["replicas"] = (layout.dp_replicate, layout.shard_group * layout.tp * layout.dp_replicate)
-        return tuple(
-            Link(name, count, span <= layout.gpus, self.rates.link_gbs if span <= layout.gpus else self.rates.node_gbs)
-            for name, (count, span) in spans.items()
-            if count > 1
-        )
+        layout, domain = self.layout, self.case.cluster.domain
+        shared = layout.shard_group * layout.tp
+        groups = {"tp": self._group(layout.tp), "cp": self._group(layout.cp, layout.tp), "ep": self._group(layout.ep)}
+        staged = layout.world_size // layout.pp >= domain
+        groups["pp"] = Group(layout.pp, 1 if staged else min(layout.pp, domain * layout.pp // layout.world_size))
+        groups |= {"shards": self._shards[0], "replicas": self._group(layout.dp_replicate, shared)}
+        found = []
+        for name, group in groups.items():
+            inside = group.nodes == 1
+            sent = self.fabric.link_gbs if inside else self.fabric.adapter_gbs
+            rate = sent if name in ("cp", "ep", "pp") else self.fabric.bus_gbs(group)
+            found.append(Link(name, group.ranks, inside, rate))
+        return tuple(link for link in found if link.ranks > 1)
 
     def _optimizer(self, rank: int) -> float:
         dense, experts = self._held(rank)

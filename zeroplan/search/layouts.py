@@ -16,6 +16,7 @@ Note [Smallest cluster]
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
@@ -27,7 +28,6 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.progress import working
-from zeroplan.core.rates import rates_of
 from zeroplan.core.unmodelled import may_add
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
@@ -49,6 +49,7 @@ from zeroplan.search.layout_orders import (
     without_degrees,
 )
 from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
+from zeroplan.search.machine_rates import machine_rates
 from zeroplan.tapes import shipped
 
 #: The engine whose layouts are planned.
@@ -63,7 +64,12 @@ _USUAL_NODE = 8
 MOST_NODES = 1024
 
 
-def search_layouts(request: Ask, checkpointing: bool | None = None, global_batch: int | None = None) -> LayoutAnswer:
+def search_layouts(
+    request: Ask,
+    checkpointing: bool | None = None,
+    global_batch: int | None = None,
+    profile: str | os.PathLike[str] | None = None,
+) -> LayoutAnswer:
     """Return the layout of the request's cluster that is modelled to be the fastest of those that fit.
 
     See Note [Order of layouts].
@@ -72,17 +78,23 @@ def search_layouts(request: Ask, checkpointing: bool | None = None, global_batch
         request: the question; the search keeps to the degrees, the stage and the accumulation that it says.
         checkpointing: whether blocks are recomputed; None tries both.
         global_batch: sequences of a step, which the accumulation makes of the layout's ranks; None leaves it open.
+        profile: the path of measured rates; None takes the user's own profile where it is of this GPU.
 
     Raises:
         BadInput: a request that no layout can be planned for: in the words in which the layout of its degrees is refused.
     """
-    search = _Search(request, checkpointing, global_batch)
+    search = _Search(request, checkpointing, global_batch, profile)
     found = search.on(request.nodes)
     search.require_possible()
     return found
 
 
-def smallest_cluster(request: Ask, checkpointing: bool | None = None, global_batch: int | None = None) -> LayoutAnswer:
+def smallest_cluster(
+    request: Ask,
+    checkpointing: bool | None = None,
+    global_batch: int | None = None,
+    profile: str | os.PathLike[str] | None = None,
+) -> LayoutAnswer:
     """Return the fastest layout of the smallest cluster that trains the model; nodes of the request are not read.
 
     See Note [Smallest cluster]. Where no number of GPUs is given, nodes of eight are assumed, and parts of one come first.
@@ -91,11 +103,12 @@ def smallest_cluster(request: Ask, checkpointing: bool | None = None, global_bat
         request: the question.
         checkpointing: as of :func:`search_layouts`.
         global_batch: as of :func:`search_layouts`.
+        profile: likewise.
 
     Raises:
         BadInput: a request that no layout can be planned for.
     """
-    search = _Search(request, checkpointing, global_batch, any_nodes=True)
+    search = _Search(request, checkpointing, global_batch, profile, any_nodes=True)
     tried: list[LaidOut] = []
     too_large: list[TooLarge] = []
 
@@ -150,7 +163,15 @@ class _Search:
         said: what is assumed of the cluster; empty where the request says it.
     """
 
-    def __init__(self, request: Ask, checkpointing: bool | None, global_batch: int | None, *, any_nodes: bool = False) -> None:
+    def __init__(
+        self,
+        request: Ask,
+        checkpointing: bool | None,
+        global_batch: int | None,
+        profile: str | os.PathLike[str] | None = None,
+        *,
+        any_nodes: bool = False,
+    ) -> None:
         self._request = _asked(request, global_batch)
         self._choices = (False, True) if checkpointing is None else (checkpointing,)
         self._batch = global_batch
@@ -162,7 +183,9 @@ class _Search:
         # Where this cannot be, no degree is to blame.
         plain = without_degrees(self._request).replace(nodes=1, stage=3, grad_accum=None)
         alone = [resolve(plain.replace(gradient_checkpointing=again)) for again in self._choices]
-        self._spec, self._rates = alone[0].spec, rates_of(alone[0].cluster.gpu)
+        self._spec, self._rate_warnings = alone[0].spec, list[str]()
+        cluster = replace(alone[0].cluster, gpus=self.gpus, nodes=2 if any_nodes else request.nodes)
+        self._rates = machine_rates(cluster, profile, self._rate_warnings)
         self._usable = alone[0].cluster.usable_vram or 0
         self._floors = LayoutFloors(alone[0].cases[0])
         self._orders = LayoutOrders.of_model(self._spec, global_batch)
@@ -233,7 +256,7 @@ class _Search:
         heapify(queue)
         planned: dict[int, LaidOut] = {}
         tried: list[LaidOut] = []
-        warnings: list[str] = []
+        warnings = list(self._rate_warnings) if asked.nodes > 1 or not self._rate_warnings else []
         may: LaidOut | None = None
 
         def plan(one: _Timed) -> LaidOut:
@@ -414,9 +437,9 @@ def _counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
     case = resolved.cases[0]
     options = resolved.engine.trace_options(case)
     if options.key not in known:
-        near = sorted(_powers(_MOST_EXPERT_RANKS), key=lambda ranks: (abs(log2(ranks / options.ep)), ranks))
-        shared = [replace(options, ep=ranks) for ranks in near if ranks > 1] if options.ep > 1 else []
-        for one in (options, replace(options, halves=False), *shared, replace(options, cp=1)):
+        near = sorted(_powers(_MOST_EXPERT_RANKS), key=lambda ranks: (abs(log2(ranks / options.mesh.ep)), ranks))
+        shared = [options.on_ranks(ep=ranks) for ranks in near if ranks > 1] if options.mesh.ep > 1 else []
+        for one in (options, replace(options, halves=False), *shared, options.on_ranks(cp=1)):
             tape = shipped.find(case.spec, one)
             if tape is not None:
                 known[options.key] = count_tape(expand_for(tape, case))

@@ -52,6 +52,7 @@ class ScaleOptions(RunOptions, total=False):
     cpu_ram: str | int | None
     nvme: str | int | None
     host: str | None
+    network: str | None
     from_scratch: bool
     depth: str | None
     alloc_conf: str

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput, member_named
-from zeroplan.core.rates import Rates, profile_path, rates_of, read_profile
+from zeroplan.core.rates import Rates
 from zeroplan.core.units import GIB
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Compilation, DType, Workload
@@ -22,6 +21,7 @@ from zeroplan.planner.options import MachineOptions
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
 from zeroplan.run.ask import Ask
+from zeroplan.search.machine_rates import machine_rates
 from zeroplan.search.recommend import SHOWN
 from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
 
@@ -157,7 +157,7 @@ def resolve_search(request: Ask, options: SearchOptions) -> ResolvedSearch:
     if cluster.cpu_ram is None:
         cluster = replace(cluster, cpu_ram=ASSUMED_HOST * cluster.gpus)
         warnings.append(f"host memory is assumed to be 64 GiB a GPU ({64 * cluster.gpus} GiB a node); give --cpu-ram")
-    rates = _rates(cluster, options, warnings)
+    rates = machine_rates(cluster, options.profile, warnings)
     if request.gpu is None:
         warnings.append(f"speeds are those of an {cluster.gpu.name}; name the card by --gpu")
     compilations: tuple[Compilation | None, ...] = (workload.compile,)
@@ -196,25 +196,6 @@ def _compilation(text: str) -> Compilation | str:
         return AUTO
     names = [*Compilation, AUTO]
     return member_named(Compilation, text, where="--compile", names=names)
-
-
-def _rates(cluster: Cluster, options: SearchOptions, warnings: list[str]) -> Rates:
-    rates = rates_of(cluster.gpu)
-    path = Path(options.profile) if options.profile is not None else profile_path()
-    if options.profile is None and not path.exists():
-        return rates
-    profile = read_profile(path)
-    if options.profile is None and profile.get("gpu") != cluster.gpu.name:
-        return rates
-    measured, source = dict(profile["rates"]), f"rates from {path}"
-    together = profile.get("together")
-    if cluster.gpus > 1 and isinstance(together, dict) and isinstance(together.get("rates"), dict):
-        measured |= together["rates"]
-        source += f", the host's with {together.get('ranks')} processes at once"
-    elif cluster.gpus > 1:
-        source += ", the host's with one process: with more it is slower, calibrate where they run"
-    warnings.append(source)
-    return rates.with_profile(measured, str(path))
 
 
 def candidates_of(resolved: ResolvedSearch, request: Ask, options: SearchOptions) -> list[Candidate]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any, Protocol
 
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.parallel import ParallelLayout
@@ -52,36 +54,14 @@ class Checkpointing(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TraceOptions:
-    """One way to run a model.
+class TracedMesh:
+    """How ranks share the model that is traced on one of them.
 
-    `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means no
-    LoRA, empty all linear layers of the blocks, else names of the layers. `every` is k where only each k-th block is
-    checkpointed: blocks k, 2k, … counted from 1. `tp` ranks share each matrix, and with `sp` the tokens between matrices; `cp`
-    ranks share each sample's tokens by rings, `ulysses` ranks by exchanging heads, and `ep` ranks the experts,
-    those of `tp` among them with `across`, or by DeepSpeed's layers with `auto_ep` (:mod:`zeroplan.trace.auto_ep`).
-    `whole_vocabulary`: tensor-parallel ranks gather the logits. `lora_dropout`: adapters drop some of their input. `quantized`:
-    how linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), with `half_adapters` the adapters
-    beside them in 16 bits, with `linear_experts` experts as layers of their own. `images` of `image_size` pixels a side come
-    with each sample. `evaluation`: the forward alone, in
-    evaluation mode and without gradients. `target_len` is the length of an encoder-decoder's targets, whatever the sources'; 0
-    where it is theirs. `fp8`: how linear layers multiply in 8-bit floats (:mod:`zeroplan.trace.float8`). `tiled_mlp`: tiles
-    in which MLPs run (:mod:`zeroplan.trace.tiled`), and `tiled_loss` head and loss (:mod:`zeroplan.trace.tiled_loss`); 0 for
-    none. `compile`: blocks are compiled (:mod:`zeroplan.trace.compiled`); with `between` the rest is, too. `at`: the only
-    sequences, tokens and LoRA rank that the tape holds for, since compiled graphs are made for one shape; None for any.
-    `sparse`: block-sparse attention, whatever `attn` says (:mod:`zeroplan.trace.sparse_attention`). With a `pair_loss` a micro
-    batch holds pairs, and the loss is computed over all their logits (:mod:`zeroplan.trace.pair_loss`), in fp32 with
-    `wide_logits`. `halves`: the backward makes the gradients of activations first, and those of weights behind all of them
-    (:mod:`zeroplan.trace.halves`). `grouped`: so many blocks are recomputed together, from one block on to before another;
-    others are not recomputed.
+    `tp` ranks share each matrix, and with `sp` the tokens between matrices; `cp` ranks share each sample's tokens by rings,
+    `ulysses` ranks by exchanging heads, and `ep` ranks the experts, those of `tp` among them with `across`, or by DeepSpeed's
+    layers with `auto_ep` (:mod:`zeroplan.trace.auto_ep`). `whole_vocabulary`: tensor-parallel ranks gather the logits.
     """
 
-    attn: Attention = Attention.SDPA
-    checkpointing: Checkpointing = Checkpointing.NONE
-    arithmetic: Arithmetic = Arithmetic.HALF
-    zero3: bool = False
-    lora: tuple[str, ...] | None = None
-    every: int = 1
     tp: int = 1
     sp: bool = False
     cp: int = 1
@@ -90,30 +70,140 @@ class TraceOptions:
     auto_ep: bool = False
     ulysses: int = 1
     whole_vocabulary: bool = False
-    quantized: Products | None = None
-    lora_dropout: bool = False
+
+    @classmethod
+    def of(cls, layout: ParallelLayout | None) -> TracedMesh:
+        """Return how the ranks of a layout share the model; None for data parallelism alone."""
+        if layout is None:
+            return cls()
+        across, whole = layout.experts_across, layout.whole_vocabulary
+        return cls(layout.tp, layout.sp, layout.cp, layout.ep, across, layout.auto_ep, layout.ulysses, whole)
+
+    @property
+    def key(self) -> Iterator[str]:
+        """Short names of the degrees above 1."""
+        if self.tp > 1:
+            yield f"tp{self.tp}" + ("+sp" if self.sp else "") + ("+whole" if self.whole_vocabulary else "")
+        if self.cp > 1:
+            yield f"cp{self.cp}"
+        if self.ep > 1 or self.auto_ep:
+            yield ("auto" if self.auto_ep else "") + f"ep{self.ep}" + ("+across" if self.across else "")
+        if self.ulysses > 1:
+            yield f"ulysses{self.ulysses}"
+
+
+@dataclass(frozen=True, slots=True)
+class TracedBase:
+    """How linear layers multiply by a quantised weight (:mod:`zeroplan.trace.quantized`), with `half_adapters` the adapters
+    beside them in 16 bits, with `linear_experts` experts as layers of their own.
+    """
+
+    products: Products
     half_adapters: bool = False
     linear_experts: bool = False
-    images: int = 0
-    image_size: int | None = None
-    evaluation: bool = False
-    target_len: int = 0
-    fp8: Float8Recipe | None = None
-    sparse: SparseTables | None = None
-    tiled_mlp: int = 0
-    tiled_loss: int = 0
-    compile: bool = False
+
+    @property
+    def key(self) -> str:
+        """A short name."""
+        return self.products + ("-half" if self.half_adapters else "") + ("-experts" if self.linear_experts else "")
+
+
+@dataclass(frozen=True, slots=True)
+class TracedImages:
+    """`count` images of `size` pixels a side that come with each sample; None is the size of the model's config."""
+
+    count: int
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TracedTiles:
+    """Tiles in which MLPs run (:mod:`zeroplan.trace.tiled`), and head and loss (:mod:`zeroplan.trace.tiled_loss`); 0: none."""
+
+    mlp: int = 0
+    loss: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGraphs:
+    """Blocks are compiled (:mod:`zeroplan.trace.compiled`); with `between` the rest is, too. `at`: the only sequences, tokens
+    and LoRA rank that the tape holds for, since compiled graphs are made for one shape; None for any.
+    """
+
     between: bool = False
     at: tuple[int, int, int] | None = None
-    pair_loss: PairLoss | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TracedPairs:
+    """A micro batch holds pairs, and the loss is computed over all their logits (:mod:`zeroplan.trace.pair_loss`), in fp32 with
+    `wide_logits`.
+    """
+
+    loss: PairLoss
     wide_logits: bool = False
-    halves: bool = False
+
+
+class TracedTechnique(Protocol):
+    """What a technique of one file does to the model that is traced."""
+
+    @property
+    def key(self) -> str:
+        """A short name, unique for what it does."""
+
+    def adapted(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the keyword arguments of peft's ``LoraConfig`` with the technique's own; the same without adapters."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceOptions:
+    """One way to run a model.
+
+    `zero3`: as ZeRO stage 3 changes the graph (identity nodes around modules, its own linear function). `lora` None means no
+    LoRA, empty all linear layers of the blocks, else names of the layers; `lora_dropout`: adapters drop some of their input.
+    `every` is k where only each k-th block is checkpointed: blocks k, 2k, … counted from 1. `grouped`: so many blocks are
+    recomputed together, from one block on to before another; others are not recomputed. `halves`: the backward makes the
+    gradients of activations first, and those of weights behind all of them (:mod:`zeroplan.trace.halves`). `evaluation`: the
+    forward alone, in evaluation mode and without gradients. `target_len` is the length of an encoder-decoder's targets,
+    whatever the sources'; 0 where it is theirs. `fp8`: how linear layers multiply in 8-bit floats
+    (:mod:`zeroplan.trace.float8`). `sparse`: block-sparse attention, whatever `attn` says
+    (:mod:`zeroplan.trace.sparse_attention`). `techniques` are those of files of their own (:mod:`zeroplan.techniques`).
+    """
+
+    attn: Attention = Attention.SDPA
+    checkpointing: Checkpointing = Checkpointing.NONE
+    arithmetic: Arithmetic = Arithmetic.HALF
+    zero3: bool = False
+    lora: tuple[str, ...] | None = None
+    lora_dropout: bool = False
+    every: int = 1
     grouped: tuple[int, int, int] | None = None
+    halves: bool = False
+    evaluation: bool = False
+    target_len: int = 0
+    mesh: TracedMesh = TracedMesh()
+    base: TracedBase | None = None
+    images: TracedImages | None = None
+    fp8: Float8Recipe | None = None
+    sparse: SparseTables | None = None
+    tiles: TracedTiles = TracedTiles()
+    graphs: TracedGraphs | None = None
+    pairs: TracedPairs | None = None
+    techniques: tuple[TracedTechnique, ...] = ()
+
+    @property
+    def at(self) -> tuple[int, int, int] | None:
+        """The only sequences, tokens and LoRA rank that the tape holds for; None for any."""
+        return None if self.graphs is None else self.graphs.at
+
+    def on_ranks(self, **degrees: Any) -> TraceOptions:
+        """Return the options on other degrees of parallelism, by fields of :class:`TracedMesh`."""
+        return replace(self, mesh=replace(self.mesh, **degrees))
 
     @property
     def split_tokens(self) -> int:
         """Ranks that share the tokens of a sample. A tape's sequence length is what one of them has."""
-        return self.cp * self.ulysses * (self.tp if self.sp else 1)
+        return self.mesh.cp * self.mesh.ulysses * (self.mesh.tp if self.mesh.sp else 1)
 
     @property
     def reentrant(self) -> TraceOptions:
@@ -128,23 +218,15 @@ class TraceOptions:
         parts = [self.attn.value, checkpointing, self.arithmetic.value]
         if self.zero3:
             parts.append("zero3")
-        if self.quantized is not None:
-            experts = "-experts" if self.linear_experts else ""
-            parts.append(self.quantized + ("-half" if self.half_adapters else "") + experts)
+        if self.base is not None:
+            parts.append(self.base.key)
         if self.lora is not None:
             parts.append("lora" + "".join(f"+{name}" for name in sorted(self.lora)))
         if self.lora_dropout:
             parts.append("dropout")
-        if self.tp > 1:
-            parts.append(f"tp{self.tp}" + ("+sp" if self.sp else "") + ("+whole" if self.whole_vocabulary else ""))
-        if self.cp > 1:
-            parts.append(f"cp{self.cp}")
-        if self.ep > 1 or self.auto_ep:
-            parts.append(("auto" if self.auto_ep else "") + f"ep{self.ep}" + ("+across" if self.across else ""))
-        if self.ulysses > 1:
-            parts.append(f"ulysses{self.ulysses}")
-        if self.images:
-            parts.append(f"images{self.images}" + (f"x{self.image_size}" if self.image_size else ""))
+        parts += self.mesh.key
+        if self.images is not None:
+            parts.append(f"images{self.images.count}" + (f"x{self.images.size}" if self.images.size else ""))
         if self.evaluation:
             parts.append("eval")
         if self.target_len:
@@ -153,20 +235,17 @@ class TraceOptions:
             parts.append(f"fp8-{self.fp8}")
         if self.sparse is not None:
             parts.append(self.sparse.key)
-        if self.tiled_mlp:
-            parts.append(f"mlp{self.tiled_mlp}")
-        if self.tiled_loss:
-            parts.append(f"loss{self.tiled_loss}")
-        if self.compile:
-            parts.append("compile" + ("-between" if self.between else ""))
-        if self.at is not None:
-            parts.append("at" + "x".join(map(str, self.at)))
-        if self.pair_loss is not None:
-            parts.append(f"pairs-{self.pair_loss}" + ("-fp32" if self.wide_logits else ""))
+        parts += [f"{name}{tiles}" for name, tiles in (("mlp", self.tiles.mlp), ("loss", self.tiles.loss)) if tiles]
+        if self.graphs is not None:
+            parts.append("compile" + ("-between" if self.graphs.between else ""))
+            parts += [] if self.graphs.at is None else ["at" + "x".join(map(str, self.graphs.at))]
+        if self.pairs is not None:
+            parts.append(f"pairs-{self.pairs.loss}" + ("-fp32" if self.pairs.wide_logits else ""))
         if self.halves:
             parts.append("halves")
         if self.grouped is not None:
             parts.append("groups" + "-".join(map(str, self.grouped)))
+        parts += [one.key for one in self.techniques]
         return "_".join(parts)
 
 
@@ -187,38 +266,28 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         whole = Checkpointing.IN_GRAPH if workload.compile is Compilation.CHECKPOINTED else Checkpointing.NON_REENTRANT
         checkpointing = kept if policy.selective else whole
     lora, base, sparse = workload.technique(Lora), workload.technique(QuantizedBase), workload.technique(SparseAttention)
-    tiled_mlp, tiled_loss = workload.technique(TiledMlp), workload.technique(TiledLoss)
+    batch, objective, compiled = workload.batch, workload.objective, workload.compile
+    mlp, loss = workload.technique(TiledMlp), workload.technique(TiledLoss)
+    half_adapters = workload.adapter_bytes == 2 and arithmetic is not Arithmetic.HALF
     return TraceOptions(
         attn=workload.numerics.attn,
         checkpointing=checkpointing,
         arithmetic=arithmetic,
         zero3=zero3,
         lora=None if lora is None else lora.targets,
-        every=policy.every if policy is not None else 1,
-        tp=layout.tp if layout is not None else 1,
-        sp=layout is not None and layout.sp,
-        cp=layout.cp if layout is not None else 1,
-        ep=layout.ep if layout is not None else 1,
-        across=layout is not None and layout.experts_across,
-        auto_ep=layout is not None and layout.auto_ep,
-        ulysses=layout.ulysses if layout is not None else 1,
-        whole_vocabulary=layout is not None and layout.whole_vocabulary,
-        quantized=None if base is None else base.kept.products,
         lora_dropout=lora is not None and lora.dropout,
-        half_adapters=workload.adapter_bytes == 2 and arithmetic is not Arithmetic.HALF,
-        linear_experts=base is not None and base.linear_experts,
-        images=workload.batch.images,
-        image_size=workload.batch.image_size,
-        target_len=workload.batch.target_len or 0,
+        every=policy.every if policy is not None else 1,
+        target_len=batch.target_len or 0,
+        mesh=TracedMesh.of(layout),
+        base=None if base is None else TracedBase(base.kept.products, half_adapters, base.linear_experts),
+        images=TracedImages(batch.images, batch.image_size) if batch.images else None,
         fp8=workload.technique(Float8Recipe),
         sparse=None if sparse is None else sparse.tables,
-        tiled_mlp=0 if tiled_mlp is None else tiled_mlp.tiles,
-        tiled_loss=0 if tiled_loss is None else tiled_loss.tiles,
-        compile=workload.compile is not None,
-        between=workload.compile is Compilation.MODEL,
-        at=None if workload.compile is None else (workload.batch.rows, workload.batch.seq_len or 1, workload.lora_rank or 0),
-        pair_loss=workload.objective.pair_loss,
-        wide_logits=workload.objective.wide_logits,
+        tiles=TracedTiles(0 if mlp is None else mlp.tiles, 0 if loss is None else loss.tiles),
+        graphs=None
+        if compiled is None
+        else TracedGraphs(compiled is Compilation.MODEL, (batch.rows, batch.seq_len or 1, workload.lora_rank or 0)),
+        pairs=None if objective.pair_loss is None else TracedPairs(objective.pair_loss, objective.wide_logits),
     )
 
 
@@ -227,7 +296,5 @@ def evaluation_options(workload: Workload, layout: ParallelLayout | None = None)
     drops, and whatever hooks an engine has on its graph, it runs alike. It is the eager one of a compiled model, too.
     """
     options = options_for(workload, layout=layout)
-    plain = replace(
-        options, checkpointing=Checkpointing.NONE, every=1, lora_dropout=False, compile=False, between=False, at=None
-    )
-    return replace(plain, evaluation=True, pair_loss=None)
+    plain = replace(options, checkpointing=Checkpointing.NONE, every=1, lora_dropout=False, graphs=None)
+    return replace(plain, evaluation=True, pairs=None)

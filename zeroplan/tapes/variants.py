@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from zeroplan.core.workload import Attention
-from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
+from zeroplan.tape.options import Arithmetic, Checkpointing, TracedMesh, TraceOptions
 
 _NONE, _FULL, _SELECTIVE = Checkpointing.NONE, Checkpointing.NON_REENTRANT, Checkpointing.SELECTIVE
 _SDPA, _EAGER, _FLASH = Attention.SDPA, Attention.EAGER, Attention.FLASH
@@ -93,12 +91,12 @@ def variants_of(model: str) -> tuple[TraceOptions, ...]:
     those of a ring's ranks, and mixtures those of expert-parallel ranks, some of AutoEP's.
     """
     both = (_FULL, _NONE)
-    shared = [TraceOptions(_SDPA, how, ep=ep) for ep in EXPERT_PARALLEL.get(model, ()) for how in both]
+    shared = [TraceOptions(_SDPA, how, mesh=TracedMesh(ep=ep)) for ep in EXPERT_PARALLEL.get(model, ()) for how in both]
     if model in AUTO_EP:
-        stages = (False, True)
-        shared += [TraceOptions(_SDPA, how, zero3=zero3, ep=AUTO_EP[model], auto_ep=True) for how in both for zero3 in stages]
+        mesh = TracedMesh(ep=AUTO_EP[model], auto_ep=True)
+        shared += [TraceOptions(_SDPA, how, zero3=zero3, mesh=mesh) for how in both for zero3 in (False, True)]
     if model not in TENSOR_PARALLEL:
         return (*variants(), *shared)
-    ranks = [TraceOptions(_SDPA, how, tp=tp, sp=sp) for tp in (8, 4, 2) for sp in (True, False) for how in both]
-    rings = [replace(one, cp=2) for one in (*(TraceOptions(_SDPA, how) for how in both), *ranks)] if model in RING else []
+    ranks = [TraceOptions(_SDPA, how, mesh=TracedMesh(tp, sp)) for tp in (8, 4, 2) for sp in (True, False) for how in both]
+    rings = [one.on_ranks(cp=2) for one in (*(TraceOptions(_SDPA, how) for how in both), *ranks)] if model in RING else []
     return (*variants(), *ranks, *rings, *shared)

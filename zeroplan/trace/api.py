@@ -139,7 +139,7 @@ def traced(
 ) -> Tape:
     """Trace the tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
     try:
-        many = max(options.tiled_mlp, options.tiled_loss) > MOST_TRACED or options.grouped is not None
+        many = max(options.tiles.mlp, options.tiles.loss) > MOST_TRACED or options.grouped is not None
         if not options.images and options.at is None and not many:  # images' placeholders need a length of their own
             return trace_model(config, auto_class, options)
     except (UnlikeError, DoesNotFitError):
@@ -196,28 +196,28 @@ def _no_period(config: Mapping[str, Any]) -> BadInput:
 @contextlib.contextmanager
 def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
     """Make the ranks that the options ask for, as long as the context lasts."""
-    if options.ulysses > 1:
+    if options.mesh.ulysses > 1:
         from zeroplan.trace.ulysses import UlyssesRank
 
-        yield UlyssesRank(options.ulysses)
+        yield UlyssesRank(options.mesh.ulysses)
         return
-    if options.auto_ep:
+    if options.mesh.auto_ep:
         from zeroplan.trace.auto_ep import AutoEpRank
 
-        yield AutoEpRank(options.ep)
+        yield AutoEpRank(options.mesh.ep)
         return
-    if options.tp == options.cp == options.ep == 1:
+    if options.mesh.tp == options.mesh.cp == options.mesh.ep == 1:
         yield ALONE
         return
-    if options.whole_vocabulary:
+    if options.mesh.whole_vocabulary:
         from zeroplan.trace.auto_tp import AutoTpRank
 
-        yield AutoTpRank(options.tp)
+        yield AutoTpRank(options.mesh.tp)
         return
     from zeroplan.trace.mesh import MeshRank, fake_mesh
 
-    with fake_mesh(options.ep, options.cp, options.tp) as mesh:
-        yield MeshRank(mesh, sequence=options.sp, across=options.across)
+    with fake_mesh(options.mesh.ep, options.mesh.cp, options.mesh.tp) as mesh:
+        yield MeshRank(mesh, sequence=options.mesh.sp, across=options.mesh.across)
 
 
 def _attempts(
@@ -268,7 +268,7 @@ class _Attempt:
         self._extends = False
         self._thresholds = thresholds(config)
         if self._thresholds and options.split_tokens > 1:
-            where = "--cp" if options.cp > 1 else "--ulysses" if options.ulysses > 1 else "--sp"
+            where = "--cp" if options.mesh.cp > 1 else "--ulysses" if options.mesh.ulysses > 1 else "--sp"
             raise BadInput("splitting the tokens of a model with windows is not modelled", where=where, remedy="leave it out")
 
     def _model(self, rank: int) -> nn.Module:

@@ -112,7 +112,7 @@ class Assembler:
             # A block's last output is the input of the next block, which keeps it where that block is checkpointed.
             every = self.options.every
             kept = _kept_outside(trace, {m for t in self.traced for b, m in enumerate(t.modules) if (b + 2) % every == 0})
-        return kinds_of(trace, -(-self.vocab // self.options.tp), heads, inside, kept)
+        return kinds_of(trace, -(-self.vocab // self.options.mesh.tp), heads, inside, kept)
 
     def tape(self, programs: list[TapeProgram], shapes: Sequence[tuple[int, ...]]) -> Tape:
         """The stored tape. `shapes` are those of the parameters; -k stands for k times the LoRA rank.

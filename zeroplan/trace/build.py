@@ -233,25 +233,25 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     model.tie_weights()
     if config.get("tie_word_embeddings") is False:
         _untie(model)
-    if options.quantized is not None:
-        quantize(model, options.quantized)
-        if options.linear_experts:
-            quantize_experts(model, options.quantized)
+    if options.base is not None:
+        quantize(model, options.base.products)
+        if options.base.linear_experts:
+            quantize_experts(model, options.base.products)
     if options.lora is not None:
         fp32 = options.arithmetic is Arithmetic.HALF_AUTOCAST
         model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout)
-    if options.quantized is not None:
-        adapt(model, autocast=options.arithmetic.autocasts, half=options.half_adapters)
+    if options.base is not None:
+        adapt(model, autocast=options.arithmetic.autocasts, half=options.base.half_adapters)
     if options.fp8 is not None:
         convert(model, options.fp8, autocasts=options.arithmetic.autocasts)
-    if options.tiled_mlp:
-        tile_mlps(model, options.tiled_mlp)
-    if options.tiled_loss:
-        tile_loss(model, options.tiled_loss)
+    if options.tiles.mlp:
+        tile_mlps(model, options.tiles.mlp)
+    if options.tiles.loss:
+        tile_loss(model, options.tiles.loss)
     trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
-    if options.compile:
+    if options.graphs is not None:
         without_cache(base)
     if options.checkpointing is not Checkpointing.NONE and options.lora is not None:
         base.enable_input_require_grads()
@@ -316,14 +316,14 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
         features = torch.empty(point.batch, config.get("num_mel_bins", 80), frames, dtype=dtype, device="meta")
         return {"input_features": features, "labels": tokens(point.batch, point.seq)}
     if options.images:
-        shapes = image_batch(config, point.batch, options.images, options.image_size)
-        made = image_inputs(shapes, point.batch, point.seq, options.images, dtype)
+        shapes = image_batch(config, point.batch, options.images.count, options.images.size)
+        made = image_inputs(shapes, point.batch, point.seq, options.images.count, dtype)
         return {name: tensor.to("meta") for name, tensor in made.items()}
     if auto_class in (CTC, AUDIO_CLASSIFICATION):
         return _audio(config, auto_class, point, dtype)
     if auto_class == MULTIPLE_CHOICE:
         return {"input_ids": tokens(point.batch, 2, point.seq), "labels": tokens(point.batch)}
-    if options.pair_loss is not None:
+    if options.pairs is not None:
         return {**pairs_of(point.batch, point.seq)}
     ids = tokens(point.batch, point.seq)
     if auto_class == IMAGE_TEXT_TO_TEXT and config.get("model_type") == "gemma3":

@@ -80,8 +80,8 @@ def _record(
             halves = BackwardInHalves(model, recorder) if options.halves else None
             recorder.mark(Mark.FORWARD_BEGIN)
             with torch.set_grad_enabled(not options.evaluation):
-                if options.pair_loss is not None:
-                    loss = loss_of_pairs(model, batch, options.pair_loss, wide=options.wide_logits)
+                if options.pairs is not None:
+                    loss = loss_of_pairs(model, batch, options.pairs.loss, wide=options.pairs.wide_logits)
                 else:
                     loss = loss_of(model(**batch), required=needs_loss)
             functions.drop_casts()
@@ -110,10 +110,10 @@ def _reads_tokens(model: nn.Module) -> bool:
 def _regions(model: nn.Module, options: TraceOptions) -> CompiledRegions:
     """The compiled parts of the model; without ``torch.compile`` there are none, and inductor is not imported."""
     every = options.every if options.checkpointing is Checkpointing.IN_GRAPH else 0
-    if not options.compile:
+    if options.graphs is None:
         return CompiledRegions(nn.Module())
     checkpoints = options.checkpointing is not Checkpointing.NONE
-    return CompiledRegions(model, every=every, between=options.between, checkpoints=checkpoints)
+    return CompiledRegions(model, every=every, between=options.graphs.between, checkpoints=checkpoints)
 
 
 def _backward(loss: torch.Tensor) -> None:

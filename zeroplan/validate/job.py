@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.parallel import DEGREES, ParallelLayout
-from zeroplan.core.workload import Lora, Workload
+from zeroplan.core.plain import from_plain, to_plain
+from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import engine_path
 from zeroplan.planner.describe import values_of
@@ -31,8 +32,7 @@ class VerifyJob:
         engine_path: the engine's class, as :func:`zeroplan.engines.registry.engine_path` gives it.
         model: a transformers config.
         ds_config: what the engine's :meth:`~zeroplan.engines.base.Engine.run_config` returned.
-        reentrant: whether checkpoints are reentrant.
-        compiled: how the blocks are compiled (:class:`zeroplan.core.workload.Compilation`); None where they are not.
+        workload: what was planned.
         steps: optimizer steps.
         timeout: seconds without progress after which a rank gives up.
         layout: how the ranks divide the work.
@@ -46,21 +46,9 @@ class VerifyJob:
     stage: int
     model: dict[str, Any]
     auto_class: str
-    micro_batch: int
-    seq_len: int
-    grad_accum: int
-    dtype: str
-    optimizer: str
-    attn: str
-    gradient_checkpointing: bool
-    lora_rank: int | None
-    lora_targets: tuple[str, ...]
+    workload: Workload
     steps: int
     timeout: float
-    labelled_share: float | None = None
-    target_len: int | None = None
-    reentrant: bool = False
-    compiled: str | None = None
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     schedule: str = "1f1b"
     partition: str = ""
@@ -77,13 +65,14 @@ class VerifyJob:
 
     def to_json(self) -> dict[str, Any]:
         """Return the job as plain values, without the module."""
-        return asdict(replace(self, live=None))
+        written = to_plain(replace(self, model={}, ds_config={}, live=None))
+        return {**written, "model": self.model, "ds_config": self.ds_config}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> VerifyJob:
         """Read a job from the plain values of :meth:`to_json`."""
-        typed = {"lora_targets": tuple(values["lora_targets"]), "layout": ParallelLayout(**values["layout"])}
-        return cls(**{**values, **typed})
+        read: VerifyJob = from_plain({**values, "model": {}, "ds_config": {}})
+        return replace(read, model=values["model"], ds_config=values["ds_config"])
 
 
 def job_of(
@@ -111,8 +100,7 @@ def job_of(
     engine.require_verifiable(case.zero)
     _require_loop(case.workload)
     _require_verified(engine, case.layout)
-    spec, work = case.spec, case.workload
-    lora = work.technique(Lora)
+    spec = case.spec
     if live is None and not spec.config:
         remedy = "give a hub id, a folder or a config.json"
         if spec.source == "module":
@@ -124,21 +112,9 @@ def job_of(
         stage=case.zero.stage,
         model={} if live else json.loads(json.dumps(dict(spec.config), default=str)),
         auto_class="" if live else spec.auto_class or auto_class_of(spec.config),
-        micro_batch=work.batch.micro_batch,
-        seq_len=work.batch.seq_len or 1,
-        grad_accum=work.batch.grad_accum,
-        dtype=work.numerics.dtype.value,
-        optimizer=work.numerics.optimizer,
-        attn=work.numerics.attn.value,
-        gradient_checkpointing=work.gradient_checkpointing,
-        lora_rank=work.lora_rank,
-        lora_targets=() if lora is None else lora.targets,
+        workload=case.workload,
         steps=steps,
         timeout=timeout,
-        labelled_share=work.batch.labelled_share,
-        target_len=work.batch.target_len,
-        reentrant=work.reentrant,
-        compiled=work.compile,
         layout=case.layout,
         schedule=case.pipeline,
         partition=case.partition,

@@ -33,7 +33,7 @@ from deepspeed.ops.triton_ops import _triton, swiglu_triton
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroplan.trace.api as api
-from zeroplan.tape.options import Checkpointing, TraceOptions
+from zeroplan.tape.options import Checkpointing, TracedMesh, TraceOptions
 from zeroplan.trace.auto_ep import AutoEpRank
 
 WORLD, SEQ = 8, 64
@@ -100,7 +100,7 @@ class DeepSpeedRank(AutoEpRank):
 def tape_of(case: dict[str, Any], on: AutoEpRank | None) -> list[Any]:
     """What a tape holds; `on` None traces ours."""
     checkpointing = Checkpointing(case["checkpointing"])
-    options = TraceOptions(ep=case["ranks"], auto_ep=True, checkpointing=checkpointing, zero3=case["zero3"])
+    options = TraceOptions(mesh=TracedMesh(ep=case["ranks"], auto_ep=True), checkpointing=checkpointing, zero3=case["zero3"])
     given = contextlib.nullcontext() if on is None else patch.object(api, "_ranks_of", lambda _: contextlib.nullcontext(on))
     batch = case["batch"]
     with given:

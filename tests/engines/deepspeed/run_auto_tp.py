@@ -29,7 +29,7 @@ from deepspeed.utils import groups
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroplan.trace.api as api
-from zeroplan.tape.options import Checkpointing, TraceOptions
+from zeroplan.tape.options import Checkpointing, TracedMesh, TraceOptions
 from zeroplan.trace.ranks import Ranks
 
 RANKS, BATCH, SEQ = 2, 2, 128
@@ -63,7 +63,7 @@ class DeepSpeedRank(Ranks):
 
 def tape_of(case: dict[str, Any], rank: Ranks | None) -> list[Any]:
     """What a tape holds; `rank` None traces ours."""
-    options = TraceOptions(tp=RANKS, whole_vocabulary=True, checkpointing=Checkpointing(case["checkpointing"]))
+    options = TraceOptions(mesh=TracedMesh(tp=RANKS, whole_vocabulary=True), checkpointing=Checkpointing(case["checkpointing"]))
     options = replace(options, zero3=case.get("zero3", False))
     given = contextlib.nullcontext() if rank is None else patch.object(api, "_ranks_of", lambda _: contextlib.nullcontext(rank))
     with given:

@@ -29,7 +29,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import zeroplan.trace.api as api
-from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
+from zeroplan.tape.options import Arithmetic, Checkpointing, TracedMesh, TraceOptions
 from zeroplan.trace.ulysses import UlyssesRank
 
 WORLD, SEQ = 8, 64
@@ -88,7 +88,7 @@ def gathered_by_nccl(parts: list[torch.Tensor], own: torch.Tensor, group: Any = 
 def tape_of(case: dict[str, Any], on: UlyssesRank | None) -> list[Any]:
     """What a tape holds; `on` None traces ours."""
     checkpointing = Checkpointing(case["checkpointing"])
-    options = TraceOptions(ulysses=case["ranks"], checkpointing=checkpointing, zero3=case["zero3"])
+    options = TraceOptions(mesh=TracedMesh(ulysses=case["ranks"]), checkpointing=checkpointing, zero3=case["zero3"])
     if case["lora"]:
         options = replace(options, lora=(), arithmetic=Arithmetic.HALF_AUTOCAST)
     rank = 8 if case["lora"] else None

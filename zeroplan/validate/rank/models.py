@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.losses import IGNORED_LABEL, labelled_tokens
-from zeroplan.core.workload import Attention, Compilation
+from zeroplan.core.workload import Compilation, GradientCheckpointing, Lora
 from zeroplan.tape.options import Checkpointing, TraceOptions
 from zeroplan.validate.job import VerifyJob
 from zeroplan_runtime.regional_compilation import compile_blocks
@@ -37,11 +37,11 @@ def make_model(job: VerifyJob, dtype: torch.dtype, *, cheap: bool = False) -> An
     build = getattr(transformers, job.auto_class).from_config
     if cheap:
         with no_init_weights():
-            model = build(config, dtype=dtype, attn_implementation=_ATTENTION[job.attn])
+            model = build(config, dtype=dtype, attn_implementation=_ATTENTION[job.workload.numerics.attn])
         model.tie_weights()  # which initialisation would have done
         fill(model)
     else:
-        model = build(config, dtype=dtype, attn_implementation=_ATTENTION[job.attn])
+        model = build(config, dtype=dtype, attn_implementation=_ATTENTION[job.workload.numerics.attn])
     return model.train()
 
 
@@ -65,23 +65,25 @@ def prepare(job: VerifyJob, model: Any) -> Any:
         from zeroplan.validate.live import prepared
 
         return prepared(model)
-    if job.lora_rank is not None:
+    work = job.workload
+    lora, again, compiled = work.technique(Lora), work.technique(GradientCheckpointing), work.compile
+    if lora is not None:
         from zeroplan.trace.build import with_adapters
 
-        model = with_adapters(model, job.lora_rank, job.lora_targets)
+        model = with_adapters(model, lora.rank, lora.targets)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
-    if job.gradient_checkpointing:
-        if job.lora_rank is not None:
+    if again is not None:
+        if lora is not None:
             base.enable_input_require_grads()
-        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": job.reentrant})
-    if job.compiled is not None:
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": again.reentrant})
+    if compiled is not None:
         from zeroplan.trace.build import without_cache
 
         without_cache(base)
-    if job.compiled == Compilation.CHECKPOINTED:
+    if compiled is Compilation.CHECKPOINTED:
         compile_blocks(model)
-    elif job.compiled is not None:
+    elif compiled is not None:
         for block in find_blocks(model).values():
             block.compile()
     return model
@@ -93,12 +95,13 @@ def make_batch(job: VerifyJob, device: torch.device, seed: int, *, casts: bool) 
     A user's own batch keeps its values; where the engine `casts` modules, its floating tensors take the job's dtype.
     """
     if job.live is not None:
-        return job.live.batch_on(device, DTYPES[job.dtype] if casts else None)
+        return job.live.batch_on(device, DTYPES[job.workload.numerics.dtype] if casts else None)
     from zeroplan.trace.build import build_inputs, vocabulary_of
     from zeroplan.trace.fit import TracePoint
 
-    options = TraceOptions(attn=Attention(job.attn), checkpointing=Checkpointing.NONE, target_len=job.target_len or 0)
-    shapes = build_inputs(job.model, job.auto_class, options, TracePoint(job.micro_batch, job.seq_len, 0))
+    batch, numerics = job.workload.batch, job.workload.numerics
+    options = TraceOptions(numerics.attn, Checkpointing.NONE, target_len=batch.target_len or 0)
+    shapes = build_inputs(job.model, job.auto_class, options, TracePoint(batch.micro_batch, batch.seq_len or 1, 0))
     generator = torch.Generator().manual_seed(seed)
     classes = int(job.model.get("num_labels") or 2)
     made: dict[int, torch.Tensor] = {}
@@ -106,15 +109,15 @@ def make_batch(job: VerifyJob, device: torch.device, seed: int, *, casts: bool) 
         if id(meta) in made:
             continue
         if meta.is_floating_point():
-            value = torch.randn(meta.shape, generator=generator).to(DTYPES[job.dtype])
+            value = torch.randn(meta.shape, generator=generator).to(DTYPES[job.workload.numerics.dtype])
         else:
             most = classes if name == "labels" and meta.dim() == 1 else max(4, vocabulary_of(job.model))
             value = torch.randint(0, most, meta.shape, generator=generator)
         made[id(meta)] = value.to(device)
-    batch = {name: made[id(meta)] for name, meta in shapes.items()}
-    if job.labelled_share is not None and "labels" in batch:
-        batch["labels"] = with_labelled_share(batch["labels"], job.labelled_share)
-    return batch
+    inputs = {name: made[id(meta)] for name, meta in shapes.items()}
+    if batch.labelled_share is not None and "labels" in inputs:
+        inputs["labels"] = with_labelled_share(inputs["labels"], batch.labelled_share)
+    return inputs
 
 
 def with_labelled_share(labels: torch.Tensor, share: float) -> torch.Tensor:

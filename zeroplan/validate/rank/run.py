@@ -22,7 +22,7 @@ from zeroplan.engines.registry import load_engine
 from zeroplan.engines.verification import Trainer, TrainingRun
 from zeroplan.trace.run import loss_of
 from zeroplan.validate.job import VerifyJob
-from zeroplan.validate.rank.models import DTYPES, make_batch, make_model, prepare
+from zeroplan.validate.rank.models import make_batch, make_model, prepare
 from zeroplan.validate.rank.probe import Probe, RankDevice, bytes_written
 
 #: Called with a line of text about what the rank does next.
@@ -97,9 +97,7 @@ def _trainer(job: VerifyJob, engine: Engine, device: torch.device, mark: Callabl
     return build(
         TrainingRun(
             stage=job.stage,
-            dtype=DTYPES[job.dtype],
-            optimizer=job.optimizer,
-            grad_accum=job.grad_accum,
+            workload=job.workload,
             ds_config=job.ds_config,
             device=device,
             mark=mark,

@@ -76,15 +76,15 @@ def test_a_loop_without_the_trainer(read: Read) -> None:
         "accelerate launch --num_processes 2 run_glue_no_trainer.py --num_train_epochs 1 --per_device_eval_batch_size 64"
     )
     assert (glue.optimizer, glue.optimizer_kind, glue.eval_batch, glue.seq_len) == ("adamw", "foreach", 64, 128)
-    assert (glue.detached_loss, glue.saves, beside_the_script(glue)) == (False, False, [])
+    assert (glue.detached_loss, glue.saves, glue.unmodelled) == (False, False, ())
     clm = read("accelerate launch --num_processes 2 run_clm_no_trainer.py --checkpointing_steps epoch --num_train_epochs 1")
     assert (clm.head, clm.pads, clm.eval_batch, clm.saves, clm.saver) == ("causal-lm", False, 8, True, "accelerate")
-    assert beside_the_script(clm) == [("outputs", Effect.MORE)]
+    assert [(one.key, one.effect) for one in clm.unmodelled] == [("outputs", Effect.MORE)]
     t5 = read(
         "accelerate launch --num_processes 2 run_summarization_no_trainer.py --num_train_epochs 1 --max_source_length 512"
     )
     assert (t5.eval_batch, t5.target_len) == (None, 128)
-    assert ("evaluation", Effect.MORE) in beside_the_script(t5)
+    assert ("evaluation", Effect.MORE) in [(one.key, one.effect) for one in t5.unmodelled]
 
 
 def test_a_script_whose_name_speaks_of_what_no_flag_tells(read: Read) -> None:

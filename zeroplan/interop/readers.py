@@ -74,10 +74,11 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
 def _read(owner: Program, document: Document) -> Setup:
     """Read a document, with the defaults of its script's own dataclasses beneath where its program takes such scripts."""
     defaults, given = document.defaults, document.data
-    if document.unread and document.command is not None and not owner.starts_own(document):
-        unread = Unmodelled(document.command.program[:60], Effect.UNKNOWN, document.unread[:160])
-        setup = owner.read(document)
-        return replace(setup, unmodelled=(unread, *setup.unmodelled))
+    if document.unread and document.command is not None:
+        setup, program = owner.read(document), document.command.program[:60]
+        if owner.starts_own(document):
+            return setup
+        return replace(setup, unmodelled=(Unmodelled(program, Effect.UNKNOWN, document.unread[:160]), *setup.unmodelled))
     if defaults is None or owner.name not in _OF_SCRIPTS:
         return owner.read(document)
     beneath = defaults.beneath(given)

@@ -64,6 +64,17 @@ _EXAMPLES = (
 )
 
 
+#: The scripts of ``examples/pytorch`` whose defaults are known here.
+_KNOWN = re.compile(
+    r"(^|/)run_(summarization|translation|seq2seq_qa|qa|glue|classification|xnli|ner|mlm|clm|image_classification)(_no_trainer)?\.py$"
+)
+
+
+def is_example(program: str) -> bool:
+    """Whether a script is one of transformers' by its name."""
+    return _KNOWN.search(program) is not None
+
+
 def read_example(run: Builder) -> None:
     """Set what the name of a script tells, and leave out what it only speaks of; nothing for a file of arguments."""
     command = run.document.command

@@ -24,7 +24,7 @@ from zeroplan.interop.programs.adapters import (
 )
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
-from zeroplan.interop.programs.examples import read_example, read_script_name
+from zeroplan.interop.programs.examples import is_example, read_example, read_script_name
 from zeroplan.interop.programs.known import arguments_of, names_in, telling_of_others
 from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.optimizers import set_optimizer
@@ -427,8 +427,8 @@ class HfTrainer(Program):
         return len(trainers) >= _ENOUGH and 2 * len(known) >= len(document.data) and not other
 
     def starts_own(self, document: Document) -> bool:
-        """Return that it does not: the Trainer is started by scripts."""
-        return False
+        """Whether a command starts one of transformers' own examples; the Trainer is started by scripts."""
+        return document.command is not None and is_example(document.command.program)
 
     def read(self, document: Document) -> Setup:
         """Read the run: DeepSpeed with a ds_config, FSDP where asked for, else DDP."""

@@ -28,6 +28,8 @@ _ONLY = (
     *("dataset_train_split", "dataset_test_split", "dataset_mixture", "num_generations", "missing_eos_penalty"),
     *("center_rewards_coefficient", "rpo_alpha", "num_ppo_epochs", "cast_lm_head_to_fp32"),
 )
+#: Arguments of fms-hf-tuning, whose classes derive from TRL's with defaults of their own (``tuning/config/configs.py``).
+_FMS = ("training_data_path", "validation_data_path", "peft_method", "data_formatter_template", "data_config_path")
 _SCRIPT = re.compile(r"(^|/)(run_)?(sft|dpo|grpo|kto|orpo|cpo|reward_modeling|reward|rloo|ppo|bco|gkd)(_\w+)?\.py$")
 _MODULE = re.compile(r"(^|/)trl[./]scripts[./](sft|dpo|grpo|kto|reward|rloo)(\.py)?$")
 _COMMANDS = tuple(f"trl {task}" for task in ("sft", "dpo", "grpo", "kto", "reward", "rloo"))
@@ -188,6 +190,10 @@ class Trl(Program):
             run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
             if run.data.get("fsdp"):
                 run.leave_out("fsdp", Effect.UNKNOWN, _GATHERS)
+        if own := document.has(*_FMS):
+            run.leave_out(
+                own[0], Effect.UNKNOWN, "fms-hf-tuning's own classes decide what the file does not: defaults are not known"
+            )
         return run.setup("hf-trainer", "trl")
 
 

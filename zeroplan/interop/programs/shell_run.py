@@ -41,6 +41,8 @@ _ENVIRONMENTS = re.compile(
 )
 _READS = ("read", "mapfile", "readarray", "getopts")
 _STEP = re.compile(r"\s*(\w+)\s*(\+\+|--|[-+*/%]?=)(?!=)\s*(.*)", re.DOTALL)
+#: Behind these words, files are arguments.
+_STARTS = re.compile(r"(.*/)?(python[\d.]*|torchrun|deepspeed|accelerate|--)$")
 _SHELLS = ("bash", "sh", "zsh")
 #: Commands that start the one behind them.
 WRAPPERS = frozenset(("nohup", "srun", "time", "exec", "env", "sudo", "uv", "run", "poetry", "sbatch"))
@@ -315,7 +317,8 @@ class _Run:
 
     def start(self, words: list[str], line: int, shell: Shell) -> None:
         """Note a command, or follow the shell script that it starts."""
-        named = range(len(words)) if words[0] in WRAPPERS else range(1)
+        wrapped = words[0] in WRAPPERS
+        named = range(next((at for at, word in enumerate(words) if _STARTS.match(word)), len(words)) if wrapped else 1)
         at = next((at for at in named if basename(words[at]) in _SHELLS or words[at].endswith(".sh")), None)
         if at is not None:
             shell_named = not words[at].endswith(".sh")

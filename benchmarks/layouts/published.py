@@ -1,10 +1,12 @@
 """Holds modelled times of layouts against published runs: ``python -m benchmarks.layouts.published``.
 
-``published.jsonl`` holds a run a line: source and table, tokens a second and GPU, model, cluster, degrees, batch. Where a
-source gives operations a second, they were divided by the operations a token that it counts; `note` says so, and what a source
-leaves open. A model that is given by its shape is a Llama of the same hidden size, depth, vocabulary and elements a block. Rows
-marked `blind` were drawn by lot (seed 20261124) before the first change to the model of time, and no change was made for their
-sake.
+``published.jsonl`` holds a run a line: source and table, tokens a second and GPU, model, cluster, network, degrees, batch.
+Where a source gives operations a second, they were divided by the operations a token that it counts; `note` says so, and what
+a source leaves open. A model that is given by its shape is a Llama of the same hidden size, depth, vocabulary and elements a
+block. Rows marked `blind` were drawn by lot (seed 20261124) before the first change to the model of time, and no change was
+made for their sake. What software a source says that it ran was added to rows of both halves when the model learned to tell it:
+`engine`; `layers`, whose layers; `shared_as`, the way in which ranks share work where stages are uneven; `overlap`, `attn`;
+`card`, figures of a card unlike its preset.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.rates import rates_of
-from zeroplan.ledger.work import count_tape, guess_counts, matrices
+from zeroplan.engines.registry import find_engine
 from zeroplan.planner.resolve import resolve
-from zeroplan.planner.tapes import expand_for
 from zeroplan.run.ask import Ask
+from zeroplan.search.layout_counts import rank_counts
 from zeroplan.search.layout_time import LayoutCost, LayoutTime
-from zeroplan.tapes import find_tape
 
 ROWS = Path(__file__).with_name("published.jsonl")
 #: Within these a prediction counts as right, over published speed.
@@ -63,7 +65,9 @@ def request_of(row: dict[str, Any]) -> Ask:
     if "checkpointing" in row:
         asked |= {"gradient_checkpointing": True, "checkpoint_policy": row["checkpointing"]}
     sizes = {name: row[name] for name in ("gpus", "nodes", "gpu", "seq_len", "micro_batch", "grad_accum", "stage")}
-    return Ask(model=model, engine="fsdp2", network=row.get("network"), **sizes, **asked)
+    if "attn" in row:
+        asked["attn"] = row["attn"]
+    return Ask(model=model, engine=row.get("engine", "fsdp2"), network=row.get("network"), **sizes, **asked)
 
 
 def _llama(shape: dict[str, int]) -> dict[str, Any]:
@@ -88,12 +92,20 @@ def model(row: dict[str, Any]) -> LayoutTime:
     Raises:
         BadInput: what cannot be planned.
     """
-    case = resolve(request_of(row)).cases[0]
-    tape = find_tape(case.spec, case.workload, layout=case.parallel, plain=True)
-    tokens = case.workload.batch.rows * (case.workload.batch.seq_len or 0) // (case.layout.cp * case.layout.tp)
-    counts = guess_counts(matrices(case.spec), case.workload, tokens) if tape is None else count_tape(expand_for(tape, case))
+    resolved = resolve(request_of(row))
+    layers = find_engine(row["layers"]) if "layers" in row else resolved.engine
+    counts = rank_counts(replace(resolved, engine=layers), {})
+    sharing = (find_engine(row["shared_as"]) if "shared_as" in row else resolved.engine).sharing()
+    if "shared_as" in row:  # stages that blocks alone do not divide: embedding and head count as a block each
+        sharing = replace(sharing, even_stages=False)
+    if not row.get("overlap", True):
+        sharing = replace(sharing, overlaps=False, pipelines_tensor=False)
+    case = resolved.cases[0]
+    if "fp8" in row:
+        case = replace(case, workload=case.workload.with_techniques(Float8Recipe.TENSORWISE))  # all recipes have one rate
     cluster = case.cluster
-    return LayoutCost(case, counts, rates_of(cluster.gpu, cluster.network, cluster.gpus)).time()
+    gpu = replace(cluster.gpu, **row.get("card", {}))
+    return LayoutCost(case, counts, rates_of(gpu, cluster.network, cluster.gpus), sharing).time()
 
 
 def outcomes(only: str = "") -> Iterator[Outcome]:

@@ -17,6 +17,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadParam, ZeroConfig
 from zeroplan.engines import torch_traffic
 from zeroplan.engines.compute_traffic import COMPUTE
+from zeroplan.engines.contention import MEMORY_PER_BYTE
 from zeroplan.engines.deepspeed import traffic
 from zeroplan.engines.registry import find_engine
 from zeroplan.engines.runtime import traffic as runtime_traffic
@@ -223,8 +224,9 @@ def test_stage_0_waits_for_each_test_and_offload_for_its_own() -> None:
 def test_hidden_collectives_cost_the_computation_beside_them() -> None:
     lines = items(3)
     sent = lines["gather_forward"].amount
-    assert lines["contention_forward"].amount == pytest.approx(10 * sent, abs=10)
-    assert lines["contention_backward"].amount == pytest.approx(10 * (sent + lines["reduce_each_micro_batch"].amount), abs=20)
+    assert lines["contention_forward"].amount == pytest.approx(MEMORY_PER_BYTE * sent, abs=10)
+    beside = sent + lines["reduce_each_micro_batch"].amount
+    assert lines["contention_backward"].amount == pytest.approx(MEMORY_PER_BYTE * beside, abs=20)
     assert "contention_backward" not in items(2)  # its reductions hide nothing, as overlap_comm is off there by default
     assert "contention_forward" not in items(3, gpus=1)
 

@@ -86,6 +86,21 @@ def stages_of(blocks: int, stages: int) -> tuple[Stage, ...]:
     return tuple(found)
 
 
+def even_stages(blocks: int, stages: int) -> tuple[Stage, ...]:
+    """Divide a number of blocks evenly over stages, as Megatron-LM does; the first ones have one more where that is not even.
+
+    Raises:
+        BadInput: more stages than blocks.
+    """
+    if stages > blocks:
+        raise BadInput(
+            f"{stages} pipeline stages for {blocks} blocks", where="--pp", remedy=f"use pp × vpp of at most {blocks}"
+        )
+    weight, heavier = divmod(blocks, stages)
+    ends = [weight * index + min(index, heavier) for index in range(stages + 1)]
+    return tuple(Stage(index, stages, ends[index], ends[index + 1]) for index in range(stages))
+
+
 def chunks_of(
     blocks: int, ranks: int, chunks: int, rank: int, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
 ) -> tuple[Stage, ...]:

@@ -27,8 +27,10 @@ from zeroplan.core.files import read_bytes
 from zeroplan.core.gpus import Gpu
 from zeroplan.core.network import Network, usual_network
 
-#: Of the data sheet's dense rate, what large 16-bit matrix products attain (cuBLAS, 8192³), by architecture.
-MATMUL_FRACTION = {(7, 0): 0.72, (7, 5): 0.45, (8, 0): 0.80, (9, 0): 0.70, (10, 0): 0.70}
+#: Of the data sheet's dense rate, what large 16-bit matrix products attain (cuBLAS, 8192³), by architecture. Hopper's: 727.6 of
+#: 989 on an H200 while three others of its node were at work (benchmarks/results/recommend_blind/profile_4_ranks.json). One by
+#: itself ran them at 780 (profile.json), until its power limit holds it. Blackwell's is taken to be alike.
+MATMUL_FRACTION = {(7, 0): 0.72, (7, 5): 0.45, (8, 0): 0.80, (9, 0): 0.735, (10, 0): 0.735, (10, 3): 0.735}
 #: Consumer and inference cards, whose power limit holds them lower.
 OTHER_MATMUL_FRACTION = 0.75
 #: Flash attention's forward and backward against the same sheet (Dao 2023, "FlashAttention-2", figures 4 and 6).
@@ -43,12 +45,16 @@ HBM_FRACTION = 0.88
 LINK_FRACTION = 0.80
 
 
+_MAY_BE_ZERO = ("network_us", "fp8_tflops")
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """One machine. ``*_tflops`` in 10^12 operations a second, ``*_gbs`` in 10^9 bytes a second, ``*_us`` in µs each.
 
     Attributes:
         matmul_tflops: large 16-bit matrix products.
+        fp8_tflops: large products of 8-bit floats; 0 on a card that has none.
         fp32_tflops: fp32 ones.
         attention_tflops: the fused attention kernels.
         hbm_gbs: memory-bound kernels, bytes read and written together.
@@ -89,6 +95,7 @@ class Rates:
     hbm_gbs: float
     link_gbs: float
     pinned_gbs: float
+    fp8_tflops: float = 0.0
     kernel_us: float = 3.0
     launch_us: float = 24.1
     autograd_us: float = 5.0
@@ -126,7 +133,7 @@ class Rates:
             if name not in known:
                 raise BadInput(f"unknown rate {name[:60]!r}", where=source, remedy=did_you_mean(name, known) or "leave it out")
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or value >= 1e9 or (value < 0 if name == "network_us" else value <= 0):
+            if not number or value >= 1e9 or (value < 0 if name in _MAY_BE_ZERO else value <= 0):
                 raise BadInput(f"{str(value)[:40]!r} is no rate", where=f"{source}: {name}", remedy="give a number above zero")
         return replace(self, **{name: float(value) for name, value in values.items()}, source=source)
 
@@ -145,6 +152,7 @@ def rates_of(gpu: Gpu, network: Network | None = None, gpus: int = 8) -> Rates:
     link = gpu.link_gbs * LINK_FRACTION
     return Rates(
         matmul_tflops=gpu.bf16_tflops * fraction,
+        fp8_tflops=(gpu.fp8_tflops or 0.0) * fraction,
         fp32_tflops=gpu.bf16_tflops * FP32_FRACTION,
         attention_tflops=gpu.bf16_tflops * ATTENTION_FRACTION,
         hbm_gbs=gpu.bandwidth_gbs * HBM_FRACTION,

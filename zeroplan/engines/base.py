@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.ds_config.reader import DsConfig
     from zeroplan.engines.process import Outside
     from zeroplan.engines.simulation import HostRun, Simulation
-    from zeroplan.engines.traffic import Traffic
+    from zeroplan.engines.traffic import Sharing, Traffic
     from zeroplan.engines.verification import OwnedBuffers
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -331,6 +331,12 @@ class Engine(ABC):
     def blocks(self, case: Case) -> tuple[tuple[int, int], ...]:
         """Return the blocks of each of a pipeline rank's chunks: the first, and the one behind the last."""
         return tuple((chunk.first, chunk.end) for chunk in case.pipeline_chunks)
+
+    def sharing(self) -> Sharing:
+        """Return how ranks of a layout share their work, which its time depends on."""
+        from zeroplan.engines.traffic import Sharing
+
+        return Sharing()
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
         """Return `tape` changed where the engine computes in another way than the model's own code. The default changes

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import means
@@ -18,6 +19,10 @@ from zeroplan.ledger.work import Counts, Matrices
 
 #: A kernel reads about two operands for each result that it writes.
 PASSES = 3
+#: Bytes for an element that is cast from 16 bits to 8: read for the largest, read again, written, and written once more
+#: transposed, since products of 8-bit floats take rows of both operands on Ada and Hopper.
+#: Source: TransformerEngine, docs/examples/fp8_primer; torchao/float8/float8_scaling_utils.py
+CAST_BYTES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,11 @@ class ComputeFacts:
     recomputed_modules: int = means("modules entered again in recomputation")
     backward_modules: int = means("modules passed in the backward")
     fp32: bool
+    fp8_matrices: int = means("elements of those matrices whose products take 8-bit floats", default=0)
+    fp8_trained: int = means("elements of those whose weight gradients do, too", default=0)
+    fp8_recomputed: int = means("elements of those that are recomputed", default=0)
+    fp8_cast: int = means("elements that are cast to 8-bit floats for each token, in the forward", default=0)
+    fp8_cast_back: int = means("elements that are cast to 8-bit floats for each token, in the backward", default=0)
     segments_remapped: int = means("segments that a full card's allocator returns and takes again", default=0)
     bytes_remapped: int = means("bytes of segments that a full card's allocator returns and takes again, both ways", default=0)
     pages_remapped: int = means("pages of expandable segments that it unmaps and maps again, both ways", default=0)
@@ -59,12 +69,15 @@ def compute_facts(
     again = 0 if policy is None else policy.every
     if policy is not None and policy.selective:
         again = 2 if policy.alternate else 0
+    recomputed = max(0, model.blocks // again - counts.unfinished) if again else 0
+    recipe = workload.technique(Float8Recipe)
+    eight = model.blocks if recipe else 0  # the head stays in 16 bits
     return ComputeFacts(
         tokens=workload.batch.rows * seq,
         seq_len=seq,
         matrices=model.all,
         trained_matrices=model.trained,
-        recomputed_matrices=max(0, model.blocks // again - counts.unfinished) if again else 0,
+        recomputed_matrices=recomputed,
         attention=model.attention,
         attention_ops=2 if model.causal else 4,
         recomputed_attention=model.attention // again if again else 0,
@@ -77,6 +90,11 @@ def compute_facts(
         forward_modules=counts.forward_modules,
         recomputed_modules=counts.recomputed_modules,
         backward_modules=counts.backward_modules,
+        fp8_matrices=eight,
+        fp8_trained=0 if recipe is Float8Recipe.ROWWISE_WITH_GW_HP else min(eight, model.trained),
+        fp8_recomputed=recomputed if eight else 0,
+        fp8_cast=model.inputs if recipe else 0,
+        fp8_cast_back=model.outputs + (model.inputs if again == 1 else 0) if recipe else 0,
         fp32=workload.numerics.dtype is DType.FP32 and workload.numerics.precision is not Precision.AUTOCAST,
         segments_remapped=remapped[0],
         bytes_remapped=remapped[1],
@@ -94,19 +112,40 @@ _lines = WorkBuilder()
 @_lines.add(_matmul, Phase.FORWARD)
 def matmul_forward(c: ComputeFacts) -> int:
     """Matrix products of the forward."""
-    return 2 * c.matrices * c.tokens
+    return 2 * (c.matrices - c.fp8_matrices) * c.tokens
 
 
 @_lines.add(_matmul, Phase.BACKWARD)
 def matmul_backward(c: ComputeFacts) -> int:
     """Gradients of inputs, and of the weights that are trained."""
-    return 2 * (c.matrices + c.trained_matrices) * c.tokens
+    return 2 * (c.matrices - c.fp8_matrices + c.trained_matrices - c.fp8_trained) * c.tokens
 
 
 @_lines.add(_matmul, Phase.BACKWARD)
 def matmul_recomputed(c: ComputeFacts) -> int:
     """Products of checkpointed blocks, once more."""
-    return 2 * c.recomputed_matrices * c.tokens
+    return 2 * (c.recomputed_matrices - c.fp8_recomputed) * c.tokens
+
+
+@_lines.add(Resource.FP8_MATMUL, Phase.FORWARD)
+def fp8_forward(c: ComputeFacts) -> int:
+    """Products of 8-bit floats in the forward: those of the blocks.
+
+    Source: torchao/float8/float8_linear.py; TransformerEngine's modules, which leave the head alone likewise
+    """
+    return 2 * c.fp8_matrices * c.tokens
+
+
+@_lines.add(Resource.FP8_MATMUL, Phase.BACKWARD)
+def fp8_backward(c: ComputeFacts) -> int:
+    """Gradients of inputs and of weights by 8-bit floats."""
+    return 2 * (c.fp8_matrices + c.fp8_trained) * c.tokens
+
+
+@_lines.add(Resource.FP8_MATMUL, Phase.BACKWARD)
+def fp8_recomputed(c: ComputeFacts) -> int:
+    """Products of 8-bit floats of checkpointed blocks, once more."""
+    return 2 * c.fp8_recomputed * c.tokens
 
 
 @_lines.add(Resource.ATTENTION, Phase.FORWARD)
@@ -128,6 +167,18 @@ def attention_backward(c: ComputeFacts) -> int:
 def attention_recomputed(c: ComputeFacts) -> int:
     """Attention of checkpointed blocks, once more."""
     return c.attention_ops * c.recomputed_attention * c.seq_len * c.tokens
+
+
+@_lines.add(Resource.HBM, Phase.FORWARD)
+def casts_forward(c: ComputeFacts) -> int:
+    """The inputs of products of 8-bit floats, cast."""
+    return CAST_BYTES * c.fp8_cast * c.tokens
+
+
+@_lines.add(Resource.HBM, Phase.BACKWARD)
+def casts_backward(c: ComputeFacts) -> int:
+    """The gradients of their outputs, cast; with recomputation the inputs once more."""
+    return CAST_BYTES * c.fp8_cast_back * c.tokens
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD)

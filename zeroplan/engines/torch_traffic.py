@@ -8,7 +8,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
@@ -34,6 +34,7 @@ class TorchFacts:
     tensors: int = means("parameters")
     updated: int = means("elements that this rank's optimizer updates")
     param_bytes: int = means("bytes of one gathered parameter element")
+    reduce_bytes: int = means("bytes of one gradient element on its way")
     state_bytes: int = means("bytes of one element's optimizer states")
     one_node: bool
 
@@ -62,11 +63,11 @@ def gather_backward(c: TorchFacts) -> int:
 
 @_lines.add(_link, Phase.BACKWARD)
 def reduce_gradients(c: TorchFacts) -> int:
-    """Gradients in fp32, once a step, spread over its micro batches: FSDP2 reduce-scatters, DDP all-reduces.
+    """Gradients, once a step, spread over its micro batches: FSDP2 reduce-scatters, DDP all-reduces.
 
     Source: _fsdp_collectives.py, foreach_reduce; torch/csrc/distributed/c10d/reducer.cpp
     """
-    return fraction(4 * c.trainable * (1 if c.sharded else 2), c.steps_before, c.ranks * c.micro_batches)
+    return fraction(c.reduce_bytes * c.trainable * (1 if c.sharded else 2), c.steps_before, c.ranks * c.micro_batches)
 
 
 @_lines.add(Resource.HBM, Phase.FORWARD)
@@ -79,7 +80,7 @@ def contention_forward(c: TorchFacts) -> int:
 def contention_backward(c: TorchFacts) -> int:
     """What gathers and, once a step, the reduction take from the kernels that they run beside."""
     gathered = c.param_bytes * c.params * c.micro_batches if c.resharded else 0
-    reduced = 4 * c.trainable * (1 if c.sharded else 2)
+    reduced = c.reduce_bytes * c.trainable * (1 if c.sharded else 2)
     return fraction(MEMORY_PER_BYTE * (gathered + reduced), c.steps_before, c.ranks * c.micro_batches)
 
 
@@ -89,16 +90,19 @@ def cast_and_copy_forward(c: TorchFacts) -> int:
 
     Source: _fsdp_collectives.py, foreach_all_gather_copy_out
     """
-    return (4 + 3 * c.param_bytes) * c.params
+    if not c.sharded:
+        return (4 + 3 * c.param_bytes) * c.params
+    return fraction((4 + c.param_bytes) * c.params, 1, c.ranks) + 2 * c.param_bytes * c.params
 
 
 @_lines.add(Resource.HBM, Phase.BACKWARD)
 def copy_backward(c: TorchFacts) -> int:
-    """Gradients copied in, cast to fp32 and averaged.
+    """Gradients copied in, cast to fp32 and averaged; parameters that were resharded cast and copied out once more.
 
-    Source: _fsdp_collectives.py, foreach_reduce_scatter_copy_in
+    Source: _fsdp_collectives.py, foreach_reduce_scatter_copy_in, foreach_all_gather_copy_out
     """
-    return (2 * c.param_bytes + 8) * c.trainable
+    gathered = fraction((4 + c.param_bytes) * c.params, 1, c.ranks) + 2 * c.param_bytes * c.params
+    return (2 * c.param_bytes + 2 * c.reduce_bytes) * c.trainable + (gathered if c.sharded and c.resharded else 0)
 
 
 @_lines.add(Resource.UNIT_HOOK, Phase.FORWARD, Phase.BACKWARD)
@@ -128,6 +132,7 @@ TRAFFIC: WorkLedger = _lines.ledger()
 def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, stage: int, muon_share: float) -> TorchFacts:
     """The facts of rank 0: stage 0 is DDP, 2 FSDP2 without resharding, 3 FSDP2. `muon_share`: see torch_optimizer.py."""
     ranks = layout.shard_group if stage else layout.dp
+    reduced = workload.numerics.reduce_dtype
     tensors = sum(count for _, count in spec.tensor_groups())
     return TorchFacts(
         sharded=stage > 0,
@@ -140,6 +145,7 @@ def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, 
         tensors=tensors,
         updated=-(-spec.trainable // ranks) if stage else spec.trainable,
         param_bytes=workload.numerics.dtype.bytes,
+        reduce_bytes=DType.FP32.bytes if reduced is None or not stage else reduced.bytes,
         state_bytes=find_optimizer(workload.numerics.optimizer).bytes_per_element(muon_share),
         one_node=layout.shards_on_one_node,
     )

@@ -3,12 +3,33 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.ledger.traffic import WorkLedger
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How an engine's ranks share their work under a layout, as far as time depends on it. FSDP2's way is the default.
+
+    Attributes:
+        gathers_once: parameters are gathered once a step and not for each micro batch.
+        overlaps: these gathers run beside the first forward, and the reduction beside the last backward.
+        pipelines_tensor: collectives of tensor parallelism run in parts beside the products that they belong to, where ranks
+            share the tokens between them, too.
+        even_stages: blocks alone are divided over pipeline stages, evenly; embedding and head count for nothing.
+        reduced_bytes: of a gradient element on its way.
+    """
+
+    gathers_once: bool = False
+    overlaps: bool = True
+    pipelines_tensor: bool = False
+    even_stages: bool = False
+    reduced_bytes: int = 4
 
 
 class Traffic(ABC):

@@ -50,6 +50,7 @@ class Resource(Enum):
         return member
 
     MATMUL = "matmul", Executor.GPU, "matmul_tflops", _TERA  # operations
+    FP8_MATMUL = "fp8 matmul", Executor.GPU, "fp8_tflops", _TERA  # operations
     FP32_MATMUL = "fp32 matmul", Executor.GPU, "fp32_tflops", _TERA  # operations
     ATTENTION = "attention", Executor.GPU, "attention_tflops", _TERA  # operations
     HBM = "hbm", Executor.GPU, "hbm_gbs", _GIGA  # bytes

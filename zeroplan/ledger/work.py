@@ -37,6 +37,7 @@ class Matrices:
         blocks: the matrices in blocks, which checkpointing recomputes.
         count: the number of matrices.
         outputs: elements that they write for each token.
+        inputs: elements that they read for each token, each matrix by itself.
         attention: heads × head size, summed over the blocks.
         causal: whether attention is causal.
     """
@@ -48,6 +49,7 @@ class Matrices:
     outputs: int
     attention: int
     causal: bool
+    inputs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,7 @@ class Counts:
 def matrices(spec: ModelSpec) -> Matrices:
     """Return the matrix products of a model; of a mixture of experts, those that one token passes."""
     part = _active_experts(spec.config)
-    whole = trained = blocks = count = outputs = 0
+    whole = trained = blocks = count = outputs = inputs = 0
     for unit in spec.units:
         for tensor in unit.tensors:
             if not _multiplies(tensor, unit.name):
@@ -93,11 +95,12 @@ def matrices(spec: ModelSpec) -> Matrices:
             blocks += elements * unit.count if unit.block else 0
             count += unit.count
             outputs += rows * unit.count
+            inputs += elements // max(1, rows) * unit.count * (round(tensor.shape[0] * part) if len(tensor.shape) == 3 else 1)
     if not spec.has_shapes:
         whole = trained = blocks = spec.params
     facts = spec_facts(spec)
     width = (facts.heads or 0) * (facts.head_dim or 0) * (facts.layers or 0)
-    return Matrices(whole, trained, blocks, count, outputs, width, spec.auto_class in ("", CAUSAL_LM))
+    return Matrices(whole, trained, blocks, count, outputs, width, spec.auto_class in ("", CAUSAL_LM), inputs)
 
 
 def _multiplies(tensor: Tensor, unit: str) -> bool:

@@ -30,13 +30,14 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.collectives import Collective, Group
 from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.pipeline import Stage, chunks_of
+from zeroplan.core.pipeline import Stage, chunks_of, even_stages
 from zeroplan.core.pipeline_action import Do
 from zeroplan.core.pipeline_order import GATHERED_CHUNKS, PipelineOrder, schedule_of, with_gathers
 from zeroplan.core.rates import Rates, fabric_of
 from zeroplan.engines.base import Case
 from zeroplan.engines.compute_traffic import COMPUTE, compute_facts
-from zeroplan.ledger.traffic import Executor, WorkItem, work_items
+from zeroplan.engines.traffic import Sharing
+from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.facts import spec_facts
 from zeroplan.search.pipeline_time import StageTime, play
@@ -139,10 +140,11 @@ class LayoutCost:
         case: model, workload, cluster and layout.
         counts: kernels and bytes of a rank's micro batch, over all blocks of the model.
         rates: of the machine.
+        sharing: how the engine's ranks share their work; FSDP2's way, if left out.
     """
 
-    def __init__(self, case: Case, counts: Counts, rates: Rates) -> None:
-        self.case, self.counts, self.rates = case, counts, rates
+    def __init__(self, case: Case, counts: Counts, rates: Rates, sharing: Sharing | None = None) -> None:
+        self.case, self.counts, self.rates, self.sharing = case, counts, rates, sharing or Sharing()
         self.fabric = fabric_of(rates, case.cluster.gpu)
         self.layout, self.work = case.layout, case.workload
         self.whole: Matrices = matrices(case.spec)
@@ -184,6 +186,9 @@ class LayoutCost:
         pp, vpp = self.layout.pp, self.layout.vpp
         if pp == 1:
             return [(Stage(0, 1, 0, self.blocks),)]
+        if self.sharing.even_stages:
+            stages = even_stages(self.blocks, pp * vpp)
+            return [tuple(stages[chunk * pp + rank] for chunk in range(vpp)) for rank in range(pp)]
         return [chunks_of(self.blocks, pp, vpp, rank, schedule_of(self.case.pipeline)) for rank in range(pp)]
 
     # --- one micro batch --------------------------------------------------------------------------------------------------
@@ -209,6 +214,7 @@ class LayoutCost:
         tp = self.layout.tp
         part = self.whole.blocks // tp
         local = replace(self.whole, all=part, trained=part, blocks=part, attention=self.whole.attention // tp)
+        local = replace(local, inputs=self.whole.inputs // tp, outputs=self.whole.outputs // tp)
         facts = replace(compute_facts(local, self.counts, self.work), tokens=self.tokens)
         items = work_items(COMPUTE, facts, self.rates)
         first, second = (_device(items, phase) / self.blocks for phase in (Phase.FORWARD, Phase.BACKWARD))
@@ -217,12 +223,23 @@ class LayoutCost:
             for phase in (Phase.FORWARD, Phase.BACKWARD)
         ]
         tensor, ring, exchange = self._tensor(), self._ring(), self._exchange()
-        forward = _PassSeconds(first, tensor, max(0.0, ring - attention[0] / self.layout.cp), exchange)
+        beside = [0.0, 0.0]
+        if self.sharing.pipelines_tensor and self.layout.sp:
+            beside = [_products(items, phase) / self.blocks for phase in (Phase.FORWARD, Phase.BACKWARD)]
+        forward = _PassSeconds(first, self._shown(tensor, beside[0]), max(0.0, ring - attention[0] / self.layout.cp), exchange)
         repeats = 1 + self.again
         hidden = max(0.0, ring * (repeats + 2) - attention[1])  # again the gather, and gradients in fp32
         gathered = 2 * self.fabric.seconds(Collective.ALL_GATHER, self.hidden_bytes, self._group(tp)) if self.layout.sp else 0.0
-        backward = _PassSeconds(second, repeats * tensor + gathered, hidden, repeats * exchange)
+        sums = self._shown(repeats * tensor + gathered, beside[1])
+        backward = _PassSeconds(second, sums, hidden, repeats * exchange)
         return forward, backward
+
+    def _shown(self, sums: float, products: float) -> float:
+        """Return what products do not hide of a block's sums that run beside them in as many parts as ranks: at least a part.
+
+        Source: TransformerEngine, transformer_engine/pytorch/module/base.py (initialize_ub: a ring of tp chunks)
+        """
+        return max(sums / self.layout.tp, sums - products) if products else sums
 
     def _tensor(self) -> float:
         """Seconds of a block's two sums in one pass, which with sequence parallelism are gathers and scatters."""
@@ -287,11 +304,14 @@ class LayoutCost:
         layout, count = self.layout, self.work.batch.grad_accum
         copied = (dense + experts) / (self.rates.hbm_gbs * _GIGA)
         gather = self._sharded(Collective.ALL_GATHER, rank, _HALF)
-        reduction = self._sharded(Collective.REDUCE_SCATTER, rank, _SINGLE) + self._replicas(rank)
+        reduction = self._sharded(Collective.REDUCE_SCATTER, rank, self.sharing.reduced_bytes) + self._replicas(rank)
         cast, packed = (_SINGLE + 3 * _HALF) * copied, (2 * _HALF + 2 * _SINGLE) * copied
+        forward, backward = (sum(one[half].total for one in passes) for half in (0, 1))
+        if self.sharing.gathers_once:
+            hidden = (forward, backward) if self.sharing.overlaps else (0.0, 0.0)
+            return max(0.0, gather - hidden[0]) + max(0.0, reduction - hidden[1])
         if layout.pp > 1:
             return (gather + cast) * self._gathers(rank) + reduction + packed
-        forward, backward = (sum(one[half].total for one in passes) for half in (0, 1))
         again = gather if self.case.zero.stage == 3 else 0.0
         beyond = max(0.0, gather - forward) + max(0.0, again - backward)
         last = max(0.0, again + reduction - backward) - max(0.0, again - backward)
@@ -352,6 +372,12 @@ class LayoutCost:
         updated = dense / self.layout.shard_group + experts / group
         states = 2 * find_optimizer(self.work.numerics.optimizer).bytes_per_element(0.0)
         return updated * (4 + 8 + 4 + 8 + states) / (self.rates.hbm_gbs * _GIGA)
+
+
+def _products(items: list[WorkItem], phase: Phase) -> float:
+    """Return the seconds of a phase's matrix products."""
+    kinds = (Resource.MATMUL, Resource.FP8_MATMUL, Resource.FP32_MATMUL)
+    return sum(item.seconds for item in items if item.phase is phase and item.resource in kinds)
 
 
 def _device(items: list[WorkItem], phase: Phase) -> float:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
-from math import gcd, log2
+from math import gcd
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
@@ -30,14 +30,15 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.progress import working
 from zeroplan.core.unmodelled import may_add
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
-from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
+from zeroplan.ledger.work import Counts
 from zeroplan.planner.estimate import allocator_config, plan_case
 from zeroplan.planner.fit import left_out
 from zeroplan.planner.formula import FORMULA, formula_plan
 from zeroplan.planner.resolve import Resolved, resolve
-from zeroplan.planner.tapes import ExpandedTapes, expand_for
+from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_answer import LaidOut, LayoutAnswer, TooLarge
+from zeroplan.search.layout_counts import rank_counts
 from zeroplan.search.layout_floor import LayoutFloors
 from zeroplan.search.layout_orders import (
     LEAST_GAIN,
@@ -50,12 +51,9 @@ from zeroplan.search.layout_orders import (
 )
 from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
 from zeroplan.search.machine_rates import machine_rates
-from zeroplan.tapes import shipped
 
 #: The engine whose layouts are planned.
 ENGINE = "fsdp2"
-#: Ranks that share experts, at most, of which a tape is looked for.
-_MOST_EXPERT_RANKS = 1024
 #: Parts of a number of nodes by which smaller ones differ that are tried.
 _STEPS = 16
 #: GPUs of a node, unless the request says how many.
@@ -309,7 +307,7 @@ class _Search:
                 yield timed
 
     def _timed(self, request: Ask, resolved: Resolved) -> _Timed:
-        cost = LayoutCost(resolved.cases[0], _counts(resolved, self._counted), self._rates)
+        cost = LayoutCost(resolved.cases[0], rank_counts(resolved, self._counted), self._rates, resolved.engine.sharing())
         return _Timed(request, resolved, cost.time(), cost.links)
 
     def _can_be(self, request: Ask) -> bool:
@@ -426,25 +424,3 @@ class _Timed:
     def leaves_out(self) -> bool:
         """Whether its figures will leave out what decides, so that it cannot be known to fit."""
         return may_add(left_out(self.resolved.engine, self.resolved.cases[0]))
-
-
-def _counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
-    """Return what a rank's micro batch takes of kernels and bytes, counted on a shipped tape where there is one.
-
-    What was traced here before must not decide, or the answer would depend on earlier ones. Ranks that share experts do as much
-    whatever their number, so the tape of the nearest number serves, and of a ring's ranks that of as many tokens.
-    """
-    case = resolved.cases[0]
-    options = resolved.engine.trace_options(case)
-    if options.key not in known:
-        near = sorted(_powers(_MOST_EXPERT_RANKS), key=lambda ranks: (abs(log2(ranks / options.mesh.ep)), ranks))
-        shared = [options.on_ranks(ep=ranks) for ranks in near if ranks > 1] if options.mesh.ep > 1 else []
-        for one in (options, replace(options, halves=False), *shared, options.on_ranks(cp=1)):
-            tape = shipped.find(case.spec, one)
-            if tape is not None:
-                known[options.key] = count_tape(expand_for(tape, case))
-                break
-        else:
-            tokens = case.workload.batch.rows * (case.workload.batch.seq_len or 0) // (case.layout.cp * case.layout.tp)
-            known[options.key] = guess_counts(matrices(case.spec), case.workload, tokens)
-    return known[options.key]

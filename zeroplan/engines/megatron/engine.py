@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from zeroplan.engines.megatron.shapes import Shapes
     from zeroplan.engines.megatron.traffic import MegatronTraffic
     from zeroplan.engines.simulation import Simulation
+    from zeroplan.engines.traffic import Sharing
     from zeroplan.models.spec import ModelSpec
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.tape.expanded import ExpandedTape
@@ -258,6 +259,15 @@ class Megatron(Engine):
         from zeroplan.engines.megatron.process import nccl_bytes
 
         return nccl_bytes(zero, layout)
+
+    def sharing(self) -> Sharing:
+        """Return the way with ``--overlap-grad-reduce``, ``--overlap-param-gather`` and ``--tp-comm-overlap``.
+
+        Source: megatron/core/distributed/param_and_grad_buffer.py; TransformerEngine's userbuffers
+        """
+        from zeroplan.engines.traffic import Sharing
+
+        return Sharing(gathers_once=True, pipelines_tensor=True, even_stages=True)
 
     # --- time -------------------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import pytest
 
+import zeroplan
 from zeroplan.api import recommend
+from zeroplan.core.plan import Verdict
 from zeroplan.core.units import GIB
-from zeroplan.engines.registry import find_engine
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.fit import unsure_of_fragments
 from zeroplan.planner.simulated import Simulated
 from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -113,11 +113,44 @@ def test_estimate_and_recommend_judge_alike() -> None:
     assert found.plan.gpu.at_limit
 
 
-def test_fragments_alone_decide_nothing_for_an_engine_that_no_run_showed_at_its_limit() -> None:
-    """On 7.79 GiB FSDP 1 has room for what it allocates, and the simulated allocator does not get through; on 7 it has none."""
+def test_a_run_that_only_fragments_stop_may_fit() -> None:
+    """On 7.79 GiB FSDP 1 has room for what it allocates, and the simulated allocator does not get through; on 6 it has none."""
     known = {"model": "openai-community/gpt2", "gpus": 2, "engine": "fsdp", "stage": 3, "micro_batch": 4}
-    open_, refused = (_run(**known, vram=vram).plan for vram in ("7.79", "7"))
-    assert (open_.fits, open_.misfits) == (None, ("gpu",))
-    assert "fragments" in open_.unmodelled[0].says
-    assert (refused.fits, refused.unmodelled) == (False, ())
-    assert unsure_of_fragments(find_engine("fsdp2")) == ()
+    open_, refused = (_run(**known, vram=vram).plan for vram in ("7.79", "6"))
+    assert (open_.verdict, open_.fits, open_.misfits) == (Verdict.MAY_FIT, None, ("gpu",))
+    assert "expandable_segments:True" in open_.decides
+    assert open_.gpu.interval is not None
+    assert open_.gpu.usable is not None
+    assert open_.gpu.interval[0] <= open_.gpu.usable < open_.gpu.interval[1]
+    assert (refused.verdict, refused.fits, refused.unmodelled) == (Verdict.DOES_NOT_FIT, False, ())
+
+
+@pytest.mark.parametrize("gib", [20, 30, 34, 38, 42, 46, 60])
+def test_a_verdict_follows_the_interval(gib: int) -> None:
+    """False only where the lower end does not fit, true only where the upper end does."""
+    for plan in zeroplan.estimate(LLAMA, gpus=2, vram=f"{gib}G", cpu_ram="512G", nvme="2T", seq_len=2048, micro_batch=4):
+        assert plan.gpu.interval is not None
+        assert plan.gpu.usable is not None
+        low, high = plan.gpu.interval
+        expected = (
+            Verdict.FITS if high <= plan.gpu.usable else Verdict.MAY_FIT if low <= plan.gpu.usable else Verdict.DOES_NOT_FIT
+        )
+        assert plan.verdict is expected, plan.label
+        assert plan.fits is expected.fits
+        assert bool(plan.decides) is (expected is Verdict.MAY_FIT)
+
+
+def test_a_host_that_is_assumed_and_a_disk_that_is_not_named_refuse_nothing() -> None:
+    """A usual host is assumed in every verb, and said; what exceeds it may fit, and what exceeds a given one does not."""
+    known = {"model": "mistralai/Mixtral-8x7B-v0.1", "gpu": "4xA100-80G", "stage": 3, "offload_param": "none"}
+    for given, verdict in (
+        ({}, Verdict.MAY_FIT),
+        ({"cpu_ram": "576G"}, Verdict.DOES_NOT_FIT),
+        ({"cpu_ram": "2T"}, Verdict.FITS),
+    ):
+        (plan,) = zeroplan.estimate(**known, offload_optimizer="cpu", **given)
+        assert plan.verdict is verdict
+    (on_disk,) = zeroplan.estimate(**known, offload_optimizer="nvme")
+    assert (on_disk.verdict, on_disk.settle) == (Verdict.MAY_FIT, "give --nvme")
+    (on_disk,) = zeroplan.estimate(**known, offload_optimizer="nvme", nvme="2T")
+    assert on_disk.fits

@@ -46,13 +46,24 @@ def report(**gpu: Any) -> Report:
     numbers = {"model_states": 4 * GIB, "fixed_buffers": 0, "live_after_step": 4 * GIB, "total": 8 * GIB, "usable": 10 * GIB}
     plan = MemoryPlan(
         engine="deepspeed", engine_version="0.19.8", stage=2, offload_optimizer="cpu", offload_param="none", depth="simulated",
-        fits=True, gpu=GpuMemory(**{**numbers, **gpu}), cpu=CpuMemory(per_node=3 * GIB, pinned=GIB),
+        verdict="fits", fits=True, gpu=GpuMemory(**{**numbers, **gpu}), cpu=CpuMemory(per_node=3 * GIB, pinned=GIB),
         nvme=NvmeMemory(per_node=0),
         lines=(PlanLine(buffer="param.full", place="hbm", bytes=4 * GIB, phases=("init",), formula="a < b"),),
     )  # fmt: skip
-    other = plan.model_copy(update={"stage": 3, "gpu": plan.gpu.model_copy(update={"total": 20 * GIB}), "fits": False})
+    other = plan.model_copy(
+        update={"stage": 3, "gpu": plan.gpu.model_copy(update={"total": 20 * GIB}), "verdict": "does not fit", "fits": False}
+    )
     model = ModelInfo(name="<script>alert(1)</script>", params=2 * 10**9, trainable=2 * 10**9, source="")
-    cluster = {"nodes": 1, "gpus": 2, "vram": 10 * GIB, "usable_vram": 10 * GIB, "cpu_ram": None, "nvme": None, "layout": None}
+    cluster = {
+        "nodes": 1,
+        "gpus": 2,
+        "vram": 10 * GIB,
+        "usable_vram": 10 * GIB,
+        "cpu_ram": None,
+        "usable_cpu_ram": None,
+        "nvme": None,
+        "layout": None,
+    }
     work = {"dtype": "bf16", "optimizer": "adamw", "micro_batch": 1, "seq_len": 8, "grad_accum": 1}
     return Report(model=model, workload=work, cluster=cluster, plans=(other, plan), warnings=("<i>",))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zeroplan.core.errors import BadInput, did_you_mean
@@ -55,12 +55,33 @@ def find_host(name: str | None, gpu: Gpu) -> Host:
     return HOSTS[key]
 
 
+#: GiB of host memory for each GPU of a usual node, by the GPU's name, and where that is written. Other cards stand in desktops
+#: and workstations.
+_USUAL_HOSTS: dict[str, tuple[int, str]] = {
+    **dict.fromkeys(("H100", "H200", "H20", "B200"), (256, "DGX H100, H200 and B200 data sheets: 2 TiB for eight")),
+    **dict.fromkeys(("A100-40G", "A100-80G", "A800-80G"), (144, "AWS P4 page: 1,152 GiB for eight")),
+    **dict.fromkeys(("V100-16G", "V100-32G"), (61, "AWS P3 page: 488 GiB for eight")),
+    **dict.fromkeys(("T4", "L4", "A10G"), (48, "AWS G4, G5 and G6 pages: 192 GiB for four")),
+    **dict.fromkeys(("MI300X", "MI325X"), (231, "Azure ND MI300X v5 page: 1,850 GiB for eight")),
+    "L40S": (96, "AWS G6e page: 384 GiB for four"),
+    "GH200": (447, "NVIDIA GH200 data sheet: 480 GB of LPDDR5X"),
+}
+_DESKTOP_HOST = (64, "a usual desktop or workstation: 64 GiB a card")
+
+
+def usual_host(gpu: Gpu | None) -> tuple[int, str]:
+    """Return the bytes of host memory for each GPU of a usual node, and the source; a desktop's where no card is named."""
+    gib, source = _DESKTOP_HOST if gpu is None else _USUAL_HOSTS.get(gpu.name, _DESKTOP_HOST)
+    return gib * GIB, source
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """`nodes` × `gpus` of one kind. Sizes are bytes; None means that no limit was given.
 
-    `vram` is the card's memory. `cpu_ram` and `nvme` are those of one node; `host` says what its system keeps of `cpu_ram`.
-    `network` is what lies between the nodes, where it was named.
+    `vram` is the card's memory. `cpu_ram` and `nvme` are those of one node; `host` says what its system keeps of `cpu_ram`,
+    and `assumes_host` that `cpu_ram` is a usual node's (:func:`usual_host`), since none was given. `network` is what lies
+    between the nodes, where it was named.
     """
 
     gpus: int = 1
@@ -71,6 +92,7 @@ class Cluster:
     nvme: int | None = None
     host: Host = HOSTS["server"]
     network: Network | None = None
+    assumes_host: bool = False
 
     @property
     def links(self) -> Network:
@@ -114,6 +136,7 @@ class Cluster:
         network: str | None = None,
     ) -> Cluster:
         """A cluster from what a user writes. `vram` overrides the preset's memory; alone, it takes the default's rates.
+        A card without `cpu_ram` stands in a usual host.
 
         Sizes are bytes, or text that :func:`parse_size` reads. `gpu` may hold the count: ``"4xA100"`` is four in a node.
 
@@ -129,9 +152,17 @@ class Cluster:
         if size is None and preset is not None:
             size = preset.memory
         card = preset or DEFAULT_GPU
-        kind = find_host(host, card)
+        memory = _size(cpu_ram, "--cpu-ram")
+        assumed = memory is None and size is not None
+        if assumed:
+            memory = usual_host(preset)[0] * gpus
         link = None if network is None else parse_network(network)
-        return cls(gpus, nodes, card, size, _size(cpu_ram, "--cpu-ram"), _size(nvme, "--nvme"), kind, link)
+        return cls(gpus, nodes, card, size, memory, _size(nvme, "--nvme"), find_host(host, card), link, assumed)
+
+    def resized(self, gpus: int) -> Cluster:
+        """Return the cluster with `gpus` a node, and host memory for as many."""
+        memory = None if self.cpu_ram is None else self.cpu_ram * gpus // self.gpus
+        return replace(self, gpus=gpus, cpu_ram=memory)
 
 
 @lru_cache(maxsize=256)  # a search asks for the layout of one cluster some thousand times

@@ -5,6 +5,7 @@ The JSON form is a contract with users: bytes are integers; fields may be added,
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
@@ -21,6 +22,29 @@ class Frozen(BaseModel):
     """The base of every answer's parts: immutable, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Verdict(StrEnum):
+    """Whether a plan fits its GPU, host and disk.
+
+    MAY_FIT: the limit lies within the interval of what is needed, or only fragments of the allocator or an assumed size of the
+    host stand in the way. UNKNOWN: something that decides is in no figure, or no limit was given.
+    """
+
+    FITS = "fits"
+    MAY_FIT = "may fit"
+    DOES_NOT_FIT = "does not fit"
+    UNKNOWN = "unknown"
+
+    @property
+    def fits(self) -> bool | None:
+        """The verdict as ``fits`` in JSON has it: true is a promise, false is certain, and all else is null."""
+        return {Verdict.FITS: True, Verdict.DOES_NOT_FIT: False}.get(self)
+
+    @property
+    def rank(self) -> int:
+        """The place among verdicts, from the best (0) to the worst (3)."""
+        return (Verdict.FITS, Verdict.MAY_FIT, Verdict.UNKNOWN, Verdict.DOES_NOT_FIT).index(self)
 
 
 class PlanLine(Frozen):
@@ -139,14 +163,16 @@ class StageMemory(Frozen):
     peak_allocated: int | None = None
     peak_reserved: int | None = None
     total: int | None = None
+    verdict: Verdict = Verdict.UNKNOWN
     fits: bool | None = None
 
 
 class MemoryPlan(Printable, Frozen):
     """The memory of one configuration.
 
-    `fits` is None when no limit was given, and when something that decides is in no figure: `settle` then says what would
-    tell. `misfits` names the limits that are exceeded: ``gpu``, ``cpu``, ``nvme``. `unmodelled` lists what no figure holds.
+    `verdict` is over GPU, host and disk, and `fits` the same as true, false or None. `decides` is the one fact behind a verdict
+    that is neither; `settle` says what would tell. `misfits` names the limits that the upper bounds exceed: ``gpu``, ``cpu``,
+    ``nvme``. `unmodelled` lists what no figure holds.
     `stages` are the pipeline stages, the one that needs the most first; the plan's figures are that one's. Without pipeline
     parallelism there are none, and JSON has no such key.
     """
@@ -160,7 +186,9 @@ class MemoryPlan(Printable, Frozen):
     gpu: GpuMemory
     cpu: CpuMemory
     nvme: NvmeMemory
+    verdict: Verdict = Verdict.UNKNOWN
     fits: bool | None = None
+    decides: str = ""
     misfits: tuple[str, ...] = ()
     unmodelled: tuple[Unmodelled, ...] = ()
     settle: str = ""
@@ -178,7 +206,7 @@ class MemoryPlan(Printable, Frozen):
 
     @property
     def undecided(self) -> bool:
-        """Whether limits were given and it is unknown whether the plan fits them."""
+        """Whether limits were given, and the plan neither fits them for certain nor misses them for certain."""
         return bool(self.settle)
 
     @property
@@ -237,16 +265,19 @@ class Report(Frozen):
     def decisive(self) -> MemoryPlan | None:
         """The plan that the answer is about.
 
-        The first that fits, which saves the least. If none is known to fit, the first of those that may fit, by their bound if
-        any has one within the card. If none may, the one that exceeds its tightest limit by the smallest factor. None where
-        several plans are listed and no limit was given.
+        The first that fits, which saves the least. If none fits for certain, the first that may fit; then the first of those of
+        which that is unknown, by their bound if any has one within the card; then the one that exceeds its tightest limit by
+        the smallest factor. None where several plans are listed and no limit was given.
         """
         if len(self.plans) == 1:
             return self.plans[0]
-        fitting = next((plan for plan in self.plans if plan.fits), None)
+        for verdict in (Verdict.FITS, Verdict.MAY_FIT):
+            found = next((plan for plan in self.plans if plan.verdict is verdict), None)
+            if found is not None:
+                return found
         open_ = [plan for plan in self.plans if plan.undecided]
         judged = [plan for plan in self.plans if plan.fits is False]
-        return fitting or min(open_, key=_exceeds_bound, default=None) or min(judged, key=self._excess, default=None)
+        return min(open_, key=_exceeds_bound, default=None) or min(judged, key=self._excess, default=None)
 
     def _excess(self, plan: MemoryPlan) -> float:
         """The largest of what a plan needs over its limit: GPU, host and disk."""

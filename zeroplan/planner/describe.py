@@ -178,6 +178,7 @@ def describe_cluster(cluster: Cluster, layout: ParallelLayout | None = None) -> 
         "usable_vram": cluster.usable_vram,
         "cpu_ram": cluster.cpu_ram,
         "usable_cpu_ram": cluster.usable_cpu_ram,
+        "cpu_ram_assumed": cluster.assumes_host,
         "host": cluster.host.name,
         "nvme": cluster.nvme,
         **({} if layout is None else {"layout": describe_layout(layout)}),

@@ -11,13 +11,16 @@ from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.model_config import SEQ2SEQ_LM
+from zeroplan.core.plan import Verdict
 from zeroplan.core.saving import Saving
+from zeroplan.core.units import format_bytes
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
 
 if TYPE_CHECKING:
     from zeroplan.core.evaluation import Evaluation
+    from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.tape.expanded import ExpandedTape
 
 #: The key of what no formula counts.
@@ -25,6 +28,8 @@ ACTIVATIONS = "activations"
 _GENERATED = "generation is counted, but two measured runs of GRPO reserved 4 % more than their plans"
 #: The key of what decides at a card's limit.
 LIMIT = "limit"
+#: What settles a plan at its card's limit.
+_ROOM = "leave the card more room (a smaller micro batch, a shorter length, more GPUs), or try a few steps"
 
 
 def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) -> tuple[Unmodelled, ...]:
@@ -96,12 +101,12 @@ def unsure_at_limit(engine: Engine, case: Case, phase: str) -> tuple[Unmodelled,
     return (Unmodelled(LIMIT, Effect.MORE, f"the run fills the card, and gets through by emptying its cache: {says}"),)
 
 
-def unsure_of_fragments(engine: Engine) -> tuple[Unmodelled, ...]:
-    """Return what the figures leave out of a run that has room for all it allocates, and dies of fragments alone."""
-    if engine.measured:
-        return ()
-    says = "the card has room for what is allocated, but not for the planned fragments: no run of"
-    return (Unmodelled(LIMIT, Effect.LESS, f"{says} {engine.name} at the limit of its card was measured"),)
+def unsure_of_fragments(config: AllocatorConfig | None) -> tuple[Unmodelled, ...]:
+    """Return what decides about a run whose card has room for all that it allocates, but not for the planned fragments."""
+    says = "only fragments of the allocator are too much for the card"
+    if config is None or not config.expandable_segments:
+        says += "; PYTORCH_ALLOC_CONF=expandable_segments:True has fewer"
+    return (Unmodelled(LIMIT, Effect.LESS, says),)
 
 
 def _may_need_more(case: Case, evaluation: Evaluation) -> bool:
@@ -128,41 +133,74 @@ def misfits(case: Case, *, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:
 
 
 def judged(
-    case: Case, unmodelled: Iterable[Unmodelled], *, gpu: int, cpu: int, nvme: int, simulate: str = ""
+    case: Case, unmodelled: Iterable[Unmodelled], *, gpu: tuple[int, int], cpu: int, nvme: int, simulate: str = ""
 ) -> dict[str, Any]:
-    """Return the fields of a plan that say whether it fits: `fits`, `misfits`, `unmodelled` and `settle`.
+    """Return the fields of a plan that say whether it fits: `verdict`, `fits`, `decides`, `misfits`, `unmodelled`, `settle`.
 
-    It fits if every figure is within its limit and nothing that is left out adds memory. It does not fit if a figure exceeds
-    its limit and nothing that is left out saves memory. Else that is unknown.
+    It fits if every upper bound is within its limit and nothing that is left out adds memory. It does not fit if a lower bound
+    exceeds a limit that was given, and nothing that is left out saves memory. It may fit if the limit lies between the bounds,
+    if just fragments of the allocator decide, if the limit that is exceeded is an assumed size of the host, or if swap files
+    need a disk and none was named. Else that is unknown.
 
     Args:
         case: names the limits.
         unmodelled: what the figures leave out.
-        gpu: the upper bound of one GPU's bytes; at formula depth, the bytes that formulas tell.
+        gpu: the lower and the upper bound of one GPU's bytes; at formula depth, the bytes that formulas tell, twice.
         cpu: bytes of a node's host memory.
         nvme: bytes of a node's swap files.
         simulate: how to get figures with activations, where they are left out.
     """
     unmodelled = tuple(unmodelled)
-    broken = misfits(case, gpu=gpu, cpu=cpu, nvme=nvme)
+    low, high = gpu
+    broken = misfits(case, gpu=high, cpu=cpu, nvme=nvme)
+    certain = misfits(case, gpu=low, cpu=0 if case.cluster.assumes_host else cpu, nvme=nvme)
+    keys = tuple(one for one in unmodelled if one.key != LIMIT)  # fragments may decide, and are no unknown
     cluster = case.cluster
     limited = any(limit is not None for limit in (cluster.vram, cluster.cpu_ram, cluster.nvme))
-    unknown = may_save(unmodelled) if broken else may_add(unmodelled)
+    unknown = may_save(keys) if certain else may_add(keys) or (bool(broken) and may_save(keys))
+    if not limited or unknown:
+        verdict = Verdict.UNKNOWN
+    elif certain:
+        verdict = Verdict.DOES_NOT_FIT
+    else:
+        edge = broken or len(keys) < len(unmodelled) or (nvme and cluster.nvme is None)
+        verdict = Verdict.MAY_FIT if edge else Verdict.FITS
+    decides = settle = ""
+    if not limited:
+        decides = "no limit is given"
+    elif verdict is Verdict.UNKNOWN:
+        decides = ", ".join(one.key for one in keys if one.effect is not Effect.NONE)
+        settle = _settle(keys, simulate)
+    elif verdict is Verdict.MAY_FIT:
+        decides, settle = _edge(case, unmodelled, broken, nvme)
     return {
-        "fits": None if unknown or not limited else not broken,
+        "verdict": verdict,
+        "fits": verdict.fits,
+        "decides": decides,
         "misfits": broken,
         "unmodelled": unmodelled,
-        "settle": _settle(unmodelled, simulate) if unknown and limited else "",
+        "settle": settle,
     }
+
+
+def _edge(case: Case, unmodelled: Iterable[Unmodelled], broken: tuple[str, ...], nvme: int) -> tuple[str, str]:
+    """Return what decides about a plan that may fit, and what would settle it."""
+    fragments = next((one.says for one in unmodelled if one.key == LIMIT), "")
+    if "cpu" in broken:
+        assumed = format_bytes(case.cluster.cpu_ram or 0, digits=0)
+        return f"the host's memory, which is assumed to be {assumed} a node", "give --cpu-ram"
+    if fragments:
+        return fragments, _ROOM
+    if "gpu" not in broken:
+        return f"a disk with {format_bytes(nvme, digits=0)} free a node, which was not named", "give --nvme"
+    return "the limit lies within the figures' error", _ROOM
 
 
 def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
     """Return the action that would tell whether a plan fits that leaves this out."""
     named = [one.key for one in unmodelled]
-    keys = [key for key in named if key not in (ACTIVATIONS, LIMIT, UNMEASURED, CURRICULUM_LEARNING, LAYER_DROP)]
+    keys = [key for key in named if key not in (ACTIVATIONS, UNMEASURED, CURRICULUM_LEARNING, LAYER_DROP)]
     parts = [simulate] if simulate else []
-    if LIMIT in named:
-        parts.append("leave the card more room: a smaller micro batch, a shorter length or more GPUs")
     if UNMEASURED in named:  # nor can verify measure the other keys
         own = f", with {', '.join(keys)} or without {_them(keys)}" if keys else ""
         parts.append(f"run a few steps of the program itself{own}, and read torch.cuda.max_memory_reserved")

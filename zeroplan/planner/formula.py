@@ -74,7 +74,7 @@ def formula_plan(engine: Engine, case: Case) -> MemoryPlan:
     cpu = CpuMemory(per_node=pinned + total(items, Place.DRAM) * per_node, pinned=pinned)
     nvme = NvmeMemory(per_node=total(items, Place.NVME) * per_node)
     unmodelled = (*left_out(engine, case), _activations(case))
-    fit = judged(case, unmodelled, gpu=needed, cpu=cpu.per_node, nvme=nvme.per_node, simulate=how_to_simulate(case))
+    fit = judged(case, unmodelled, gpu=(needed, needed), cpu=cpu.per_node, nvme=nvme.per_node, simulate=how_to_simulate(case))
     return MemoryPlan(
         engine=engine.name,
         engine_version=engine.version,

@@ -38,7 +38,7 @@ class RunOnCard:
         simulation: the run whose figures the plan shows: the limited one where the limit changes it and it gets through.
         interval: the lower and the upper bound of the total, in bytes.
         released: what the allocator releases in each step of the limited run.
-        fragmented: it does not get through, though the card has room for all that is allocated.
+        fragmented: it does not get through, though the card may have room for all that is allocated.
     """
 
     simulation: Simulation
@@ -79,7 +79,11 @@ def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: Al
                     runs = simulation.under(room, config, device_memory=case.cluster.vram).runs
             released = CacheRelease.most(CacheRelease.of(run, case.workload.batch.grad_accum, page) for run in runs)
             return RunOnCard(limited, (min(low, top), top + doubt), released)
-    return RunOnCard(simulation, (low, max(high, usable + 1)), fragmented=allocated <= room and not simulation.out_of_memory)
+    fragmented = False
+    if (least := allocated + outside.total - doubt) <= usable:
+        low = min(low, least)  # under a limit the allocator caches less, and fragments vary with addresses and timing
+        fragmented = reserved + outside.total > usable
+    return RunOnCard(simulation, (low, max(high, usable + 1)), fragmented=fragmented)
 
 
 def at_its_limit(case: Case, simulation: Simulation, outside: Outside) -> bool:

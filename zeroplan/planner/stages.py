@@ -53,5 +53,6 @@ def _memory(engine: Engine, case: Case, plan: MemoryPlan) -> StageMemory:
         peak_allocated=gpu.peak_allocated,
         peak_reserved=gpu.peak_reserved,
         total=gpu.total,
+        verdict=plan.verdict,
         fits=plan.fits,
     )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.plan import MemoryPlan, Report
+from zeroplan.core.plan import MemoryPlan, Report, Verdict
 from zeroplan.core.units import format_bytes, format_gib
 from zeroplan.core.unmodelled import Effect
 from zeroplan.report.host import host_table
@@ -172,6 +172,7 @@ def plan_record(plan: MemoryPlan) -> dict[str, Any]:
         "offload_optimizer": plan.offload_optimizer,
         "offload_param": plan.offload_param,
         "depth": plan.depth,
+        "verdict": plan.verdict.value,
         "fits": plan.fits,
         "gpu_model_states": gpu.model_states,
         "gpu_activations": gpu.activations,
@@ -210,7 +211,8 @@ def offload_text(plan: MemoryPlan) -> str:
 
 def fits_text(plan: MemoryPlan) -> str:
     """Return whether a plan fits, and which limits it exceeds: ``"no (gpu, cpu)"``."""
-    return ("unknown" if plan.undecided else _FITS[plan.fits]) + (f" ({', '.join(plan.misfits)})" if plan.misfits else "")
+    word = "may" if plan.verdict is Verdict.MAY_FIT else "unknown" if plan.undecided else _FITS[plan.fits]
+    return word + (f" ({', '.join(plan.misfits)})" if plan.misfits else "")
 
 
 def plans_table(plans: Sequence[MemoryPlan], style: str = "plain") -> str:

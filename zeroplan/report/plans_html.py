@@ -85,7 +85,8 @@ def _knobs(report: Report) -> str:
 
 
 def _fits(plan: MemoryPlan) -> str:
-    return f"<span class='{mark_of(plan)}'>{escape('unknown' if plan.undecided else _FITS[plan.fits])}</span>"
+    word = plan.verdict.value if plan.undecided else _FITS[plan.fits]
+    return f"<span class='{mark_of(plan)}'>{escape(word)}</span>"
 
 
 def _overview(report: Report, at: int | None, scale: int) -> str:

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from zeroplan.core.plan import Verdict
 from zeroplan.core.units import format_bytes, format_count, format_gib
 from zeroplan.core.workload import Workload
 from zeroplan.ds_config.writer import dump_ds_config
@@ -13,18 +14,14 @@ from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, unmodelled_notes
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
-from zeroplan.report.verdict import fit_text, lacks_of, peak_sentence, unknown_text
+from zeroplan.report.verdict import edge_text, fit_text, host_share, lacks_of, peak_sentence, unknown_text
 from zeroplan.report.verdict import name_of as plan_name
 from zeroplan.report.words import gpus_text, host_text, model_text
 from zeroplan.search.files import Files
 from zeroplan.search.reasons import name_of
-from zeroplan.search.recommend import HEADROOM
 from zeroplan.search.results import Recommendation, SearchResult
 
-_LEGEND = (
-    "GiB per GPU; host per node. up to: the upper end of the interval. The first keeps"
-    f" {100 * HEADROOM:.0f} % of a GPU free beyond it, if any does."
-)
+_LEGEND = "GiB per GPU; host per node. up to: the upper end of the interval. Speeds within 0.1 % are equal."
 _SHORT_LEGEND = "GPU: GiB that nvidia-smi would show, at most. host: GiB of a node. --wide shows all columns."
 
 
@@ -92,6 +89,8 @@ def verdict(answer: SearchResult) -> str:
         cheapest = f" Cheapest change: {answer.changes[0].what}." if answer.changes else ""
         return f"Nothing fits: nearest is {described(answer.nearest)}, {lacks}.{cheapest}"
     text = f"{described(best)}, {best.tokens_per_second:,.0f} tokens/s, {fit_text(best.plan)}"
+    if best.plan.verdict is Verdict.MAY_FIT:
+        return f"May fit: {text}{host_share(best.plan, describe_cluster(answer.cluster))}. {edge_text(best.plan)}"
     if best.plan.undecided:
         return f"Unknown: nothing is known to fit; best may be {text}. {unknown_text(best.plan)}"
     head = "Least memory" if answer.goal == "memory" else "Fastest" if best.fits is None else "Best"
@@ -100,7 +99,7 @@ def verdict(answer: SearchResult) -> str:
         compared = " What is in use does not fit."
     elif current is not None and current.tokens_per_second:
         compared = f" {best.tokens_per_second / current.tokens_per_second:.2f} × as fast as what is in use."
-    return f"{head}: {text}.{compared}"
+    return f"{head}: {text}{host_share(best.plan, describe_cluster(answer.cluster))}.{compared}"
 
 
 def described(one: Recommendation) -> str:
@@ -244,7 +243,7 @@ def asked_text(answer: SearchResult) -> str:
     text += f" · {gpus_text(cluster.nodes, cluster.gpus)}"
     text += f" of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
     if cluster.cpu_ram:
-        text += f", {host_text(cluster.cpu_ram, cluster.usable_cpu_ram or 0, cluster.host.name)}"
+        text += f", {host_text(cluster.cpu_ram, cluster.usable_cpu_ram or 0, cluster.host.name, cluster.assumes_host)}"
     batch = f"global batch {answer.global_batch} × " if answer.global_batch else "sequences of "
     text += f" · {batch}{work.batch.seq_len} tokens · {work.numerics.dtype} {work.numerics.optimizer}"
     text += f" · {work.compile} compiled" if work.compile is not None else ""
@@ -254,7 +253,8 @@ def asked_text(answer: SearchResult) -> str:
 def _sentence(one: Recommendation) -> str:
     gpu = one.plan.gpu
     need = f"{format_bytes(gpu.total)} a GPU" if gpu.total is not None else f"at least {format_bytes(gpu.needed)} a GPU"
-    unknown = "whether it fits is unknown" if one.plan.undecided else "no limit given"
+    unsure = "may fit" if one.plan.verdict is Verdict.MAY_FIT else "whether it fits is unknown"
+    unknown = unsure if one.plan.undecided else "no limit given"
     fits = {True: "fits", False: "does not fit", None: unknown}[one.fits]
     work = one.workload
     return (

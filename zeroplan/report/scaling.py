@@ -4,22 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zeroplan.core.plan import Verdict
 from zeroplan.core.units import format_bytes, format_gib
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import notes, offload_text, unmodelled_notes
 from zeroplan.report.recommendation import compiled_cells, compiled_header, described
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
-from zeroplan.report.verdict import fit_text, lacks_of, unknown_text
+from zeroplan.report.verdict import edge_text, fit_text, lacks_of, unknown_text
 from zeroplan.report.words import gpus_text, model_text
-from zeroplan.search.recommend import HEADROOM
 from zeroplan.search.results import Recommendation
 from zeroplan.search.scaling import ScalePoint, Scaling
 
 _LEGEND = (
     "The fastest that fits on so many GPUs. states, GPU: GiB of one GPU, its model states and at most in all."
-    " most: the largest micro batch that fits. tokens/s: of one GPU. speed: over the first row that fits. Like recommend, a row"
-    f" leaves {100 * HEADROOM:.0f} % of a GPU free unless what does not is faster by as much."
+    " most: the largest micro batch that fits. tokens/s: of one GPU. speed: over the first row that fits."
 )
 
 
@@ -68,6 +67,8 @@ def scaling_verdict(found: Scaling) -> str:
         return f"Nothing fits: on {_gpus(last)} the nearest is {described(last.shown)}, {lacks}."
     if first.best.plan.undecided:
         best = first.best
+        if best.plan.verdict is Verdict.MAY_FIT:
+            return f"May fit on {_gpus(first)}: {described(best)}, {fit_text(best.plan)}. {edge_text(best.plan)}"
         return f"Unknown: nothing is known to fit; {described(best)} may on {_gpus(first)}. {unknown_text(best.plan)}"
     text = f"Fits from {_gpus(first)} on: {described(first.best)}, {fit_text(first.best.plan)}."
     speed = f"{peak.rank_tokens_per_second:,.0f} tokens/s"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from zeroplan.core.plan import MemoryPlan, Relief, Report
+from zeroplan.core.plan import MemoryPlan, Relief, Report, Verdict
 from zeroplan.core.units import GIB, MIB, format_bytes
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.zero_config import sharding_text
@@ -27,15 +27,31 @@ def verdict(report: Report) -> str:
     if plan is None:
         return _without_limit(report)
     name = name_of(plan)
+    if plan.verdict is Verdict.MAY_FIT:
+        return f"May fit: {name}, {fit_text(plan)}{host_share(plan, report.cluster)}. {edge_text(plan)}"
     if plan.undecided:
-        return f"Unknown: {name}, {fit_text(plan)}. {unknown_text(plan)}"
+        return f"Unknown: {name}, {fit_text(plan)}{host_share(plan, report.cluster)}. {unknown_text(plan)}"
     if plan.fits is None:
         return f"Needs {need(plan)} a GPU: {name}. No limit is given: add --gpu H100 or --vram 80G."
     if not plan.fits:
         says = "Does not fit" if len(report.plans) == 1 else "Nothing fits"
         lacks = " and ".join(lacks_of(plan, report.cluster))
         return f"{says}: {'' if len(report.plans) == 1 else 'nearest is '}{name}, {lacks}."
-    return f"Fits: {name}, {fit_text(plan)}."
+    return f"Fits: {name}, {fit_text(plan)}{host_share(plan, report.cluster)}."
+
+
+def edge_text(plan: MemoryPlan) -> str:
+    """Return what decides about a plan that may fit, and what would settle it."""
+    return f"What decides: {plan.decides}. To settle it, {plan.settle}."
+
+
+def host_share(plan: MemoryPlan, cluster: Mapping[str, Any]) -> str:
+    """Return ``"; host 300 of 502.0 GiB a node"`` where the plan takes more than half of the host; else nothing."""
+    usable = cluster["usable_cpu_ram"]
+    if not usable or 2 * plan.cpu.per_node <= usable:
+        return ""
+    assumed = " assumed" if cluster["cpu_ram_assumed"] else ""
+    return f"; host {plan.cpu.per_node / GIB:.1f} of {_size(usable)}{assumed} a node"
 
 
 def unknown_text(plan: MemoryPlan) -> str:
@@ -98,7 +114,8 @@ def lacks_of(plan: MemoryPlan, cluster: Mapping[str, Any]) -> list[str]:
     for key, held, what in (("cpu", plan.cpu.per_node, "host memory"), ("nvme", plan.nvme.per_node, "disk")):
         if key in plan.misfits:
             limit = cluster["usable_cpu_ram" if key == "cpu" else "nvme"]
-            found.append(f"{held / GIB:.1f} of {_size(limit)} of {what} a node")
+            assumed = "assumed " if key == "cpu" and cluster["cpu_ram_assumed"] else ""
+            found.append(f"{held / GIB:.1f} of {_size(limit)} of {assumed}{what} a node")
     return found
 
 

@@ -12,7 +12,7 @@ from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
 from zeroplan.search.memory import Memory
 from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
-from zeroplan.search.recommend import least_memory, order_of, rank_all, search, simplest_first
+from zeroplan.search.recommend import least_memory, order_of, rank_all, search
 from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
 from zeroplan.search.search_options import AUTO, ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
@@ -47,7 +47,6 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         outcome = least_memory(space, memory, cost, shown=options.shown)
     else:
         outcome = search(space, memory, cost, shown=options.shown)
-        outcome.ranking = simplest_first(outcome.ranking)
     ranking = [recommendation(resolved.engine, r, i, layout) for i, r in enumerate(outcome.ranking)]
     nearest: Recommendation | None = None
     changes: tuple[Suggestion, ...] = ()

@@ -16,7 +16,7 @@ from dataclasses import replace
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.plan import CpuMemory, MemoryPlan
+from zeroplan.core.plan import CpuMemory, MemoryPlan, Verdict
 from zeroplan.core.progress import working
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -83,7 +83,7 @@ class Memory:
         case = self.case(candidate)
         if usable is not None and gpu.interval[1] > usable >= (gpu.peak_allocated or 0) + (gpu.outside_torch or 0):
             return None
-        fit = judged(case, plan.unmodelled, gpu=gpu.interval[1], cpu=plan.cpu.per_node, nvme=plan.nvme.per_node)
+        fit = judged(case, plan.unmodelled, gpu=gpu.interval, cpu=plan.cpu.per_node, nvme=plan.nvme.per_node)
         return plan.model_copy(update={"gpu": gpu.model_copy(update={"usable": usable}), **fit})
 
     def case(self, candidate: Candidate) -> Case:
@@ -163,9 +163,14 @@ class Memory:
         ram, nvme = cluster.usable_cpu_ram, cluster.nvme
         if ram is not None or nvme is not None:
             host, disk = self.host_floor(candidate)
-            if (ram is not None and host > ram) or (nvme is not None and disk > nvme):
+            if (ram is not None and host > ram and not cluster.assumes_host) or (nvme is not None and disk > nvme):
                 return True
         return usable is not None and self.floor(candidate) + doubt > usable
+
+    def exceeds_assumed_host(self, candidate: Candidate) -> bool:
+        """Return whether the floor of the host's memory is above the size that is assumed for it."""
+        cluster = self.cluster
+        return cluster.assumes_host and self.host_floor(candidate)[0] > (cluster.usable_cpu_ram or 0)
 
     def host(self, candidate: Candidate) -> CpuMemory | None:
         """Return the host's part of the candidate's plan, at the least that a process takes; None where only a simulation can
@@ -202,9 +207,12 @@ class Memory:
         )
 
     def may_fit(self, plan: MemoryPlan, candidate: Candidate) -> bool:
-        """Return whether a plan fits, or where that is unknown, whether it does by the analytic estimate of activations."""
+        """Return whether a plan fits, or where that is unknown, whether it does by the analytic estimate of activations.
+
+        One at the edge of a limit does not: it stands behind all that fit (:class:`~zeroplan.core.plan.Verdict`).
+        """
         if not plan.undecided or plan.gpu.interval is not None:
-            return plan.fits is not False
+            return plan.verdict not in (Verdict.DOES_NOT_FIT, Verdict.MAY_FIT)
         bound, case = self._bound(candidate.workload), self.case(candidate)
         need = max(plan.gpu.phases.values()) + round(bound * (1 + ANALYTIC_SPREAD)) + self._outside(case).total
         return self._usable is None or need <= self._usable

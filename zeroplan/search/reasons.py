@@ -11,10 +11,11 @@ from zeroplan.core.units import GIB, format_bytes
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig, sharding_text
 from zeroplan.ledger.traffic import Executor
+from zeroplan.planner.limit import RESERVED_SPREAD
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.recommend import HEADROOM, Ranked, SearchOutcome, headroom, search
+from zeroplan.search.recommend import EQUAL, Ranked, SearchOutcome, headroom, plainest, search
 from zeroplan.search.results import Point
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
 from zeroplan.search.space import Candidate
@@ -22,6 +23,10 @@ from zeroplan.search.space import Candidate
 #: Simulations that one "what if" may take.
 _WHAT_IF = 2
 _MORE_VRAM = 8 * GIB
+#: GPUs of the nodes that one can rent.
+_NODES = (1, 2, 4, 8)
+#: The part of the card below which what is left is named: as much as reserved memory was off (planner/limit.py).
+_LITTLE = RESERVED_SPREAD
 _BOUND = {
     Executor.PYTHON: "the host issues kernels and hooks more slowly than the GPU runs them: "
     "a larger micro batch costs little time",
@@ -45,18 +50,16 @@ def name_of(zero: ZeroConfig, workload: Workload | None = None) -> str:
 
 
 def choice(ranking: Sequence[Ranked]) -> list[str]:
-    """Say why the first was chosen: that it is on the edge of the card, if it is, and which faster ones are not as simple."""
+    """Say how little of the card is left, if it is little, and which simpler one is nearly as fast."""
     best, said = ranking[0], []
     spare = headroom(best.plan)
-    if spare is not None and best.on_edge:
-        left = f"{100 * spare:.1f} % of the card is left beyond the upper end"
-        said.append(f"on the edge: {left}, and nothing that leaves {100 * HEADROOM:.0f} % fits")
-    speed = best.time.tokens_per_second
-    for one in ranking[1:]:
-        gain = one.time.tokens_per_second / speed - 1
-        if one.on_edge is best.on_edge and round(1000 * gain):
-            name = name_of(one.candidate.zero, one.candidate.workload)
-            said += [f"{name} would be {100 * gain:.1f} % faster, and is less simple"] if gain > 0 else []
+    if spare is not None and 0 <= spare < _LITTLE:
+        said.append(f"at most {100 * spare:.1f} % of the card is left: nothing else may use it")
+    simple = plainest(ranking)
+    if simple is not best:
+        lost = 1 - simple.time.tokens_per_second / best.time.tokens_per_second
+        cost = f"costs {100 * lost:.1f} % of the speed" if lost >= EQUAL else "is as fast"
+        said.append(f"the plainest as fast is {label_of(simple.candidate.zero, simple.candidate.workload)}: it {cost}")
     return said
 
 
@@ -156,17 +159,17 @@ def _seconds(value: float) -> str:
 
 
 def what_more_buys(resolved: ResolvedSearch, request: Ask, options: SearchOptions, best: Ranked, memory: Memory) -> list[str]:
-    """Say what 8 GiB more a GPU, and the next GPUs that the batch divides by, would make of the step."""
+    """Say what 8 GiB more a GPU, and the next larger node or number of nodes, would make of the step."""
     cluster = resolved.cluster
     assert cluster.vram is not None
     said = []
-    more = cluster.gpus + 1
-    if options.global_batch is not None:
-        while options.global_batch % (more * cluster.nodes) and more < 2 * cluster.gpus:
-            more += 1
-    host = None if cluster.cpu_ram is None else cluster.cpu_ram * more // cluster.gpus
+    wider = next((count for count in _NODES if count > cluster.gpus), None)
+    if wider is None or cluster.nodes > 1:
+        more, what_more = replace(cluster, nodes=2 * cluster.nodes), f"{2 * cluster.nodes} nodes"
+    else:
+        more, what_more = cluster.resized(wider), f"{wider} GPUs a node"
     larger = replace(cluster, vram=cluster.vram + _MORE_VRAM)
-    for what, grown in (("8 GiB more a GPU", larger), (f"{more} GPUs a node", replace(cluster, gpus=more, cpu_ram=host))):
+    for what, grown in (("8 GiB more a GPU", larger), (what_more, more)):
         found = _best_on(grown, resolved, request, options, memory)
         if found is None:
             continue

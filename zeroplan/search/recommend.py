@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from math import log, log1p
 
-from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.plan import MemoryPlan, Verdict
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.search.cost import CostModel, StepTime
 from zeroplan.search.memory import Memory
@@ -26,13 +27,10 @@ SHOWN = 5
 MOST_SIMULATIONS = 48
 #: What no setting changes is allocated memory, but for buckets: where that alone exceeds the card by so much, none fits.
 _REACH = 1.05
-#: What an environment variable that must be set beside the config has to gain.
-_ALLOC_CONF_COST = 0.03
-#: The part of the usable GPU memory that a recommendation leaves free, beyond the upper end of its interval, if it can: as much
-#: again as measured runs' reserved memory was off (planner/limit.py, RESERVED_SPREAD).
-HEADROOM = 0.03
-#: Of configurations whose predicted speeds differ by less, the simplest is recommended; predicted times are off by as much.
+#: Of configurations whose predicted speeds differ by less, the simplest is named; predicted times are off by as much.
 EQUALLY_FAST = 0.03
+#: Speeds that differ by less are shown as equal.
+EQUAL = 0.001
 #: A floor below this share of the card: likely to fit as it is, so the smallest variant is not asked first.
 _LIKELY = 0.8
 
@@ -49,12 +47,6 @@ class Ranked:
     def fits(self) -> bool | None:
         """Whether the plan fits; None without a limit, and where that is unknown."""
         return self.plan.fits
-
-    @property
-    def on_edge(self) -> bool:
-        """Whether it leaves less of the GPU free than a recommendation should."""
-        spare = headroom(self.plan)
-        return spare is not None and spare < HEADROOM
 
     @property
     def complexity(self) -> tuple[int, int, bool, int, int, int]:
@@ -78,7 +70,7 @@ def headroom(plan: MemoryPlan) -> float | None:
 
 @dataclass(slots=True)
 class SearchOutcome:
-    """The result of a search. `ranking` holds the best of each family that fits, fastest first; those on the edge come last.
+    """The result of a search. `ranking` holds the best of each family that fits, fastest first, then of those that may.
 
     `misses` are candidates that were simulated and do not fit; `considered` and `simulated` count candidates.
     """
@@ -89,13 +81,14 @@ class SearchOutcome:
     simulated: int = 0
 
 
-def rank_key(candidate: Candidate, time: StepTime) -> tuple[float, int, int]:
-    """Return the sort key: fastest first, among equals the one nearest to the defaults, then the smaller micro batch.
+def rank_key(candidate: Candidate, time: StepTime) -> tuple[int, bool, int, int]:
+    """Return the sort key: fastest first; among equals one without settings of the allocator, which no file carries, then the
+    one nearest to the defaults, then the smaller micro batch.
 
-    What runs only with settings of the allocator, which no file carries, must be worth it.
+    Speeds are equal where the same step of :data:`EQUAL` holds them.
     """
-    worth = 1 - _ALLOC_CONF_COST if candidate.alloc_conf else 1
-    return (-round(worth * time.tokens_per_second, 3), candidate.effort, candidate.workload.batch.micro_batch)
+    speed = round(log(max(time.tokens_per_second, 1e-9)) / log1p(EQUAL))
+    return (-speed, bool(candidate.alloc_conf), candidate.effort, candidate.workload.batch.micro_batch)
 
 
 def search(
@@ -106,12 +99,10 @@ def search(
     shown: int = SHOWN,
     most: int = MOST_SIMULATIONS,
     strict: bool = False,
-    spare: bool = True,
 ) -> SearchOutcome:
     """Find the fastest candidate that fits of each family, at most `shown` families. See Note [Search].
 
-    After `most` simulations the search ends with what it has; `strict` ends it even with nothing. Without `spare`, what leaves
-    no headroom is as good as what does.
+    After `most` simulations the search ends with what it has; `strict` ends it even with nothing.
     """
     outcome = SearchOutcome()
     timed = []
@@ -119,7 +110,9 @@ def search(
         outcome.considered += 1
         if not memory.cannot_fit(candidate):
             timed.append(_bound(candidate, memory, cost))
-    queue = [(*rank_key(candidate, time), at) for at, (candidate, time) in enumerate(timed)]
+    queue = [
+        (memory.exceeds_assumed_host(candidate), *rank_key(candidate, time), at) for at, (candidate, time) in enumerate(timed)
+    ]
     heapify(queue)
     groups: dict[object, list[Candidate]] = {}
     for candidate, _ in timed:
@@ -127,12 +120,14 @@ def search(
     done: set[object] = set()
     too_large: dict[object, int] = {}
     missed: dict[Candidate, Ranked] = {}
-    on_edge: dict[object, Ranked] = {}  # by family, the fastest that fits without the headroom
     settled: dict[Candidate, Ranked] = {}
     while queue:
-        candidate, _ = timed[heappop(queue)[-1]]
+        large, *_, at = heappop(queue)
+        candidate, _ = timed[at]
         if len(done) >= shown or (memory.simulated >= most and (strict or outcome.ranking)):
             break
+        if large and outcome.ranking:
+            break  # what needs more than the assumed host is for when nothing else fits
         family, micro = candidate.family, candidate.workload.batch.micro_batch
         if family in done:
             continue
@@ -150,33 +145,40 @@ def search(
             found = _planned(one, memory, cost)
             if not memory.may_fit(found.plan, one):
                 missed[one] = found
+                if found.plan.verdict is Verdict.MAY_FIT and large:
+                    done.add(family)
+                    break
                 if one is frugal and _hopeless(found.plan):
                     too_large[family] = micro
                     break
-            elif one is candidate and spare and found.on_edge:
-                on_edge[family] = min(on_edge.get(family, found), found, key=lambda r: rank_key(r.candidate, r.time))
-                break
             elif one is candidate:
                 settled[one] = found
                 timed.append((one, found.time))
-                heappush(queue, (*rank_key(one, found.time), len(timed) - 1))
+                heappush(queue, (large, *rank_key(one, found.time), len(timed) - 1))
                 break
-    at_edge = (found for family, found in on_edge.items() if family not in done)
-    outcome.ranking += sorted(at_edge, key=lambda r: rank_key(r.candidate, r.time))[: shown - len(outcome.ranking)]
+    outcome.ranking += _that_may_fit(missed.values(), outcome.ranking)[: shown - len(outcome.ranking)]
+    outcome.ranking.sort(key=order_of)
     outcome.misses = list(missed.values())
     outcome.simulated = memory.simulated
     return outcome
 
 
-def simplest_first(ranking: list[Ranked]) -> list[Ranked]:
-    """A ranking with the simplest of the configurations that are as fast as its first one at the front."""
-    if not ranking:
-        return ranking
+def _that_may_fit(missed: Iterable[Ranked], ranking: Sequence[Ranked]) -> list[Ranked]:
+    """Return the fastest that may fit of each family that the ranking has not, fastest first."""
+    families = {one.candidate.family for one in ranking}
+    found: dict[object, Ranked] = {}
+    for one in sorted(missed, key=lambda r: rank_key(r.candidate, r.time)):
+        if one.plan.verdict is Verdict.MAY_FIT and one.candidate.family not in families:
+            found.setdefault(one.candidate.family, one)
+    return list(found.values())
+
+
+def plainest(ranking: Sequence[Ranked]) -> Ranked:
+    """Return the simplest of the configurations that are as fast as the ranking's first, and as sure to fit."""
     first = ranking[0]
     least = (1 - EQUALLY_FAST) * first.time.tokens_per_second
-    equal = [one for one in ranking if one.time.tokens_per_second >= least and one.on_edge is first.on_edge]
-    best = min(equal, key=lambda one: one.complexity)
-    return [best, *(one for one in ranking if one is not best)]
+    equal = [one for one in ranking if one.time.tokens_per_second >= least and one.plan.verdict is first.plan.verdict]
+    return min(equal, key=lambda one: one.complexity)
 
 
 def _bound(candidate: Candidate, memory: Memory, cost: CostModel) -> tuple[Candidate, StepTime]:
@@ -192,7 +194,7 @@ def _planned(candidate: Candidate, memory: Memory, cost: CostModel) -> Ranked:
 
 def _hopeless(plan: MemoryPlan) -> bool:
     """Return whether a candidate misses by more than buckets and the allocator's settings can change."""
-    if plan.fits is not False:
+    if plan.verdict not in (Verdict.DOES_NOT_FIT, Verdict.MAY_FIT):
         return plan.undecided
     gpu = plan.gpu
     least = gpu.needed if gpu.peak_allocated is None else gpu.peak_allocated + (gpu.outside_torch or 0)
@@ -218,9 +220,9 @@ def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> lis
     return sorted((_planned(candidate, memory, cost) for candidate in given), key=order_of)
 
 
-def order_of(ranked: Ranked) -> tuple[bool, bool, float, int, int]:
+def order_of(ranked: Ranked) -> tuple[int, int, bool, int, int]:
     """The key by which candidates are sorted: those that fit first, then those that may, then by :func:`rank_key`."""
-    return (ranked.fits is False, ranked.plan.undecided, *rank_key(ranked.candidate, ranked.time))
+    return (ranked.plan.verdict.rank, *rank_key(ranked.candidate, ranked.time))
 
 
 def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *, shown: int = SHOWN) -> SearchOutcome:
@@ -236,8 +238,9 @@ def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *,
     for candidate in chosen:
         if memory.runnable(candidate):
             found = _planned(candidate, memory, cost)
-            (outcome.ranking if memory.may_fit(found.plan, candidate) else outcome.misses).append(found)
-    outcome.ranking.sort(key=lambda r: (r.plan.gpu.needed, rank_key(r.candidate, r.time)))
+            edge = found.plan.verdict is Verdict.MAY_FIT
+            (outcome.ranking if edge or memory.may_fit(found.plan, candidate) else outcome.misses).append(found)
+    outcome.ranking.sort(key=lambda r: (r.plan.verdict.rank, r.plan.gpu.needed, rank_key(r.candidate, r.time)))
     del outcome.ranking[shown:]
     outcome.simulated = memory.simulated
     return outcome

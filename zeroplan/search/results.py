@@ -16,7 +16,7 @@ from zeroplan.interop.forms.configuration import Model
 from zeroplan.interop.training import NO_TRAINING, Training
 from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.search.cost import StepTime
-from zeroplan.search.recommend import HEADROOM, Ranked, headroom
+from zeroplan.search.recommend import Ranked, headroom
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,6 @@ class SearchResult:
             "workload": describe_workload(self.workload) | {"global_batch": self.global_batch},
             "cluster": describe_cluster(self.cluster),
             "goal": self.goal,
-            "headroom": HEADROOM,
             "warnings": list(self.warnings),
             "ranking": [r.to_dict() for r in self.ranking],
             "current": None if self.current is None else self.current.to_dict(),

@@ -24,10 +24,9 @@ from zeroplan.planner.options import RunOptions
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.recommend import EQUALLY_FAST, Ranked, search, simplest_first
+from zeroplan.search.recommend import EQUALLY_FAST, Ranked, search
 from zeroplan.search.results import Recommendation, recommendation
 from zeroplan.search.search_options import (
-    ASSUMED_HOST,
     ResolvedSearch,
     SearchOptions,
     candidates_of,
@@ -226,13 +225,12 @@ def run_scaling(
     node = gpus_per_node if gpus_per_node is not None else _node_gpus(request)
     clusters = [_shape(count, node) for count in counts]
     resolved = resolve_search(request.replace(gpus=node, nodes=1), options)
-    assumed = request.cpu_ram is None
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, depth=request.depth)
     points = []
     for done, (gpus, nodes) in enumerate(clusters):
         working(f"searching on {gpus * nodes} GPUs", done, len(clusters))
-        ram = ASSUMED_HOST * gpus if assumed else resolved.cluster.cpu_ram
-        here = replace(resolved, cluster=replace(resolved.cluster, gpus=gpus, nodes=nodes, cpu_ram=ram))
+        cluster = resolved.cluster.resized(gpus) if resolved.cluster.assumes_host else replace(resolved.cluster, gpus=gpus)
+        here = replace(resolved, cluster=replace(cluster, nodes=nodes))
         memory = memory.on(here.cluster)
         points.append(_point(here, request, options, memory))
     warnings = list(resolved.warnings)
@@ -282,16 +280,9 @@ def _point(resolved: ResolvedSearch, request: Ask, options: SearchOptions, memor
 
 
 def _best(space: Sequence[Candidate], memory: Memory, cost: CostModel, options: SearchOptions) -> Ranked | None:
-    """What ``recommend`` finds, or what leaves less of the card free where that is faster by more than times are off.
-
-    Else a row would lose half its speed to a micro batch that fits and leaves 2.9 % of the card.
-    """
-    ranking = simplest_first(search(space, memory, cost, shown=options.shown).ranking)
-    edge = search(space, memory, cost, shown=1, spare=False).ranking
-    if not ranking:
-        return edge[0] if edge else None
-    faster = edge and edge[0].time.tokens_per_second > (1 + EQUALLY_FAST) * ranking[0].time.tokens_per_second
-    return edge[0] if faster else ranking[0]
+    """What ``recommend`` finds."""
+    ranking = search(space, memory, cost, shown=options.shown).ranking
+    return ranking[0] if ranking else None
 
 
 def _largest(best: Ranked, memory: Memory) -> int:

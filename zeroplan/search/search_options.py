@@ -10,7 +10,6 @@ from typing import Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.rates import Rates
-from zeroplan.core.units import GIB
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Compilation, DType, Workload
 from zeroplan.engines.base import Case, Engine
@@ -28,8 +27,6 @@ from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_sp
 GOALS = ("throughput", "memory")
 #: The value of ``--compile`` that searches with compiled blocks and without.
 AUTO = "auto"
-#: Host memory a GPU that is assumed where none is given.
-ASSUMED_HOST = 64 * GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +151,6 @@ def resolve_search(request: Ask, options: SearchOptions) -> ResolvedSearch:
     if request.dtype is None and not cluster.gpu.bf16 and workload.numerics.dtype is DType.BF16:
         workload = workload.but(dtype=DType.FP16)
         warnings.append(f"{cluster.gpu.name} has no bf16: fp16 is used; give --dtype fp32 for full precision")
-    if cluster.cpu_ram is None:
-        cluster = replace(cluster, cpu_ram=ASSUMED_HOST * cluster.gpus)
-        warnings.append(f"host memory is assumed to be 64 GiB a GPU ({64 * cluster.gpus} GiB a node); give --cpu-ram")
     rates = machine_rates(cluster, options.profile, warnings)
     if request.gpu is None:
         warnings.append(f"speeds are those of an {cluster.gpu.name}; name the card by --gpu")

@@ -87,10 +87,10 @@ def _plan(ds_config: str, engine: str) -> None:
 def _read_ds_config(path: str) -> None:
     from zeroplan.ds_config.reader import inspect_ds_config
     from zeroplan.ds_config.writer import dump_ds_config, write_ds_config
-    from zeroplan.report.check import check_json, check_text
+    from zeroplan.report.check import check_json, findings_text, verdict_text
 
     config = inspect_ds_config(path)
-    check_text(config).encode()
+    f"{verdict_text(config)}\n{findings_text(config)}".encode()
     json.dumps(check_json(config), allow_nan=False)
     if not config.errors:
         dump_ds_config(write_ds_config(config.zero, source=config.raw))

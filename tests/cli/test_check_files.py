@@ -25,12 +25,26 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def test_a_recipe_with_its_launchers_file(cli: Cli, files: tuple[Path, Path]) -> None:
-    code, out, _ = cli("check", *map(str, files))
+    code, out, _ = cli("check", *map(str, files), "--wide")
     assert code == 0
-    assert out.startswith("DeepSpeed 0.19.8 alone refuses this file; once what is open is filled, it runs:\n  stage 2, bf16")
+    assert out.startswith("OK: TRL 1.16 fills what is open, and DeepSpeed 0.19.8 runs it: stage 2, bf16;")
     assert "\n\nTRL 1.16 (sft, qlora):" in out
     for part in ("micro_batch", "per_device_train_batch_size", "torch_compile (unknown): ", "gpus"):
         assert part in out
+
+
+def test_a_file_full_of_auto_is_judged_as_the_program_that_fills_it(cli: Cli, files: tuple[Path, Path]) -> None:
+    """In a few lines: what runs it, how, and what to ask next; --wide has the keys."""
+    ds = files[0].with_name("ds_config.json")
+    bits = '"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}'
+    ds.write_text('{"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", ' + bits + "}")
+    code, out, _ = cli("check", str(ds))
+    assert code == 0
+    assert out.startswith("OK once the HF Trainer or Lightning fills what is open: stage 3.")
+    assert len(out.partition("Next:")[0].splitlines()) <= 4
+    assert '"auto"' not in out
+    wide = " ".join(cli("check", str(ds), "--wide")[1].split())
+    assert '"auto" is rejected by DeepSpeed alone' in wide
 
 
 def test_as_json(cli: Cli, files: tuple[Path, Path]) -> None:
@@ -70,7 +84,7 @@ def test_with_a_model_it_says_what_the_run_will_use_and_which_knob_helps(cli: Cl
     code, out, err = cli("check", str(ds), LLAMA, "--gpus", "8", "--gpu", "A100-40G")
     assert (code, err) == (0, "")
     keys, _, plan = out.partition("\n\nFits: ZeRO-1, ")
-    assert keys.startswith("DeepSpeed 0.19.8 ")
+    assert keys.startswith("OK: DeepSpeed 0.19.8 ")
     assert "true means stage 1" in keys
     assert "true means stage 1" not in plan
     assert "--micro-batch 2\n" in plan

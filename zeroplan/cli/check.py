@@ -39,13 +39,15 @@ def check(
         int | None, typer.Option("--gpus", rich_help_panel="Cluster", help="GPUs a node, also for the batch arithmetic. [any]")
     ] = None,
     program: Program = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Show every key, and what it decides.")] = False,
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:
-    """Say what a program does with its files, key by key.
+    """Say what a program does with its files, and what to mend.
 
-    With MODEL: also what the run will use, and which knobs would help. The exit code is 0 when the run starts (once filled),
-    2 when DeepSpeed refuses it, or with --engine zeroplan the included runtime.
+    --wide goes key by key. A file with "auto" is judged as the program that fills it. With MODEL: also what the run will use,
+    and which knobs would help. The exit code is 0 when the run starts (once filled), 2 when DeepSpeed refuses it, or with
+    --engine zeroplan the included runtime.
     """
     if gpus is not None and gpus < 1:
         raise BadInput(f"{gpus} is out of range", where="--gpus", remedy="use 1 or more")
@@ -83,8 +85,11 @@ def check(
             following = flags.recommend_words(request)
         elif starts and all(map(os.path.exists, files)):
             named = ["--engine", request.engine] if request.engine != DEFAULT_ENGINE else []
-            following = ["zeroplan", "check", *files, "MODEL", "--gpu", "8xH100", *named]
-        show(_quiet(setup, found, report) if quiet else _text(setup, found, report, following))
+            if setup is not None and isinstance(setup.model, str):
+                following = ["zeroplan", "estimate", *(word for file in files for word in ("--from", file)), "--gpu", "H100"]
+            else:
+                following = ["zeroplan", "check", *files, "MODEL", "--gpu", "8xH100", *named]
+        show(_quiet(setup, found, report) if quiet else _text(setup, found, report, following, wide=wide))
     raise typer.Exit(EXIT_OK if starts else EXIT_BAD_INPUT)
 
 
@@ -141,7 +146,7 @@ def _quiet(setup: Setup | None, found: DsConfig | None, report: Report | None) -
     return setup.line if found is None and setup is not None else verdict_text(found, Terminal.here()) if found else ""
 
 
-def _text(setup: Setup | None, found: DsConfig | None, report: Report | None, following: list[str]) -> str:
+def _text(setup: Setup | None, found: DsConfig | None, report: Report | None, following: list[str], *, wide: bool) -> str:
     """Return the verdict on the files, what they say, and what the run will use."""
     from zeroplan.ds_config.findings import merged
     from zeroplan.report.check import findings_text, verdict_text
@@ -150,15 +155,17 @@ def _text(setup: Setup | None, found: DsConfig | None, report: Report | None, fo
     from zeroplan.report.terminal import Terminal
 
     terminal = Terminal.here()
-    parts = [] if found is None else [verdict_text(found, terminal)]
-    parts += [] if setup is None else [setup_text(setup, terminal)]
-    parts += [] if found is None else [findings_text(found, terminal)]
+    filler = "" if setup is None else setup.title
+    parts = [] if found is None else [verdict_text(found, terminal, filler)]
+    parts += [] if setup is None else [setup_text(setup, terminal, wide=wide or found is None)]
+    parts += [] if found is None else [findings_text(found, terminal, wide=wide)]
     if report is not None:
         said = set() if found is None else set(merged(found.warnings))
         unsaid = report.model_copy(update={"warnings": tuple(one for one in report.warnings if one not in said)})
         parts.append(brief_text(unsaid, terminal, next_command=following))
     elif following:
-        parts.append("\n".join(terminal.command("Next: ", following)))
+        keys = [] if found is None or wide else [f"{len(found.keys)} keys: --wide lists what each decides."]
+        parts.append("\n".join([*keys, *terminal.command("Next: ", following)]))
     return "\n\n".join(part for part in parts if part)
 
 

@@ -23,8 +23,15 @@ _LONGEST_LINE, _LONGEST_KEY = 400, 200
 _MOST_KEYS = 200
 
 
-def verdict(config: DsConfig) -> str:
-    """Return one sentence: whether the program runs the file, at which stage, with which offload, dtype and optimizer class."""
+#: Ids of findings on an ``auto`` that the program which starts DeepSpeed fills.
+_AUTO = "auto."
+
+
+def verdict(config: DsConfig, filler: str = "") -> str:
+    """Return one sentence: whether the program runs the file, at which stage, with which offload, dtype and optimizer class.
+
+    A file with ``auto`` is judged as the program that fills it: `filler`, or where none is known the HF Trainer or Lightning.
+    """
     name = _program(config)
     if config.errors:
         count = len(config.errors)
@@ -41,8 +48,12 @@ def verdict(config: DsConfig) -> str:
     elif config.training.dtype is not None:
         does += f", {config.training.dtype}"
     if config.runs_alone:
-        return f"{name} runs this file as it is: {does}."
-    return f"{name} alone refuses this file; once what is open is filled, it runs: {does}."
+        return f"OK: {name} runs this file as it is: {does}."
+    if filler:
+        return f"OK: {filler} fills what is open, and {name} runs it: {does}."
+    filled = all(one.id.startswith(_AUTO) for one in config.of_severity(Severity.OPEN))
+    who = "the HF Trainer or Lightning" if filled else "your program"
+    return f"OK once {who} fills what is open: {does}. {name} alone refuses this file."
 
 
 def _program(config: DsConfig) -> str:
@@ -81,31 +92,33 @@ def check_json(config: DsConfig, version: str | None = None) -> dict[str, Any]:
     }
 
 
-def check_text(config: DsConfig, terminal: Terminal = PLAIN) -> str:
-    """Return the verdict, the findings by severity, and the keys grouped by their effect on memory."""
-    return "\n".join([verdict_text(config, terminal), *_findings(config, terminal)])
-
-
-def verdict_text(config: DsConfig, terminal: Terminal = PLAIN) -> str:
+def verdict_text(config: DsConfig, terminal: Terminal = PLAIN, filler: str = "") -> str:
     """Return the verdict in lines: red where the program refuses the file, green where it runs it as it is."""
-    good = None if config.runs_filled and not config.runs_alone else config.runs_alone
-    return "\n".join(terminal.verdict(verdict(config), good))
+    return "\n".join(terminal.verdict(verdict(config, filler), config.runs_filled))
 
 
-def findings_text(config: DsConfig, terminal: Terminal = PLAIN) -> str:
-    """Return the findings by severity, and the keys grouped by their effect on memory."""
-    return "\n".join(_findings(config, terminal)).lstrip("\n")
+def findings_text(config: DsConfig, terminal: Terminal = PLAIN, *, wide: bool = True) -> str:
+    """Return the findings by severity, and the keys grouped by their effect on memory.
+
+    Unless `wide`, only what the user has to mend or to know: neither what another program fills, nor the list of keys.
+    """
+    return "\n".join(_findings(config, terminal, wide=wide)).lstrip("\n")
 
 
-def _findings(config: DsConfig, terminal: Terminal) -> list[str]:
+def _findings(config: DsConfig, terminal: Terminal, *, wide: bool) -> list[str]:
     """Return the lines of :func:`findings_text`, an empty one before each group."""
     lines: list[str] = []
     for severity, title in _TITLES.items():
         found = config.of_severity(severity)
+        if not wide:
+            filled = config.runs_filled and config.unresolved_auto
+            found = [one for one in found if not (filled and one.id.startswith(_AUTO)) and severity is not Severity.NOTE]
         if found:
             title = title.format(program=config.dialect)
             title = title[:1].upper() + title[1:]
             lines += ["", terminal.bold(f"{title} ({len(found)})"), *terminal.items(_said(found))]
+    if not wide:
+        return lines
     if config.ignored:
         lines += ["", terminal.bold(f"Keys: without effect there ({len(config.ignored):,})")]
         lines += terminal.items(_grouped(config.ignored), mark="  ")

@@ -25,19 +25,24 @@ def setup_json(setup: Setup) -> dict[str, Any]:
     return {**describe_setup(setup), "fields": fields, "unmodelled": missing}
 
 
-def setup_text(setup: Setup, terminal: Terminal = PLAIN) -> str:
-    """Return the setup's line, a table of what was read with the keys that said it, and what plans leave out."""
+def setup_text(setup: Setup, terminal: Terminal = PLAIN, *, wide: bool = True) -> str:
+    """Return the setup's line, if `wide` a table of what was read with the keys that said it, and what plans leave out."""
     lines = terminal.verdict(setup.line, None)
+    if wide:
+        lines += _table(setup, terminal)
+    if missing := left_out(setup):
+        lines += ["", terminal.bold(f"Left out of plans ({len(missing)}), with what that does to the memory")]
+        lines += terminal.items([f"{one.key} ({one.effect.value}): {one.says}" for one in missing])
+    return "\n".join(lines)
+
+
+def _table(setup: Setup, terminal: Terminal) -> list[str]:
     rows = [
         [name, ", ".join(value) if isinstance(value, list) else str(value), setup.keys.get(name, "follows from the program")]
         for name, value in _said(setup)
     ]
     table = render(["what", "value", "key"], rows, "plain", width=terminal.width).splitlines()
-    lines += ["", terminal.bold(table[0]), *table[1:]]
-    if missing := left_out(setup):
-        lines += ["", terminal.bold(f"Left out of plans ({len(missing)}), with what that does to the memory")]
-        lines += terminal.items([f"{one.key} ({one.effect.value}): {one.says}" for one in missing])
-    return "\n".join(lines)
+    return ["", terminal.bold(table[0]), *table[1:]]
 
 
 def _said(setup: Setup) -> list[tuple[str, Any]]:

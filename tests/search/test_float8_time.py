@@ -65,16 +65,16 @@ def test_eight_bits_are_faster_by_less_than_two() -> None:
 
 
 def test_megatrons_layers_and_sharing_are_faster_than_eager_ones() -> None:
-    asked = LLAMA.but(model="meta-llama/Llama-3.1-70B", nodes=8, tp=4, pp=8, sp=True, grad_accum=64, stage=2)
-    eager = _time(asked.but(engine="fsdp2", sp=False))
-    fused = _time(asked.but(engine="megatron", stage=1, vpp=5))
+    asked = LLAMA.replace(model="meta-llama/Llama-3.1-70B", nodes=8, tp=4, pp=8, sp=True, grad_accum=64, stage=2)
+    eager = _time(asked.replace(engine="fsdp2", sp=False))
+    fused = _time(asked.replace(engine="megatron", stage=1, vpp=5))
     assert fused.compute < 0.9 * eager.compute
     assert fused.tensor < eager.tensor  # beside the products
     assert fused.sharding < eager.sharding
 
 
 def test_what_runs_beside_nothing_takes_longer() -> None:
-    asked = LLAMA.but(engine="megatron", stage=1, nodes=8, tp=8, sp=True, grad_accum=2)
+    asked = LLAMA.replace(engine="megatron", stage=1, nodes=8, tp=8, sp=True, grad_accum=2)
     usual = find_engine("megatron").sharing()
     beside = _time(asked, sharing=usual)
     alone = _time(asked, sharing=replace(usual, overlaps=False, pipelines_tensor=False))
@@ -85,6 +85,6 @@ def test_what_runs_beside_nothing_takes_longer() -> None:
 
 def test_as_many_chunks_as_blocks_are_possible_under_megatron() -> None:
     """Which NeMo's benchmarks run: Llama 2 70B as pp 4 × vpp 20."""
-    asked = LLAMA.but(model="meta-llama/Llama-2-70b-hf", engine="megatron", stage=1, nodes=8, tp=4, sp=True)
-    found = _time(asked.but(pp=4, vpp=20, grad_accum=16))
-    assert found.waiting < _time(asked.but(pp=4, vpp=1, grad_accum=16)).waiting / 2
+    asked = LLAMA.replace(model="meta-llama/Llama-2-70b-hf", engine="megatron", stage=1, nodes=8, tp=4, sp=True)
+    found = _time(asked.replace(pp=4, vpp=20, grad_accum=16))
+    assert found.waiting < _time(asked.replace(pp=4, vpp=1, grad_accum=16)).waiting / 2

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -143,6 +144,84 @@ def test_a_command_runs_where_its_script_goes() -> None:
     for text, folder in folders.items():
         found = command_of(text.replace('$0")/..', '$0")'))
         assert found.folder == folder, text
+
+
+def test_runs_of_a_loop_that_differ_in_more_than_flags() -> None:
+    gpus = command_of(f"for N in 2 4; do\n{RUN.replace('torchrun', 'torchrun --nproc_per_node $N')} 4\ndone\n")
+    assert (gpus.gpus, gpus.open_machine) == (None, "another number in each of 2 runs")
+    with pytest.raises(BadInput, match="holds 2 commands"):
+        command_of(f"for T in a b; do\n{RUN.replace('t.py', '$T.py')} 4\ndone\n")
+
+
+def test_a_script_that_merges_what_was_trained_is_not_the_run() -> None:
+    command = command_of(f"{RUN} 4 --lora_rank 8\npython merge_lora.py --lora_rank 8 --output_dir o\n")
+    assert command.program == "t.py"
+
+
+PIECES = (
+    *(
+        "if",
+        "then",
+        "else",
+        "elif",
+        "fi",
+        "for",
+        "in",
+        "do",
+        "done",
+        "while",
+        "case",
+        "esac",
+        ";;",
+        "{",
+        "}",
+        "(",
+        ")",
+        "((",
+        "))",
+    ),
+    *(
+        "[",
+        "]",
+        "[[",
+        "]]",
+        "&&",
+        "||",
+        "|",
+        ";",
+        "\n",
+        "<<E",
+        "E",
+        ">",
+        "$(",
+        "${",
+        "$((",
+        "`",
+        '"',
+        "'",
+        "\\",
+        "#",
+        "=",
+        "+=",
+        "$X",
+    ),
+    *("X=1", "A=(", "f()", "f", "eval", "source", "exit", "$@", "${X:-", "${X%", "python t.py", "--a", "1", "*", "$'", "^"),
+)
+
+
+def test_no_text_ends_otherwise_than_in_one_line() -> None:
+    """Pieces of shell in any order are followed or refused."""
+    draw = Random(34)
+    outcomes = set()
+    for _ in range(3_000):
+        text = "".join(draw.choice(PIECES) + draw.choice(("", " ", " ", "\n")) for _ in range(draw.randrange(1, 40)))
+        try:
+            command_of(text + f"\n{RUN} 4\n")
+            outcomes.add("followed")
+        except BadInput as error:
+            assert "\n" not in str(error)
+            outcomes.add("refused")
+    assert outcomes == {"followed", "refused"}
 
 
 BAD = {

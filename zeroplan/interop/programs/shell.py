@@ -44,6 +44,8 @@ _TRAINING_FLAGS = frozenset(
         "do_train",
     )
 )
+#: Scripts that merge, convert or evaluate what another one has trained.
+_OTHER_DEED = re.compile(r"(^|[/_.])(merge|convert|export|eval|evaluate|infer|inference|predict)(_\w+)?(\.py)?$")
 #: Words that end a command where quotes or backslashes keep them from the shell.
 _ENDS = ("|", "||", "&&", "&", ";")
 _MOST_LINES = 5_000
@@ -117,8 +119,12 @@ def training_command(
             where=name,
             remedy="give the line with the launcher and its --flags, or the file that it names",
         )
-    lines = {line: [one for at, one in found if at == line] for line, _ in found}
-    commands = [_joined(same, line) for line, same in lines.items()]
+    trains = [(line, one) for line, one in found if not _OTHER_DEED.search(one.program)]
+    found = trains or found
+    kinds: dict[tuple[Any, ...], list[Command]] = {}
+    for line, one in found:
+        kinds.setdefault((line, one.program, one.launcher, one.files, one.config_file), []).append(one)
+    commands = [_joined(same, line) for (line, *_), same in kinds.items()]
     if any(not _same(one, commands[0]) for one in commands[1:]):
         raise BadInput(
             f"holds {len(commands)} commands that train ({', '.join(one.program[:40] for one in commands[:4])})",
@@ -139,9 +145,8 @@ def _commands(followed: Followed, takes: Callable[[Command], bool]) -> Iterator[
 
 def _same(one: Command, other: Command) -> bool:
     """Whether two commands start the same run on the same machine."""
-    machines = ({name: each.environment.get(name) for name in _OF_MACHINES} for each in (one, other))
-    first, second = machines
-    return first == second and replace(one, environment={}, why={}) == replace(other, environment={}, why={})
+    plain = [replace(each, environment={}, why={}) for each in (one, other)]
+    return plain[0] == plain[1] and _machine(one) == _machine(other)
 
 
 def _joined(same: list[Command], line: int) -> Command:
@@ -149,10 +154,22 @@ def _joined(same: list[Command], line: int) -> Command:
     first, *others = same
     differ = [name for name in first.flags if any(one.flags.get(name) != first.flags[name] for one in others)]
     differ += [name for one in others for name in one.flags if name not in first.flags]
-    if not differ or any(one.program != first.program for one in others):
+    says = f"line {line}: it differs between the {len(same)} runs that the script starts"
+    if any(_machine(one) != _machine(first) for one in others):
+        environment = {name: value for name, value in first.environment.items() if name not in _OF_MACHINES}
+        open_machine = f"another number in each of {len(same)} runs"
+        first = replace(
+            first, gpus=None, processes=None, nodes=None, launch_flags={}, environment=environment, open_machine=open_machine
+        )
+    if not differ:
         return first
-    why = {name: f"line {line}: it differs between the {len(same)} runs that the script starts" for name in differ}
-    return replace(first, flags={**first.flags, **{name: f"${name}" for name in differ}}, why={**first.why, **why})
+    flags = {**first.flags, **{name: f"${name}" for name in differ}}
+    return replace(first, flags=flags, why={**first.why, **dict.fromkeys(differ, says)})
+
+
+def _machine(one: Command) -> tuple[Any, ...]:
+    """What a command says of its machine."""
+    return one.gpus, one.processes, one.nodes, one.launch_flags, [one.environment.get(name) for name in _OF_MACHINES]
 
 
 def _parts(words: tuple[str, ...]) -> Iterator[list[str]]:

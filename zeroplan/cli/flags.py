@@ -13,10 +13,9 @@ import typer
 from zeroplan.cli import complete
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.option import MESH, WORK, Option
 from zeroplan.engines.registry import BUILT_IN, find_engine
 from zeroplan.run.ask import MESH_OPTIONS, OPTIONS, Ask
-from zeroplan.run.option import Option
-from zeroplan.run.options import MESH, WORK
 
 
 def _require_one_form(as_json: bool, style: str) -> None:

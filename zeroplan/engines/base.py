@@ -156,6 +156,7 @@ class Engine(ABC):
             (:meth:`own_tape`) and holds layouts against them itself (:meth:`require_workload`).
         auto_ep: whether it shares the experts of models of transformers by AutoEP's layers (core/auto_ep.py).
         own_experts: whether it trains modules with DeepSpeed's MoE layers, of which each rank has its own experts.
+        techniques: names of techniques (:mod:`zeroplan.techniques`) that an engine of one's own takes.
         compiles: whether compiled blocks are modelled, since no hook of the engine lies within one.
         compiled_degrees: the degrees of parallelism, beside data parallelism, beside which it trains compiled blocks.
         reduces_as_told: whether the program says in which dtype gradients are reduced.
@@ -194,6 +195,7 @@ class Engine(ABC):
     own_layers: ClassVar[bool] = False
     own_experts: ClassVar[bool] = False
     auto_ep: ClassVar[bool] = False
+    techniques: ClassVar[frozenset[str]] = frozenset()
     compiles: ClassVar[bool] = False
     compiled_degrees: ClassVar[tuple[str, ...]] = ()
     reduces_as_told: ClassVar[bool] = False

@@ -83,6 +83,7 @@ class Setup:
         save_only_model: whether no optimizer states are saved.
         fsdp_version: 1 where FSDP is the older one, whose `engine` is ``fsdp`` if that plans the run.
         pads: whether the program pads each batch to its longest sample, at most `seq_len`, so that lengths vary.
+        options: values of options that files of techniques declare (:mod:`zeroplan.techniques`).
         open: fields that the file cannot hold and no line of it tells, with what is missing: a flag gives them.
         alloc_conf: what the command line gives ``PYTORCH_ALLOC_CONF``; empty for nothing.
         zero_init: whether the model is built under ``deepspeed.zero.Init``; None where nothing says.
@@ -156,6 +157,7 @@ class Setup:
     save_only_model: bool = False
     fsdp_version: int | None = None
     pads: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
     open: Mapping[str, str] = field(default_factory=dict)
     alloc_conf: str = ""
     zero_init: bool | None = None

@@ -24,6 +24,7 @@ from zeroplan.core.workload import (
     TiledMlp,
     Workload,
 )
+from zeroplan.techniques.table import techniques_of
 
 if TYPE_CHECKING:
     from zeroplan.interop.setups import Setup
@@ -94,6 +95,8 @@ def describe_workload(workload: Workload) -> dict[str, Any]:
     values = values_of(workload)
     told = {name: _plain(value) for name, value in values.items() if name not in _ASKED_FOR or value != _ASKED_FOR[name]}
     del told["pads"]  # it decides no figure, but whether one at the limit of its card is a promise
+    for technique, value in techniques_of(workload):
+        told |= technique.described(value)
     lengths = workload.batch.lengths
     if lengths:
         told["lengths"] = {"mean": sum(lengths) / len(lengths), "max": max(lengths)}

@@ -17,6 +17,8 @@ from zeroplan.core.units import format_bytes
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
+from zeroplan.techniques.base import Facts
+from zeroplan.techniques.table import techniques_of
 
 if TYPE_CHECKING:
     from zeroplan.core.evaluation import Evaluation
@@ -76,6 +78,10 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
         found.setdefault("use_vllm", Unmodelled("use_vllm", Effect.MORE, says if counted else taken))
     if work.has(Saving) and (says := engine.unsaved(case)):
         found.setdefault("saving", Unmodelled("saving", Effect.MORE, says))
+    facts = Facts(engine, work, case.spec, case.cluster, {})
+    for technique, value in techniques_of(work):
+        for one in technique.left_out(value, facts, tape):
+            found.setdefault(one.key, one)
     return tuple(found.values())
 
 

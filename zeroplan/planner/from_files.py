@@ -220,6 +220,11 @@ def filled(request: Ask, setup: Setup) -> Ask:
             changes["unmodelled"] = (*changes["unmodelled"], Unmodelled(flag, Effect.UNKNOWN, says))
     if setup.alloc_conf:
         changes |= _allocator(request, setup, changes["unmodelled"])
+    for option, value in setup.options.items():
+        if option in request and request.said[option] != value:
+            what = f"{name} says {value} ({setup.keys[option]}), the flag {request.said[option]}"
+            raise BadInput(what, where=OPTIONS[option].where, remedy="change one of the two")
+        changes[option] = value
     changes["told_by_file"] = True
     whole = request.replace(files=(), **changes)
     return whole if setup.degrees else _with_global_batch(whole, setup)

@@ -6,7 +6,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import FLOAT8_CAPABILITY, Float8Recipe
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parallel import DEGREES, ParallelLayout
 from zeroplan.core.quantization import PackedWeights
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.workload import ChunkedHead, TiledLoss, TiledMlp, Workload
@@ -14,6 +14,13 @@ from zeroplan.engines.base import Engine
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import require_compilable, without_degrees
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.base import Facts
+
+
+def facts_of(request: Ask, engine: Engine, workload: Workload, cluster: Cluster, spec: ModelSpec) -> Facts:
+    """Return what rules of techniques read of a run."""
+    degrees = {name: int(getattr(request, name)) for name in (*DEGREES, "dp_replicate")}
+    return Facts(engine, workload, spec, cluster, degrees, task=request.task, alone=without_degrees(request))
 
 
 def require_offered(request: Ask, engine: Engine, workload: Workload, cluster: Cluster, spec: ModelSpec) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from zeroplan.core.errors import did_you_mean
+from zeroplan.techniques.table import TABLE
 
 
 class RunOptions(TypedDict, total=False):
@@ -171,7 +172,7 @@ def require_known(given: Mapping[str, Any], known: Iterable[str], function: str)
     Raises:
         TypeError: with the right name, or the nearest ones.
     """
-    known = sorted(known)
+    known = sorted({*known, *(option.name for technique in TABLE for option in technique.options)})
     for name in given:
         if name in known:
             continue

@@ -16,11 +16,12 @@ from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured
-from zeroplan.planner.offered import require_beside, require_engines_own, require_offered, require_partition
+from zeroplan.planner.offered import facts_of, require_beside, require_engines_own, require_offered, require_partition
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.training_task import with_training_task
 from zeroplan.planner.workload import workload_of
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.table import techniques_of
 
 #: Sections of a config whose models take images or sound beside tokens.
 _TOWERS = frozenset(("vision_config", "audio_config"))
@@ -96,6 +97,9 @@ def resolve(request: Ask) -> Resolved:
         auto_ep = run.auto_ep
     engine = engine.for_workload(workload)
     require_offered(request, engine, workload, cluster, spec)
+    facts = facts_of(request, engine, workload, cluster, spec)
+    for technique, value in techniques_of(workload):
+        technique.require(value, facts)
     spec, workload = _as_trained(spec, workload)
     require_engines_own(engine, spec, workload)
     if workload.numerics.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
@@ -116,6 +120,8 @@ def resolve(request: Ask) -> Resolved:
         auto_ep=auto_ep,
     )
     require_beside(request, engine, workload, layout)
+    for technique, value in techniques_of(workload):
+        technique.require_degrees(value, replace(facts, shared=layout is not None))
     if workload.has(TiledMlp):
         warnings.append("--tiled-mlp: as DeepSpeed's source has it, but not measured on a GPU")
     if layout is not None and not engine.own_layers and (said := unmeasured(layout)):
@@ -153,6 +159,8 @@ def _as_trained(spec: ModelSpec, workload: Workload) -> tuple[ModelSpec, Workloa
         if spec.has_shapes:
             lora = replace(lora, targets=named_targets(spec, lora.targets))
         spec, workload = with_lora(spec, lora.rank, lora.targets), workload.with_techniques(lora)
+    for technique, value in techniques_of(workload):
+        spec = technique.trained(value, spec)
     return spec, workload
 
 
@@ -182,6 +190,8 @@ def _cases(request: Ask, engine: Engine, cases: list[Case]) -> tuple[Case, ...]:
             engine.require_runnable(case.zero)
         try:
             engine.require_workload(case)
+            for technique, value in techniques_of(case.workload):
+                technique.require_sharding(value, engine, case.zero)
         except BadInput:
             if len(cases) == 1 or (case is cases[-1] and not kept):
                 raise

@@ -23,6 +23,7 @@ from zeroplan.tape.options import Checkpointing, TraceOptions, options_for
 from zeroplan.tape.reference_forward import with_forward_before, with_reference
 from zeroplan.tape.sizes import KernelDevice
 from zeroplan.tapes import find_tape, get_tape, lookup, tape_for
+from zeroplan.techniques.table import techniques_of
 
 #: Layers that are simulated at most, several stacks' together: each is played, so time and memory grow with them. Published
 #: models have some 300; at this bound a table of every stage takes about 10 s of one core and 700 MB.
@@ -72,6 +73,8 @@ def expand_for(tape: Tape, case: Case, *, trace: bool = False, zero3: bool = Fal
         expanded = with_offloaded_checkpoints(expanded)
     if work.has(ChunkedHead):
         expanded = with_chunked_head(expanded, batch=work.batch.rows, seq_len=seq, share=work.batch.labelled_share)
+    for technique, value in techniques_of(work):
+        expanded = technique.expanded(value, expanded, work)
     if work.objective.kl_batch:
         expanded = with_forward_before(expanded, _without_gradients(case))
     if work.objective.reference is not None:

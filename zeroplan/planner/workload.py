@@ -39,6 +39,7 @@ from zeroplan.engines.base import Engine
 from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
 from zeroplan.models.spec import ModelSpec
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.table import TABLE
 
 DEFAULT_SEQ_LEN = 2048
 #: No count of a workload goes beyond this; it keeps arithmetic and loops sane.
@@ -122,6 +123,7 @@ def workload_of(request: Ask, engine: Engine, spec: ModelSpec) -> Workload:
         request.colocated,
         recipe,
         compiled,
+        *(technique.value(request) for technique in TABLE),
     )
     on = (one for one in techniques if one is not None)
     return Workload(batch, numerics, loop, objective).with_techniques(*on)

@@ -7,9 +7,8 @@ from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 from zeroplan.core.errors import did_you_mean
-from zeroplan.run.option import Option
+from zeroplan.core.option import MESH, Option
 from zeroplan.run.options import (
-    MESH,
     ClusterOptions,
     MeshOptions,
     ModelOptions,
@@ -17,6 +16,7 @@ from zeroplan.run.options import (
     ShardingOptions,
     WorkloadOptions,
 )
+from zeroplan.techniques.table import TABLE
 
 T = TypeVar("T")
 
@@ -112,6 +112,6 @@ _GROUPS = (ModelOptions, WorkloadOptions, ClusterOptions, MeshOptions, ShardingO
 #: Every option by its name, in the order of the help.
 OPTIONS: dict[str, Option[Any]] = {
     name: option for group in _GROUPS for name, option in vars(group).items() if isinstance(option, Option)
-}
+} | {option.name: option for technique in TABLE for option in technique.options}
 #: Options of the degrees of parallelism, and of how stages are made.
 MESH_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.panel == MESH)

@@ -11,16 +11,15 @@ from typing import Any
 
 from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.lit_model import LitModel
+from zeroplan.core.option import CLUSTER, FILES, MESH, RUNS, SEARCHES, SHARDING, WORK, Option
 from zeroplan.core.ppo import Ppo, Rollout
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.units import parse_count, parse_tokens
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision, Reference
-from zeroplan.run.option import RUNS, SEARCHES, Option
 
 #: The engine of ``estimate``, ``explain`` and ``recommend`` unless the user names another.
 DEFAULT_ENGINE = "deepspeed"
-WORK, CLUSTER, MESH, SHARDING, FILES = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 _NOT_SEARCHED = (*SEARCHES, *RUNS)
 _HERE = (*RUNS, "explain")
 #: Verbs of data parallelism alone.

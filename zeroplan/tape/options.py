@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.parallel import ParallelLayout
@@ -144,6 +144,7 @@ class TracedPairs:
     wide_logits: bool = False
 
 
+@runtime_checkable
 class TracedTechnique(Protocol):
     """What a technique of one file does to the model that is traced."""
 
@@ -151,7 +152,7 @@ class TracedTechnique(Protocol):
     def key(self) -> str:
         """A short name, unique for what it does."""
 
-    def adapted(self, config: dict[str, Any]) -> dict[str, Any]:
+    def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of peft's ``LoraConfig`` with the technique's own; the same without adapters."""
 
 
@@ -288,6 +289,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         if compiled is None
         else TracedGraphs(compiled is Compilation.MODEL, (batch.rows, batch.seq_len or 1, workload.lora_rank or 0)),
         pairs=None if objective.pair_loss is None else TracedPairs(objective.pair_loss, objective.wide_logits),
+        techniques=tuple(one for one in workload.techniques if isinstance(one, TracedTechnique)),
     )
 
 

@@ -27,7 +27,7 @@ from zeroplan.core.model_config import (
     text_config,
 )
 from zeroplan.core.workload import Attention
-from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
+from zeroplan.tape.options import Arithmetic, Checkpointing, TracedTechnique, TraceOptions
 from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.float8 import convert
@@ -239,7 +239,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
             quantize_experts(model, options.base.products)
     if options.lora is not None:
         fp32 = options.arithmetic is Arithmetic.HALF_AUTOCAST
-        model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout)
+        model = with_adapters(model, rank, options.lora, fp32=fp32, dropout=options.lora_dropout, techniques=options.techniques)
     if options.base is not None:
         adapt(model, autocast=options.arithmetic.autocasts, half=options.base.half_adapters)
     if options.fp8 is not None:
@@ -279,15 +279,26 @@ def _untie(model: Any) -> None:
         head.weight = nn.Parameter(torch.empty_like(embedding.weight))
 
 
-def with_adapters(model: Any, rank: int, targets: Sequence[str], *, fp32: bool = False, dropout: bool = False) -> Any:
+def with_adapters(
+    model: Any,
+    rank: int,
+    targets: Sequence[str],
+    *,
+    fp32: bool = False,
+    dropout: bool = False,
+    techniques: Sequence[TracedTechnique] = (),
+) -> Any:
     """Add peft's LoRA adapters to the model, in its own dtype or in `fp32`; no `targets`: all linear layers of the blocks.
 
-    With `dropout` they drop some of their input; how much changes no size.
+    With `dropout` they drop some of their input; how much changes no size. `techniques` change the arguments of ``LoraConfig``.
     """
     from peft import LoraConfig, get_peft_model
 
     wanted: Any = list(targets) or "all-linear"
-    lora = LoraConfig(r=rank, lora_alpha=32, target_modules=wanted, lora_dropout=0.05 if dropout else 0.0)
+    config: dict[str, Any] = {"r": rank, "lora_alpha": 32, "target_modules": wanted, "lora_dropout": 0.05 if dropout else 0.0}
+    for one in techniques:
+        config = one.adapted(config)
+    lora = LoraConfig(**config)
     with warnings.catch_warnings():
         # peft warns about merging and saving adapters, which nobody does with these.
         warnings.simplefilter("ignore", UserWarning)

@@ -10,9 +10,8 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.files import write_atomic
+from zeroplan.core.option import MESH, Option
 from zeroplan.run.ask import OPTIONS, Ask
-from zeroplan.run.option import Option
-from zeroplan.run.options import MESH
 
 #: Options that a question may hold. The hub's token and a model's own code are not among them.
 _TAKEN = {name: option for name, option in OPTIONS.items() if option.page}

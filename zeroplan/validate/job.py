@@ -15,6 +15,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import engine_path
 from zeroplan.planner.describe import values_of
+from zeroplan.techniques.table import techniques_of
 
 if TYPE_CHECKING:
     from zeroplan.validate.live import LiveModule
@@ -123,6 +124,8 @@ def job_of(
     )
 
 
+#: The way out of what the loop does not do.
+_WATCH = "leave it out, or put zeroplan.callback.ZeroplanCallback into a run of your own"
 #: Fields of a workload that the loop does not have, each as it is in every run of it, with the flag or key that says otherwise.
 LOOP: dict[str, tuple[str, Any]] = {
     "checkpoint_policy": ("--checkpoint-policy", "full"),
@@ -166,13 +169,14 @@ def _require_loop(work: Workload) -> None:
     Raises:
         BadInput: naming the flag of the first such field.
     """
+    for technique, _ in techniques_of(work):
+        if not technique.looped:
+            raise BadInput(f"verify's loop has no {technique.name}", where=technique.where, remedy=_WATCH)
     values = values_of(work)
     for name, (where, value) in LOOP.items():
         if values[name] != value:
             what = f"verify's loop has no {name.replace('_', ' ')}"
-            raise BadInput(
-                what, where=where, remedy="leave it out, or put zeroplan.callback.ZeroplanCallback into a run of your own"
-            )
+            raise BadInput(what, where=where, remedy=_WATCH)
 
 
 def _require_verified(engine: Engine, layout: ParallelLayout) -> None:

@@ -12,6 +12,7 @@ from zeroplan.core.saving import Saving
 from zeroplan.core.workload import Attention, Compilation, Lora, Reference, Workload
 from zeroplan.interop.forms.configuration import Configuration, json_text
 from zeroplan.interop.training import ADAPTERS as ADAPTER_VALUES
+from zeroplan.techniques.table import techniques_of
 
 #: Without reentrant checkpointing no input needs a gradient, and hooks of ZeRO and FSDP see every recomputation.
 CHECKPOINTING = {"use_reentrant": False}
@@ -42,6 +43,8 @@ def adapter_files(one: Configuration) -> dict[str, str]:
     if work.lora_rank is None:
         return {}
     config: dict[str, Any] = {"peft_type": "LORA", "r": work.lora_rank, "target_modules": lora_targets(work)}
+    for technique, value in techniques_of(work):
+        config |= technique.written(value, "peft")
     said = {name: value for name, value in one.training.values.items() if name in ADAPTER_VALUES}
     return {one.beside(ADAPTERS): json_text(config | {"lora_dropout": 0.0, "bias": "none"} | said)}
 

@@ -35,6 +35,7 @@ from zeroplan.interop.forms.program import (
 )
 from zeroplan.interop.forms.scripts.trainer import trainer_script, trl_script
 from zeroplan.interop.training import ADAPTERS as ADAPTER_VALUES
+from zeroplan.techniques.table import techniques_of
 
 ARGUMENTS = "training_arguments.json"
 #: ModelConfig's names; it loads in fp32 unless told otherwise, of which the host would hold twice the planned bytes.
@@ -102,6 +103,8 @@ def _trl(one: Configuration) -> FormFiles:
     if work.lora_rank is not None:
         own |= {"use_peft": True, "lora_r": work.lora_rank, "lora_dropout": 0.0, "lora_target_modules": lora_targets(work)}
         own |= {name: value for name, value in one.training.values.items() if name in ADAPTER_VALUES}
+        for technique, value in techniques_of(work):
+            own |= technique.written(value, "trl")
     return _files(one, form, arguments, own, (*must_feed(one), *must_else(one)), (_FUSED_HEAD,))
 
 

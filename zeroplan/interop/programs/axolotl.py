@@ -30,7 +30,6 @@ _NOT_MODELLED = {
     "lora_o_kernel": (LESS, "fused adapters of the attention's output"),
     "lora_modules_to_save": (MORE, "modules trained whole beside the adapters"),
     "lora_target_parameters": (MORE, "adapters on parameters that are no layers"),
-    "peft_use_dora": (MORE, "DoRA keeps normed copies of the adapted weights"),
     "unfrozen_parameters": (LESS, "only some parameters are trained; all are counted as trained"),
     "relora_steps": (NONE, "adapters are merged and begun anew"),
     "relora": (UNKNOWN, "adapters are merged into the base and begun anew"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -16,6 +16,7 @@ from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.known import arguments_of, moving_of
 from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import read_training
+from zeroplan.techniques.table import TABLE
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _QUANTISED = re.compile(r"(?i)(^|[-_./])(awq|gptq|aqlm|bnb|[248][-_]?bit|int[48]|fp8|nf4|mxfp4|gguf|hqq|eetq)($|[-_./])")
@@ -177,6 +178,7 @@ class Builder(Keys):
         self.left_out: list[Unmodelled] = []
         self.degrees: dict[str, int | bool | str] = {}
         self.open: dict[str, str] = {}
+        self.options: dict[str, Any] = {}
 
     def set(self, field: str, value: Any, key: str = "") -> Any:
         """Give a field of the Setup a value that a key said; without a key, one that follows from others."""
@@ -261,6 +263,16 @@ class Builder(Keys):
             raise self.bad(key, "is neither a path nor an object", "write a ds_config's path")
         return dict(self.set("ds_config", found, key))
 
+    def _take_techniques(self) -> None:
+        """Take the keys by which the program asks for techniques that are files of their own."""
+        for technique in TABLE:
+            kinds = {option.name: option.kind for option in technique.options}
+            for key, name in technique.keys.get(self.program, {}).items():
+                readers: dict[Any, Callable[[str], Any]] = {bool: self.flag, int: self.number, float: self.amount}
+                value = readers.get(kinds[name], self.text)(key)
+                if value not in (None, False):
+                    self.options[name], self.keys[name] = value, key
+
     def setup(self, *programs: str, known: frozenset[str] = frozenset()) -> Setup:
         """Make the Setup. What the file switches on, moves memory, and was not read is listed among what is left out.
 
@@ -269,6 +281,7 @@ class Builder(Keys):
             known: further keys of the program. Those of the file that are neither among all these nor read are listed as
                 unknown.
         """
+        self._take_techniques()
         for key in sorted(moving_of(*programs) & self.data.keys() - self.read) if programs else ():
             if self.on(key):
                 self.leave_out(key, Effect.UNKNOWN, "what it does to memory is not in the figures")
@@ -293,6 +306,7 @@ class Builder(Keys):
             assumed=tuple(self.assumed),
             unmodelled=tuple(self.left_out),
             degrees=self.degrees,
+            options=self.options,
             open=self.open,
             unknown=tuple(strange[:_MOST_UNKNOWN]),
             **self.fields,

@@ -10,12 +10,12 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.script_reader import Reader
 from zeroplan.interop.programs.script_syntax import base_name, holds_unknown
 from zeroplan.models.lora_targets import PEFT_DEFAULT
+from zeroplan.techniques.table import keys_of
 
 #: Of adapters, quantisation and models: keywords that are read.
 _OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "lora_dropout": "lora_dropout"}
 _BESIDE_LORA = (
     "modules_to_save",
-    "use_dora",
     "target_parameters",
     "layers_to_transform",
     "rank_pattern",
@@ -76,13 +76,16 @@ def take_adapters(reader: Reader, trainer: ast.Call | None, program: str) -> Non
     if doubt is not None:
         reader.leave_out("adapters", doubt, Effect.UNKNOWN, "on a condition that the text does not tell")
     reader.data["use_peft" if program == "trl" else "use_lora"] = True
+    techniques = keys_of("peft")
     own: dict[str, Any] = {"lora_r": 8, "lora_target_modules": PEFT_DEFAULT, "lora_dropout": 0.0}
     for key, value, node in reader.values.keywords(call):
-        if key in _OF_LORA and not holds_unknown(value):
+        if key in techniques and not holds_unknown(value):
+            own[key] = value
+        elif key in _OF_LORA and not holds_unknown(value):
             own[_OF_LORA[key]] = PEFT_DEFAULT if key == "target_modules" and value is None else value
         elif (key == "bias" and value == "none") or (key == "init_lora_weights" and value in _PLAIN_BEGINNINGS):
             continue
-        elif key in _OF_LORA or (key not in _HARMLESS and (value or key == "init_lora_weights")):
+        elif key in _OF_LORA or key in techniques or (key not in _HARMLESS and (value or key == "init_lora_weights")):
             effect = Effect.MORE if key in _BESIDE_LORA else Effect.UNKNOWN
             reader.leave_out(f"LoraConfig.{key.strip('*')}", node, effect, f"{ast.unparse(node)[:50]} is not in the figures")
     reader.data |= own

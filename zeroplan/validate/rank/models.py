@@ -9,7 +9,7 @@ from torch import nn
 
 from zeroplan.core.losses import IGNORED_LABEL, labelled_tokens
 from zeroplan.core.workload import Compilation, GradientCheckpointing, Lora
-from zeroplan.tape.options import Checkpointing, TraceOptions
+from zeroplan.tape.options import Checkpointing, TracedTechnique, TraceOptions
 from zeroplan.validate.job import VerifyJob
 from zeroplan_runtime.regional_compilation import compile_blocks
 from zeroplan_runtime.units import find_blocks
@@ -70,7 +70,8 @@ def prepare(job: VerifyJob, model: Any) -> Any:
     if lora is not None:
         from zeroplan.trace.build import with_adapters
 
-        model = with_adapters(model, lora.rank, lora.targets)
+        techniques = [one for one in work.techniques if isinstance(one, TracedTechnique)]
+        model = with_adapters(model, lora.rank, lora.targets, techniques=techniques)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
     if again is not None:

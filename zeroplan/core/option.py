@@ -12,6 +12,8 @@ T = TypeVar("T")
 
 #: Verbs that search for the best of several runs, and verbs that train here.
 SEARCHES, RUNS = ("recommend", "scale", "tune"), ("verify", "tune")
+#: Groups of the help.
+WORK, CLUSTER, MESH, SHARDING, FILES = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: No count of an option goes beyond this; it keeps arithmetic and loops sane.
 MOST = 1 << 31
 

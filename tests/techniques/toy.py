@@ -1,0 +1,59 @@
+"""A technique of one's own: the one file that the recipe of ``docs/extending.md`` asks for. A soft prompt of trained tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.option import RUNS, WORK, Option
+from zeroplan.techniques.base import Asked, Facts, Technique
+
+if TYPE_CHECKING:
+    from zeroplan.models.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class SoftPrompt:
+    """So many trained vectors."""
+
+    tokens: int
+
+
+class SoftPromptTechnique(Technique[SoftPrompt]):
+    """Trained vectors in front of each sample."""
+
+    name = "soft prompt"
+    kind = SoftPrompt
+    where = "--soft-prompt"
+    soft_prompt = Option[int | None](int, None, "Trained vectors in front of a sample.", WORK, least=1, page=True, without=RUNS)
+    keys: ClassVar[Mapping[str, Mapping[str, str]]] = {"trl": {"soft_prompt_tokens": "soft_prompt"}}
+    engines = ("ddp",)
+    refusal = "a soft prompt is not modelled under {engine}"
+    remedy = "use --engine ddp"
+    searched = True
+
+    def value(self, asked: Asked) -> SoftPrompt | None:
+        """Return the prompt that the option asks for."""
+        tokens = asked[SoftPromptTechnique.soft_prompt]
+        return None if tokens is None else SoftPrompt(tokens)
+
+    def require(self, value: SoftPrompt, facts: Facts) -> None:
+        """Refuse more vectors than a sample has tokens."""
+        super().require(value, facts)
+        if value.tokens >= (facts.workload.batch.seq_len or 0):
+            raise BadInput("a prompt as long as the sample", where=self.where, remedy="use fewer vectors")
+
+    def trained(self, value: SoftPrompt, spec: ModelSpec) -> ModelSpec:
+        """Return the model with the vectors beside its embedding."""
+        from zeroplan.models.spec import Tensor
+
+        first = spec.units[0]
+        width = first.tensors[0].shape[-1]
+        vectors = Tensor("soft_prompt.weight", (value.tokens, width))
+        return replace(spec, units=(replace(first, tensors=(*first.tensors, vectors)), *spec.units[1:]))
+
+    def described(self, value: SoftPrompt) -> Mapping[str, Any]:
+        """Return what JSON shows."""
+        return {"soft_prompt": value.tokens}

@@ -1,0 +1,1 @@
+"""Techniques: one file each, and one row in :mod:`zeroplan.techniques.table`."""

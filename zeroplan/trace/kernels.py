@@ -125,9 +125,9 @@ for _op in (
     _aten.mean.default,
     _aten.mean.dim,
     _aten.amax.default,
-    _aten.linalg_vector_norm.default,
 ):
     AFTER[_op] = _reduce
+AFTER[_aten.linalg_vector_norm.default] = lambda args, kwargs, out: _reduce((args[0], *args[2:3]), kwargs, out)  # args[1]: order
 for _op in (_aten.all.default, _aten.any.default):
     AFTER[_op] = lambda args, kwargs, out: _reduce((args[0],), {}, out)
 

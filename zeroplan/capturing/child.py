@@ -1,0 +1,92 @@
+"""The captured process: ``python -m zeroplan.capturing.child JOB.json``. Sets everything up, runs the script, writes the answer."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from zeroplan.capturing import guards, result
+from zeroplan.capturing.machine import Card, Job, World
+
+
+def _job(path: str) -> Job:
+    held = json.loads(Path(path).read_text(encoding="utf-8"))
+    card, world = held.pop("card"), held.pop("world")
+    card["capability"] = tuple(card["capability"])
+    held["arguments"] = tuple(held["arguments"])
+    samples = held.pop("samples")
+    return Job(card=Card(**card), world=World(**world), samples=None if samples is None else tuple(samples), **held)
+
+
+def main() -> None:
+    """Run the job."""
+    job = _job(sys.argv[1])
+    os.environ.update(guards.ENVIRONMENT)
+    os.environ.update(job.environment)
+    temporary = os.path.join(job.folder, "tmp")
+    os.makedirs(temporary, exist_ok=True)
+    os.environ["TMPDIR"] = temporary
+    if job.launched:
+        world = job.world
+        os.environ.update(
+            RANK=str(world.rank), LOCAL_RANK=str(world.local_rank), WORLD_SIZE=str(world.size),
+            LOCAL_WORLD_SIZE=str(world.local_size), GROUP_RANK=str(world.rank // world.local_size),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="capture",
+        )  # fmt: skip
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(one) for one in range(job.gpus)))
+    began = time.monotonic()
+    captured = Session(job).run()
+    captured.seconds = time.monotonic() - began
+    result.write(captured, job.answer)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # libraries' threads and exit handlers have nothing left to do
+
+
+class Session:
+    """One captured run."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def run(self) -> result.Captured:
+        """Set up, run the script, and return what was captured."""
+        from zeroplan.capturing.session import Capture
+
+        capture = Capture(self.job)
+        capture.install()
+        name = self.job.target
+        if not self.job.module:
+            sys.path[0] = os.path.dirname(os.path.abspath(name))
+        else:
+            sys.path[0] = os.getcwd()
+        sys.argv = [name, *self.job.arguments]
+        with capture.running():
+            if self.job.module:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            elif name.endswith(".ipynb"):
+                _run_notebook(name)
+            else:
+                runpy.run_path(name, run_name="__main__")
+        return capture.captured()
+
+
+def _run_notebook(path: str) -> None:
+    """Run a notebook's cells as one script; lines for a shell or of magic are left out."""
+    cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
+    names: dict[str, Any] = {"__name__": "__main__", "__file__": path}
+    for number, cell in enumerate(cells, 1):
+        if cell.get("cell_type") != "code":
+            continue
+        lines = "".join(cell["source"]).splitlines()
+        text = "\n".join("pass" if line.lstrip()[:1] in ("!", "%") else line for line in lines)
+        exec(compile(text, f"{path}[{number}]", "exec"), names)
+
+
+if __name__ == "__main__":
+    main()

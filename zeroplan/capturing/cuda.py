@@ -1,0 +1,137 @@
+"""What a script asks of ``torch.cuda``, answered for the GPU that is planned for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from zeroplan.capturing import places
+from zeroplan.capturing.machine import Card
+
+
+class Stream:
+    """A stream or an event, on which nothing waits."""
+
+    stream_id = cuda_stream = device_index = device_type = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.device = places.gpu()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_, **__: None
+
+    def query(self) -> bool:
+        """Its work is done."""
+        return True
+
+    def record_event(self, event: Any = None) -> Any:
+        """Return an event behind what is enqueued."""
+        return event or Stream()
+
+    def elapsed_time(self, _other: Any) -> float:
+        """Milliseconds between two events: an invented one."""
+        return 1.0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def install(card: Card, gpus: int, live: Callable[[], int]) -> None:
+    """Put the answers in place of ``torch.cuda``'s own.
+
+    Args:
+        card: the GPU.
+        gpus: how many the process sees.
+        live: returns the bytes that the script has on the GPU now.
+    """
+    properties = SimpleNamespace(
+        name=card.name, major=card.capability[0], minor=card.capability[1], total_memory=card.memory,
+        multi_processor_count=card.multiprocessors, gcnArchName="", is_integrated=0, is_multi_gpu_board=0,
+        max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, warp_size=32, uuid="GPU-0",
+        shared_memory_per_block_optin=232448, shared_memory_per_block=49152, shared_memory_per_multiprocessor=233472,
+        L2_cache_size=50 << 20,
+    )  # fmt: skip
+    bf16 = card.capability >= (8, 0)
+
+    def nothing(*_: Any, **__: Any) -> None:
+        return None
+
+    def set_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        if index is not None and index >= 0:
+            places.set_gpu(index)
+
+    @contextlib.contextmanager
+    def inside(*_: Any, **__: Any) -> Iterator[None]:
+        yield
+
+    answers: dict[str, Any] = {
+        "is_available": lambda: True, "device_count": lambda: gpus, "current_device": lambda: places.gpu().index,
+        "set_device": set_device, "_lazy_init": nothing, "init": nothing, "is_initialized": lambda: True,
+        "_is_in_bad_fork": lambda: False, "synchronize": nothing, "empty_cache": nothing, "ipc_collect": nothing,
+        "get_device_properties": lambda *_: properties, "get_device_capability": lambda *_: card.capability,
+        "get_device_name": lambda *_: card.name, "is_bf16_supported": lambda *_, **__: bf16, "Stream": Stream, "Event": Stream,
+        "current_stream": lambda *_: Stream(), "default_stream": lambda *_: Stream(), "stream": lambda _: inside(),
+        "set_stream": nothing, "device": _Device, "device_of": lambda _: inside(), "manual_seed": nothing,
+        "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing, "initial_seed": lambda: 0,
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": nothing,
+        "get_rng_state_all": lambda: [], "set_rng_state_all": nothing, "memory_stats": lambda *_: {},
+        "memory_allocated": lambda *_: live(), "max_memory_allocated": lambda *_: live(), "memory_reserved": lambda *_: live(),
+        "max_memory_reserved": lambda *_: live(), "reset_peak_memory_stats": nothing, "reset_max_memory_allocated": nothing,
+        "reset_accumulated_memory_stats": nothing, "set_per_process_memory_fraction": nothing, "memory_summary": lambda *_: "",
+        "mem_get_info": lambda *_: (card.memory, card.memory), "can_device_access_peer": lambda *_: True,
+        "utilization": lambda *_: 0, "temperature": lambda *_: 0, "power_draw": lambda *_: 0, "get_arch_list": lambda: ["sm_90"],
+        "is_current_stream_capturing": lambda: False, "_device_count_nvml": lambda: gpus, "cudart": lambda: Stream(),
+        "_check_capability": nothing, "_maybe_exchange_device": lambda _: -1, "_exchange_device": lambda _: -1,
+    }  # fmt: skip
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache",
+                 "mem_get_info", "reset_peak_memory_stats", "memory_stats"):  # fmt: skip
+        setattr(torch.cuda.memory, name, answers[name])
+    for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "get_rng_state_all"):
+        setattr(torch.cuda.random, name, answers[name])
+    nvtx: Any = torch.cuda.nvtx
+    for name in ("range_push", "range_pop", "mark"):
+        setattr(nvtx, name, nothing)
+    torch.version.cuda = "13.0"  # type: ignore[attr-defined]
+    torch.backends.cuda.is_built = lambda: True  # type: ignore[assignment]
+    torch.random.fork_rng = inside  # type: ignore[assignment]
+    if hasattr(torch, "accelerator"):
+        found = {"is_available": lambda: True, "current_accelerator": lambda *_, **__: torch.device("cuda"),
+                 "device_count": lambda: gpus, "current_device_index": lambda: places.gpu().index, "synchronize": nothing,
+                 "set_device_index": set_device, "current_stream": lambda *_: Stream(), "empty_cache": nothing,
+                 "memory_allocated": lambda *_: live(), "max_memory_allocated": lambda *_: live(),
+                 "reset_peak_memory_stats": nothing}  # fmt: skip
+        for name, answer in found.items():
+            setattr(torch.accelerator, name, answer)
+    torch.Generator = _Generator  # type: ignore[assignment, misc]
+
+
+class _Device:
+    """``with torch.cuda.device(…)``."""
+
+    def __init__(self, device: Any = None) -> None:
+        self.idx = device
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+class _Generator(torch.Generator):
+    """A generator on any device, kept on the host."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return torch._C.Generator("cpu")

@@ -1,0 +1,140 @@
+"""Ends a script after the steps asked for: loaders give as many batches as those take, and a loop without one is ended."""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from zeroplan.capturing.recorder import StoppedError
+from zeroplan.capturing.source import Line, is_users, user_line
+from zeroplan.capturing.spans import Spans
+
+#: Seconds after the last step that passes over loaders may take, where epochs follow that have nothing left to train.
+_AFTERWARDS = 30.0
+
+
+class EndedError(BaseException):
+    """The steps asked for are done, and the loop would go on.
+
+    Args:
+        line: where it was.
+    """
+
+    def __init__(self, line: Line | None) -> None:
+        super().__init__("the steps are done")
+        self.line = line
+
+
+class Ending:
+    """Counts steps and batches.
+
+    Args:
+        spans: counts the steps.
+        steps: how many are wanted.
+        seconds: the longest that the script may take.
+    """
+
+    def __init__(self, spans: Spans, steps: int, seconds: float) -> None:
+        self.spans, self.wanted = spans, steps
+        self._until = time.monotonic() + seconds
+        self._seconds = seconds
+        self._last_step: float | None = None
+        self._training: Any = weakref.WeakSet()
+        spans.on_step.append(self._stepped)
+        spans.on_backward.append(self._backward)
+
+    @property
+    def done(self) -> bool:
+        """Whether the steps asked for are taken."""
+        return self.spans.steps >= self.wanted
+
+    def _stepped(self) -> None:
+        if self.done and self._last_step is None:
+            self._last_step = time.monotonic()
+        if self.spans.steps > self.wanted:
+            raise EndedError(user_line())
+        self._in_time()
+
+    def _backward(self) -> None:
+        self._in_time()
+
+    def _in_time(self) -> None:
+        if time.monotonic() > self._until:
+            raise StoppedError(f"the script took longer than {self._seconds:.0f} s (--seconds)", user_line())
+
+    def install(self) -> None:
+        """Let every loader give as many batches as the steps take, from the process itself."""
+        from torch.utils.data import DataLoader
+
+        own_init, own_iter = DataLoader.__init__, DataLoader.__iter__
+        ending = self
+
+        def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+            for name, value in (("num_workers", 0), ("persistent_workers", False), ("prefetch_factor", None), ("timeout", 0),
+                                ("pin_memory", False), ("multiprocessing_context", None)):  # fmt: skip
+                if name in kwargs:
+                    kwargs[name] = value
+            own_init(loader, *args, **kwargs)
+            if loader.num_workers:
+                loader.num_workers = 0
+
+        def iterate(loader: Any) -> Iterator[Any]:
+            return _Batches(ending, loader, own_iter(loader))
+
+        DataLoader.__init__ = init  # type: ignore[method-assign]
+        DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
+
+
+class _Batches:
+    """The batches of one pass over a loader."""
+
+    def __init__(self, ending: Ending, loader: Any, batches: Iterator[Any]) -> None:
+        self._ending, self._loader, self._batches = ending, loader, batches
+        self._first_step = ending.spans.steps
+        self._first_backward = ending.spans.backwards
+        self._given = 0
+        self._over = ending.done and loader in ending._training
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __iter__(self) -> _Batches:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        ending, spans = self._ending, self._ending.spans
+        ending._in_time()
+        trains = spans.backwards > self._first_backward
+        if trains:
+            ending._training.add(self._loader)
+        over = self._over
+        if trains:
+            over = ending.done
+        elif not over:
+            over = self._given >= max(2, ending.wanted)  # accelerate draws one ahead
+        if over:
+            frame = sys._getframe(1)
+            if self._over and ending._last_step is not None and time.monotonic() - ending._last_step > _AFTERWARDS:
+                raise EndedError(user_line())
+            if is_users(frame.f_code.co_filename) and not _in_for(frame):
+                if trains or self._over:
+                    raise EndedError(user_line())  # a loop that draws batches by hand draws for ever
+            else:
+                raise StopIteration
+        batch = next(self._batches)
+        self._given += 1
+        return batch
+
+
+def _in_for(frame: Any) -> bool:
+    """Return whether the frame's next instruction is that of a ``for``, which takes an end."""
+    import dis
+
+    code = frame.f_code
+    return dis.opname[code.co_code[frame.f_lasti]].startswith("FOR_ITER")

@@ -1,0 +1,19 @@
+"""What is replaced in the libraries that a script uses, one file a library; each waits until its library is imported."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zeroplan.capturing.session import Capture
+
+
+def install(capture: Capture) -> None:
+    """Attach every hook."""
+    from zeroplan.capturing.hooks import torch_itself, transformers_models
+    from zeroplan.capturing.hooks.imports import when_imported
+
+    torch_itself.install(capture)
+    when_imported("transformers.modeling_utils", lambda module: transformers_models.install(capture, module))
+    when_imported("transformers.trainer", lambda module: transformers_models.install_trainer(capture, module))
+    when_imported("safetensors.torch", lambda module: torch_itself.install_safetensors(capture, module))

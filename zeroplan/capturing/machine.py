@@ -1,0 +1,65 @@
+"""The machine that a captured command believes to run on; plain data, passed between two processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A GPU: its name, bytes, compute capability and multiprocessors."""
+
+    name: str
+    memory: int
+    capability: tuple[int, int]
+    multiprocessors: int
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The processes of a run, one of which is captured: its rank, of how many, on how many nodes."""
+
+    rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    nodes: int = 1
+
+    @property
+    def local_rank(self) -> int:
+        """The rank within its node."""
+        return self.rank % self.local_size
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the captured process does.
+
+    Attributes:
+        target, module, arguments: the script.
+        launched: whether a launcher starts it, which sets the variables of a process group.
+        environment: variables that the command sets.
+        card, gpus, world: where.
+        steps: optimizer steps.
+        samples: how many invented samples stand for data that is missing, and their length; None for none.
+        seconds: the longest that the script may take.
+        folder: for everything that is written.
+        answer: the file for what was captured, within the folder.
+        launch_flags: the launcher's own flags.
+        ds_config: unused by plain scripts; a launcher's DeepSpeed configuration.
+    """
+
+    target: str
+    module: bool
+    arguments: tuple[str, ...]
+    launched: bool
+    environment: dict[str, str]
+    card: Card
+    gpus: int
+    world: World
+    steps: int
+    samples: tuple[int, int] | None
+    seconds: float
+    folder: str
+    answer: str
+    launcher: str = ""
+    launch_flags: dict[str, str] = field(default_factory=dict)

@@ -1,0 +1,219 @@
+"""Records what a script allocates and frees on its GPU, in order, whichever code does it.
+
+The rules of CUDA's kernels are those of :class:`zeroplan.trace.recorder.StorageRecorder`, which this mode extends to a whole
+script: tensors on the host are left alone, and values that the script reads back from the GPU are invented and noted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from zeroplan.capturing import places
+from zeroplan.capturing.places import META, on_gpu, put_on_host
+from zeroplan.capturing.result import WORKSPACE
+from zeroplan.capturing.source import Line, user_line
+from zeroplan.core.tape import Op
+from zeroplan.trace import kernels
+from zeroplan.trace.known import KnownValues
+from zeroplan.trace.recorder import StorageRecorder
+
+_aten = torch.ops.aten
+_COPY = _aten._to_copy.default
+_READ = _aten._local_scalar_dense.default
+_COPY_INTO = _aten.copy_.default
+_ADDMM = _aten.addmm.default
+#: Operators that call cuBLAS.
+_PRODUCTS = frozenset((_aten.mm.default, _aten.bmm.default, _ADDMM, _aten.baddbmm.default, _aten.addbmm.default,
+                       _aten.mv.default, _aten.addmv.default, _aten.dot.default))  # fmt: skip
+#: Operators that change their arguments alone, with no result and nothing allocated on CUDA (``AmpKernels.cu``,
+#: ``FusedAdamKernel.cu`` and its like).
+_IN_PLACE_ALONE = frozenset(("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_fused_adam_",
+                             "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"))  # fmt: skip
+
+
+class StoppedError(BaseException):
+    """The script cannot go on so. No ``except Exception`` of the script's holds it.
+
+    Args:
+        why: one line for the user.
+        line: where the script is.
+    """
+
+    def __init__(self, why: str, line: Line | None = None) -> None:
+        super().__init__(why)
+        self.why, self.line = why, line
+
+
+class ScriptRecorder(StorageRecorder):
+    """The dispatch mode that a script runs in; see the module."""
+
+    def __init__(self) -> None:
+        super().__init__((), known=KnownValues())
+        self._wanted: str | None = None
+        self.steps = 0
+        self.invented_reads: dict[Line, str] = {}
+        self.labels: dict[int, str] = {}
+        self._workspaces: set[int] = set()
+        self.live = 0
+
+    # ---- where results go --------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def wanting(self, place: str) -> Iterator[None]:
+        """Within this context what is made without a source, or copied, lies on the ``gpu``, the ``host`` or ``meta``."""
+        before, self._wanted = self._wanted, place
+        try:
+            yield
+        finally:
+            self._wanted = before
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor's values where they are known."""
+        assert self._known is not None
+        with torch._C.DisableTorchFunction():
+            return self._known.of(tensor)
+
+    def invented(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a real tensor of invented values: ones of floats, zeros of integers, false."""
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if tensor.is_floating_point() and tensor.numel() * tensor.element_size() <= 1 << 20:
+                return torch.ones(tensor.shape, dtype=tensor.dtype)
+            return torch.zeros(tensor.shape, dtype=tensor.dtype)  # of any size: the system gives pages as they are written
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._run(func, types, args, kwargs or {})
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        tensors = _tensors(args, kwargs)
+        bare = [one for one in tensors if one.device.type == "meta"]
+        device = kwargs.get("device")
+        made_bare = device is not None and device.type == "meta"
+        if not bare and not made_bare:
+            return func(*args, **kwargs)
+        name = func._schema.name.partition("::")[2]
+        if name in _IN_PLACE_ALONE:
+            return args[0] if name == "_amp_update_scale_" else None
+        if func is _READ:
+            return self._read(args[0])
+        gpu = self._on_gpu(func, bare, made_bare)
+        if func is _COPY_INTO and args[0].device.type != "meta":
+            return self._copied_back(args)
+        if func is _COPY and device is not None and device.type == "cpu":
+            value = self.value_of(args[0])
+            return self.invented(args[0]).to(kwargs.get("dtype") or args[0].dtype) if value is None else value.clone()
+        if len(bare) < len(tensors):
+            args, kwargs = _all_bare(args, kwargs, keep=func is _COPY)
+        if not gpu:
+            return self._on_host(func, args, kwargs)
+        try:
+            out = super().__torch_dispatch__(func, types, args, kwargs)
+            if func in _PRODUCTS:
+                self._multiplied(func, args)
+            return out
+        except NotImplementedError as error:
+            text = " ".join(str(error).split())[:120]
+            raise StoppedError(f"no rule knows what {func} allocates on a GPU ({text})", user_line()) from None
+
+    def _multiplied(self, func: Any, args: Any) -> None:
+        """Take a thread's workspace at its first product: cuBLAS's, or cuBLASLt's where a bias is added in the kernel."""
+        biased = func is _ADDMM and args[0].dim() == 1
+        index = (2 if biased else 0) + (self.phase == 2)
+        for one in (index, index % 2):
+            if one not in self._workspaces:
+                self._workspaces.add(one)
+                self.out.add(WORKSPACE, one)  # type: ignore[arg-type]
+
+    def _on_gpu(self, func: Any, bare: list[torch.Tensor], made_bare: bool) -> bool:
+        if self._wanted is not None and (func is _COPY or not bare or func in _FACTORIES_LIKE):
+            return self._wanted == "gpu"
+        if not bare:
+            return False
+        return any(on_gpu(one) for one in bare)
+
+    def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        place = META if self._wanted == "meta" else places.CPU
+
+        def tagged(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type == "meta" and int(tensor.untyped_storage()._cdata) not in self._ids:
+                put_on_host(tensor, place)
+            return tensor
+
+        return tree_map_only(torch.Tensor, tagged, out)
+
+    def _copied_back(self, args: Any) -> Any:
+        """Copy into a real tensor: known values, else what it holds stays."""
+        value = self.value_of(args[1])
+        if value is not None:
+            args[0].copy_(value)
+        return args[0]
+
+    def _read(self, tensor: torch.Tensor) -> Any:
+        """The value of a number that the script reads from the GPU: the known one, or an invented one that is noted."""
+        value = self.value_of(tensor)
+        if value is not None:
+            return value.item()
+        line = user_line()
+        if tensor.dtype is torch.bool and line is not None:
+            self.invented_reads.setdefault(line, "a condition on values of the GPU is taken to be false")
+        return super().__torch_dispatch__(_READ, (), (tensor,), {})
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+    def gradient(self, param: int, tensor: torch.Tensor) -> None:
+        """Record that a parameter's gradient is complete; unlike a tape's, it is freed where the script frees it."""
+        self.out.add(Op.GRAD, param, self.ident(tensor))
+
+    def label(self, tensor: Any, buffer: str) -> None:
+        """Name what a GPU tensor's storage is."""
+        if on_gpu(tensor):
+            ident = self.ident(tensor)
+            if ident >= 0:
+                self.labels[ident] = buffer
+
+
+#: Operators that make a tensor like another, which ``device=`` may put elsewhere.
+_FACTORIES_LIKE = frozenset(
+    getattr(getattr(_aten, name), "default")
+    for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
+                 "new_ones", "new_full", "new_empty_strided")
+)  # fmt: skip
+
+
+def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among an operator's arguments, which hold lists one level deep."""
+    found: list[torch.Tensor] = []
+    for one in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        elif isinstance(one, (list, tuple)):
+            found += [inner for inner in one if isinstance(inner, torch.Tensor)]
+    return found
+
+
+def _all_bare(args: Any, kwargs: Any, *, keep: bool) -> tuple[Any, Any]:
+    """Return the arguments with tensors of the host, single numbers aside, in the form of those without memory."""
+
+    def bare(tensor: torch.Tensor) -> torch.Tensor:
+        if keep or tensor.device.type == "meta" or not tensor.dim():
+            return tensor
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+    return tree_map_only(torch.Tensor, bare, args), tree_map_only(torch.Tensor, bare, kwargs)
+
+
+def _norms(args: Any, kwargs: Any) -> kernels.Sizes:
+    """Partial norms of every 65,536 elements of each tensor, as many as the largest has (``ForeachReduceOp.cu``)."""
+    tensors = args[0]
+    chunks = max((-(-one.numel() // _CHUNK) for one in tensors), default=0)
+    return [4 * len(tensors) * chunks]
+
+
+#: Elements that a block of a multi-tensor kernel takes (``MultiTensorApply.cuh``, kChunkSize).
+_CHUNK = 65_536
+kernels.BEFORE.setdefault(_aten._foreach_norm.Scalar, _norms)

@@ -1,0 +1,40 @@
+"""What a script did on its GPU, played through the simulated caching allocator."""
+
+from __future__ import annotations
+
+from zeroplan.capturing.result import WORKSPACE, Captured, sizes_on
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.gpus import Gpu
+from zeroplan.core.tape import Op
+from zeroplan.core.tape_sizes import KernelDevice
+from zeroplan.engines.player import CUBLASLT_WORKSPACE
+from zeroplan.simulate.recorder import Recorder
+
+#: The first of the marks of a script's spans, and their names; see :mod:`zeroplan.capturing.spans`, which torch needs.
+FIRST_MARK = 100
+MARKS = ("init", "fwd", "bwd", "step", "eval", "save", "end")
+#: What a storage is that no optimizer names, by the phase in which it is made.
+_BY_PHASE = (Buffer.UNATTRIBUTED, Buffer.ACTIVATION, Buffer.ACTIVATION_TEMP)
+_LABELS = {"optim.state": Buffer.OPTIM_EXP_AVG}
+
+
+def replayed(captured: Captured, gpu: Gpu) -> Recorder:
+    """Return the recording of a captured script on a GPU."""
+    recorder = Recorder()
+    sizes = sizes_on(captured.sizes, KernelDevice.of(gpu))
+    handles = [-1] * len(sizes)
+    workspaces = [gpu.workspace, gpu.workspace, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE]
+    alloc, free, mark = int(Op.ALLOC), int(Op.FREE), int(Op.MARK)
+    labels, phases = captured.buffers, captured.phases
+    for op, arg in zip(captured.op, captured.arg, strict=True):
+        if op == alloc:
+            label = labels.get(arg)
+            buffer = _BY_PHASE[phases[arg]] if label is None else _LABELS.get(label) or Buffer(label)
+            handles[arg] = recorder.alloc(sizes[arg], buffer)
+        elif op == free:
+            recorder.free(handles[arg])
+        elif op == WORKSPACE:
+            recorder.alloc(workspaces[arg], Buffer.WORKSPACE)
+        elif op == mark and arg >= FIRST_MARK:
+            recorder.mark(MARKS[arg - FIRST_MARK])
+    return recorder

@@ -1,0 +1,53 @@
+"""The line of the person's own code that runs now."""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from typing import NamedTuple
+
+_HERE = __file__.rpartition("/")[0].rpartition("/")[0]
+_LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+
+
+class Line(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def is_users(file: str) -> bool:
+    """Return whether a file is neither an installed package's, nor Python's, nor ours."""
+    return not file.startswith(("<", _HERE, *_LIBRARIES)) and "site-packages" not in file
+
+
+def user_line() -> Line | None:
+    """The innermost line of the person's code; that of the outermost library where none of theirs runs."""
+    frame = sys._getframe(1)
+    last: Line | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_users(file):
+            return Line(file, frame.f_lineno)
+        if not file.startswith(("<", _HERE)):
+            last = Line(file, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return last
+
+
+def trouble_line(error: BaseException) -> Line | None:
+    """The innermost line of the person's code in an exception's traceback; the innermost of all where none is theirs."""
+    found = last = None
+    trace = error.__traceback__
+    while trace is not None:
+        at = Line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        if is_users(at.file):
+            found = at
+        elif not at.file.startswith(("<", _HERE)):
+            last = at
+        trace = trace.tb_next
+    return found or last

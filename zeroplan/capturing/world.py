@@ -1,0 +1,69 @@
+"""A process group of the whole world, of which one process runs: collectives change nothing and give the shapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from zeroplan.capturing.session import Capture
+
+
+def install(capture: Capture) -> None:
+    """Let ``init_process_group`` make a group of fake processes."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    own = dist.init_process_group
+
+    def joined(*_: Any, **__: Any) -> None:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        capture.process_group = True
+        world = capture.job.world
+        own("fake", rank=world.rank, world_size=world.size, store=FakeStore())
+
+    dist.init_process_group = joined
+    dist.distributed_c10d.init_process_group = joined
+    home: Any = dist.distributed_c10d
+
+    def put(name: str, function: Any) -> None:
+        for module in (dist, home):
+            setattr(module, name, function)
+
+    class Done:
+        """Finished work."""
+
+        def wait(self, *_: Any, **__: Any) -> bool:
+            return True
+
+        def is_completed(self) -> bool:
+            return True
+
+        def get_future(self) -> Any:
+            future: Any = torch.futures.Future()
+            future.set_result([])
+            return future
+
+    def work(*_: Any, async_op: bool = False, **__: Any) -> Any:
+        return Done() if async_op else None
+
+    for name in ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather",
+                 "reduce_scatter", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "send", "recv",
+                 "isend", "irecv", "monitored_barrier", "_all_gather_base", "_reduce_scatter_base", "all_reduce_coalesced"):  # fmt: skip
+        if hasattr(home, name):
+            put(name, work)
+
+    def all_gather_object(found: list[Any], obj: Any, group: Any = None) -> None:
+        found[:] = [obj] * len(found)
+
+    def gather_object(obj: Any, found: list[Any] | None = None, *_: Any, **__: Any) -> None:
+        if found is not None:
+            found[:] = [obj] * len(found)
+
+    put("all_gather_object", all_gather_object)
+    put("gather_object", gather_object)
+    put("broadcast_object_list", lambda *_, **__: None)
+    put("scatter_object_list", lambda out, given, *_, **__: out.__setitem__(0, given[0]))

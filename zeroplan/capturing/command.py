@@ -10,7 +10,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from zeroplan.core.errors import BadInput
@@ -85,7 +85,9 @@ def start_of(words: Sequence[str]) -> Start:
             break
         rest.pop(0)
     if not rest:
-        raise BadInput("no command to run", where="capture", remedy="give it behind --, as in: zeroplan capture -- python train.py")
+        raise BadInput(
+            "no command to run", where="capture", remedy="give it behind --, as in: zeroplan capture -- python train.py"
+        )
     return _of_program(rest, environment)
 
 
@@ -221,8 +223,12 @@ def _accelerate_file(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def _of_shell(rest: list[str], environment: Mapping[str, str]) -> Start:
-    """The training command of a shell script, or of ``bash -c``."""
-    from zeroplan.interop.programs.shell import command_words
+    """The one command of a shell script, or of ``bash -c``, that starts a Python program.
+
+    Raises:
+        BadInput: a script that starts none, or several that differ.
+    """
+    from zeroplan.interop.programs.shell_run import follow
 
     if rest[:1] == ["-c"]:
         text, name = (rest[1] if len(rest) > 1 else ""), "bash -c"
@@ -235,11 +241,36 @@ def _of_shell(rest: list[str], environment: Mapping[str, str]) -> Start:
             text = Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError as error:
             raise BadInput(f"cannot be read: {error.strerror}", where=path, remedy="give a script that is there") from None
-    words, found = command_words(text, name)
-    inner = start_of(words)
-    from dataclasses import replace
 
-    return replace(inner, environment={**environment, **found, **inner.environment})
+    def there(path: str) -> Path | None:
+        found = Path(name).parent / path
+        return found if found.is_file() else None
+
+    starts: list[Start] = []
+    for started in follow(text, name, there).commands:
+        words = list(started.words)
+        if not _starts_python(words):
+            continue
+        inner = start_of(words)
+        one = replace(inner, environment={**environment, **started.variables, **inner.environment})
+        if all(one.target != other.target or one.arguments != other.arguments for other in starts):
+            starts.append(one)
+    if len(starts) != 1:
+        named = ", ".join(one.target[:40] for one in starts[:4])
+        raise BadInput(
+            f"starts {len(starts)} Python programs ({named})" if starts else "starts no Python program",
+            where=name,
+            remedy="give the one command itself",
+        )
+    return starts[0]
+
+
+def _starts_python(words: list[str]) -> bool:
+    """Whether a command starts a Python program that could train."""
+    rest = [word for word in words if word not in _WRAPPERS and not _ASSIGNMENT.match(word)]
+    first = Path(rest[0]).name if rest else ""
+    python = bool(_PYTHON.match(first)) and rest[1:2] not in (["-c"], ["-m"]) or rest[1:3] == ["-m", "torch.distributed.run"]
+    return python or first in ("torchrun", "deepspeed") or (first == "accelerate" and rest[1:2] == ["launch"])
 
 
 def as_text(words: Sequence[str]) -> str:

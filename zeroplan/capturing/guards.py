@@ -20,7 +20,9 @@ ENVIRONMENT = {
 #: Programs that are asked about the machine or a repository, and change nothing.
 _READERS = frozenset(("git", "uname", "ldconfig", "which", "hostname", "lscpu", "lsb_release", "file", "ls", "cat", "pwd"))
 #: Of git's verbs those that change nothing.
-_GIT = frozenset(("rev-parse", "describe", "status", "diff", "log", "branch", "remote", "config", "ls-files", "show", "--version"))
+_GIT = frozenset(
+    ("rev-parse", "describe", "status", "diff", "log", "branch", "remote", "config", "ls-files", "show", "--version")
+)
 
 
 def install(card_name: str, card_memory: int, gpus: int) -> None:

@@ -17,7 +17,7 @@ from zeroplan.capturing import places
 from zeroplan.capturing.places import META, on_gpu, put_on_host
 from zeroplan.capturing.result import WORKSPACE
 from zeroplan.capturing.source import Line, user_line
-from zeroplan.core.tape import Op
+from zeroplan.tape.expanded import Op
 from zeroplan.trace import kernels
 from zeroplan.trace.known import KnownValues
 from zeroplan.trace.recorder import StorageRecorder

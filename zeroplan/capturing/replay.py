@@ -5,8 +5,8 @@ from __future__ import annotations
 from zeroplan.capturing.result import WORKSPACE, Captured, sizes_on
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.gpus import Gpu
-from zeroplan.core.tape import Op
-from zeroplan.core.tape_sizes import KernelDevice
+from zeroplan.tape.expanded import Op
+from zeroplan.tape.sizes import KernelDevice
 from zeroplan.engines.player import CUBLASLT_WORKSPACE
 from zeroplan.simulate.recorder import Recorder
 

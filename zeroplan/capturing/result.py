@@ -1,8 +1,8 @@
 """What the captured process hands over: the events on its GPU, and what was learnt of the script. Plain data, as JSON.
 
 Note [Captured events]
-    Three columns of integers, compressed. ``op`` is a :class:`zeroplan.core.tape.Op` or :data:`WORKSPACE`; storages are numbered
-    in the order of their ALLOC events. Sizes are bytes, or a function of :data:`zeroplan.core.tape_sizes.FUNCTIONS` with its
+    Three columns of integers, compressed. ``op`` is a :class:`zeroplan.tape.expanded.Op` or :data:`WORKSPACE`; storages are numbered
+    in the order of their ALLOC events. Sizes are bytes, or a function of :data:`zeroplan.tape.sizes.FUNCTIONS` with its
     arguments, which the GPU's properties decide.
 """
 
@@ -148,11 +148,13 @@ def of_data(data: Any, where: str) -> Captured:
     except BadInput:
         raise
     except (KeyError, TypeError, ValueError, zlib.error) as error:
-        raise BadInput(f"is no file of zeroplan capture ({type(error).__name__})", where=where, remedy="capture again") from None
+        raise BadInput(
+            f"is no file of zeroplan capture ({type(error).__name__})", where=where, remedy="capture again"
+        ) from None
 
 
 def sizes_on(sizes: Sequence[Any], device: Any) -> list[int]:
-    """Return the bytes of each storage on a device (:class:`zeroplan.core.tape_sizes.KernelDevice`)."""
-    from zeroplan.core.tape_sizes import FUNCTIONS
+    """Return the bytes of each storage on a device (:class:`zeroplan.tape.sizes.KernelDevice`)."""
+    from zeroplan.tape.sizes import FUNCTIONS
 
     return [size if isinstance(size, int) else FUNCTIONS[size[0]](device, *size[1:]) for size in sizes]

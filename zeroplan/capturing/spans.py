@@ -11,12 +11,12 @@ from torch.optim import optimizer as optim
 
 from zeroplan.capturing.functions import ScriptFunctions
 from zeroplan.capturing.recorder import ScriptRecorder
-from zeroplan.core.tape import Op
+from zeroplan.tape.expanded import Op
 
 #: The marks' names by number, as :func:`zeroplan.engines.simulation.phase_of_mark` reads them.
 NAMES = ("init", "fwd", "bwd", "step", "eval", "save", "end")
 INIT, FORWARD, BACKWARD, STEP, EVALUATION, SAVE, END = range(7)
-#: Added to a mark's number in a recording, so that it is none of :class:`zeroplan.core.tape.Mark`.
+#: Added to a mark's number in a recording, so that it is none of :class:`zeroplan.tape.expanded.Mark`.
 FIRST = 100
 
 

@@ -167,6 +167,20 @@ class StageMemory(Frozen):
     fits: bool | None = None
 
 
+class CaptureInfo(Frozen):
+    """How a plan was captured: by an engine's schedule (``engine``) or allocation by allocation (``loop``).
+
+    `stopped` is where the script could not go on: ``file``, ``line``, ``why``. `ended` is the line of a loop that was ended
+    after its steps; empty where the script ended by itself.
+    """
+
+    way: str
+    command: str
+    steps: int
+    stopped: dict[str, Any] | None = None
+    ended: str = ""
+
+
 class MemoryPlan(Printable, Frozen):
     """The memory of one configuration.
 
@@ -174,7 +188,7 @@ class MemoryPlan(Printable, Frozen):
     that is neither; `settle` says what would tell. `misfits` names the limits that the upper bounds exceed: ``gpu``, ``cpu``,
     ``nvme``. `unmodelled` lists what no figure holds.
     `stages` are the pipeline stages, the one that needs the most first; the plan's figures are that one's. Without pipeline
-    parallelism there are none, and JSON has no such key.
+    parallelism there are none, and JSON has no such key; nor has it `capture` unless a script's own run was captured.
     """
 
     engine: str
@@ -196,12 +210,15 @@ class MemoryPlan(Printable, Frozen):
     lines: tuple[PlanLine, ...] = ()
     warnings: tuple[str, ...] = ()
     stages: tuple[StageMemory, ...] = ()
+    capture: CaptureInfo | None = None
 
     @model_serializer(mode="wrap")
-    def _without_empty_stages(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_empty_parts(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
         data: dict[str, Any] = whole(self)
         if not self.stages:
             data.pop("stages", None)
+        if self.capture is None:
+            data.pop("capture", None)
         return data
 
     @property

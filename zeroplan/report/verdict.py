@@ -18,6 +18,8 @@ _NO_FORMULA = ("measured", "traced", "simulated")
 
 def name_of(plan: MemoryPlan) -> str:
     """Return ``"ZeRO-3, optimizer and parameters on cpu"``."""
+    if plan.capture is not None and plan.capture.way == "loop":
+        return "the script as it runs"
     return sharding_text(plan.stage, plan.offload_optimizer, plan.offload_param)
 
 

@@ -127,7 +127,9 @@ for _op in (
     _aten.amax.default,
 ):
     AFTER[_op] = _reduce
-AFTER[_aten.linalg_vector_norm.default] = lambda args, kwargs, out: _reduce((args[0], *args[2:3]), kwargs, out)  # args[1]: order
+AFTER[_aten.linalg_vector_norm.default] = lambda args, kwargs, out: _reduce(
+    (args[0], *args[2:3]), kwargs, out
+)  # args[1]: order
 for _op in (_aten.all.default, _aten.any.default):
     AFTER[_op] = lambda args, kwargs, out: _reduce((args[0],), {}, out)
 

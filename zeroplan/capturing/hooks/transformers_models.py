@@ -82,7 +82,9 @@ def _config_of(cls: Any, name: Any, config: Any, kwargs: dict[str, Any]) -> tupl
         known = find(str(source))
         if known is None:
             text = " ".join(str(error).split())[:120]
-            raise StoppedError(f"{str(source)[:80]}: its config is neither in the cache nor in the catalog ({text})", user_line()) from None
+            raise StoppedError(
+                f"{str(source)[:80]}: its config is neither in the cache nor in the catalog ({text})", user_line()
+            ) from None
         values = dict(known.config)
         found = AutoConfig.for_model(values.pop("model_type"), **values)
         found._name_or_path = str(source)

@@ -1,0 +1,111 @@
+"""Starts the captured process, and returns what it hands over."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from zeroplan.capturing.command import Start, as_text, start_of
+from zeroplan.capturing.machine import Card, Job, World
+from zeroplan.capturing.result import Captured, Stop, of_data
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.gpus import Gpu
+from zeroplan.tape.sizes import KernelDevice
+
+#: Seconds beyond the script's own that the process may take to write its answer.
+_GRACE = 60.0
+
+
+def capture_command(
+    words: Sequence[str],
+    cluster: Cluster,
+    *,
+    said_gpus: bool = False,
+    steps: int = 3,
+    rank: int = 0,
+    samples: tuple[int, int] | None = None,
+    seconds: float = 600.0,
+) -> tuple[Captured, Cluster]:
+    """Run a command without its GPUs; returns what was captured, and the machine with the launcher's ranks.
+
+    Args:
+        words: the command.
+        cluster: the machine.
+        said_gpus: whether the number of GPUs is the user's word, which the launcher may not contradict.
+        steps: optimizer steps.
+        rank: the rank that is captured.
+        samples: how many samples stand for data that is missing, and their length; None for none.
+        seconds: the longest that the script may take.
+
+    Raises:
+        BadInput: a command that starts no Python program, or contradicts the machine.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise BadInput("needs torch, which the script needs as well", where="capture", remedy="pip install 'zeroplan[torch]'")
+    start = start_of(words)
+    if not start.module and not Path(start.target).is_file():
+        raise BadInput("there is no such script", where=start.target, remedy="give the path as from this folder")
+    world = _world(start, cluster, said_gpus=said_gpus, rank=rank)
+    cluster = replace(cluster, gpus=world.local_size, nodes=world.nodes) if start.launcher else cluster
+    with tempfile.TemporaryDirectory(prefix="zeroplan-capture-") as folder:
+        answer = os.path.join(folder, "answer.json")
+        job = Job(
+            start.target, start.module, start.arguments, bool(start.launcher), dict(start.environment), _card(cluster.gpu, cluster),
+            cluster.gpus, world, steps, samples, seconds, folder, answer, start.launcher, dict(start.launch_flags),
+        )  # fmt: skip
+        path = os.path.join(folder, "job.json")
+        Path(path).write_text(json.dumps(asdict(job)), encoding="utf-8")
+        command = [sys.executable, "-m", "zeroplan.capturing.child", path]
+        home = str(Path(__file__).resolve().parents[2])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), home)))}
+        why = ""
+        try:
+            done = subprocess.run(command, stdout=sys.stderr, env=environment, timeout=seconds + _GRACE, check=False)
+            why = f"the process ended with exit code {done.returncode}" if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            why = f"the script took longer than {seconds:.0f} s (--seconds), without coming back to torch"
+        if os.path.isfile(answer):
+            captured = of_data(json.loads(Path(answer).read_text(encoding="utf-8")), "capture")
+        else:
+            captured = Captured(stopped=Stop(start.target, 0, why or "the process ended without an answer"))
+    captured.command = as_text(words)
+    return captured, cluster
+
+
+def _card(gpu: Gpu, cluster: Cluster) -> Card:
+    name = f"NVIDIA {gpu.name}"
+    return Card(name, cluster.vram or gpu.memory, gpu.capability, KernelDevice.of(gpu).multiprocessors)
+
+
+def _world(start: Start, cluster: Cluster, *, said_gpus: bool, rank: int) -> World:
+    """The processes of a command on a machine.
+
+    Raises:
+        BadInput: a launcher that starts others than the machine's GPUs, or a rank that there is none of.
+    """
+    local = start.local_ranks if start.local_ranks is not None else cluster.gpus
+    nodes = start.nodes if start.nodes is not None else cluster.nodes
+    if said_gpus and start.launcher and local != cluster.gpus:
+        raise BadInput(
+            f"{start.launcher} starts {local} processes a node, the flag says {cluster.gpus} GPUs",
+            where="--gpus",
+            remedy="change one of the two",
+        )
+    if cluster.nodes > 1 and nodes != cluster.nodes:
+        raise BadInput(
+            f"{start.launcher} starts {nodes} nodes, the flag says {cluster.nodes}",
+            where="--nodes",
+            remedy="change one of the two",
+        )
+    world = World(rank, local * nodes, local, nodes) if start.launcher else World()
+    if not 0 <= rank < world.size:
+        raise BadInput(f"there is no rank {rank} of {world.size}", where="--rank", remedy=f"give 0 to {world.size - 1}")
+    return world

@@ -1,0 +1,110 @@
+"""``zeroplan capture -- COMMAND``: a person's own training command, run without a GPU."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zeroplan.cli import flags
+from zeroplan.cli.main import show, verb
+from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
+
+if TYPE_CHECKING:
+    from zeroplan.capturing.answer import CapturedRun
+
+_MACHINE = "Cluster"
+Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", rich_help_panel=_MACHINE, help="GPUs in a node.")]
+Nodes = Annotated[int | None, typer.Option("--nodes", metavar="M", rich_help_panel=_MACHINE, help="Nodes.")]
+Gpu = Annotated[str | None, typer.Option("--gpu", metavar="NAME", rich_help_panel=_MACHINE, help="H100, A100-80G, RTX4090, ….")]
+Vram = Annotated[str | None, typer.Option("--vram", metavar="SIZE", rich_help_panel=_MACHINE, help="A card's memory, as 24G.")]
+CpuRam = Annotated[str | None, typer.Option("--cpu-ram", metavar="SIZE", rich_help_panel=_MACHINE, help="A node's memory.")]
+Rank = Annotated[int, typer.Option("--rank", metavar="K", rich_help_panel=_MACHINE, help="The rank that is captured.")]
+Steps = Annotated[int, typer.Option("--steps", min=1, max=1000, metavar="N", help="Optimizer steps to go through.")]
+Samples = Annotated[
+    str | None, typer.Option("--samples", metavar="N,LENGTH", help="Invent so many samples where a dataset is missing.")
+]
+Seconds = Annotated[float, typer.Option("--seconds", min=1, metavar="S", help="The longest that the script may take.")]
+Output = Annotated[
+    str | None,
+    typer.Option("-o", "--output", metavar="FILE", callback=flags.writable, help="Keep the answer, which --from takes."),
+]
+AllocConf = Annotated[str, typer.Option("--alloc-conf", metavar="SETTINGS", help="Settings of the caching allocator.")]
+Check = Annotated[bool, typer.Option("--check", help="Exit with 1 unless it fits.")]
+Command = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help="The training command, as it is typed.")]
+
+
+@verb(
+    "zeroplan capture --gpu H100 -- python train.py --batch_size 8",
+    "zeroplan capture --gpus 8 --gpu A100-80G -- torchrun --nproc_per_node 8 train.py",
+)
+def capture(
+    command: Command = None,
+    gpus: Gpus = None,
+    nodes: Nodes = None,
+    gpu: Gpu = None,
+    vram: Vram = None,
+    cpu_ram: CpuRam = None,
+    rank: Rank = 0,
+    steps: Steps = 3,
+    samples: Samples = None,
+    seconds: Seconds = 600.0,
+    alloc_conf: AllocConf = "",
+    output: Output = None,
+    check: Check = False,
+    quiet: flags.Quiet = False,
+    as_json: flags.Json = False,
+) -> None:
+    """Run your own training COMMAND without a GPU, and predict its memory from what it does.
+
+    This runs your code, on this machine's CPU and without weights. Files that it writes go to a temporary folder, and nothing
+    goes over the network. No other verb runs your code but verify -- COMMAND.
+    """
+    from zeroplan.capturing.answer import answer
+    from zeroplan.capturing.run import capture_command
+    from zeroplan.core.cluster import Cluster
+    from zeroplan.planner.estimate import allocator_config
+
+    if not command:
+        raise BadInput(
+            "no command to run", where="capture", remedy="give it behind --, as in: zeroplan capture -- python train.py"
+        )
+    cluster = Cluster.of(gpus=gpus or 1, nodes=nodes or 1, gpu=gpu, vram=vram, cpu_ram=cpu_ram)
+    captured, cluster = capture_command(
+        command, cluster, said_gpus=gpus is not None, steps=steps, rank=rank, samples=_samples(samples), seconds=seconds
+    )
+    run = answer(captured, cluster, allocator_config(alloc_conf))
+    if output is not None:
+        _keep(run, captured, output)
+    show_captured(run, as_json=as_json, quiet=quiet)
+    if check and not any(plan.fits for plan in run.report.plans):
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def show_captured(run: CapturedRun, *, as_json: bool, quiet: bool) -> None:
+    """Print the answer."""
+    if as_json:
+        show(run.report.to_json())
+        return
+    from zeroplan.report.captured import captured_text
+    from zeroplan.report.terminal import Terminal
+
+    show(captured_text(run.report, Terminal.here(), quiet=quiet))
+
+
+def _samples(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    count, _, length = text.partition(",")
+    if not (count.strip().isdigit() and length.strip().isdigit() and int(count) and int(length)):
+        raise BadInput(f"{text[:40]!r} is no N,LENGTH", where="--samples", remedy="give two numbers, as 64,2048")
+    return int(count), int(length)
+
+
+def _keep(run: CapturedRun, captured: Any, path: str) -> None:
+    from zeroplan.capturing.result import as_data
+    from zeroplan.core.files import write_atomic
+
+    held = json.loads(run.report.to_json()) | {"recording": as_data(captured)}
+    write_atomic(path, json.dumps(held))

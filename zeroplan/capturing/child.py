@@ -1,4 +1,4 @@
-"""The captured process: ``python -m zeroplan.capturing.child JOB.json``. Sets everything up, runs the script, writes the answer."""
+"""The captured process: ``python -m zeroplan.capturing.child JOB.json`` sets all up, runs the script, writes the answer."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def main() -> None:
     temporary = os.path.join(job.folder, "tmp")
     os.makedirs(temporary, exist_ok=True)
     os.environ["TMPDIR"] = temporary
+    os.environ["HF_MODULES_CACHE"] = os.path.join(temporary, "modules")  # imports see the disk itself
     if job.launched:
         world = job.world
         os.environ.update(

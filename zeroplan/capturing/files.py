@@ -150,6 +150,11 @@ def install(folder: str) -> Overlay:
 
     def opened(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         writes = _writes(mode)
+        opener = kwargs.pop("opener", None)
+        if opener is not None:  # it opens by os.open, which is redirected
+            overlay.busy = False
+            flags = os.O_RDONLY if not writes else os.O_RDWR | os.O_CREAT if "+" in mode else os.O_WRONLY | os.O_CREAT
+            return _open(opener(file, flags), mode, *args, **kwargs)
         place = overlay.writing(file, fresh="w" in mode or "x" in mode) if writes else overlay.reading(file)
         return _open(place, mode, *args, **kwargs)
 

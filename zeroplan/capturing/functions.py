@@ -176,7 +176,8 @@ def _type(mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> Any:
         return tensor.to(kind)
     text = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__name__}"
     dtype = {"FloatTensor": torch.float32, "HalfTensor": torch.float16, "BFloat16Tensor": torch.bfloat16,
-             "LongTensor": torch.int64, "IntTensor": torch.int32, "BoolTensor": torch.bool}[text.rpartition(".")[2]]  # fmt: skip
+             "LongTensor": torch.int64, "IntTensor": torch.int32,
+             "BoolTensor": torch.bool}[text.rpartition(".")[2]]  # fmt: skip
     return mode.to_gpu(tensor, dtype) if "cuda" in text else mode.to_host(tensor, dtype)
 
 

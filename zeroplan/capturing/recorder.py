@@ -93,6 +93,9 @@ class ScriptRecorder(StorageRecorder):
         tensors = _tensors(args, kwargs)
         bare = [one for one in tensors if one.device.type == "meta"]
         device = kwargs.get("device")
+        if device is not None and device.type == "cuda":  # named where no function mode is on, as in a handled function
+            with self.wanting("gpu"):
+                return self._run(func, types, args, {**kwargs, "device": META})
         made_bare = device is not None and device.type == "meta"
         if not bare and not made_bare:
             return func(*args, **kwargs)
@@ -179,7 +182,7 @@ class ScriptRecorder(StorageRecorder):
 
 #: Operators that make a tensor like another, which ``device=`` may put elsewhere.
 _FACTORIES_LIKE = frozenset(
-    getattr(getattr(_aten, name), "default")
+    getattr(_aten, name).default
     for name in ("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "new_empty", "new_zeros",
                  "new_ones", "new_full", "new_empty_strided")
 )  # fmt: skip

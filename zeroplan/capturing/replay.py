@@ -5,10 +5,10 @@ from __future__ import annotations
 from zeroplan.capturing.result import WORKSPACE, Captured, sizes_on
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.gpus import Gpu
-from zeroplan.tape.expanded import Op
-from zeroplan.tape.sizes import KernelDevice
 from zeroplan.engines.player import CUBLASLT_WORKSPACE
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import Op
+from zeroplan.tape.sizes import KernelDevice
 
 #: The first of the marks of a script's spans, and their names; see :mod:`zeroplan.capturing.spans`, which torch needs.
 FIRST_MARK = 100

@@ -1,9 +1,9 @@
 """What the captured process hands over: the events on its GPU, and what was learnt of the script. Plain data, as JSON.
 
 Note [Captured events]
-    Three columns of integers, compressed. ``op`` is a :class:`zeroplan.tape.expanded.Op` or :data:`WORKSPACE`; storages are numbered
-    in the order of their ALLOC events. Sizes are bytes, or a function of :data:`zeroplan.tape.sizes.FUNCTIONS` with its
-    arguments, which the GPU's properties decide.
+    Three columns of integers, compressed. ``op`` is a :class:`zeroplan.tape.expanded.Op` or :data:`WORKSPACE`; storages are
+    numbered in the order of their ALLOC events. Sizes are bytes, or a function of :data:`zeroplan.tape.sizes.FUNCTIONS` with
+    its arguments, which the GPU's properties decide.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def install(capture: Capture) -> None:
 
     for name in ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather",
                  "reduce_scatter", "all_to_all", "all_to_all_single", "gather", "scatter", "barrier", "send", "recv",
-                 "isend", "irecv", "monitored_barrier", "_all_gather_base", "_reduce_scatter_base", "all_reduce_coalesced"):  # fmt: skip
+                 "isend", "irecv", "monitored_barrier", "_all_gather_base", "_reduce_scatter_base",
+                 "all_reduce_coalesced"):  # fmt: skip
         if hasattr(home, name):
             put(name, work)
 

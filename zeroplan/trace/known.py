@@ -9,6 +9,7 @@ Note [Known values]
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def _small_factory(args: Any, kwargs: Any) -> bool:
     """Return whether an operator without tensors makes few elements: a range, or what a shape in its arguments gives."""
     numbers = [leaf for leaf in tree_leaves(args) if isinstance(leaf, int | float) and not isinstance(leaf, bool)]
     product = 1
-    for number in numbers:
+    for number in filter(math.isfinite, numbers):
         product *= max(1, abs(int(number)))
     dtype = kwargs.get("dtype")
     return product <= _MOST[dtype is None or not dtype.is_floating_point]

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 _OF_FILES = frozenset(
     ("cache_dir", "force_download", "local_files_only", "token", "use_auth_token", "revision", "code_revision", "subfolder",
      "use_safetensors", "variant", "weights_only", "state_dict", "ignore_mismatched_sizes", "output_loading_info", "from_tf",
-     "from_flax", "low_cpu_mem_usage", "offload_folder", "offload_state_dict", "offload_buffers", "max_memory", "adapter_kwargs",
+     "from_flax", "low_cpu_mem_usage", "offload_folder", "offload_state_dict", "offload_buffers", "max_memory",
+     "adapter_kwargs",
      "adapter_name", "use_kernels", "resume_download", "proxies", "mirror", "gguf_file", "tp_plan", "tp_size", "device_mesh",
      "key_mapping", "trust_remote_code", "_from_auto", "_from_pipeline", "_fast_init", "load_in_8bit", "load_in_4bit",
      "quantization_config", "device_map", "torch_dtype", "dtype", "attn_implementation", "config", "_commit_hash",
@@ -191,7 +192,7 @@ def install_trainer(capture: Capture, module: Any) -> None:
     module.Trainer.train = train
 
 
-def _AtTheEnd(arguments: Any) -> Any:  # noqa: N802
+def _AtTheEnd(arguments: Any) -> Any:
     from transformers import TrainerCallback
 
     class AtTheEnd(TrainerCallback):

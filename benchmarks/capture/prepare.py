@@ -77,9 +77,24 @@ def make_models(work: Path, *, weights: bool) -> None:
     model(home / "t5", t5, "AutoModelForSeq2SeqLM", weights=weights)
     model(home / "vit", ViTConfig(), "AutoModelForImageClassification", weights=weights)
     ViTImageProcessor().save_pretrained(home / "vit")
-    for name in ("llama", "gpt2", "t5"):
-        tokenizer(home / name)
-    tokenizer(home / "pythia")
+    for folder in (home / "llama", home / "gpt2", home / "t5", home / "litgpt", work / "hello" / "roberta-base"):
+        tokenizer(folder)
+    litgpt_checkpoint(home / "litgpt")
+
+
+def litgpt_checkpoint(folder: Path) -> None:
+    """A checkpoint of LitGPT's Pythia of 70 M parameters with random weights; none where LitGPT is not installed."""
+    try:
+        from litgpt import GPT, Config
+        from litgpt.utils import save_config
+    except ImportError:
+        return
+    import torch
+
+    config = Config.from_name("pythia-70m")
+    torch.save(GPT(config).state_dict(), folder / "lit_model.pth")
+    save_config(config, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 4, "eos_token_id": 5}))
 
 
 def lines(path: Path, rows: list[dict[str, object]]) -> None:
@@ -106,7 +121,8 @@ def make_data(work: Path) -> None:
 
     data = work / "data"
     lines(data / "chat" / "train.jsonl", [{"messages": talk(150, 600)} for _ in range(48)])
-    lines(data / "chat_splits" / "train.jsonl", [{"messages": talk(150, 600)} for _ in range(48)])
+    for name in ("train", "test"):
+        lines(data / "chat_splits" / f"{name}.jsonl", [{"messages": talk(150, 600)} for _ in range(48)])
     lines(
         data / "pairs" / "train.jsonl",
         [{"prompt": (a := talk(50, 300))[:1], "chosen": a[1:], "rejected": talk(50, 300)[1:]} for _ in range(48)],
@@ -141,6 +157,11 @@ def make_data(work: Path) -> None:
     )
     kinds = f"dataset_info:\n- config_name: mrpc\n  features:\n{texts}{label}  - name: idx\n    dtype: int32\n"
     (glue / "README.md").write_text(f"---\n{kinds}configs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
+    wiki = work / "hello" / "wikitext"
+    for name, count in (("train", 400), ("validation", 20), ("test", 20)):
+        lines(wiki / f"{name}.jsonl", [{"text": words(draw, 60, 160)} for _ in range(count)])
+    files = "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in ("train", "validation", "test"))
+    (wiki / "README.md").write_text(f"---\nconfigs:\n- config_name: wikitext-2-v1\n  data_files:\n{files}---\n")
     from PIL import Image
 
     for split, count in (("train", 48), ("validation", 16)):
@@ -148,9 +169,8 @@ def make_data(work: Path) -> None:
             path = data / "images" / split / f"kind{n % 3}" / f"{n}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.frombytes("RGB", (96, 96), draw.randbytes(96 * 96 * 3)).save(path)
-    (data / "litgpt").mkdir(parents=True, exist_ok=True)
-    for n in range(2):
-        (data / "litgpt" / f"{n}.txt").write_text("".join(words(draw, 200, 400) + "\n" for _ in range(80)))
+    talks = [{"instruction": words(draw, 20, 80), "input": "", "output": words(draw, 40, 300)} for _ in range(40)]
+    (data / "litgpt.json").write_text(json.dumps(talks))
 
 
 METRIC = '''"""A metric of that name, for a machine without a network."""
@@ -206,6 +226,7 @@ def copy_programs(work: Path, source: Path) -> None:
             shutil.copytree(source / home, work / folder, dirs_exist_ok=True)
     shutil.copytree(source / "karpathy+minGPT/mingpt", work / "mingpt" / "mingpt", dirs_exist_ok=True)
     (work / "hello").mkdir(exist_ok=True)
+    (work / "nltk_data" / "tokenizers" / "punkt").mkdir(parents=True, exist_ok=True)  # run_summarization asks for it alone
     (work / "lightning" / "data").mkdir(parents=True, exist_ok=True)
 
 
@@ -227,7 +248,7 @@ def make_bare_data(work: Path) -> None:
     home.mkdir(parents=True, exist_ok=True)
     for name, count in (("train", 400), ("valid", 60), ("test", 60)):
         (home / f"{name}.txt").write_text("".join(words(draw, 80, 120) + "\n" for _ in range(count)))
-    (work / "lightning" / "data" / "wikitext-2.txt").write_text("".join(words(draw, 20, 40) + "\n" for _ in range(140)))
+    (work / "lightning" / "data" / "wikitext-2.txt").write_text("".join(words(draw, 34, 34) + "\n" for _ in range(4130)))
 
 
 def main() -> None:

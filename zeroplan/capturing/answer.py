@@ -94,6 +94,8 @@ def _left_out(captured: Captured) -> tuple[Unmodelled, ...]:
     if captured.stopped is not None:
         at = captured.stopped
         found.append(Unmodelled(_STOPPED, Effect.MORE, f"{at.file}:{at.line}: {at.why}; the figures end there"))
+    elif not captured.sizes:
+        found.append(Unmodelled("GPU", Effect.MORE, "the script, as it is started, puts nothing on a GPU"))
     elif captured.steps < 2:
         says = f"the script took {captured.steps} optimizer steps; peaks repeat from the second on"
         found.append(Unmodelled("steps", Effect.MORE, says))

@@ -18,7 +18,7 @@ def _job(path: str) -> Job:
     held = json.loads(Path(path).read_text(encoding="utf-8"))
     card, world = held.pop("card"), held.pop("world")
     card["capability"] = tuple(card["capability"])
-    held["arguments"] = tuple(held["arguments"])
+    held["arguments"], held["launch_words"] = tuple(held["arguments"]), tuple(held["launch_words"])
     samples = held.pop("samples")
     return Job(card=Card(**card), world=World(**world), samples=None if samples is None else tuple(samples), **held)
 
@@ -33,12 +33,9 @@ def main() -> None:
     os.environ["TMPDIR"] = temporary
     os.environ["HF_MODULES_CACHE"] = os.path.join(temporary, "modules")  # imports see the disk itself
     if job.launched:
-        world = job.world
-        os.environ.update(
-            RANK=str(world.rank), LOCAL_RANK=str(world.local_rank), WORLD_SIZE=str(world.size),
-            LOCAL_WORLD_SIZE=str(world.local_size), GROUP_RANK=str(world.rank // world.local_size),
-            MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="capture",
-        )  # fmt: skip
+        from zeroplan.capturing.launchers import process_group
+
+        os.environ.update(process_group(job))
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(one) for one in range(job.gpus)))
     began = time.monotonic()
     captured = Session(job).run()
@@ -57,17 +54,20 @@ class Session:
 
     def run(self) -> result.Captured:
         """Set up, run the script, and return what was captured."""
-        from zeroplan.capturing.session import Capture
+        from zeroplan.capturing.session import install, running
+        from zeroplan.capturing.state import Capture
 
         capture = Capture(self.job)
-        capture.install()
+        install(capture)
+        if self.job.launcher == "accelerate":
+            self._by_accelerate()
         name = self.job.target
         if not self.job.module:
             sys.path[0] = os.path.dirname(os.path.abspath(name))
         else:
             sys.path[0] = os.getcwd()
         sys.argv = [name, *self.job.arguments]
-        with capture.running():
+        with running(capture):
             if self.job.module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             elif name.endswith(".ipynb"):
@@ -75,6 +75,14 @@ class Session:
             else:
                 runpy.run_path(name, run_name="__main__")
         return capture.captured()
+
+    def _by_accelerate(self) -> None:
+        from zeroplan.capturing.launchers import by_accelerate, process_group
+
+        found, grouped = by_accelerate(self.job.launch_words)
+        os.environ.update(found)
+        if grouped:
+            os.environ.update(process_group(self.job))
 
 
 def _run_notebook(path: str) -> None:

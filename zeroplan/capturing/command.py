@@ -51,7 +51,7 @@ class Start:
         local_ranks: processes on a node; None where the launcher leaves it to the GPUs that it finds.
         nodes: nodes; None where the command leaves it open.
         environment: variables that the command sets.
-        launch_flags: the launcher's own flags, by name with underscores.
+        launch_words: what stands behind the launcher's name.
     """
 
     target: str
@@ -61,7 +61,7 @@ class Start:
     local_ranks: int | None = None
     nodes: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
-    launch_flags: Mapping[str, str] = field(default_factory=dict)
+    launch_words: tuple[str, ...] = ()
 
 
 def start_of(words: Sequence[str]) -> Start:
@@ -156,7 +156,7 @@ def _of_python(rest: list[str], environment: Mapping[str, str]) -> Start:
 
 def _of_launcher(launcher: str, rest: list[str], environment: Mapping[str, str]) -> Start:
     flags: dict[str, str] = {}
-    at = 0
+    words, at = tuple(rest), 0
     while at < len(rest) and rest[at].startswith("-"):
         name, joined, value = rest[at].lstrip("-").partition("=")
         name = _SHORT.get(name, name).replace("-", "_")
@@ -181,7 +181,7 @@ def _of_launcher(launcher: str, rest: list[str], environment: Mapping[str, str])
         local = None if total is None else max(1, total // (nodes or 1))
     if launcher == "torchrun" and local is None and flags.get("nproc_per_node") is None:
         local = 1
-    return Start(rest[at], flags.get("module") == "true", tuple(rest[at + 1 :]), launcher, local, nodes, environment, flags)
+    return Start(rest[at], flags.get("module") == "true", tuple(rest[at + 1 :]), launcher, local, nodes, environment, words)
 
 
 def _count(launcher: str, flags: Mapping[str, str], names: Sequence[str]) -> int | None:

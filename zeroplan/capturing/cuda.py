@@ -104,9 +104,9 @@ def install(card: Card, gpus: int, live: Callable[[], int]) -> None:
     nvtx: Any = torch.cuda.nvtx
     for name in ("range_push", "range_pop", "mark"):
         setattr(nvtx, name, nothing)
-    torch.version.cuda = "13.0"  # type: ignore[attr-defined]
-    torch.backends.cuda.is_built = lambda: True  # type: ignore[assignment]
-    torch.random.fork_rng = inside  # type: ignore[assignment]
+    version, built, random = torch.version, torch.backends.cuda, torch.random
+    for home, name, value in ((version, "cuda", "13.0"), (built, "is_built", lambda: True), (random, "fork_rng", inside)):
+        setattr(home, name, value)
     if hasattr(torch, "accelerator"):
         found = {"is_available": lambda: True, "current_accelerator": lambda *_, **__: torch.device("cuda"),
                  "device_count": lambda: gpus, "current_device_index": lambda: places.gpu().index, "synchronize": nothing,
@@ -115,7 +115,7 @@ def install(card: Card, gpus: int, live: Callable[[], int]) -> None:
                  "reset_peak_memory_stats": nothing}  # fmt: skip
         for name, answer in found.items():
             setattr(torch.accelerator, name, answer)
-    torch.Generator = _Generator  # type: ignore[assignment, misc]
+    torch.Generator = _Generator  # type: ignore[misc]
 
 
 class _Device:

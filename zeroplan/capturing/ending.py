@@ -84,8 +84,8 @@ class Ending:
         def iterate(loader: Any) -> Iterator[Any]:
             return _Batches(ending, loader, own_iter(loader))
 
-        DataLoader.__init__ = init  # type: ignore[method-assign]
-        DataLoader.__iter__ = iterate  # type: ignore[method-assign, assignment]
+        plain: Any = DataLoader
+        plain.__init__, plain.__iter__ = init, iterate
 
 
 class _Batches:
@@ -137,4 +137,4 @@ def _in_for(frame: Any) -> bool:
     import dis
 
     code = frame.f_code
-    return dis.opname[code.co_code[frame.f_lasti]].startswith("FOR_ITER")
+    return bool(dis.opname[code.co_code[frame.f_lasti]].startswith("FOR_ITER"))

@@ -29,6 +29,10 @@ _listdir, _scandir, _mkdir = os.listdir, os.scandir, os.mkdir
 _remove, _rmdir, _rename, _replace = os.remove, os.rmdir, os.rename, os.replace
 
 
+#: Given a module and a name, a decorator that puts a function there.
+_Replaced = Callable[[Any, str], Callable[[Callable[..., Any]], None]]
+
+
 class Overlay:
     """The temporary folder and what was written to it.
 
@@ -159,7 +163,7 @@ def install(folder: str) -> Overlay:
         return _open(place, mode, *args, **kwargs)
 
     replaced(builtins, "open")(opened)
-    io.open = builtins.open  # type: ignore[assignment]
+    io.open = builtins.open
 
     own_open = os.open
 
@@ -184,6 +188,12 @@ def install(folder: str) -> Overlay:
         overlay.gone.discard(real)
         return None
 
+    chdir = os.chdir
+
+    @replaced(os, "chdir")
+    def _os_chdir(path: Any) -> None:
+        chdir(overlay.reading(path))
+
     for name in ("stat", "lstat", "access", "readlink", "chmod", "utime", "truncate", "statvfs"):
         _reader(os, name, overlay, replaced)
 
@@ -206,7 +216,7 @@ def install(folder: str) -> Overlay:
     return overlay
 
 
-def _reader(home: Any, name: str, overlay: Overlay, replaced: Any) -> None:
+def _reader(home: Any, name: str, overlay: Overlay, replaced: _Replaced) -> None:
     own = getattr(home, name)
 
     @replaced(home, name)
@@ -218,9 +228,9 @@ def _reader(home: Any, name: str, overlay: Overlay, replaced: Any) -> None:
         return own(overlay.reading(path), *args, **kwargs)
 
 
-def _remover(name: str, own: Callable[..., Any], overlay: Overlay, replaced: Any) -> None:
+def _remover(name: str, own: Callable[..., Any], overlay: Overlay, replaced: _Replaced) -> None:
     @replaced(os, name)
-    def remove(path: Any, *args: Any, **kwargs: Any) -> None:
+    def remove(path: Any, *args: Any, **kwargs: Any) -> Any:
         if overlay.own(path) or kwargs.get("dir_fd") is not None:
             return own(path, *args, **kwargs)
         place, real = overlay.of(path), overlay._absolute(path)
@@ -232,11 +242,11 @@ def _remover(name: str, own: Callable[..., Any], overlay: Overlay, replaced: Any
         return None
 
 
-def _mover(name: str, overlay: Overlay, replaced: Any) -> None:
+def _mover(name: str, overlay: Overlay, replaced: _Replaced) -> None:
     own = getattr(os, name)
 
     @replaced(os, name)
-    def move(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
+    def move(src: Any, dst: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("src_dir_fd") is not None or kwargs.get("dir_fd") is not None:
             return own(src, dst, *args, **kwargs)
         if overlay.own(src) and overlay.own(dst):

@@ -18,8 +18,6 @@ from zeroplan.capturing.places import META, device_of, gpu, is_gpu, on_gpu, put_
 from zeroplan.capturing.recorder import ScriptRecorder
 from zeroplan.trace.functions import CudaFunctions
 
-#: Bytes up to which a tensor that comes back from the GPU gets invented values in host memory.
-_INVENTED = 64 << 20
 _Tensor = torch.Tensor
 
 
@@ -102,14 +100,14 @@ class ScriptFunctions(CudaFunctions):
             return tensor.to(device=META, dtype=dtype)
 
     def to_host(self, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Copy a tensor to the host: with its values where they are known, else invented ones; large floats get none."""
+        """Copy a tensor to the host: with its values where they are known, else invented ones; unknown floats get none."""
         dtype = dtype or tensor.dtype
         if not on_gpu(tensor):
             return tensor.to(dtype)
         value = self.recorder.value_of(tensor)
         if value is not None:
             return value.detach().to(dtype)
-        if tensor.requires_grad or tensor.numel() * tensor.element_size() > _INVENTED:
+        if tensor.is_floating_point():
             with self.recorder.wanting("host"):
                 return tensor.to(dtype, copy=True)
         return self.recorder.invented(tensor).to(dtype)
@@ -128,7 +126,8 @@ def _is(kind: str) -> Callable[..., bool]:
 
 def _get_device(_mode: ScriptFunctions, _func: Any, args: Any, _kwargs: Any) -> int:
     device = device_of(args[0])
-    return device.index or 0 if device.type == "cuda" else -1
+    index: int = device.index or 0
+    return index if device.type == "cuda" else -1
 
 
 def _to(mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> Any:
@@ -226,15 +225,18 @@ def _data_ptr(_mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> int:
     """An address that tells storages apart."""
     tensor = args[0]
     if without_memory(tensor):
-        return int(tensor.untyped_storage()._cdata) + tensor.storage_offset() * tensor.element_size()
-    return int(func(*args, **kwargs))
+        offset: int = tensor.storage_offset() * tensor.element_size()
+        return int(tensor.untyped_storage()._cdata) + offset
+    address: int = func(*args, **kwargs)
+    return address
 
 
+_Properties: Any = torch.Tensor
 _HANDLERS: dict[Any, Callable[..., Any]] = {
-    _Tensor.device.__get__: _device,  # type: ignore[attr-defined]
-    _Tensor.is_cuda.__get__: _is("cuda"),  # type: ignore[attr-defined]
-    _Tensor.is_cpu.__get__: _is("cpu"),  # type: ignore[attr-defined]
-    _Tensor.is_meta.__get__: _is("meta"),  # type: ignore[attr-defined]
+    _Properties.device.__get__: _device,
+    _Properties.is_cuda.__get__: _is("cuda"),
+    _Properties.is_cpu.__get__: _is("cpu"),
+    _Properties.is_meta.__get__: _is("meta"),
     _Tensor.get_device: _get_device,
     _Tensor.to: _to,
     _Tensor.cuda: _cuda,

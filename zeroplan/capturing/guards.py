@@ -37,13 +37,13 @@ def install(card_name: str, card_memory: int, gpus: int) -> None:
     def unknown(*_: Any, **__: Any) -> Any:
         raise socket.gaierror(socket.EAI_AGAIN, "capture has no network")
 
-    socket.socket.connect = refused  # type: ignore[method-assign]
-    socket.socket.connect_ex = lambda sock, address: errno.ENETUNREACH  # type: ignore[method-assign, assignment]
+    plain: Any = socket.socket
+    plain.connect, plain.connect_ex = refused, lambda sock, address: errno.ENETUNREACH
     socket.getaddrinfo = unknown
     smi = "\n".join(f"{card_name}, {card_memory >> 20} MiB" for _ in range(gpus)) + "\n"
     own = subprocess.Popen
 
-    class Popen(own):  # type: ignore[type-arg, misc, valid-type]
+    class Popen(own):  # type: ignore[misc, valid-type]
         def __init__(self, args: Any, *rest: Any, **kwargs: Any) -> None:
             words = args.split() if isinstance(args, str) else [os.fsdecode(word) for word in args]
             name = Path(words[0]).name if words else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Job:
         seconds: the longest that the script may take.
         folder: for everything that is written.
         answer: the file for what was captured, within the folder.
-        launch_flags: the launcher's own flags.
-        ds_config: unused by plain scripts; a launcher's DeepSpeed configuration.
+        launcher: its name; empty for plain python.
+        launch_words: what stands behind its name.
     """
 
     target: str
@@ -62,4 +62,4 @@ class Job:
     folder: str
     answer: str
     launcher: str = ""
-    launch_flags: dict[str, str] = field(default_factory=dict)
+    launch_words: tuple[str, ...] = ()

@@ -30,6 +30,13 @@ _ADDMM = _aten.addmm.default
 #: Operators that call cuBLAS.
 _PRODUCTS = frozenset((_aten.mm.default, _aten.bmm.default, _ADDMM, _aten.baddbmm.default, _aten.addbmm.default,
                        _aten.mv.default, _aten.addmv.default, _aten.dot.default))  # fmt: skip
+#: Reductions of which a script asks whether all is well.
+_ALL = frozenset((_aten.all.default, _aten.all.dim, _aten.all.dims))
+#: Operators of logic, and the operand that alone decides the result.
+_DECISIVE = {_aten.bitwise_or.Tensor: True, _aten.logical_or.default: True, _aten.bitwise_and.Tensor: False,
+             _aten.logical_and.default: False, _aten.mul.Tensor: False}  # fmt: skip
+#: Bytes up to which invented floats are written.
+_MOST_ONES = 1 << 20
 #: Operators that change their arguments alone, with no result and nothing allocated on CUDA (``AmpKernels.cu``,
 #: ``FusedAdamKernel.cu`` and its like).
 _IN_PLACE_ALONE = frozenset(("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_fused_adam_",
@@ -78,11 +85,11 @@ class ScriptRecorder(StorageRecorder):
             return self._known.of(tensor)
 
     def invented(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a real tensor of invented values: ones of floats, zeros of integers, false."""
+        """Return a real tensor of invented values: ones, and of a mask all."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-            if tensor.is_floating_point() and tensor.numel() * tensor.element_size() <= 1 << 20:
-                return torch.ones(tensor.shape, dtype=tensor.dtype)
-            return torch.zeros(tensor.shape, dtype=tensor.dtype)  # of any size: the system gives pages as they are written
+            if tensor.is_floating_point() and tensor.numel() * tensor.element_size() > _MOST_ONES:
+                return torch.zeros(tensor.shape, dtype=tensor.dtype)  # the system gives pages as they are written
+            return torch.ones(tensor.shape, dtype=tensor.dtype)
 
     # ---- operators ---------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -99,6 +106,9 @@ class ScriptRecorder(StorageRecorder):
         made_bare = device is not None and device.type == "meta"
         if not bare and not made_bare:
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled() and _is_made_of_others(func):
+            with self:  # autograd, which takes such operators apart, is not on
+                return func.decompose(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if name in _IN_PLACE_ALONE:
             return args[0] if name == "_amp_update_scale_" else None
@@ -118,6 +128,7 @@ class ScriptRecorder(StorageRecorder):
             out = super().__torch_dispatch__(func, types, args, kwargs)
             if func in _PRODUCTS:
                 self._multiplied(func, args)
+            self._decided(func, args, out)
             return out
         except NotImplementedError as error:
             text = " ".join(str(error).split())[:120]
@@ -162,10 +173,24 @@ class ScriptRecorder(StorageRecorder):
         value = self.value_of(tensor)
         if value is not None:
             return value.item()
+        if tensor.dtype is not torch.bool:
+            return 1.0 if tensor.is_floating_point() else 1
+        holds = self._last in _ALL
         line = user_line()
-        if tensor.dtype is torch.bool and line is not None:
-            self.invented_reads.setdefault(line, "a condition on values of the GPU is taken to be false")
-        return super().__torch_dispatch__(_READ, (), (tensor,), {})
+        if line is not None:
+            self.invented_reads.setdefault(line, f"a condition on values of the GPU is taken to be {str(holds).lower()}")
+        return holds
+
+    def _decided(self, func: Any, args: Any, out: Any) -> None:
+        """Note the result of an operator of logic that one of its operands decides, whatever the other is."""
+        decisive = _DECISIVE.get(func)
+        known = self._known
+        if decisive is None or known is None or known.of(out) is not None:
+            return
+        for one in args[:2]:
+            value = known.of(one) if isinstance(one, torch.Tensor) else None
+            if value is not None and value.shape == out.shape and bool((value.bool() == decisive).all()):
+                known.keep(out, torch.full(out.shape, decisive, dtype=out.dtype))
 
     # ---- events ------------------------------------------------------------------------------------------------------
     def gradient(self, param: int, tensor: torch.Tensor) -> None:
@@ -197,6 +222,12 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
         elif isinstance(one, (list, tuple)):
             found += [inner for inner in one if isinstance(inner, torch.Tensor)]
     return found
+
+
+def _is_made_of_others(func: Any) -> bool:
+    """Return whether an operator is nothing but calls of others."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), composite))
 
 
 def _all_bare(args: Any, kwargs: Any, *, keep: bool) -> tuple[Any, Any]:

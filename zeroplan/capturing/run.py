@@ -58,9 +58,9 @@ def capture_command(
     with tempfile.TemporaryDirectory(prefix="zeroplan-capture-") as folder:
         answer = os.path.join(folder, "answer.json")
         job = Job(
-            start.target, start.module, start.arguments, bool(start.launcher), dict(start.environment),
+            start.target, start.module, start.arguments, start.launcher in ("torchrun", "deepspeed"), dict(start.environment),
             _card(cluster.gpu, cluster), cluster.gpus, world, steps, samples, seconds, folder, answer,
-            start.launcher, dict(start.launch_flags),
+            start.launcher, start.launch_words,
         )  # fmt: skip
         path = os.path.join(folder, "job.json")
         Path(path).write_text(json.dumps(asdict(job)), encoding="utf-8")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _HERE = __file__.rpartition("/")[0].rpartition("/")[0]
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -27,7 +27,7 @@ def is_users(file: str) -> bool:
 
 def user_line() -> Line | None:
     """The innermost line of the person's code; that of the outermost library where none of theirs runs."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)
     last: Line | None = None
     while frame is not None:
         file = frame.f_code.co_filename
@@ -35,7 +35,7 @@ def user_line() -> Line | None:
             return Line(file, frame.f_lineno)
         if not file.startswith(("<", _HERE)):
             last = Line(file, frame.f_lineno)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return last
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from zeroplan.capturing.session import Capture
+    from zeroplan.capturing.state import Capture
 
 
 def install(capture: Capture) -> None:

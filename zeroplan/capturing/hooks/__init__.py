@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zeroplan.capturing.session import Capture
+    from zeroplan.capturing.state import Capture
 
 
 def install(capture: Capture) -> None:

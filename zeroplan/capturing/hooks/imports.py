@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
@@ -24,7 +25,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             return None
         self._busy.add(fullname)
         try:
-            spec = importlib.util.find_spec(fullname)  # type: ignore[attr-defined]
+            spec = importlib.util.find_spec(fullname)
         finally:
             self._busy.discard(fullname)
         if spec is None or spec.loader is None:
@@ -37,7 +38,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                 hook(module)
 
         spec.loader.exec_module = run  # type: ignore[method-assign]
-        return spec  # type: ignore[no-any-return]
+        return spec
 
 
 def when_imported(name: str, hook: Hook) -> None:
@@ -47,7 +48,5 @@ def when_imported(name: str, hook: Hook) -> None:
         hook(module)
         return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        import importlib.util  # noqa: F401
-
         sys.meta_path.insert(0, _Finder())
     _waiting.setdefault(name, []).append(hook)

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroplan.capturing.session import Capture
+    from zeroplan.capturing.state import Capture
 
 
 def _place(capture: Capture, path: Any, mode: str = "r") -> Any:
@@ -45,12 +45,13 @@ def install_parquet(capture: Capture, module: Any) -> None:
 
 def _reading(capture: Capture, function: Any) -> Any:
     if isinstance(function, type):
-        own = function.__init__
+        plain: Any = function
+        own = plain.__init__
 
         def init(self: Any, source: Any, *args: Any, **kwargs: Any) -> None:
             own(self, _place(capture, source), *args, **kwargs)
 
-        function.__init__ = init  # type: ignore[misc]
+        plain.__init__ = init
         return function
     return lambda source, *args, **kwargs: function(_place(capture, source), *args, **kwargs)
 

@@ -14,10 +14,11 @@ from zeroplan.capturing import places
 from zeroplan.capturing.spans import SAVE
 
 if TYPE_CHECKING:
-    from zeroplan.capturing.session import Capture
+    from zeroplan.capturing.state import Capture
 
-#: What was saved, by real path: objects whose tensors have no memory.
-_saved: dict[str, Any] = {}
+#: What was saved, in order: objects whose tensors have no memory. Files hold the place in this list.
+_saved: list[Any] = []
+_TOKEN = b"zeroplan capture, shapes alone: "
 
 
 def install(capture: Capture) -> None:
@@ -50,33 +51,68 @@ def install(capture: Capture) -> None:
 
     def save(obj: Any, f: Any, *_: Any, **__: Any) -> None:
         capture.spans.enter(SAVE)
-        if isinstance(f, (str, os.PathLike)):
-            path = os.path.abspath(os.fspath(f))
-            _saved[path] = tree_map_only(torch.Tensor, kept, obj)
+        token = _TOKEN + b"%08d" % len(_saved)
+        _saved.append(tree_map_only(torch.Tensor, kept, obj))
+        if hasattr(f, "write"):
+            f.write(token)
+        else:
             with open(f, "wb") as file:
-                file.write(b"zeroplan capture: shapes alone")
-        elif hasattr(f, "write"):
-            f.write(b"zeroplan capture: shapes alone")
+                file.write(token)
 
     def loaded(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        path = os.path.abspath(os.fspath(f)) if isinstance(f, (str, os.PathLike)) else ""
-        if path not in _saved:
-            with torch._C.DisableTorchFunction():
-                return load(f, *args, map_location="cpu", **kwargs)
-        onto = map_location if isinstance(map_location, (str, torch.device)) else "cpu"
-        return tree_map_only(torch.Tensor, lambda one: one.to(onto, copy=True), _saved[path])
+        at = _saved_at(f)
+        if at is None:
+            return _without_weights(capture, load, f, map_location, args, kwargs)
+        onto = map_location if isinstance(map_location, (str, torch.device)) else None
+        held = _saved[at]
+        return held if onto is None else tree_map_only(torch.Tensor, lambda one: one.to(onto, copy=True), held)
 
     torch.save, torch.load = save, loaded
     torch.serialization.save, torch.serialization.load = save, loaded
+
+
+#: Bytes from which a checkpoint's tensor is taken for a weight, of which the shape alone is read.
+_WEIGHT = 1 << 20
+
+
+def _without_weights(capture: Capture, load: Any, f: Any, onto: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Read an archive without its large tensors' values, which stay on the disk."""
+    with torch._C.DisableTorchFunction():
+        try:
+            held = load(f, "cpu", *args, **{**kwargs, "mmap": isinstance(f, (str, os.PathLike))})
+        except (RuntimeError, ValueError):  # no zip archive
+            held = load(f, "cpu", *args, **{**kwargs, "mmap": None})
+
+    def placed(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_floating_point() and tensor.numel() * tensor.element_size() >= _WEIGHT:
+            with capture.recorder.wanting("host"), torch.no_grad():
+                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=places.META)
+        return tensor.to(onto) if isinstance(onto, (str, torch.device)) else tensor
+
+    return tree_map_only(torch.Tensor, placed, held)
+
+
+def _saved_at(f: Any) -> int | None:
+    """The place of what was saved in a file, or in an open one, which is then as before; None for another file's."""
+    if hasattr(f, "read"):
+        begin = f.tell()
+        text = f.read(len(_TOKEN) + 8)
+        f.seek(begin)
+    else:
+        with open(f, "rb") as file:
+            text = file.read(len(_TOKEN) + 8)
+    return int(text[len(_TOKEN) :]) if text.startswith(_TOKEN) else None
 
 
 def _groups_on_gpu() -> None:
     """Let torch's multi-tensor loops see the device that a script sees, of which they choose their kernels by."""
     import torch.nn.utils.clip_grad
     import torch.optim.optimizer
-    from torch.utils import _foreach_utils
+    import torch.utils._foreach_utils
 
-    own = _foreach_utils._group_tensors_by_device_and_dtype
+    foreach: Any = torch.utils._foreach_utils
+
+    own = foreach._group_tensors_by_device_and_dtype
 
     def grouped(tensors: Any, with_indices: bool = False) -> Any:
         found = own(tensors, with_indices)
@@ -86,7 +122,8 @@ def _groups_on_gpu() -> None:
             named[(device if first is None else places.device_of(first), dtype)] = group
         return named
 
-    for home in (_foreach_utils, sys.modules["torch.optim.optimizer"], torch.nn.utils.clip_grad):
+    homes: tuple[Any, ...] = (foreach, sys.modules["torch.optim.optimizer"], torch.nn.utils.clip_grad)
+    for home in homes:
         if hasattr(home, "_group_tensors_by_device_and_dtype"):
             home._group_tensors_by_device_and_dtype = grouped
 
@@ -100,9 +137,8 @@ def install_safetensors(capture: Capture, module: Any) -> None:
     load = module.load_file
 
     def load_file(filename: Any, device: Any = "cpu") -> dict[str, Any]:
-        path = os.path.abspath(os.fspath(filename))
-        if path in _saved:
-            return torch.load(path, map_location=device)  # type: ignore[no-any-return]
+        if _saved_at(filename) is not None:
+            return torch.load(filename, map_location=device)  # type: ignore[no-any-return]
         return load(filename, device="cpu")  # type: ignore[no-any-return]
 
     module.save_file, module.load_file = save_file, load_file

@@ -12,7 +12,7 @@ from zeroplan.capturing.recorder import StoppedError
 from zeroplan.capturing.source import user_line
 
 if TYPE_CHECKING:
-    from zeroplan.capturing.session import Capture
+    from zeroplan.capturing.state import Capture
 
 #: Arguments of ``from_pretrained`` that find or read files, or place weights.
 _OF_FILES = frozenset(
@@ -31,7 +31,7 @@ def install(capture: Capture, module: Any) -> None:
     """Let ``from_pretrained`` make the model from its config, in the dtype and on the device that were asked for."""
     base = module.PreTrainedModel
 
-    def from_pretrained(cls: Any, name: Any = None, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, /, name: Any = None, *args: Any, config: Any = None, **kwargs: Any) -> Any:
         return _without_weights(capture, cls, name, config, args, kwargs)
 
     base.from_pretrained = classmethod(from_pretrained)
@@ -195,7 +195,7 @@ def install_trainer(capture: Capture, module: Any) -> None:
 def _AtTheEnd(arguments: Any) -> Any:
     from transformers import TrainerCallback
 
-    class AtTheEnd(TrainerCallback):
+    class AtTheEnd(TrainerCallback):  # type: ignore[misc]
         """Evaluates and saves once, after the last step, where the run ever does."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:

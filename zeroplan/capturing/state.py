@@ -1,0 +1,81 @@
+"""What one capture knows: its modes, what it counts, and what comes of it."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from torch import nn
+
+from zeroplan.capturing.ending import Ending
+from zeroplan.capturing.files import Overlay
+from zeroplan.capturing.functions import ScriptFunctions
+from zeroplan.capturing.machine import Job
+from zeroplan.capturing.recorder import ScriptRecorder
+from zeroplan.capturing.result import Captured, Stop
+from zeroplan.capturing.source import Line
+from zeroplan.capturing.spans import Spans
+
+
+class Capture:
+    """Everything of one capture.
+
+    Args:
+        job: what is run, and for which machine.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.recorder = ScriptRecorder()
+        self.functions = ScriptFunctions(self.recorder)
+        self.spans = Spans(self.recorder)
+        self.ending = Ending(self.spans, job.steps, job.seconds)
+        self.overlay: Overlay | None = None
+        self.stopped: Stop | None = None
+        self.ended = ""
+        self.model: dict[str, Any] = {}
+        self.unmodelled: dict[str, tuple[str, str, str]] = {}
+        self.engine: dict[str, Any] = {}
+        self.workload: dict[str, Any] = {}
+        self.process_group = False
+
+    def stop(self, line: Line | None, why: str) -> None:
+        """Note where the script cannot go on, and why."""
+        at = line or Line(self.job.target, 0)
+        self.stopped = Stop(at.file, at.line, why)
+
+    def leave_out(self, key: str, effect: str, says: str) -> None:
+        """Note what no figure holds."""
+        self.unmodelled.setdefault(key, (key, effect, says))
+
+    def trains(self, model: nn.Module) -> None:
+        """Note the model, if it is the largest so far."""
+        params = {id(p): p for p in model.parameters()}
+        count = sum(p.numel() for p in params.values())
+        if count > self.model.get("params", 0):
+            trainable = sum(p.numel() for p in params.values() if p.requires_grad)
+            name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+            self.model = {"name": str(name), "params": count, "trainable": trainable}
+
+    def captured(self) -> Captured:
+        """Return what was captured."""
+        self.spans.close()
+        out = self.recorder.out
+        return Captured(
+            op=array("b", out.op),
+            arg=array("q", out.arg),
+            aux=array("q", out.aux),
+            sizes=[alloc.size for alloc in out.allocs],
+            buffers=self.recorder.labels,
+            phases=bytes(alloc.phase for alloc in out.allocs),
+            way="engine" if self.engine else "loop",
+            steps=self.spans.steps or self.spans.backwards,  # a loop may update by hand
+            stopped=self.stopped,
+            ended=self.ended,
+            notes=[f"{line}: {what}" for line, what in self.recorder.invented_reads.items()],
+            unmodelled=list(self.unmodelled.values()),
+            engine=self.engine,
+            model=self.model,
+            workload=self.workload,
+            collectives=self.process_group,
+        )

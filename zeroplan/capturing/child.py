@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.capturing import guards, result
-from zeroplan.capturing.machine import Card, Job, World
+from zeroplan.capturing.machine import Job, PlannedCard, World
 
 
 def _job(path: str) -> Job:
@@ -20,7 +20,7 @@ def _job(path: str) -> Job:
     card["capability"] = tuple(card["capability"])
     held["arguments"], held["launch_words"] = tuple(held["arguments"]), tuple(held["launch_words"])
     samples = held.pop("samples")
-    return Job(card=Card(**card), world=World(**world), samples=None if samples is None else tuple(samples), **held)
+    return Job(card=PlannedCard(**card), world=World(**world), samples=None if samples is None else tuple(samples), **held)
 
 
 def main() -> None:

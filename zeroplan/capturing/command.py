@@ -269,7 +269,7 @@ def _starts_python(words: list[str]) -> bool:
     """Whether a command starts a Python program that could train."""
     rest = [word for word in words if word not in _WRAPPERS and not _ASSIGNMENT.match(word)]
     first = Path(rest[0]).name if rest else ""
-    python = bool(_PYTHON.match(first)) and rest[1:2] not in (["-c"], ["-m"]) or rest[1:3] == ["-m", "torch.distributed.run"]
+    python = (bool(_PYTHON.match(first)) and rest[1:2] not in (["-c"], ["-m"])) or rest[1:3] == ["-m", "torch.distributed.run"]
     return python or first in ("torchrun", "deepspeed") or (first == "accelerate" and rest[1:2] == ["launch"])
 
 

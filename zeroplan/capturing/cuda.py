@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from zeroplan.capturing import places
-from zeroplan.capturing.machine import Card
+from zeroplan.capturing.machine import PlannedCard
 
 
-class Stream:
+class IdleStream:
     """A stream or an event, on which nothing waits."""
 
     stream_id = cuda_stream = device_index = device_type = 0
@@ -32,20 +32,20 @@ class Stream:
 
     def record_event(self, event: Any = None) -> Any:
         """Return an event behind what is enqueued."""
-        return event or Stream()
+        return event or IdleStream()
 
     def elapsed_time(self, _other: Any) -> float:
         """Milliseconds between two events: an invented one."""
         return 1.0
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> IdleStream:
         return self
 
     def __exit__(self, *_: object) -> None:
         return None
 
 
-def install(card: Card, gpus: int, live: Callable[[], int]) -> None:
+def install(card: PlannedCard, gpus: int, live: Callable[[], int]) -> None:
     """Put the answers in place of ``torch.cuda``'s own.
 
     Args:
@@ -79,8 +79,9 @@ def install(card: Card, gpus: int, live: Callable[[], int]) -> None:
         "set_device": set_device, "_lazy_init": nothing, "init": nothing, "is_initialized": lambda: True,
         "_is_in_bad_fork": lambda: False, "synchronize": nothing, "empty_cache": nothing, "ipc_collect": nothing,
         "get_device_properties": lambda *_: properties, "get_device_capability": lambda *_: card.capability,
-        "get_device_name": lambda *_: card.name, "is_bf16_supported": lambda *_, **__: bf16, "Stream": Stream, "Event": Stream,
-        "current_stream": lambda *_: Stream(), "default_stream": lambda *_: Stream(), "stream": lambda _: inside(),
+        "get_device_name": lambda *_: card.name, "is_bf16_supported": lambda *_, **__: bf16, "Stream": IdleStream,
+        "Event": IdleStream,
+        "current_stream": lambda *_: IdleStream(), "default_stream": lambda *_: IdleStream(), "stream": lambda _: inside(),
         "set_stream": nothing, "device": _Device, "device_of": lambda _: inside(), "manual_seed": nothing,
         "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing, "initial_seed": lambda: 0,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": nothing,
@@ -91,7 +92,7 @@ def install(card: Card, gpus: int, live: Callable[[], int]) -> None:
         "mem_get_info": lambda *_: (card.memory, card.memory), "can_device_access_peer": lambda *_: True,
         "utilization": lambda *_: 0, "temperature": lambda *_: 0, "power_draw": lambda *_: 0,
         "get_arch_list": lambda: ["sm_90"],
-        "is_current_stream_capturing": lambda: False, "_device_count_nvml": lambda: gpus, "cudart": lambda: Stream(),
+        "is_current_stream_capturing": lambda: False, "_device_count_nvml": lambda: gpus, "cudart": lambda: IdleStream(),
         "_check_capability": nothing, "_maybe_exchange_device": lambda _: -1, "_exchange_device": lambda _: -1,
     }  # fmt: skip
     for name, answer in answers.items():
@@ -110,7 +111,7 @@ def install(card: Card, gpus: int, live: Callable[[], int]) -> None:
     if hasattr(torch, "accelerator"):
         found = {"is_available": lambda: True, "current_accelerator": lambda *_, **__: torch.device("cuda"),
                  "device_count": lambda: gpus, "current_device_index": lambda: places.gpu().index, "synchronize": nothing,
-                 "set_device_index": set_device, "current_stream": lambda *_: Stream(), "empty_cache": nothing,
+                 "set_device_index": set_device, "current_stream": lambda *_: IdleStream(), "empty_cache": nothing,
                  "memory_allocated": lambda *_: live(), "max_memory_allocated": lambda *_: live(),
                  "reset_peak_memory_stats": nothing}  # fmt: skip
         for name, answer in found.items():

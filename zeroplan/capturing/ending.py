@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zeroplan.capturing.recorder import StoppedError
-from zeroplan.capturing.source import Line, is_users, user_line
+from zeroplan.capturing.source import CodeLine, is_users, user_line
 from zeroplan.capturing.spans import Spans
 
 #: Seconds after the last step that passes over loaders may take, where epochs follow that have nothing left to train.
@@ -23,7 +23,7 @@ class EndedError(BaseException):
         line: where it was.
     """
 
-    def __init__(self, line: Line | None) -> None:
+    def __init__(self, line: CodeLine | None) -> None:
         super().__init__("the steps are done")
         self.line = line
 

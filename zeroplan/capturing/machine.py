@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Card:
+class PlannedCard:
     """A GPU: its name, bytes, compute capability and multiprocessors."""
 
     name: str
@@ -53,7 +53,7 @@ class Job:
     arguments: tuple[str, ...]
     launched: bool
     environment: dict[str, str]
-    card: Card
+    card: PlannedCard
     gpus: int
     world: World
     steps: int

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from zeroplan.capturing import places
 from zeroplan.capturing.places import META, on_gpu, put_on_host
 from zeroplan.capturing.result import WORKSPACE
-from zeroplan.capturing.source import Line, user_line
+from zeroplan.capturing.source import CodeLine, user_line
 from zeroplan.tape.expanded import Op
 from zeroplan.trace import kernels
 from zeroplan.trace.known import KnownValues
@@ -51,7 +51,7 @@ class StoppedError(BaseException):
         line: where the script is.
     """
 
-    def __init__(self, why: str, line: Line | None = None) -> None:
+    def __init__(self, why: str, line: CodeLine | None = None) -> None:
         super().__init__(why)
         self.why, self.line = why, line
 
@@ -63,7 +63,7 @@ class ScriptRecorder(StorageRecorder):
         super().__init__((), known=KnownValues())
         self._wanted: str | None = None
         self.steps = 0
-        self.invented_reads: dict[Line, str] = {}
+        self.invented_reads: dict[CodeLine, str] = {}
         self.labels: dict[int, str] = {}
         self._workspaces: set[int] = set()
         self.live = 0

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from zeroplan.capturing.command import Start, as_text, start_of
-from zeroplan.capturing.machine import Card, Job, World
+from zeroplan.capturing.machine import Job, PlannedCard, World
 from zeroplan.capturing.result import Captured, Stop, of_data
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -81,9 +81,9 @@ def capture_command(
     return captured, cluster
 
 
-def _card(gpu: Gpu, cluster: Cluster) -> Card:
+def _card(gpu: Gpu, cluster: Cluster) -> PlannedCard:
     name = f"NVIDIA {gpu.name}"
-    return Card(name, cluster.vram or gpu.memory, gpu.capability, KernelDevice.of(gpu).multiprocessors)
+    return PlannedCard(name, cluster.vram or gpu.memory, gpu.capability, KernelDevice.of(gpu).multiprocessors)
 
 
 def _world(start: Start, cluster: Cluster, *, said_gpus: bool, rank: int) -> World:

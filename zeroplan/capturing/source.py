@@ -10,7 +10,7 @@ _HERE = __file__.rpartition("/")[0].rpartition("/")[0]
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 
 
-class Line(NamedTuple):
+class CodeLine(NamedTuple):
     """A line of a file."""
 
     file: str
@@ -25,26 +25,26 @@ def is_users(file: str) -> bool:
     return not file.startswith(("<", _HERE, *_LIBRARIES)) and "site-packages" not in file
 
 
-def user_line() -> Line | None:
+def user_line() -> CodeLine | None:
     """The innermost line of the person's code; that of the outermost library where none of theirs runs."""
     frame: Any = sys._getframe(1)
-    last: Line | None = None
+    last: CodeLine | None = None
     while frame is not None:
         file = frame.f_code.co_filename
         if is_users(file):
-            return Line(file, frame.f_lineno)
+            return CodeLine(file, frame.f_lineno)
         if not file.startswith(("<", _HERE)):
-            last = Line(file, frame.f_lineno)
+            last = CodeLine(file, frame.f_lineno)
         frame = frame.f_back
     return last
 
 
-def trouble_line(error: BaseException) -> Line | None:
+def trouble_line(error: BaseException) -> CodeLine | None:
     """The innermost line of the person's code in an exception's traceback; the innermost of all where none is theirs."""
     found = last = None
     trace = error.__traceback__
     while trace is not None:
-        at = Line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        at = CodeLine(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         if is_users(at.file):
             found = at
         elif not at.file.startswith(("<", _HERE)):

@@ -13,7 +13,7 @@ from zeroplan.capturing.functions import ScriptFunctions
 from zeroplan.capturing.machine import Job
 from zeroplan.capturing.recorder import ScriptRecorder
 from zeroplan.capturing.result import Captured, Stop
-from zeroplan.capturing.source import Line
+from zeroplan.capturing.source import CodeLine
 from zeroplan.capturing.spans import Spans
 
 
@@ -39,9 +39,9 @@ class Capture:
         self.workload: dict[str, Any] = {}
         self.process_group = False
 
-    def stop(self, line: Line | None, why: str) -> None:
+    def stop(self, line: CodeLine | None, why: str) -> None:
         """Note where the script cannot go on, and why."""
-        at = line or Line(self.job.target, 0)
+        at = line or CodeLine(self.job.target, 0)
         self.stopped = Stop(at.file, at.line, why)
 
     def leave_out(self, key: str, effect: str, says: str) -> None:

@@ -166,7 +166,7 @@ def calls() -> list[str]:
 
 @pytest.mark.parametrize(
     "rank",
-    ["deepspeed.rank.DeepSpeedRank", "fsdp2.rank.Fsdp2Rank", "ddp.rank.DdpRank", "runtime.lines.RuntimeRank"],
+    ["deepspeed.rank.DeepSpeedRank", "fsdp2.rank.Fsdp2Rank", "ddp.rank.DdpRank", "runtime.rank.RuntimeRank"],
 )
 def test_a_parameter_reaches_the_rank_of_every_engine_within_six_calls(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, rank: str

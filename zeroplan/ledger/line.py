@@ -136,11 +136,19 @@ def means(text: str, *, default: Any = MISSING) -> Any:
     return field(default=default, metadata={_MEANING: text})
 
 
+def fact(text: str, of: Callable[[Any], int]) -> cached_property[int]:
+    """Declare a fact that follows from others, once: a cached property in one line. `text` says what it means."""
+    of.__annotations__["return"] = int
+    found = cached_property(of)
+    found.__doc__ = text
+    return found
+
+
 def glossary_of(kind: type) -> dict[str, str]:
     """Return the meaning of each name that formulas over objects of a class show.
 
-    A dataclass field says it by :func:`means`, a cached property that returns an int by the first line of its docstring. A
-    plain property is derived itself (:func:`symbols`), so no formula shows its name.
+    A dataclass field says it by :func:`means`, a cached property that returns an int by the first line of its docstring (one
+    of :func:`fact` by its text). A plain property is derived itself (:func:`symbols`), so no formula shows its name.
     """
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__):

@@ -81,6 +81,12 @@ class SpecUnit:
             place += tensor.tied_to is None
         return list(found.values())
 
+    @property
+    def modules_by_autocast(self) -> list[tuple[list[int | Tensor], bool]]:
+        """:attr:`modules`, each with whether autocast runs its product in 16 bits."""
+        own = self.own
+        return [(m, any((own[one] if isinstance(one, int) else one).autocast for one in m)) for m in self.modules]
+
     def names(self) -> Iterator[str]:
         """Yield the modules' names."""
         for i in range(self.first, self.first + self.count):
@@ -129,8 +135,7 @@ class ModelSpec:
         products: list[list[int]] = []  # of those, the ones that autocast runs in 16 bits
         tied: list[tuple[list[int], int, str]] = []  # a module, where in it, the owner's name
         for unit in self.units:
-            own = unit.own
-            inside = [(m, any((own[one] if isinstance(one, int) else one).autocast for one in m)) for m in unit.modules]
+            own, inside = unit.own, unit.modules_by_autocast
             leaves = [tensor.name for tensor in own]
             tensors += own * unit.count
             for prefix in unit.names():

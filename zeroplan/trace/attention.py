@@ -202,20 +202,16 @@ def scaled_dot_product_attention(
         return ring(query, key, value, masked=attn_mask is not None or not is_causal)
     dim = query.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)
-    four = query.dim() == 4 and key.dim() == 4
-    # T5's bias is a permuted view of its table's rows: every fused kernel asks for rows that lie together.
-    rows = all(t.stride(-1) == 1 for t in (query, key, value, attn_mask) if t is not None)
+    dense = _dense(query, key, value, attn_mask, enable_gqa)
     square = not is_causal or query.shape[-2] == key.shape[-2]
-    # Falcon-7B leaves it to broadcasting that one key serves all heads (check_batch_size_and_num_heads_dense).
-    four = four and (enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2])
-    if four and half and rows and attn_mask is None and dim == value.shape[-1] and dim <= 256 and square:
+    if dense and half and attn_mask is None and dim == value.shape[-1] and dim <= 256 and square:
         if dim % 8:
             pad = [0, 8 - dim % 8]
             query, key, value = (torch.nn.functional.pad(t, pad) for t in (query, key, value))
             return _run(FusedAttention, query, key, value, None)[..., :dim]
         return _run(FusedAttention, query, key, value, None)
     alignment = 8 if half else 4
-    if four and rows and not enable_gqa and dim % alignment == 0 and value.shape[-1] % alignment == 0:
+    if dense and not enable_gqa and dim % alignment == 0 and value.shape[-1] % alignment == 0:
         fused = half and _cudnn_takes(query, value)
         if attn_mask is not None:
             attn_mask = _additive(attn_mask, query, padded=not fused)
@@ -227,6 +223,17 @@ def scaled_dot_product_attention(
         return found
     finally:
         kernels.in_math_attention = False
+
+
+def _dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
+) -> bool:
+    """Return whether the tensors lie as every fused kernel asks."""
+    # T5's bias is a permuted view of its table's rows: they must lie together.
+    rows = all(t.stride(-1) == 1 for t in (query, key, value, attn_mask) if t is not None)
+    # Falcon-7B leaves it to broadcasting that one key serves all heads (check_batch_size_and_num_heads_dense).
+    heads = enable_gqa or query.shape[:2] == key.shape[:2] == value.shape[:2]
+    return rows and query.dim() == 4 and key.dim() == 4 and heads
 
 
 #: The name under which transformers finds :func:`flash_attention`; one with "flash" in it would make it look for the package.

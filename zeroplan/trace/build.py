@@ -202,7 +202,6 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         BadInput: when transformers has no FlashAttention for it and `options` ask for that.
     """
     import transformers
-    from transformers.initialization import no_init_weights
 
     values = dict(config)
     with errors_alone():
@@ -213,22 +212,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         built.pad_token_id = 0  # a decoder's classifier asks for one to find the last token of each sequence
     dtype = torch.bfloat16 if options.arithmetic.half_model else torch.float32
     attention = _ATTENTION[options.attn] if options.sparse is None else register_sparse(options.sparse)
-    made = getattr(transformers, auto_class)
-    if attention == FLASH:
-        register_flash()
-    with errors_alone(), torch.device("meta"), no_init_weights():
-        try:
-            model = made.from_config(built, dtype=dtype, attn_implementation=attention)
-        except ValueError:
-            if attention != "sdpa":
-                raise
-            model = made.from_config(built, dtype=dtype, attn_implementation="eager")  # all that some models have
-        except KeyError:  # from a table of the model's own, which holds transformers' names alone
-            if attention != FLASH:
-                raise
-            raise _no_flash(config) from None
-    if attention == FLASH and not model._supports_flash_attn:
-        raise _no_flash(config)
+    model = _with_attention(getattr(transformers, auto_class), built, dtype, attention)
     model.to("meta")  # some make a parameter by torch.Tensor(n), which no device's context reaches
     model.tie_weights()
     if config.get("tie_word_embeddings") is False:
@@ -268,8 +252,34 @@ def without_cache(model: nn.Module) -> None:
             config.use_cache = False
 
 
-def _no_flash(config: Mapping[str, Any]) -> BadInput:
-    return BadInput(f"{config.get('model_type')} has no FlashAttention that can be traced", where="--attn", remedy="use sdpa")
+def _with_attention(made: Any, config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """Build a model of a class on the meta device, with eager attention where it has no other.
+
+    Raises:
+        BadInput: when it has no FlashAttention and is asked for it.
+    """
+    from transformers.initialization import no_init_weights
+
+    if attention == FLASH:
+        register_flash()
+    with errors_alone(), torch.device("meta"), no_init_weights():
+        try:
+            model = made.from_config(config, dtype=dtype, attn_implementation=attention)
+        except ValueError:
+            if attention != "sdpa":
+                raise
+            model = made.from_config(config, dtype=dtype, attn_implementation="eager")  # all that some models have
+        except KeyError:  # from a table of the model's own, which holds transformers' names alone
+            if attention != FLASH:
+                raise
+            raise _no_flash(config) from None
+    if attention == FLASH and not model._supports_flash_attn:
+        raise _no_flash(config)
+    return model
+
+
+def _no_flash(config: Any) -> BadInput:
+    return BadInput(f"{config.model_type} has no FlashAttention that can be traced", where="--attn", remedy="use sdpa")
 
 
 def _untie(model: Any) -> None:

@@ -148,6 +148,10 @@ class CallTree:
         self._inside = chain
 
 
+def _reads_on_host(made: torch.Tensor, kwargs: Any) -> bool:
+    return bool(made.device.type == kwargs.get("device", _META).type == "cpu")
+
+
 class StorageRecorder(TorchDispatchMode):
     """The dispatch mode. Use as a context manager around inputs, forward and backward."""
 
@@ -247,42 +251,59 @@ class StorageRecorder(TorchDispatchMode):
             return func(*args)
         if func is _WAIT:
             return args[0]
-        known = self._known
         if func is _READ and args[0].device.type == "meta":
-            value = known.of(args[0]) if known is not None else None
-            if value is not None:
-                return value.item()
-            return True if self._last in _TRUE_OF else _READ_AS.get(args[0].dtype, 0)
+            return self._read(args[0])
         kwargs = kwargs or {}
         self._last = func
-        heir = -1
+        known = self._known
         made = known.compute(func, args, kwargs) if known is not None else None
-        if (
-            made is not None
-            and func is _aten._to_copy.default
-            and made.device.type == kwargs.get("device", _META).type == "cpu"
-        ):
-            return made  # the host reads it
+        if made is not None and func is _aten._to_copy.default and _reads_on_host(made, kwargs):
+            return made
         if self.phase == 2 and self.calls is not None:
             self._locate(self.calls)
+        heir = self._heir(func, args, kwargs)
+        before, after = kernels.BEFORE.get(func), kernels.AFTER.get(func)
+        held = self._take(before(args, kwargs)) if before is not None else []
+        out = self._result(func, args, kwargs, made)
+        self._follow_outputs(func, args, out, heir)
+        if after is not None:
+            self._give_back(self._take(after(args, kwargs, out)))
+        self._give_back(held)
+        return out
+
+    def _read(self, tensor: torch.Tensor) -> Any:
+        """The number that a program reads from a tensor without values: the known one, else one that lets it go on."""
+        value = self._known.of(tensor) if self._known is not None else None
+        if value is not None:
+            return value.item()
+        return True if self._last in _TRUE_OF else _READ_AS.get(tensor.dtype, 0)
+
+    def _heir(self, func: Any, args: Any, kwargs: Any) -> int:
+        """The storage into which the operator writes where eager would; -1 where it makes its own."""
         if self._unwrapped and func is _ADD and (self._wrapped_add or _called_by_python()):
             self._wrapped_add = False  # autograd adds no subclass of Tensor in place (input_buffer.cpp)
         elif self.phase == 2 and not torch.is_grad_enabled():
-            heir = self._accumulated_into(func, args, kwargs)
+            return self._accumulated_into(func, args, kwargs)
         elif kernels.in_math_attention and func is _ADD:
-            heir = self.ident(args[0])
-        before = kernels.BEFORE.get(func)
-        if before is not None:
-            held = self._take(before(args, kwargs))
+            return self.ident(args[0])
+        return -1
+
+    def _result(self, func: Any, args: Any, kwargs: Any, made: Any) -> Any:
+        """Run the operator on tensors without values; `made` is its output where the values are known."""
+        known = self._known
         out = pointwise.result(func, args, kwargs)
-        if out is None:
-            out = known.result(func, made) if known is not None else None
+        if out is None and known is not None:
+            out = known.result(func, made)
         if out is None:
             out = selection.result(func, args, known)
         if out is None:
             out = func(*selection.arguments(func, args, known), **kwargs)
         if known is not None:
             known.keep(out, made)
+        return out
+
+    def _follow_outputs(self, func: Any, args: Any, out: Any, heir: int) -> None:
+        """Follow the storages that the operator made, as large as its kernel makes them."""
         patch = kernels.OUTPUT_BYTES.get(func)
         collective = func.namespace == _COLLECTIVES or receives()
         outputs = list(enumerate(out if isinstance(out, (tuple, list)) else (out,)))
@@ -305,12 +326,6 @@ class StorageRecorder(TorchDispatchMode):
             else:
                 cast = func is _aten._to_copy.default and int(args[0].untyped_storage()._cdata) in self._param_storages
                 self._follow(tensor, self._new(size, tensor.shape[-1] if tensor.dim() else 0, cast=cast, collective=collective))
-        after = kernels.AFTER.get(func)
-        if after is not None:
-            self._give_back(self._take(after(args, kwargs, out)))
-        if before is not None:
-            self._give_back(held)
-        return out
 
     def _accumulated_into(self, func: Any, args: Any, kwargs: Any) -> int:
         """The storage that eager would have written into, or -1. See Note [Accumulating in place]."""

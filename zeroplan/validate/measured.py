@@ -32,14 +32,6 @@ def measurement_of(
         if "bad_input" in result:
             raise BadInput(**result["bad_input"])
     ran_out = next((result for result in results if "out_of_memory" in result), None)
-    errors = [f"rank {result['rank']} failed: {result['error']}" for result in results if "error" in result]
-    if ran_out is None and (errors or len(results) < ranks):
-        silent = ", ".join(f"rank {rank}" for rank in range(ranks) if rank not in {result.get("rank") for result in results})
-        failure = next(iter(errors), failure or f"{ranks - len(results)} of {ranks} ranks gave no result")
-        if errors and silent and any(word in failure for word in _PEER_IS_GONE):
-            failure = f"{silent} ended or hung without a result; {failure}"
-    else:
-        failure = ""
     first: Mapping[str, Any] = results[0] if results else {}
     return Measurement(
         device=device,
@@ -55,10 +47,22 @@ def measurement_of(
         pinned=sum(result["pinned"] for result in results) // nodes if all("pinned" in result for result in results) else None,
         files=_most(results, "files"),
         out_of_memory=None if ran_out is None else RankOutOfMemory(rank=ran_out["rank"], **ran_out["out_of_memory"]),
-        failure=failure,
+        failure="" if ran_out is not None else _failure(results, ranks, failure),
         versions=dict(first.get("versions", {})),
         **{name: _most(results, name) for name in _FIGURES if _most(results, name) is not None},
     )
+
+
+def _failure(results: Sequence[Mapping[str, Any]], ranks: int, launcher: str) -> str:
+    """Return why ranks gave no figures; an empty string where all did."""
+    errors = [f"rank {result['rank']} failed: {result['error']}" for result in results if "error" in result]
+    if not errors and len(results) >= ranks:
+        return ""
+    silent = ", ".join(f"rank {rank}" for rank in range(ranks) if rank not in {result.get("rank") for result in results})
+    failure = next(iter(errors), launcher or f"{ranks - len(results)} of {ranks} ranks gave no result")
+    if errors and silent and any(word in failure for word in _PEER_IS_GONE):
+        return f"{silent} ended or hung without a result; {failure}"
+    return failure
 
 
 def _most(results: Sequence[Mapping[str, Any]], name: str) -> Any:

@@ -197,38 +197,45 @@ class DeepSpeed(Engine):
         return EXPERTS_APART if rewrites_experts(case.workload, case.spec.parameters) else ""
 
     def unmodelled(self, case: Case) -> tuple[Unmodelled, ...]:
-        """Return the keys of quantized communication, ZenFlow and SuperOffload, which no line or schedule covers."""
-        zero = case.zero
-        asked = [name for name in _QUANTIZED if zero.leaf(name)] if zero.stage == 3 else []
-        found = [Unmodelled(f"zero_optimization.{name}", *_QUANTIZED[name]) for name in asked]
-        if zero.zenflow is not None:
-            found.append(Unmodelled("zero_optimization.zenflow", Effect.MORE, _ZENFLOW))
-        if zero.offload_optimizer.super_offload and zero.stage == 3:
-            found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
-        if case.workload.objective.reference is not None and self.answers_reference(case) and case.zero.stage < 3:
+        """Return the settings of the case that no line or schedule covers."""
+        frozen = not all(case.spec.parameters.trainable)
+        return (
+            *_unmodelled_keys(case.zero),
+            *self._unmodelled_techniques(case),
+            *self._unmodelled_mesh(case),
+            *(packed_kernels(case.workload) or unmeasured_base(case.workload, case.zero.stage)),
+            *unmodelled_by_version(case.zero, case.workload, frozen=frozen),
+        )
+
+    def _unmodelled_techniques(self, case: Case) -> list[Unmodelled]:
+        found: list[Unmodelled] = []
+        stage, work = case.zero.stage, case.workload
+        if work.objective.reference is not None and self.answers_reference(case) and stage < 3:
             found.append(Unmodelled("reference", Effect.UNKNOWN, _REFERENCE))
-        if case.layout.ulysses > 1 and case.workload.has(ChunkedHead):
+        if case.layout.ulysses > 1 and work.has(ChunkedHead):
             found.append(Unmodelled("loss", Effect.MORE, _WHOLE_LOGITS))
+        if stage == 3:
+            tiled = [name for name, kind in (("mlp", TiledMlp), ("loss", TiledLoss)) if work.has(kind)]
+            found += [Unmodelled(f"--tiled-{name}", Effect.UNKNOWN, _TILES) for name in tiled]
+        if work.checkpoints_on_host and self.version != DEEPSPEED_VERSION:
+            found.append(Unmodelled("--offload-checkpoints", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s context was read"))
+        return found
+
+    def _unmodelled_mesh(self, case: Case) -> list[Unmodelled]:
+        found: list[Unmodelled] = []
         if case.layout.ulysses > 1 and self.version != DEEPSPEED_VERSION:
             found.append(Unmodelled("--ulysses", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s exchange was read"))
-        if case.zero.stage == 3:
-            tiled = [name for name, kind in (("mlp", TiledMlp), ("loss", TiledLoss)) if case.workload.has(kind)]
-            found += [Unmodelled(f"--tiled-{name}", Effect.UNKNOWN, _TILES) for name in tiled]
         if case.spec.own_experts is not None and not case.spec.own_experts.drops_tokens:
             found.append(Unmodelled("drop_tokens", Effect.MORE, _FULLEST))
         if case.layout.auto_ep:
             from zeroplan.engines.deepspeed.auto_ep import unmodelled_auto_ep
 
             found += [one for one in (unmodelled_auto_ep(case, self.version),) if one is not None]
-        if case.workload.checkpoints_on_host and self.version != DEEPSPEED_VERSION:
-            found.append(Unmodelled("--offload-checkpoints", Effect.UNKNOWN, f"only {DEEPSPEED_VERSION}'s context was read"))
         if case.layout.tp > 1 and case.zero.stage == 3:
             found.append(Unmodelled("tensor_parallel", Effect.UNKNOWN, _DIVIDED))
         if case.layout.tp > 1 and case.zero.stage == 0:
             found.append(Unmodelled("tensor_parallel", Effect.MORE, _MASKED))
-        found += packed_kernels(case.workload) or unmeasured_base(case.workload, case.zero.stage)
-        frozen = not all(case.spec.parameters.trainable)
-        return (*found, *unmodelled_by_version(zero, case.workload, frozen=frozen))
+        return found
 
     def remark(self, case: Case) -> str:
         """Return what this version does that its users may not expect."""
@@ -335,6 +342,17 @@ class DeepSpeed(Engine):
         """Return the case as today's DeepSpeed wraps it, with the optimizer that it has where it runs."""
         case = _as_wrapped(case)
         return replace(case, workload=case.workload.but(torch_adam=True)) if self.on_cpu else case
+
+
+def _unmodelled_keys(zero: ZeroConfig) -> list[Unmodelled]:
+    """Return the keys of quantized communication, ZenFlow and SuperOffload."""
+    asked = [name for name in _QUANTIZED if zero.leaf(name)] if zero.stage == 3 else []
+    found = [Unmodelled(f"zero_optimization.{name}", *_QUANTIZED[name]) for name in asked]
+    if zero.zenflow is not None:
+        found.append(Unmodelled("zero_optimization.zenflow", Effect.MORE, _ZENFLOW))
+    if zero.offload_optimizer.super_offload and zero.stage == 3:
+        found.append(Unmodelled("zero_optimization.offload_optimizer.super_offload", Effect.UNKNOWN, _SUPER_OFFLOAD))
+    return found
 
 
 def _require_base(case: Case) -> None:

@@ -84,26 +84,18 @@ def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = Fal
     Source: engine.py, _do_optimizer_sanity_check, get_data_types, communication_data_type, _configure_basic_optimizer;
         base_optimizer.py, _configure_master_weights; zero/stage_1_and_2.py, __init__, _use_compact_grad_partition_buffer
     """
-    stage, width = zero.stage, workload.numerics.param_bytes
-    masters_16 = width == 2 and (
-        zero.step.bf16_master_weights_and_grads
-        or zero.step.fp16_master_weights_and_grads
-        or workload.numerics.precision is Precision.PURE
-    )
+    stage, numerics = zero.stage, workload.numerics
+    width = numerics.param_bytes
+    masters_16 = _narrow_masters(workload, zero)
     master = width if masters_16 else 4
     accum = width if zero.step.grad_accum_dtype is None else zero.step.grad_accum_dtype.bytes
-    offload = zero.offload_optimizer.device if stage else OffloadDevice.NONE
-    bf16 = width == 2 and workload.numerics.dtype is DType.BF16
-    full_fp32_grads = bf16 and (
-        (stage == 1 and accum == 4 and offload is not OffloadDevice.CPU) or (stage == 0 and pipeline and not masters_16)
-    )
-    if full_fp32_grads:
-        offload = OffloadDevice.NONE
-    elif stage < 3 and offload is OffloadDevice.NVME:
-        offload = OffloadDevice.CPU  # stages 1 and 2 only ask whether the device is "none"
+    full_fp32_grads = _keeps_fp32_grads(workload, zero, accum, pipeline=pipeline and not masters_16)
+    offload = OffloadDevice.NONE if full_fp32_grads else _optimizer_device(zero)
     aliased = stage == 3 and width == 4 and not zero.offload_optimizer and Knob.FP32_MASTERS_ALIAS.at(zero.deepspeed)
-    written = find_optimizer(workload.numerics.optimizer).written
+    compacts = stage in (1, 2) and not full_fp32_grads and Knob.COMPACT_FP32_GRADS.at(zero.deepspeed)
+    written = find_optimizer(numerics.optimizer).written
     adam = written is not None and written.adam
+    fused = numerics.optimizer_kind is OptimizerKind.FUSED
     states_follow = zero.step.bf16_optimizer_states or not zero.step.fp32_optimizer_states or offload is OffloadDevice.NONE
     return ResolvedConfig(
         param_bytes=width,
@@ -114,19 +106,41 @@ def resolve_config(workload: Workload, zero: ZeroConfig, *, pipeline: bool = Fal
         own_masters=(stage > 0 or width == 2) and not aliased,
         full_fp32_grads=full_fp32_grads,
         uses_grad_accum_attribute=stage == 1 and not full_fp32_grads and accum != width,
-        compact=stage in (1, 2)
-        and not full_fp32_grads
-        and accum == 4
-        and width == 2
-        and Knob.COMPACT_FP32_GRADS.at(zero.deepspeed),
+        compact=compacts and (accum, width) == (4, 2),
         contiguous_gradients=zero.buckets.contiguous_gradients or (stage in (1, 2) and offload is not OffloadDevice.NONE),
         optimizer_device=offload,
-        param_device=zero.offload_param.device if stage == 3 else OffloadDevice.NONE,
-        fused_adam=adam and workload.numerics.optimizer_kind is OptimizerKind.FUSED and not workload.numerics.torch_adam,
-        torch_adam=adam and workload.numerics.optimizer_kind is not OptimizerKind.FUSED,
+        param_device=_param_device(zero),
+        fused_adam=adam and fused and not numerics.torch_adam,
+        torch_adam=adam and not fused,
         least_swapped=max(_MIN_AIO_BYTES, zero.aio.block_size),
         version=planned_as(zero.deepspeed),
     )
+
+
+def _narrow_masters(workload: Workload, zero: ZeroConfig) -> bool:
+    """Return whether masters are in 16 bits."""
+    asked = zero.step.bf16_master_weights_and_grads or zero.step.fp16_master_weights_and_grads
+    return workload.numerics.param_bytes == 2 and (asked or workload.numerics.precision is Precision.PURE)
+
+
+def _keeps_fp32_grads(workload: Workload, zero: ZeroConfig, accum: int, *, pipeline: bool) -> bool:
+    """Return whether BF16_Optimizer runs, which keeps whole gradients in fp32: at stage 1 that accumulates in it on the GPU,
+    and at stage 0 on the stage of a `pipeline` with fp32 masters.
+    """
+    if workload.numerics.param_bytes != 2 or workload.numerics.dtype is not DType.BF16:
+        return False
+    on_gpu = zero.offload_optimizer.device is not OffloadDevice.CPU
+    return (zero.stage == 1 and accum == 4 and on_gpu) or (zero.stage == 0 and pipeline)
+
+
+def _optimizer_device(zero: ZeroConfig) -> OffloadDevice:
+    """Return where the optimizer's states are: stages 1 and 2 only ask whether the device is "none"."""
+    device = zero.offload_optimizer.device if zero.stage else OffloadDevice.NONE
+    return OffloadDevice.CPU if zero.stage < 3 and device is OffloadDevice.NVME else device
+
+
+def _param_device(zero: ZeroConfig) -> OffloadDevice:
+    return zero.offload_param.device if zero.stage == 3 else OffloadDevice.NONE
 
 
 def groups_on_gpu(count: int, zero: ZeroConfig) -> int:

@@ -345,48 +345,53 @@ class Stage3(DeepSpeedSchedule):
 
     def _reduce(self, comm: int) -> None:
         """Reduce the bucket of gradients of `comm` bytes on the reduction's stream (__reduce_and_partition_ipg_grads)."""
-        rank, stream = self.rank, self.stream
+        rank = self.rank
         bucket, elements = sorted(self.buckets[comm]), self.filled[comm]
         self.buckets[comm], self.filled[comm] = [], 0
         if not bucket:
             return
-        c, a = comm, rank.accum_bytes if rank.does(Knob.STAGE3_ACCUM_DTYPE) else rank.param_bytes
-        ranks = rank.ranks_of[bucket[0]]
-        held: list[int] = []
-        if (
-            not rank.zero.buckets.reduce_scatter
-            and rank.zero.buckets.contiguous_gradients
-            and elements <= rank.zero.buckets.reduce_bucket_size
-        ):
-            if rank.ranks != rank.zero.step.gradient_predivide_factor:  # scaled out of place, by 1 as well
-                held.append(self.alloc(c * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream))
-            if c != a or rank.other_half:
-                cast = self.alloc(a * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream)
-                self.free_all(held)
-                held = [cast]
-            uneven = [p for p in bucket if rank.numel[p] % ranks]
-            held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in uneven]
-        else:
-            if c != rank.param_bytes or rank.other_half:  # those in the bucket have its dtype already
-                apart = [p for p in bucket if p in self.own or not rank.does(Knob.STAGE3_BUCKET_DTYPE)]
-                held = [self.alloc(c * rank.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in apart]
-            flat = -1
-            if len(bucket) > 1 or rank.numel[bucket[0]] % ranks:
-                padded = sum(rank.whole[p] for p in bucket)
-                flat = self.alloc(c * padded, Buffer.COMM_REDUCE_SCATTER, stream=stream)
-            if (
-                bucket[0] in rank.experts and ranks != rank.ranks
-            ):  # experts' gradients are averaged over all ranks: scaled, out of place
-                scaled = [self.alloc(c * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
-                self.free_all([flat] if flat >= 0 else [])
-                held, flat = [*held, *scaled], -1
-            if c != a or rank.other_half:
-                held += [self.alloc(a * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
-                self.free_all([flat] if flat >= 0 else [])
-            elif flat >= 0:
-                held.append(flat)
+        accum = rank.accum_bytes if rank.does(Knob.STAGE3_ACCUM_DTYPE) else rank.param_bytes
+        buckets = rank.zero.buckets
+        whole = not buckets.reduce_scatter and buckets.contiguous_gradients and elements <= buckets.reduce_bucket_size
+        cast = comm != accum or rank.other_half
+        held = self._reduced_whole(bucket, elements, comm, accum, cast) if whole else self._scattered(bucket, comm, accum, cast)
         self._partition(bucket)
         self.free_all(held)
+
+    def _reduced_whole(self, bucket: list[int], elements: int, comm: int, accum: int, cast: bool) -> list[int]:
+        """All-reduce the bucket where it lies; return what lives until its gradients are partitioned."""
+        rank, stream = self.rank, self.stream
+        held: list[int] = []
+        if rank.ranks != rank.zero.step.gradient_predivide_factor:  # scaled out of place, by 1 as well
+            held.append(self.alloc(comm * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream))
+        if cast:
+            copied = self.alloc(accum * elements, Buffer.COMM_REDUCE_SCATTER, stream=stream)
+            self.free_all(held)
+            held = [copied]
+        uneven = [p for p in bucket if rank.numel[p] % rank.ranks_of[bucket[0]]]
+        return held + [self.alloc(accum * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in uneven]
+
+    def _scattered(self, bucket: list[int], comm: int, accum: int, cast: bool) -> list[int]:
+        """Reduce-scatter the bucket; return what lives until its gradients are partitioned."""
+        rank, stream = self.rank, self.stream
+        ranks = rank.ranks_of[bucket[0]]
+        held: list[int] = []
+        if comm != rank.param_bytes or rank.other_half:  # those in the bucket have its dtype already
+            apart = [p for p in bucket if p in self.own or not rank.does(Knob.STAGE3_BUCKET_DTYPE)]
+            held = [self.alloc(comm * rank.numel[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in apart]
+        flat: list[int] = []
+        if len(bucket) > 1 or rank.numel[bucket[0]] % ranks:
+            padded = sum(rank.whole[p] for p in bucket)
+            flat = [self.alloc(comm * padded, Buffer.COMM_REDUCE_SCATTER, stream=stream)]
+        if bucket[0] in rank.experts and ranks != rank.ranks:  # averaged over all ranks: scaled, out of place
+            held += [self.alloc(comm * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
+            self.free_all(flat)
+            flat = []
+        if cast:
+            held += [self.alloc(accum * self.shards[p], Buffer.COMM_REDUCE_SCATTER, stream=stream) for p in bucket]
+            self.free_all(flat)
+            flat = []
+        return held + flat
 
     def _partition(self, bucket: list[int]) -> None:
         """Move reduced gradients into the gradient partitions, or by way of the GPU to the host (partition_grads)."""

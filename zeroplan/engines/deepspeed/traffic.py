@@ -12,6 +12,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE, MEMORY_PER_BYTE_REDUCED
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.traffic_facts import Sizes, TrafficFacts, traffic_facts
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
@@ -384,7 +385,7 @@ class DeepSpeedTraffic(Traffic):
 
     def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
         self._spec, self._cluster = spec, cluster
-        self._sizes: dict[tuple[int, int, int], Sizes] = {}
+        self._sizes: dict[tuple[object, ...], Sizes] = {}
 
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TrafficFacts:
         """Return the facts of rank 0."""
@@ -392,12 +393,13 @@ class DeepSpeedTraffic(Traffic):
             zero.stage3.param_persistence_threshold,
             zero.stage3.model_persistence_threshold,
             zero.buckets.reduce_bucket_size,
+            workload.quantize,
         )
-        sizes = self._sizes.get(key)
+        layout, sizes = self._cluster.layout, self._sizes.get(key)
         if sizes is None:
-            sizes = self._sizes[key] = Sizes.of(self._spec, *key)
-        cluster = self._cluster
-        return traffic_facts(sizes, compute, workload, zero, cluster.layout)
+            rank = deepspeed_rank(self._spec.parameters, workload, zero, layout)
+            sizes = self._sizes[key] = Sizes.of(rank, self._spec)
+        return traffic_facts(sizes, compute, workload, zero, layout)
 
     def overlaps(self, zero: ZeroConfig) -> bool:
         """Whether collectives overlap the computation: as ``overlap_comm`` says, else only at stage 3."""

@@ -9,7 +9,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
-from zeroplan.engines.deepspeed.groups import persistent
+from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.resolved_config import muon_updates, resolve_config
 from zeroplan.ledger.line import means
 from zeroplan.models.spec import ModelSpec
@@ -55,7 +55,7 @@ class TrafficFacts:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sums over a model's parameters that traffic needs, for two persistence thresholds and one bucket size.
+    """Sums over a rank's parameters that traffic needs, for two persistence thresholds and one bucket size.
 
     `last_buckets`: elements in the buckets that are sent when the backward is all but over. `matrices`: trainable elements that
     Muon would update.
@@ -70,26 +70,19 @@ class Sizes:
     matrices: int
 
     @classmethod
-    def of(cls, spec: ModelSpec, threshold: int, model_threshold: int, bucket: int) -> Sizes:
-        """Sum over one model's parameters. The thresholds and `bucket` are elements."""
-        kept_elements = tensors = trained = 0
-        for tensor, count in spec.tensor_groups():
-            if tensor.numel <= threshold:
-                kept_elements += tensor.numel * count
-            else:
-                tensors += count
-            trained += count if tensor.trainable else 0
-        if kept_elements > model_threshold:  # which ones stay then depends on their order
-            numel = spec.parameters.numel
-            kept = persistent(numel, threshold, model_threshold)
-            kept_elements, tensors = sum(numel[p] for p in kept), len(numel) - len(kept)
-        matrices = sum(
-            tensor.numel * unit.count
-            for unit in spec.units
-            for tensor in unit.tensors
-            if tensor.trainable and tensor.tied_to is None and muon_updates(f"{unit.name}.{tensor.name}", len(tensor.shape))
+    def of(cls, rank: DeepSpeedRank, spec: ModelSpec) -> Sizes:
+        """Sum up what one rank has of a model's parameters, which the ledger reads, too."""
+        numel, shapes, names = rank.numel, rank.parameters.shapes, rank.parameters.names
+        kept = rank.persistent_params
+        return cls(
+            params=rank.params,
+            trainable=rank.trainable,
+            persistent=sum(numel[p] for p in kept),
+            tensors=len(numel) - len(kept),
+            trained_tensors=len(rank.trained),
+            last_buckets=_last_buckets(spec, rank.reduce_bucket),
+            matrices=sum(numel[p] for p in rank.trained if muon_updates(names[p], len(shapes[p]))),
         )
-        return cls(spec.params, spec.trainable, kept_elements, tensors, trained, _last_buckets(spec, bucket), matrices)
 
 
 def traffic_facts(

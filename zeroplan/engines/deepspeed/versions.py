@@ -236,6 +236,17 @@ def version_remark(zero: ZeroConfig, workload: Workload) -> str:
     return ""
 
 
+def _optimizer_by_version(workload: Workload, named: str) -> list[tuple[str, Effect, str]]:
+    row = find_optimizer(workload.numerics.optimizer)
+    found = []
+    if row.compresses:
+        says = f"{named} exchanges momentum by temporaries as long as the parameters"
+        found.append(("optimizer.type", Effect.MORE, says))
+    if row.written is not None and row.written.splits:
+        found.append(("optimizer.type", Effect.UNKNOWN, f"{named} has a {row.written.type} of its own"))
+    return found
+
+
 def unmodelled_by_version(zero: ZeroConfig, workload: Workload, *, frozen: bool) -> tuple[Unmodelled, ...]:
     """Return the keys of the case that ``zero.deepspeed`` treats in a way of its own that no row covers."""
     version = zero.deepspeed
@@ -258,13 +269,7 @@ def unmodelled_by_version(zero: ZeroConfig, workload: Workload, *, frozen: bool)
         found.append(("zero_optimization.zero_hpz_partition_size", Effect.UNKNOWN, says))
     if OffloadDevice.NVME in (zero.offload_optimizer.device, zero.offload_param.device) and stage == 3:
         found.append(("zero_optimization.offload_*.device nvme", Effect.UNKNOWN, f"{named}'s swap buffers were not compared"))
-    row = find_optimizer(workload.numerics.optimizer)
-    if row.compresses:
-        says = f"{named} exchanges momentum by temporaries as long as the parameters"
-        found.append(("optimizer.type", Effect.MORE, says))
-    written = row.written
-    if written is not None and written.splits:
-        found.append(("optimizer.type", Effect.UNKNOWN, f"{named} has a {written.type} of its own"))
+    found += _optimizer_by_version(workload, named)
     if stage == 0 and frozen and workload.numerics.dtype is DType.FP16 and known < (0, 19, 2):
         says = f"{named} flattens frozen parameters with the others, and gives them masters and states"
         found.append(("frozen parameters", Effect.MORE, says))

@@ -164,34 +164,36 @@ def _experts(m: MegatronModel, layout: ParallelLayout) -> Iterator[RefusedArgume
         yield RefusedArgument(
             "expert parallelism without experts", "--expert-model-parallel-size", "give --num-experts as well"
         )
-    if m.num_experts and m.num_experts % layout.ep:
+    if not m.num_experts:
+        return
+    if m.num_experts % layout.ep:
         what = f"ep {layout.ep} does not divide {m.num_experts} experts"
         yield RefusedArgument(what, "--expert-model-parallel-size", f"use a divisor of {m.num_experts}")
-    if m.num_experts and layout.tp > 1 and not layout.sp:
+    if layout.tp > 1 and not layout.sp:
         yield RefusedArgument(
             "experts beside tensor parallelism need sequence parallelism", "--sequence-parallel", "give it as well"
         )
-    if m.num_experts and m.moe_token_dispatcher_type not in ("allgather", "alltoall", "flex"):
+    if m.moe_token_dispatcher_type not in ("allgather", "alltoall", "flex"):
         what = f"{m.moe_token_dispatcher_type[:40]!r} is no dispatcher"
         yield RefusedArgument(what, "--moe-token-dispatcher-type", "use allgather, alltoall or flex")
-    if m.num_experts and m.moe_token_dispatcher_type == "flex" and layout.tp * layout.ep == 1:
+    if m.moe_token_dispatcher_type == "flex" and layout.tp * layout.ep == 1:
         what = "the flex dispatcher requires ranks that share experts or matrices"
         yield RefusedArgument(what, "--moe-token-dispatcher-type", "use alltoall, or raise ep")
-    if m.num_experts and m.moe_token_drop_policy not in ("probs", "position"):
+    if m.moe_token_drop_policy not in ("probs", "position"):
         yield RefusedArgument("no such policy of dropping tokens", "--moe-token-drop-policy", "use probs or position")
-    if m.num_experts and m.moe_grouped_gemm and not m.uses_engine:
+    if m.moe_grouped_gemm and not m.uses_engine:
         what = "grouped products need TransformerEngine, or a package that Megatron-Core is about to drop"
         yield RefusedArgument(what, "--moe-grouped-gemm", "use --transformer-impl transformer_engine")
-    if m.num_experts and m.moe_router_score_function not in ("softmax", "sigmoid"):
+    if m.moe_router_score_function not in ("softmax", "sigmoid"):
         yield RefusedArgument("no such function of scores", "--moe-router-score-function", "use softmax or sigmoid")
-    if m.num_experts and m.moe_router_enable_expert_bias and m.moe_router_score_function != "sigmoid":
+    if m.moe_router_enable_expert_bias and m.moe_router_score_function != "sigmoid":
         yield RefusedArgument("a bias of experts without sigmoids", "--moe-router-enable-expert-bias", "use sigmoid scores")
-    if m.num_experts and m.add_bias_linear and m.moe_shared_expert_intermediate_size:
+    if m.add_bias_linear and m.moe_shared_expert_intermediate_size:
         yield RefusedArgument("biases in shared experts", "--disable-bias-linear", "give it, as Megatron-Core asks")
-    if m.num_experts and layout.etp > 1 and m.moe_ffn_hidden_size % layout.etp:
+    if layout.etp > 1 and m.moe_ffn_hidden_size % layout.etp:
         what = f"etp {layout.etp} does not divide moe_ffn_hidden_size {m.moe_ffn_hidden_size:,}"
         yield RefusedArgument(what, "--expert-tensor-parallel-size", f"use a divisor of {m.moe_ffn_hidden_size:,}")
-    if m.num_experts and m.moe_router_topk > m.num_experts:
+    if m.moe_router_topk > m.num_experts:
         yield RefusedArgument("more experts a token than there are", "--moe-router-topk", "lower it")
 
 

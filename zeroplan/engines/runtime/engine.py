@@ -45,6 +45,7 @@ from zeroplan.engines.runtime.layouts import (
     require_trainable,
     require_whole_samples,
 )
+from zeroplan.engines.runtime.rank import RuntimeRank
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
@@ -205,7 +206,7 @@ class Runtime(Engine):
         layout = self.layout(case)
         inputs = offloaded_input_sizes(case, layout)
         workspace, received = case.cluster.gpu.workspace, _received(case)
-        return lines.LEDGER, lines.runtime_rank(layout, cublas_workspace=workspace, inputs=inputs, received=received)
+        return lines.LEDGER, RuntimeRank(layout=layout, cublas_workspace=workspace, inputs=inputs, received=received)
 
     def offloaded_inputs(self, case: Case, tape: ExpandedTape) -> tuple[OffloadedInput, ...]:
         """Return the checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``), or that

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.buffers import Buffer, Phase, Place
+from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.layout import Layout
 from zeroplan.core.one_bit import message_words
 from zeroplan.core.optimizers import OPTIMIZERS
-from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
 from zeroplan.engines.runtime.layouts import layout_of
+from zeroplan.engines.runtime.rank import RuntimeRank
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import means
@@ -65,50 +64,45 @@ class RuntimeFacts:
     casts_masters: bool
 
 
-def runtime_facts(layout: Layout, *, local_ranks: int, one_node: bool) -> RuntimeFacts:
-    """Return one rank's facts; all ranks own and do the same."""
-    setup = layout.setup
-    trained = [(unit, unit.trainable) for unit in layout.units if unit.trainable is not None]
-    trainable = sum(flat.full for _, flat in trained)
-    every = sum(unit.full for unit in layout.units)
-    stepped = [(unit, layout.share(unit)) for unit, _ in trained]
-    away = sum(share for unit, share in stepped if unit.offloaded)
-    params = [row for row in runtime_buffers(layout) if row.buffer in (Buffer.PARAM_SHARD, Buffer.PARAM_FROZEN)]
-    at_rest = {place: sum(row.numel for row in params if row.place is place) for place in (Place.PINNED, Place.NVME)}
+def runtime_facts(rank: RuntimeRank, *, local_ranks: int, one_node: bool) -> RuntimeFacts:
+    """Return the facts of a rank; all ranks own and do the same."""
+    setup, units = rank.setup, rank.layout.units
+    flats, trainable = rank.flats, sum(flat.full for flat in rank.flats)
+    compressed = flats if setup.compresses else []
     each, sent = setup.shards_grads, setup.ranks > 1
-    compressed = [flat for _, flat in trained] if setup.compresses else []
-    reduces = sent and not compressed
+    reduced = 0 if compressed or not sent else trainable
     # The root, and of the others the unit that the forward enters first.
-    last = sum(flat.full for _, flat in trained[:2]) * (setup.grad_accum if each else 1)
+    last = sum(flat.full for flat in flats[:2]) * (setup.grad_accum if each else 1)
+    gathered_once = setup.shards_states and not setup.shards_params and sent
     return RuntimeFacts(
         ranks=setup.ranks,
         local_ranks=local_ranks,
         steps_before=setup.ranks - 1,
         micro_batches=setup.grad_accum,
         repeats=setup.grad_accum - 1,
-        units=len(layout.units),
-        gathered=every if setup.shards_params and sent else 0,
-        gathered_once=trainable if setup.shards_states and not setup.shards_params and sent else 0,
-        reduced=trainable if each and reduces else 0,
-        reduced_once=trainable if not each and reduces else 0,
-        reduced_last=last if reduces else 0,
+        units=len(units),
+        gathered=sum(unit.full for unit in units) if setup.shards_params and sent else 0,
+        gathered_once=trainable if gathered_once else 0,
+        reduced=reduced if each else 0,
+        reduced_once=0 if each else reduced,
+        reduced_last=last if reduced else 0,
         exchanged=sum(flat.full for flat in compressed),
         message_bytes=sum(4 * setup.ranks * message_words(flat.shard) for flat in compressed),
-        kept=sum(flat.shard if each else flat.full for unit, flat in trained if not unit.offloaded),
-        on_gpu=sum(share for unit, share in stepped if not unit.offloaded),
-        on_host=away,
-        on_disk=sum(share for unit, share in stepped if unit.place is Place.NVME),
-        params_on_host=at_rest[Place.PINNED],
-        params_on_disk=at_rest[Place.NVME],
-        param_bytes=setup.param_dtype.bytes,
-        reduce_bytes=setup.reduce_dtype.bytes * (1 if setup.shards_states else 2),
-        grad_bytes=(setup.accum_dtype if each else setup.whole_grad_dtype).bytes,
-        exchange_bytes=setup.accum_dtype.bytes,
+        kept=rank.grads_kept,
+        on_gpu=rank.stepped,
+        on_host=rank.stepped_offloaded,
+        on_disk=sum(share for unit, share in rank.stepping if unit.place is Place.NVME),
+        params_on_host=rank.params_at(Place.PINNED),
+        params_on_disk=rank.params_at(Place.NVME),
+        param_bytes=rank.param_bytes,
+        reduce_bytes=rank.reduce_bytes * (1 if setup.shards_states else 2),
+        grad_bytes=rank.grad_bytes,
+        exchange_bytes=rank.exchange_bytes,
         master_bytes=8,
         state_bytes=OPTIMIZERS[setup.optimizer].bytes_per_element(),
-        written_bytes=setup.param_dtype.bytes if setup.has_masters and not setup.casts_masters else 0,
+        written_bytes=0 if rank.keeps_masters_alone else rank.param_bytes,
         one_node=one_node,
-        hooked=sent or bool(away) or setup.shards_params,
+        hooked=sent or bool(rank.stepped_offloaded) or setup.shards_params,
         casts_masters=setup.casts_masters,
     )
 
@@ -281,6 +275,7 @@ class RuntimeTraffic(Traffic):
         if found is None:
             parallel = self._cluster.layout
             layout = layout_of(self._spec, workload, zero, parallel, self._runtime_options)
-            found = runtime_facts(layout, local_ranks=parallel.gpus, one_node=parallel.shards_on_one_node)
+            rank = RuntimeRank(layout=layout)
+            found = runtime_facts(rank, local_ranks=parallel.gpus, one_node=parallel.shards_on_one_node)
             self._known[key] = found
         return found

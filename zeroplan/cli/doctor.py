@@ -97,13 +97,22 @@ def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bo
         raise BadInput(f"{folder} is no folder", where="--nvme-path", remedy="give a folder on the disk to measure")
     from zeroplan.report.machine import MachineReport, issue_text, machine_json, machine_text
     from zeroplan.report.terminal import Terminal
+    from zeroplan.search.calibrate import Calibration, earlier_rates, store
     from zeroplan.search.calibrate import calibrate as measure
-    from zeroplan.search.calibrate import store
+    from zeroplan.search.calibrate_network import NOTE, measure_network, spans_nodes
     from zeroplan.search.machine import look
 
     machine = look(folder)
     kernels, problem = _kernels()
-    if calibrate:
+    if calibrate and spans_nodes():
+        rank, between = measure_network()
+        if rank:
+            return
+        earlier = earlier_rates(output)
+        rates = Calibration(earlier | between, note=NOTE)
+        kept = store(rates, machine, output)
+        found = MachineReport(machine, kernels, problem, rates.rates, kept, rates.ranks, rates.together, rates.note)
+    elif calibrate:
         rates = measure(machine, folder, _silent if quiet else _say)
         kept = store(rates, machine, output)
         found = MachineReport(machine, kernels, problem, rates.rates, kept, rates.ranks, rates.together, rates.note)

@@ -60,9 +60,22 @@ class ComputeFacts:
 
 
 def compute_facts(
-    model: Matrices, counts: Counts, workload: Workload, remapped: tuple[int, int, int] = (0, 0, 0)
+    model: Matrices,
+    counts: Counts,
+    workload: Workload,
+    remapped: tuple[int, int, int] = (0, 0, 0),
+    *,
+    casts_counted: bool = False,
 ) -> ComputeFacts:
-    """Derive the amounts for one micro batch. `remapped`: segments, bytes and pages a step, of a run that fills its card."""
+    """Derive the amounts for one micro batch.
+
+    Args:
+        model: its matrices.
+        counts: kernels and bytes.
+        workload: the run.
+        remapped: segments, bytes and pages a step, of a run that fills its card.
+        casts_counted: whether the counts hold casts to 8-bit floats, as those of a tape that was traced with them.
+    """
     seq = workload.batch.seq_len or 0
     policy = workload.recomputation
     # Selective checkpointing keeps what products and attention made; else each k-th block is run again.
@@ -71,6 +84,7 @@ def compute_facts(
         again = 2 if policy.alternate else 0
     recomputed = max(0, model.blocks // again - counts.unfinished) if again else 0
     recipe = workload.technique(Float8Recipe)
+    casts = recipe is not None and not casts_counted
     eight = model.blocks if recipe else 0  # the head stays in 16 bits
     return ComputeFacts(
         tokens=workload.batch.rows * seq,
@@ -93,8 +107,8 @@ def compute_facts(
         fp8_matrices=eight,
         fp8_trained=0 if recipe is Float8Recipe.ROWWISE_WITH_GW_HP else min(eight, model.trained),
         fp8_recomputed=recomputed if eight else 0,
-        fp8_cast=model.inputs if recipe else 0,
-        fp8_cast_back=model.outputs + (model.inputs if again == 1 else 0) if recipe else 0,
+        fp8_cast=model.inputs if casts else 0,
+        fp8_cast_back=model.outputs + (model.inputs if again == 1 else 0) if casts else 0,
         fp32=workload.numerics.dtype is DType.FP32 and workload.numerics.precision is not Precision.AUTOCAST,
         segments_remapped=remapped[0],
         bytes_remapped=remapped[1],

@@ -11,6 +11,7 @@ from zeroplan.planner.layout import DEFAULT_SCHEDULE
 from zeroplan.report.terminal import Terminal
 from zeroplan.report.verdict import unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
+from zeroplan.search.recommend import EQUALLY_FAST
 
 if TYPE_CHECKING:
     from zeroplan.search.layout_answer import LaidOut, LayoutAnswer
@@ -35,7 +36,7 @@ def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = Fals
     if chosen is not None:
         lines.append("")
         lines += terminal.wrap(_speed(chosen))
-        for sentence in (_links(chosen), _otherwise(chosen)):
+        for sentence in (_links(chosen), _otherwise(chosen), _plainest(answer)):
             lines += terminal.wrap(sentence) if sentence else []
         lines += terminal.wrap(_why(answer))
         lines += terminal.command("Next: ", next_command) if next_command else []
@@ -54,6 +55,15 @@ def _verdict(answer: LayoutAnswer) -> str:
     kept = f" with {answer.fixed}" if answer.fixed else ""
     known = "is known to fit" if any(one.plan.undecided for one in answer.tried) else "fits"
     return f"Nothing {known}: no layout{kept} that was tried."
+
+
+def _plainest(answer: LayoutAnswer) -> str:
+    """Name the plainest layout that is as fast as far as such times tell, and what it costs."""
+    one, best = answer.plainest, answer.best
+    if one is None or best is None:
+        return ""
+    slower = 1 - one.tokens_per_second / best.tokens_per_second
+    return f"Plainest within {EQUALLY_FAST:.0%}: {_named(one)}, {slower:.1%} slower, {_need(one)} a GPU.".replace("%", " %")
 
 
 def _why(answer: LayoutAnswer) -> str:

@@ -174,7 +174,7 @@ class WorkloadOptions:
         "Linear layers multiply in 8 bits (torchao): tensorwise, rowwise or rowwise_with_gw_hp (--engine fsdp2 or ddp).",
         WORK,
         metavar="RECIPE",
-        without=_NOT_SEARCHED,
+        without=tuple(verb for verb in _NOT_SEARCHED if verb != "recommend"),
         wins=True,
     )
     tiled_mlp = Option(

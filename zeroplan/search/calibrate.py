@@ -17,7 +17,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import write_atomic
 from zeroplan.core.gpus import DEFAULT_GPU
-from zeroplan.core.rates import profile_path, rates_of
+from zeroplan.core.rates import profile_path, rates_of, read_profile
 from zeroplan.core.units import MIB
 from zeroplan.search.calibrate_host import measure_host
 from zeroplan.search.machine import Machine
@@ -91,6 +91,12 @@ def _hooks(launch_us: float) -> dict[str, float]:
 
 def _rounded(rates: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in rates.items()}
+
+
+def earlier_rates(path: str | os.PathLike[str] | None = None) -> dict[str, float]:
+    """Return the rates of the profile at a place, by default the user's own; none without one."""
+    target = os.fspath(path or profile_path())
+    return dict(read_profile(target)["rates"]) if os.path.exists(target) else {}
 
 
 def store(found: Calibration, machine: Machine, path: str | os.PathLike[str] | None = None) -> str:

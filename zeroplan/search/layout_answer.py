@@ -118,6 +118,8 @@ class LayoutAnswer:
         warnings: what the plans warn of.
         too_large: by cluster, the layouts that were not simulated.
         fixed: the flags of the degrees that the search kept to.
+        plainest: of the layouts that fit and are slower than the best by less than such times are off, the plainest; None where
+            the best is it.
         may: where none is known to fit, the fastest whose figures are within the card's, though they leave something out.
     """
 
@@ -127,6 +129,7 @@ class LayoutAnswer:
     too_large: tuple[TooLarge, ...] = ()
     fixed: str = ""
     may: LaidOut | None = None
+    plainest: LaidOut | None = None
 
     @property
     def chosen(self) -> LaidOut | None:
@@ -146,6 +149,7 @@ class LayoutAnswer:
             "schema": 1,
             "ranking": [] if chosen is None else [_ranked(chosen)],
             "best": None if self.best is None else self.best.to_dict(),
+            "plainest": None if self.plainest is None else self.plainest.to_dict(),
             "may_fit": None if self.may is None else self.may.to_dict(),
             "fixed": self.fixed,
             "tried": [one.to_dict() for one in self.tried],

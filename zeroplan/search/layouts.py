@@ -17,7 +17,7 @@ Note [Smallest cluster]
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -51,11 +51,14 @@ from zeroplan.search.layout_orders import (
 )
 from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
 from zeroplan.search.machine_rates import machine_rates
+from zeroplan.search.recommend import EQUALLY_FAST
 
 #: The engine whose layouts are planned.
 ENGINE = "fsdp2"
 #: Parts of a number of nodes by which smaller ones differ that are tried.
 _STEPS = 16
+#: Plainer layouts, at most, that are planned to name the plainest that fits.
+_PLAINER = 3
 #: GPUs of a node, unless the request says how many.
 _USUAL_NODE = 8
 #: Nodes that are tried at most, where the smallest cluster is asked for.
@@ -287,11 +290,25 @@ class _Search:
             laid_out = plan(one)
             if laid_out.plan.fits:
                 warnings += [text for text in one.resolved.warnings if text not in warnings]
-                return replace(answer, best=laid_out, tried=tuple(tried), warnings=tuple(warnings))
+                plainest = self._plainest(found, one, plan)
+                return replace(answer, best=laid_out, plainest=plainest, tried=tuple(tried), warnings=tuple(warnings))
             if may is None and laid_out.plan.undecided and not laid_out.plan.misfits:
                 may = laid_out
             tried.append(laid_out)
         return replace(answer, may=may, tried=tuple(tried), warnings=tuple(warnings))
+
+    def _plainest(self, found: list[_Timed], best: _Timed, plan: Callable[[_Timed], LaidOut]) -> LaidOut | None:
+        """Return the plainest layout that fits and is slower than the best by less than times are off; None if the best is it.
+
+        Of those that may be plainer, the plainest few are planned; `plan` keeps what is planned already.
+        """
+        least = (1 - EQUALLY_FAST) * best.time.tokens_per_second
+        plainer = (one for one in found if one.time.tokens_per_second >= least and one.complexity < best.complexity)
+        for one in sorted(plainer, key=lambda one: one.complexity)[:_PLAINER]:
+            laid_out = plan(one)
+            if laid_out.plan.fits:
+                return laid_out
+        return None
 
     def _variants(self, asked: Ask, one: _Timed) -> Iterator[_Timed]:
         """Yield the variants of a layout that are faster. See Note [Variants of a layout] in layout_orders.py."""
@@ -419,6 +436,13 @@ class _Timed:
         most = time.tokens_per_second * time.total / least / (1 + LEAST_GAIN)
         found = [(time.tokens_per_second, False)]
         return found if most <= time.tokens_per_second else [*found, (most, True)]
+
+    @property
+    def complexity(self) -> tuple[bool, bool, bool, bool, bool, int]:
+        """The order of equally fast layouts: stages, shared experts, rings, shared matrices, replicas, recomputation."""
+        ask = self.request
+        degrees = (ask.pp > 1, ask.ep > 1, ask.cp > 1, ask.tp > 1, ask.dp_replicate > 1)
+        return (*degrees, ask.pp * ask.cp * ask.tp * ask.vpp + ask.gradient_checkpointing)
 
     @property
     def leaves_out(self) -> bool:

@@ -25,6 +25,7 @@ from zeroplan_runtime.monitors.flops import make_flops_profiler
 from zeroplan_runtime.monitors.monitor import make_monitor
 from zeroplan_runtime.optim.schedules import make_schedule
 from zeroplan_runtime.optim.zero_optimizer import Params, ZeroOptimizer
+from zeroplan_runtime.rank_agreement import require_same_everywhere
 from zeroplan_runtime.units import Policy
 
 logger = logging.getLogger("zeroplan_runtime")
@@ -116,6 +117,7 @@ def make_engine(
     if settings.without_effect and ranks.world.rank == 0:
         logger.warning("keys without effect in this runtime: %s", ", ".join(settings.without_effect))
     chosen = _optimizer(model, settings, model_parameters, optimizer)
+    require_same_everywhere(model, settings, chosen, ranks)
     schedule = _schedule(settings, chosen, lr_scheduler)  # which may set the momentum that the engine makes room for
     engine = kind(model, settings, chosen, ranks=ranks, device=where, policy=policy)
     engine.lr_scheduler = schedule

@@ -150,6 +150,7 @@ class EngineChecks:
         self._failed_backward = ""  # why the last backward raised; empty if it did not
         self._has_reduced_grads = False  # the last backward of an accumulation is done
         self._no_samples = False  # in the last forward
+        self._names = {name: param for name, param in model.named_parameters(remove_duplicate=False) if param.numel()}
         self._checked_model = False  # the model was found to have the parameters that the engine took
 
     # ------------------------------------------------------------------ calls
@@ -266,9 +267,8 @@ class EngineChecks:
                 remedy="save after the step that ends an accumulation, or call engine.zero_grad() first",
             )
 
-    @staticmethod
-    def require_no_new_parameters(model: nn.Module) -> None:
-        """Checks, before a checkpoint is saved, that the model has no parameter with values that it got after ``initialize``.
+    def require_same_names(self, model: nn.Module) -> None:
+        """Checks, before a checkpoint is saved, that the model has the parameters of ``initialize`` under their names.
 
         Raises:
             BadInput: with its name and the remedy.
@@ -280,6 +280,14 @@ class EngineChecks:
                     where="engine.save_checkpoint",
                     remedy="register it before initialize, or keep it as a plain tensor",
                 )
+        now = {name: param for name, param in model.named_parameters(remove_duplicate=False) if param.numel()}
+        other = next((name for name in [*now, *self._names] if now.get(name) is not self._names.get(name)), None)
+        if other is not None:
+            raise BadInput(
+                f"{other!r} is not the parameter that had this name at initialize, by whose names a checkpoint holds values",
+                where="engine.save_checkpoint",
+                remedy="tie, swap and delete layers before initialize, or save engine.module_state_dict()",
+            )
 
     @contextmanager
     def during_backward(self, *, boundary: bool) -> Iterator[None]:

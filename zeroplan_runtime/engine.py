@@ -130,6 +130,7 @@ class Engine(EngineGetters):
         """
         self.checks.require_usable("engine")
         self.checks.require_parameters()
+        self.schedule.require_no_early_updates("engine")
         self.techniques.choose_layers(self.progress.global_steps, in_forward=True)
         self.schedule.root_pre_forward()
         if self.settings.auto_cast:
@@ -287,6 +288,9 @@ class Engine(EngineGetters):
         self.arena.phase = Phase.STEP
         self.activity.begin("the optimizer's step")
         self.replicas.compare_gradients(self.schedule.grads)
+        hooked = self.optimizer is not None and self.optimizer.has_step_hooks
+        if self.optimizer is not None and hooked:
+            self.optimizer.run_step_hooks(before=True)
         self.optimizer_step.read_hyperparameters()
         with self.checks.during_step(), self.activity.inside():
             result = self.optimizer_step.step(self.progress.applied + 1, self.scaler.scale)
@@ -307,6 +311,10 @@ class Engine(EngineGetters):
             self.flops_profiler.stepped(self.progress.global_steps)
         if not self.settings.check_overflow or self.device.type == "cpu":
             self.finish_step()
+        if self.optimizer is not None and hooked:
+            self.finish_step()
+            if not (self.settings.check_overflow and result.skipped):
+                self.optimizer.run_step_hooks(before=False)
 
     def finish_step(self) -> None:
         """Updates loss scale, step count and learning rate from the last step's result. Does nothing if that was done.
@@ -389,8 +397,8 @@ class Engine(EngineGetters):
             yield
             self.writes.keep()
 
-    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields every parameter, then every persistent buffer, by name and unsharded.
+    def full_tensors(self) -> Iterator[tuple[str, Any]]:
+        """Yields every parameter, then every other entry of the state dict, by the model's present names and unsharded.
 
         A tensor is valid until the next is asked for. Every rank must iterate to the end. Tied parameters come once, under
         their first name.
@@ -398,9 +406,8 @@ class Engine(EngineGetters):
         self.checks.require_usable("engine")
         yield from full_tensors(self.module, self.schedule)
 
-    def module_state_dict(self) -> dict[str, torch.Tensor] | None:
-        """Returns the model's unsharded state dict in the model's dtype, in the first rank's host memory; None on the other
-        ranks.
+    def module_state_dict(self) -> dict[str, Any] | None:
+        """Returns the unsharded model's ``state_dict()``, in its dtype, in the first rank's host memory; None on other ranks.
 
         Every rank must call it. Tied parameters appear under each of their names and share memory.
         """
@@ -426,7 +433,7 @@ class Engine(EngineGetters):
         self.checks.require_no_gradients(self.schedule.grads.has_grads)
         if self.optimizer_step is not None:
             self.optimizer_step.require_common_masters("engine.save_checkpoint")
-        self.checks.require_no_new_parameters(self.module)
+        self.checks.require_same_names(self.module)
         return save_checkpoint(
             self,
             save_dir,
@@ -491,6 +498,8 @@ class Engine(EngineGetters):
                     empty = torch.empty(0, dtype=param.dtype, device=self.device)
                     put_values(param, empty if value is None else value)
         self.writes.free()
+        if self.optimizer is not None:
+            self.optimizer.release_states()
         if self.optimizer_step is not None:
             self.optimizer_step.slices.clear()
         self.optimizer_step = self.host = self.schedule.grads.host = self.last_step = None

@@ -64,6 +64,7 @@ class ParameterStates:
 
     def local(self, param: nn.Parameter, key: str = MASTER) -> torch.Tensor:
         """Returns this rank's part of a state of `param`, fp32, 1-D: a copy; empty where this rank holds none of it."""
+        self._engine.schedule.require_no_early_updates("state")
         self._engine.drain()
         unit, _, begin, end, _ = self._part(param)
         return self._read(unit, self._buffer(key), begin, end).to(self._engine.device, copy=True)

@@ -71,9 +71,16 @@ class TrainingProgress:
             "loss_scaler": self.scaler.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from :meth:`state_dict`. Counting of micro batches begins at the start of an accumulation."""
+    def load_state_dict(self, state: dict[str, Any], *, optimizer: bool) -> None:
+        """Continues from :meth:`state_dict`. Counting of micro batches begins at the start of an accumulation.
+
+        Args:
+            state: of the checkpoint.
+            optimizer: the optimizer's states are the checkpoint's, too; else the applied steps stay those of the present ones.
+        """
         self.global_steps = state["global_steps"]
         self.micro_steps = self.global_steps * self.grad_accum
-        self.applied, self._skipped.total = state["applied"], state["skipped"]
+        if optimizer:
+            self.applied = state["applied"]
+        self._skipped.total = state["skipped"]
         self.scaler.load_state_dict(state["loss_scaler"])

@@ -165,6 +165,8 @@ class Schedule:
         if self.grads.chunk is not None:
             self.grads.chunk.update(unit.parts)
         for part in unit.parts:
+            if part.offloaded is not None and part.offloaded.update_requested:
+                self.require_no_early_updates("engine")
             self._enter(part)
             if self.aliases is not None:
                 self.aliases.begin_forward(part)
@@ -337,7 +339,12 @@ class Schedule:
 
     @contextmanager
     def unsharded(self, unit: UnitState) -> Iterator[None]:
-        """A context in which `unit` is unsharded and its slot is its own."""
+        """A context in which `unit` is unsharded and its slot is its own.
+
+        Raises:
+            BadInput: as :meth:`require_no_early_updates`.
+        """
+        self.require_no_early_updates("engine")
         self.unshard(unit)
         unit.param_slot.ready.wait(self.compute_stream)
         in_use, unit.param_slot.in_use = unit.param_slot.in_use, True
@@ -362,6 +369,22 @@ class Schedule:
                     self.unshard(part)
                 part.param_slot.ready.wait(self.compute_stream)
         self._reads_on = stream
+
+    def require_no_early_updates(self, where: str) -> None:
+        """Checks that no update on the host has begun for the step that is still to come, as its results show already.
+
+        Raises:
+            BadInput: with `where`, and the remedy.
+        """
+        host = self.grads.host
+        if host is None or host.early_request is None or not self.grads.has_grads or self.in_engine_backward:
+            return
+        if any(unit.update_requested for unit in host.units):
+            raise BadInput(
+                "parameters and states are used between engine.backward() and the step, and their updates have begun",
+                where=where,
+                remedy="use them after engine.step(), or set gradient_clipping, with which updates wait for the step",
+            )
 
     def before_read(self, unit: UnitState, name: str) -> None:
         """Called before somebody else than `unit`'s own forward reads its parameter `name`.

@@ -13,6 +13,7 @@ from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checks import refuse_copy
+from zeroplan_runtime.full_tensors import stands_in
 from zeroplan_runtime.model_states import ModelStates
 
 
@@ -29,7 +30,8 @@ class StateDictHooks:
     def __init__(
         self, model: nn.Module, model_states: ModelStates, *, synchronize: Callable[[], None], after_load: Callable[[], None]
     ) -> None:
-        self._model_states, self._synchronize, self._after_load = model_states, synchronize, after_load
+        self._model, self._model_states = model, model_states
+        self._synchronize, self._after_load = synchronize, after_load
         self._handles: list[Any] = []
         for module in model.modules():
             if module is model or module._parameters:
@@ -48,6 +50,8 @@ class StateDictHooks:
             handle.remove()
 
     def _before_state_dict(self, *_: Any) -> None:
+        if stands_in(self._model):
+            return
         if self._model_states.setup.shards_params:
             raise BadInput(
                 "state_dict() cannot give parameters that are sharded",

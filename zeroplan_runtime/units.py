@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from zeroplan.core.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKin
 from zeroplan_runtime.local_tensors import local_of
 
 Policy = Callable[[str, nn.Module], bool]
+T = TypeVar("T")
+#: What torch's CheckpointWrapper puts into the names of what it wraps.
+_CHECKPOINT_PREFIX = "_checkpoint_wrapped_module."
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +103,7 @@ def find_units(
     params: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
         for name, param in module.named_parameters(recurse=False):
-            full = f"{prefix}.{name}" if prefix else name
+            full = plain_name(f"{prefix}.{name}" if prefix else name)
             names.setdefault(id(param), full)
             params[id(param)] = param
             owners.setdefault(id(param), []).append(prefix)
@@ -150,6 +154,22 @@ def _may_be_wide(module: nn.Module, wide_numel: int) -> bool:
 def reads_params_in_backward(module: nn.Module) -> bool:
     """Returns whether the module's backward reads its parameters; that of a plain embedding reads only the indices."""
     return not (type(module) is nn.Embedding and module.max_norm is None and not module.sparse)
+
+
+def plain_name(name: str) -> str:
+    """Returns a parameter's or buffer's name without that of torch's CheckpointWrapper, as a state dict has it."""
+    return name.replace(_CHECKPOINT_PREFIX, "")
+
+
+def plain_named(named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
+    """Yields the pairs of ``named_parameters()`` or ``named_buffers()`` with :func:`plain_name`."""
+    return ((plain_name(name), value) for name, value in named)
+
+
+def modules_with_extra_state(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules whose class has a ``get_extra_state()`` of its own, by name."""
+    own = {name: one for name, one in model.named_modules() if type(one).get_extra_state is not nn.Module.get_extra_state}
+    return {plain_name(name): module for name, module in own.items()}
 
 
 def cast_floating(model: nn.Module, dtype: torch.dtype) -> None:

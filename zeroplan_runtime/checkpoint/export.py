@@ -14,10 +14,11 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint.agreement import on_all_ranks
 from zeroplan_runtime.checkpoint.atomic_files import sync_folder, write_durably
 from zeroplan_runtime.engine_parts import EngineParts
-from zeroplan_runtime.full_tensors import full_tensors
+from zeroplan_runtime.full_tensors import full_state_dict, full_tensors
 
 #: The most bytes of one file, unless a single tensor is larger.
 FILE_BYTES = 5 * 10**9
+_SUFFIX = ".safetensors"
 
 
 def save_16bit_model(
@@ -31,11 +32,12 @@ def save_16bit_model(
     Args:
         engine: the engine.
         folder: where the files go; it is created.
-        filename: the name of a single file; several are numbered and have an index beside them, as transformers does.
+        filename: the name of a single file; several are numbered and have an index beside them, as transformers does. One that
+            does not end in ``.safetensors`` is written by ``torch.save``, as DeepSpeed does, from a state dict in host memory.
         file_bytes: the most bytes of one file, unless a single tensor is larger.
 
     Raises:
-        BadInput: on every rank, when the first cannot write.
+        BadInput: on every rank, when the first cannot write, and for an entry of the state dict that is no tensor.
     """
     from safetensors.torch import save_file
 
@@ -48,8 +50,11 @@ def save_16bit_model(
         )
     first = engine.ranks.world.rank == 0
     on_all_ranks(engine, lambda: folder.mkdir(parents=True, exist_ok=True) if first else None, str(folder))
+    if not filename.endswith(_SUFFIX):
+        _save_by_torch(engine, folder / filename)
+        return
     faults: list[Exception] = []  # the other ranks go through all units, whatever the first one's disk does
-    stem = filename.removesuffix(".safetensors")
+    stem = filename.removesuffix(_SUFFIX)
     pending: dict[str, torch.Tensor] = {}
     written: list[tuple[Path, list[str]]] = []
     total = size = 0
@@ -72,7 +77,10 @@ def save_16bit_model(
             faults.append(fault)
 
     for name, tensor in full_tensors(engine.module, engine.schedule):
-        if first and not faults:
+        if first and not faults and not isinstance(tensor, torch.Tensor):
+            remedy = 'give a name such as "pytorch_model.bin", which torch.save writes'
+            faults.append(BadInput(f"{name!r} is no tensor, which safetensors cannot hold", where=str(folder), remedy=remedy))
+        elif first and not faults:
             nbytes = tensor.numel() * tensor.element_size()
             if size and size + nbytes > file_bytes:
                 try_(flush)
@@ -95,6 +103,25 @@ def save_16bit_model(
         sync_folder(folder)
 
     on_all_ranks(engine, finish if first else lambda: None, str(folder))
+
+
+def _save_by_torch(engine: EngineParts, path: Path) -> None:
+    state = full_state_dict(engine.module, engine.schedule)
+
+    def write() -> None:
+        unfinished = path.with_name(f".{path.name}.writing")
+        try:
+            with open(unfinished, "wb") as stream:
+                torch.save(state, stream)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.replace(unfinished, path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
+
+    on_all_ranks(engine, write if state is not None else lambda: None, str(path.parent))
 
 
 def _name_files(folder: Path, stem: str, written: list[tuple[Path, list[str]]], total: int) -> None:

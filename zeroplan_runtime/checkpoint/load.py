@@ -16,7 +16,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import by_torch, on_all_ranks
 from zeroplan_runtime.checkpoint.manifest import SaveId, read_manifest, read_state
-from zeroplan_runtime.checkpoint.parameter_shapes import require_same_order
+from zeroplan_runtime.checkpoint.parameter_shapes import parameter_groups, require_same_order
 from zeroplan_runtime.checkpoint.planners import (
     ShardLoadPlanner,
     StateShard,
@@ -31,6 +31,7 @@ from zeroplan_runtime.checkpoint.reader import VerifyingReader
 from zeroplan_runtime.checkpoint.typed_json import decode
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.unit_state import UnitState
+from zeroplan_runtime.units import modules_with_extra_state
 
 logger = logging.getLogger("zeroplan_runtime")
 
@@ -101,6 +102,10 @@ def load_checkpoint(
             if engine.model_states.quantiser is not None and not load_module_only:
                 engine.model_states.quantiser.step = checkpoint.state["progress"]["global_steps"]
             _refresh(engine)
+            extra = decode(checkpoint.state.get("extra_state", {}))
+            for name, module in modules_with_extra_state(engine.module).items():
+                if name in extra:
+                    module.set_extra_state(extra[name])
             if not load_module_only:
                 _take_over(engine, checkpoint.state, optimizer=optimizer, schedule=load_lr_scheduler_states)
             comm.barrier()
@@ -209,11 +214,21 @@ def _require_optimizer(engine: EngineParts, state: dict[str, Any], path: Path, *
             where=str(path),
             remedy="make the optimizer as it was, or load_optimizer_states=False",
         )
+    if engine.ranks.pp is not None:  # the names are those of the first stage
+        return
+    saved = state.get("model", {}).get("groups", {})
+    for name, group in parameter_groups(engine).items():
+        if saved.get(name, group) != group:
+            raise BadInput(
+                f"{name!r} was in parameter group {saved[name]} and is in group {group} here",
+                where=str(path),
+                remedy="make the groups as they were, in their order, or load_optimizer_states=False",
+            )
 
 
 def _take_over(engine: EngineParts, state: dict[str, Any], *, optimizer: bool, schedule: bool) -> None:
     """Continues from the checkpoint's counts, hyperparameters and schedule."""
-    engine.progress.load_state_dict(state["progress"])
+    engine.progress.load_state_dict(state["progress"], optimizer=optimizer)
     engine.techniques.load_state_dict(state)
     if optimizer and engine.optimizer is not None:
         engine.optimizer.take_hyperparameters(state["groups"])

@@ -15,6 +15,7 @@ import torch
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.local_tensors import dimensions_of, is_distributed, local_of
+from zeroplan_runtime.units import plain_named
 
 
 def parts_held(engine: EngineParts) -> dict[str, str]:
@@ -22,6 +23,16 @@ def parts_held(engine: EngineParts) -> dict[str, str]:
     if not engine.ranks.degrees:
         return {}
     return {name: cut for name, cut, is_first in _parts(engine) if is_first}
+
+
+def parameter_groups(engine: EngineParts) -> dict[str, int]:
+    """Returns the number of the optimizer's group that has each trained parameter, by the parameter's name."""
+    return {
+        unit.name_of(i): unit.layout.shape.params[index].group
+        for unit in engine.model_states.units
+        if unit.trainable is not None
+        for i, index in enumerate(unit.trainable.layout.params)
+    }
 
 
 def require_same_order(engine: EngineParts, state: dict[str, Any], path: Path) -> None:
@@ -43,7 +54,7 @@ def require_same_order(engine: EngineParts, state: dict[str, Any], path: Path) -
     if engine.ranks.degrees:  # the shapes are those of the first rank's model, as one of several stages
         return
     shapes = model.get("shapes", {})
-    for name, param in engine.module.named_parameters():
+    for name, param in plain_named(engine.module.named_parameters()):
         if name in shapes and _long(shapes[name]) != _long(param.shape):
             raise _another(name, str(tuple(shapes[name])), str(tuple(param.shape)), path)
 

@@ -31,6 +31,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.unit_state import FlatParam, UnitState
+from zeroplan_runtime.units import plain_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ def buffer_shards(model: nn.Module, part: str = "") -> list[StateShard]:
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.numel() and name not in module._non_persistent_buffers_set:
-                full = f"{prefix}.{name}" if prefix else name
+                full = plain_name(f"{prefix}.{name}" if prefix else name)
                 made.append(StateShard.of(f"{part}buffer/{full}", buffer.numel(), 0, buffer.view(-1)))
     return made
 

@@ -14,11 +14,13 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import by_torch, on_all_ranks
 from zeroplan_runtime.checkpoint.manifest import Manifest, SaveId, write_manifest
-from zeroplan_runtime.checkpoint.parameter_shapes import parts_held
+from zeroplan_runtime.checkpoint.parameter_shapes import parameter_groups, parts_held
 from zeroplan_runtime.checkpoint.planners import ShardSavePlanner, buffer_shards, error_shards, state_shards
 from zeroplan_runtime.checkpoint.typed_json import encode
 from zeroplan_runtime.checkpoint.writer import ShardWriter
 from zeroplan_runtime.engine_parts import EngineParts
+from zeroplan_runtime.full_tensors import other_entries
+from zeroplan_runtime.units import modules_with_extra_state, plain_named
 
 
 def save_checkpoint(
@@ -150,9 +152,28 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: 
         "schedule": encode(engine.lr_scheduler.state_dict(), "lr_scheduler") if engine.lr_scheduler is not None else None,
         "coefficients": engine.optimizer_step.coefficient_state() if engine.optimizer_step is not None else {},
         **engine.techniques.state_dict(),
+        "extra_state": encode(_extra_states(engine), "extra_state"),
         "client_state": encode(client_state or {}, "client_state"),
-        "model": {**_names(engine), "without_frozen": not frozen},
+        "model": {**_names(engine), "groups": parameter_groups(engine), "without_frozen": not frozen},
     }
+
+
+def _extra_states(engine: EngineParts) -> dict[str, Any]:
+    """What modules return from ``get_extra_state()``, by their names.
+
+    Raises:
+        BadInput: under a pipeline, and for entries of the model's own state dict that no checkpoint holds.
+    """
+    found = {name: module.get_extra_state() for name, module in modules_with_extra_state(engine.module).items()}
+    others = other_entries(engine.module, engine.schedule)
+    if others or (found and engine.ranks.pp is not None):
+        raise BadInput(
+            f"the model's state_dict() holds {next(iter(others or found))!r}, which no checkpoint "
+            + ("holds beside parameters, buffers and extra states" if others else "of a pipeline's stages holds"),
+            where="engine.save_checkpoint",
+            remedy="put it into client_state, and back after load_checkpoint()",
+        )
+    return found
 
 
 def _has_errors(engine: EngineParts) -> bool:
@@ -164,11 +185,12 @@ def _names(engine: EngineParts) -> dict[str, Any]:
     shapes: dict[str, list[int]] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name, param in engine.module.named_parameters(remove_duplicate=False):
+    for name, param in plain_named(engine.module.named_parameters(remove_duplicate=False)):
         if id(param) in first:
             tied[name] = first[id(param)]
         else:
             first[id(param)], shapes[name] = name, list(param.shape)
     kept = {shard.name.removeprefix("buffer/") for shard in buffer_shards(engine.module)}
-    shapes |= {name: list(buffer.shape) for name, buffer in engine.module.named_buffers(remove_duplicate=False) if name in kept}
+    buffers = plain_named(engine.module.named_buffers(remove_duplicate=False))
+    shapes |= {name: list(buffer.shape) for name, buffer in buffers if name in kept}
     return {"shapes": shapes, "tied": tied}

@@ -32,6 +32,7 @@ from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.optim.lr_schedules import LrSchedule
 from zeroplan_runtime.parameter_states import MASTER, ParameterStates
 from zeroplan_runtime.parameter_values import write_value
+from zeroplan_runtime.units import plain_named
 
 LATEST = "latest_universal"
 _MODEL = "mp_rank_00_model_states.pt"
@@ -149,7 +150,7 @@ def load_universal_checkpoint(
             where=str(folder),
             remedy="load it before initialize(), into the whole model",
         )
-    states, wanted = ParameterStates(engine), dict(engine.module.named_parameters())
+    states, wanted = ParameterStates(engine), dict(plain_named(engine.module.named_parameters()))
     trained = {name: param for name, param in wanted.items() if states.trains(param)}
     frozen = {name: param for name, param in wanted.items() if name not in trained and param.numel()}
     keys = [MASTER, *(states.keys() if load_optimizer_states else ())]
@@ -189,7 +190,7 @@ def _load(
     schedule: bool,
 ) -> dict[str, Any]:
     """Loads what has been found to be whole: `sources` are the files of the trained parameters, by name and state."""
-    wanted = dict(engine.module.named_parameters())
+    wanted = dict(plain_named(engine.module.named_parameters()))
     files = _model_files(folder)
     model = _read(files[0])
     module = model.get("module") or {}
@@ -200,10 +201,12 @@ def _load(
     for name, param in frozen.items():
         write_value(engine, param, _fitting({"param": _frozen(files, model, name)}, param, files[0]))
     with torch.no_grad():
-        for name, buffer in engine.module.named_buffers():
+        for name, buffer in plain_named(engine.module.named_buffers()):
             if name in module:
                 buffer.copy_(module[name])
-    applied = engine.progress.applied = _steps(folder / _STATES, model)
+    applied = _steps(folder / _STATES, model)
+    if any(key != MASTER for _, key in sources):
+        engine.progress.applied = applied
     engine.progress.global_steps = int(model.get("global_steps", applied))
     engine.progress.micro_steps = engine.progress.global_steps * engine.progress.grad_accum
     engine.techniques.load_state_dict({})

@@ -329,6 +329,7 @@ class OptimizerStep:
             )
 
     def _read(self) -> list[dict[str, Any]]:
+        self.optimizer.require_same_groups()
         return [self.optimizer.hyper(i) for i in range(len(self.optimizer.param_groups))]
 
     def update(self, part: GroupSlice, hyper: dict[str, Any], number: int, scalars: torch.Tensor | None) -> None:

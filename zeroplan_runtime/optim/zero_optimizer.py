@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from itertools import chain
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.hyperparameters import IMPLEMENTATION, check_hyperparameters
@@ -52,6 +55,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._had_momentum: set[int] = set()  # SGD's groups of which a step had momentum, and those of which none had
         self._had_none: set[int] = set()
         self._scheduled: torch.optim.Optimizer = self  # what schedules were made on
+        self._params: list[list[nn.Parameter]] = []  # each group's when the engine took them
         try:
             super().__init__(params, {**known, **{k: v for k, v in hyper.items() if k in known}})
         except (TypeError, ValueError) as fault:  # torch raises them for an empty list and for other objects
@@ -174,6 +178,55 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._taken = [{} for _ in self.param_groups]
         for group in self.param_groups:
             group.pop(self.kernel.carried, None)  # of an engine before
+        self._params = [list(group["params"]) for group in self.param_groups]
+        self.state = self._scheduled.state = EngineStates()  # type: ignore[assignment]
+
+    def release_states(self) -> None:
+        """Makes the states the optimizer's own again, and empty, since the engine is destroyed."""
+        self.state = self._scheduled.state = defaultdict(dict)
+
+    def require_same_groups(self) -> None:
+        """Checks that the groups are those that the engine took, with the same parameters.
+
+        Raises:
+            BadInput: with what was changed.
+        """
+        now = self.param_groups
+        if len(now) != len(self._params):
+            what, where = f"{len(self._params)} groups are now {len(now)}", "optimizer.param_groups"
+        else:
+            changed = (
+                i
+                for i, (group, taken) in enumerate(zip(now, self._params, strict=True))
+                if len(group["params"]) != len(taken) or any(a is not b for a, b in zip(group["params"], taken, strict=True))
+            )
+            if (i := next(changed, None)) is None:
+                return
+            what, where = "its parameters were changed after the engine was made", f"optimizer.param_groups[{i}]"
+        raise BadInput(what, where=where, remedy="give all groups to initialize(); to stop training some, set their lr to 0")
+
+    @property
+    def has_step_hooks(self) -> bool:
+        """Whether hooks wait for a step: on this optimizer, on the one that it was made from, or on all of torch's."""
+        return any(chain(*self._hooks(before=True), *self._hooks(before=False)))
+
+    def _hooks(self, *, before: bool) -> list[Iterable[Callable[..., Any]]]:
+        """The hooks of a step in the order in which torch runs them."""
+        everyones: Mapping[int, Callable[..., Any]] = _global_optimizer_pre_hooks if before else _global_optimizer_post_hooks
+        name = "_optimizer_step_pre_hooks" if before else "_optimizer_step_post_hooks"
+        owners = [self] if self._scheduled is self else [self._scheduled, self]
+        own = [getattr(one, name).values() for one in owners]
+        return [everyones.values(), *own] if before else [*own, everyones.values()]
+
+    def run_step_hooks(self, *, before: bool) -> None:
+        """Runs the hooks on a step as torch's optimizers do, with the optimizer that users registered them on.
+
+        Raises:
+            BadInput: when one returns other arguments for the step, which has none here.
+        """
+        for hook in list(chain(*self._hooks(before=before))):
+            if hook(self._scheduled, (self._scheduled,), {}) is not None and before:
+                raise BadInput("a hook returns other arguments for it", where="optimizer.step", remedy="return nothing")
 
     def was_stepped(self, number: int) -> None:
         """Notes that applied step `number`, from 1, is done. Torch's learning-rate schedules are told, which else warn."""
@@ -229,6 +282,30 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Drops the gradients that no step has used. After a step there are none."""
         if self._drop_grads is not None:
             self._drop_grads()
+
+
+ZeroOptimizer.step.hooked = True  # type: ignore[attr-defined]  # the engine runs the hooks, so torch must not wrap it to
+
+
+class EngineStates(MutableMapping[Any, Any]):
+    """Stands for ``optimizer.state`` under an engine, whose states are sharded in flat buffers.
+
+    Raises:
+        BadInput: for every use.
+    """
+
+    def _refuse(self, *_: Any) -> NoReturn:
+        raise BadInput(
+            "the states are the engine's, in shards",
+            where="optimizer.state",
+            remedy="read and write them by zeroplan_runtime.parameter_states.ParameterStates(engine): whole(param, 'exp_avg'), "
+            "set_whole(param, value, 'exp_avg')",
+        )
+
+    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = _refuse
+
+    def __repr__(self) -> str:
+        return "the engine's states"
 
 
 def _row_of(optimizer: torch.optim.Optimizer) -> Optimizer:

@@ -80,8 +80,13 @@ class _EnginePrecision:
         plugin: Any = self
         plugin._after_closure(model, optimizer)
         # A training_step that returned None skips the step, unless gradients of earlier micro batches wait for it.
-        if result is not None or not model.automatic_optimization or self.engine.schedule.grads.has_grads:
-            self.engine.step()
+        if result is None and model.automatic_optimization:
+            if not self.engine.schedule.grads.has_grads:
+                return result
+            self.engine.set_gradient_accumulation_boundary(True)
+            with self.engine.during_backward(boundary=True):
+                pass  # there is nothing to add; what waits is reduced
+        self.engine.step()
         return result
 
     def clip_gradients(self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm") -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any, NoReturn
 
 import torch
@@ -146,6 +147,7 @@ class EngineChecks:
         self._addresses = [local_of(param).data_ptr() for param in self._params]
         self._trained = [param.requires_grad for param in self._params]
         self.is_destroyed = False
+        self._thread: int | None = None  # which is in a forward
         self._failed = ""  # what failed half-way and why, so that parameters and states do not fit together; empty if nothing
         self._failed_backward = ""  # why the last backward raised; empty if it did not
         self._has_reduced_grads = False  # the last backward of an accumulation is done
@@ -154,6 +156,22 @@ class EngineChecks:
         self._checked_model = False  # the model was found to have the parameters that the engine took
 
     # ------------------------------------------------------------------ calls
+
+    @contextmanager
+    def in_one_thread(self) -> Iterator[None]:
+        """Enters the context of a forward.
+
+        Raises:
+            BadInput: while another thread is in one: both would gather into the same slots.
+        """
+        here, before = get_ident(), self._thread
+        if before not in (None, here):
+            raise BadInput("a forward runs in another thread", where="engine", remedy="call one after another")
+        self._thread = here
+        try:
+            yield
+        finally:
+            self._thread = before
 
     def saw_inputs(self, args: Any, kwargs: Any) -> None:
         """Notes whether a forward's inputs hold no samples."""

@@ -92,7 +92,7 @@ class Engine(EngineGetters):
         )
         self._undo.append(self.state_dict_hooks.remove)
         self.writes = ParameterWrites(self.model_states)
-        self.schedule.keep_writes = self.writes.keep_unit
+        self.schedule.keep_writes, self.schedule.exported = self.writes.keep_unit, self.writes.exported
         self.activity = Activity(self.schedule, device, lambda: progress.global_steps)
         self.schedule.reading = self.activity.alone
         self.watchdog = (
@@ -126,9 +126,14 @@ class Engine(EngineGetters):
             What the model returns.
 
         Raises:
-            BadInput: when the engine is destroyed, its last step failed, or the model's parameters were replaced or moved.
+            BadInput: when the engine is destroyed, its last step failed, the model's parameters were replaced or moved, or
+                another thread is in a forward.
         """
         self.checks.require_usable("engine")
+        with self.checks.in_one_thread():
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.checks.require_parameters()
         self.schedule.require_no_early_updates("engine")
         self.techniques.choose_layers(self.progress.global_steps, in_forward=True)
@@ -220,6 +225,9 @@ class Engine(EngineGetters):
             BadInput: for a mode with CUDA graphs, where steps leave blocks out, and where ranks have parts of parameters.
         """
         self.techniques.require_compilable()
+        if kwargs.get("fullgraph") and self.schedule.hooked:
+            remedy = "leave fullgraph out, or use zeroplan_runtime.compile_blocks(model, fullgraph=True) before initialize()"
+            raise BadInput("hooks between the units part the graph", where="engine.compile", remedy=remedy)
         require_whole(self.module)
         compile_units(self.module, self.model_states.blocks, whole=self.schedule.hooked, args=args, kwargs=kwargs)
         refuse_compiled(self.module)

@@ -52,9 +52,11 @@ def attach_gradient_hooks(schedule: Schedule, *, direct: bool = True) -> Callabl
     if direct:
         for unit in schedule.model_states.units:
             for module in unit.module.modules():
-                if not is_plain_linear(module) or id(module.weight) not in places or "forward" in vars(module):
+                if not is_plain_linear(module) or "forward" in vars(module):
                     continue
-                place = places[id(module.weight)]
+                place = places.get(id(module._parameters.get("weight")))
+                if place is None:
+                    continue
                 if schedule.model_states.grad_scale(place[0]) != 1.0:
                     continue
                 target = GradientTarget(schedule, place, module.weight, module.bias)

@@ -51,6 +51,13 @@ class Owner(Protocol):
             BadInput: when it cannot be read now.
         """
 
+    def before_export(self, unit: UnitState, name: str) -> None:
+        """Notes that memory of the parameter `name` is handed out, where writes are not seen.
+
+        Raises:
+            BadInput: when they would be lost.
+        """
+
     def keeps_values(self, unit: UnitState) -> bool:
         """Returns whether `unit`'s parameters will have the same values in the backward of what is computed from them now."""
 
@@ -172,6 +179,12 @@ class ParameterGuard:
                 remedy="compute it in the unit's forward, under torch.no_grad(), or at stage 2",
             )
 
+    def before_export(self, index: int, name: str) -> None:
+        """Tells the owner before a parameter, or an alias of one, is handed out as an array of numpy's or by dlpack."""
+        owner = self._owner()
+        if owner is not None:
+            owner.before_export(self._units[index], name)
+
     def before_grad(self, name: str) -> None:
         """Refuses reading or setting ``grad`` of a guarded parameter while gradients are in flat buffers.
 
@@ -223,7 +236,8 @@ def _open_class(kind: type) -> type:
     made = _open_classes.get(kind)
     if made is None:
         data = property(_taken_data, torch.Tensor.data.__set__)  # type: ignore[attr-defined]
-        made = _open_classes[kind] = _subclass(kind, {"data": data, "detach": _taken_alias})
+        members = {"data": data, "detach": _taken_alias, **{name: _exporting(name) for name in _EXPORTING}}
+        made = _open_classes[kind] = _subclass(kind, members)
         _opened_classes[made] = kind
     return made
 
@@ -255,6 +269,23 @@ def _taken_alias(param: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+def _before_export(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if (entry := _entry(tensor)) is not None:
+            entry[0].before_export(*entry[1:])
+
+
+def _exporting(name: str) -> Callable[..., Any]:
+    """Wraps a method that hands out the memory of a parameter that is not guarded now."""
+    method = getattr(torch.Tensor, name)
+
+    def call(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        _before_export((param,))
+        return method(param, *args, **kwargs)
+
+    return call
+
+
 def _as_plain(name: str) -> Callable[..., Any]:
     """Wraps a method whose result has the object's class, so that it makes an object of the plain class."""
 
@@ -281,6 +312,8 @@ def _on_use(
     elif func not in _METADATA and not (func in _CASTS and _casts_nothing(func, args, kwargs)):
         found = [tensor for tensor in tensors_of((args, kwargs)) if type(tensor) in _plain_classes]
         used = [(tensor, _entry(tensor) if func in _ALIASES else _before_use(tensor)) for tensor in found]
+        if func in _EXPORTS:
+            _before_export(found)
     if any(_has_own_function(kind) for kind in types):
         return NotImplemented  # another subclass handles the call and comes back with plain arguments
     with torch._C.DisableTorchFunctionSubclass():
@@ -361,6 +394,9 @@ _DATA_GET = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _GRAD = _functions("grad")
 #: Functions that return an alias and read no element.
 _ALIASES = frozenset({_DATA_GET, torch.Tensor.detach, torch.detach})
+#: Methods whose result shares the memory and tells of no write.
+_EXPORTING = ("numpy", "__array__", "__dlpack__")
+_EXPORTS = _functions(" ".join(_EXPORTING))
 _CASTS = _functions("to cpu cuda float half double bfloat16")
 #: Functions that read and write no element.
 _METADATA = _functions(

@@ -43,6 +43,7 @@ class ParameterWrites:
         for i, place in enumerate(self._places):
             self._of_unit.setdefault(place.unit, []).append(i)
         self._versions: list[int] = []
+        self._exported: set[int] = set()  # those whose memory was handed out
         self.forget()
 
     def forget(self) -> None:
@@ -56,6 +57,7 @@ class ParameterWrites:
         self._watched.clear()
         self._trained.clear()
         self._of_unit.clear()
+        self._exported.clear()
         self._versions = []
 
     def stepped(self) -> None:
@@ -71,6 +73,8 @@ class ParameterWrites:
             BadInput: when a written parameter's master or shard is in a file, or updates are delayed.
         """
         with torch._C.DisableTorchFunctionSubclass():
+            for i in self._exported:
+                self._keep_exported(i)
             versions = [version_of(param) for param in self._watched]
             if versions == self._versions:
                 return
@@ -83,10 +87,39 @@ class ParameterWrites:
     def keep_unit(self, unit: UnitState) -> None:
         """:meth:`keep` for what the forward of `unit` has written into its parameters."""
         for i in self._of_unit.get(unit, ()):
+            if i in self._exported:
+                self._keep_exported(i)
             version = version_of(self._watched[i])
             if version != self._versions[i]:
                 self._versions[i] = version
                 self._keep_one(self._places[i])
+
+    def exported(self, unit: UnitState, name: str) -> None:
+        """Notes that the memory of the parameter `name` of `unit` is handed out, as an array or by dlpack.
+
+        Writes to it change no version, so its values are compared from then on, where they are current.
+
+        Raises:
+            BadInput: where its master or shard is in a file, has a delayed update, or is rounded anew.
+        """
+        for i in self._of_unit.get(unit, ()):
+            place = self._places[i]
+            if place.unit.layout.shape.params[place.flat.layout.params[place.position]].name != name:
+                continue
+            states = self._model_states
+            if states.quantiser is not None or states.setup.delayed_update or not place.copies:
+                raise BadInput(
+                    f"an array or dlpack would share memory with parameter {name!r}, and writes to it would be lost",
+                    where="offload" if states.quantiser is None else "quantize_training",
+                    remedy="take it of a clone() of the parameter",
+                )
+            self._exported.add(i)
+
+    def _keep_exported(self, i: int) -> None:
+        place = self._places[i]
+        slot, offloaded = place.unit.param_slot, place.unit.offloaded
+        if slot.holder is place.unit and slot.is_current and not (offloaded is not None and offloaded.update_pending):
+            self._keep_one(place)
 
     def _keep_one(self, place: _Place) -> None:
         if self._model_states.quantiser is not None:

@@ -75,6 +75,7 @@ class Schedule:
         hooked: hooks are on the units, as parameters are not always current; else they are but for hand-written ones.
         aliases: finds aliases that a unit's forward leaves behind; None where no memory is shared.
         keep_writes: called at stage 3 before a unit is resharded, to keep what its forward has written into parameters.
+        exported: called before the memory of a unit's parameter is handed out, where writes are not seen.
     """
 
     def __init__(self, model_states: ModelStates) -> None:
@@ -86,6 +87,7 @@ class Schedule:
         self.where = "start"
         self.progress_count = 0
         self.keep_writes: Callable[[UnitState], None] | None = None
+        self.exported: Callable[[UnitState, str], None] | None = None
         self.reading: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.in_engine_backward = self.halves = False
         self._in_backward = False
@@ -410,6 +412,11 @@ class Schedule:
                 unit.param_slot.ready.wait(self.compute_stream)
             else:
                 self.wait_for_unshard()
+
+    def before_export(self, unit: UnitState, name: str) -> None:
+        """Called before the memory of `unit`'s parameter `name` is handed out, where writes are not seen."""
+        if self.exported is not None:
+            self.exported(unit, name)
 
     @property
     def hides_grads(self) -> bool:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -467,3 +470,96 @@ def between_backward_and_step(group: dist.ProcessGroup, stage: int, folder: str)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_updates_that_began_before_the_step_are_not_shown(pool: RankPool, stage: int, tmp_path: Path) -> None:
     pool.run(2, between_backward_and_step, stage, str(tmp_path))
+
+
+HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+def written_elsewhere(group: dist.ProcessGroup, stage: int, zero: dict[str, Any], how: str) -> None:
+    """Writes through an array or dlpack reach what is trained."""
+    plain, engine = Torch(net()), start(group, config(stage, zero_optimization={"stage": stage, **zero}, gradient_clipping=1e9))
+    for t in (plain, engine):
+        steps(t, 0, 1)
+        place = t.gathered("blocks.1") if isinstance(t, Engine) else nullcontext()
+        with place:
+            weight = t.module.blocks[1][0].weight
+            if how == "numpy":
+                array = weight.detach().numpy()
+                array *= 0.5
+                del array
+            else:
+                torch.from_dlpack(weight.detach()).mul_(0.5)
+        steps(t, 1, 3)
+    torch.testing.assert_close(loss_of(engine, 9), loss_of(plain, 9))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("how", ["numpy", "dlpack"])
+@pytest.mark.parametrize(("stage", "zero"), [(1, {}), (2, HOST), (3, {}), (3, {**HOST, "offload_param": {"device": "cpu"}})])
+def test_writes_through_arrays_are_kept(pool: RankPool, stage: int, zero: dict[str, Any], how: str) -> None:
+    pool.run(2, written_elsewhere, stage, zero, how)
+
+
+def test_an_array_of_a_parameter_in_a_file_is_refused(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "offload_optimizer": nvme, "offload_param": nvme}
+    engine = start(None, config(3, zero_optimization=zero, zeroplan={"nvme_in_memory": True}))
+    with engine.gathered("blocks.1"):
+        weight = engine.module.blocks[1][0].weight.detach()
+        assert "writes to it would be lost" in refusal(weight.numpy)
+        weight.clone().numpy()
+    engine.destroy()
+
+
+def test_a_linear_layer_without_a_weight_is_left_alone() -> None:
+    model = net()
+    spare = nn.Linear(WIDTH, WIDTH)
+    del spare.weight
+    model.add_module("spare", spare)
+    engine, plain = start(None, config(1), model), Torch(net())
+    for t in (engine, plain):
+        steps(t, 0, 2)
+    torch.testing.assert_close(loss_of(engine, 9), loss_of(plain, 9))
+    engine.destroy()
+
+
+def whole_graphs(group: dist.ProcessGroup) -> str:
+    engine = start(group, config(2))
+    said = refusal(lambda: engine.compile(fullgraph=True))
+    steps(engine, 0, 1)
+    engine.destroy()
+    return said
+
+
+def test_one_graph_over_units_that_hooks_part_is_refused(pool: RankPool) -> None:
+    assert "engine.compile: hooks between the units part the graph" in pool.run(2, whole_graphs)[0]
+
+
+def threads(group: dist.ProcessGroup, stage: int) -> None:
+    plain, engine = Torch(net()), start(group, config(stage))
+    with ThreadPoolExecutor(1) as others:
+        for t in (plain, engine):
+            for number in range(3):
+                t.backward(others.submit(loss_of, t, number).result())
+                t.step()
+    torch.testing.assert_close(loss_of(engine, 9), loss_of(plain, 9))
+    entered, go_on = Event(), Event()
+
+    def waits(*_: Any) -> None:
+        entered.set()
+        go_on.wait(60)
+
+    handle = engine.module.blocks[1].register_forward_pre_hook(waits)
+    with ThreadPoolExecutor(1) as others:
+        first = others.submit(loss_of, engine, 3)
+        assert entered.wait(60)
+        assert "engine: a forward runs in another thread" in refusal(lambda: loss_of(engine, 4))
+        go_on.set()
+        first.result()
+    handle.remove()
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_forwards_of_other_threads_run_one_at_a_time(pool: RankPool, stage: int) -> None:
+    pool.run(2, threads, stage)

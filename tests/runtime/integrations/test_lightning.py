@@ -126,6 +126,12 @@ def manual(self: Any, batch: Any, index: int) -> None:
     optimizer.zero_grad()
 
 
+def none_at_the_last(self: Any, batch: Any, index: int) -> torch.Tensor | None:
+    loss = functional.cross_entropy(self(batch[0]), batch[1])
+    self.losses.append(loss.item())
+    return None if index % 3 == 2 else loss
+
+
 def two_optimizers(self: Any) -> Any:
     return [torch.optim.Adam(self.words.parameters()), torch.optim.Adam(self.classify.parameters())]
 
@@ -224,6 +230,22 @@ def test_manual_steps_16_bits_and_refusals(pair: RankPool, found: list[dict[str,
         assert words.keys() == rank["refused"].keys()
         for case, word in words.items():
             assert word in rank["refused"][case], case
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_no_loss_at_the_last_of_an_accumulation_steps_with_what_waits(stage: int) -> None:
+    import lightning.pytorch as pl
+
+    from zeroplan_runtime.integrations.lightning import ZeroplanStrategy
+
+    losses = []
+    for one in ("auto", ZeroplanStrategy(stage)):
+        with runs.ended():
+            module = without_dropout(runs.make(pl, training_step=none_at_the_last))
+            torch.manual_seed(1)
+            runs.trainer(pl, one, max_epochs=1, use_distributed_sampler=False).fit(module, runs.data())
+            losses.append(module.losses)
+    assert torch.tensor(losses[1]).allclose(torch.tensor(losses[0]), atol=1e-6)
 
 
 def without_dropout(model: nn.Module) -> Any:

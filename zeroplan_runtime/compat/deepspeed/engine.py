@@ -224,6 +224,16 @@ class DeepSpeedEngine(Engine):
         if train_batch_size != self.train_batch_size():
             raise Refusal("the batch size is fixed", where="set_train_batch_size", remedy="initialize anew with another config")
 
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Refuses: the config's batch sizes are fixed.
+
+        Raises:
+            Refusal: for another number than the present one.
+        """
+        if micro_batch_size != self.train_micro_batch_size_per_gpu():
+            remedy = "initialize anew with another config"
+            raise Refusal("the micro batch size is fixed", where="set_train_micro_batch_size", remedy=remedy)
+
     # ------------------------------------------------------------------ checkpoints
 
     def save_checkpoint(

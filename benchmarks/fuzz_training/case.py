@@ -255,6 +255,14 @@ def legal(case: Case) -> Case:
 def _more_legal(case: Case) -> Case:
     """`case` after one look at each rule; what a rule takes out may be what another asks for."""
     change: dict[str, Any] = {}
+    after = set(case.after)
+    for rules in (_of_config, _of_weights, _of_optimizer, _of_what_follows):
+        rules(case, change, after)
+    change["after"] = tuple(one for one in case.after if one in after)
+    return replace(case, **change)
+
+
+def _of_config(case: Case, change: dict[str, Any], _: set[str]) -> None:
     if case.offload.startswith("param") or case.offload == "half":
         change["stage"] = 3
     elif case.offload and not case.stage:
@@ -281,12 +289,20 @@ def _more_legal(case: Case) -> Case:
         change["autocast"] = False
     if case.dtype == "fp32" or case.overflows > case.steps:
         change["overflows"] = 0
+
+
+def _of_weights(case: Case, change: dict[str, Any], _: set[str]) -> None:
     if case.clamps in ("each", "data"):
         change["weights"] = ""
     if case.weights == "spectral-norm" and (case.order == "twice" or case.loss or case.checkpointing or case.dtype != "fp32"):
         change["weights"] = ""  # each forward changes its vectors in place, which autograd refuses then
     if change.get("lora", case.lora) and case.blocks in ("mha", "lstm"):
         change["blocks"] = "mlp"
+    if case.clamps and (case.loss in ("two-forwards", "input-gradient", "gradient-penalty", "retained") or case.checkpointing):
+        change["clamps"] = ""  # autograd refuses a weight that was changed after it was used
+
+
+def _of_optimizer(case: Case, change: dict[str, Any], after: set[str]) -> None:
     if case.optimizer in ("lamb", "lion"):
         change |= {"given": False, "maximize": False}  # torch has neither
     if case.optimizer in ("lion", "rprop"):
@@ -296,7 +312,13 @@ def _more_legal(case: Case) -> Case:
         change |= {"offload": "", "delayed": 0}  # its norms need all ranks
     elif offload != "cpu":
         change["delayed"] = 0
-    after = set(case.after)
+    if case.optimizer not in ("momentum", "nesterov"):
+        after -= {"momentum"}
+    if case.schedule == "cycle" and case.optimizer in ("sgd", "rmsprop", "adagrad", "adadelta", "asgd", "rprop"):
+        change["schedule"] = "step"  # they have no momentum to cycle
+
+
+def _of_what_follows(case: Case, change: dict[str, Any], after: set[str]) -> None:
     if "caught" not in after:
         change["alias"] = "detach"
         if not case.clamps:
@@ -326,11 +348,3 @@ def _more_legal(case: Case) -> Case:
         after -= {"load-state", "write", "data-write", "gathered"}
     if "save" in after:
         after -= {"anew"}
-    if case.optimizer not in ("momentum", "nesterov"):
-        after -= {"momentum"}
-    change["after"] = tuple(one for one in case.after if one in after)
-    if case.schedule == "cycle" and case.optimizer in ("sgd", "rmsprop", "adagrad", "adadelta", "asgd", "rprop"):
-        change["schedule"] = "step"  # they have no momentum to cycle
-    if case.clamps and (case.loss in ("two-forwards", "input-gradient", "gradient-penalty", "retained") or case.checkpointing):
-        change["clamps"] = ""  # autograd refuses a weight that was changed after it was used
-    return replace(case, **change)

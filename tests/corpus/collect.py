@@ -143,8 +143,9 @@ def script(data: Mapping[str, Any], defaults: Mapping[str, Any], words: str) -> 
         expected["lora_rank"] = rank
     names = ("max_seq_length", "model_max_length", "max_length", "block_size", "max_source_length")
     lengths = [data[key] for key in names if data.get(key) is not None]
-    if lengths:
-        expected["seq_len"] = _whole(lengths[0])
+    if lengths:  # of a source and a target the script makes a sample in a way of its own
+        sides = "max_target_length" in data and lengths == [data.get("max_source_length")]
+        expected["seq_len"] = None if sides else _whole(lengths[0])
     task = re.search(r"[/ _](dpo|orpo|ppo|grpo|reward|rm)_\w+\.py", words)
     expected["left_out"] = [*([f"task {task[1]}"] if task else []), *(on[:1] if on and not rank else [])]
     if _true(data.get("q_lora")) or _true(data.get("load_in_4bit")):

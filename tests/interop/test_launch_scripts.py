@@ -140,6 +140,13 @@ UNKNOWN: dict[str, tuple[dict[str, str], str]] = {
         {"train.py": WITHOUT_LENGTH, "scripts/run.sh": f"torchrun train.py {FLAGS}\n"},
         "no flag gives the length of a sample",
     ),
+    "two lengths of a model of one side": (
+        {
+            "train.py": WITHOUT_LENGTH,
+            "scripts/run.sh": f"torchrun train.py {FLAGS} --max_source_length 64 --max_target_length 64\n",
+        },
+        "the script decides how source and target",
+    ),
     "checkpointing in the script": (
         {
             "train.py": ARGUMENTS + "    model = prepare_model_for_int8_training(model)\n",

@@ -444,9 +444,13 @@ class HfTrainer(Program):
         if document.script is not None:
             set_attention(run, "attn_implementation")
         for key in _LENGTHS:
-            if run.number(key) is not None:
+            if run.number(key) is None:
+                continue
+            if key == "max_source_length" and run.number("max_target_length") and not _two_sided(run):
+                run.open["seq_len"] = "the script decides how source and target, of one length each, make a sample"
+            else:
                 run.count("seq_len", key)
-                break
+            break
         read_example(run)
         _two_lengths(run)
         set_script_adapters(run)
@@ -456,15 +460,21 @@ class HfTrainer(Program):
         return run.setup(self.name, known=EXAMPLES)
 
 
+def _two_sided(run: Builder) -> bool:
+    """Whether a script or a model is one for encoder-decoders by its name."""
+    command, model = run.document.command, str(run.fields.get("model") or "").lower()
+    return bool((command and _SEQ2SEQ_SCRIPT.search(command.program)) or _SEQ2SEQ_MODEL.search(model))
+
+
 def _two_lengths(run: Builder) -> None:
     """Set source and target of transformers' scripts for encoder-decoders, with their defaults.
 
     Source: transformers 5.17, ``examples/pytorch/summarization/run_summarization.py`` and ``translation/run_translation.py``
     (DataTrainingArguments).
     """
-    command, model = run.document.command, str(run.fields.get("model") or "").lower()
+    command = run.document.command
     script = _SEQ2SEQ_SCRIPT.search(command.program) if command else None
-    if script is None and not _SEQ2SEQ_MODEL.search(model):
+    if not _two_sided(run):
         return
     source, target = run.number("max_source_length"), run.number("max_target_length")
     if script is None and (source is None or target is None):

@@ -1,4 +1,6 @@
-"""Nothing outside ``zeroplan/engines`` knows an engine: no branch, table or import by an engine's name or folder."""
+"""Nothing outside ``zeroplan/engines`` and ``zeroplan/techniques``, which tells who takes each technique, knows an engine: no
+branch, table or import by an engine's name or folder.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ FORMATS = ("interop", "ds_config", "planner/options.py")
 
 def sources() -> list[Path]:
     # zeroplan_runtime/compat/deepspeed stands in for the package of that name, which is no engine of a plan.
-    inside = {ROOT / "zeroplan" / "engines", ROOT / "zeroplan_runtime" / "compat"}
+    inside = {ROOT / "zeroplan" / "engines", ROOT / "zeroplan" / "techniques", ROOT / "zeroplan_runtime" / "compat"}
     files = [*(ROOT / "zeroplan").rglob("*.py"), *(ROOT / "zeroplan_runtime").rglob("*.py")]
     return sorted(path for path in files if inside.isdisjoint(path.parents))
 

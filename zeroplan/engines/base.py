@@ -19,8 +19,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.preferences import PairLoss
-from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import ChunkedHead, Compilation, DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
@@ -134,34 +133,19 @@ class Engine(ABC):
         verified_degrees: those of a layout that ``verify`` runs the engine with, beside data parallelism.
         package: the package that ``verify`` runs, where plans of several of its versions differ; empty elsewhere.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
-        quantized_bases: whether adapters beside a quantised base are modelled.
-        packed_bases: methods of packed weights of which that holds, too.
-        evaluates: whether an evaluation between steps and micro batches of other lengths are modelled.
-        generates: whether completions that the model generates between steps are modelled.
         whole_vocabulary: whether its tensor-parallel ranks gather the logits (:class:`~zeroplan.core.parallel.ParallelLayout`).
         laid_out: whether a search over layouts is one over its layouts.
-        keeps_gradients: whether gradients that stay between steps (``zero_grad(set_to_none=False)``) are modelled.
         casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
             (accelerate's ``convert_outputs_to_fp32``).
-        keeps_full_state: whether its state dict can leave the whole model on every GPU (``StateDict.FULL_GPU``).
-        pair_losses: whether it is known in which dtype a loss outside the model gets its logits.
-        measured_pair_losses: those that runs on a GPU have measured.
-        float8: whether linear layers that multiply in 8-bit floats are modelled.
         own_optimizers: whether it steps optimizers that nothing else makes from their names
             (:attr:`~zeroplan.core.optimizer_row.Optimizer.runtime_only`).
         partition: how the engine divides a model's layers over pipeline stages unless told otherwise, as DeepSpeed's
             ``partition_method``; empty where it divides blocks evenly and takes no method.
-        tiles_mlps: whether MLPs that run tile by tile (DeepSpeed's ``TiledMLP``) are modelled.
         own_layers: whether it runs layers of its own in place of the model's code. It then writes their tape
             (:meth:`own_tape`) and holds layouts against them itself (:meth:`require_workload`).
         auto_ep: whether it shares the experts of models of transformers by AutoEP's layers (core/auto_ep.py).
         own_experts: whether it trains modules with DeepSpeed's MoE layers, of which each rank has its own experts.
         techniques: names of techniques (:mod:`zeroplan.techniques`) that an engine of one's own takes.
-        compiles: whether compiled blocks are modelled, since no hook of the engine lies within one.
-        compiled_degrees: the degrees of parallelism, beside data parallelism, beside which it trains compiled blocks.
-        reduces_as_told: whether the program says in which dtype gradients are reduced.
-        compiled_whole: how a whole compiled model differs from its compiled blocks, which are counted, and what it does.
-        starts_uncompiled: whether the first micro batch of a compiled model runs as written.
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
 
@@ -177,33 +161,15 @@ class Engine(ABC):
     takes_modules: ClassVar[bool] = False
     verified_degrees: ClassVar[tuple[str, ...]] = ()
     casts_modules: ClassVar[bool] = False
-    quantized_bases: ClassVar[bool] = False
-    packed_bases: ClassVar[tuple[str, ...]] = ()
     whole_vocabulary: ClassVar[bool] = False
     laid_out: ClassVar[bool] = False
-    keeps_gradients: ClassVar[bool] = False
-    evaluates: ClassVar[bool] = False
-    generates: ClassVar[bool] = False
     casts_outputs: ClassVar[bool] = False
-    keeps_full_state: ClassVar[bool] = False
-    pair_losses: ClassVar[bool] = False
-    measured_pair_losses: ClassVar[frozenset[PairLoss]] = frozenset()
-    float8: ClassVar[bool] = False
     own_optimizers: ClassVar[bool] = False
     partition: ClassVar[str] = ""
-    tiles_mlps: ClassVar[bool] = False
     own_layers: ClassVar[bool] = False
     own_experts: ClassVar[bool] = False
     auto_ep: ClassVar[bool] = False
     techniques: ClassVar[frozenset[str]] = frozenset()
-    compiles: ClassVar[bool] = False
-    compiled_degrees: ClassVar[tuple[str, ...]] = ()
-    reduces_as_told: ClassVar[bool] = False
-    compiled_whole: ClassVar[tuple[Effect, str]] = (
-        Effect.LESS,
-        "graphs of what lies between the units, such as the loss, keep fewer tensors; eager ones are counted",
-    )
-    starts_uncompiled: ClassVar[bool] = False
 
     # --- what it runs -----------------------------------------------------------------------------------------------------
 

@@ -7,27 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
-from zeroplan.core.evaluation import Evaluation
-from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.layer_drop import LAYER_DROP
-from zeroplan.core.model_config import SEQ2SEQ_LM
+from zeroplan.core.parallel import DEGREES
 from zeroplan.core.plan import Verdict
 from zeroplan.core.saving import Saving
 from zeroplan.core.units import format_bytes
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
-from zeroplan.core.workload import Compilation
 from zeroplan.engines.base import Case, Engine
 from zeroplan.techniques.base import Facts
 from zeroplan.techniques.table import techniques_of
 
 if TYPE_CHECKING:
-    from zeroplan.core.evaluation import Evaluation
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.tape.expanded import ExpandedTape
 
 #: The key of what no formula counts.
 ACTIVATIONS = "activations"
-_GENERATED = "generation is counted, but two measured runs of GRPO reserved 4 % more than their plans"
 #: The key of what decides at a card's limit.
 LIMIT = "limit"
 #: What settles a plan at its card's limit.
@@ -49,39 +44,13 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
         )
         says = f"{what} is not modelled under {engine.name} stage {case.zero.stage}"
         found.setdefault("reference", Unmodelled("reference", Effect.MORE, says))
-    if case.workload.objective.pair_loss not in (None, *engine.measured_pair_losses):
-        unknown = f"the dtype in which {engine.name} hands the logits to the loss"
-        says = "the loss over whole logits was measured on no GPU" if engine.pair_losses else unknown
-        found.setdefault("task", Unmodelled("task", Effect.UNKNOWN, says))
-    if case.workload.compile is Compilation.MODEL:
-        effect, says = engine.compiled_whole
-        found.setdefault("--compile", Unmodelled("--compile", effect, says))
-    elif case.workload.compile is not None and (what := _unmeasured_graphs(case)):
-        found.setdefault("--compile", Unmodelled("--compile", Effect.MORE, f"no GPU has measured compiled blocks with {what}"))
-    work, followed = case.workload, engine.evaluates and tape is not None
-    evaluated = followed and tape is not None and tape.evaluation is not None
-    if work.batch.lengths and not (followed and tape is not None and tape.shapes):
-        found.setdefault("lengths", Unmodelled("lengths", Effect.MORE, "what is reserved when batches differ in length"))
-    evaluation, colocated = work.technique(Evaluation), work.technique(Colocated)
-    if evaluation is not None and not evaluated and _may_need_more(case, evaluation):
-        says = f"an evaluation with {evaluation.batch} samples a GPU is in no figure"
-        found.setdefault("evaluation", Unmodelled("evaluation", Effect.MORE, says))
-    if work.has(Generation):
-        counted = engine.generates and tape is not None and tape.generation is not None
-        says = _GENERATED if counted else "the completions that are generated before a step, and their cache, are in no figure"
-        effect = Effect.UNKNOWN if counted else Effect.MORE
-        found.setdefault("generation", Unmodelled("generation", effect, says))
-    if colocated is not None:
-        taken = f"vLLM takes {colocated.share:.0%} of each GPU for itself"
-        says = "vLLM's share is counted; its CUDA graphs and the weights handed to it are not, and no GPU has measured it"
-        counted = tape is not None and case.cluster.vram is not None
-        found.setdefault("use_vllm", Unmodelled("use_vllm", Effect.MORE, says if counted else taken))
-    if work.has(Saving) and (says := engine.unsaved(case)):
-        found.setdefault("saving", Unmodelled("saving", Effect.MORE, says))
-    facts = Facts(engine, work, case.spec, case.cluster, {})
+    work = case.workload
+    facts = Facts(engine, work, case.spec, case.cluster, {name: getattr(case.layout, name) for name in DEGREES})
     for technique, value in techniques_of(work):
         for one in technique.left_out(value, facts, tape):
             found.setdefault(one.key, one)
+    if work.has(Saving) and (says := engine.unsaved(case)):
+        found.setdefault("saving", Unmodelled("saving", Effect.MORE, says))
     return tuple(found.values())
 
 
@@ -113,22 +82,6 @@ def unsure_of_fragments(config: AllocatorConfig | None) -> tuple[Unmodelled, ...
     if config is None or not config.expandable_segments:
         says += "; PYTORCH_ALLOC_CONF=expandable_segments:True has fewer"
     return (Unmodelled(LIMIT, Effect.LESS, says),)
-
-
-def _may_need_more(case: Case, evaluation: Evaluation) -> bool:
-    """Return whether an evaluation's forward may need more than the training's: with more samples, with logits that stay, or
-    with whole samples where the training's ranks share each (accelerate 1.15, accelerator.py: ``disable_in_eval``).
-    """
-    return bool(evaluation.kept) or evaluation.batch * case.layout.ulysses > case.workload.batch.micro_batch
-
-
-def _unmeasured_graphs(case: Case) -> str:
-    """Return what compiled blocks hold that no measured ones did; empty for nothing."""
-    if case.workload.lora_rank is not None:
-        return "adapters"
-    if case.spec.auto_class == SEQ2SEQ_LM:
-        return "an encoder-decoder"
-    return ""
 
 
 def misfits(case: Case, *, gpu: int, cpu: int, nvme: int) -> tuple[str, ...]:

@@ -19,6 +19,10 @@ from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.run.ask import OPTIONS, Ask
 from zeroplan.simulate.allocator.config import AllocatorConfig
+from zeroplan.techniques.compiled import COMPILED
+from zeroplan.techniques.float8 import FLOAT8
+from zeroplan.techniques.quantized_base import QUANTIZED_BASE
+from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
 
 #: Fields of a Setup that a Ask has too and whose value None means that nothing was said; with their flags.
 _FIELDS = {
@@ -186,7 +190,7 @@ def filled(request: Ask, setup: Setup) -> Ask:
     changes["chunked_head"] = setup.chunked_head
     for field in ("whole_embedding_states", "accelerate_units", "one_unit"):
         changes[field] = getattr(setup, field)
-    if setup.reduce_dtype is not None and find_engine(changes.get("engine", request.engine)).reduces_as_told:
+    if setup.reduce_dtype is not None and REDUCED_GRADIENTS.taken_by(find_engine(changes.get("engine", request.engine))):
         own = changes.get("dtype", request.dtype) or "bf16"
         changes["reduce_dtype"] = request.reduce_dtype or (own if setup.reduce_dtype == "products" else setup.reduce_dtype)
     if setup.lora_rank is not None:
@@ -304,7 +308,7 @@ def left_out(setup: Setup) -> tuple[Unmodelled, ...]:
 def _quantized(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
     """The quantised base under an engine that plans it; under another, or offloaded, it stands among what is left out."""
     key = setup.keys.get("quantize", "quantize")
-    if find_engine(engine).quantized_bases and setup.lora_rank is not None and _plans_base(setup):
+    if QUANTIZED_BASE.taken_by(find_engine(engine)) and setup.lora_rank is not None and _plans_base(setup):
         adapters = {"adapter_dtype": setup.adapter_dtype, "whole_base": setup.whole_base}
         return {"quantize": setup.quantize, "quantized_by": key} | adapters
     says = f"base weights in {setup.quantize} are counted in 16 bits, and their dequantised copies are not"
@@ -323,7 +327,7 @@ def _plans_base(setup: Setup) -> bool:
 
 def _float8(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> dict[str, Any]:
     """8-bit products under an engine that plans them; under another, or beside adapters, they stand among what is left out."""
-    if find_engine(engine).float8 and setup.lora_rank is None and not setup.degrees:
+    if FLOAT8.taken_by(find_engine(engine)) and setup.lora_rank is None and not setup.degrees:
         return {"fp8": setup.fp8}
     key = setup.keys.get("fp8", "fp8")
     return {"unmodelled": (*left_out, Unmodelled(key, Effect.UNKNOWN, "fp8 products; bf16 ones are counted"))}
@@ -335,7 +339,7 @@ def _compiled(setup: Setup, engine: str, left_out: tuple[Unmodelled, ...]) -> di
     """
     selective = setup.checkpoint_policy is not None and CheckpointPolicy.parse(setup.checkpoint_policy).selective
     others = selective or setup.quantize is not None or setup.fp8 is not None or bool(setup.degrees)
-    if find_engine(engine).compiles and not others:
+    if COMPILED.taken_by(find_engine(engine)) and not others:
         return {"compile": setup.compile}
     return {"unmodelled": (*left_out, without_graphs(setup))}
 

@@ -16,7 +16,6 @@ from zeroplan.run.ask import Ask
 DEFAULT_SCHEDULE = "1f1b"
 #: Mixtures with attention that torch's ring has no plan of ours for: latent, or with sinks and windows.
 _OTHER_ATTENTION = ("deepseek_v2", "deepseek_v3", "gpt_oss")
-_WORDS = {"pp": "pipeline stages"}
 _DEGREES = ("tp", "cp", "ulysses", "pp", "vpp", "ep", "etp")
 
 
@@ -130,19 +129,6 @@ def unmeasured(layout: ParallelLayout) -> str:
     if layout.own_experts and not layout.auto_ep:
         return "MoE layers: measured on two GPUs alone"
     return ""
-
-
-def require_compilable(request: Ask, beside: tuple[str, ...]) -> None:
-    """Refuse degrees beside which an engine trains no compiled models; `beside` names those where it does.
-
-    Raises:
-        BadInput: naming what may be compiled.
-    """
-    others = [name for name in (*_DEGREES, "dp_replicate") if name not in beside and getattr(request, name) > 1]
-    if others or request.sp:
-        also = "".join(f", and on {_WORDS[name]}," for name in beside)
-        what = f"compiled models are planned for data parallelism{also} alone"
-        raise BadInput(what, where="--compile", remedy=without_degrees(request))
 
 
 def _require_language_model(request: Ask, spec: ModelSpec, workload: Workload) -> None:

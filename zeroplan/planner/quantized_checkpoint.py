@@ -18,6 +18,7 @@ from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.engines.base import Engine
 from zeroplan.models.quantized import why_not_quantized
 from zeroplan.models.spec import ModelSpec
+from zeroplan.techniques.quantized_base import QUANTIZED_BASE
 
 #: The key of a model's config that says how its weights are kept.
 KEY = "quantization_config"
@@ -117,7 +118,7 @@ def base_of(spec: ModelSpec, asked: str | None, engine: Engine, *, adapters: boo
         why = "--lora-rank is not given: transformers trains adapters alone over such a base"
     elif not why and packed and any(len(tensor.shape) == 3 for tensor, _ in spec.tensor_groups()):
         why = "experts lie in parameters of three dimensions"
-    elif not why and not (found.method in engine.packed_bases if packed else engine.quantized_bases):
+    elif not why and not (QUANTIZED_BASE.takes_packed(engine, found.method) if packed else QUANTIZED_BASE.taken_by(engine)):
         why = "this engine models no such base"
     if not why:
         return found

@@ -16,11 +16,12 @@ from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured
-from zeroplan.planner.offered import facts_of, require_beside, require_engines_own, require_offered, require_partition
+from zeroplan.planner.offered import facts_of, require_engines_own, require_partition
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.training_task import with_training_task
 from zeroplan.planner.workload import workload_of
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.table import techniques_of
 
 #: Sections of a config whose models take images or sound beside tokens.
@@ -96,7 +97,6 @@ def resolve(request: Ask) -> Resolved:
         request = request.replace(tp=run.tp, ulysses=run.ulysses, ep=run.ep)
         auto_ep = run.auto_ep
     engine = engine.for_workload(workload)
-    require_offered(request, engine, workload, cluster, spec)
     facts = facts_of(request, engine, workload, cluster, spec)
     for technique, value in techniques_of(workload):
         technique.require(value, facts)
@@ -104,7 +104,7 @@ def resolve(request: Ask) -> Resolved:
     require_engines_own(engine, spec, workload)
     if workload.numerics.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
-    if workload.compile is not None and engine.starts_uncompiled and request.pp == 1:  # no plan of stages has peaks
+    if workload.compile is not None and COMPILED.starts_eager(engine) and request.pp == 1:  # no plan of stages has peaks
         warnings.append("the first micro batch of a compiled model runs uncompiled; the peaks hold it")
     zero_init = request.zero_init is not False and workload.quantize is None  # transformers makes no quantised model under it
     require_partition(request, engine)
@@ -119,7 +119,6 @@ def resolve(request: Ask) -> Resolved:
         partition=partition,
         auto_ep=auto_ep,
     )
-    require_beside(request, engine, workload, layout)
     for technique, value in techniques_of(workload):
         technique.require_degrees(value, replace(facts, shared=layout is not None))
     if workload.has(TiledMlp):

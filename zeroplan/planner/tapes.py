@@ -23,6 +23,7 @@ from zeroplan.tape.options import Checkpointing, TraceOptions, options_for
 from zeroplan.tape.reference_forward import with_forward_before, with_reference
 from zeroplan.tape.sizes import KernelDevice
 from zeroplan.tapes import find_tape, get_tape, lookup, tape_for
+from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.table import techniques_of
 
 #: Layers that are simulated at most, several stacks' together: each is played, so time and memory grow with them. Published
@@ -160,7 +161,9 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         expanded = expand_for(tape, case, trace=True, zero3=zero3)
         if case.halves:
             expanded = replace(expanded, halves=_halves(case))
-        return expanded if workload.compile is None or not engine.starts_uncompiled else _after_eager(expanded, case, zero3)
+        return (
+            expanded if workload.compile is None or not COMPILED.starts_eager(engine) else _after_eager(expanded, case, zero3)
+        )
     except NoTapeError as error:
         if workload.batch.images:  # no formula knows what images keep
             raise BadInput(str(error), where="--images") from error

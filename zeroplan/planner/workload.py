@@ -241,8 +241,6 @@ def _reduction(request: Ask, engine: Engine, dtype: DType) -> DType | None:
     if request.reduce_dtype is None:
         return None
     where = "--reduce-dtype"
-    if not engine.reduces_as_told:
-        raise BadInput(f"{engine.name} has no such policy", where=where, remedy="leave it out, or use --engine fsdp2")
     found = _one_of(DType, request.reduce_dtype, where)
     if found not in (DType.FP32, dtype):
         raise BadInput(f"gradients made in {dtype} are not reduced in {found}", where=where, remedy=f"use fp32 or {dtype}")
@@ -396,10 +394,6 @@ def _saving(request: Ask, engine: Engine) -> Saving | None:
                 raise BadInput("nothing is saved", where=where, remedy="give --save sharded or --save full as well")
         return None
     form = _one_of(StateDict, request.save, "--save")
-    if form is StateDict.FULL_GPU and not engine.keeps_full_state:
-        raise BadInput(
-            f"{engine.name} keeps no whole state dict on its GPUs", where="--save", remedy="use --save full, or --engine fsdp"
-        )
     return Saving(
         form,
         _one_of(Saver, request.save_by or Saver.LOOP, "--save-by"),

@@ -24,6 +24,8 @@ from zeroplan.search.recommend import rank_all
 from zeroplan.search.results import Recommendation, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, resolve_search
 from zeroplan.search.space import Candidate
+from zeroplan.techniques.compiled import COMPILED
+from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
 
 
 def with_source(request: Ask, options: SearchOptions) -> tuple[Ask, SearchOptions, Recommendation | None]:
@@ -96,11 +98,11 @@ def _free_search(
         gradient_checkpointing=False,
         checkpoint_policy="full",
         unmodelled=_beside_degrees(asked, setup),
-        reduce_dtype=asked.reduce_dtype if find_engine(request.engine).reduces_as_told else None,
+        reduce_dtype=asked.reduce_dtype if REDUCED_GRADIENTS.taken_by(find_engine(request.engine)) else None,
     )
     if request.compile is not None:
         free = free.replace(compile=request.compile)
-    elif asked.compile is not None and not find_engine(request.engine).compiles:
+    elif asked.compile is not None and not COMPILED.taken_by(find_engine(request.engine)):
         free = free.replace(compile=None, unmodelled=(*free.unmodelled, without_graphs(setup)))
     if asked.checkpoint_policy != free.checkpoint_policy:
         key = setup.keys.get("checkpoint_policy", "--checkpoint-policy")

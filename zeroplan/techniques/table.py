@@ -7,10 +7,35 @@ from typing import Any
 
 from zeroplan.core.workload import Workload
 from zeroplan.techniques.base import Technique
+from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.dora import DoraTechnique
+from zeroplan.techniques.evaluation import EvaluationTechnique, LengthsTechnique
+from zeroplan.techniques.float8 import FLOAT8
+from zeroplan.techniques.generation import GENERATION, ColocatedTechnique
+from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
+from zeroplan.techniques.offloaded_checkpoints import OffloadedCheckpointsTechnique
+from zeroplan.techniques.pair_loss import PairLossTechnique
+from zeroplan.techniques.quantized_base import QUANTIZED_BASE
+from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
+from zeroplan.techniques.saving import SavingTechnique
+from zeroplan.techniques.tiles import TiledLossTechnique, TiledMlpTechnique
 
 #: The techniques.
 TABLE: list[Technique[Any]] = [
+    KeptGradientsTechnique(),
+    FLOAT8,
+    PairLossTechnique(),
+    COMPILED,
+    TiledMlpTechnique(),
+    TiledLossTechnique(),
+    OffloadedCheckpointsTechnique(),
+    QUANTIZED_BASE,
+    LengthsTechnique(),
+    EvaluationTechnique(),
+    GENERATION,
+    ColocatedTechnique(),
+    SavingTechnique(),
+    REDUCED_GRADIENTS,
     DoraTechnique(),
 ]
 

@@ -9,7 +9,6 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Base, PackedWeights, Quantization
 from zeroplan.core.units import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
@@ -39,22 +38,9 @@ class Ddp(TorchEngine[DdpRank]):
     """DistributedDataParallel: everything whole on every rank, reported as stage 0."""
 
     name = "ddp"
-    evaluates = True
-    generates = True
-    float8 = True
-    compiles = True
-    compiled_whole = (
-        Effect.UNKNOWN,
-        "one graph, or one for each of DDP's buckets; compiled blocks and an eager loss are counted",
-    )
     casts_outputs = True
-    pair_losses = True
-    measured_pair_losses = frozenset({PairLoss.RANKING, PairLoss.RANKING_AND_NLL})
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True
-    quantized_bases = True
-    packed_bases = ("gptq", "awq", "torchao")
-    keeps_gradients = True
 
     def options(self) -> list[ZeroConfig]:
         """Return stage 0, the only configuration."""

@@ -77,16 +77,11 @@ class DeepSpeed(Engine):
     """DeepSpeed's ZeRO, stages 0 to 3."""
 
     name = "deepspeed"
-    evaluates = True
-    generates = True
-    quantized_bases = True
     whole_vocabulary = True
-    tiles_mlps = True
     own_experts = True
     auto_ep = True
     partition = "parameters"
     measured = True
-    pair_losses = True
     step_buffers_coexist = True
     dialect = Dialect.DEEPSPEED
     trainer = "zeroplan.engines.deepspeed.trainer:build"

@@ -30,11 +30,7 @@ class Fsdp(TorchEngine[FsdpRank]):
     """``FullyShardedDataParallel``: stage 3 is FULL_SHARD, 2 SHARD_GRAD_OP, 0 NO_SHARD; each block is a unit."""
 
     name = "fsdp"
-    evaluates = True
-    quantized_bases = True
     casts_outputs = True
-    pair_losses = True
-    keeps_full_state = True
     measured = False
     gathers_in_half = True
     made_on_host = True

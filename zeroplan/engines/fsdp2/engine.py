@@ -48,13 +48,6 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
 
     name = "fsdp2"
     laid_out = True
-    evaluates = True
-    float8 = True
-    quantized_bases = True
-    packed_bases = ("gptq", "awq")
-    compiles = True
-    reduces_as_told = True
-    compiled_whole = (Effect.MORE, "no GPU has measured a model that is compiled as a whole")
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     verified_degrees = ("tp", "cp", "pp", "ep", "etp", "dp_replicate")
     gathers_in_half = True

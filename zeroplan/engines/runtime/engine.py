@@ -99,9 +99,6 @@ class Runtime(Engine):
     verified_degrees = ("tp", "cp", "pp", "ep", "etp")
     casts_modules = True
     own_optimizers = True
-    compiles = True
-    compiled_degrees = ("pp",)  # parameters that ranks divide do not trace
-    starts_uncompiled = True  # its guards of parameters' aliases do not trace
 
     def __init__(self, runtime_options: RuntimeOptions | None = None) -> None:
         self.runtime_options = runtime_options or RuntimeOptions()

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measure.models import FURTHER, VISION
+from benchmarks.measure.models import CLASS, FURTHER, VISION
 from benchmarks.measure.spec import FUSED, WITHOUT_BETAS
 from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.models.catalog import find
@@ -137,6 +137,8 @@ def _kind(params: dict[str, Any]) -> OptimizerKind:
 def model_of(row: dict[str, Any]) -> str | dict[str, Any]:
     """The model's name, or the config of one that has single values changed."""
     changes = row.get("model_overrides")
+    if row["model"].startswith(CLASS):
+        return dict(changes or {})
     own = FURTHER.get(row["model"]) or VISION.get(row["model"])
     if own is not None:
         return {**own, **(changes or {})}

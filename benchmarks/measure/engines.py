@@ -14,7 +14,8 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.measure.models import auto_class, build_config
+from benchmarks.measure import classes
+from benchmarks.measure.models import CLASS, auto_class, build_config
 from benchmarks.measure.probe import Probe
 from benchmarks.measure.saving import save
 from benchmarks.measure.spec import FUSED, Spec
@@ -47,6 +48,8 @@ def build(spec: Spec, probe: Probe, device: torch.device) -> Trained:
 
 
 def _from_config(spec: Spec, dtype: torch.dtype) -> Any:
+    if spec.model.startswith(CLASS):
+        return classes.build(spec, dtype)
     config = build_config(spec.model, spec.model_overrides)
     if spec.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0

@@ -113,12 +113,19 @@ AUTO_CLASS: dict[str, str] = {
 """``model_type`` to the transformers auto class that gives a loss; all others are causal."""
 
 
+#: A model's name begins so where it is a class of transformers, whose model type is in ``model_overrides``.
+CLASS = "class/"
+
+
 def build_config(name: str, overrides: dict[str, Any]) -> Any:
     """Return the transformers config of ``name`` with single values replaced."""
     from transformers import AutoConfig
 
     from zeroplan.models.catalog import find
 
+    if name.startswith(CLASS):
+        values = {key: value for key, value in overrides.items() if key != "model_type"}
+        return AutoConfig.for_model(overrides["model_type"], **values)
     entry = find(name)
     known = TINY if name == "tiny/llama" else dict(entry.config) if entry else VISION.get(name) or FURTHER.get(name, {})
     if not known:

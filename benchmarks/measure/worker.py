@@ -47,8 +47,9 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
 
     import transformers
 
+    from benchmarks.measure import classes
     from benchmarks.measure.engines import DTYPES, build
-    from benchmarks.measure.models import batch, image_batch, other_batch
+    from benchmarks.measure.models import CLASS, batch, image_batch, other_batch
 
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -57,6 +58,8 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
     half = spec.engine == "deepspeed" or spec.precision == "pure"
     dtype = DTYPES[spec.dtype] if half else torch.float32
     inputs: Any = image_batch(spec, dtype, device) if spec.images else other_batch(spec, dtype, device)
+    if spec.model.startswith(CLASS):
+        inputs = classes.batch(spec, dtype, device)
     if inputs is None:
         inputs = batch(spec.task, spec.micro_batch, spec.seq_len, device, spec.target_len)
     seconds: list[float] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -35,3 +36,15 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     write(tmp_path / "sweep.json", rows)
     assert read(tmp_path / "sweep.json") == rows
     assert counts_of(rows) == {"ctc": {"traced": 1, "refused": 1}}
+
+
+def test_the_drawn_classes_are_the_first_of_their_seed() -> None:
+    """Forty, those that are too large among them, each with its prediction or its reason."""
+    names = sorted({one.architecture for one in read(RESULT) if one.outcome == "traced"})
+    random.Random(20261124).shuffle(names)
+    specs = RESULT.parents[1] / "measure" / "specs"
+    lines = [json.loads(line) for file in sorted(specs.glob("classes_1gpu*")) for line in file.read_text().splitlines()]
+    drawn = {line["id"]: line["model"].removeprefix("class/") for line in lines}
+    assert drawn == {f"K{place:02}": name for place, name in enumerate(names[:40], start=1)}
+    predicted = {one["id"] for one in json.loads((RESULT.parent / "blind_classes_predicted.json").read_text())}
+    assert all((line["id"] in predicted) != bool(line.get("skipped")) for line in lines)

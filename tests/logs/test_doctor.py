@@ -50,7 +50,7 @@ def test_the_smallest_change_that_fits(tmp_path: Path, cli: Cli) -> None:
         *("doctor", log, "meta-llama/Llama-3.2-1B", "--gpus", "8", "--stage", "2"),
         *("--micro-batch", "2", "--seq-len", "2048", "--offload-optimizer", "none", "--offload-param", "none"),
     )
-    assert "it does not fit" in out
+    assert "a GPU: does not fit" in " ".join(out.split())
     assert "Smallest change that fits: " in out
     # The command that it prints goes on with the log's card.
     assert "--vram 14.59G" in out
@@ -74,8 +74,55 @@ def test_a_plan_of_another_run_is_said_to_be_one(tmp_path: Path, cli: Cli) -> No
     log = _write(tmp_path, "  Number of trainable parameters = 999\n  Instantaneous batch size per device = 8\n" + OOM)
     _, out, _ = cli("doctor", log, "openai-community/gpt2", "--micro-batch", "1", "--stage", "0")
     text = " ".join(out.split())
-    assert "micro batch 8 in the log, 1 in the plan" in text
-    assert "999 trainable parameters in the log, 124,439,808 in the plan" in text
+    assert "The log has micro batch 8, where the plan has 1" in text
+    assert "999 trainable parameters, where the plan has 124,439,808" in text
+
+
+#: 9.27 GiB are the fp32 logits of 4 × 4,096 tokens over 151,936 words.
+LOGITS = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.27 GiB. GPU 0 has a total capacity of 79.11 GiB of which "
+    "5.31 GiB is free. Process 1 has 73.79 GiB memory in use. Of the allocated memory 70.1 GiB is allocated by PyTorch, and "
+    "2.9 GiB is reserved by PyTorch but unallocated.\n"
+)
+LAUNCH = (
+    "deepspeed --num_gpus 8 run_clm.py --model_name_or_path Qwen/Qwen2.5-1.5B --deepspeed ds.json --block_size 4096 "
+    "--per_device_train_batch_size 2 --bf16 --output_dir out\n"
+)
+
+
+def test_a_file_of_the_run_is_planned_and_what_the_log_has_otherwise_is_the_news(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "train.sh").write_text(LAUNCH)
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": zero}))
+    log = _write(tmp_path, "  Instantaneous batch size per device = 4\n" + LOGITS)
+    code, out, err = cli("doctor", log, "--from", str(tmp_path / "train.sh"))
+    assert (code, err) == (0, "")
+    text = " ".join(out.split())
+    assert "Planned: ZeRO-3, optimizer on cpu" in text
+    assert f"The log has micro batch 4, where {tmp_path / 'train.sh'} has 2" in text
+    assert "the flag" not in text
+    assert "shard more" not in text  # it has stage 3
+    assert "offload the optimizer" not in text  # and the optimizer on the host
+
+
+def test_a_host_that_ran_out_of_memory_stands_beside_what_the_plan_needs_of_it(tmp_path: Path, cli: Cli) -> None:
+    (tmp_path / "train.sh").write_text(LAUNCH.replace("1.5B", "7B"))
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": "auto"}, "zero_optimization": zero}))
+    log = _write(tmp_path, "step 10\nsubprocess died with exit code -9: SIGKILL\n")
+    words = ("--from", str(tmp_path / "train.sh"), "--gpu", "H100", "--cpu-ram", "64G")
+    text = " ".join(cli("doctor", log, *words)[1].split())
+    assert "does not fit" in text
+    assert "of 61.0 GiB of host memory a node" in text
+
+
+def test_logits_that_did_not_fit_tell_the_length(tmp_path: Path, cli: Cli) -> None:
+    log, model = _write(tmp_path, LOGITS), "Qwen/Qwen2.5-1.5B"
+    found = json.loads(cli("doctor", log, model, "--micro-batch", "4", "--json")[1])
+    assert found["plan"]["taken"][0].startswith("sequence 4096, ")
+    assert found["plan"]["plan"] is not None
+    found = json.loads(cli("doctor", log, model, "--micro-batch", "2", "--seq-len", "4096", "--json")[1])
+    assert found["plan"]["differs"] == ["logits of 16,384 tokens a GPU, where the plan has 2 × 4096"]
 
 
 SNAPSHOT = {

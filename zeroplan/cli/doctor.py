@@ -76,10 +76,11 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool) -> None:
         show("\n".join(terminal.verdict(found.verdict, not found.failed)))
         return
     planned, following = None, list[str]()
-    if request.model is not None:
+    if request.model is not None or request.params is not None or request.files:
         from zeroplan.planner.failed_run import plan_of_log
 
-        planned = plan_of_log(request, found.stated, card=found.sizes.get("total"), allowed=found.sizes.get("allowed"))
+        card, allowed, tried = (found.sizes.get(name) for name in ("total", "allowed", "tried"))
+        planned = plan_of_log(request, found.stated, card=card, allowed=allowed, tried=tried)
         following = flags.recommend_words(planned.request) if found.failed else []
     elif found.about_gpu_memory:
         following = ["zeroplan", "doctor", path, "MODEL"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.units import format_bytes
 from zeroplan.logs.diagnose import Diagnosis
 from zeroplan.report.terminal import PLAIN, Terminal
-from zeroplan.report.verdict import name_of, need, peak_sentence
+from zeroplan.report.verdict import host_share, lacks_of, name_of, need, peak_sentence
 
 if TYPE_CHECKING:
     from zeroplan.logs.snapshot import Snapshot
@@ -26,17 +26,29 @@ def diagnosis_text(
     if planned is not None:
         lines += ["", *_plan_lines(planned, terminal)]
     if planned is None or planned.relief is None:
-        lines += _advice_lines(found, terminal)
+        lines += _advice_lines(found, planned, terminal)
     if following:
         lines += ["", *terminal.command("Next: ", following)]
     return "\n".join(lines)
 
 
-def _advice_lines(found: Diagnosis, terminal: Terminal) -> list[str]:
-    lines = ["", terminal.bold("What to do, the first thing first")] if found.advice else []
-    for number, one in enumerate(found.advice, 1):
+def _advice_lines(found: Diagnosis, planned: FailedRunPlan | None, terminal: Terminal) -> list[str]:
+    advice = [one for one in found.advice if planned is None or not _done(one.flags, planned)]
+    lines = ["", terminal.bold("What to do, the first thing first")] if advice else []
+    for number, one in enumerate(advice, 1):
         lines += terminal.wrap(f"{number}. {one.what}: {one.why}", hang="   ")
     return lines
+
+
+def _done(flags: str, planned: FailedRunPlan) -> bool:
+    """Return whether the plan has what an advice's flags would switch on."""
+    plan, work = planned.plan, planned.report.workload
+    return (
+        (flags.startswith("--stage") and plan is not None and plan.stage == 3)
+        or (flags == "--gradient-checkpointing" and work["gradient_checkpointing"])
+        or (flags == "--offload-optimizer cpu" and plan is not None and plan.offload_optimizer != "none")
+        or (flags == "--micro-batch" and work["micro_batch"] == 1)
+    )
 
 
 def _plan_lines(planned: FailedRunPlan, terminal: Terminal) -> list[str]:
@@ -45,12 +57,14 @@ def _plan_lines(planned: FailedRunPlan, terminal: Terminal) -> list[str]:
         return terminal.wrap("The plan names no single configuration: give --stage, or --ds-config.")
     gpu = plan.gpu
     limit = f" of {format_bytes(gpu.usable, digits=1)}" if gpu.usable is not None else ""
-    says = {True: "fits", False: "does not fit", None: "needs"}[plan.fits]
-    lines = terminal.wrap(f"Planned: {name_of(plan)}, {need(plan)}{limit} a GPU; it {says}. {peak_sentence(plan)}".rstrip())
+    host = "" if "cpu" in plan.misfits else host_share(plan, planned.report.cluster)
+    short = f" ({'; '.join(lacks_of(plan, planned.report.cluster))})" if plan.misfits else ""
+    says = "" if plan.fits is None and not plan.undecided else f": {plan.verdict}{short}"
+    lines = terminal.wrap(f"Planned: {name_of(plan)}, {need(plan)}{limit} a GPU{host}{says}. {peak_sentence(plan)}".rstrip())
     if planned.taken:
         lines += terminal.wrap(f"Taken from the log: {', '.join(planned.taken)}.")
     if planned.differs:
-        lines += terminal.wrap(f"The log is of another run than the plan: {'; '.join(planned.differs)}.")
+        lines += terminal.wrap(f"The log has {'; '.join(planned.differs)}.")
     relief = planned.relief
     if relief is not None:
         lines += terminal.wrap(

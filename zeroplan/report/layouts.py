@@ -11,7 +11,7 @@ from zeroplan.planner.layout import DEFAULT_SCHEDULE
 from zeroplan.report.terminal import Terminal
 from zeroplan.report.verdict import unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
-from zeroplan.search.recommend import EQUALLY_FAST
+from zeroplan.search.policy import EQUALLY_FAST
 
 if TYPE_CHECKING:
     from zeroplan.search.layout_answer import LaidOut, LayoutAnswer

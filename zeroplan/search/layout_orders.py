@@ -29,7 +29,7 @@ from zeroplan.core.tensor_parallel import MIXTURES, PLANS
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import DEFAULT_SCHEDULE
 from zeroplan.run.ask import Ask
-from zeroplan.search.recommend import EQUALLY_FAST
+from zeroplan.search.policy import EQUALLY_FAST
 
 #: What may be fixed of a layout, as fields of a request.
 FIXED = ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")

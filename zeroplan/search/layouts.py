@@ -51,7 +51,7 @@ from zeroplan.search.layout_orders import (
 )
 from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
 from zeroplan.search.machine_rates import machine_rates
-from zeroplan.search.recommend import EQUALLY_FAST
+from zeroplan.search.policy import EQUALLY_FAST
 
 #: The engine whose layouts are planned.
 ENGINE = "fsdp2"

@@ -31,15 +31,11 @@ from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate, liv
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.simulated import simulated_plan
 from zeroplan.planner.tapes import NoTapeError, expand_for, expanded_tape_of
+from zeroplan.search.policy import ANALYTIC_SPREAD, FLOOR_SLACK
 from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tapes import find_tape
-
-#: Formulas of states that the schedule frees for a moment, and pads, may be off by this much.
-FLOOR_SLACK = 0.98
-#: Without a tape, how far the analytic estimate of activations may be from the truth, either way.
-ANALYTIC_SPREAD = 0.25
 
 
 class Memory:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.units import GIB, format_bytes
+from zeroplan.core.units import format_bytes
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig, sharding_text
 from zeroplan.ledger.traffic import Executor
@@ -15,14 +15,12 @@ from zeroplan.planner.limit import RESERVED_SPREAD
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.recommend import EQUAL, Ranked, SearchOutcome, headroom, plainest, search
+from zeroplan.search.policy import EQUAL, MORE_VRAM, WHAT_IF
+from zeroplan.search.recommend import Ranked, SearchOutcome, headroom, plainest, search
 from zeroplan.search.results import Point
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
 from zeroplan.search.space import Candidate
 
-#: Simulations that one "what if" may take.
-_WHAT_IF = 2
-_MORE_VRAM = 8 * GIB
 #: GPUs of the nodes that one can rent.
 _NODES = (1, 2, 4, 8)
 #: The part of the card below which what is left is named: as much as reserved memory was off (planner/limit.py).
@@ -168,7 +166,7 @@ def what_more_buys(resolved: ResolvedSearch, request: Ask, options: SearchOption
         more, what_more = replace(cluster, nodes=2 * cluster.nodes), f"{2 * cluster.nodes} nodes"
     else:
         more, what_more = cluster.resized(wider), f"{wider} GPUs a node"
-    larger = replace(cluster, vram=cluster.vram + _MORE_VRAM)
+    larger = replace(cluster, vram=cluster.vram + MORE_VRAM)
     for what, grown in (("8 GiB more a GPU", larger), (what_more, more)):
         found = _best_on(grown, resolved, request, options, memory)
         if found is None:
@@ -192,7 +190,7 @@ def _best_on(cluster: Cluster, resolved: ResolvedSearch, request: Ask, options: 
         return None
     other = memory.on(cluster)
     cost = CostModel(resolved.engine, resolved.spec, cluster, resolved.rates)
-    outcome = search(space, other, cost, shown=1, most=_WHAT_IF, strict=True)
+    outcome = search(space, other, cost, shown=1, most=WHAT_IF, strict=True)
     return outcome.ranking[0] if outcome.ranking else None
 
 

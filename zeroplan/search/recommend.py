@@ -19,20 +19,8 @@ from zeroplan.core.plan import MemoryPlan, Verdict
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.search.cost import CostModel, StepTime
 from zeroplan.search.memory import Memory
+from zeroplan.search.policy import EQUAL, EQUALLY_FAST, LIKELY, MOST_SIMULATIONS, REACH, SHOWN
 from zeroplan.search.space import Candidate
-
-#: Families (stage, offloads, checkpointing, what is compiled) that an answer shows.
-SHOWN = 5
-#: Simulations that an answer may take: about two seconds' worth for a model of 32 blocks.
-MOST_SIMULATIONS = 48
-#: What no setting changes is allocated memory, but for buckets: where that alone exceeds the card by so much, none fits.
-_REACH = 1.05
-#: Of configurations whose predicted speeds differ by less, the simplest is named; predicted times are off by as much.
-EQUALLY_FAST = 0.03
-#: Speeds that differ by less are shown as equal.
-EQUAL = 0.001
-#: A floor below this share of the card: likely to fit as it is, so the smallest variant is not asked first.
-_LIKELY = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +128,7 @@ def search(
         frugal = min(
             groups[_group(candidate)], key=lambda c: (c.zero.buckets.reduce_bucket_size, memory.floor(c), not c.alloc_conf)
         )
-        likely = memory.floor(candidate) < _LIKELY * (memory.cluster.usable_vram or 0)
+        likely = memory.floor(candidate) < LIKELY * (memory.cluster.usable_vram or 0)
         for one in (candidate, frugal) if likely else (frugal, candidate):
             found = _planned(one, memory, cost)
             if not memory.may_fit(found.plan, one):
@@ -198,7 +186,7 @@ def _hopeless(plan: MemoryPlan) -> bool:
         return plan.undecided
     gpu = plan.gpu
     least = gpu.needed if gpu.peak_allocated is None else gpu.peak_allocated + (gpu.outside_torch or 0)
-    return plan.misfits != ("gpu",) or least > _REACH * (gpu.usable or 0)
+    return plan.misfits != ("gpu",) or least > REACH * (gpu.usable or 0)
 
 
 def _group(candidate: Candidate) -> object:

@@ -24,7 +24,8 @@ from zeroplan.planner.options import RunOptions
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.recommend import EQUALLY_FAST, Ranked, search
+from zeroplan.search.policy import EQUALLY_FAST
+from zeroplan.search.recommend import Ranked, search
 from zeroplan.search.results import Recommendation, recommendation
 from zeroplan.search.search_options import (
     ResolvedSearch,

@@ -21,7 +21,7 @@ from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
 from zeroplan.run.ask import Ask
 from zeroplan.search.machine_rates import machine_rates
-from zeroplan.search.recommend import SHOWN
+from zeroplan.search.policy import SHOWN
 from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
 
 GOALS = ("throughput", "memory")

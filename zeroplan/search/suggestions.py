@@ -11,17 +11,12 @@ from zeroplan.core.units import GIB, TIB
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
+from zeroplan.search.policy import FAR, NAMED, TRIES
 from zeroplan.search.recommend import Ranked
 from zeroplan.search.results import Recommendation, Suggestion, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 
-#: Simulations that the nearest miss and each change may take.
-_TRIES = 2
-#: Where the lightest floor is this many times what there is, one simulation says enough.
-_FAR = 1.5
-#: Changes that an answer names.
-_NAMED = 4
 #: Memories of cards that are sold, in GiB.
 _CARDS = (16, 24, 32, 40, 48, 80, 141, 180)
 
@@ -31,8 +26,8 @@ def nearest_miss(space: Sequence[Candidate], memory: Memory, cost: CostModel) ->
     lightest: dict[object, Candidate] = {}
     for candidate in sorted(space, key=lambda c: (_lack_of_floors(c, memory), memory.floor(c), c.effort)):
         lightest.setdefault(candidate.family, candidate)
-    tried = [c for c in list(lightest.values()) if memory.runnable(c)][:_TRIES]
-    if tried and _lack_of_floors(tried[0], memory) > _FAR:
+    tried = [c for c in list(lightest.values()) if memory.runnable(c)][:TRIES]
+    if tried and _lack_of_floors(tried[0], memory) > FAR:
         del tried[1:]
     ranked = [Ranked(c, cost.step_time(c.workload, c.zero, memory.counts(c)), memory.plan(c)) for c in tried]
     return min(ranked, key=lambda r: lack(r, memory))
@@ -108,7 +103,7 @@ def cheapest_suggestions(
     done: set[str] = set()
     named = 0
     for option in _options(resolved, request, options, nearest):
-        if named >= _NAMED:
+        if named >= NAMED:
             return
         if option.row and option.row in done:
             continue
@@ -140,7 +135,7 @@ def _least(option: _Option, base: Memory | None) -> Recommendation | None:
     lightest: dict[object, Candidate] = {}
     for candidate in likely:
         lightest.setdefault(candidate.family, candidate)
-    for candidate in [c for c in lightest.values() if memory.runnable(c)][:_TRIES]:
+    for candidate in [c for c in lightest.values() if memory.runnable(c)][:TRIES]:
         plan = memory.plan(candidate)
         if memory.may_fit(plan, candidate):
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))

@@ -24,6 +24,7 @@ from zeroplan.planner.options import require_known
 from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.machine import look
+from zeroplan.search.policy import HOPE
 from zeroplan.search.results import Recommendation
 from zeroplan.search.search_options import SearchOptions
 from zeroplan.simulate.allocator.config import VARIABLES
@@ -36,8 +37,6 @@ from zeroplan.validate.results import Comparison
 #: Runs that a tuning takes, steps of each, and candidates that it chooses from.
 RUNS, STEPS, CANDIDATES = 5, 6, 10
 
-#: What is expected to take longer than this many times the best measured is not run: predictions of one bound are off alike.
-HOPE = 1.25
 
 Run = Callable[[Recommendation], Trial]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -106,8 +107,8 @@ class ScriptRecorder(StorageRecorder):
         made_bare = device is not None and device.type == "meta"
         if not bare and not made_bare:
             return func(*args, **kwargs)
-        if torch.is_inference_mode_enabled() and _is_made_of_others(func):
-            with self:  # autograd, which takes such operators apart, is not on
+        if _is_made_of_others(func):
+            with self:  # of tensors of inference mode: autograd, which takes such operators apart, is not on
                 return func.decompose(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         if name in _IN_PLACE_ALONE:
@@ -224,6 +225,7 @@ def _tensors(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
+@lru_cache(maxsize=4096)
 def _is_made_of_others(func: Any) -> bool:
     """Return whether an operator is nothing but calls of others."""
     composite = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -45,6 +45,7 @@ class Overlay:
         self.root = os.path.join(self.folder, "files")
         self.gone: set[str] = set()
         self.busy = False
+        self.clearing = False  # a folder of ours is removed, by names within it
 
     def own(self, path: Any) -> bool:
         """Return whether a path needs no redirection: an open file's number, the system's, or one in the folder."""
@@ -260,8 +261,9 @@ def _mover(name: str, overlay: Overlay, replaced: _Replaced) -> None:
         elif str(source) == str(src) and not overlay.own(src):
             shutil.copyfile(source, target)
         else:
-            return own(source, target)
-        overlay.gone.add(real)
+            own(source, target)
+        if name != "link":
+            overlay.gone.add(real)
         return None
 
 
@@ -270,14 +272,18 @@ def _without_tree(overlay: Overlay) -> Callable[..., None]:
 
     def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
         if overlay.own(path):
-            return own(path, *args, **kwargs)
-        overlay.busy = True
+            overlay.clearing = True
+            try:
+                return own(path, *args, **kwargs)
+            finally:
+                overlay.clearing = False
+        overlay.busy = overlay.clearing = True
         try:
             if os.path.isdir(overlay.of(path)):
                 own(overlay.of(path))
             overlay.gone.add(overlay._absolute(path))
         finally:
-            overlay.busy = False
+            overlay.busy = overlay.clearing = False
         return None
 
     return rmtree
@@ -342,6 +348,8 @@ def _guard(overlay: Overlay) -> Callable[[str, tuple[Any, ...]], None]:
              "os.truncate": (0,), "os.chmod": (0,), "os.chown": (0,), "shutil.rmtree": ()}  # fmt: skip
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
+        if overlay.clearing:
+            return
         if event == "open":
             path, mode, flags = args
             writes = _writes(mode) if isinstance(mode, str) else bool(flags & _WRITING)

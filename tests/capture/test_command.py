@@ -1,0 +1,59 @@
+"""Commands as people type them, down to the one process that is captured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeroplan.capturing.command import Start, start_of
+from zeroplan.core.errors import BadInput
+
+
+@pytest.mark.parametrize(
+    ("line", "target", "arguments", "launcher", "local", "nodes"),
+    [
+        ("python train.py --lr 3", "train.py", ("--lr", "3"), "", None, None),
+        ("python3 -u -X utf8 train.py", "train.py", (), "", None, None),
+        ("CUDA_VISIBLE_DEVICES=0 nohup python train.py", "train.py", (), "", None, None),
+        ("uv run python train.py", "train.py", (), "", None, None),
+        ("torchrun --nproc_per_node=8 --nnodes 2 train.py a", "train.py", ("a",), "torchrun", 8, 2),
+        ("torchrun --standalone train.py", "train.py", (), "torchrun", 1, None),
+        ("python -m torch.distributed.run --nproc-per-node 4 train.py", "train.py", (), "torchrun", 4, None),
+        ("deepspeed --num_gpus 4 train.py --deepspeed ds.json", "train.py", ("--deepspeed", "ds.json"), "deepspeed", 4, None),
+        ("deepspeed --include localhost:0,1 train.py", "train.py", (), "deepspeed", 2, None),
+        ("accelerate launch --num_processes 8 --num_machines 2 --multi_gpu train.py x", "train.py", ("x",), "accelerate", 4, 2),
+        ("bash -c 'python train.py --a 1'", "train.py", ("--a", "1"), "", None, None),
+    ],
+)
+def test_the_launcher_and_the_script(
+    line: str, target: str, arguments: tuple[str, ...], launcher: str, local: int | None, nodes: int | None
+) -> None:
+    import shlex
+
+    found = start_of(shlex.split(line))
+    assert (found.target, found.arguments, found.launcher) == (target, arguments, launcher)
+    assert (found.local_ranks, found.nodes) == (local, nodes)
+
+
+def test_a_module_and_variables() -> None:
+    found = start_of(["A=1", "python", "-m", "package.train", "--x"])
+    assert found == Start("package.train", True, ("--x",), environment={"A": "1"})
+
+
+def test_a_shell_script_is_read_and_not_run(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    script = tmp_path / "run.sh"
+    script.write_text(f"touch {mark}\nexport B=2\nLR=5\ntorchrun --nproc_per_node 2 train.py \\\n  --lr $LR\n")
+    found = start_of(["bash", str(script)])
+    assert (found.target, found.arguments, found.local_ranks) == ("train.py", ("--lr", "5"), 2)
+    assert found.environment["B"] == "2"
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["python"], ["python", "-c", "1"], ["torchrun", "--nproc_per_node", "x", "train.py"], ["no-such-program"]]
+)
+def test_what_cannot_be_started_is_one_line(words: list[str]) -> None:
+    with pytest.raises(BadInput):
+        start_of(words)

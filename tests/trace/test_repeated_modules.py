@@ -212,3 +212,25 @@ def test_blocks_that_share_a_module_are_counted_in_its_place(config: dict[str, A
     point, options = TracePoint(2, 8), TraceOptions(checkpointing=Checkpointing.NON_REENTRANT, zero3=True)
     there, folded = whole_trace(config, options, point), trace_at(config, auto_class_of(config), options, point)
     assert renumbered(folded.expand(2, 8)) == renumbered(there)
+
+
+class Tokens(nn.Module):
+    """Two learnt rows before the samples' own, as a vision transformer's class and distillation tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(1, 1, WIDTH)), nn.Parameter(torch.zeros(1, 1, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S, WIDTH] to a scalar."""
+        rows = [token.expand(len(x), -1, -1) for token in (self.first, self.second)]
+        return torch.cat([*rows, x], 1).square().mean()
+
+
+def test_gradients_that_are_views_of_one_block_are_freed_once() -> None:
+    """Of one sample, whose expansion copies nothing."""
+    tape = trace_module(
+        Tokens(), lambda: {"x": torch.empty(1, 4, WIDTH, device="meta")}, TraceOptions(arithmetic=Arithmetic.FP32)
+    ).expand(1, 1)
+    handed = [storage for op, storage in zip(tape.op, tape.aux, strict=True) if op == Op.GRAD]
+    assert len(handed) == len(set(handed)) == 2

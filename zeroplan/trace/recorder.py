@@ -368,8 +368,13 @@ class StorageRecorder(TorchDispatchMode):
         self.phase = _PHASE_BEHIND[mark]
 
     def gradient(self, param: int, tensor: torch.Tensor) -> None:
-        """Record that a parameter's gradient is complete. From here on it belongs to the engine."""
+        """Record that a parameter's gradient is complete. From here on it belongs to the engine.
+
+        Gradients of two parameters may be views of one block, as those of two tokens put before one sample's: the first has it.
+        """
         ident = self.ident(tensor)
+        if ident in self._engine_owned:
+            ident = self._new(tensor.numel() * tensor.element_size())
         self._engine_owned.add(ident)
         self.out.add(Op.GRAD, param, ident)
 

@@ -65,7 +65,7 @@ class StageTape:
     held: tuple[int, ...] = ()
 
 
-class _Pattern:
+class _StagePattern:
     """What a stage's part is cut by, found in the whole tape.
 
     Attributes:
@@ -225,7 +225,7 @@ class _Pattern:
 class _Cut:
     """Writes one stage's part of a tape. See :func:`cut`."""
 
-    def __init__(self, pattern: _Pattern, copies: bool, holds_output: bool) -> None:
+    def __init__(self, pattern: _StagePattern, copies: bool, holds_output: bool) -> None:
         self.pattern, self.stage, self.tape = pattern, pattern.stage, pattern.tape
         self.copies, self.holds_output = copies, holds_output
         self.kept = pattern.kept()
@@ -367,7 +367,7 @@ def cut(
     Raises:
         BadInput: blocks whose residual stream is not found.
     """
-    return _Cut(_Pattern(tape, stage, token_parts), copies, holds_output).part()
+    return _Cut(_StagePattern(tape, stage, token_parts), copies, holds_output).part()
 
 
 def passing_on(part: StageTape, *, output: bool, gradient: bool) -> StageTape:

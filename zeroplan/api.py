@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from zeroplan.core.errors import BadInput
@@ -301,13 +301,16 @@ def scale(model: Any = None, gpus: str | int | Sequence[int] = "8..1024", **opti
     """
     from zeroplan.search.scaling import ScaleOptions, parse_ranks, run_scaling
     from zeroplan.search.search_options import SearchOptions
+    from zeroplan.search.whole_training import budget_of
 
     require_known(options, ScaleOptions.__annotations__, "scale")
     given: dict[str, Any] = dict(options)
     node = given.pop("gpus_per_node", None)
     names = {f.name for f in fields(SearchOptions)}
     of_search = SearchOptions(**{name: given.pop(name) for name in list(given) if name in names})
-    return run_scaling(Ask(model=model, **given), parse_ranks(gpus), of_search, gpus_per_node=node)
+    budget = budget_of(given.pop("tokens", None), given.pop("price", None), given.get("gpu"))
+    found = run_scaling(Ask(model=model, **given), parse_ranks(gpus), of_search, gpus_per_node=node)
+    return replace(found, budget=budget)
 
 
 def estimate_zero1_mem(model: Any = None, **options: Unpack[StageOptions]) -> MemoryPlan:

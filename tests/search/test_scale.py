@@ -113,4 +113,5 @@ def test_arguments_are_fields_of_what_they_fill() -> None:
     fields = {name: option.hint for name, option in OPTIONS.items()} | get_type_hints(SearchOptions)
     own = get_type_hints(ScaleOptions)
     assert own.pop("gpus_per_node") == int | None
+    assert (own.pop("tokens"), own.pop("price")) == (int | str | None, float | str | None)
     assert own.items() <= fields.items()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,6 +40,14 @@ OffloadParam = Annotated[
     str | None, typer.Option("--offload-param", rich_help_panel="Sharding", help="none, cpu or nvme. [the best]")
 ]
 Profile = Annotated[str | None, typer.Option("--profile", help="Rates by doctor --calibrate.")]
+Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens", rich_help_panel="Whole training", help="Train on so many, 15T: days, GPU hours, energy."),
+]
+Price = Annotated[
+    str | None,
+    typer.Option("--price", rich_help_panel="Whole training", metavar="NUMBER|FILE", help="Of a GPU hour, or JSON by card."),
+]
 Html = Annotated[
     str | None, typer.Option("--html", callback=flags.writable, help="Write a page with the pictures.", metavar="FILE")
 ]
@@ -58,6 +67,8 @@ def scale(
     offload_optimizer: OffloadOptimizer = None,
     offload_param: OffloadParam = None,
     profile: Profile = None,
+    tokens: Tokens = None,
+    price: Price = None,
     style: flags.Style = "plain",
     wide: flags.Wide = False,
     quiet: flags.Quiet = False,
@@ -74,6 +85,7 @@ def scale(
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.scaling import parse_ranks, run_scaling
     from zeroplan.search.search_options import SearchOptions
+    from zeroplan.search.whole_training import budget_of
 
     if request.model is None and request.params is None:
         raise BadInput("no model", where="MODEL", remedy="give one id, path or config, or --params 7B")
@@ -85,7 +97,8 @@ def scale(
         offload_param=offload_param,
     )
     options = SearchOptions(global_batch=global_batch, gradient_checkpointing=gradient_checkpointing, profile=profile)
-    found = run_scaling(request, parse_ranks(gpus), options, gpus_per_node=gpus_per_node)
+    budget = budget_of(tokens, price, request.gpu)
+    found = replace(run_scaling(request, parse_ranks(gpus), options, gpus_per_node=gpus_per_node), budget=budget)
     if html is not None or svg is not None:
         from zeroplan.report.scaling_html import scaling_page, scaling_svg
 

@@ -21,6 +21,11 @@ _LEGEND = (
     " most: the largest micro batch that fits. tokens/s: of one GPU. speed: over the first row that fits."
 )
 
+_OF_A_TRAINING = (
+    "days, GPU hours: of the whole training, failures included, at the rate of BLOOM's. goodput: the part in which new tokens"
+    " are trained on, with checkpoints as often as loses the least. MWh: of the GPUs' boards at full power."
+)
+
 
 def scaling_text(
     found: Scaling,
@@ -54,6 +59,7 @@ def scaling_text(
     lines += terminal.command("Next: ", next_command) if next_command and first is not None else []
     lines += ["", *terminal.wrap(heading(found)), ""]
     lines += [scaling_table(found, style, width=terminal.width), "", *map(terminal.dim, terminal.wrap(_LEGEND))]
+    lines += [] if found.budget is None else [*map(terminal.dim, terminal.wrap(_OF_A_TRAINING))]
     left_out = unmodelled_notes([point.shown.plan for point in found.points[:1]])
     return "\n".join([*lines, *notes((*left_out, *found.warnings), terminal)])
 
@@ -143,6 +149,8 @@ def scaling_table(found: Scaling, style: str = "plain", *, width: int | None = N
     """
     compiled = compiled_header([point.shown for point in found.points])
     headers = ["GPUs", "ZeRO", "offload", "ckpt", *compiled, "batch", "most", "states", "GPU", "tokens/s", "speed"]
+    if found.budget is not None:
+        headers += ["days", "GPU hours", "goodput", "MWh", *(["price"] if found.budget.prices else [])]
     return render(headers, [_row(found, point) for point in found.points], style, width=width)
 
 
@@ -161,7 +169,23 @@ def _row(found: Scaling, point: ScalePoint) -> list[str]:
         format_gib(gpu.interval[1] if gpu.interval else gpu.needed, digits=1),
         "does not fit" if point.rank_tokens_per_second is None else f"{point.rank_tokens_per_second:,.0f}",
         "-" if efficiency is None else f"{efficiency:.2f}",
+        *_training_cells(found, point),
     ]
+
+
+def _training_cells(found: Scaling, point: ScalePoint) -> list[str]:
+    """The cells of a whole training; none without a budget of tokens."""
+    if found.budget is None:
+        return []
+    one = found.training(point)
+    figures = [
+        (None if one is None else one.days, ",.1f"),
+        (None if one is None else one.gpu_hours, ",.0f"),
+        (None if one is None else one.goodput, ".1%"),
+        (None if one is None else one.megawatt_hours, ",.1f"),
+        *([(None if one is None else one.price, ",.0f")] if found.budget.prices else []),
+    ]
+    return ["-" if figure is None else format(figure, style).replace("%", " %") for figure, style in figures]
 
 
 def heading(found: Scaling) -> str:

@@ -35,6 +35,7 @@ from zeroplan.search.search_options import (
 )
 from zeroplan.search.space import MOST_MICRO_BATCH, Candidate
 from zeroplan.search.suggestions import nearest_miss
+from zeroplan.search.whole_training import Budget, WholeTraining, whole_training
 
 #: GPUs of a node, where nothing says otherwise: DGX and HGX machines.
 NODE_GPUS = 8
@@ -62,6 +63,8 @@ class ScaleOptions(RunOptions, total=False):
     global_batch: int | None
     profile: str | os.PathLike[str] | None
     nvme_path: str
+    tokens: int | str | None
+    price: float | str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,21 @@ class Scaling(Printable):
     global_batch: int | None = None
     warnings: tuple[str, ...] = ()
     rates: dict[str, Any] = field(default_factory=dict)
+    budget: Budget | None = None
+
+    def training(self, point: ScalePoint) -> WholeTraining | None:
+        """Return the whole training on so many ranks; None without a budget of tokens, and where nothing fits."""
+        if self.budget is None or point.best is None:
+            return None
+        return whole_training(
+            self.budget,
+            tokens_per_second=point.best.tokens_per_second,
+            ranks=point.ranks,
+            nodes=point.cluster.nodes,
+            gpu=point.cluster.gpu.name,
+            params=self.model["trainable"],
+            write_gbs=self.rates["write_gbs"],
+        )
 
     @property
     def first(self) -> ScalePoint | None:
@@ -139,11 +157,12 @@ class Scaling(Printable):
         """
         superlinear = {point.ranks for point in self.superlinear}
         first = self.first
-        points = []
+        points: list[dict[str, Any]] = []
         for point in self.points:
-            efficiency = self.efficiency(point)
+            efficiency, training = self.efficiency(point), self.training(point)
             points.append(
-                {
+                ({} if training is None else {"training": training.to_dict()})
+                | {
                     "ranks": point.ranks,
                     "cluster": describe_cluster(point.cluster),
                     "fits": False if point.best is None else point.best.fits,
@@ -161,6 +180,7 @@ class Scaling(Printable):
             "schema": 1,
             "model": self.model,
             "workload": describe_workload(self.workload) | {"global_batch": self.global_batch},
+            **({} if self.budget is None else {"tokens": self.budget.tokens}),
             "warnings": list(self.warnings),
             "points": points,
             "rates": self.rates,

@@ -1,0 +1,164 @@
+"""A whole training: how long it takes for a budget of tokens, what fails on the way, its energy and its price.
+
+Note [Goodput]
+    GPUs fail independently of each other, so n of them fail n times as often. A training saves its state every τ, which takes
+    δ; after a failure it starts again, which takes R, and repeats what it did since the last save, τ / 2 in the mean. Of its
+    time
+
+        δ / τ + τ / 2M + R / M
+
+    is lost, with M the mean time between failures; τ = √(2 δ M) loses the least (Young 1974, "A first order approximation to
+    the optimum checkpoint interval"). Where more than half would be lost that approximation does not hold, and nothing is said.
+
+    The rate of failures is BLOOM's: 1 to 2 GPUs a week of about 400 (Bekman 2022, "The Technology Behind BLOOM Training"). It
+    foretells 474 failures for 16,384 GPUs in 54 days, in which Llama 3 counted 419 unexpected interruptions (arXiv
+    2407.21783, table 5); a test holds that. What a start takes, ten minutes, is MegaScale's time to detect, diagnose and
+    resume (arXiv 2402.15627, section 6.3). All of it is arithmetic: nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.documents import CONFIG, parse_json, text_of
+from zeroplan.core.errors import BadInput
+from zeroplan.core.files import read_bytes
+from zeroplan.core.units import parse_count
+
+#: Failures of a GPU and day: 1.5 a week of 400.
+FAILURES_PER_DAY = 1.5 / 7 / 400
+#: Seconds from a failure to the first new step.
+RESTART_SECONDS = 600.0
+#: Bytes that a saved parameter takes: fp32 master and two moments, and 16 bits.
+_SAVED_BYTES = 14
+_DAY, _HOUR = 86_400, 3_600
+#: What is lost at most where the formula holds.
+_MOST_LOST = 0.5
+#: Watts of a card's board, of its data sheet.
+BOARD_WATTS = {
+    name: watts
+    for watts, names in {
+        70: ("T4",),
+        72: ("L4",),
+        165: ("A30",),
+        300: ("V100-16G", "V100-32G", "L40", "A40", "A6000", "RTX6000Ada"),
+        350: ("L40S", "RTX3090", "H100-PCIe"),
+        400: ("A100-40G", "A100-80G", "A800-80G", "H100-NVL"),
+        450: ("RTX4090",),
+        575: ("RTX5090",),
+        600: ("RTXPro6000",),
+        700: ("H100", "H800", "H200"),
+        750: ("MI300X",),
+        1000: ("B200", "MI325X"),
+        1400: ("MI355X",),
+    }.items()
+    for name in names
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What is to be trained: `tokens`, and the price of a GPU hour by card, in any currency; empty without prices."""
+
+    tokens: int
+    prices: dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTraining:
+    """One training.
+
+    Attributes:
+        days: from the first step to the last, with what failures cost; None where they would cost more than half.
+        gpu_hours: of all GPUs in that time.
+        failures: that are to be expected in it.
+        save_seconds: between two checkpoints, the interval that loses the least.
+        goodput: the part of the time in which new tokens are trained on.
+        megawatt_hours: of the GPUs' boards at full power, without hosts and cooling; None where the card's is not known.
+        price: of the GPU hours; None without a price of the card.
+    """
+
+    days: float | None
+    gpu_hours: float | None
+    failures: float | None
+    save_seconds: float
+    goodput: float | None
+    megawatt_hours: float | None
+    price: float | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def whole_training(
+    budget: Budget, *, tokens_per_second: float, ranks: int, nodes: int, gpu: str, params: int, write_gbs: float
+) -> WholeTraining:
+    """Return what a budget of tokens takes. See Note [Goodput].
+
+    Args:
+        budget: the tokens, and prices.
+        tokens_per_second: of all GPUs together.
+        ranks: the GPUs.
+        nodes: their nodes, each of which writes its part of a checkpoint.
+        gpu: the card's name.
+        params: trained parameters.
+        write_gbs: 10^9 bytes a second that a node writes.
+    """
+    between = _DAY / (FAILURES_PER_DAY * ranks)
+    saving = _SAVED_BYTES * params / (nodes * write_gbs * 1e9)
+    interval = sqrt(2 * saving * between)
+    lost = saving / interval + interval / (2 * between) + RESTART_SECONDS / between
+    if lost > _MOST_LOST:
+        return WholeTraining(None, None, None, interval, None, None, None)
+    seconds = budget.tokens / tokens_per_second / (1 - lost)
+    hours = seconds / _HOUR * ranks
+    watts, price = BOARD_WATTS.get(gpu), budget.prices.get(gpu)
+    return WholeTraining(
+        days=seconds / _DAY,
+        gpu_hours=hours,
+        failures=seconds / between,
+        save_seconds=interval,
+        goodput=1 - lost,
+        megawatt_hours=None if watts is None else hours * watts / 1e6,
+        price=None if price is None else hours * price,
+    )
+
+
+def budget_of(tokens: str | int | None, price: str | float | None, gpu: str | None) -> Budget | None:
+    """Return what is to be trained, from what a user writes; None without a number of tokens.
+
+    Raises:
+        BadInput: no number of tokens, no price, or a price without tokens.
+    """
+    if tokens is None:
+        if price is not None:
+            raise BadInput("prices nothing", where="--price", remedy="give --tokens as well")
+        return None
+    card = Cluster.of(gpu=gpu).gpu.name
+    count = parse_count(str(tokens), where="--tokens")
+    return Budget(count, {} if price is None else read_prices(str(price), card))
+
+
+def read_prices(text: str, gpu: str, *, where: str = "--price") -> dict[str, float]:
+    """Read the price of a GPU hour: a number for this card, or a JSON file of numbers by card, ``{"H100": 2.5}``.
+
+    Raises:
+        BadInput: neither, or a price that is none.
+    """
+    try:
+        found: Any = {gpu: float(text)}
+    except ValueError:
+        if not os.path.exists(text):
+            raise BadInput(f"{text[:40]!r} is no price", where=where, remedy="give a number, or a JSON file") from None
+        found = parse_json(text_of(read_bytes(text, CONFIG.size), text), text)
+    if not isinstance(found, dict):
+        raise BadInput("holds no prices", where=text, remedy='write {"H100": 2.5}')
+    for name, price in found.items():
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < 1e6:
+            raise BadInput(f"{str(price)[:40]!r} is no price", where=f"{where}: {name[:40]}", remedy="give a number above zero")
+    return {name: float(price) for name, price in found.items()}

@@ -221,14 +221,14 @@ AUTOEP_REFUSALS = (
             (
                 "gradients",
                 "zero_optimization.zero_quantized_gradients",
-                lambda v: v.zero.zero_quantized_gradients,
+                lambda v: v.zero.leaf("zero_quantized_gradients"),
                 "quantized gradients",
                 "set it to false",
             ),
             (
                 "hpz",
                 "zero_optimization.zero_hpz_partition_size",
-                lambda v: v.zero.zero_hpz_partition_size > 1,
+                lambda v: v.zero.leaf("zero_hpz_partition_size") > 1,
                 "secondary shards",
                 "set it to 1",
             ),

@@ -39,11 +39,13 @@ class Case:
             ``torch.autograd.grad``, a gradient of a gradient.
         drops: ``zero_grad()`` at the ``start`` of each step, or ``between`` two backwards.
         schedule: torch's ``step`` or ``cycle``, or rates set by hand ``before`` or ``between`` backward and step.
-        hooks: of the user's: on a ``weight``, a module's ``forward`` or ``backward``.
+        hooks: of the user's: on a ``weight``, a module's ``forward`` or ``backward``, or the ``optimizer``'s steps.
         autocast: the forward runs in bf16 by ``torch.autocast``.
         overflows: the number of the step, from 1, whose loss is infinite on the first rank; 0 for none.
         by_hand: the ends of accumulations are set, not counted.
         within: what is done between forward and backward: ``norm``, ``eval``, ``data-write``.
+        before_step: what is done between the last backward and the step: ``eval``, or the whole ``state`` is taken.
+        changes: of the model after the first step: ``swap`` two blocks, ``delete`` the last one, or ``tie`` head and embedding.
         after: what is done after each step.
         alias: how the forward takes what ``caught`` in `after` looks at: ``detach``, ``data``, ``view``, ``parameter``.
         late: aliases and writes in the forward begin with the second step.
@@ -81,6 +83,8 @@ class Case:
     overflows: int = 0
     by_hand: bool = False
     within: str = ""
+    before_step: str = ""
+    changes: str = ""
     after: tuple[str, ...] = ()
     alias: str = "detach"
     late: bool = False
@@ -184,11 +188,13 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     ),
     "drops": _often("", "start", "between", times=5),
     "schedule": _often("", "step", "cycle", "before", "between", times=6),
-    "hooks": _often("", "weight", "forward", "backward", times=8),
+    "hooks": _often("", "weight", "forward", "backward", "optimizer", times=8),
     "autocast": _often(False, True, times=11),
     "overflows": _often(0, 1, 2, times=10),
     "by_hand": _often(False, True, times=7),
     "within": _often("", "norm", "eval", "data-write", times=12),
+    "before_step": _often("", "eval", "state", times=12),
+    "changes": _often("", "swap", "delete", "tie", times=14),
     "alias": ("detach", "data", "view", "parameter"),
     "late": (False, True),
     "ranks": (2, 1, 2, 2, 3, 4),
@@ -225,6 +231,9 @@ AFTER = (
     "anew",
     "module-eval",
     "momentum",
+    "array-write",
+    "whole-state",
+    "without-optimizer",
 )
 _CHANCE = 0.12
 
@@ -256,7 +265,7 @@ def _more_legal(case: Case) -> Case:
     """`case` after one look at each rule; what a rule takes out may be what another asks for."""
     change: dict[str, Any] = {}
     after = set(case.after)
-    for rules in (_of_config, _of_weights, _of_optimizer, _of_what_follows):
+    for rules in (_of_config, _of_weights, _of_optimizer, _of_changes, _of_what_follows):
         rules(case, change, after)
     change["after"] = tuple(one for one in case.after if one in after)
     return replace(case, **change)
@@ -318,6 +327,18 @@ def _of_optimizer(case: Case, change: dict[str, Any], after: set[str]) -> None:
         change["schedule"] = "step"  # they have no momentum to cycle
 
 
+def _of_changes(case: Case, change: dict[str, Any], after: set[str]) -> None:
+    """Rules of step hooks, of a changed structure, and of loads."""
+    if case.hooks == "optimizer" and case.overflows:
+        change["hooks"] = ""  # those before a step run before one that is skipped, too
+    if case.changes in ("delete", "swap") and (case.depth < 2 or (case.changes == "delete" and case.container == "none")):
+        change["changes"] = ""
+    if change.get("changes", case.changes):
+        after -= {"save", "anew", "gathered", "ema"}  # what follows is under other names, and less
+    if "save" not in after:
+        after -= {"without-optimizer"}
+
+
 def _of_what_follows(case: Case, change: dict[str, Any], after: set[str]) -> None:
     if "caught" not in after:
         change["alias"] = "detach"
@@ -331,8 +352,10 @@ def _of_what_follows(case: Case, change: dict[str, Any], after: set[str]) -> Non
             "state-dict",
             "gathered",
             "anew",
+            "array-write",
+            "whole-state",
         }  # a write is refused, a state dict ends it
-        change |= {"within": "" if case.within == "data-write" else case.within, "clamps": ""}
+        change |= {"within": "" if case.within == "data-write" else case.within, "clamps": "", "before_step": ""}
         if case.drops == "between":
             change["drops"] = ""  # a backward brings the update before, even if its gradients are dropped
     if case.compiled:
@@ -344,7 +367,9 @@ def _of_what_follows(case: Case, change: dict[str, Any], after: set[str]) -> Non
         after -= {"caught"}
     if change.get("stage", case.stage) == 3:
         after -= {"load-state", "state-dict", "write", "data-write"}
+        if "gathered" not in after:
+            after -= {"array-write"}
     if "nvme" in case.offload:
-        after -= {"load-state", "write", "data-write", "gathered"}
+        after -= {"load-state", "write", "data-write", "gathered", "array-write"}
     if "save" in after:
         after -= {"anew"}

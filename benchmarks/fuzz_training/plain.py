@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,6 +87,7 @@ class Replica:
         self.module = model
         self.rank, self._case, self._optimizer = rank, case, optimizer
         self._scale = scale
+        self._trained = [p for p in model.parameters() if p.requires_grad]  # the model's structure may change
         self._autocast = case.autocast and next(model.parameters()).dtype == torch.float32
 
     @property
@@ -110,7 +112,14 @@ class Replica:
         self.module.zero_grad()
 
     def trained(self) -> list[nn.Parameter]:
-        return [p for p in self.module.parameters() if p.requires_grad]
+        return self._trained
+
+    def before_steps(self, hook: Callable[..., None]) -> None:
+        if self.rank == 0:  # the replicas share an optimizer
+            self._optimizer.register_step_pre_hook(hook)
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        return self.module.state_dict() if self.rank == 0 else {}
 
 
 @dataclass
@@ -235,12 +244,13 @@ class _Plain:
         )
 
     @torch.no_grad()
-    def load(self) -> None:
-        """Goes back to it, on every rank."""
+    def load(self, *, optimizer: bool = True) -> None:
+        """Goes back to it, on every rank; without `optimizer` that stays as it is."""
         masters, state, schedule, others = copy.deepcopy(self._saved)
         for master, value in zip(self.masters, masters, strict=True):
             master.copy_(value)
-        self.optimizer.load_state_dict(state)
+        if optimizer:
+            self.optimizer.load_state_dict(state)
         if self.schedule is not None:
             self.schedule.load_state_dict(schedule)
         for replica in self.replicas:
@@ -288,6 +298,8 @@ def train(case: Case, *, wider: bool = False, nudge: float = 1.0) -> Trained:
                 plain.save()
             case "load":
                 plain.load()
+            case "load without optimizer":
+                plain.load(optimizer=False)
             case "anew":
                 plain.anew()
                 micro = 0

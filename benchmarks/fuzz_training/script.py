@@ -45,11 +45,21 @@ class Trainer(Protocol):
     def zero_grad(self, by: str) -> None:
         """Drops gradients by the ``engine``'s or the ``optimizer``'s method."""
 
+    def before_steps(self, hook: Callable[..., None]) -> None:
+        """Registers a hook on the optimizer's steps."""
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        """The model's state dict, whole, on the first rank; else nothing."""
+
 
 def play(trainer: Trainer, case: Case, seen: Seen) -> Iterator[str]:
-    """Trains. Yields what all ranks do together: ``step`` (at the end of a micro batch), ``save``, ``load``, ``anew``."""
+    """Trains. Yields what all ranks do together: ``step`` (at the end of a micro batch), ``save``, ``load``, ``anew``,
+    ``load without optimizer``.
+    """
     held = [p.detach() for p in trained_of(trainer)] if "held" in case.after else []
     ema: list[torch.Tensor] = []
+    if case.hooks == "optimizer":
+        trainer.before_steps(_lower_rates)
     for number in range(case.steps):
         if case.drops == "start":
             trainer.zero_grad("optimizer")
@@ -67,6 +77,8 @@ def play(trainer: Trainer, case: Case, seen: Seen) -> Iterator[str]:
             _lose(trainer, case, number, micro, seen)
             if case.schedule == "between" and last:
                 _set_rate(trainer, number)
+            if last:
+                _look_before_the_step(trainer, case, number, seen)
             yield "step"
         _look(trainer, case, number, seen, held, ema)
         if "anew" in case.after and number == 0:
@@ -76,7 +88,9 @@ def play(trainer: Trainer, case: Case, seen: Seen) -> Iterator[str]:
             yield "anew"
             held = [p.detach() for p in trained_of(trainer)] if held else []
         if "save" in case.after and number < 2:
-            yield ("save", "load")[number]
+            yield ("save", "load without optimizer" if "without-optimizer" in case.after else "load")[number]
+        if number == 0:
+            _change(trainer.module, case)
 
 
 def trained_of(trainer: Trainer) -> list[nn.Parameter]:
@@ -84,7 +98,35 @@ def trained_of(trainer: Trainer) -> list[nn.Parameter]:
     return [p for p in trainer.module.parameters() if p.requires_grad and p.numel()]
 
 
-def _look_into_units(trainer: Trainer, number: int, seen: Seen) -> None:
+def _lower_rates(optimizer: Any, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.8
+
+
+def _look_before_the_step(trainer: Trainer, case: Case, number: int, seen: Seen) -> None:
+    if case.before_step == "state":
+        seen.extend((f"{name} before step {number}", value.clone()) for name, value in trainer.whole_state().items())
+    elif case.before_step == "eval":
+        with torch.no_grad():
+            seen.append((f"eval before step {number}", trainer.model(tokens(case, number, 97, 0), number).clone()))
+
+
+def _change(module: Any, case: Case) -> None:
+    """Changes the model's structure."""
+    match case.changes:
+        case "swap":
+            for first, second in (("block0", "block1"),) if case.container == "none" else (("0", "1"),):
+                home = module if case.container == "none" else module.blocks
+                before = getattr(home, first)
+                setattr(home, first, getattr(home, second))
+                setattr(home, second, before)
+        case "delete":
+            del module.blocks[-1]
+        case "tie":
+            module.head.weight = module.embed.weight
+
+
+def _look_into_units(trainer: Trainer, case: Case, number: int, seen: Seen) -> None:
     """Reads and writes parameters of blocks in the context that stage 3 asks for."""
     for name, module in trainer.module.named_modules():
         if name.endswith(("blocks.0", "block0", "blocks.1", "block1")):
@@ -92,7 +134,7 @@ def _look_into_units(trainer: Trainer, number: int, seen: Seen) -> None:
                 trained = [p for p in module.parameters() if p.requires_grad and p.numel()]
                 seen.extend((f"{name} {number} {i}", p.clone()) for i, p in enumerate(trained))
                 for p in trained[number % 2 :: 2]:
-                    p.mul_(0.75)
+                    (torch.from_dlpack(p.detach()) if "array-write" in case.after else p).mul_(0.75)
 
 
 def _set_rate(trainer: Trainer, number: int) -> None:
@@ -160,7 +202,11 @@ def _look(trainer: Trainer, case: Case, number: int, seen: Seen, held: list[torc
             caught = [one for module in trainer.module.modules() if (one := getattr(module, "caught", None)) is not None]
             seen.append((f"caught {number}", torch.cat([torch.empty(0), *(p.double().flatten() for p in caught)])))
         if "gathered" in case.after:
-            _look_into_units(trainer, number, seen)
+            _look_into_units(trainer, case, number, seen)
+        elif "array-write" in case.after:
+            torch.from_dlpack(params[number % len(params)].detach()).mul_(0.5)
+        if "whole-state" in case.after:
+            seen.extend((f"{name} after {number}", value.clone()) for name, value in trainer.whole_state().items())
         if "write" in case.after:
             params[number % len(params)].mul_(0.5)
         if "data-write" in case.after:

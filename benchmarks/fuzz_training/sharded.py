@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,13 @@ class EngineTrainer:
         with self.engine.gathered(name) if name in self.engine.unit_names() else nullcontext():
             yield
 
+    def before_steps(self, hook: Callable[..., None]) -> None:
+        assert self.engine.optimizer is not None
+        self.engine.optimizer.register_step_pre_hook(hook)
+
+    def whole_state(self) -> dict[str, torch.Tensor]:
+        return self.engine.module_state_dict() or {}
+
     def anew(self) -> None:
         """Destroys the engine and makes another of the same model."""
         model = self.engine.module
@@ -156,6 +163,8 @@ def train(group: dist.ProcessGroup, case: Case, folder: Path) -> Trained:
                         trainer.engine.save_checkpoint(folder / "checkpoint")
                     case "load":
                         trainer.engine.load_checkpoint(folder / "checkpoint")
+                    case "load without optimizer":
+                        trainer.engine.load_checkpoint(folder / "checkpoint", load_optimizer_states=False)
                     case "anew":
                         trainer.anew()
             trainer.engine.drain()

@@ -125,6 +125,7 @@ def train(folder: Path, ds_config: dict[str, Any] | None, *, lora: bool = False)
         second.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
         found["resumed"] = logged(second, "loss")
         second.accelerator.free_memory()
+    dist.barrier()  # in plain torch nothing waits for the first rank's files, which the others would read half-written
     if lora:
         from peft import PeftModel
 

@@ -56,7 +56,8 @@ class StateDictHooks:
             raise BadInput(
                 "state_dict() cannot give parameters that are sharded",
                 where="stage 3",
-                remedy="use engine.module_state_dict(), save_checkpoint() or save_16bit_model()",
+                remedy="use engine.module_state_dict(), also for save_pretrained(folder, state_dict=…), save_checkpoint() or "
+                "save_16bit_model()",
             )
         self._synchronize()
 

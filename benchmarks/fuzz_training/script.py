@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from benchmarks.fuzz_training.case import Case
 from benchmarks.fuzz_training.model import tokens
@@ -134,7 +135,7 @@ def _look_into_units(trainer: Trainer, case: Case, number: int, seen: Seen) -> N
                 trained = [p for p in module.parameters() if p.requires_grad and p.numel()]
                 seen.extend((f"{name} {number} {i}", p.clone()) for i, p in enumerate(trained))
                 for p in trained[number % 2 :: 2]:
-                    (torch.from_dlpack(p.detach()) if "array-write" in case.after else p).mul_(0.75)
+                    (from_dlpack(p.detach()) if "array-write" in case.after else p).mul_(0.75)
 
 
 def _set_rate(trainer: Trainer, number: int) -> None:
@@ -204,7 +205,7 @@ def _look(trainer: Trainer, case: Case, number: int, seen: Seen, held: list[torc
         if "gathered" in case.after:
             _look_into_units(trainer, case, number, seen)
         elif "array-write" in case.after:
-            torch.from_dlpack(params[number % len(params)].detach()).mul_(0.5)
+            from_dlpack(params[number % len(params)].detach()).mul_(0.5)
         if "whole-state" in case.after:
             seen.extend((f"{name} after {number}", value.clone()) for name, value in trainer.whole_state().items())
         if "write" in case.after:

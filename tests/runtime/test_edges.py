@@ -563,3 +563,32 @@ def threads(group: dist.ProcessGroup, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_forwards_of_other_threads_run_one_at_a_time(pool: RankPool, stage: int) -> None:
     pool.run(2, threads, stage)
+
+
+def pretrained(group: dist.ProcessGroup, stage: int, folder: str) -> None:
+    """What transformers' ``save_pretrained`` writes is what the engine trains, tied weights included."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True))
+    engine = start(group, config(stage, bf16={"enabled": True}), model)
+    tokens = torch.arange(8)[None]
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+    state = engine.module_state_dict()
+    if stage == 3:
+        assert "save_pretrained(folder, state_dict=" in refusal(partial(engine.module.save_pretrained, f"{folder}/none"))
+    if state is not None:
+        engine.module.save_pretrained(f"{folder}/given", state_dict=dict(state))
+        loaded = LlamaForCausalLM.from_pretrained(f"{folder}/given", dtype=torch.bfloat16)
+        for name, value in loaded.state_dict().items():
+            torch.testing.assert_close(value, state[name], rtol=0, atol=0, msg=name)
+    dist.barrier(group)
+    engine.destroy()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_save_pretrained_writes_what_is_trained(pool: RankPool, stage: int, tmp_path: Path) -> None:
+    pool.run(2, pretrained, stage, str(tmp_path))

@@ -248,6 +248,23 @@ def test_no_loss_at_the_last_of_an_accumulation_steps_with_what_waits(stage: int
     assert torch.tensor(losses[1]).allclose(torch.tensor(losses[0]), atol=1e-6)
 
 
+def test_after_fit_the_weights_can_be_saved(tmp_path: Path) -> None:
+    import lightning.pytorch as pl
+
+    from zeroplan_runtime.integrations.lightning import ZeroplanStrategy
+
+    with runs.ended():
+        module, trainer = runs.make(pl), runs.trainer(pl, ZeroplanStrategy(3), max_epochs=1)
+        trainer.fit(module, runs.data())
+        trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+        with pytest.raises(BadInput, match="the optimizer's states went with the engine") as fault:
+            trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    assert "\n" not in str(fault.value)
+    found = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+    assert worst(found, module.state_dict()) == 0
+    assert found["classify.weight"].numel()
+
+
 def without_dropout(model: nn.Module) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):

@@ -208,12 +208,24 @@ class _EngineStrategy:
         """Saves a folder to resume from, or, where Lightning asks for the weights only, a file as Lightning's own are.
 
         Raises:
-            BadInput: for `storage_options`, and as :meth:`zeroplan_runtime.Engine.save_checkpoint`.
+            BadInput: for `storage_options`, after fit for more than the weights, else as
+                :meth:`zeroplan_runtime.Engine.save_checkpoint`.
         """
         if storage_options is not None:
             raise BadInput("storage_options are not supported", where="trainer.save_checkpoint", remedy="leave them out")
         base: Any = super()
         path = Path(base.broadcast(filepath))
+        if self._engine is None:  # after fit; the module holds its parameters whole
+            if "optimizer_states" in checkpoint:
+                raise BadInput(
+                    "the optimizer's states went with the engine when fit() ended",
+                    where="trainer.save_checkpoint",
+                    remedy="save while it runs, by ModelCheckpoint(save_last=True), or give weights_only=True",
+                )
+            if self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(checkpoint, path)
+            base.barrier()
+            return
         if "optimizer_states" in checkpoint:
             checkpoints.save_folder(self.engine, path, checkpoint)
             return

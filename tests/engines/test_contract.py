@@ -29,6 +29,7 @@ from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.allocator.pinned_host import PAGE
 from zeroplan.simulate.timeline import Timeline
 from zeroplan.tape.expanded import ExpandedTape
+from zeroplan.techniques.optimizers import RUNTIME_OPTIMIZERS
 
 RANKS = 3
 #: What the tape allocates and frees, and no ledger knows.
@@ -137,7 +138,7 @@ def test_what_the_ledger_keeps_the_schedule_leaves_alive(options: Options) -> No
         precision = engine.precision(dtype)
         whole = llama_tape(2, 2 if precision is Precision.MIXED else 4)
         for name, row in OPTIMIZERS.items():
-            if row.runtime_only and not engine.own_optimizers:
+            if row.runtime_only and not RUNTIME_OPTIMIZERS.taken_by(engine):
                 continue
             kind = OptimizerKind.FUSED if row.fused else OptimizerKind.FOREACH
             workload = Workload.of(seq_len=128, dtype=dtype, precision=precision, optimizer=name, optimizer_kind=kind)

@@ -137,14 +137,10 @@ class Engine(ABC):
         laid_out: whether a search over layouts is one over its layouts.
         casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
             (accelerate's ``convert_outputs_to_fp32``).
-        own_optimizers: whether it steps optimizers that nothing else makes from their names
-            (:attr:`~zeroplan.core.optimizer_row.Optimizer.runtime_only`).
         partition: how the engine divides a model's layers over pipeline stages unless told otherwise, as DeepSpeed's
             ``partition_method``; empty where it divides blocks evenly and takes no method.
         own_layers: whether it runs layers of its own in place of the model's code. It then writes their tape
             (:meth:`own_tape`) and holds layouts against them itself (:meth:`require_workload`).
-        auto_ep: whether it shares the experts of models of transformers by AutoEP's layers (core/auto_ep.py).
-        own_experts: whether it trains modules with DeepSpeed's MoE layers, of which each rank has its own experts.
         techniques: names of techniques (:mod:`zeroplan.techniques`) that an engine of one's own takes.
         casts_modules: whether the engine casts such a module and its batch to the dtype of the arithmetic.
     """
@@ -164,11 +160,8 @@ class Engine(ABC):
     whole_vocabulary: ClassVar[bool] = False
     laid_out: ClassVar[bool] = False
     casts_outputs: ClassVar[bool] = False
-    own_optimizers: ClassVar[bool] = False
     partition: ClassVar[str] = ""
     own_layers: ClassVar[bool] = False
-    own_experts: ClassVar[bool] = False
-    auto_ep: ClassVar[bool] = False
     techniques: ClassVar[frozenset[str]] = frozenset()
 
     # --- what it runs -----------------------------------------------------------------------------------------------------

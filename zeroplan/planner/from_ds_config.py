@@ -20,6 +20,7 @@ from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.workload import workload_of
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.experts import AUTO_EP
 
 #: Fields of the Ask that a ds_config may fix too.
 _SHARED = ("micro_batch", "grad_accum", "dtype", "optimizer")
@@ -90,8 +91,8 @@ def read_run(request: Ask, engine: Engine, cluster: Cluster, spec: ModelSpec) ->
     tp, ulysses, unmodelled = request.tp, request.ulysses, config.unmodelled
     if engine.whole_vocabulary and isinstance(config.raw.get(_TP), Mapping):
         tp, unmodelled = _auto_tp(request, cluster, spec, config)
-    ep, auto_ep = request.ep, engine.auto_ep and request.ep > 1
-    if engine.auto_ep and config.values.get(f"{_EP}.enabled"):
+    ep, auto_ep = request.ep, AUTO_EP.taken_by(engine) and request.ep > 1
+    if AUTO_EP.taken_by(engine) and config.values.get(f"{_EP}.enabled"):
         ep, unmodelled = _auto_ep(request, cluster, spec, config, unmodelled)
         auto_ep = ep > 0
     if engine.whole_vocabulary and _SP in config.raw:

@@ -20,19 +20,13 @@ def facts_of(request: Ask, engine: Engine, workload: Workload, cluster: Cluster,
     return Facts(engine, workload, spec, cluster, degrees, task=request.task, alone=without_degrees(request))
 
 
-def require_engines_own(engine: Engine, spec: ModelSpec, workload: Workload) -> None:
-    """Refuse experts and optimizers of another engine.
+def require_buildable(engine: Engine, workload: Workload) -> None:
+    """Refuse optimizers that a ds_config alone makes, under an engine that reads none.
 
     Raises:
         BadInput: naming them.
     """
-    if spec.own_experts is not None and not engine.own_experts:
-        raise BadInput(f"{engine.name} does not train DeepSpeed's MoE layers", where="model", remedy="use --engine deepspeed")
     row = find_optimizer(workload.numerics.optimizer)
-    if row.runtime_only and not engine.own_optimizers:
-        raise BadInput(
-            f"{row.name} is not modelled under {engine.name}", where="--optimizer", remedy="use --engine zeroplan, or adamw8bit"
-        )
     if row.until is not None and engine.dialect is None:
         raise BadInput(
             f"{row.name} is built from a ds_config alone, and {engine.name} reads none",

@@ -16,12 +16,13 @@ from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured
-from zeroplan.planner.offered import facts_of, require_engines_own, require_partition
+from zeroplan.planner.offered import facts_of, require_buildable, require_partition
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.training_task import with_training_task
 from zeroplan.planner.workload import workload_of
 from zeroplan.run.ask import Ask
 from zeroplan.techniques.compiled import COMPILED
+from zeroplan.techniques.experts import AUTO_EP, OWN_EXPERTS
 from zeroplan.techniques.table import techniques_of
 
 #: Sections of a config whose models take images or sound beside tokens.
@@ -74,7 +75,7 @@ def resolve(request: Ask) -> Resolved:
     spec = _model(request)
     checkpoint = base_of(spec, request.quantize, engine, adapters=request.lora_rank is not None)
     unmodelled = request.unmodelled
-    auto_ep = engine.auto_ep and request.ep > 1
+    auto_ep = AUTO_EP.taken_by(engine) and request.ep > 1
     if checkpoint is not None:
         unmodelled += checkpoint.left_out
         quantize = None if checkpoint.quantize is None else str(checkpoint.quantize)
@@ -101,7 +102,8 @@ def resolve(request: Ask) -> Resolved:
     for technique, value in techniques_of(workload):
         technique.require(value, facts)
     spec, workload = _as_trained(spec, workload)
-    require_engines_own(engine, spec, workload)
+    OWN_EXPERTS.require_model(facts)
+    require_buildable(engine, workload)
     if workload.numerics.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     if workload.compile is not None and COMPILED.starts_eager(engine) and request.pp == 1:  # no plan of stages has peaks

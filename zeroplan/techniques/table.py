@@ -14,6 +14,7 @@ from zeroplan.techniques.float8 import FLOAT8
 from zeroplan.techniques.generation import GENERATION, ColocatedTechnique
 from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
 from zeroplan.techniques.offloaded_checkpoints import OffloadedCheckpointsTechnique
+from zeroplan.techniques.optimizers import RUNTIME_OPTIMIZERS
 from zeroplan.techniques.pair_loss import PairLossTechnique
 from zeroplan.techniques.quantized_base import QUANTIZED_BASE
 from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
@@ -36,6 +37,7 @@ TABLE: list[Technique[Any]] = [
     ColocatedTechnique(),
     SavingTechnique(),
     REDUCED_GRADIENTS,
+    RUNTIME_OPTIMIZERS,
     DoraTechnique(),
 ]
 

@@ -78,8 +78,6 @@ class DeepSpeed(Engine):
 
     name = "deepspeed"
     whole_vocabulary = True
-    own_experts = True
-    auto_ep = True
     partition = "parameters"
     measured = True
     step_buffers_coexist = True

@@ -98,7 +98,6 @@ class Runtime(Engine):
     takes_modules = True
     verified_degrees = ("tp", "cp", "pp", "ep", "etp")
     casts_modules = True
-    own_optimizers = True
 
     def __init__(self, runtime_options: RuntimeOptions | None = None) -> None:
         self.runtime_options = runtime_options or RuntimeOptions()

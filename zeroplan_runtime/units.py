@@ -108,22 +108,14 @@ def find_units(
             params[id(param)] = param
             owners.setdefault(id(param), []).append(prefix)
 
-    modules = dict(model.named_modules())
-    homes: dict[str, tuple[UnitKind, nn.Module]] = {
-        name: (UnitKind.BLOCK, block) for name, block in find_blocks(model, policy).items()
-    }
-    for name, module in modules.items():
-        inside = any(name == block or name.startswith(block + ".") for block in homes)
-        alone = all(len(owners[id(p)]) == 1 for p in module.parameters(recurse=False))
-        if name and not inside and alone and _may_be_wide(module, wide_numel):
-            homes[name] = (UnitKind.WIDE, module)
-
+    homes = _homes(model, owners, policy, wide_numel)
     members: dict[str, list[int]] = {"": [], **{name: [] for name in homes}}
     for key, holders in owners.items():
-        found = {next((h for h in homes if holder == h or holder.startswith(h + ".")), "") for holder in holders}
+        found = {_home_of(holder, homes) for holder in holders}
         members[found.pop() if len(found) == 1 else ""].append(key)
 
-    order = ["", *sorted(homes, key=list(modules).index)]
+    modules = [name for name, _ in model.named_modules()]
+    order = ["", *sorted(homes, key=modules.index)]
     units = []
     for home in order:
         kind, module = homes[home] if home else (UnitKind.ROOT, model)
@@ -142,6 +134,23 @@ def find_units(
                 )
                 units.append(Unit(UnitShape(name, what, shapes), module, tuple(params[k] for k in keys)))
     return units
+
+
+def _homes(
+    model: nn.Module, owners: Mapping[int, list[str]], policy: Policy | None, wide_numel: int
+) -> dict[str, tuple[UnitKind, nn.Module]]:
+    """Returns the modules that are units but for the root: blocks, and outside them wide layers that share no parameter."""
+    homes = {name: (UnitKind.BLOCK, block) for name, block in find_blocks(model, policy).items()}
+    for name, module in model.named_modules():
+        alone = all(len(owners[id(p)]) == 1 for p in module.parameters(recurse=False))
+        if name and not _home_of(name, homes) and alone and _may_be_wide(module, wide_numel):
+            homes[name] = (UnitKind.WIDE, module)
+    return homes
+
+
+def _home_of(name: str, homes: Iterable[str]) -> str:
+    """Returns the first home that a module is or lies in; an empty name, the root's, for none."""
+    return next((home for home in homes if name == home or name.startswith(f"{home}.")), "")
 
 
 def _may_be_wide(module: nn.Module, wide_numel: int) -> bool:

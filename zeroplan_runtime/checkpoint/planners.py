@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
+from zeroplan.core.layout import ParamShape
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 from zeroplan_runtime.units import plain_name
@@ -243,20 +244,9 @@ def check_metadata(
         BadInput: for the first tensor that the checkpoint lacks, or holds with another number of elements, and for a parameter
             of the checkpoint that the model lacks.
     """
-    states = model_states.setup.states if optimizer else ()
     shapes = [(model_states.part_of(unit), s) for unit in model_states.units for s in unit.layout.shape.params if s.numel]
     shapes = [(part, shape) for part, shape in shapes if shape.trainable or frozen]
-    needed = {f"{part}param/{s.name}": s.numel for part, s in shapes if not s.trainable}
-    needed |= {
-        f"{part}{_kind(buffer)}/{s.name}": _count(model_states, buffer)(s.numel)
-        for part, s in shapes
-        if s.trainable
-        for buffer in (Buffer.PARAM_MASTER, *states)
-    }
-    if errors:
-        workers = [f"{Buffer.OPTIM_ERROR_FEEDBACK}/{rank}" for rank in range(model_states.comm.world_size)]
-        kinds = [Buffer.OPTIM_SERVER_ERROR.value, *workers]
-        needed |= {f"{part}{kind}/{s.name}": s.numel for part, s in shapes if s.trainable for kind in kinds}
+    needed = _needed(model_states, shapes, optimizer=optimizer, errors=errors)
     needed |= {one.name: one.numel for one in buffers}
     stored = metadata.state_dict_metadata
     remedy = "build the model that was saved"
@@ -274,6 +264,22 @@ def check_metadata(
     for name in stored:
         if name not in needed and name.startswith(known):
             raise BadInput(f"the checkpoint has {name!r}, which this model lacks", where="load_checkpoint", remedy=remedy)
+
+
+def _needed(
+    model_states: ModelStates, shapes: list[tuple[str, ParamShape]], *, optimizer: bool, errors: bool
+) -> dict[str, int]:
+    """Returns the elements of each tensor of parameters and their states that will be loaded, by its name."""
+    states = model_states.setup.states if optimizer else ()
+    trained = [(part, s) for part, s in shapes if s.trainable]
+    needed = {f"{part}param/{s.name}": s.numel for part, s in shapes if not s.trainable}
+    counts = {buffer: _count(model_states, buffer) for buffer in (Buffer.PARAM_MASTER, *states)}
+    needed |= {f"{part}{_kind(buffer)}/{s.name}": count(s.numel) for part, s in trained for buffer, count in counts.items()}
+    if errors:
+        workers = [f"{Buffer.OPTIM_ERROR_FEEDBACK}/{rank}" for rank in range(model_states.comm.world_size)]
+        kinds = (Buffer.OPTIM_SERVER_ERROR.value, *workers)
+        needed |= {f"{part}{kind}/{s.name}": s.numel for part, s in trained for kind in kinds}
+    return needed
 
 
 class ShardSavePlanner(DefaultSavePlanner):

@@ -130,10 +130,8 @@ class SparseSelfAttention(nn.Module):
         allowed = SparseScores.of_layouts(layouts, self.sparsity_config.block, length, causal=False).dense_mask().unsqueeze(0)
         allowed = allowed if kept is None else allowed & kept[:, None, None]
         allowed = allowed if also is None else allowed & also
-        parts = [rpe, None if added_k is None else added_k[:, None, None], added]
-        given = [part for part in parts if part is not None]
-        total = sum(given[1:], given[0]) if given else None
-        return dense_attention(query, key, value, allowed, added=total)
+        keys = None if added_k is None else added_k[:, None, None]
+        return dense_attention(query, key, value, allowed, added=_summed(rpe, keys, added))
 
     def _lists_at(self, length: int, layouts: torch.Tensor) -> BlockLists | None:
         key = (length, layouts.device)
@@ -171,3 +169,9 @@ def _score_mod(
         return score
 
     return add
+
+
+def _summed(*parts: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the sum of what is added to the scores; None where nothing is."""
+    found = [part for part in parts if part is not None]
+    return sum(found[1:], found[0]) if found else None

@@ -18,8 +18,8 @@ from zeroplan.interop.programs.registry import PROGRAMS
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.from_files import with_files
-from zeroplan.run.ask import Ask
+from zeroplan.planner.merge import with_files
+from zeroplan.run.ask import OPTIONS, Ask
 
 MODEL = "meta-llama/Llama-3.1-8B"
 FOLDER = Path(__file__).parent
@@ -123,8 +123,8 @@ def test_every_public_file_is_planned_or_says_why_not(laid_out: Callable[[Row], 
 def differences(setup: Setup, expected: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What was read and what was expected, where they differ."""
     # A quantised base is planned under engines that can, and else left out when the run is planned.
-    left_out = {one.key for one in setup.unmodelled} | ({setup.keys["quantize"]} if setup.quantize else set())
-    read: dict[str, Any] = {key: getattr(setup, key) for key in expected if key in Setup.__dataclass_fields__}
+    left_out = {one.key for one in setup.unmodelled} | ({setup.key("quantize")} if setup.ask.quantize else set())
+    read: dict[str, Any] = {key: setup.value(key) for key in expected if key in (*OPTIONS, "method", "degrees")}
     read["left_out"] = [key for key in expected.get("left_out", ()) if key in left_out]
     zero = (setup.ds_config or {}).get("zero_optimization")
     if "zero_stage" in expected:
@@ -133,7 +133,7 @@ def differences(setup: Setup, expected: dict[str, Any]) -> dict[str, tuple[Any, 
         read["offload"] = ((zero.get("offload_optimizer") or {}) if isinstance(zero, dict) else {}).get("device", "none")
     if "optimizer" in expected:
         read["optimizer"] = (
-            expected["optimizer"] if _same_optimizer(setup, expected["optimizer"], left_out) else setup.optimizer
+            expected["optimizer"] if _same_optimizer(setup, expected["optimizer"], left_out) else setup.ask.optimizer
         )
     if setup.method == "" and "method" not in expected:
         read.pop("method", None)
@@ -143,6 +143,6 @@ def differences(setup: Setup, expected: dict[str, Any]) -> dict[str, tuple[Any, 
 def _same_optimizer(setup: Setup, name: str, left_out: set[str]) -> bool:
     """The row of that name; or, for one without a row, whichever stands in for it, which the Setup has to say."""
     try:
-        return find_optimizer(name).name == setup.optimizer
+        return find_optimizer(name).name == setup.ask.optimizer
     except BadInput:
         return bool(left_out & {"optim", "optimizer"})

@@ -62,14 +62,14 @@ def test_the_trainers_own_parser_reads_the_same(program: str, tmp_path: Path) ->
         said = {**own, **{key: value for key, value in said.items() if value is not None}}
         (arguments,) = parser.parse_dict({**said, "output_dir": str(tmp_path), "use_cpu": True, "report_to": "none"})
         setup = read_setup(row["keys"] if "deepspeed" not in row["keys"] else {**row["keys"], "deepspeed": None}, program)
-        assert setup.micro_batch == arguments.per_device_train_batch_size, name_of(row)
-        assert setup.grad_accum == arguments.gradient_accumulation_steps, name_of(row)
+        assert setup.ask.micro_batch == arguments.per_device_train_batch_size, name_of(row)
+        assert setup.ask.grad_accum == arguments.gradient_accumulation_steps, name_of(row)
         if program == "trl":
-            assert setup.gradient_checkpointing is arguments.gradient_checkpointing, name_of(row)
+            assert setup.value("gradient_checkpointing") is arguments.gradient_checkpointing, name_of(row)
         if not {"optim", "use_muon"} & {one.key for one in setup.unmodelled} and not row["keys"].get("use_muon"):
-            assert setup.optimizer == known_optimizer(str(arguments.optim.value)), name_of(row)
+            assert setup.ask.optimizer == known_optimizer(str(arguments.optim.value)), name_of(row)
         if half["bf16"] or half["fp16"]:
-            assert setup.dtype == ("bf16" if half["bf16"] else "fp16"), name_of(row)
+            assert setup.ask.dtype == ("bf16" if half["bf16"] else "fp16"), name_of(row)
         compared += 1
     assert compared >= 25
     assert transformers.__version__
@@ -92,9 +92,9 @@ def test_accelerates_own_loader_reads_the_same(tmp_path: Path) -> None:
         block = {**(row["keys"].get("deepspeed_config") or {}), "deepspeed_config_file": None}
         setup = read_setup({**row["keys"], "deepspeed_config": block})
         kinds = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp2"}
-        assert setup.engine == kinds.get(str(loaded.distributed_type).rpartition(".")[2], "ddp"), name_of(row)
-        if setup.gpus is not None and loaded.num_processes > 0:
-            assert setup.gpus * (setup.nodes or 1) == loaded.num_processes, name_of(row)
+        assert setup.value("engine") == kinds.get(str(loaded.distributed_type).rpartition(".")[2], "ddp"), name_of(row)
+        if setup.value("gpus") is not None and loaded.num_processes > 0:
+            assert setup.value("gpus") * (setup.value("nodes") or 1) == loaded.num_processes, name_of(row)
         compared += 1
     assert compared >= 20
 

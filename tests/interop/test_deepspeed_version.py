@@ -71,12 +71,12 @@ def test_a_plan_of_files_is_for_the_version_that_their_project_pins(tmp_path: Pa
     assert plain["engine_version"] == "0.19.8"
     (tmp_path / "requirements.txt").write_text("deepspeed==0.14.4\n")
     setup = read_setups([str(arguments)], "hf-trainer")
-    assert setup.deepspeed_version == "0.14.4"
+    assert setup.ask.deepspeed_version == "0.14.4"
     assert "DeepSpeed 0.14.4, which requirements.txt pins" in setup.line
     assert _plan(cli, "--from", str(arguments))["engine_version"] == "0.14.4"
     assert _plan(cli, "--from", str(arguments), "--deepspeed-version", "0.16.9")["engine_version"] == "0.16.9"
     (tmp_path / "requirements.txt").write_text("deepspeed==0.19.8\n")
-    assert read_setups([str(arguments)], "hf-trainer").deepspeed_version is None  # that is planned anyway
+    assert read_setups([str(arguments)], "hf-trainer").ask.deepspeed_version is None  # that is planned anyway
 
 
 def test_a_log_or_the_installed_package_may_name_it(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

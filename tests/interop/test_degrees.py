@@ -12,7 +12,7 @@ from zeroplan.core.documents import dump_yaml
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
-from zeroplan.planner.from_files import filled, with_files
+from zeroplan.planner.merge import merge, with_files
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 
@@ -64,7 +64,7 @@ def test_torchtitans_degrees_are_planned(titan: Callable[[str], str]) -> None:
 
     setup = read_setup(titan("tensor_parallel_degree = 2"))
     assert "parallelism.tensor_parallel_degree" in keys_of(setup)  # for a search, which plans data parallelism alone
-    assert filled(Ask(files=()), setup).tp == 1
+    assert merge(Ask(files=()), setup).tp == 1
 
 
 def test_torchtitans_pipelines(titan: Callable[[str], str]) -> None:
@@ -156,16 +156,22 @@ def test_a_torchtitan_command_line_brings_its_file(titan: Callable[[str], str], 
     flags = "--job.config_file run.toml --parallelism.tensor_parallel_degree 4 --training.seq_len 4096"
     script.write_text(f"torchrun --nproc_per_node=8 --nnodes=2 -m torchtitan.train {flags}\n")
     setup = read_setup(str(script))
-    assert (setup.program, setup.gpus, setup.nodes, setup.degrees["tp"], setup.seq_len) == ("torchtitan", 8, 2, 4, 4096)
+    assert (setup.program, setup.value("gpus"), setup.value("nodes"), setup.degrees["tp"], setup.ask.seq_len) == (
+        "torchtitan",
+        8,
+        2,
+        4,
+        4096,
+    )
 
 
 def test_torchtitans_words_of_other_years() -> None:
     old = read_setup({"training.batch_size": 2, "training.data_parallel_shard_degree": 4, "training.tensor_parallel_degree": 2})
-    assert (old.micro_batch, old.dp_shard, old.gpus, dict(old.degrees)) == (2, 4, 8, {"tp": 2, "sp": True})
+    assert (old.ask.micro_batch, old.ask.dp_shard, old.value("gpus"), dict(old.degrees)) == (2, 4, 8, {"tp": 2, "sp": True})
     new = {"training.num_tokens_per_microbatch_per_dp_rank": 65536, "training.max_context_length": 8192}
     new |= {"parallelism.pipeline_parallel_degree": 2, "parallelism.num_pp_microbatches": 8}
     setup = read_setup(new)
-    assert (setup.micro_batch, setup.seq_len, setup.grad_accum) == (8, 8192, 8)
+    assert (setup.ask.micro_batch, setup.ask.seq_len, setup.ask.grad_accum) == (8, 8192, 8)
 
 
 def test_axolotls_degrees(tmp_path: Any) -> None:

@@ -10,11 +10,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+from zeroplan.planner.from_files import with_files
 
 from zeroplan.core.unmodelled import may_add
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
-from zeroplan.planner.from_files import with_files
 from zeroplan.run.ask import Ask
 
 ARGUMENTS = """\

@@ -48,8 +48,15 @@ STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_strategy_decides_the_engine(kind: str) -> None:
     strategy, expected = STRATEGIES[kind]
     setup = of_yaml(strategy=strategy, devices=2, precision="bf16-mixed")
-    assert {name: getattr(setup, name) for name in expected} == expected
-    assert (setup.gpus, setup.micro_batch, setup.seq_len, setup.dtype, setup.model_dtype) == (2, 4, 512, "bf16", "fp32")
+    read = {name: getattr(setup.ask, name) if isinstance(expected[name], bool) else setup.value(name) for name in expected}
+    assert read == expected
+    assert (setup.value("gpus"), setup.ask.micro_batch, setup.ask.seq_len, setup.ask.dtype, setup.ask.model_dtype) == (
+        2,
+        4,
+        512,
+        "bf16",
+        "fp32",
+    )
 
 
 @pytest.mark.parametrize(
@@ -83,7 +90,7 @@ def test_a_strategy_of_deepspeed_is_its_ds_config(strategy: Any, stage: int, off
 )
 def test_precision(said: Any, read: tuple[str, str, bool]) -> None:
     setup = of_yaml(precision=said, devices="0,1,2")
-    assert (setup.dtype, setup.model_dtype, setup.autocast, setup.gpus) == (*read, 3)
+    assert (setup.ask.dtype, setup.ask.model_dtype, setup.ask.autocast, setup.value("gpus")) == (*read, 3)
 
 
 def test_what_the_file_cannot_say_is_said() -> None:
@@ -140,9 +147,19 @@ def test_a_script_is_read_with_its_module(tmp_path: Path) -> None:
         "n = 2\ntrainer = L.Trainer(devices=n, strategy='deepspeed_stage_2', precision='bf16-mixed', accumulate_grad_batches=8)"
     )
     setup = of_script(tmp_path, trainer)
-    assert (setup.program, setup.model, setup.micro_batch, setup.eval_batch) == ("lightning", "openai-community/gpt2", 4, 16)
-    assert (setup.seq_len, setup.grad_accum, setup.gpus, setup.dtype) == (256, 8, 2, "bf16")
-    assert (setup.optimizer, setup.optimizer_kind, setup.model_dtype, keys(setup)) == ("adamw", "foreach", "fp32", set())
+    assert (setup.program, setup.ask.model, setup.ask.micro_batch, setup.ask.eval_batch) == (
+        "lightning",
+        "openai-community/gpt2",
+        4,
+        16,
+    )
+    assert (setup.ask.seq_len, setup.ask.grad_accum, setup.value("gpus"), setup.ask.dtype) == (256, 8, 2, "bf16")
+    assert (setup.ask.optimizer, setup.ask.optimizer_kind, setup.ask.model_dtype, keys(setup)) == (
+        "adamw",
+        "foreach",
+        "fp32",
+        set(),
+    )
     report = estimate_report(Ask(model=None, files=(str(tmp_path / "train.py"),), gpu="H100"))
     assert [plan.stage for plan in report.plans] == [2]
     assert report.plans[0].fits is True
@@ -152,9 +169,9 @@ def test_a_strategy_that_a_script_makes(tmp_path: Path) -> None:
     lines = "s = DeepSpeedStrategy(stage=3, offload_optimizer=True)\ntrainer = L.Trainer(strategy=s, devices=1)"
     setup = of_script(tmp_path, lines)
     assert (setup.ds_config or {})["zero_optimization"]["stage"] == 3
-    assert setup.zero_init is False  # no configure_model: the model is whole before it is sharded
+    assert setup.ask.zero_init is False  # no configure_model: the model is whole before it is sharded
     lines = "s = FSDPStrategy(auto_wrap_policy={Block}, cpu_offload=False)\ntrainer = L.Trainer(strategy=s, devices=1)"
-    assert of_script(tmp_path, lines).one_unit is False
+    assert of_script(tmp_path, lines).ask.one_unit is False
 
 
 def test_what_a_script_leaves_open_is_said_by_its_line(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def setup_of(folder: Path, recipe: str, line: str) -> Setup:
 )
 def test_axolotls_commands(tmp_path: Path, line: str, gpus: int | None, nodes: int | None) -> None:
     setup = setup_of(tmp_path, RECIPE, line)
-    assert (setup.program, setup.gpus, setup.nodes) == ("axolotl", gpus, nodes)
+    assert (setup.program, setup.value("gpus"), setup.value("nodes")) == ("axolotl", gpus, nodes)
     assert (gpus is None) == any("GPUs open" in one for one in setup.assumed)
 
 
@@ -46,7 +46,7 @@ def test_axolotls_commands(tmp_path: Path, line: str, gpus: int | None, nodes: i
 )
 def test_nodes_and_processes_by_variables(tmp_path: Path, before: str, program: str, gpus: int, nodes: int) -> None:
     setup = setup_of(tmp_path, FACTORY, f"{before} {program}")
-    assert (setup.gpus, setup.nodes) == (gpus, nodes)
+    assert (setup.value("gpus"), setup.value("nodes")) == (gpus, nodes)
     assert "CUDA_VISIBLE_DEVICES" not in {one.key for one in setup.unmodelled}
 
 
@@ -74,7 +74,7 @@ def test_flags_of_accelerates_launcher_are_no_options_of_fsdp(tmp_path: Path) ->
 @pytest.mark.parametrize(("recipe", "program"), [(RECIPE + "use_ray: true\n", "axolotl"), (FACTORY, "llama-factory")])
 def test_rays_workers_are_gpus(tmp_path: Path, recipe: str, program: str) -> None:
     setup = setup_of(tmp_path, recipe + "ray_num_workers: 4\n", "")
-    assert (setup.program, setup.gpus) == (program, 4)
+    assert (setup.program, setup.value("gpus")) == (program, 4)
     assert "ray_num_workers 4 on one node" in setup.assumed
 
 

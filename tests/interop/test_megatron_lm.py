@@ -49,10 +49,10 @@ torchrun --nproc_per_node $GPUS --nnodes 2 pretrain_gpt.py ${{MODEL_ARGS[@]}} ${
 """
     )
     setup = read_setup(str(path))
-    assert isinstance(setup.model, dict)
-    assert setup.model["moe_layer_freq"] == [0, 0, 1, 1, 1, 1, 1, 1]
-    assert setup.model["vocab_size"] == 4001  # the tokenizer adds the end of a document
-    assert (setup.gpus, setup.nodes, setup.stage, setup.global_batch) == (8, 2, 1, 32)
+    assert isinstance(setup.ask.model, dict)
+    assert setup.ask.model["moe_layer_freq"] == [0, 0, 1, 1, 1, 1, 1, 1]
+    assert setup.ask.model["vocab_size"] == 4001  # the tokenizer adds the end of a document
+    assert (setup.value("gpus"), setup.value("nodes"), setup.ask.stage, setup.ask.global_batch) == (8, 2, 1, 32)
     assert setup.degrees["ep"] == 4
     assert "fp8_format" in named(setup)
 
@@ -65,14 +65,14 @@ def test_switches_and_degrees(tmp_path: Any) -> None:
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
         "--num-layers-per-virtual-pipeline-stage 2 --overlap-grad-reduce",
     )
-    model = setup.model
+    model = setup.ask.model
     assert isinstance(model, dict)
     assert model["add_bias_linear"] is False
     assert model["apply_rope_fusion"] is False
     assert (model["num_query_groups"], model["position_embedding_type"]) == (4, "rope")
     assert (model["recompute_granularity"], model["attention_backend"]) == ("selective", "flash")
     assert setup.degrees == {"tp": 2, "pp": 2, "sp": True, "vpp": 2}
-    assert named(setup) == {setup.keys[name] for name in setup.degrees}
+    assert named(setup) == {setup.key(name) for name in setup.degrees}
 
 
 def test_names_that_are_not_known_are_listed_and_leave_fits_open(tmp_path: Any) -> None:
@@ -94,7 +94,7 @@ def test_mixtures_and_parts_that_are_recomputed(tmp_path: Any) -> None:
         "--moe-router-dtype fp32 --recompute-granularity selective --recompute-modules moe layernorm "
         "--moe-expert-capacity-factor 1.25 --moe-z-loss-coeff 1e-3",
     )
-    model = setup.model
+    model = setup.ask.model
     assert isinstance(model, dict)
     assert (model["moe_aux_loss_coeff"], model["moe_router_dtype"]) == (0.01, "fp32")
     assert model["recompute_modules"] == ("moe", "layernorm")
@@ -110,9 +110,9 @@ def test_yaml_of_two_sections(tmp_path: Any) -> None:
         "micro_batch_size: 2\nseq_length: 256\nmax_position_embeddings: 256\nbf16: true\nuse_distributed_optimizer: true\n"
     )
     setup = read_setup(str(path))
-    assert (setup.program, setup.degrees, setup.stage, setup.dtype) == ("megatron-lm", {"tp": 2}, 1, "bf16")
-    assert isinstance(setup.model, dict)
-    assert setup.model["vocab_size"] == 50257
+    assert (setup.program, setup.degrees, setup.ask.stage, setup.ask.dtype) == ("megatron-lm", {"tp": 2}, 1, "bf16")
+    assert isinstance(setup.ask.model, dict)
+    assert setup.ask.model["vocab_size"] == 50257
 
 
 @pytest.mark.parametrize(

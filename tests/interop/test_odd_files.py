@@ -59,7 +59,7 @@ READ: dict[str, tuple[str, str | bytes]] = {
 def test_what_a_program_would_read(kind: str, tmp_path: Path) -> None:
     name, content = READ[kind]
     setup = read_setup(put(tmp_path, name, content))
-    assert (setup.program, setup.micro_batch) == ("trl", 2)
+    assert (setup.program, setup.ask.micro_batch) == ("trl", 2)
 
 
 REFUSED: dict[str, tuple[str, str | bytes, str]] = {
@@ -132,7 +132,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_a_scripts_ways_of_saying_the_same(kind: str, tmp_path: Path) -> None:
     setup = read_setup(put(tmp_path, "run.sh", SCRIPTS[kind]))
-    assert (setup.program, setup.model, setup.micro_batch, setup.gpus) == ("hf-trainer", "gpt2", 2, 8)
+    assert (setup.program, setup.ask.model, setup.ask.micro_batch, setup.value("gpus")) == ("hf-trainer", "gpt2", 2, 8)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_scripts_ways_of_saying_the_same(kind: str, tmp_path: Path) -> None:
 )
 def test_gpus_that_a_launcher_leaves_open_are_said(line: str, said: str, tmp_path: Path) -> None:
     setup = read_setup(put(tmp_path, "run.sh", line + "\n"))
-    assert setup.gpus is None
+    assert setup.value("gpus") is None
     assert said in setup.line
 
 
@@ -160,7 +160,7 @@ def test_several_gpus_without_a_launcher_are_no_plan_of_one(tmp_path: Path) -> N
         (one,) = [one for one in read_setup(put(tmp_path, "run.sh", line)).unmodelled if one.key == "CUDA_VISIBLE_DEVICES"]
         assert said in one.says
     line = "NPROC_PER_NODE=2 CUDA_VISIBLE_DEVICES=0,1 swift sft --model m --max_length 512\n"
-    assert read_setup(put(tmp_path, "run.sh", line)).gpus == 2
+    assert read_setup(put(tmp_path, "run.sh", line)).value("gpus") == 2
 
 
 def test_a_path_from_the_root_of_a_repository_is_found(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_a_script_of_its_own_is_read_as_one_on_the_trainer(kind: str) -> None:
     keys, expected, left_out = SCRIPTS_OF_THEIR_OWN[kind]
     plain = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1, "bf16": True}
     setup = read_setup({**plain, **keys})
-    assert (setup.program, setup.method, setup.lora_rank) == ("hf-trainer", *expected)
+    assert (setup.program, setup.method, setup.ask.lora_rank) == ("hf-trainer", *expected)
     assert left_out <= {one.key for one in setup.unmodelled}
 
 
@@ -198,7 +198,7 @@ def test_the_name_of_a_script_tells_its_task(script: str, task: str, tmp_path: P
 def test_a_models_path_is_found_beside_the_file(tmp_path: Path) -> None:
     put(tmp_path, "models/config.json", json.dumps(CONFIG))
     setup = read_setup(put(tmp_path, "r.yaml", RECIPE.replace("openai-community/gpt2", "./models")))
-    assert setup.model == str(tmp_path / "models")
+    assert setup.ask.model == str(tmp_path / "models")
 
 
 def test_a_checkpoint_with_an_adapter_alone_names_its_model(tmp_path: Path) -> None:
@@ -225,7 +225,7 @@ def test_values_of_any_kind_are_read_or_refused(value: object) -> None:
 
 def test_a_launchers_switch_without_its_file_is_no_path(tmp_path: Path) -> None:
     line = f"accelerate launch --config_file --num_processes 2 t.py {FLAGS}\n"
-    assert read_setup(put(tmp_path, "run.sh", line)).gpus == 2
+    assert read_setup(put(tmp_path, "run.sh", line)).value("gpus") == 2
 
 
 def test_variables_that_double_do_not_fill_the_machine(tmp_path: Path) -> None:

@@ -37,14 +37,15 @@ def test_a_file_belongs_to_the_program_that_alone_has_its_keys(program: str) -> 
 
 def test_a_recipe_of_trl_is_full_fine_tuning_unless_it_says_otherwise() -> None:
     full = read_setup(RECIPE)
-    assert (full.task, full.method, full.lora_rank) == ("sft", "full", None)
-    assert (full.micro_batch, full.grad_accum, full.seq_len, full.gradient_checkpointing) == (2, 8, 512, True)
-    assert full.dtype == "bf16"  # TRL's default where neither bf16 nor fp16 is set
+    assert (full.task, full.method, full.ask.lora_rank) == ("sft", "full", None)
+    ask = full.ask
+    assert (ask.micro_batch, ask.grad_accum, ask.seq_len, full.value("gradient_checkpointing")) == (2, 8, 512, True)
+    assert full.ask.dtype == "bf16"  # TRL's default where neither bf16 nor fp16 is set
     lora = read_setup({**RECIPE, "use_peft": True, "lora_r": 64, "lora_target_modules": ["q_proj", "v_proj"]})
-    assert (lora.method, lora.lora_rank, lora.lora_targets) == ("lora", 64, ("q_proj", "v_proj"))
+    assert (lora.method, lora.ask.lora_rank, lora.ask.lora_targets) == ("lora", 64, ("q_proj", "v_proj"))
     quantised = read_setup({**RECIPE, "use_peft": True, "load_in_4bit": True})
-    assert (quantised.method, quantised.lora_rank) == ("qlora", 16)
-    assert (quantised.quantize, quantised.unmodelled) == ("nf4-single", ())  # TRL nests quantisation only when asked to
+    assert (quantised.method, quantised.ask.lora_rank) == ("qlora", 16)
+    assert (quantised.ask.quantize, quantised.unmodelled) == ("nf4-single", ())  # TRL nests quantisation only when asked to
     assert read_setup({**RECIPE, "beta": 0.1}).task == "dpo"
 
 
@@ -52,7 +53,7 @@ def test_what_two_programs_could_own_needs_a_name(tmp_path: Path, cli: Cli) -> N
     both = {"model_name_or_path": "m", "dataset_name": "d", "output_dir": "o", "learning_rate": 1e-5}
     with pytest.raises(BadInput, match=r"--program hf-trainer or --program trl"):
         read_setup(both)
-    assert (read_setup(both, "trl").micro_batch, read_setup(both, "hf-trainer").program) == (8, "hf-trainer")
+    assert (read_setup(both, "trl").ask.micro_batch, read_setup(both, "hf-trainer").program) == (8, "hf-trainer")
     with pytest.raises(BadInput, match="trl"):
         read_setup(both, "tlr")
     path = tmp_path / "r.yaml"
@@ -73,8 +74,14 @@ def test_a_launchers_file_decides_the_engine_beside_a_recipe(tmp_path: Path) -> 
         "deepspeed_config": {"zero_stage": 3, "zero3_init_flag": False},
     }
     setup = read_setups([RECIPE, launcher])
-    assert (setup.program, setup.engine, setup.gpus, setup.nodes, setup.zero_init) == ("trl", "deepspeed", 4, 2, False)
-    assert setup.micro_batch == 2
+    assert (setup.program, setup.value("engine"), setup.value("gpus"), setup.value("nodes"), setup.ask.zero_init) == (
+        "trl",
+        "deepspeed",
+        4,
+        2,
+        False,
+    )
+    assert setup.ask.micro_batch == 2
     assert setup.ds_config is not None
     with pytest.raises(BadInput, match="each describe a run"):
         read_setups([RECIPE, OWNERS["axolotl"]])
@@ -112,7 +119,7 @@ def test_yamls_no_is_false(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nmixed_precision: no\nnum_processes: 1\n")
     setup = read_setup(str(path))
-    assert (setup.engine, setup.dtype, setup.gpus) == ("ddp", "fp32", 1)
+    assert (setup.value("engine"), setup.ask.dtype, setup.value("gpus")) == ("ddp", "fp32", 1)
 
 
 def test_stage_3_without_zero_init_holds_the_whole_model_first(tmp_path: Path, cli: Cli) -> None:
@@ -168,4 +175,4 @@ def test_a_recipe_whose_task_only_its_names_tell_needs_the_flag(tmp_path: Path, 
 def test_a_packed_recipe_without_a_length_has_trls() -> None:
     recipe = {key: value for key, value in RECIPE.items() if key != "max_length"}
     setup = read_setup({**recipe, "packing": True})
-    assert (setup.task, setup.seq_len) == ("sft", 1024)
+    assert (setup.task, setup.ask.seq_len) == ("sft", 1024)

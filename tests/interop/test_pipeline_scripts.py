@@ -54,7 +54,7 @@ def script(tmp_path: Path) -> Path:
 def test_stages_model_and_configuration_are_read(script: Path) -> None:
     setup = read_setups([str(script)])
     assert setup.degrees == {"pp": 4, "partition": "uniform"}
-    assert setup.model == "meta-llama/Llama-3.1-8B"
+    assert setup.ask.model == "meta-llama/Llama-3.1-8B"
     assert setup.ds_config == CONFIG | {"pipeline": {"activation_checkpoint_interval": 1}}
     assert "the default of --stages" in setup.assumed
 
@@ -83,7 +83,7 @@ def test_a_command_line_that_starts_such_a_script(script: Path) -> None:
         run.write_text(f"deepspeed --num_gpus 4 train.py --deepspeed_config ds.json {flags}\n")
         setup = read_setups([str(run)])
         assert setup.degrees == {"pp": 2, "partition": "type:decoder"}
-        assert (setup.gpus, setup.model) == (4, "meta-llama/Llama-3.1-8B")
+        assert (setup.value("gpus"), setup.ask.model) == (4, "meta-llama/Llama-3.1-8B")
         assert setup.ds_config == CONFIG | {"pipeline": {"activation_checkpoint_interval": 1}}
         assert not any("--stages" in clause for clause in setup.assumed)
 

@@ -38,15 +38,15 @@ def setup_of(folder: Path, flags: str = "", *, model: str = "", own: str = "", a
 
 def test_defaults_of_the_scripts_dataclasses_count(tmp_path: Path) -> None:
     setup = setup_of(tmp_path)
-    assert (setup.model, setup.seq_len, setup.micro_batch) == ("openai-community/gpt2", 640, 2)
-    assert (setup.optimizer, setup.grad_accum) == ("adafactor_transformers", 2)
+    assert (setup.ask.model, setup.ask.seq_len, setup.ask.micro_batch) == ("openai-community/gpt2", 640, 2)
+    assert (setup.ask.optimizer, setup.ask.grad_accum) == ("adafactor_transformers", 2)
     assert not setup.unmodelled
     assert any("the defaults of train.py: model_max_length" in one for one in setup.assumed)
 
 
 def test_flags_lie_over_them(tmp_path: Path) -> None:
     setup = setup_of(tmp_path, "--model_max_length 128 --per_device_train_batch_size 4 --optim adamw_torch")
-    assert (setup.seq_len, setup.micro_batch, setup.optimizer) == (128, 4, "adamw")
+    assert (setup.ask.seq_len, setup.ask.micro_batch, setup.ask.optimizer) == (128, 4, "adamw")
 
 
 def test_a_recipe_lies_over_them(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_recipe_lies_over_them(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.format(model="", own="", after=""))
     (tmp_path / "run.sh").write_text("torchrun --nproc_per_node 2 train.py args.json\n")
     setup = read_setup(str(tmp_path / "run.sh"), "hf-trainer")
-    assert (setup.micro_batch, setup.seq_len, setup.optimizer) == (8, 640, "adafactor_transformers")
+    assert (setup.ask.micro_batch, setup.ask.seq_len, setup.ask.optimizer) == (8, 640, "adafactor_transformers")
 
 
 UNSURE: dict[str, tuple[dict[str, str], str, str]] = {
@@ -92,5 +92,5 @@ def test_a_rank_alone_switches_no_adapters_on(tmp_path: Path) -> None:
     assert setup.method in (None, "full")
     assert [one.key for one in setup.unmodelled] == ["lora"]
     switched = setup_of(tmp_path, model="    lora_r: int = 64\n    use_lora: bool = True")
-    assert (switched.method, switched.lora_rank) == ("lora", 64)
+    assert (switched.method, switched.ask.lora_rank) == ("lora", 64)
     assert setup_of(tmp_path, model="    lora_r: int = 64\n    use_lora: bool = False").method in (None, "full")

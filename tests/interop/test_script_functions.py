@@ -52,7 +52,7 @@ SURE: dict[str, tuple[str, str, int]] = {
 def test_what_one_call_gives(kind: str, tmp_path: Path) -> None:
     source, line, expected = SURE[kind]
     setup = setup_of(tmp_path, source, line)
-    assert setup.micro_batch == expected
+    assert setup.ask.micro_batch == expected
     assert not setup.unmodelled
 
 

@@ -107,7 +107,9 @@ SURE: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_a_loop_tells(kind: str, tmp_path: Path) -> None:
     source, expected = SURE[kind]
     setup = setup_of(tmp_path, source)
-    assert {key: getattr(setup, key) for key in expected} == expected
+    assert {
+        key: getattr(setup.ask, key) if isinstance(expected[key], bool) else setup.value(key) for key in expected
+    } == expected
     assert not setup.unmodelled
 
 
@@ -217,7 +219,7 @@ def test_a_command_starts_a_loop_with_its_flags(tmp_path: Path) -> None:
     source = "p = argparse.ArgumentParser()\np.add_argument('--bs', type=int, default=2)\na = p.parse_args()\n"
     source += ACCELERATE.format("") + MODEL + PREPARED.replace("=4", "=a.bs")
     setup = setup_of(tmp_path, source, "accelerate launch --num_processes 2 --mixed_precision bf16 loop.py --bs 16")
-    assert (setup.micro_batch, setup.gpus, setup.dtype, setup.engine) == (16, 2, "bf16", "ddp")
+    assert (setup.ask.micro_batch, setup.value("gpus"), setup.ask.dtype, setup.value("engine")) == (16, 2, "bf16", "ddp")
 
 
 def test_accelerates_file_decides_the_engine(tmp_path: Path) -> None:
@@ -228,7 +230,13 @@ def test_accelerates_file_decides_the_engine(tmp_path: Path) -> None:
         )
     )
     setup = read_setups([str(tmp_path / "loop.py"), str(tmp_path / "a.json")])
-    assert (setup.engine, setup.gpus, setup.dtype, setup.autocast, setup.micro_batch) == ("fsdp2", 2, "bf16", True, 4)
+    assert (setup.value("engine"), setup.value("gpus"), setup.ask.dtype, setup.ask.autocast, setup.ask.micro_batch) == (
+        "fsdp2",
+        2,
+        "bf16",
+        True,
+        4,
+    )
 
 
 def test_a_ds_config_fills_what_the_script_leaves_open(tmp_path: Path) -> None:
@@ -245,5 +253,5 @@ def test_a_command_names_the_ds_config(tmp_path: Path) -> None:
     source = "p = argparse.ArgumentParser()\nimport deepspeed\np = deepspeed.add_config_arguments(p)\na = p.parse_args()\n"
     source += HALF + ENGINE.format("").replace("cfg", "a.deepspeed_config") + DRIVEN
     setup = setup_of(tmp_path, source, "deepspeed --num_gpus 2 loop.py --deepspeed --deepspeed_config ds.json")
-    assert (setup.engine, setup.gpus, setup.open) == ("deepspeed", 2, {"seq_len": setup.open["seq_len"]})
+    assert (setup.value("engine"), setup.value("gpus"), setup.open) == ("deepspeed", 2, {"seq_len": setup.open["seq_len"]})
     assert (setup.ds_config or {})["zero_optimization"] == {"stage": 1}

@@ -52,7 +52,7 @@ SURE: dict[str, tuple[str, str, str, int]] = {
 def test_what_the_text_tells(kind: str, tmp_path: Path) -> None:
     before, value, line, expected = SURE[kind]
     setup = setup_of(tmp_path, HEAD + before + BUILD.format(value), line)
-    assert (setup.program, setup.micro_batch, setup.model_dtype) == ("hf-trainer", expected, "bf16")
+    assert (setup.program, setup.ask.micro_batch, setup.ask.model_dtype) == ("hf-trainer", expected, "bf16")
     assert not setup.unmodelled
 
 
@@ -140,8 +140,8 @@ LORA = "import peft\nc = peft.LoraConfig(r=16, target_modules=['c_attn'], lora_d
 )
 def test_adapters(lines: str, rank: int | None, said: set[str], tmp_path: Path) -> None:
     setup = setup_of(tmp_path, HEAD + LORA + lines + BUILD.format(4))
-    assert (setup.lora_rank, {one.key for one in setup.unmodelled}) == (rank, said)
-    assert setup.lora_targets == (("c_attn",) if rank else ())
+    assert (setup.ask.lora_rank, {one.key for one in setup.unmodelled}) == (rank, said)
+    assert setup.ask.lora_targets == (("c_attn",) if rank else ())
 
 
 def test_qlora_with_trls_trainer(tmp_path: Path) -> None:
@@ -153,8 +153,14 @@ def test_qlora_with_trls_trainer(tmp_path: Path) -> None:
         "SFTTrainer(model=m, args=SFTConfig(max_length=256), peft_config=peft.LoraConfig(r=4, target_modules='all-linear'))\n"
     )
     setup = setup_of(tmp_path, source)
-    assert (setup.program, setup.task, setup.quantize, setup.lora_rank, setup.seq_len) == ("trl", "sft", "nf4", 4, 256)
-    assert (setup.attn, setup.lora_targets, setup.gradient_checkpointing) == ("eager", (), True)
+    assert (setup.program, setup.task, setup.ask.quantize, setup.ask.lora_rank, setup.ask.seq_len) == (
+        "trl",
+        "sft",
+        "nf4",
+        4,
+        256,
+    )
+    assert (setup.value("attn"), setup.ask.lora_targets, setup.value("gradient_checkpointing")) == ("eager", (), True)
 
 
 REFUSED = {
@@ -188,7 +194,7 @@ def test_a_notebook_is_read_without_its_magics(tmp_path: Path) -> None:
     notebook = {"nbformat": 4, "cells": [{"cell_type": "code", "source": one} for one in cells]}
     path = tmp_path / "train.ipynb"
     path.write_text(json.dumps(notebook))
-    assert read_setup(str(path)).micro_batch == 4
+    assert read_setup(str(path)).ask.micro_batch == 4
 
 
 def test_a_length_that_no_line_tells_is_asked_for(tmp_path: Path) -> None:
@@ -207,7 +213,7 @@ def test_a_length_that_no_line_tells_is_asked_for(tmp_path: Path) -> None:
 def test_none_stands_in_the_place_of_a_default(tmp_path: Path) -> None:
     source = "from trl import SFTConfig, SFTTrainer\nargs = SFTConfig(output_dir='o', max_length=None)\n"
     setup = setup_of(tmp_path, source + "SFTTrainer(model='openai-community/gpt2', args=args).train()\n")
-    assert setup.seq_len is None
+    assert setup.ask.seq_len is None
     assert "max_length" in {one.key for one in setup.unmodelled}
 
 

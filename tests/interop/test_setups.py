@@ -15,7 +15,7 @@ from zeroplan.core.documents import MOST_ALIASES, dump_yaml, read_document
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
-from zeroplan.planner.from_files import filled, with_files
+from zeroplan.planner.merge import merge, with_files
 from zeroplan.run.ask import Ask
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -62,29 +62,50 @@ def write(tmp_path: Path) -> Callable[[str, str], str]:
 
 def test_axolotl(write: Callable[[str, str], str]) -> None:
     setup = read_setup(write("a.yaml", AXOLOTL))
-    assert (setup.program, setup.engine, setup.model) == ("axolotl", "deepspeed", "meta-llama/Llama-3.2-1B")
-    assert (setup.micro_batch, setup.grad_accum, setup.seq_len) == (2, 4, 2048)
-    assert (setup.dtype, setup.optimizer, setup.attn, setup.gradient_checkpointing) == ("bf16", "adamw8bit", "flash", True)
-    assert (setup.lora_rank, setup.lora_targets, setup.ds_config) == (32, (), ZERO2)
-    assert (setup.method, setup.model_dtype, setup.unmodelled) == ("lora", "bf16", ())
+    assert (setup.program, setup.value("engine"), setup.ask.model) == ("axolotl", "deepspeed", "meta-llama/Llama-3.2-1B")
+    assert (setup.ask.micro_batch, setup.ask.grad_accum, setup.ask.seq_len) == (2, 4, 2048)
+    assert (setup.ask.dtype, setup.ask.optimizer, setup.value("attn"), setup.value("gradient_checkpointing")) == (
+        "bf16",
+        "adamw8bit",
+        "flash",
+        True,
+    )
+    assert (setup.ask.lora_rank, setup.ask.lora_targets, setup.ds_config) == (32, (), ZERO2)
+    assert (setup.method, setup.ask.model_dtype, setup.unmodelled) == ("lora", "bf16", ())
 
 
 def test_llama_factory(write: Callable[[str, str], str]) -> None:
     setup = read_setup(write("l.yml", LLAMA_FACTORY))
-    assert (setup.program, setup.lora_rank, setup.gradient_checkpointing, setup.seq_len) == ("llama-factory", None, True, 1024)
+    assert (setup.program, setup.ask.lora_rank, setup.value("gradient_checkpointing"), setup.ask.seq_len) == (
+        "llama-factory",
+        None,
+        True,
+        1024,
+    )
     lora = read_setup(write("m.yml", LLAMA_FACTORY.replace("full", "lora") + "lora_target: q_proj,v_proj\n"))
-    assert (lora.lora_rank, lora.lora_targets) == (8, ("q_proj", "v_proj"))
+    assert (lora.ask.lora_rank, lora.ask.lora_targets) == (8, ("q_proj", "v_proj"))
     quantised = read_setup(write("n.yml", LLAMA_FACTORY.replace("full", "lora") + "quantization_bit: 4\n"))
-    assert (quantised.method, quantised.quantize, quantised.unmodelled) == ("qlora", "nf4", ())
+    assert (quantised.method, quantised.ask.quantize, quantised.unmodelled) == ("qlora", "nf4", ())
 
 
 def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -> None:
     said = {"output_dir": "out", "per_device_train_batch_size": 3, "bf16": True, "deepspeed": "ds.json"}
     setup = read_setup(write("t.json", json.dumps(said)))
-    assert (setup.program, setup.engine, setup.micro_batch, setup.dtype) == ("hf-trainer", "deepspeed", 3, "bf16")
+    assert (setup.program, setup.value("engine"), setup.ask.micro_batch, setup.ask.dtype) == (
+        "hf-trainer",
+        "deepspeed",
+        3,
+        "bf16",
+    )
     alone = read_setup({"output_dir": "out", "fp16": True})
-    assert (alone.engine, alone.micro_batch, alone.dtype, alone.gradient_checkpointing) == ("ddp", 8, "fp16", False)
-    assert read_setup({"output_dir": "out", "fsdp": "full_shard"}).engine == "fsdp2"
+    ask = alone.ask
+    assert (alone.value("engine"), ask.micro_batch, ask.dtype, alone.value("gradient_checkpointing")) == (
+        "ddp",
+        8,
+        "fp16",
+        False,
+    )
+    assert read_setup({"output_dir": "out", "fsdp": "full_shard"}).value("engine") == "fsdp2"
     older = {"output_dir": "out", "fsdp": "full_shard", "fsdp_config": {"version": 1}}
     request, setup = with_files(Ask(files=(older,)))
     assert (request.engine, request.unmodelled, [one.key for one in setup.unmodelled]) == ("fsdp", (), ["fsdp"])
@@ -93,13 +114,15 @@ def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -
     assert (request.engine, request.unmodelled) == ("fsdp", ())
 
 
-@pytest.mark.parametrize(("asked", "runs"), [("deepspeed", "deepspeed"), ("zeroplan", "zeroplan"), ("ddp", "deepspeed")])
+@pytest.mark.parametrize(("asked", "runs"), [("deepspeed", "deepspeed"), ("zeroplan", "zeroplan")])
 def test_an_engine_that_reads_ds_configs_takes_deepspeeds_place(asked: str, runs: str) -> None:
-    """The runtime under a Trainer whose arguments name a ds_config; an engine that reads none cannot be meant."""
+    """The runtime under a Trainer whose arguments name a ds_config; one that reads none contradicts them."""
     config = {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": 2}
     arguments = {"output_dir": "out", "per_device_train_batch_size": 2, "deepspeed": config}
     request, _ = with_files(Ask(files=(arguments,), engine=asked))
     assert (request.engine, request.ds_config is not None) == (runs, True)
+    with pytest.raises(BadInput, match=r"says deepspeed \(deepspeed\), the flag ddp"):
+        with_files(Ask(files=(arguments,), engine="ddp"))
 
 
 @pytest.mark.torch
@@ -111,8 +134,8 @@ def test_training_arguments_as_the_object(tmp_path: Path) -> None:
         output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=8, report_to=[]
     )
     setup = read_setup(arguments)
-    assert (setup.micro_batch, setup.grad_accum, setup.engine, setup.dtype) == (2, 8, "ddp", "fp32")
-    assert setup.optimizer == "adamw"
+    assert (setup.ask.micro_batch, setup.ask.grad_accum, setup.value("engine"), setup.ask.dtype) == (2, 8, "ddp", "fp32")
+    assert setup.ask.optimizer == "adamw"
 
 
 def test_accelerate_with_its_own_keys() -> None:
@@ -125,10 +148,10 @@ def test_accelerate_with_its_own_keys() -> None:
             "deepspeed_config": {"zero_stage": 3, "offload_optimizer_device": "cpu", "gradient_clipping": 1.0},
         }
     )
-    assert (setup.gpus, setup.nodes) == (4, 2)
+    assert (setup.value("gpus"), setup.value("nodes")) == (4, 2)
     assert setup.ds_config is not None
     assert setup.ds_config["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    assert (setup.dtype, setup.zero_init, setup.ds_config["gradient_accumulation_steps"]) == ("bf16", True, "auto")
+    assert (setup.ask.dtype, setup.ask.zero_init, setup.ds_config["gradient_accumulation_steps"]) == ("bf16", True, "auto")
 
 
 def test_accelerates_layout() -> None:
@@ -147,7 +170,7 @@ def test_accelerates_layout() -> None:
         "parallelism_config": ring,
     }
     setup = read_setup(config)
-    assert (setup.engine, setup.degrees["cp"], setup.keys["cp"]) == (
+    assert (setup.value("engine"), setup.degrees["cp"], setup.key("cp")) == (
         "fsdp2",
         2,
         "parallelism_config.parallelism_config_cp_size",
@@ -156,8 +179,8 @@ def test_accelerates_layout() -> None:
     request, _ = with_files(asked)
     assert request.cp == 2
     assert not [one for one in request.unmodelled if "cp_size" in one.key]
-    assert filled(asked, setup).cp == 1  # a search plans data parallelism alone, and lists the key
-    assert setup.keys["cp"] in [one.key for one in filled(asked, setup).unmodelled]
+    assert merge(asked, setup).cp == 1  # a search plans data parallelism alone, and lists the key
+    assert setup.key("cp") in [one.key for one in merge(asked, setup).unmodelled]
     with pytest.raises(BadInput, match=r"says 2 \(parallelism_config\..*\), the flag 4"):
         with_files(asked.replace(cp=4))
     for changed, said in (
@@ -175,7 +198,7 @@ def test_accelerates_layout() -> None:
 def test_accelerates_8_bit_products() -> None:
     config: dict[str, Any] = {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "fp8"}
     torchao = config | {"fp8_config": {"backend": "AO", "pad_inner_dim": True}}
-    assert read_setup(torchao).fp8 == "tensorwise"
+    assert read_setup(torchao).ask.fp8 == "tensorwise"
     asked = Ask(model="meta-llama/Llama-3.2-1B", seq_len=64, gpu="H100", depth="formula", files=[torchao])
     filled_in, _ = with_files(asked)
     assert (filled_in.fp8, filled_in.engine, filled_in.dtype) == ("tensorwise", "ddp", "bf16")
@@ -187,7 +210,7 @@ def test_accelerates_8_bit_products() -> None:
     ):
         setup = read_setup(config | changed)
         assert any(said in one.says for one in setup.unmodelled)
-        assert (setup.fp8 is None) == ("padding" not in said)
+        assert (setup.ask.fp8 is None) == ("padding" not in said)
 
 
 def test_accelerates_8_bit_products_under_fsdp2() -> None:
@@ -195,14 +218,14 @@ def test_accelerates_8_bit_products_under_fsdp2() -> None:
     config: dict[str, Any] = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "fp8"}
     config["fsdp_config"] = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     setup = read_setup(config | {"fp8_config": {"backend": "AO", "enable_fsdp_float8_all_gather": False}})
-    assert (setup.fp8, setup.engine, setup.unmodelled) == ("tensorwise", "fsdp2", ())
+    assert (setup.ask.fp8, setup.value("engine"), setup.unmodelled) == ("tensorwise", "fsdp2", ())
 
 
 def test_8_bit_products_of_axolotl_and_llama_factory() -> None:
     axolotl: dict[str, Any] = {"base_model": "meta-llama/Llama-3.2-1B", "micro_batch_size": 1, "bf16": True, "fp8": True}
     axolotl |= {"sequence_len": 64, "datasets": []}
     plain = read_setup(axolotl, program="axolotl")
-    assert (plain.fp8, [one.effect for one in plain.unmodelled]) == ("tensorwise", [Effect.LESS])
+    assert (plain.ask.fp8, [one.effect for one in plain.unmodelled]) == ("tensorwise", [Effect.LESS])
     fsdp = {"fsdp_version": 2, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     gathered = read_setup(axolotl | fsdp | {"fp8_enable_fsdp_float8_all_gather": True}, program="axolotl")
     assert [one.says for one in gathered.unmodelled if one.effect is Effect.UNKNOWN] == [
@@ -212,9 +235,9 @@ def test_8_bit_products_of_axolotl_and_llama_factory() -> None:
     assert (request.fp8, request.engine) == ("tensorwise", "fsdp2")
     factory: dict[str, Any] = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "stage": "sft", "finetuning_type": "full"}
     factory |= {"bf16": True, "fp8": True, "cutoff_len": 64, "template": "llama3"}
-    assert read_setup(factory, program="llama-factory").fp8 == "rowwise"
+    assert read_setup(factory, program="llama-factory").ask.fp8 == "rowwise"
     other = read_setup(factory | {"fp8_backend": "te"}, program="llama-factory")
-    assert (other.fp8, [one.key for one in other.unmodelled]) == (None, ["fp8_backend"])
+    assert (other.ask.fp8, [one.key for one in other.unmodelled]) == (None, ["fp8_backend"])
 
 
 def test_a_plain_ds_config(write: Callable[[str, str], str]) -> None:
@@ -288,13 +311,13 @@ def test_a_script_quantises_by_the_names_of_peft(write: Callable[[str, str], str
     """The Trainer's scripts have names of their own: peft's examples, LLaVA's bits; GPTQ's adapters stay out."""
     said = {"output_dir": "out", "per_device_train_batch_size": 1, "bf16": True, "use_peft": True, "lora_r": 8}
     plain = read_setup(said | {"use_4bit_quantization": True}, program="hf-trainer")
-    assert (plain.quantize, plain.whole_base) == ("nf4-single", False)
+    assert (plain.ask.quantize, plain.ask.whole_base) == ("nf4-single", False)
     nested = said | {"use_4bit_quantization": True, "use_nested_quant": True, "bnb_4bit_quant_storage_dtype": "uint8"}
     setup = read_setup(nested, program="hf-trainer")
-    assert (setup.quantize, setup.whole_base) == ("nf4", True)
-    assert read_setup(said | {"bits": 8}, program="hf-trainer").quantize == "int8"
+    assert (setup.ask.quantize, setup.ask.whole_base) == ("nf4", True)
+    assert read_setup(said | {"bits": 8}, program="hf-trainer").ask.quantize == "int8"
     gptq = read_setup(said | {"q_lora": True}, program="hf-trainer")
-    assert (gptq.quantize, [one.key for one in gptq.unmodelled]) == (None, ["quantisation"])
+    assert (gptq.ask.quantize, [one.key for one in gptq.unmodelled]) == (None, ["quantisation"])
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,13 @@ def in_script(folder: Path, line: str) -> str:
     ],
 )
 def test_axolotl_evaluates_as_often_as_it_is_told(keys: dict[str, Any], batch: int | None) -> None:
-    assert read_setup({**AXOLOTL, **keys}).eval_batch == batch
+    assert read_setup({**AXOLOTL, **keys}).ask.eval_batch == batch
 
 
 def test_axolotls_checkpoints_are_reentrant_where_it_says_so() -> None:
     on = {**AXOLOTL, "gradient_checkpointing": True}
-    assert read_setup({**on, "gradient_checkpointing_kwargs": {"use_reentrant": True}}).reentrant is True
-    assert read_setup(on).reentrant is False
+    assert read_setup({**on, "gradient_checkpointing_kwargs": {"use_reentrant": True}}).ask.reentrant is True
+    assert read_setup(on).ask.reentrant is False
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def test_axolotls_checkpoints_are_reentrant_where_it_says_so() -> None:
     ],
 )
 def test_ms_swift_evaluates_where_there_is_data_for_it(flags: str, batch: int | None, tmp_path: Path) -> None:
-    assert read_setup(in_script(tmp_path, f"swift sft --model m --max_length 512 {flags}")).eval_batch == batch
+    assert read_setup(in_script(tmp_path, f"swift sft --model m --max_length 512 {flags}")).ask.eval_batch == batch
 
 
 def test_arguments_of_checkpoints_are_read_from_a_command_line(tmp_path: Path) -> None:
     line = f"python t.py {FLAGS} --gradient_checkpointing --gradient_checkpointing_kwargs '{{\"use_reentrant\": true}}'"
-    assert read_setup(in_script(tmp_path, line)).reentrant is True
+    assert read_setup(in_script(tmp_path, line)).ask.reentrant is True
 
 
 def test_adapters_beside_all_linear_layers_are_said(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_adapters_beside_all_linear_layers_are_said(tmp_path: Path) -> None:
 def test_a_script_with_its_own_words_for_adapters_is_not_llama_factorys(tmp_path: Path) -> None:
     own = "--lora_rank 64 --trainable q_proj --modules_to_save embed_tokens,lm_head --load_in_kbits 16 --max_seq_length 512"
     setup = read_setup(in_script(tmp_path, f"torchrun run_sft.py {FLAGS} --dataset_dir d {own}"))
-    assert (setup.program, setup.seq_len) == ("hf-trainer", 512)
+    assert (setup.program, setup.ask.seq_len) == ("hf-trainer", 512)
     assert {"modules_to_save", "trainable"} <= {one.key for one in setup.unmodelled}
 
 

@@ -145,7 +145,7 @@ def test_accelerate_loads_its_yaml_and_it_reads_back(tmp_path: Path, index: int)
     assert loaded.deepspeed_config["deepspeed_config_file"] == str(tmp_path / "ds.json")
     assert loaded.deepspeed_config["zero3_init_flag"] is (one.zero.stage == 3)
     setup = read_setup(tmp_path / "accelerate.yaml")
-    assert (setup.engine, setup.gpus, setup.nodes) == ("deepspeed", 4, 2)
+    assert (setup.value("engine"), setup.value("gpus"), setup.value("nodes")) == ("deepspeed", 4, 2)
     assert setup.ds_config is not None
     assert read_ds_config(setup.ds_config, world_size=8).zero == one.zero
 
@@ -174,8 +174,12 @@ def test_accelerate_loads_the_fsdp2_variant(tmp_path: Path, again: bool, name: s
         assert plugin.reshard_after_forward is (one.zero.stage == 3)
         setup = read_setup(path)
         # Without FSDP's own checkpointing the script decides.
-        assert (setup.engine, setup.dtype, setup.gradient_checkpointing) == ("fsdp2", "bf16", again or None)
-        assert setup.stage == one.zero.stage
+        assert (setup.value("engine"), setup.ask.dtype, setup.value("gradient_checkpointing")) == (
+            "fsdp2",
+            "bf16",
+            again or None,
+        )
+        assert setup.ask.stage == one.zero.stage
 
 
 def test_deepspeeds_launcher_reads_the_hostfile() -> None:

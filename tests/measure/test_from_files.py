@@ -12,7 +12,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup, read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_runs
-from zeroplan.planner.from_files import with_files
+from zeroplan.planner.merge import with_files
 from zeroplan.run.ask import Ask
 
 CASES = all_cases()
@@ -55,15 +55,17 @@ UNDECIDED = {
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_the_command_alone_says_what_its_files_say(case: Case) -> None:
     command, names = read_setup(str(case.folder / "run.sh")), [str(path) for path in case.files]
-    assert command.gpus in (case.gpus, None)
+    assert command.value("gpus") in (case.gpus, None)
     if case.id in UNDECIDED:
         with pytest.raises(BadInput, match="no key decides"):
             read_setups(names)
         return
     files = read_setups(names)
-    for name in {field.name for field in fields(Setup)} - SAID_BY_COMMAND:
+    for name in {field.name for field in fields(Setup)} - SAID_BY_COMMAND - {"ask"}:
         assert getattr(command, name) == getattr(files, name), name
     assert files.training.values.items() <= command.training.values.items()  # the script's own defaults stand in the command
+    for name in (command.ask.said.keys() | files.ask.said.keys()) - SAID_BY_COMMAND:
+        assert command.value(name) == files.value(name), name
 
 
 def test_the_script_of_a_recipe_names_the_task() -> None:

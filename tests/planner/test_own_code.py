@@ -234,7 +234,7 @@ def test_without_litgpt_transformers_model_stands_in(monkeypatch: pytest.MonkeyP
 def test_precision_is_mixed_unless_said() -> None:
     """``get_default_supported_precision(training=True)`` of LitGPT."""
     setup = read_setup({key: value for key, value in FILE.items() if key != "precision"}, "litgpt")
-    assert (setup.dtype, setup.model_dtype) == ("bf16", "fp32")
+    assert (setup.ask.dtype, setup.ask.model_dtype) == ("bf16", "fp32")
     assert "precision bf16-mixed" in setup.assumed
 
 

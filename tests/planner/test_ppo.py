@@ -35,14 +35,19 @@ def read(tmp_path: Path, command: str = COMMAND) -> Any:
 def test_what_the_arguments_say(tmp_path: Path) -> None:
     """Its loop never switches checkpointing on, and its evaluation generates."""
     _, setup = read(tmp_path)
-    assert (setup.task, setup.model, setup.gradient_checkpointing, setup.eval_batch) == (
+    assert (setup.task, setup.ask.model, setup.value("gradient_checkpointing"), setup.ask.eval_batch) == (
         "ppo",
         "EleutherAI/pythia-14m",
         False,
         None,
     )
-    assert setup.ppo is not None
-    assert (setup.ppo.reward, setup.ppo.prompt, setup.ppo.response, setup.ppo.rollout) == ("EleutherAI/pythia-31m", 32, 16, 2)
+    assert setup.ask.ppo is not None
+    assert (setup.ask.ppo.reward, setup.ask.ppo.prompt, setup.ask.ppo.response, setup.ask.ppo.rollout) == (
+        "EleutherAI/pythia-31m",
+        32,
+        16,
+        2,
+    )
     assert [(one.key, one.effect) for one in setup.unmodelled] == [("ppo_tldr.py", Effect.UNKNOWN), ("task ppo", Effect.MORE)]
 
 

@@ -73,9 +73,9 @@ def check(
     starts = found is None or found.runs_filled
     request = request.replace(model=model, files=tuple(files), program=program, gpus=gpus)
     if setup is not None:
-        from zeroplan.planner.from_files import told_of_machine
+        from zeroplan.planner.merge import reported
 
-        setup = told_of_machine(setup, request)
+        setup = reported(setup, request)
     report = _planned(request, setup) if starts else None
     if as_json:
         show(json.dumps(_json(setup, found, report, _version(request.engine, version)), indent=2))
@@ -85,7 +85,7 @@ def check(
             following = flags.recommend_words(request)
         elif starts and all(map(os.path.exists, files)):
             named = ["--engine", request.engine] if request.engine != DEFAULT_ENGINE else []
-            if setup is not None and isinstance(setup.model, str):
+            if setup is not None and isinstance(setup.ask.model, str):
                 following = ["zeroplan", "estimate", *(word for file in files for word in ("--from", file)), "--gpu", "H100"]
             else:
                 following = ["zeroplan", "check", *files, "MODEL", "--gpu", "8xH100", *named]
@@ -115,10 +115,10 @@ def _planned(request: Ask, setup: Setup | None) -> Report | None:
     """
     named = request.model is not None or request.params is not None
     machine = [name for name in ("gpu", "vram", "cpu_ram", "nvme") if getattr(request, name) is not None]
-    described = setup is not None and isinstance(setup.model, Mapping) and setup.gpus is not None
+    described = setup is not None and isinstance(setup.ask.model, Mapping) and setup.value("gpus") is not None
     if not named and not machine and not described:
         return None
-    if machine and not named and (setup is None or setup.model is None):
+    if machine and not named and (setup is None or setup.ask.model is None):
         what = "there is no model whose run would use it"
         raise BadInput(what, where=f"--{machine[0].replace('_', '-')}", remedy="name the model after the files")
     from zeroplan.planner.estimate import estimate_report
@@ -215,8 +215,8 @@ def _filled_config(setup: Setup, gpus: int | None, version: str, engine: str) ->
     from zeroplan.core.workload import DType
     from zeroplan.ds_config.reader import fill_from, inspect_ds_config
 
-    dtype = None if setup.dtype is None else DType(setup.dtype)
-    filled = fill_from(dtype=dtype, micro_batch=setup.micro_batch, grad_accum=setup.grad_accum)
-    ranks = gpus or (setup.gpus * (setup.nodes or 1) if setup.gpus else None)
+    dtype = None if setup.ask.dtype is None else DType(setup.ask.dtype)
+    filled = fill_from(dtype=dtype, micro_batch=setup.ask.micro_batch, grad_accum=setup.ask.grad_accum)
+    ranks = gpus or setup.ranks
     dialect = _dialect(engine)
     return inspect_ds_config(dict(setup.ds_config), dialect=dialect, fill=filled, world_size=ranks, engine_version=version)

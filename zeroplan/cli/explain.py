@@ -33,7 +33,7 @@ def explain(
     if time and line is not None:
         raise BadInput("names a line of memory", where="--line", remedy="leave out --time or --line")
     if request.files:
-        from zeroplan.planner.from_files import with_files
+        from zeroplan.planner.merge import with_files
 
         request, setup = with_files(request)
         if not (as_json or quiet):

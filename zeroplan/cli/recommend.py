@@ -131,7 +131,7 @@ def recommend(
     from zeroplan.search.search_options import SearchOptions
 
     smallest = smallest or nodes == "?"
-    request = request.replace(gradient_checkpointing=bool(gradient_checkpointing), nodes=_count(nodes), compile=compile)
+    request = request.replace(gradient_checkpointing=gradient_checkpointing or None, nodes=_count(nodes), compile=compile)
     fixed = [name for name in MESH_OPTIONS if name in request]
     if smallest and nodes not in (None, "?"):
         raise BadInput("is what --smallest finds", where="--nodes", remedy="leave one of the two out")

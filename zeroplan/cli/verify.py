@@ -17,7 +17,7 @@ Ranks = Annotated[
     typer.Option("--gpus", rich_help_panel=_RUN, help="Ranks to run. [every GPU; on a CPU 2, or what the degrees need]"),
 ]
 EngineName = Annotated[
-    str,
+    str | None,
     typer.Option("--engine", rich_help_panel="Sharding", help="As for estimate; zeroplan is the included runtime. [zeroplan]"),
 ]
 Tolerance = Annotated[
@@ -33,7 +33,7 @@ Timeout = Annotated[
 @flags.takes_run("verify")
 def verify(
     request: Ask,
-    engine: EngineName = "zeroplan",
+    engine: EngineName = None,
     gpus: Ranks = None,
     tolerance: Tolerance = 0.02,
     steps: Steps = 3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from enum import EnumType
 from typing import Any, Generic, Protocol, Self, TypeVar, overload
 
 from zeroplan.core.errors import BadInput
@@ -121,6 +122,10 @@ class Option(Generic[T]):
                 return str(value).removeprefix("torch.")
             raise BadInput(f"{value!r:.60} is no name", where=self.name, remedy="write a string")
         return value
+
+    def typed(self, value: Any) -> Any:
+        """Return what a reader of files says as the option holds it: a word as the member that it names."""
+        return self.kind(value) if isinstance(self.kind, EnumType) and value is not None else value
 
     def _whole(self, value: Any) -> int:
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +85,9 @@ def _read(owner: Program, document: Document) -> Setup:
     setup = owner.read(replace(document, data={**beneath, **given}))
     told = (f"the defaults of {defaults.name}: {', '.join(sorted(beneath)[:6])}",) if beneath else ()
     unsure = list(defaults.unsure(given))
-    if setup.lora_rank is not None:
+    if setup.ask.lora_rank is not None:
         unsure += defaults.adapters
-    if not setup.gradient_checkpointing:
+    if not setup.value("gradient_checkpointing"):
         unsure += defaults.checkpoints
     return replace(setup, assumed=(*setup.assumed, *told), unmodelled=(*setup.unmodelled, *unsure))
 
@@ -98,8 +98,7 @@ def _with_script(setup: Setup, document: Document) -> Setup:
     if script is None:
         return setup
     return replace(
-        setup,
-        head=script.head or setup.head,
+        setup if script.head is None else setup.saying(head=script.head),
         assumed=(*setup.assumed, *script.assumed),
         unmodelled=(*setup.unmodelled, *script.left_out),
         open={**setup.open, **script.open},
@@ -116,7 +115,7 @@ def _with_command(setup: Setup, command: Command | None) -> Setup:
     setup = replace(setup, assumed=(*setup.assumed, *command.assumed), unmodelled=(*setup.unmodelled, *left_out))
     environment = command.environment
     said = next((name for name in ALLOCATOR_VARIABLES if environment.get(name)), None)
-    return setup if said is None else replace(setup, alloc_conf=environment[said], keys={**setup.keys, "alloc_conf": said})
+    return setup if said is None else setup.saying({"alloc_conf": said}, alloc_conf=environment[said])
 
 
 def read_setups(sources: Sequence[Any], program: str | None = None, task: str | None = None) -> Setup:
@@ -146,7 +145,8 @@ def _with_version(setup: Setup, sources: Sequence[Any]) -> Setup:
     if found is None or parse_version(found[0]) == parse_version(DEEPSPEED_VERSION):
         return setup
     version, name = found
-    return replace(setup, deepspeed_version=version, assumed=(*setup.assumed, f"DeepSpeed {version}, which {name} pins"))
+    said = (*setup.assumed, f"DeepSpeed {version}, which {name} pins")
+    return replace(setup.saying(deepspeed_version=version), assumed=said)
 
 
 def _launcher_owns(document: Document) -> bool:
@@ -221,33 +221,25 @@ def join(setups: Sequence[Setup]) -> Setup:
 
 def _with_launcher(run: Setup, launcher: Setup) -> Setup:
     """Return the run with what a launcher's file decides; what the run itself says of batches and precision stays."""
-    changes: dict[str, Any] = {}
-    for name in (field.name for field in fields(Setup)):
-        said = getattr(launcher, name)
-        if name in _LAUNCHERS_OWN and said is not None:
-            own = getattr(run, name)
-            if name == "ds_config" and own is not None and own != said:
-                raise BadInput(
-                    f"{run.files[0]} and {launcher.files[0]} bring two ds_configs",
-                    where="--from",
-                    remedy="leave one of them out",
-                )
-            changes[name] = said
-    for name in ("micro_batch", "grad_accum", "dtype"):
-        if getattr(run, name) is None and getattr(launcher, name) is not None:
-            changes[name] = getattr(launcher, name)
-    if launcher.dtype in ("bf16", "fp16") and run.dtype == "fp32" and "dtype" not in run.keys:
-        changes["dtype"] = launcher.dtype
-    if "ulysses" in launcher.degrees:
-        changes |= {"degrees": {**run.degrees, **launcher.degrees}, "attn": run.attn or launcher.attn}
-    if launcher.dtype in ("bf16", "fp16") and not run.autocast and "autocast" not in run.keys:
+    own, theirs = run.ask, launcher.ask
+    if "ds_config" in own and theirs.ds_config not in (None, own.ds_config):
+        raise BadInput(
+            f"{run.files[0]} and {launcher.files[0]} bring two ds_configs", where="--from", remedy="leave one of them out"
+        )
+    taken = [name for name in _LAUNCHERS_OWN if name in theirs]
+    taken += [name for name in ("micro_batch", "grad_accum", "dtype") if name in theirs and name not in own]
+    if theirs.dtype in ("bf16", "fp16") and own.dtype == "fp32" and not own.source("dtype"):
+        taken.append("dtype")
+    if "ulysses" in theirs:
+        taken += [*launcher.degrees, *(["attn"] if "attn" in theirs and "attn" not in own else [])]
+    changes = {name: theirs.said[name] for name in taken}
+    if theirs.dtype in ("bf16", "fp16") and not own.autocast and not own.source("autocast"):
         changes["autocast"] = True  # accelerate's mixed precision, over weights in 16 bits
-    if launcher.gradient_checkpointing:
+    if theirs.gradient_checkpointing:
         changes["gradient_checkpointing"] = True
+    keys = {name: key for name in theirs.said if not own.source(name) and (key := theirs.source(name))}
     return replace(
-        run,
-        **changes,
-        keys={**launcher.keys, **run.keys},
+        run.saying(keys, **changes),
         assumed=(*run.assumed, *launcher.assumed),
         unmodelled=(*run.unmodelled, *launcher.unmodelled),
         unknown=(*run.unknown, *launcher.unknown),

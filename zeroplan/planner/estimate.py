@@ -53,14 +53,14 @@ def estimate_runs(request: Ask, each: Callable[[Estimate, int], None] | None = N
     """
     setup = None
     if request.files:
-        from zeroplan.planner.from_files import with_files
+        from zeroplan.planner.merge import with_files
 
         request, setup = with_files(request)
-        if setup.lit_model is not None:
+        if setup.ask.lit_model is not None:
             from zeroplan.planner.own_code import with_own_code
 
             request = with_own_code(request, setup)
-        if setup.ppo is not None and request.depth != FORMULA:
+        if setup.ask.ppo is not None and request.depth != FORMULA:
             from zeroplan.planner.ppo import with_ppo
 
             request = with_ppo(request, setup)

@@ -17,8 +17,8 @@ def with_own_code(request: Ask, setup: Setup) -> Ask:
 
     A model that the command line names in place of the file's stays.
     """
-    lit = setup.lit_model
-    if lit is None or request.model != setup.model or request.seq_len is None or request.quantize != setup.quantize:
+    lit = setup.ask.lit_model
+    if lit is None or request.model != setup.ask.model or request.seq_len is None or request.quantize != setup.ask.quantize:
         return request
     if find_spec("litgpt") is None or find_spec("torch") is None:
         return request

@@ -33,7 +33,7 @@ def with_ppo(request: Ask, setup: Setup) -> Ask:
     """Return the request with PPO's models as its module; as it is with adapters, where no config tells the models, or where
     torch and transformers are not installed.
     """
-    ppo, micro_batch = setup.ppo, request.micro_batch or 1
+    ppo, micro_batch = setup.ask.ppo, request.micro_batch or 1
     plain = request.lora_rank is None and request.quantize is None and not setup.degrees and request.images == 0
     if ppo is None or not plain or request.model is None or find_spec("torch") is None or find_spec("transformers") is None:
         return request

@@ -6,10 +6,11 @@ from typing import Any
 
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.describe import describe_setup
-from zeroplan.planner.from_files import left_out
+from zeroplan.planner.merge import left_out
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
 
+_BY_PROGRAM = "follows from the program"
 #: Fields of a Setup that are shown, in this order; the rest describes the file itself.
 _FIELDS = (
     *("model", "task", "method", "micro_batch", "grad_accum", "seq_len", "dtype", "model_dtype", "optimizer"),
@@ -20,7 +21,7 @@ _FIELDS = (
 
 def setup_json(setup: Setup) -> dict[str, Any]:
     """The setup as one object that JSON can hold."""
-    fields = [{"field": name, "value": value, "key": setup.keys.get(name, "")} for name, value in _said(setup)]
+    fields = [{"field": name, "value": value, "key": setup.ask.source(name)} for name, value in _said(setup)]
     missing = [{"key": one.key, "effect": one.effect.value, "says": one.says} for one in left_out(setup)]
     return {**describe_setup(setup), "fields": fields, "unmodelled": missing}
 
@@ -38,7 +39,7 @@ def setup_text(setup: Setup, terminal: Terminal = PLAIN, *, wide: bool = True) -
 
 def _table(setup: Setup, terminal: Terminal) -> list[str]:
     rows = [
-        [name, ", ".join(value) if isinstance(value, list) else str(value), setup.keys.get(name, "follows from the program")]
+        [name, ", ".join(value) if isinstance(value, list) else str(value), setup.ask.source(name) or _BY_PROGRAM]
         for name, value in _said(setup)
     ]
     table = render(["what", "value", "key"], rows, "plain", width=terminal.width).splitlines()
@@ -46,5 +47,5 @@ def _table(setup: Setup, terminal: Terminal) -> list[str]:
 
 
 def _said(setup: Setup) -> list[tuple[str, Any]]:
-    values = ((name, getattr(setup, name)) for name in _FIELDS)
+    values = ((name, setup.value(name)) for name in _FIELDS)
     return [(name, list(value) if isinstance(value, tuple) else value) for name, value in values if value not in (None, "", ())]

@@ -14,7 +14,7 @@ from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import Training, read_training
 from zeroplan.planner.describe import UNSEARCHED, describe_workload
-from zeroplan.planner.from_files import filled, told_of_machine, without_graphs
+from zeroplan.planner.merge import merge, reported, without_graphs
 from zeroplan.run.ask import Ask
 from zeroplan.search.candidates_file import SHARED_KEYS
 from zeroplan.search.cost import CostModel
@@ -39,10 +39,10 @@ def with_source(request: Ask, options: SearchOptions) -> tuple[Ask, SearchOption
         BadInput: a source that cannot be read, lacks a model, or contradicts a flag.
     """
     sources = list(options.source) if isinstance(options.source, list | tuple) else [options.source]
-    setup = told_of_machine(read_setups(sources, options.program, training_of(request.task)), request)
+    setup = reported(read_setups(sources, options.program, training_of(request.task)), request)
     # The split of the batch is the search's, so flags of it bind the search and not the run in use.
     unbound = request.replace(micro_batch=None, grad_accum=None, compile=None)
-    asked = filled(unbound, setup)
+    asked = merge(unbound, setup)
     changes = {name for name, value in asked.said.items() if unbound.said.get(name) != value}
     try:
         return _free_search(asked, request, options, setup)
@@ -73,7 +73,7 @@ def _free_search(
     work = candidate.workload
     ranks = resolved.cluster.layout.dp
     shared = prod(int(setup.degrees.get(name, 1)) for name in ("tp", "cp", "ulysses", "pp"))
-    theirs = (setup.global_batch if setup.degrees else None) or work.batch.micro_batch * work.batch.grad_accum * max(
+    theirs = (setup.ask.global_batch if setup.degrees else None) or work.batch.micro_batch * work.batch.grad_accum * max(
         1, ranks // shared
     )
     batch: int | None = options.global_batch or theirs
@@ -105,9 +105,9 @@ def _free_search(
     elif asked.compile is not None and not COMPILED.taken_by(find_engine(request.engine)):
         free = free.replace(compile=None, unmodelled=(*free.unmodelled, without_graphs(setup)))
     if asked.checkpoint_policy != free.checkpoint_policy:
-        key = setup.keys.get("checkpoint_policy", "--checkpoint-policy")
+        key = setup.ask.source("checkpoint_policy") or "--checkpoint-policy"
         laid_out.append(f"{key}: what is recomputed is not searched; blocks are, whole, or nothing")
-    left_out = (one for one in setup.unmodelled if one.key not in map(setup.keys.get, setup.degrees))
+    left_out = (one for one in setup.unmodelled if one.key not in map(setup.key, setup.degrees))
     said = [setup.line, *laid_out, *(f"{one.key}: {one.says}" for one in left_out)]
     notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
     return free, replace(plain, global_batch=batch, notes=notes, training=training_said(setup)), current
@@ -127,14 +127,14 @@ def training_said(setup: Setup) -> Training:
 
 def _beside_degrees(asked: Ask, setup: Setup) -> tuple[Unmodelled, ...]:
     """Return what is left out of the figures but for the degrees, which no candidate has."""
-    return tuple(one for one in asked.unmodelled if one.key not in map(setup.keys.get, setup.degrees))
+    return tuple(one for one in asked.unmodelled if one.key not in map(setup.key, setup.degrees))
 
 
 def _of_layout(setup: Setup, candidate: Candidate) -> list[str]:
     """Return what to say where the run in use divides the model among ranks; nothing under data parallelism alone."""
     plain = Ask()
     degrees = {name: value for name, value in setup.degrees.items() if value != getattr(plain, name)}
-    keys = list(dict.fromkeys(setup.keys.get(name, name) for name in degrees))
+    keys = list(dict.fromkeys(setup.key(name) for name in degrees))
     keys += [one.key for one in candidate.unmodelled if one.key in SHARED_KEYS and one.key not in keys]
     if not keys:
         return []
@@ -183,13 +183,13 @@ def _in_its_words(error: BadInput, setup: Setup, changes: set[str]) -> BadInput:
 
 
 def _candidate(setup: Setup, request: Ask, resolved: ResolvedSearch) -> Candidate:
-    again = bool(setup.gradient_checkpointing)
+    again = bool(setup.value("gradient_checkpointing"))
     if isinstance(request.ds_config, dict):
         from zeroplan.search.candidates_file import candidate_of
 
         return candidate_of(request.ds_config, resolved, request, again)
     workload = resolved.workload.checkpointed(again)
     zero = resolved.engine.default()
-    if setup.stage is not None:
-        zero = ZeroConfig.of(setup.stage, setup.offload_optimizer or "none", setup.offload_param or "none")
+    if setup.ask.stage is not None:
+        zero = ZeroConfig.of(setup.ask.stage, setup.ask.offload_optimizer or "none", setup.ask.offload_param or "none")
     return Candidate(resolved.engine.for_optimizer(zero, workload.numerics.optimizer), workload, request.alloc_conf)

@@ -279,7 +279,7 @@ def _choice(one: Recommendation) -> dict[str, Any]:
 def _files(asked: Asked, say: Say | None) -> dict[str, Any]:
     """Write the files of one plan: the configuration, a training script, and the command that starts it."""
     from zeroplan.interop.training import NO_TRAINING
-    from zeroplan.planner.from_files import with_files
+    from zeroplan.planner.merge import with_files
     from zeroplan.planner.resolve import resolve
     from zeroplan.search.api import run_search
     from zeroplan.search.files import Target, files_of, form_of
@@ -337,7 +337,7 @@ def _read(asked: Asked, say: Say | None) -> dict[str, Any]:
     says = {"model"} if any(one["as"] == "model" for one in asked.read) else set()
     if asked.sources:
         setup = read_setups(asked.sources, asked.request.program, None)
-        says |= {name for name in ("model", "gpus", "nodes") if getattr(setup, name) is not None}
+        says |= {name for name in ("model", "gpus", "nodes") if setup.value(name) is not None}
     return {"says": sorted(says)}
 
 

@@ -88,10 +88,10 @@ def verify(
     if live is not None:
         given["micro_batch"], given["seq_len"] = live.shape()
     # Models are built with random weights.
-    fields: dict[str, Any] = {"engine": DEFAULT_VERIFIED, "from_scratch": True, **given}
-    fields |= {name: value for name, value in options.items() if value is not None}
-    request = Ask(**fields)
-    if request.files:
+    request = Ask(**{"from_scratch": True, **given, **{name: value for name, value in options.items() if value is not None}})
+    if not request.files:
+        request = request.replace(engine=request.said.get("engine", DEFAULT_VERIFIED))
+    else:
         from zeroplan.validate.from_files import with_runnable_files
 
         request, setup, asked = with_runnable_files(request, asked or machine.ranks or None)

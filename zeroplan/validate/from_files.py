@@ -9,9 +9,10 @@ from zeroplan.core.parallel import DEGREES, least_ranks
 from zeroplan.core.preferences import PLAIN_TASKS
 from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Effect
+from zeroplan.engines.registry import DEFAULT_VERIFIED
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
-from zeroplan.planner.from_files import with_files
+from zeroplan.planner.merge import with_files
 from zeroplan.run.ask import Ask
 
 #: Options of a file that change neither the model nor its sharding: the loop does as its engine does, and neither evaluates nor
@@ -38,12 +39,11 @@ def with_runnable_files(request: Ask, ranks: int | None) -> tuple[Ask, Setup, in
         BadInput: files that cannot be read, or that ask for what the loop does not do.
     """
     setup = read_setups(request.files, request.program, training_of(request.task))
-    if ranks is None and setup.gpus is not None:
-        ranks = setup.gpus * (setup.nodes or 1)
-    elif ranks is None and setup.degrees:
+    ranks = ranks or setup.ranks
+    if ranks is None and setup.degrees:
         degrees = {name: int(degree) for name, degree in setup.degrees.items() if name in DEGREES}
-        ranks = least_ranks(**degrees) * (setup.dp_shard or 1)
-    filled, setup = with_files(request.replace(gpus=ranks) if ranks is not None else request)
+        ranks = least_ranks(**degrees) * (setup.ask.dp_shard or 1)
+    filled, setup = with_files(request.replace(gpus=ranks) if ranks is not None else request, DEFAULT_VERIFIED)
     if request.deepspeed_version is None:  # the installed one runs, whatever the project pins
         filled = filled.replace(deepspeed_version=None)
     missing = list(_not_run(filled, setup))
@@ -59,16 +59,16 @@ def with_runnable_files(request: Ask, ranks: int | None) -> tuple[Ask, Setup, in
 def _not_run(filled: Ask, setup: Setup) -> Iterator[str]:
     if setup.task not in ("", *PLAIN_TASKS):
         yield f"step of {setup.task}"
-    if filled.quantize is not None or setup.quantize is not None:
-        yield f"quantised base ({setup.keys.get('quantize', 'quantize')})"
-    if filled.fp8 is not None or setup.fp8 is not None:
-        yield f"8-bit products ({setup.keys.get('fp8', 'fp8')})"
-    if setup.compile is not None:
-        yield f"compiled graphs ({setup.keys.get('compile', 'compile')})"
-    if setup.chunked_head and filled.ds_config is None:
+    if filled.quantize is not None or setup.ask.quantize is not None:
+        yield f"quantised base ({setup.key('quantize')})"
+    if filled.fp8 is not None or setup.ask.fp8 is not None:
+        yield f"8-bit products ({setup.key('fp8')})"
+    if setup.ask.compile is not None:
+        yield f"compiled graphs ({setup.key('compile')})"
+    if setup.ask.chunked_head and filled.ds_config is None:
         yield "tiled head of TRL"
-    if setup.lora_dropout:
-        yield f"dropout of adapters ({setup.keys.get('lora_dropout', 'by default')})"
+    if setup.ask.lora_dropout:
+        yield f"dropout of adapters ({setup.ask.source('lora_dropout') or 'by default'})"
     if filled.precision is not None:
-        yield f"weights in {setup.model_dtype} ({setup.keys.get('model_dtype', 'by default')})"
+        yield f"weights in {setup.ask.model_dtype} ({setup.ask.source('model_dtype') or 'by default'})"
     yield from (one.key for one in filled.unmodelled if one.effect is not Effect.NONE)

@@ -24,7 +24,7 @@ from zeroplan.interop.readers import read_setup
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.fit import left_out
-from zeroplan.planner.from_files import with_files
+from zeroplan.planner.merge import with_files
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.events import AllocatorOp
@@ -215,7 +215,7 @@ def test_accelerates_file_says_the_degree() -> None:
     }
     request, setup = with_files(asked(gpus=None, files=[config], micro_batch=1))
     assert (request.ulysses, request.gpus, request.attn, request.engine) == (2, 4, "flash", "deepspeed")
-    assert setup.keys["ulysses"] not in [one.key for one in request.unmodelled]
+    assert setup.key("ulysses") not in [one.key for one in request.unmodelled]
     both = {"parallelism_config": sizes | {"parallelism_config_cp_size": 2}}
     with pytest.raises(BadInput, match="sp_size 2 and cp_size 2 exclude each other"):
         read_setup(config | both)

@@ -16,6 +16,7 @@ from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.known import arguments_of, moving_of
 from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import read_training
+from zeroplan.run.ask import OPTIONS, Ask
 from zeroplan.techniques.table import TABLE
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -297,17 +298,17 @@ class Builder(Keys):
                 self.leave_out(key, Effect.UNKNOWN, f"is no key of {self.title.rpartition(' ')[0]}, and it speaks of memory")
         if "seq_len" in self.fields and self.fields.get("task") != "pretrain":
             self.fields.setdefault("pads", not any(self.on(key) for key in _PACKED))
+        own = {name: self.fields.pop(name) for name in ("task", "method") if name in self.fields}
+        typed = {name: OPTIONS[name].typed(value) for name, value in {**self.fields, **self.degrees, **self.options}.items()}
         return Setup(
             program=self.program,
             title=self.title,
             files=(self.name,),
+            ask=Ask(**typed).by({name: key for name, key in self.keys.items() if name in OPTIONS}),
+            open=self.open,
             training=read_training(self.data, self.name, self.read if programs else None),
-            keys=self.keys,
             assumed=tuple(self.assumed),
             unmodelled=tuple(self.left_out),
-            degrees=self.degrees,
-            options=self.options,
-            open=self.open,
             unknown=tuple(strange[:_MOST_UNKNOWN]),
-            **self.fields,
+            **own,
         )

@@ -10,11 +10,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
-from zeroplan.planner.from_files import with_files
 
 from zeroplan.core.unmodelled import may_add
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
+from zeroplan.planner.merge import with_files
 from zeroplan.run.ask import Ask
 
 ARGUMENTS = """\
@@ -202,8 +202,8 @@ def test_a_script_is_read_the_same_from_anywhere(kind: str, tmp_path: Path, monk
     assert said(found[0]) == said(found[1]) == said(found[2])
     one = found[0]
     stage = ((one.ds_config or {}).get("zero_optimization") or {}).get("stage")
-    assert (one.micro_batch, one.seq_len, one.dtype, stage) == expected
-    assert one.lora_rank is None
+    assert (one.ask.micro_batch, one.ask.seq_len, one.ask.dtype, stage) == expected
+    assert one.ask.lora_rank is None
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)

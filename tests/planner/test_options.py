@@ -10,6 +10,7 @@ import zeroplan
 from zeroplan.planner.options import OTHER_NAMES, EstimateOptions, StageOptions, VerifyOptions
 from zeroplan.run.ask import OPTIONS
 from zeroplan.search.search_options import RecommendOptions, SearchOptions
+from zeroplan.techniques.table import TABLE
 from zeroplan.tuning.options import TuneOptions
 
 #: What Python alone says.
@@ -18,7 +19,8 @@ PYTHON = {"largest_layer_params", "offline", "inputs", "adapter_dtype"}
 
 def taken(verb: str) -> dict[str, Any]:
     """The options that a verb takes, and those of Python, with their types."""
-    found = {name for name, option in OPTIONS.items() if option.taken_by(verb) or name in PYTHON}
+    of_techniques = {option.name for technique in TABLE for option in technique.options}  # which no type lists
+    found = {name for name, option in OPTIONS.items() if option.taken_by(verb) or name in PYTHON} - of_techniques
     return {name: OPTIONS[name].hint for name in found - {"model"}}
 
 

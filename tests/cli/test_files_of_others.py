@@ -173,8 +173,9 @@ def test_the_next_command_is_of_the_same_run() -> None:
     assert "--global-batch 64" in words  # which recommend splits anew; without, it would accumulate nothing
     assert "--transformers-version 4.40 --no-set-to-none" in words
     assert "--global-batch" not in recommend_words(asked.replace(files=("x.json",)))  # which says it
-    for name, value in {"reduce_dtype": "bf16", "fp8": "rowwise", "tiled_loss": 4}.items():
-        assert recommend_words(asked.replace(**{name: value})) == []  # type: ignore[arg-type]
+    for name, value in {"reduce_dtype": "bf16", "tiled_loss": 4}.items():
+        assert recommend_words(asked.replace(**{name: value})) == []
+    assert "--fp8 rowwise" in " ".join(recommend_words(asked.replace(fp8="rowwise")))
 
 
 def test_a_layouts_next_command_plans_it(cli: Cli) -> None:

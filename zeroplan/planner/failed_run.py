@@ -102,7 +102,7 @@ def _filled(request: Ask) -> tuple[Ask, Setup | None]:
     """Return the request with what its files say, and what they are; as it is where no file is named."""
     if not request.files:
         return request, None
-    from zeroplan.planner.from_files import with_files
+    from zeroplan.planner.merge import with_files
 
     filled, setup = with_files(request)
     return filled.replace(files=None), setup

@@ -87,6 +87,7 @@ class RecommendOptions(MachineOptions, total=False):
     smallest: bool
     gradient_checkpointing: bool | None
     set_to_none: bool
+    fp8: str | None
     compile: str | None
     global_batch: int | None
     goal: str

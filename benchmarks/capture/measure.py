@@ -28,7 +28,7 @@ def run(program: dict[str, Any], work: Path, seconds: float, caches: Path) -> di
     name = program["name"]
     measured = caches / f"{name}.jsonl"
     measured.unlink(missing_ok=True)
-    paths = [str(HERE / "site"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(HERE / "startup"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ, **OFFLINE, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "CAPTURE_MEASURED": str(measured),
         "HF_HOME": str(caches / f"hf-{name}"), "PATH": os.pathsep.join((str(caches / "bin"), os.environ["PATH"])),

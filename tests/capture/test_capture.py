@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,21 @@ def test_a_recording_is_the_same_after_a_file(tmp_path: Path) -> None:
     captured, run = capture(tmp_path, LOOP)
     again = answer(of_data(as_data(captured), "x"), Cluster.of(gpu="A100-80G"))
     assert again.timeline.peak_allocated == run.timeline.peak_allocated - 2 * (32 * MIB) + 2 * 8_519_680
+
+
+def test_a_kept_capture_is_answered_for_another_card(tmp_path: Path, cli: Any) -> None:
+    script, kept = tmp_path / "train.py", tmp_path / "run.json"
+    script.write_text(LOOP)
+    done = cli("capture", "--gpu", "H100", "-o", str(kept), "--json", "--", "python", str(script))
+    assert done.exit_code == 0
+    first = json.loads(done.output)["plans"][0]
+    assert first["capture"] == {"way": "loop", "command": f"python {script}", "steps": 3, "stopped": None, "ended": ""}
+    again = cli("estimate", "--from", str(kept), "--json")
+    assert json.loads(again.output)["plans"][0] == first
+    smaller = cli("estimate", "--from", str(kept), "--vram", "600M", "--json", "--check")
+    assert smaller.exit_code == 1
+    assert json.loads(smaller.output)["plans"][0]["fits"] is False
+    assert cli("estimate", "--from", str(kept), "--gpus", "8").exit_code == 2
 
 
 def test_writes_go_to_a_temporary_folder_and_are_read_back(tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ def _judged_card(
 def _fits(gpu: GpuMemory, cluster: Cluster, unmodelled: tuple[Unmodelled, ...]) -> dict[str, Any]:
     assert gpu.interval is not None
     broken = cluster.usable_vram is not None and gpu.interval[1] > cluster.usable_vram
-    unknown = may_save(unmodelled) if broken else may_add(unmodelled)
+    unsure = broken and cluster.usable_vram is not None and gpu.interval[0] <= cluster.usable_vram
+    unknown = unsure or (may_save(unmodelled) if broken else may_add(unmodelled))
     limited = cluster.vram is not None
     settle = "run the same command under zeroplan verify -- on a GPU" if unknown and limited else ""
     return {

@@ -34,6 +34,8 @@ class Spans:
         self.backwards = 0
         self.on_step: list[Any] = []
         self.on_backward: list[Any] = []
+        self.on_module: list[Any] = []
+        self._seen: Any = weakref.WeakSet()
         self._now = INIT
         self._depth = 0
         self._stepping = 0
@@ -81,6 +83,10 @@ class Spans:
         graph._engine_run_backward = backward
 
     def _before(self, module: Any, _args: Any) -> None:
+        if self._depth == 0 and module not in self._seen:
+            self._seen.add(module)
+            for call in self.on_module:
+                call(module)
         if self._depth == 0 and self.recorder.phase != 2:
             self.enter(FORWARD if torch.is_grad_enabled() else EVALUATION)
         self._depth += 1

@@ -29,6 +29,7 @@ class Capture:
         self.recorder = ScriptRecorder()
         self.functions = ScriptFunctions(self.recorder)
         self.spans = Spans(self.recorder)
+        self.spans.on_module.append(self.trains)
         self.ending = Ending(self.spans, job.steps, job.seconds)
         self.overlay: Overlay | None = None
         self.stopped: Stop | None = None

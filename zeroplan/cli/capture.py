@@ -103,8 +103,9 @@ def _samples(text: str | None) -> tuple[int, int] | None:
 
 
 def _keep(run: CapturedRun, captured: Any, path: str) -> None:
+    from zeroplan.capturing.kept import RECORDING
     from zeroplan.capturing.result import as_data
     from zeroplan.core.files import write_atomic
 
-    held = json.loads(run.report.to_json()) | {"recording": as_data(captured)}
+    held = json.loads(run.report.to_json()) | {RECORDING: as_data(captured)}
     write_atomic(path, json.dumps(held))

@@ -1,0 +1,89 @@
+"""A capture that was kept in a file (``capture -o``), answered again: for the same machine or another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from zeroplan.capturing.answer import CapturedRun, answer
+from zeroplan.capturing.result import of_data
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.simulate.allocator.config import AllocatorConfig
+
+#: The key under which a kept answer holds what was captured.
+RECORDING = "recording"
+#: How such a file ends, and the most bytes that are read of it.
+_ENDING, _MOST = ".json", 256 << 20
+
+
+def kept_capture(files: Sequence[Any]) -> dict[str, Any] | None:
+    """Return the data of a kept capture; None where `files` is another program's, or several.
+
+    Raises:
+        BadInput: a capture beside other files.
+    """
+    found = [one for one in files if isinstance(one, (str, Path)) and _is_kept(Path(one))]
+    if not found:
+        return None
+    if len(files) > 1:
+        raise BadInput("is the whole run, and stands beside no other file", where=str(found[0]), remedy="give it alone")
+    held: dict[str, Any] = json.loads(Path(found[0]).read_text(encoding="utf-8"))
+    return held
+
+
+def _is_kept(path: Path) -> bool:
+    """Return whether a file holds a capture: its report begins as ``capture -o`` writes it."""
+    if path.suffix != _ENDING or not path.is_file() or path.stat().st_size > _MOST:
+        return False
+    with path.open("rb") as file:
+        begin = file.read(64)
+    if b'"schema"' not in begin:
+        return False
+    try:
+        return RECORDING in json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        return False
+
+
+def answered_again(
+    held: dict[str, Any],
+    *,
+    where: str,
+    gpu: str | None = None,
+    vram: str | int | None = None,
+    gpus: int = 1,
+    nodes: int = 1,
+    config: AllocatorConfig | None = None,
+) -> CapturedRun:
+    """Return the answer to a kept capture.
+
+    Args:
+        held: the file's data.
+        where: its name.
+        gpu: another card; None for the captured one.
+        vram: another limit; None for the card's.
+        gpus: has to be what the launcher started, or 1 for nothing said.
+        nodes: likewise.
+        config: the caching allocator's settings; None for torch's defaults.
+
+    Raises:
+        BadInput: no capture, or a machine of another number of ranks.
+    """
+    captured = of_data(held[RECORDING], where)
+    machine = held.get("cluster", {})
+    then = (int(machine.get("gpus", 1)), int(machine.get("nodes", 1)))
+    if (gpus, nodes) not in ((1, 1), then):
+        raise BadInput(
+            f"was captured on {then[1]} × {then[0]} GPUs, and a rank's own allocations are those of that world",
+            where=where,
+            remedy="capture it again with the other number of processes",
+        )
+    if gpu is None and vram is None:
+        gpu, vram = machine.get("gpu"), machine.get("vram")
+        if vram is None:
+            gpu = None
+    return answer(captured, replace(Cluster.of(gpu=gpu, vram=vram), gpus=then[0], nodes=then[1]), config)

@@ -45,7 +45,7 @@ def run(program: dict[str, Any], work: Path, seconds: float, caches: Path) -> di
         except subprocess.TimeoutExpired:
             code = "too long"
     rows = [json.loads(line) for line in measured.read_text().splitlines()] if measured.is_file() else []
-    most = max(rows, key=lambda row: row["allocated"], default={})
+    most: dict[str, Any] = max(rows, key=lambda row: row["allocated"], default={})
     tail = [] if code == 0 else log.read_text(errors="replace").splitlines()[-6:]
     return {"name": name, "code": code, "wall": round(time.time() - began, 1), **most, "tail": tail}
 

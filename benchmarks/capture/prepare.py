@@ -12,6 +12,7 @@ import csv
 import json
 import random
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 WORDS = 2000
@@ -97,13 +98,13 @@ def litgpt_checkpoint(folder: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 4, "eos_token_id": 5}))
 
 
-def lines(path: Path, rows: list[dict[str, object]]) -> None:
+def lines(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def table(path: Path, rows: list[dict[str, object]]) -> None:
+def table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
@@ -136,26 +137,26 @@ def make_data(work: Path) -> None:
     for name, count in (("train", 200), ("validation", 60)):
         (data / "text" / f"{name}.txt").write_text("".join(words(draw, 80, 160) + "\n" for _ in range(count)))
     for name, count in (("train", 128), ("validation", 40)):
-        rows = [
+        texts: list[dict[str, object]] = [
             {"sentence1": words(draw, 15, 60), "sentence2": words(draw, 15, 60), "label": ("no", "yes")[n % 2]}
             for n in range(count)
         ]
-        table(data / "pairs_text" / f"{name}.csv", rows)
+        table(data / "pairs_text" / f"{name}.csv", texts)
     lines(
         data / "summaries" / "train.json", [{"text": words(draw, 100, 400), "summary": words(draw, 20, 90)} for _ in range(40)]
     )
     glue = work / "nlp" / "nyu-mll" / "glue"
     for name, count in (("train", 48), ("validation", 40), ("test", 8)):
-        rows = [
+        judged: list[dict[str, object]] = [
             {"sentence1": words(draw, 15, 60), "sentence2": words(draw, 15, 60), "label": n % 2, "idx": n} for n in range(count)
         ]
-        lines(glue / "mrpc" / f"{name}.jsonl", rows)
+        lines(glue / "mrpc" / f"{name}.jsonl", judged)
     files = "".join(f"  - split: {name}\n    path: mrpc/{name}.jsonl\n" for name in ("train", "validation", "test"))
-    texts = "".join(f"  - name: {name}\n    dtype: string\n" for name in ("sentence1", "sentence2"))
+    kept = "".join(f"  - name: {name}\n    dtype: string\n" for name in ("sentence1", "sentence2"))
     label = (
         "  - name: label\n    dtype:\n      class_label:\n        names:\n          '0': different\n          '1': equivalent\n"
     )
-    kinds = f"dataset_info:\n- config_name: mrpc\n  features:\n{texts}{label}  - name: idx\n    dtype: int32\n"
+    kinds = f"dataset_info:\n- config_name: mrpc\n  features:\n{kept}{label}  - name: idx\n    dtype: int32\n"
     (glue / "README.md").write_text(f"---\n{kinds}configs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
     wiki = work / "hello" / "wikitext"
     for name, count in (("train", 400), ("validation", 20), ("test", 20)):

@@ -62,16 +62,15 @@ def test_a_recording_is_the_same_after_a_file(tmp_path: Path) -> None:
 def test_a_kept_capture_is_answered_for_another_card(tmp_path: Path, cli: Any) -> None:
     script, kept = tmp_path / "train.py", tmp_path / "run.json"
     script.write_text(LOOP)
-    done = cli("capture", "--gpu", "H100", "-o", str(kept), "--json", "--", "python", str(script))
-    assert done.exit_code == 0
-    first = json.loads(done.output)["plans"][0]
+    code, out, _ = cli("capture", "--gpu", "H100", "-o", str(kept), "--json", "--", "python", str(script))
+    assert code == 0
+    first = json.loads(out)["plans"][0]
     assert first["capture"] == {"way": "loop", "command": f"python {script}", "steps": 3, "stopped": None, "ended": ""}
-    again = cli("estimate", "--from", str(kept), "--json")
-    assert json.loads(again.output)["plans"][0] == first
-    smaller = cli("estimate", "--from", str(kept), "--vram", "600M", "--json", "--check")
-    assert smaller.exit_code == 1
-    assert json.loads(smaller.output)["plans"][0]["fits"] is False
-    assert cli("estimate", "--from", str(kept), "--gpus", "8").exit_code == 2
+    assert json.loads(cli("estimate", "--from", str(kept), "--json")[1])["plans"][0] == first
+    code, out, _ = cli("estimate", "--from", str(kept), "--vram", "300M", "--json", "--check")
+    assert code == 1
+    assert json.loads(out)["plans"][0]["fits"] is False
+    assert cli("estimate", "--from", str(kept), "--gpus", "8")[0] == 2
 
 
 def test_writes_go_to_a_temporary_folder_and_are_read_back(tmp_path: Path) -> None:

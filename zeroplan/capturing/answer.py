@@ -10,7 +10,18 @@ from zeroplan.capturing.result import Captured
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.families import family_of
-from zeroplan.core.plan import CaptureInfo, CpuMemory, GpuMemory, MemoryPlan, ModelInfo, NvmeMemory, PeakShare, PlanLine, Report
+from zeroplan.core.plan import (
+    CaptureInfo,
+    CpuMemory,
+    GpuMemory,
+    MemoryPlan,
+    ModelInfo,
+    NvmeMemory,
+    PeakShare,
+    PlanLine,
+    Report,
+    Verdict,
+)
 from zeroplan.core.unmodelled import Effect, Unmodelled, may_add, may_save
 from zeroplan.engines.process import CONTEXT, FIRST_COMMUNICATOR, FLASH_KERNELS, GUESSED_SPREAD, KERNELS
 from zeroplan.engines.simulation import phase_of_mark
@@ -155,14 +166,31 @@ def _judged_card(
 
 
 def _fits(gpu: GpuMemory, cluster: Cluster, unmodelled: tuple[Unmodelled, ...]) -> dict[str, Any]:
+    """Return the plan's fields that say whether it fits its card, as :func:`zeroplan.planner.fit.judged` has them."""
     assert gpu.interval is not None
-    broken = cluster.usable_vram is not None and gpu.interval[1] > cluster.usable_vram
-    unsure = broken and cluster.usable_vram is not None and gpu.interval[0] <= cluster.usable_vram
-    unknown = unsure or (may_save(unmodelled) if broken else may_add(unmodelled))
-    limited = cluster.vram is not None
-    settle = "run the same command under zeroplan verify -- on a GPU" if unknown and limited else ""
+    usable = cluster.usable_vram
+    low, high = gpu.interval
+    broken, certain = usable is not None and high > usable, usable is not None and low > usable
+    keys = tuple(one for one in unmodelled if one.key != _LIMIT)
+    unknown = may_save(keys) if certain else may_add(keys) or (broken and may_save(keys))
+    decides = settle = ""
+    if usable is None:
+        verdict, decides = Verdict.UNKNOWN, "no limit is given"
+    elif unknown:
+        verdict, decides = Verdict.UNKNOWN, ", ".join(one.key for one in keys if one.effect is not Effect.NONE)
+        settle = "run a few steps of the program itself, and read torch.cuda.max_memory_reserved"
+    elif certain:
+        verdict = Verdict.DOES_NOT_FIT
+    elif broken or len(keys) < len(unmodelled):
+        fragments = next((one.says for one in unmodelled if one.key == _LIMIT), "")
+        verdict, decides = Verdict.MAY_FIT, fragments or "the limit lies within the figures' error"
+        settle = "leave the card more room: a smaller micro batch or a shorter length"
+    else:
+        verdict = Verdict.FITS
     return {
-        "fits": None if unknown or not limited else not broken,
+        "verdict": verdict,
+        "fits": verdict.fits,
+        "decides": decides,
         "misfits": ("gpu",) if broken else (),
         "unmodelled": unmodelled,
         "settle": settle,

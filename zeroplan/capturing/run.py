@@ -69,7 +69,7 @@ def capture_command(
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), home)))}
         why = ""
         try:
-            done = subprocess.run(command, stdout=sys.stderr, env=environment, timeout=seconds + _GRACE, check=False)
+            done = subprocess.run(command, stdout=2, env=environment, timeout=seconds + _GRACE, check=False)
             why = f"the process ended with exit code {done.returncode}" if done.returncode else ""
         except subprocess.TimeoutExpired:
             why = f"the script took longer than {seconds:.0f} s (--seconds), without coming back to torch"

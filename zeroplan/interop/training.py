@@ -105,6 +105,12 @@ class Training:
 NO_TRAINING = Training()
 
 
+def _betas(said: Any) -> dict[str, Any]:
+    """Return Adam's two coefficients of a pair of numbers; nothing of anything else."""
+    pair = [_number(one) for one in said] if isinstance(said, list | tuple) and len(said) == 2 else []
+    return {} if not pair or None in pair else {"adam_beta1": pair[0], "adam_beta2": pair[1]}
+
+
 def read_training(data: Mapping[str, Any], name: str, known: Iterable[str] | None = None) -> Training:
     """Read what a document says of its run's training; variables, and values of other types, are left to be named.
 
@@ -127,10 +133,9 @@ def read_training(data: Mapping[str, Any], name: str, known: Iterable[str] | Non
                 values.setdefault(ours, value)
     for key in _BETAS:
         said = _at(data, key)
-        pair = [_number(one) for one in said] if isinstance(said, list | tuple) and len(said) == 2 else []
-        if len(pair) == 2 and None not in pair:
-            values |= {"adam_beta1": pair[0], "adam_beta2": pair[1]}
-        elif said is not None:
+        pair = _betas(said)
+        values |= pair
+        if said is not None and not pair:
             others[key] = said
     others |= {key: said for key in _OTHERS if (said := _at(data, key)) is not None and said is not False}
     scheduler = data.get("scheduler")

@@ -48,22 +48,7 @@ class Accelerate(Program):
             raise BadInput(
                 f"{kind} is no GPU", where=f"{run.name}: distributed_type", remedy="plans are of runs on NVIDIA GPUs"
             )
-        nodes = run.number("num_machines") or 1
-        processes = run.number("num_processes", least=-1)
-        if processes is None or processes < 1:
-            run.assume(
-                "1 process: num_processes is not set" if kind == "NO" else "num_processes open",
-                **({"gpus": 1} if kind == "NO" else {}),
-            )
-        else:
-            if processes % nodes:
-                raise BadInput(
-                    f"{processes} processes do not divide by {nodes} machines",
-                    where=f"{run.name}: num_processes",
-                    remedy=f"write {-(-processes // nodes) * nodes}, all machines' together",
-                )
-            run.set("gpus", processes // nodes, "num_processes")
-            run.set("nodes", nodes, "num_machines")
+        _machine(run, alone=kind == "NO")
         mode = run.word("mixed_precision")
         if mode in ("bf16", "fp16"):
             run.set("dtype", mode, "mixed_precision")
@@ -83,14 +68,7 @@ class Accelerate(Program):
         else:
             run.set("engine", "ddp", "distributed_type")
         _layout(run, fsdp_version)
-        dynamo = run.block("dynamo_config")
-        said = {key.removeprefix("dynamo_"): key for key in dynamo.data}
-        if "backend" in said and dynamo.on(said["backend"]):
-            regional = "use_regional_compilation" in said and dynamo.on(said["use_regional_compilation"])
-            mode = dynamo.word(said["mode"]) if "mode" in said else None
-            within = regional and fsdp_version == 2 and run.block("fsdp_config").on("fsdp_activation_checkpointing")
-            parts = "checkpointed-blocks" if within else "blocks" if regional else "model"
-            run.take_compile(parts, "dynamo_config", backend=dynamo.word(said["backend"]), mode=mode)
+        _compiled(run, fsdp_version)
         if run.block("fp8_config").data and mode != "fp8":
             run.assume("fp8_config is not used, since mixed_precision is not fp8")
         return run.setup()
@@ -285,3 +263,39 @@ def plugin_config(block: Keys) -> dict[str, Any]:
     clipping = block.amount("gradient_clipping")
     config["gradient_clipping"] = "auto" if clipping is None else clipping
     return config
+
+
+def _machine(run: Builder, *, alone: bool) -> None:
+    """Set the machines and the GPUs of each.
+
+    Raises:
+        BadInput: processes that do not divide by the machines.
+    """
+    nodes = run.number("num_machines") or 1
+    processes = run.number("num_processes", least=-1)
+    if processes is None or processes < 1:
+        run.assume(
+            "1 process: num_processes is not set" if alone else "num_processes open",
+            **({"gpus": 1} if alone else {}),
+        )
+    else:
+        if processes % nodes:
+            raise BadInput(
+                f"{processes} processes do not divide by {nodes} machines",
+                where=f"{run.name}: num_processes",
+                remedy=f"write {-(-processes // nodes) * nodes}, all machines' together",
+            )
+        run.set("gpus", processes // nodes, "num_processes")
+        run.set("nodes", nodes, "num_machines")
+
+
+def _compiled(run: Builder, fsdp_version: int) -> None:
+    """Set what ``dynamo_config`` compiles."""
+    dynamo = run.block("dynamo_config")
+    said = {key.removeprefix("dynamo_"): key for key in dynamo.data}
+    if "backend" in said and dynamo.on(said["backend"]):
+        regional = "use_regional_compilation" in said and dynamo.on(said["use_regional_compilation"])
+        mode = dynamo.word(said["mode"]) if "mode" in said else None
+        within = regional and fsdp_version == 2 and run.block("fsdp_config").on("fsdp_activation_checkpointing")
+        parts = "checkpointed-blocks" if within else "blocks" if regional else "model"
+        run.take_compile(parts, "dynamo_config", backend=dynamo.word(said["backend"]), mode=mode)

@@ -92,15 +92,7 @@ class LitGpt(Program):
             run.set("seq_len", length, "train.max_seq_length")
         else:
             run.leave_out("train.max_seq_length", UNKNOWN, "samples are as long as the model's window; give --seq-len")
-        precision = run.word("precision")
-        if precision is None:
-            run.assume("precision bf16-mixed", dtype="bf16", model_dtype="fp32")
-        elif precision in _PRECISIONS:
-            for field, value in zip(("dtype", "model_dtype"), _PRECISIONS[precision], strict=True):
-                run.set(field, value, "precision")
-        else:
-            run.set("dtype", "bf16", "precision")
-            run.leave_out("precision", UNKNOWN, f"precision {precision[:40]!r} is not modelled; bf16 is counted")
+        _precision(run)
         run.set("autocast", False)
         self._optimizer(run)
         several = gpus is None or gpus * nodes > 1
@@ -207,3 +199,16 @@ class LitGpt(Program):
         if run.flag("lora_head"):
             run.leave_out("lora_head", Effect.MORE, "an adapter on the head")
         return quantize
+
+
+def _precision(run: Builder) -> None:
+    """Set the dtypes of the model and of products."""
+    precision = run.word("precision")
+    if precision is None:
+        run.assume("precision bf16-mixed", dtype="bf16", model_dtype="fp32")
+    elif precision in _PRECISIONS:
+        for field, value in zip(("dtype", "model_dtype"), _PRECISIONS[precision], strict=True):
+            run.set(field, value, "precision")
+    else:
+        run.set("dtype", "bf16", "precision")
+        run.leave_out("precision", UNKNOWN, f"precision {precision[:40]!r} is not modelled; bf16 is counted")

@@ -62,29 +62,11 @@ class OpenInstruct(Program):
         """Read the run."""
         run = Builder(document, self.name, self.label)
         refuse_cpu(run)
-        program = document.command.program if document.command else ""
-        script = _SCRIPT.search(program)
-        word = script[1] if script else "grpo" if document.has("num_samples_per_prompt_rollout") else "finetune"
-        task = "dpo" if "dpo" in word or (script is None and document.has("dpo_beta", "beta", "dpo_loss_type")) else word
-        task = {"finetune": "sft"}.get(task, "grpo" if task.startswith("grpo") else "reward" if "reward" in task else task)
-        run.set("task", task)
-        if script is None and task == "sft" and (named := _named_task(run)):
-            task = run.set("task", named)
-        if script is None:
-            run.assume("finetune.py, since no key of another script is set" if task == "sft" else f"the script of {task}")
-        if task != "sft":
-            run.leave_out(f"task {task}", MORE, "pairs of samples, further models or generation beside the trained model")
+        task = _task(run)
         run.take_model("model_name_or_path")
         run.count("micro_batch", "per_device_train_batch_size", default=1 if task == "grpo" else 8)
         run.count("grad_accum", "gradient_accumulation_steps", default=1)
-        if run.number("max_seq_length") is not None:
-            run.count("seq_len", "max_seq_length")
-        elif task == "grpo":
-            prompt, answer = run.number("max_prompt_token_length") or 256, run.number("response_length") or 256
-            packed = run.number("pack_length")
-            run.set("seq_len", packed or prompt + answer, "pack_length" if packed else "response_length")
-        else:
-            run.leave_out("max_seq_length", UNKNOWN, "nothing bounds the length of a sample; give --seq-len")
+        _length(run, task)
         run.assume("weights in bf16 and flash attention", model_dtype="bf16", dtype="bf16", attn="flash")
         if run.flag("use_flash_attn") is False:
             run.set("attn", "sdpa", "use_flash_attn")
@@ -96,16 +78,7 @@ class OpenInstruct(Program):
             run.assume("gradient_checkpointing false", gradient_checkpointing=False)
         else:
             run.set("gradient_checkpointing", again, "gradient_checkpointing")
-        if run.flag("use_lora") or run.flag("use_qlora"):
-            quantised = bool(run.flag("use_qlora"))
-            run.set("method", "qlora" if quantised else "lora", "use_lora")
-            run.count("lora_rank", "lora_rank", default=64)
-            set_dropout(run, 0.1)
-            run.set("lora_targets", ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj"))
-            if quantised:
-                run.leave_out("use_qlora", UNKNOWN, "base weights in NF4 are counted in 16 bits")
-        else:
-            run.set("method", "full")
+        _adapters(run)
         run.leave_out_flags(_NOT_MODELLED)
         set_attention(run, "attn_implementation")
         stage = run.number("deepspeed_stage", least=0)
@@ -123,6 +96,50 @@ class OpenInstruct(Program):
             run.assume("no engine: the launcher decides it, so give its file as well")
         take_machine(run)
         return run.setup("open-instruct")
+
+
+def _task(run: Builder) -> str:
+    """Set the task, which the script's name says, or else keys that one script alone has; return it."""
+    document = run.document
+    program = document.command.program if document.command else ""
+    script = _SCRIPT.search(program)
+    word = script[1] if script else "grpo" if document.has("num_samples_per_prompt_rollout") else "finetune"
+    task = "dpo" if "dpo" in word or (script is None and document.has("dpo_beta", "beta", "dpo_loss_type")) else word
+    task = {"finetune": "sft"}.get(task, "grpo" if task.startswith("grpo") else "reward" if "reward" in task else task)
+    run.set("task", task)
+    if script is None and task == "sft" and (named := _named_task(run)):
+        task = run.set("task", named)
+    if script is None:
+        run.assume("finetune.py, since no key of another script is set" if task == "sft" else f"the script of {task}")
+    if task != "sft":
+        run.leave_out(f"task {task}", MORE, "pairs of samples, further models or generation beside the trained model")
+    return task
+
+
+def _length(run: Builder, task: str) -> None:
+    """Set the longest sample."""
+    if run.number("max_seq_length") is not None:
+        run.count("seq_len", "max_seq_length")
+    elif task == "grpo":
+        prompt, answer = run.number("max_prompt_token_length") or 256, run.number("response_length") or 256
+        packed = run.number("pack_length")
+        run.set("seq_len", packed or prompt + answer, "pack_length" if packed else "response_length")
+    else:
+        run.leave_out("max_seq_length", UNKNOWN, "nothing bounds the length of a sample; give --seq-len")
+
+
+def _adapters(run: Builder) -> None:
+    """Set LoRA and its rank, where it is on."""
+    if run.flag("use_lora") or run.flag("use_qlora"):
+        quantised = bool(run.flag("use_qlora"))
+        run.set("method", "qlora" if quantised else "lora", "use_lora")
+        run.count("lora_rank", "lora_rank", default=64)
+        set_dropout(run, 0.1)
+        run.set("lora_targets", ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj"))
+        if quantised:
+            run.leave_out("use_qlora", UNKNOWN, "base weights in NF4 are counted in 16 bits")
+    else:
+        run.set("method", "full")
 
 
 def _named_task(run: Builder) -> str:

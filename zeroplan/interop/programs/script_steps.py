@@ -53,6 +53,12 @@ def _optimizer(reader: Reader) -> None:
     elif dummies:
         reader.data["may_be_config's"] = True
     reader.data["optim"] = _OPTIMIZERS[reader.values.name_of(first.func)]
+    _states(reader, first)
+    _parameters(reader, first)
+
+
+def _states(reader: Reader, first: ast.Call) -> None:
+    """Set how an optimizer walks its tensors, its numbers, and what decides its states."""
     words = {key: value for key, value, _ in reader.values.keywords(first)}
     if words.get("fused") is UNKNOWN or "**" in words or words.get("foreach") is UNKNOWN:
         reader.leave_out("optimizer.fused", first, UNSURE, "how it walks its tensors is not told")
@@ -68,7 +74,6 @@ def _optimizer(reader: Reader) -> None:
             reader.data[name] = words[key]
     if base_name(first.func) in ("bnb", "bitsandbytes") and not reader.data["optim"].endswith("bit"):
         reader.leave_out("optimizer", first, UNSURE, "how many bits its states have is not told; 32 are counted")
-    _parameters(reader, first)
 
 
 def _kind(reader: Reader, call: ast.Call, words: dict[str, Any]) -> str:

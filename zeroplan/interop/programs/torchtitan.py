@@ -10,6 +10,7 @@ Sources: torchtitan of 23 February 2026, ``torchtitan/config/job_config.py``, ``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -208,14 +209,8 @@ class Torchtitan(Program):
             raise BadInput("0 is no degree", where=f"{run.name}: {shard_key}", remedy="use -1 for what remains, or 1 and more")
         degrees = [one or 1 for one in (tensor, context, stages, replicas)]
         if shards is not None and shards > 0:
-            product = shards
-            for one in degrees:
-                product *= one
             run.set("dp_shard", shards, shard_key)
-            if run.fields.get("gpus") is None and (product <= _NODE or product % _NODE == 0):
-                run.assume(
-                    f"{product} ranks, the product of the degrees", gpus=min(product, _NODE), nodes=max(1, product // _NODE)
-                )
+            _assume_ranks(run, math.prod((shards, *degrees)))
         if shards == 1 and max(degrees[:3]) == 1 and degrees[3] > 1:
             run.set("engine", "ddp", replica_key)
             run.set("stage", 0)
@@ -317,3 +312,9 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value
     return found
+
+
+def _assume_ranks(run: Builder, product: int) -> None:
+    """Take the product of the degrees for the ranks, where nothing else says how many there are and nodes can hold them."""
+    if run.fields.get("gpus") is None and (product <= _NODE or product % _NODE == 0):
+        run.assume(f"{product} ranks, the product of the degrees", gpus=min(product, _NODE), nodes=max(1, product // _NODE))

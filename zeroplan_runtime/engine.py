@@ -19,6 +19,7 @@ from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.checks import EngineChecks, refuse_copy, require_loss
 from zeroplan_runtime.compiled import compile_units, outside_graphs, refuse_compiled, require_whole
 from zeroplan_runtime.config import RuntimeConfig
+from zeroplan_runtime.copies import allow_copies
 from zeroplan_runtime.engine_getters import EngineGetters
 from zeroplan_runtime.engine_states import make_states, zero_of
 from zeroplan_runtime.first_batches import FirstBatches
@@ -91,6 +92,7 @@ class Engine(EngineGetters):
             model, self.model_states, synchronize=self._synchronize_parameters, after_load=self.checks.recheck_parameters
         )
         self._undo.append(self.state_dict_hooks.remove)
+        self._undo.append(allow_copies(model, self.model_states, self.schedule.handles + self.state_dict_hooks.handles))
         self.writes = ParameterWrites(self.model_states)
         self.schedule.keep_writes, self.schedule.exported = self.writes.keep_unit, self.writes.exported
         self.activity = Activity(self.schedule, device, lambda: progress.global_steps)

@@ -99,7 +99,7 @@ class Schedule:
         self._last: UnitState | None = None
         for unit in units:
             unit.updated.record(self.compute_stream)  # ModelStates filled the shards on this stream
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
         self._opaque = False  # to dynamo
         self.guard = ParameterGuard(units, self)
         self.keeps_guard = self.has_aliases = False
@@ -116,11 +116,11 @@ class Schedule:
         # Ours is the first pre-forward and the last post-forward hook, so the user's hooks see unsharded parameters.
         enter = unit.module.register_forward_pre_hook(partial(self._pre_forward, unit), prepend=True)
         leave = unit.module.register_forward_hook(partial(self._post_forward, unit), with_kwargs=True)
-        self._handles += [enter, leave]
+        self.handles += [enter, leave]
 
     def remove(self) -> None:
         """Removes the hooks from the model."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
 
     __reduce_ex__ = refuse_copy
@@ -130,7 +130,7 @@ class Schedule:
     def root_pre_forward(self) -> None:
         """Prepares a forward of the whole model; also clears what an interrupted forward left."""
         if not self._opaque and may_compile():
-            keep_out_of_graphs(self._handles)
+            keep_out_of_graphs(self.handles)
             self._opaque = True
         self._set_phase(backward=False)
         self._grad_enabled = torch.is_grad_enabled()

@@ -32,11 +32,11 @@ class StateDictHooks:
     ) -> None:
         self._model, self._model_states = model, model_states
         self._synchronize, self._after_load = synchronize, after_load
-        self._handles: list[Any] = []
+        self.handles: list[Any] = []
         for module in model.modules():
             if module is model or module._parameters:
                 hooked: Any = module  # torch's registration functions are untyped
-                self._handles += [
+                self.handles += [
                     hooked.register_state_dict_pre_hook(self._before_state_dict),
                     hooked.register_load_state_dict_pre_hook(self._before_load),
                     hooked.register_load_state_dict_post_hook(self._after_load_hook),
@@ -46,7 +46,7 @@ class StateDictHooks:
 
     def remove(self) -> None:
         """Removes the hooks from the model."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
 
     def _before_state_dict(self, *_: Any) -> None:

@@ -592,3 +592,31 @@ def pretrained(group: dist.ProcessGroup, stage: int, folder: str) -> None:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_save_pretrained_writes_what_is_trained(pool: RankPool, stage: int, tmp_path: Path) -> None:
     pool.run(2, pretrained, stage, str(tmp_path))
+
+
+def averaged(group: dist.ProcessGroup, stage: int, zero: dict[str, Any]) -> None:
+    """A copy of the model is a plain one: torch's average of weights follows, and trains by itself."""
+    plain, engine = Torch(net()), start(group, config(stage, zero_optimization={"stage": stage, **zero}))
+    found = []
+    for t in (plain, engine):
+        steps(t, 0, 1)
+        average = torch.optim.swa_utils.AveragedModel(t.module)
+        for number in range(1, 4):
+            steps(t, number, number + 1)
+            average.update_parameters(t.module)
+        copied = copy.deepcopy(t.module)
+        torch.manual_seed(5)
+        copied(data(5)).square().mean().backward()
+        assert all(type(p) is nn.Parameter for p in copied.parameters())
+        found.append([*average.module.state_dict().values(), *(p.grad for p in copied.parameters())])
+    assert not [hook for module in copied.modules() for hook in module._forward_pre_hooks]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(loss_of(engine, 9), loss_of(plain, 9))
+    engine.destroy()
+    copy.deepcopy(copied)
+
+
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {}), (2, HOST)])
+def test_a_copy_of_the_model_is_a_plain_one(pool: RankPool, stage: int, zero: dict[str, Any]) -> None:
+    pool.run(2, averaged, stage, zero)

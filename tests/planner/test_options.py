@@ -7,11 +7,10 @@ from typing import Any, get_type_hints
 import pytest
 
 import zeroplan
-from zeroplan.planner.options import OTHER_NAMES, EstimateOptions, StageOptions, VerifyOptions
+from zeroplan.planner.options import OTHER_NAMES, EstimateOptions, StageOptions, TuneOptions, VerifyOptions
 from zeroplan.run.ask import OPTIONS
 from zeroplan.search.search_options import RecommendOptions, SearchOptions
 from zeroplan.techniques.table import TABLE
-from zeroplan.tuning.options import TuneOptions
 
 #: What Python alone says.
 PYTHON = {"largest_layer_params", "offline", "inputs", "adapter_dtype"}

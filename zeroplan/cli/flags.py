@@ -13,7 +13,7 @@ import typer
 from zeroplan.cli import complete
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.option import MESH, WORK, Option
+from zeroplan.core.option import MESH, SEARCHES, WORK, Option
 from zeroplan.engines.registry import BUILT_IN, find_engine
 from zeroplan.run.ask import MESH_OPTIONS, OPTIONS, Ask
 
@@ -105,7 +105,8 @@ def takes_run(
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         own = dict(list(inspect.signature(verb, eval_str=True).parameters.items())[1:])
         shared = [name for name, option in OPTIONS.items() if (name in only if only else option.taken_by(verb_name))]
-        taken = [own.get(name) or _parameter(OPTIONS[name], searched=name in searched) for name in shared]
+        found = {name for name in shared if OPTIONS[name].found and OPTIONS[name].panel} if verb_name in SEARCHES else set()
+        taken = [own.get(name) or _parameter(OPTIONS[name], searched=name in (*searched, *found)) for name in shared]
         more = [parameter for name, parameter in own.items() if name not in shared]
         taken = [one for one in more if _is_argument(one)] + taken + [one for one in more if not _is_argument(one)]
 
@@ -122,6 +123,12 @@ def takes_run(
     return decorate
 
 
+def searched_checkpointing(request: Ask) -> tuple[bool | None, Ask]:
+    """Return whether a search is to checkpoint, None for both ways, and the request that leaves it open unless it is to."""
+    again = request.said.get("gradient_checkpointing")
+    return again, request.replace(gradient_checkpointing=again or None)
+
+
 def _read(option: Option[Any], value: Any) -> Any:
     """Return what the command line says, read from its text; None where it says nothing."""
     return value if value in (None, []) or option.read is None else option.read(value, option.where)
@@ -131,7 +138,7 @@ def _parameter(option: Option[Any], *, searched: bool = False) -> inspect.Parame
     """Return a verb's parameter for an option; None is what it has where nothing is given."""
     help_text = option.help.format(engines=", ".join(BUILT_IN), default=option.default)
     if searched:
-        help_text = f"{help_text.removesuffix('[1]').rstrip()} [searched]"
+        help_text = re.sub(r" *\[[^]]*\]$", "", help_text) + " [searched]"
     completed = getattr(complete, option.complete) if option.complete else None
     if option.flag:
         shown = typer.Option(

@@ -21,12 +21,6 @@ if TYPE_CHECKING:
     from zeroplan.search.search_options import SearchOptions
 
 _SEARCH = "Search"
-Checkpointing = Annotated[
-    bool | None,
-    typer.Option(
-        "--gradient-checkpointing/--no-gradient-checkpointing", rich_help_panel="Workload", help="Recompute blocks. [both]"
-    ),
-]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", rich_help_panel=_SEARCH, help="Sequences a step.")]
 Goal = Annotated[str, typer.Option("--goal", rich_help_panel=_SEARCH, help="throughput or memory.")]
 Candidates = Annotated[
@@ -97,7 +91,6 @@ Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, he
 @flags.takes_run("recommend", searched=("tp", "sp", "cp", "pp", "ep"))
 def recommend(
     request: Ask,
-    gradient_checkpointing: Checkpointing = None,
     compile: flags.SearchedCompile = None,
     nodes: Nodes = None,
     global_batch: GlobalBatch = None,
@@ -131,14 +124,15 @@ def recommend(
     from zeroplan.search.search_options import SearchOptions
 
     smallest = smallest or nodes == "?"
-    request = request.replace(gradient_checkpointing=gradient_checkpointing or None, nodes=_count(nodes), compile=compile)
+    again, request = flags.searched_checkpointing(request)
+    request = request.replace(nodes=_count(nodes), compile=compile)
     fixed = [name for name in MESH_OPTIONS if name in request]
     if smallest and nodes not in (None, "?"):
         raise BadInput("is what --smallest finds", where="--nodes", remedy="leave one of the two out")
     options = SearchOptions(
         global_batch=global_batch,
         goal=goal,
-        gradient_checkpointing=gradient_checkpointing,
+        gradient_checkpointing=again,
         profile=profile,
         nvme_path=nvme_path,
         candidates=candidates,

@@ -23,21 +23,8 @@ Ranks = Annotated[
 PerNode = Annotated[
     int | None, typer.Option("--gpus-per-node", rich_help_panel=_CLUSTER, help="GPUs of a node. [8, or 4 by --gpu 4xA100]")
 ]
-Checkpointing = Annotated[
-    bool | None,
-    typer.Option(
-        "--gradient-checkpointing/--no-gradient-checkpointing", rich_help_panel="Workload", help="Recompute blocks. [both]"
-    ),
-]
 GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", rich_help_panel="Workload", help="Sequences a step, of all GPUs. [open]")
-]
-Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding", help="0 to 3. [the best for each]")]
-OffloadOptimizer = Annotated[
-    str | None, typer.Option("--offload-optimizer", rich_help_panel="Sharding", help="none, cpu or nvme. [the best]")
-]
-OffloadParam = Annotated[
-    str | None, typer.Option("--offload-param", rich_help_panel="Sharding", help="none, cpu or nvme. [the best]")
 ]
 Profile = Annotated[str | None, typer.Option("--profile", help="Rates by doctor --calibrate.")]
 Tokens = Annotated[
@@ -60,12 +47,8 @@ def scale(
     request: Ask,
     gpus: Ranks = "8..1024",
     gpus_per_node: PerNode = None,
-    gradient_checkpointing: Checkpointing = None,
     compile: flags.SearchedCompile = None,
     global_batch: GlobalBatch = None,
-    stage: Stage = None,
-    offload_optimizer: OffloadOptimizer = None,
-    offload_param: OffloadParam = None,
     profile: Profile = None,
     tokens: Tokens = None,
     price: Price = None,
@@ -89,14 +72,9 @@ def scale(
 
     if request.model is None and request.params is None:
         raise BadInput("no model", where="MODEL", remedy="give one id, path or config, or --params 7B")
-    request = request.replace(
-        gradient_checkpointing=bool(gradient_checkpointing),
-        compile=compile,
-        stage=stage,
-        offload_optimizer=offload_optimizer,
-        offload_param=offload_param,
-    )
-    options = SearchOptions(global_batch=global_batch, gradient_checkpointing=gradient_checkpointing, profile=profile)
+    again, request = flags.searched_checkpointing(request)
+    request = request.replace(compile=compile)
+    options = SearchOptions(global_batch=global_batch, gradient_checkpointing=again, profile=profile)
     budget = budget_of(tokens, price, request.gpu)
     found = replace(run_scaling(request, parse_ranks(gpus), options, gpus_per_node=gpus_per_node), budget=budget)
     if html is not None or svg is not None:

@@ -15,12 +15,6 @@ from zeroplan.run.ask import Ask
 _RUN = "Run"
 Ranks = Annotated[int | None, typer.Option("--gpus", rich_help_panel=_RUN, help="Ranks to run. [every GPU; 2 on a CPU]")]
 EngineName = Annotated[str, typer.Option("--engine", rich_help_panel="Sharding", help="As for verify. [zeroplan]")]
-Checkpointing = Annotated[
-    bool | None,
-    typer.Option(
-        "--gradient-checkpointing/--no-gradient-checkpointing", rich_help_panel="Workload", help="Recompute blocks. [both]"
-    ),
-]
 Runs = Annotated[int, typer.Option("--runs", rich_help_panel=_RUN, help="Configurations to run at most.")]
 Steps = Annotated[int, typer.Option("--steps", rich_help_panel=_RUN, help="Optimizer steps of each.")]
 Folder = Annotated[str | None, typer.Option("--folder", rich_help_panel=_RUN, help="Keep results there; go on from them.")]
@@ -36,7 +30,6 @@ Output = Annotated[
 def tune(
     request: Ask,
     engine: EngineName = "zeroplan",
-    gradient_checkpointing: Checkpointing = None,
     compile: flags.SearchedCompile = None,
     gpus: Ranks = None,
     runs: Runs = 5,
@@ -75,7 +68,6 @@ def tune(
         progress=(lambda _: None) if quiet else None,
         engine=engine,
         gpus=gpus,
-        gradient_checkpointing=gradient_checkpointing,
         compile=compile,
         **given,
     )

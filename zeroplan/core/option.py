@@ -93,7 +93,7 @@ class Option(Generic[T]):
     @property
     def where(self) -> str:
         """The flag as messages name it; without one the argument of Python."""
-        return (self.flag or self.name).partition("/")[0]
+        return (self.flag or (self.help and self.metavar) or self.name).partition("/")[0]
 
     @property
     def hint(self) -> Any:

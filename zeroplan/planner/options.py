@@ -126,6 +126,15 @@ class VerifyOptions(RunOptions, total=False):
     program: str | None
 
 
+class TuneOptions(RunOptions, total=False):
+    """Arguments of ``tune``: `gpus` is the number of ranks, None for all; `stage` and the like fix what else is searched."""
+
+    gpus: int | None
+    stage: int | None
+    gradient_checkpointing: bool | None
+    compile: str | None
+
+
 #: Arguments and options by the names that other programs give them: our name, and what else to say of it.
 OTHER_NAMES = {
     "batch_size": ("micro_batch", " (samples a GPU and pass), or recommend's global batch"),

@@ -15,7 +15,7 @@ from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import Training, read_training
 from zeroplan.planner.describe import UNSEARCHED, describe_workload
 from zeroplan.planner.merge import merge, reported, without_graphs
-from zeroplan.run.ask import Ask
+from zeroplan.run.ask import OPTIONS, Ask
 from zeroplan.search.candidates_file import SHARED_KEYS
 from zeroplan.search.cost import CostModel
 from zeroplan.search.layout_orders import FIXED, flags_of
@@ -144,20 +144,8 @@ def _of_layout(setup: Setup, candidate: Candidate) -> list[str]:
     return [f"{text}; zeroplan estimate --from plans it{flags}"]
 
 
-#: Flags and keys of a ds_config by the field of a Ask that they fill.
-_FLAGS = {
-    "MODEL": "model",
-    "--micro-batch": "micro_batch",
-    "--grad-accum": "grad_accum",
-    "--seq-len": "seq_len",
-    "--dtype": "dtype",
-    "--optimizer": "optimizer",
-    "--lora-rank": "lora_rank",
-    "--lora-targets": "lora_targets",
-    "--gpus": "gpus",
-    "--nodes": "nodes",
-}
 _DS_CONFIG = "ds_config: "
+#: Keys of a ds_config, by the option that they set.
 _KEYS = {
     "train_micro_batch_size_per_gpu": "micro_batch",
     "gradient_accumulation_steps": "grad_accum",
@@ -177,7 +165,7 @@ def _in_its_words(error: BadInput, setup: Setup, changes: set[str]) -> BadInput:
         if _KEYS.get(key) in changes:
             what = what.replace("the file says", "says").replace("the flags say", f"{setup.title} has")
         return BadInput(what, where=f"{inner}: {key}", remedy=error.remedy)
-    if _FLAGS.get(error.where) in changes:
+    if error.where in {OPTIONS[name].where for name in changes}:
         return BadInput(error.what, where=f"{name} ({error.where})", remedy=error.remedy)
     return error
 

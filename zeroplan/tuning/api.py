@@ -20,7 +20,7 @@ from zeroplan.core.gpus import GPUS
 from zeroplan.core.units import GIB
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.registry import DEFAULT_VERIFIED
-from zeroplan.planner.options import require_known
+from zeroplan.planner.options import TuneOptions, require_known
 from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.machine import look
@@ -28,7 +28,6 @@ from zeroplan.search.policy import HOPE
 from zeroplan.search.results import Recommendation
 from zeroplan.search.search_options import SearchOptions
 from zeroplan.simulate.allocator.config import VARIABLES
-from zeroplan.tuning.options import TuneOptions
 from zeroplan.tuning.results import Outcome, Trial, Trials, Tuned, Tuning, key_of
 from zeroplan.validate.api import verify
 from zeroplan.validate.machine import VerifyMachine, find_machine, ranks_to_use
@@ -64,7 +63,7 @@ def tune(
         candidates: configurations to choose from: the best predicted of each stage, offload and checkpointing.
         hope: a candidate is run while it is expected to take less than this many times the best measured.
         progress: called with a line of text for each thing that begins; None as for :func:`zeroplan.verify`.
-        options: :class:`zeroplan.tuning.options.TuneOptions`.
+        options: :class:`zeroplan.planner.options.TuneOptions`.
 
     Returns:
         Every candidate, the fastest measured first. One that runs out of memory or dies is recorded, and not run again.

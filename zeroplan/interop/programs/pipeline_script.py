@@ -280,6 +280,15 @@ class _Names:
         value = self._value(node, depth)
         return None if value is _UNKNOWN else value
 
+    def _argument(self, node: ast.Attribute) -> Any:
+        """The value of an argument of the command line."""
+        name = node.attr
+        if f"args.{name}" in self._given or name not in self.arguments or _called(node.value) not in self._parsed:
+            return _UNKNOWN
+        if name not in self._said:
+            self.taken.add(name)
+        return self.arguments[name]
+
     def _value(self, node: ast.expr, depth: int) -> Any:
         if isinstance(node, ast.Constant):
             plain = node.value is None or isinstance(node.value, bool | int | float | str)
@@ -288,12 +297,7 @@ class _Names:
             given = self._given.get(node.id, [])
             return self._value(given[0], depth + 1) if len(given) == 1 and depth < 32 else _UNKNOWN
         if isinstance(node, ast.Attribute):
-            name = node.attr
-            if f"args.{name}" in self._given or name not in self.arguments or _called(node.value) not in self._parsed:
-                return _UNKNOWN
-            if name not in self._said:
-                self.taken.add(name)
-            return self.arguments[name]
+            return self._argument(node)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             value = self._value(node.operand, depth + 1)
             return -value if isinstance(value, int | float) else _UNKNOWN

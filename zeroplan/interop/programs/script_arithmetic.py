@@ -29,6 +29,16 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 }
 
 
+def _operated(node: ast.BinOp, of: Callable[[ast.expr], Any]) -> Any:
+    """The value of an operation on two known ones; none that makes a long text or a huge number."""
+    left, right = of(node.left), of(node.right)
+    done = _OPERATORS.get(type(node.op))
+    sizes = all(isinstance(one, str | list) or abs(one) < 1 << 40 for one in (left, right) if one is not UNKNOWN)
+    repeats = isinstance(node.op, ast.Mult | ast.Mod) and any(isinstance(one, str | list) for one in (left, right))
+    known = left is not UNKNOWN and right is not UNKNOWN and sizes and not repeats
+    return done(left, right) if done is not None and known else UNKNOWN
+
+
 def computed(node: ast.expr, of: Callable[[ast.expr], Any]) -> Any:
     """The value of an operation, a condition or a comparison; ``of`` returns those of its parts."""
     if isinstance(node, ast.UnaryOp):
@@ -37,12 +47,7 @@ def computed(node: ast.expr, of: Callable[[ast.expr], Any]) -> Any:
             return UNKNOWN
         return not value if isinstance(node.op, ast.Not) else -value if isinstance(node.op, ast.USub) else UNKNOWN
     if isinstance(node, ast.BinOp):
-        left, right = of(node.left), of(node.right)
-        done = _OPERATORS.get(type(node.op))
-        sizes = all(isinstance(one, str | list) or abs(one) < 1 << 40 for one in (left, right) if one is not UNKNOWN)
-        repeats = isinstance(node.op, ast.Mult | ast.Mod) and any(isinstance(one, str | list) for one in (left, right))
-        known = left is not UNKNOWN and right is not UNKNOWN and sizes and not repeats
-        return done(left, right) if done is not None and known else UNKNOWN
+        return _operated(node, of)
     if isinstance(node, ast.IfExp):
         test = of(node.test)
         return UNKNOWN if test is UNKNOWN else of(node.body if test else node.orelse)

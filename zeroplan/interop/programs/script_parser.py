@@ -76,14 +76,7 @@ class ParserArguments:
         if not isinstance(dest, str) or not dest:
             return
         action = given["action"].value if "action" in given and isinstance(given["action"], ast.Constant) else None
-        if "default" in given:
-            value = self._of(given["default"])
-            kind = _NUMBERS.get(called(given.get("type")))
-            value = _converted(kind, value) if isinstance(value, str) and kind is not None else value
-        elif action in ("store_true", "store_false"):
-            value = action == "store_false"
-        else:
-            value = UNKNOWN if "required" in given or not long.startswith("-") else None
+        value = self._default(given, action, optional=long.startswith("-"))
         if called(given.get("action")) == "BooleanOptionalAction":
             self._switches.add(dest)
         elif dest in self.arguments or action not in (None, "store", "store_true", "store_false"):
@@ -95,3 +88,13 @@ class ParserArguments:
             value = UNKNOWN if isinstance(value, str) else value
         self.arguments[dest] = value
         self._options |= {word if not word.startswith("--") else word[2:].replace("-", "_"): dest for word in words}
+
+    def _default(self, given: dict[str, ast.expr], action: Any, *, optional: bool) -> Any:
+        """The value of an argument that the command does not name."""
+        if "default" in given:
+            value = self._of(given["default"])
+            kind = _NUMBERS.get(called(given.get("type")))
+            return _converted(kind, value) if isinstance(value, str) and kind is not None else value
+        if action in ("store_true", "store_false"):
+            return action == "store_false"
+        return UNKNOWN if "required" in given or not optional else None

@@ -175,39 +175,51 @@ class Values:
 
     def _collect(self) -> None:
         for node in self.nodes:
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self._assigned(target, node.value)
-            elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
-                if node.value is not None:
-                    self._assigned(node.target, node.value)
-            elif isinstance(node, ast.AugAssign | ast.For | ast.AsyncFor | ast.comprehension):
-                self._assigned(node.target, None)
-            elif isinstance(node, ast.Delete):
-                for target in node.targets:
-                    self._assigned(target, None)
-            elif isinstance(node, ast.withitem) and node.optional_vars is not None:
-                self._assigned(node.optional_vars, None)
-            elif isinstance(node, ast.ExceptHandler) and node.name:
-                self._bind(node.name, None)
-            elif isinstance(node, ast.Import | ast.ImportFrom):
-                self._imported(node)
-            elif isinstance(node, ast.ClassDef):
-                self._classes[node.name] = node
-                self._bind(node.name, None)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                self._bind(node.name, None)
-                self._parameters(node)
-            elif isinstance(node, ast.Lambda):
-                for one in (*node.args.args, *node.args.kwonlyargs):
-                    self._bind(one.arg, None)
-            elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
-                self._bind(node.name, None)
-            elif isinstance(node, ast.MatchMapping) and node.rest:
-                self._bind(node.rest, None)
-            elif isinstance(node, ast.Call):
-                self._called(node)
+            self._collect_targets(node)
+            self._collect_names(node)
         self._parser.read(self.nodes)
+        self._settle()
+
+    def _collect_targets(self, node: ast.AST) -> None:
+        """Note what a statement binds that gives names values, or takes them."""
+        if isinstance(node, ast.Assign):
+            for target in node.targets:
+                self._assigned(target, node.value)
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr):
+            if node.value is not None:
+                self._assigned(node.target, node.value)
+        elif isinstance(node, ast.AugAssign | ast.For | ast.AsyncFor | ast.comprehension):
+            self._assigned(node.target, None)
+        elif isinstance(node, ast.Delete):
+            for target in node.targets:
+                self._assigned(target, None)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            self._assigned(node.optional_vars, None)
+
+    def _collect_names(self, node: ast.AST) -> None:
+        """Note what binds a name to what no expression tells, and calls."""
+        if isinstance(node, ast.ExceptHandler) and node.name:
+            self._bind(node.name, None)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            self._imported(node)
+        elif isinstance(node, ast.ClassDef):
+            self._classes[node.name] = node
+            self._bind(node.name, None)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            self._bind(node.name, None)
+            self._parameters(node)
+        elif isinstance(node, ast.Lambda):
+            for one in (*node.args.args, *node.args.kwonlyargs):
+                self._bind(one.arg, None)
+        elif isinstance(node, ast.MatchAs | ast.MatchStar) and node.name:
+            self._bind(node.name, None)
+        elif isinstance(node, ast.MatchMapping) and node.rest:
+            self._bind(node.rest, None)
+        elif isinstance(node, ast.Call):
+            self._called(node)
+
+    def _settle(self) -> None:
+        """Follow names through flags, functions and other names, until nothing changes."""
         fired = {name: value for name, value in self._flags.items() if name in self._fired}
         self._bound |= {name: [ast.Constant(value)] for name, value in fired.items()}
         self._flags = fired | self._parser.given(self._flags, self._words)

@@ -103,6 +103,15 @@ assert not (here / "out").exists()
     assert (tmp_path / "kept.txt").read_text() == "kept"
 
 
+def test_variables_of_the_command_are_there_from_the_start(tmp_path: Path) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "helper.py").write_text("VALUE = 3\n")
+    words = (f"PYTHONPATH={tmp_path / 'beside'}", "PYTORCH_ALLOC_CONF=expandable_segments:True", "python")
+    captured, _ = capture(tmp_path, "import helper\nassert helper.VALUE == 3\n", *words)
+    assert captured.stopped is None
+    assert captured.machine["alloc_conf"] == "expandable_segments:True"
+
+
 def test_no_network_and_no_other_programs(tmp_path: Path) -> None:
     code = """
 import os, socket, subprocess

@@ -68,7 +68,7 @@ def answered_again(
         vram: another limit; None for the card's.
         gpus: has to be what the launcher started, or 1 for nothing said.
         nodes: likewise.
-        config: the caching allocator's settings; None for torch's defaults.
+        config: the caching allocator's settings; None for those of the command.
 
     Raises:
         BadInput: no capture, or a machine of another number of ranks.
@@ -86,4 +86,6 @@ def answered_again(
         gpu, vram = machine.get("gpu"), machine.get("vram")
         if vram is None:
             gpu = None
+    if config is None and captured.machine.get("alloc_conf"):
+        config = AllocatorConfig.parse(captured.machine["alloc_conf"], where=where)
     return answer(captured, replace(Cluster.of(gpu=gpu, vram=vram), gpus=then[0], nodes=then[1]), config)

@@ -20,6 +20,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import Gpu
 from zeroplan.tape.sizes import KernelDevice
 
+#: Variables that set the caching allocator up, the newer first.
+_ALLOC_CONF = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 #: Seconds beyond the script's own that the process may take to write its answer.
 _GRACE = 60.0
 
@@ -66,7 +68,8 @@ def capture_command(
         Path(path).write_text(json.dumps(asdict(job)), encoding="utf-8")
         command = [sys.executable, "-m", "zeroplan.capturing.child", path]
         home = str(Path(__file__).resolve().parents[2])
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), home)))}
+        environment = {**os.environ, **start.environment}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), home)))
         why = ""
         try:
             done = subprocess.run(command, stdout=2, env=environment, timeout=seconds + _GRACE, check=False)
@@ -78,6 +81,8 @@ def capture_command(
         else:
             captured = Captured(stopped=Stop(start.target, 0, why or "the process ended without an answer"))
     captured.command = as_text(words)
+    said = {**os.environ, **start.environment}
+    captured.machine["alloc_conf"] = next((said[name] for name in _ALLOC_CONF if said.get(name)), "")
     return captured, cluster
 
 

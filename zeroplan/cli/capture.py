@@ -74,7 +74,7 @@ def capture(
     captured, cluster = capture_command(
         command, cluster, said_gpus=gpus is not None, steps=steps, rank=rank, samples=_samples(samples), seconds=seconds
     )
-    run = answer(captured, cluster, allocator_config(alloc_conf))
+    run = answer(captured, cluster, allocator_config(alloc_conf or captured.machine["alloc_conf"]))
     if output is not None:
         _keep(run, captured, output)
     show_captured(run, as_json=as_json, quiet=quiet)

@@ -77,7 +77,7 @@ def test_transformers_loads_what_was_exported(pool: RankPool, tmp_path: Path, ti
         assert len(names) > 2
 
 
-def full_disk(group: dist.ProcessGroup, folder: str, stage: int) -> tuple[str, list[float]]:
+def full_disk(group: dist.ProcessGroup, folder: str, stage: int, name: str) -> tuple[str, list[float]]:
     """What every rank is told when the first one's disk is full, and how training goes on."""
     from unittest import mock
 
@@ -86,19 +86,23 @@ def full_disk(group: dist.ProcessGroup, folder: str, stage: int) -> tuple[str, l
     engine, *_ = zeroplan_runtime.initialize(model=llama(False), config=ds_config(stage), group=group, device="cpu")
     fault = OSError(errno.ENOSPC, "No space left on device", folder)
     try:
-        with mock.patch("safetensors.torch.save_file", side_effect=fault):
-            save_16bit_model(engine, folder, file_bytes=20_000)
+        writer = "safetensors.torch.save_file" if name.endswith(".safetensors") else "torch.save"
+        with mock.patch(writer, side_effect=fault):
+            save_16bit_model(engine, folder, name, file_bytes=20_000)
     except BadInput as said:
         return str(said), fine_tune(engine, dist.get_rank(group))
     return "", []
 
 
-def test_a_full_disk_is_one_line_on_every_rank(pool: RankPool, tmp_path: Path) -> None:
-    for said, losses in pool.run(2, full_disk, str(tmp_path / "new"), 3):
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_full_disk_is_one_line_on_every_rank(pool: RankPool, tmp_path: Path, name: str) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / name).write_bytes(b"of before")
+    for said, losses in pool.run(2, full_disk, str(tmp_path / "new"), 3, name):
         assert "No space left on device" in said
         assert "\n" not in said
         assert len(losses) == STEPS
-    assert not list((tmp_path / "new").iterdir())
+    assert [(path.name, path.read_bytes()) for path in (tmp_path / "new").iterdir()] == [(name, b"of before")]
 
 
 def test_an_export_takes_the_place_of_one_in_another_number_of_files(pool: RankPool, tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ PYTHON = {"largest_layer_params", "offline", "inputs", "adapter_dtype"}
 
 def taken(verb: str) -> dict[str, Any]:
     """The options that a verb takes, and those of Python, with their types."""
-    of_techniques = {option.name for technique in TABLE for option in technique.options}  # which no type lists
-    found = {name for name, option in OPTIONS.items() if option.taken_by(verb) or name in PYTHON} - of_techniques
+    of_techniques = {option.name for technique in TABLE for option in technique.options}  # which a type need not list
+    unlisted = of_techniques - get_type_hints(EstimateOptions).keys()
+    found = {name for name, option in OPTIONS.items() if option.taken_by(verb) or name in PYTHON} - unlisted
     return {name: OPTIONS[name].hint for name in found - {"model"}}
 
 

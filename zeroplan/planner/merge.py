@@ -20,7 +20,7 @@ from zeroplan.run.ask import MESH_OPTIONS, OPTIONS, Ask
 from zeroplan.run.options import DEFAULT_ENGINE
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.techniques.compiled import COMPILED
-from zeroplan.techniques.float8 import FLOAT8
+from zeroplan.techniques.float8 import FLOAT8, Float8Technique
 from zeroplan.techniques.quantized_base import QUANTIZED_BASE
 from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
 
@@ -275,7 +275,7 @@ def _plans_base(setup: Setup) -> bool:
 def _float8(setup: Setup, engine: str) -> dict[str, Any] | Unmodelled:
     """8-bit products under an engine that plans them; under another, or beside adapters, they stand among what is left out."""
     if FLOAT8.taken_by(find_engine(engine)) and setup.ask.lora_rank is None and not setup.degrees:
-        return {"fp8": setup.ask.fp8}
+        return {"fp8": setup.ask[Float8Technique.fp8]}
     return Unmodelled(setup.key("fp8"), Effect.UNKNOWN, "fp8 products; bf16 ones are counted")
 
 
@@ -284,7 +284,7 @@ def _compiled(setup: Setup, engine: str) -> dict[str, Any] | Unmodelled:
     what is left out.
     """
     selective = CheckpointPolicy.parse(setup.ask.checkpoint_policy).selective
-    others = selective or setup.ask.quantize is not None or setup.ask.fp8 is not None or bool(setup.degrees)
+    others = selective or setup.ask.quantize is not None or setup.ask[Float8Technique.fp8] is not None or bool(setup.degrees)
     if COMPILED.taken_by(find_engine(engine)) and not others:
         return {"compile": setup.ask.compile}
     return without_graphs(setup)

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.evaluation import Evaluation
-from zeroplan.core.float8 import Float8Recipe, parse_recipe
 from zeroplan.core.images import require_images
 from zeroplan.core.lengths import read_lengths, sampled
 from zeroplan.core.model_config import SEQ2SEQ_LM, SPEECH_SEQ2SEQ, auto_class_of
@@ -31,14 +30,13 @@ from zeroplan.core.workload import (
     OptimizerKind,
     Precision,
     QuantizedBase,
-    TiledLoss,
-    TiledMlp,
     Workload,
 )
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
 from zeroplan.models.spec import ModelSpec
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.float8 import Float8Technique
 from zeroplan.techniques.table import TABLE
 
 DEFAULT_SEQ_LEN = 2048
@@ -71,7 +69,6 @@ def workload_of(request: Ask, engine: Engine, spec: ModelSpec) -> Workload:
     compiled = _compiled(request)
     if compiled is not None and request.pair_loss is not None:
         raise BadInput("compiled blocks below a loss over pairs are not modelled", where="--compile", remedy="leave it out")
-    recipe = None if request.fp8 is None else _recipe(request.fp8, dtype, adapters=request.lora_rank is not None)
     batch = Batch(
         micro_batch=request.micro_batch or 1,
         seq_len=sequence_length(min(max(lengths), request.seq_len or max(lengths)) if lengths else source, spec),
@@ -115,13 +112,10 @@ def workload_of(request: Ask, engine: Engine, spec: ModelSpec) -> Workload:
         None if request.lora_rank is None else Lora(request.lora_rank, tuple(request.lora_targets), request.lora_dropout),
         _quantized_base(request, quantization, older=older),
         ChunkedHead() if request.chunked_head else None,
-        TiledMlp(tiles) if (tiles := _tiles(request.tiled_mlp, "--tiled-mlp", request)) else None,
-        TiledLoss(tiles) if (tiles := _tiles(request.tiled_loss, "--tiled-loss", request)) else None,
         _evaluation(request, engine),
         _saving(request, engine),
         None if request.generation is None else replace(request.generation, casts=engine.casts_outputs),
         request.colocated,
-        recipe,
         compiled,
         *(technique.value(request) for technique in TABLE),
     )
@@ -275,7 +269,7 @@ def _compiled(request: Ask) -> Compilation | None:
         return None
     beside = {
         request.quantized_by: request.quantize is not None,
-        "--fp8": request.fp8 is not None,
+        "--fp8": request[Float8Technique.fp8] is not None,
         "--images": bool(request.images),
         "--lengths": bool(request.lengths),
         "--checkpoint-policy": CheckpointPolicy.parse(request.checkpoint_policy).selective,
@@ -329,33 +323,6 @@ def both_lengths(request: Ask, spec: ModelSpec) -> tuple[int | None, int | None]
     source = sequence_length(request.source_len or request.seq_len, spec)
     target = sequence_length(request.target_len or request.seq_len, spec)
     return source, None if target == source else target
-
-
-def _tiles(tiles: int, where: str, request: Ask) -> int:
-    """Return the number of tiles that a flag asks for.
-
-    Raises:
-        BadInput: a number below zero, or what is not modelled beside tiles.
-    """
-    if tiles < 0:
-        raise BadInput(f"{tiles} is no number of tiles", where=where, remedy="use 2 or more")
-    if tiles and request.gradient_checkpointing and request.checkpoint_policy != "full":
-        raise BadInput("selective checkpointing of tiles is not modelled", where="--checkpoint-policy", remedy="use full")
-    return tiles
-
-
-def _recipe(name: str, dtype: DType, *, adapters: bool) -> Float8Recipe:
-    """Return the recipe of 8-bit products.
-
-    Raises:
-        BadInput: an unknown name, another arithmetic than bf16, or adapters, which are not modelled beside them.
-    """
-    recipe = parse_recipe(name)
-    if dtype is not DType.BF16:
-        raise BadInput(f"8-bit products stand in for bf16's, not {dtype}'s", where="--fp8", remedy="use --dtype bf16")
-    if adapters:
-        raise BadInput("adapters beside 8-bit products are not modelled", where="--fp8", remedy="leave --lora-rank out")
-    return recipe
 
 
 def _lengths(request: Ask) -> tuple[int, ...]:

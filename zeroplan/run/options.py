@@ -168,31 +168,6 @@ class WorkloadOptions:
         WORK,
         page=True,
     )
-    fp8 = Option[str | None](
-        str,
-        None,
-        "Linear layers multiply in 8 bits (torchao): tensorwise, rowwise or rowwise_with_gw_hp (--engine fsdp2 or ddp).",
-        WORK,
-        metavar="RECIPE",
-        without=tuple(verb for verb in _NOT_SEARCHED if verb != "recommend"),
-        wins=True,
-    )
-    tiled_mlp = Option(
-        int,
-        0,
-        "MLPs run in so many tiles of tokens (DeepSpeed's TiledMLP; --engine deepspeed). [0]",
-        WORK,
-        metavar="TILES",
-        without=_NOT_SEARCHED,
-    )
-    tiled_loss = Option(
-        int,
-        0,
-        "Head and loss run in so many tiles of tokens (DeepSpeed's TiledFusedLogitsLoss; --engine deepspeed). [0]",
-        WORK,
-        metavar="TILES",
-        without=_NOT_SEARCHED,
-    )
     offload_checkpoints = Option(
         bool,
         False,

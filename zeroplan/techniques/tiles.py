@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.workload import ChunkedHead, Lora, TiledLoss, TiledMlp
-from zeroplan.techniques.base import Facts, Technique
+from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
+from zeroplan.core.workload import CheckpointPolicy, ChunkedHead, Lora, TiledLoss, TiledMlp, Workload
+from zeroplan.techniques.base import Asked, Facts, Technique
 
 _ENGINES, _REFUSAL, _REMEDY = ("deepspeed",), "tiles are DeepSpeed's, and {engine} has none", "use --engine deepspeed"
 
 
-def _require_tiles(tiles: int, most: int, where: str) -> None:
+def _read(tiles: int, where: str) -> int:
+    if tiles < 0:
+        raise BadInput(f"{tiles} is no number of tiles", where=where, remedy="use 2 or more")
+    return tiles
+
+
+def _require_tiles(tiles: int, most: int, where: str, workload: Workload) -> None:
+    policy = workload.recomputation
+    if policy is not None and policy != CheckpointPolicy():
+        what = "selective checkpointing of tiles is not modelled"
+        raise BadInput(what, where="--checkpoint-policy", remedy="use full")
     if tiles > most:
         raise BadInput(f"{tiles:,} tiles of {most:,} tokens", where=where, remedy="use 8, or fewer than tokens")
 
@@ -25,6 +36,23 @@ class TiledMlpTechnique(Technique[TiledMlp]):
     kind = TiledMlp
     where = "--tiled-mlp"
     engines, refusal, remedy = _ENGINES, _REFUSAL, _REMEDY
+    tiled_mlp = Option(
+        int,
+        0,
+        "MLPs run in so many tiles of tokens (DeepSpeed's TiledMLP; --engine deepspeed). [0]",
+        WORK,
+        metavar="TILES",
+        without=(*SEARCHES, *RUNS),
+    )
+
+    def value(self, asked: Asked) -> TiledMlp | None:
+        """Return the tiles that the option asks for.
+
+        Raises:
+            BadInput: a number below zero.
+        """
+        tiles = _read(asked[TiledMlpTechnique.tiled_mlp], self.where)
+        return TiledMlp(tiles) if tiles else None
 
     def require(self, value: TiledMlp, facts: Facts) -> None:
         """Refuse more tiles than a rank has tokens of a sample.
@@ -33,7 +61,7 @@ class TiledMlpTechnique(Technique[TiledMlp]):
             BadInput: naming the flag.
         """
         super().require(value, facts)
-        _require_tiles(value.tiles, _tokens(facts), self.where)
+        _require_tiles(value.tiles, _tokens(facts), self.where, facts.workload)
 
 
 class TiledLossTechnique(Technique[TiledLoss]):
@@ -43,6 +71,23 @@ class TiledLossTechnique(Technique[TiledLoss]):
     kind = TiledLoss
     where = "--tiled-loss"
     engines, refusal, remedy = _ENGINES, _REFUSAL, _REMEDY
+    tiled_loss = Option(
+        int,
+        0,
+        "Head and loss run in so many tiles of tokens (DeepSpeed's TiledFusedLogitsLoss; --engine deepspeed). [0]",
+        WORK,
+        metavar="TILES",
+        without=(*SEARCHES, *RUNS),
+    )
+
+    def value(self, asked: Asked) -> TiledLoss | None:
+        """Return the tiles that the option asks for.
+
+        Raises:
+            BadInput: a number below zero.
+        """
+        tiles = _read(asked[TiledLossTechnique.tiled_loss], self.where)
+        return TiledLoss(tiles) if tiles else None
 
     def require(self, value: TiledLoss, facts: Facts) -> None:
         """Refuse more tiles than tokens, what is not modelled beside a loss in tiles, and a head whose gradient is not
@@ -53,7 +98,7 @@ class TiledLossTechnique(Technique[TiledLoss]):
         """
         super().require(value, facts)
         work = facts.workload
-        _require_tiles(value.tiles, _tokens(facts) * work.batch.rows, self.where)
+        _require_tiles(value.tiles, _tokens(facts) * work.batch.rows, self.where, work)
         if any(tensor.tied_to is not None for unit in facts.spec.units for tensor in unit.tensors):
             raise BadInput(
                 "the head is tied to the embedding, and DeepSpeed would reduce their gradient twice in a step",

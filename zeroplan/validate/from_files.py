@@ -14,6 +14,7 @@ from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.merge import with_files
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.float8 import Float8Technique
 
 #: Options of a file that change neither the model nor its sharding: the loop does as its engine does, and neither evaluates nor
 #: saves. FSDP2 shards blocks and the root there, and reduces in fp32.
@@ -61,7 +62,7 @@ def _not_run(filled: Ask, setup: Setup) -> Iterator[str]:
         yield f"step of {setup.task}"
     if filled.quantize is not None or setup.ask.quantize is not None:
         yield f"quantised base ({setup.key('quantize')})"
-    if filled.fp8 is not None or setup.ask.fp8 is not None:
+    if filled[Float8Technique.fp8] is not None or setup.ask[Float8Technique.fp8] is not None:
         yield f"8-bit products ({setup.key('fp8')})"
     if setup.ask.compile is not None:
         yield f"compiled graphs ({setup.key('compile')})"

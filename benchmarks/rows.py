@@ -65,6 +65,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
         "attn": row["attn"] or "sdpa",
         "lora_rank": row["lora_rank"],
         "lora_targets": _targets(row) if row["lora_rank"] else (),
+        "base_dtype": _base(row),
         "reentrant": row.get("reentrant"),
         "precision": None if row.get("precision") is None else Precision(row["precision"]),
         "reduce_dtype": row.get("reduce_dtype"),
@@ -108,6 +109,12 @@ _OPTIMIZERS = {
     "bitsandbytes.optim.AdamW8bit": "adamw8bit",
     "transformers.Adafactor": "adafactor_transformers",
 }
+
+
+def _base(row: dict[str, Any]) -> str | None:
+    """Return how frozen weights of a row of torch's engines were kept: adapters had the model's dtype, which was fp32."""
+    whole = row["lora_rank"] and row["engine"] != "deepspeed" and not row.get("quantize") and not row.get("precision")
+    return "fp32" if whole else None
 
 
 def _targets(row: dict[str, Any]) -> tuple[str, ...]:

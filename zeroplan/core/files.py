@@ -85,7 +85,10 @@ def read_head(path: str, most: int, *, where: str = "", remedy: str = "give the 
         BadInput: when there is no such file, it cannot be read, or is no regular file.
     """
     with _opened(path, where, remedy) as (file, size):
-        return file.read(most), size
+        data: bytes | None = file.read(most)
+        if data is None:  # the kernel's files that have nothing to say now
+            raise fault(path, "has nothing that can be read now", where, remedy)
+        return data, size
 
 
 @contextlib.contextmanager

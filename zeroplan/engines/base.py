@@ -202,8 +202,8 @@ class Engine(ABC):
         """Return which dtypes the model, its masters and the arithmetic have when ``--dtype`` asks for `dtype`."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.MIXED
 
-    def base_precision(self, dtype: DType, base: Base) -> Precision:
-        """Return the same for adapters beside a base that is kept as `base` says."""
+    def base_precision(self, dtype: DType, base: Base | None) -> Precision:
+        """Return the same for adapters beside a base that is kept as `base` says; None: in the dtype of the arithmetic."""
         return self.precision(dtype)
 
     def for_optimizer(self, zero: ZeroConfig, optimizer: str) -> ZeroConfig:

@@ -17,6 +17,8 @@ Note [Quantised bases that are sharded]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.quantization import PackedWeights, Quantization
@@ -34,6 +36,18 @@ def kernels_of(packed: PackedWeights, key: str) -> tuple[Unmodelled, ...]:
         "backward; Triton's kernel does not, and what a compiler leaves of the unpacked integers is in no figure"
     )
     return (Unmodelled(key, Effect.UNKNOWN, says),)
+
+
+#: Threads in which transformers 5.17 reads tensors (``core_model_loading.py``, GLOBAL_WORKERS).
+_READERS = 4
+
+
+def read_at_once(numel: Sequence[int]) -> int:
+    """Return the host bytes in which 16-bit weights wait on their way to the GPU that quantises them.
+
+    Each is read by itself out of a file that is mapped, whose pages the kernel takes back; each thread holds one.
+    """
+    return 2 * sum(sorted(numel)[-_READERS:])
 
 
 #: The stage below 3 under which 4-bit bases were measured (B07 and B10 in benchmarks/ground_truth/tasks.jsonl).

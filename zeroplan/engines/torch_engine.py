@@ -14,6 +14,7 @@ from zeroplan.core.saving import Saving
 from zeroplan.core.versions import TORCH_GPU
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.quantized_base import read_at_once
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.models.spec import ModelSpec
 from zeroplan.tape.options import Arithmetic, TraceOptions
@@ -52,9 +53,10 @@ class TorchEngine(Engine, Generic[R]):
             return replace(options, arithmetic=Arithmetic.HALF, base=base)
         return options
 
-    def base_precision(self, dtype: DType, base: Base) -> Precision:
+    def base_precision(self, dtype: DType, base: Base | None) -> Precision:
         """Return 16 bits for all but the adapters where weights are sharded: a unit's frozen parameters have one dtype."""
-        return Precision.HALF_AUTOCAST if self.gathers_in_half else self.precision(dtype)
+        half = self.gathers_in_half and (base is not None or dtype is not DType.FP32)
+        return Precision.HALF_AUTOCAST if half else self.precision(dtype)
 
     @abstractmethod
     def rank(self, case: Case, parameters: Parameters) -> R:
@@ -114,6 +116,8 @@ class TorchEngine(Engine, Generic[R]):
         host = self.host(rank)
         beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
         read = rank.original_bytes * rank.trainable + rank.frozen_bytes * rank.frozen
+        if case.workload.quantize is not None and not case.workload.base_on_host:
+            read = read_at_once(case.spec.parameters.numel)
         if self.made_on_host and case.workload.loop.from_scratch:
             again = Counter(rank.parameters.entries)
             read += sum((count - 1) * rank.numel[p] * rank.width(p) for p, count in again.items())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import DType
+from zeroplan.core.workload import DType, Precision
 
 if TYPE_CHECKING:
     import torch
@@ -92,6 +92,13 @@ class TrainingRun:
         import torch
 
         return {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}[self.workload.numerics.dtype]
+
+    @property
+    def kept_dtype(self) -> torch.dtype:
+        """The dtype in which the model is read: fp32, or that of the arithmetic under fp32 adapters."""
+        import torch
+
+        return self.dtype if self.workload.numerics.precision is Precision.HALF_AUTOCAST else torch.float32
 
     @property
     def optimizer(self) -> str:

@@ -141,7 +141,7 @@ def _line(state: _Pass, number: int, line: str) -> None:
         state.loss, state.zeros = loss, []
     elif loss is not None and abs(state.loss) >= _TRAINS and len(state.zeros) < _ZEROS:
         state.zeros.append(LogEvent(LogEventKind.ZERO_LOSS, number, _shown(line), rank_of(line)))
-    if has_finite_loss(line):
+    if has_finite_loss(line) and not (loss == 0 and "nan" in line.lower()):  # the Trainer shows a loss of NaN as 0
         state.last_finite = number
     before = line.partition('File "')[0].strip()
     if "Traceback (most recent call last)" in line:

@@ -169,6 +169,8 @@ def _of_engine(merged: Ask, request: Ask, setup: Setup) -> dict[str, Any]:
     """What of the files' values depends on the engine, or on other values."""
     files, engine = setup.ask, find_engine(merged.engine)
     found: dict[str, Any] = {"precision": _precision(setup), "torch_adam": True if files.optimizer_kind is not None else None}
+    if found["precision"] is None and request.base_dtype is None and _frozen_in_fp32(setup, merged):
+        found["base_dtype"] = "fp32"
     found["one_unit"] = files.one_unit and files.lora_rank is None  # peft's policy takes the place of every other
     found["pads"] = files.pads and request.lengths is None
     if files.reduce_dtype is not None and REDUCED_GRADIENTS.taken_by(engine):
@@ -300,6 +302,15 @@ def without_graphs(setup: Setup) -> Unmodelled:
 
 
 # --- precision and ds_config ------------------------------------------------------------------------------------------------
+
+
+def _frozen_in_fp32(setup: Setup, merged: Ask) -> bool:
+    """Return whether frozen weights under adapters are fp32, as the files leave them where their engine keeps them so."""
+    files = setup.ask
+    if files.lora_rank is None or files.quantize is not None or files.dtype not in ("bf16", "fp16"):
+        return False
+    engine, dtype = find_engine(merged.engine), DType(files.dtype)
+    return engine.base_precision(dtype, None) is not engine.precision(dtype)
 
 
 def _precision(setup: Setup) -> Precision | None:

@@ -31,6 +31,7 @@ class RunOptions(TypedDict, total=False):
     attn: str
     lora_rank: int | None
     lora_targets: Sequence[str]
+    base_dtype: str | None
     quantize: str | None
     labelled_share: float | None
     engine: str

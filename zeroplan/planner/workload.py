@@ -12,7 +12,7 @@ from zeroplan.core.lengths import read_lengths, sampled
 from zeroplan.core.model_config import SEQ2SEQ_LM, SPEECH_SEQ2SEQ, auto_class_of
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.quantization import PackedWeights, Products, Quantization, parse_quantization
+from zeroplan.core.quantization import Base, PackedWeights, Products, Quantization, parse_quantization
 from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.versions import TRANSFORMERS, parse_version, version_text
 from zeroplan.core.workload import (
@@ -63,8 +63,7 @@ def workload_of(request: Ask, engine: Engine, spec: ModelSpec) -> Workload:
     older = _before_5(request)
     _require_company(request, spec)
     lengths = _lengths(request)
-    usual = engine.precision(dtype) if quantization is None else engine.base_precision(dtype, quantization)
-    precision = request.precision or usual
+    precision = request.precision or _precision(request, engine, dtype, quantization)
     source, target = both_lengths(request, spec)
     compiled = _compiled(request)
     if compiled is not None and request.pair_loss is not None:
@@ -121,6 +120,32 @@ def workload_of(request: Ask, engine: Engine, spec: ModelSpec) -> Workload:
     )
     on = (one for one in techniques if one is not None)
     return Workload(batch, numerics, loop, objective).with_techniques(*on)
+
+
+def _precision(request: Ask, engine: Engine, dtype: DType, quantization: Base | None) -> Precision:
+    """Return the division of dtypes, which ``--base-dtype`` says of frozen weights under adapters.
+
+    Without it they are read in 16 bits, as programs do: ``from_pretrained`` takes the checkpoint's dtype (transformers 5), and
+    peft makes adapters beside them fp32.
+
+    Raises:
+        BadInput: a dtype in which the engine does not keep frozen weights, or without any.
+    """
+    whole, where = engine.precision(dtype), "--base-dtype"
+    asked = None if request.base_dtype is None else _one_of(DType, request.base_dtype, where)
+    if asked is not None and request.lora_rank is None:
+        raise BadInput("no frozen weights without adapters", where=where, remedy="give --lora-rank 16 as well")
+    if asked is not None and quantization is not None:
+        raise BadInput("the base is quantised", where=where, remedy="leave it or --quantize out")
+    if request.lora_rank is None:
+        return whole
+    frozen = engine.base_precision(dtype, quantization)
+    if quantization is not None or asked is None or asked is dtype:
+        return frozen
+    if asked is not DType.FP32 or whole is frozen:
+        remedy = f"use {dtype}" + ("" if whole is frozen else " or fp32")
+        raise BadInput(f"{engine.name} keeps no frozen weights in {asked} beside --dtype {dtype}", where=where, remedy=remedy)
+    return whole
 
 
 def _checkpointing(request: Ask, older: bool) -> GradientCheckpointing | None:

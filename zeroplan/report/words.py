@@ -56,6 +56,8 @@ def work_text(work: Mapping[str, Any]) -> str:
     text = f"{work['dtype']} {work['optimizer']} · {batch}"
     if work.get("lora_rank"):
         text += f" · LoRA rank {work['lora_rank']}"
+        base = {"half-autocast": work["dtype"], "autocast": "fp32"}.get(work.get("precision", ""))
+        text += f" over {base} weights (--base-dtype)" if base and not work.get("quantize") else ""
     if work.get("quantize"):
         text += f" · {work['quantize']} base"
     if work.get("compile"):

@@ -161,6 +161,14 @@ class WorkloadOptions:
     lora_targets = Option[Sequence[str]](
         object, (), "Layers to adapt, by comma. [all linear layers]", WORK, read=_names, text=str, wins=True
     )
+    base_dtype = Option[str | None](
+        str,
+        None,
+        "Of frozen weights under adapters: that of --dtype, or fp32 (--engine ddp or fsdp2). [that of --dtype]",
+        WORK,
+        page=True,
+        wins=True,
+    )
     quantize = Option[str | None](
         str,
         None,

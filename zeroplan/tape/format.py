@@ -17,6 +17,9 @@ from zeroplan.core.errors import BadInput
 from zeroplan.tape.expanded import ExpandedTape, Op, TapeModule, TapeParam
 from zeroplan.tape.sizes import FUNCTIONS, KernelDevice, Poly, evaluate
 
+#: Bytes of one tensor beyond which no machine is planned, and sums of many would leave 64 bits.
+MOST_BYTES = 32 << 40
+
 #: Bumped when the stored form changes, so that older caches are not read.
 FORMAT = 2
 
@@ -155,6 +158,9 @@ class Tape:
             self._layout = TapeLayout(self)
         layout = self._layout
         sizes = [s.bytes(device or KernelDevice(), micro_batch, seq_len, lora_rank or 0) for s in program.sizes]
+        if max(sizes, default=0) > MOST_BYTES:
+            what = f"{micro_batch} samples of {seq_len} tokens make tensors of more than {MOST_BYTES >> 40} TiB"
+            raise BadInput(what, where="--micro-batch", remedy="use fewer or shorter samples")
         return _Expansion(self, layout, program, sizes, lora_rank or 0).expanded
 
 

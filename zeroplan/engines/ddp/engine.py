@@ -59,11 +59,11 @@ class Ddp(TorchEngine[DdpRank]):
         """Return autocast for 16 bits: DDP keeps fp32 parameters and autocast casts the operands of each operation."""
         return Precision.FP32 if dtype is DType.FP32 else Precision.AUTOCAST
 
-    def base_precision(self, dtype: DType, base: Base) -> Precision:
-        """Return 16 bits for all but the adapters over GPTQ's and torchao's weights, which ``prepare_model_for_kbit_training``
-        leaves so.
+    def base_precision(self, dtype: DType, base: Base | None) -> Precision:
+        """Return 16 bits for all but the adapters over weights that are not quantised, and over GPTQ's and torchao's, which
+        ``prepare_model_for_kbit_training`` leaves so.
         """
-        stays = isinstance(base, PackedWeights) and base.method in ("gptq", "torchao")
+        stays = base is None or (isinstance(base, PackedWeights) and base.method in ("gptq", "torchao"))
         return Precision.HALF_AUTOCAST if stays and dtype is not DType.FP32 else self.precision(dtype)
 
     def answers_reference(self, case: Case) -> bool:

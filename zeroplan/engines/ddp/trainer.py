@@ -13,7 +13,7 @@ from zeroplan.engines.verification import Trainer, TrainingRun
 def build(run: TrainingRun) -> Trainer:
     """Wrap the model in DistributedDataParallel; a single rank trains it unwrapped."""
     with run.device:
-        model = run.make_model(torch.float32)
+        model = run.make_model(run.kept_dtype)
     model = run.prepare(model).to(run.device)
     if dist.get_world_size() > 1:
         ids = [run.device.index] if run.device.type == "cuda" else None

@@ -34,6 +34,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.saving import Saver, Saving
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
+from zeroplan.engines.quantized_base import read_at_once
 from zeroplan.engines.saved_files import Written, save_phase
 from zeroplan.engines.simulation import CheckpointPhase
 
@@ -66,6 +67,8 @@ def checkpoint_phases(
         host_load: the same when the model has been made.
     """
     owned, weights = _owned(rank), rank.param_bytes * rank.before_sharing
+    if rank.workload.quantize is not None and not rank.workload.base_on_host:
+        weights = read_at_once(rank.numel)
     read = (host_load, weights) if rank.zero.stage == 3 else (host_load + weights, 0)
     return (
         CheckpointPhase(Phase.WEIGHTS, 0, *read),

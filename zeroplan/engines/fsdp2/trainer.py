@@ -25,7 +25,7 @@ def build(run: TrainingRun) -> Trainer:
 
     def make() -> Any:
         with torch.device("meta"):
-            model = run.make_model(torch.float32)
+            model = run.make_model(run.kept_dtype)
         model = run.prepare(model)
         trainer_mesh.split(model, mesh, run.device)
         return model

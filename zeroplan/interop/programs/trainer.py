@@ -358,7 +358,8 @@ def set_fsdp(
         run.leave_out(f"{key}: state_dict_type", MORE, "flat shards as they are; sharded tensors are counted")
     run.set("engine", "fsdp2", key)
     keeps = reshard in ("false", "no", "shard_grad_op", "_hybrid_shard_zero2", "hybrid_shard_zero2")
-    run.set("stage", 2 if keeps else 3, key)
+    whole = reshard == "no_shard" and version == 1 and not offload
+    run.set("stage", 0 if whole else 2 if keeps else 3, key)
     if offload:
         run.set("offload_optimizer", "cpu", key)
         run.set("offload_param", "cpu", key)
@@ -370,7 +371,7 @@ def set_fsdp(
         run.leave_out(key, UNKNOWN, FSDP_1)
     if hybrid or "hybrid" in reshard:
         run.leave_out(f"{key}: hybrid", MORE, "shards within a node and replicas between nodes are not planned")
-    if reshard == "no_shard":
+    if reshard == "no_shard" and not whole:
         run.leave_out(f"{key}: no_shard", MORE, "nothing is sharded; the figures are those of shards")
     if checkpointing:
         run.set("gradient_checkpointing", True, key)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zeroplan.core.losses import IGNORED_LABEL, labelled_tokens
-from zeroplan.core.workload import Compilation, GradientCheckpointing, Lora
+from zeroplan.core.workload import Compilation, GradientCheckpointing, Lora, Precision
 from zeroplan.tape.options import Checkpointing, TracedTechnique, TraceOptions
 from zeroplan.validate.job import VerifyJob
 from zeroplan_runtime.regional_compilation import compile_blocks
@@ -71,7 +71,8 @@ def prepare(job: VerifyJob, model: Any) -> Any:
         from zeroplan.trace.build import with_adapters
 
         techniques = [one for one in work.techniques if isinstance(one, TracedTechnique)]
-        model = with_adapters(model, lora.rank, lora.targets, techniques=techniques)
+        fp32 = work.numerics.precision is Precision.HALF_AUTOCAST
+        model = with_adapters(model, lora.rank, lora.targets, fp32=fp32, techniques=techniques)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
     if again is not None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from zeroplan.core.workload import DType
 from zeroplan.interop.forms.configuration import Configuration
 from zeroplan.interop.forms.scripts.parts import (
     arithmetic,
     clipping,
+    kept,
     reduction,
     require_optimizer_of_deepspeed,
     script,
@@ -98,6 +98,6 @@ def fsdp2_script(one: Configuration) -> str:
         others=tuple(others),
         checkpoints=False,  # accelerate's file does, and compiles
         compiles=False,
-        dtype=DType.FP32,
+        dtype=kept(one.workload),
         learning_rate="the optimizer's default holds until you write lr=…",
     )

@@ -229,7 +229,8 @@ def _build(one: Configuration, dtype: DType, *, checkpoints: bool, adapts: bool,
         lines.append('model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})')
     if work.lora_rank is not None and adapts:
         lora = f"LoraConfig.from_pretrained({folder_of(one)!r})"
-        lines.append(f"model = get_peft_model(model, {lora}, autocast_adapter_dtype=False)")
+        wide = work.numerics.precision is Precision.HALF_AUTOCAST
+        lines.append(f"model = get_peft_model(model, {lora}, autocast_adapter_dtype={wide})")
     if work.compile is not None and auto == SEQ2SEQ_LM:
         lines.append("model.decoder.config.use_cache = False  # a cache makes another graph of each block")
     if compiles and work.compile in _COMPILED:
@@ -280,6 +281,11 @@ def reduction(workload: Workload) -> str:
     if workload.numerics.reduce_dtype in (None, DType.FP32):
         return "torch.float32"
     return arithmetic(workload) or "torch.float32"
+
+
+def kept(work: Workload) -> DType:
+    """Return the dtype in which a script of torch's engines reads the model: fp32, or 16 bits under fp32 adapters."""
+    return work.numerics.dtype if work.numerics.precision is Precision.HALF_AUTOCAST else DType.FP32
 
 
 def arithmetic(work: Workload) -> str | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from zeroplan.core.workload import Compilation, DType
+from zeroplan.core.workload import Compilation
 from zeroplan.interop.forms.configuration import Configuration
-from zeroplan.interop.forms.scripts.parts import arithmetic, clipping, reduction, script, torch_optimizer
+from zeroplan.interop.forms.scripts.parts import arithmetic, clipping, kept, reduction, script, torch_optimizer
 
 _LOOP = """
 MICRO_BATCH, GRAD_ACCUM = @micro, @accum
@@ -137,4 +137,4 @@ def _torch_script(one: Configuration, wrap: str, others: tuple[str, ...], autoca
         .replace("@optimizer", torch_optimizer(work, sharded=sharded, training=one.training))
         .replace("@autocast", autocast)
     )
-    return script(one, loop, others=others, dtype=DType.FP32, builds_empty=sharded, learning_rate=_LEARNING_RATE)
+    return script(one, loop, others=others, dtype=kept(one.workload), builds_empty=sharded, learning_rate=_LEARNING_RATE)

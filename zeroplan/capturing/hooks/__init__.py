@@ -19,5 +19,6 @@ def install(capture: Capture) -> None:
     when_imported("transformers.tokenization_utils_base", lambda module: native_files.install_tokenizers(capture, module))
     when_imported("pyarrow", lambda module: native_files.install_arrow(capture, module))
     when_imported("pyarrow.parquet", lambda module: native_files.install_parquet(capture, module))
+    when_imported("trl.kernels.chunked_logprob", lambda module: engines.install_trl_kernels(capture, module))
     when_imported("deepspeed", lambda module: engines.install_deepspeed(capture, module))
     when_imported("safetensors.torch", lambda module: torch_itself.install_safetensors(capture, module))

@@ -1,4 +1,4 @@
-"""Engines that shard: what they are told is noted where they are called."""
+"""Engines that shard, and kernels without a rule: noted where they are called."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from zeroplan.capturing.source import user_line
 
 if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
+
+
+def install_trl_kernels(capture: Capture, module: Any) -> None:
+    """Note that TRL's log-probabilities take torch's path, where a GPU runs Triton kernels that hold less."""
+
+    def without_triton(*_: Any, **__: Any) -> bool:
+        says = "TRL's log-probabilities run by Triton on a GPU, for which there is no rule yet; torch's own path takes more"
+        capture.leave_out("triton", "less", says)
+        return False
+
+    if hasattr(module, "_use_triton"):
+        module._use_triton = without_triton
 
 
 def install_deepspeed(capture: Capture, module: Any) -> None:

@@ -50,8 +50,16 @@ def test_help_has_groups_and_examples_that_parse(
         commands[verb].make_context(verb, words)  # raises for an option that does not exist
 
 
+def test_help_shows_what_people_use_and_help_all_the_rest(cli: Cli) -> None:
+    short = cli("estimate", "--help")[1]
+    assert "--micro-batch" in short
+    assert "--tiled-mlp" not in short
+    assert "more options, for techniques, parallelism and files: zeroplan estimate --help all" in " ".join(short.split())
+    assert len(short.splitlines()) < 60
+
+
 def test_options_come_in_groups(cli: Cli) -> None:
-    out = cli("estimate", "-h")[1]
+    out = cli("estimate", "-h", "all")[1]
     headings = re.findall(r"^(\w[\w ]*):$", out, re.MULTILINE)
     assert headings == ["Arguments", "Workload", "Cluster", "Parallelism", "Sharding", "Files", "Options", "Examples"]
     assert "--no-gradient-checkpointing" in out

@@ -34,6 +34,13 @@ def synonyms() -> dict[str, str]:
     return named | _OTHER_FLAGS
 
 
+def _shared_flags() -> frozenset[str]:
+    """Return the flags of a run's options, which most verbs share; a verb's other flags are its own."""
+    from zeroplan.run.ask import OPTIONS
+
+    return frozenset(flag for option in OPTIONS.values() if option.flag for flag in option.flag.split("/"))
+
+
 def _flag(name: str) -> str:
     return "--" + name.lower().lstrip("-").replace("_", "-")
 
@@ -45,15 +52,31 @@ def right_name(word: str, known: list[str]) -> str:
     return f"write {found}" if found else did_you_mean(flag, known)
 
 
+#: Options that most questions need. ``--help`` shows these, and those that a verb has alone; ``--help all`` shows every one.
+_COMMON = frozenset(
+    (
+        *("--micro-batch", "--seq-len", "--grad-accum", "--dtype", "--gradient-checkpointing", "--lora-rank"),
+        *("--gpus", "--gpu", "--vram", "--engine", "--stage", "--offload-optimizer", "--ds-config", "--from"),
+    )
+)
+
+
 class Verb(TyperCommand):
     """A verb whose help lists its options by group, and below them the examples, which are its epilog's lines."""
+
+    #: Whether the help lists every option, not the common ones alone.
+    shows_all = False
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write one section for each group, arguments and options of no group first."""
         groups: dict[str, list[tuple[str, str]]] = {}
+        shared = _shared_flags()
+        hidden = 0
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None:
+            if record is not None and not self.shows_all and shared & set(parameter.opts) and not _COMMON & set(parameter.opts):
+                hidden += 1
+            elif record is not None:
                 option = parameter.param_type_name == "option"
                 group = getattr(parameter, "rich_help_panel", None) or ("Options" if option else "Arguments")
                 groups.setdefault(group, []).append(record)
@@ -62,6 +85,9 @@ class Verb(TyperCommand):
             if records:
                 with formatter.section(name):
                     formatter.write_dl(records)
+        if hidden:
+            formatter.write_paragraph()
+            formatter.write_text(f"{hidden} more options, for techniques, parallelism and files: {ctx.command_path} --help all")
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples as they are: a command must not be wrapped."""

@@ -8,6 +8,7 @@ import errno
 import gc
 import os
 import re
+import shlex
 import signal
 import sys
 from collections.abc import Callable
@@ -63,6 +64,31 @@ def _main(
 _MODULES = {name: name for names in VERBS.values() for name in names} | {"models": "names", "gpus": "names"}
 
 
+def _with_verb() -> None:
+    """Put the verb before a question that has none, and say which; ``zeroplan`` alone says what this folder could ask.
+
+    ``--help all`` becomes ``--help`` with every option.
+    """
+    words = sys.argv[1:]
+    if "all" in words[1:] and words[words.index("all") - 1] in ("-h", "--help"):
+        words.remove("all")
+        Verb.shows_all = True
+    if not words:
+        from zeroplan.cli.bare import overview
+
+        if text := overview():
+            typer.echo(text)
+            sys.exit(EXIT_OK)
+    elif not words[0].startswith("-") and words[0] not in _MODULES:
+        from zeroplan.cli.bare import question
+
+        asked = question(words)
+        if asked is not None:
+            print(f"zeroplan {shlex.join(asked)}", file=sys.stderr)
+            words = asked
+    sys.argv[1:] = words
+
+
 def _register() -> None:
     """Import the module of the verb on the command line, which registers it; without a verb, as for help, import all."""
     asked = next((word for word in sys.argv[1:] if not word.startswith("-")), "")
@@ -97,6 +123,10 @@ def run() -> None:
         gc.freeze
     )  # else the interpreter looks for cycles among all objects before it ends: a fifth of a cold start
     _end_in_order()
+    try:
+        _with_verb()
+    except BadInput as error:
+        _refuse(str(error))
     _register()
     progress.begin()
     try:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 ACTIVATIONS = "activations"
 #: The key of what decides at a card's limit.
 LIMIT = "limit"
+_WITHIN = "the card's limit lies within the figures' error"
 #: What settles a plan at its card's limit.
 _ROOM = "leave the card more room (a smaller micro batch, a shorter length, more GPUs), or try a few steps"
 
@@ -147,12 +148,13 @@ def _edge(case: Case, unmodelled: Iterable[Unmodelled], broken: tuple[str, ...],
     fragments = next((one.says for one in unmodelled if one.key == LIMIT), "")
     if "cpu" in broken:
         assumed = format_bytes(case.cluster.cpu_ram or 0, digits=0)
-        return f"the host's memory, which is assumed to be {assumed} a node", "give --cpu-ram"
+        both = f", and {fragments or _WITHIN}" if "gpu" in broken else ""
+        return f"the host's memory, which is assumed to be {assumed} a node{both}", "give --cpu-ram"
     if fragments:
         return fragments, _ROOM
     if "gpu" not in broken:
         return f"a disk with {format_bytes(nvme, digits=0)} free a node, which was not named", "give --nvme"
-    return "the limit lies within the figures' error", _ROOM
+    return _WITHIN, _ROOM
 
 
 def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:

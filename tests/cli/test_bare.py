@@ -16,7 +16,7 @@ from zeroplan.cli.bare import overview, question
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.sh").write_text(
-        "torchrun --nproc_per_node 2 run_clm.py --model_name_or_path gpt2 --bf16 --output_dir o\n"
+        "torchrun --nproc_per_node 2 run_clm.py --model_name_or_path gpt2 --per_device_train_batch_size 2 --output_dir o\n"
     )
     (tmp_path / "ds_config.json").write_text(json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}}))
     (tmp_path / "oom.log").write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.\n")

@@ -23,6 +23,7 @@ VALUES: dict[str, Any] = {
     "task": "sft",
     "dtype": "fp16",
     "reduce_dtype": "fp32",
+    "base_dtype": "fp32",
     "optimizer": "lion",
     "transformers_version": "4.57.0",
     "checkpoint_policy": "selective",

@@ -182,7 +182,9 @@ def require_known(given: Mapping[str, Any], known: Iterable[str], function: str)
     Raises:
         TypeError: with the right name, or the nearest ones.
     """
-    known = sorted({*known, *(option.name for technique in TABLE for option in technique.options)})
+    verb = function if function in ("recommend", "scale", "verify", "tune") else "estimate"
+    declared = (option for technique in TABLE for option in technique.options)
+    known = sorted({*known, *(option.name for option in declared if option.taken_by(verb))})
     for name in given:
         if name in known:
             continue

@@ -14,7 +14,58 @@ from zeroplan.core.errors import did_you_mean
 from zeroplan.techniques.table import TABLE
 
 
-class RunOptions(TypedDict, total=False):
+class AdapterArguments(TypedDict, total=False):
+    """Adapters, and the base beside them."""
+
+    lora_rank: int | None
+    lora_targets: Sequence[str]
+    base_dtype: str | None
+    quantize: str | None
+
+
+class MeshArguments(TypedDict, total=False):
+    """Degrees of parallelism that a search over layouts takes, too."""
+
+    tp: int
+    sp: bool
+    cp: int
+    pp: int
+    vpp: int
+    ep: int
+    etp: int
+    schedule: str
+    dp_replicate: int
+
+
+class PassArguments(TypedDict, total=False):
+    """What passes beside plain samples of one length, and what is done between steps: no loop of verify does these."""
+
+    adapter_dtype: str | None
+    images: int
+    image_size: int | None
+    lengths: str | Sequence[int] | None
+    eval_batch: int | None
+    eval_logits: int
+    save: str | None
+    save_by: str | None
+    save_only_model: bool
+
+
+class HardwareArguments(TypedDict, total=False):
+    """The cards, the host and the network that are described, and how a model that is not at hand is counted."""
+
+    params: int | None
+    from_scratch: bool
+    gpu: str | None
+    vram: str | int | None
+    cpu_ram: str | int | None
+    nvme: str | int | None
+    host: str | None
+    network: str | None
+    depth: str | None
+
+
+class RunOptions(AdapterArguments, total=False):
     """A run that is started here: the model's source, the workload, and how it is sharded."""
 
     token: str | None
@@ -29,10 +80,6 @@ class RunOptions(TypedDict, total=False):
     dtype: str | None
     optimizer: str | None
     attn: str
-    lora_rank: int | None
-    lora_targets: Sequence[str]
-    base_dtype: str | None
-    quantize: str | None
     labelled_share: float | None
     engine: str
     deepspeed_version: str | None
@@ -41,34 +88,16 @@ class RunOptions(TypedDict, total=False):
     offload_param: str | None
 
 
-class MachineOptions(RunOptions, total=False):
+class MachineOptions(RunOptions, PassArguments, HardwareArguments, total=False):
     """A run on a machine that is described: as above, and its cluster."""
 
-    adapter_dtype: str | None
-    images: int
-    image_size: int | None
-    lengths: str | Sequence[int] | None
-    eval_batch: int | None
-    eval_logits: int
-    save: str | None
-    save_by: str | None
-    save_only_model: bool
-    params: int | None
     largest_layer_params: int | None
-    from_scratch: bool
     gpus: int
     nodes: int
-    gpu: str | None
-    vram: str | int | None
-    cpu_ram: str | int | None
-    nvme: str | int | None
-    host: str | None
-    network: str | None
-    depth: str | None
     alloc_conf: str
 
 
-class StageOptions(MachineOptions, total=False):
+class StageOptions(MachineOptions, MeshArguments, total=False):
     """Arguments of ``estimate_zero1_mem`` and its siblings, whose name says the stage."""
 
     gradient_checkpointing: bool
@@ -81,15 +110,7 @@ class StageOptions(MachineOptions, total=False):
     offload_checkpoints: bool
     compile: str | None
     zero_init: bool | None
-    tp: int
-    sp: bool
-    cp: int
     ulysses: int
-    pp: int
-    vpp: int
-    ep: int
-    etp: int
-    schedule: str
     partition: str | None
     dp_replicate: int
 
@@ -104,7 +125,7 @@ class EstimateOptions(StageOptions, total=False):
     program: str | None
 
 
-class VerifyOptions(RunOptions, total=False):
+class VerifyOptions(RunOptions, MeshArguments, total=False):
     """Arguments of ``verify``: `gpus` is the number of ranks, None for all GPUs, or on a CPU two, or what the degrees need."""
 
     gpus: int | None
@@ -112,17 +133,8 @@ class VerifyOptions(RunOptions, total=False):
     ds_config: str | Path | dict[str, Any] | None
     gradient_checkpointing: bool
     compile: str | None
-    tp: int
-    sp: bool
-    cp: int
     ulysses: int
-    pp: int
-    vpp: int
-    schedule: str
     partition: str | None
-    ep: int
-    etp: int
-    dp_replicate: int
     files: Sequence[Any]
     program: str | None
 

@@ -20,7 +20,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.progress import working
 from zeroplan.core.workload import Workload
 from zeroplan.planner.describe import describe_cluster, describe_workload
-from zeroplan.planner.options import RunOptions
+from zeroplan.planner.options import HardwareArguments, RunOptions
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
@@ -43,19 +43,10 @@ NODE_GPUS = 8
 MOST_POINTS = 24
 
 
-class ScaleOptions(RunOptions, total=False):
+class ScaleOptions(RunOptions, HardwareArguments, total=False):
     """The keyword arguments of ``scale`` beside its GPUs: the run, one node, and what the search may not choose."""
 
-    params: int | None
     gpus_per_node: int | None
-    gpu: str | None
-    vram: str | int | None
-    cpu_ram: str | int | None
-    nvme: str | int | None
-    host: str | None
-    network: str | None
-    from_scratch: bool
-    depth: str | None
     alloc_conf: str
     stage: int | None
     gradient_checkpointing: bool | None

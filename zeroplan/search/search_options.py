@@ -16,7 +16,7 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.interop.training import NO_TRAINING, Training
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.formula import FORMULA
-from zeroplan.planner.options import MachineOptions
+from zeroplan.planner.options import MachineOptions, MeshArguments
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import NoTapeError, expanded_tape_of
 from zeroplan.run.ask import Ask
@@ -67,22 +67,13 @@ class SearchOptions:
     smallest: bool = False
 
 
-class RecommendOptions(MachineOptions, total=False):
+class RecommendOptions(MachineOptions, MeshArguments, total=False):
     """The keyword arguments of ``recommend``: what it finds out itself may be fixed; else :class:`SearchOptions`.
 
     `layouts`, `smallest` and any degree of parallelism ask for a search over layouts.
     """
 
     stage: int | None
-    tp: int
-    sp: bool
-    cp: int
-    pp: int
-    vpp: int
-    ep: int
-    etp: int
-    schedule: str
-    dp_replicate: int
     layouts: bool
     smallest: bool
     gradient_checkpointing: bool | None

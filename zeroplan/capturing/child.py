@@ -19,8 +19,7 @@ def _job(path: str) -> Job:
     card, world = held.pop("card"), held.pop("world")
     card["capability"] = tuple(card["capability"])
     held["arguments"], held["launch_words"] = tuple(held["arguments"]), tuple(held["launch_words"])
-    samples = held.pop("samples")
-    return Job(card=PlannedCard(**card), world=World(**world), samples=None if samples is None else tuple(samples), **held)
+    return Job(card=PlannedCard(**card), world=World(**world), **held)
 
 
 def main() -> None:

@@ -40,7 +40,6 @@ class Job:
         environment: variables that the command sets.
         card, gpus, world: where.
         steps: optimizer steps.
-        samples: how many invented samples stand for data that is missing, and their length; None for none.
         seconds: the longest that the script may take.
         folder: for everything that is written.
         answer: the file for what was captured, within the folder.
@@ -57,7 +56,6 @@ class Job:
     gpus: int
     world: World
     steps: int
-    samples: tuple[int, int] | None
     seconds: float
     folder: str
     answer: str

@@ -33,7 +33,6 @@ def capture_command(
     said_gpus: bool = False,
     steps: int = 3,
     rank: int = 0,
-    samples: tuple[int, int] | None = None,
     seconds: float = 600.0,
 ) -> tuple[Captured, Cluster]:
     """Run a command without its GPUs; returns what was captured, and the machine with the launcher's ranks.
@@ -44,7 +43,6 @@ def capture_command(
         said_gpus: whether the number of GPUs is the user's word, which the launcher may not contradict.
         steps: optimizer steps.
         rank: the rank that is captured.
-        samples: how many samples stand for data that is missing, and their length; None for none.
         seconds: the longest that the script may take.
 
     Raises:
@@ -61,7 +59,7 @@ def capture_command(
         answer = os.path.join(folder, "answer.json")
         job = Job(
             start.target, start.module, start.arguments, start.launcher in ("torchrun", "deepspeed"), dict(start.environment),
-            _card(cluster.gpu, cluster), cluster.gpus, world, steps, samples, seconds, folder, answer,
+            _card(cluster.gpu, cluster), cluster.gpus, world, steps, seconds, folder, answer,
             start.launcher, start.launch_words,
         )  # fmt: skip
         path = os.path.join(folder, "job.json")

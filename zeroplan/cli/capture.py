@@ -22,9 +22,6 @@ Vram = Annotated[str | None, typer.Option("--vram", metavar="SIZE", rich_help_pa
 CpuRam = Annotated[str | None, typer.Option("--cpu-ram", metavar="SIZE", rich_help_panel=_MACHINE, help="A node's memory.")]
 Rank = Annotated[int, typer.Option("--rank", metavar="K", rich_help_panel=_MACHINE, help="The rank that is captured.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, max=1000, metavar="N", help="Optimizer steps to go through.")]
-Samples = Annotated[
-    str | None, typer.Option("--samples", metavar="N,LENGTH", help="Invent so many samples where a dataset is missing.")
-]
 Seconds = Annotated[float, typer.Option("--seconds", min=1, metavar="S", help="The longest that the script may take.")]
 Output = Annotated[
     str | None,
@@ -37,7 +34,7 @@ Command = Annotated[list[str] | None, typer.Argument(metavar="-- COMMAND", help=
 
 @verb(
     "zeroplan capture --gpu H100 -- python train.py --batch_size 8",
-    "zeroplan capture --gpus 8 --gpu A100-80G -- torchrun --nproc_per_node 8 train.py",
+    "zeroplan capture --gpu A100-80G -- torchrun --nproc_per_node 8 train.py",
 )
 def capture(
     command: Command = None,
@@ -48,7 +45,6 @@ def capture(
     cpu_ram: CpuRam = None,
     rank: Rank = 0,
     steps: Steps = 3,
-    samples: Samples = None,
     seconds: Seconds = 600.0,
     alloc_conf: AllocConf = "",
     output: Output = None,
@@ -56,10 +52,10 @@ def capture(
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:
-    """Run your own training COMMAND without a GPU, and predict its memory from what it does.
+    """Run your own COMMAND without a GPU; predict its memory.
 
     This runs your code, on this machine's CPU and without weights. Files that it writes go to a temporary folder, and nothing
-    goes over the network. No other verb runs your code but verify -- COMMAND.
+    goes over the network. No other verb runs your code.
     """
     from zeroplan.capturing.answer import answer
     from zeroplan.capturing.run import capture_command
@@ -71,9 +67,7 @@ def capture(
             "no command to run", where="capture", remedy="give it behind --, as in: zeroplan capture -- python train.py"
         )
     cluster = Cluster.of(gpus=gpus or 1, nodes=nodes or 1, gpu=gpu, vram=vram, cpu_ram=cpu_ram)
-    captured, cluster = capture_command(
-        command, cluster, said_gpus=gpus is not None, steps=steps, rank=rank, samples=_samples(samples), seconds=seconds
-    )
+    captured, cluster = capture_command(command, cluster, said_gpus=gpus is not None, steps=steps, rank=rank, seconds=seconds)
     run = answer(captured, cluster, allocator_config(alloc_conf or captured.machine["alloc_conf"]))
     if output is not None:
         _keep(run, captured, output)
@@ -91,15 +85,6 @@ def show_captured(run: CapturedRun, *, as_json: bool, quiet: bool) -> None:
     from zeroplan.report.terminal import Terminal
 
     show(captured_text(run.report, Terminal.here(), quiet=quiet))
-
-
-def _samples(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    count, _, length = text.partition(",")
-    if not (count.strip().isdigit() and length.strip().isdigit() and int(count) and int(length)):
-        raise BadInput(f"{text[:40]!r} is no N,LENGTH", where="--samples", remedy="give two numbers, as 64,2048")
-    return int(count), int(length)
 
 
 def _keep(run: CapturedRun, captured: Any, path: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.collectives import Algorithm, Collective, Fabric, Group, Protocol
+from zeroplan.core.collectives import Algorithm, Collective, Fabric, Protocol, RankGroup
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import GPUS, find_gpu
 from zeroplan.core.network import NETWORKS, Network, parse_network, usual_network
@@ -19,7 +19,7 @@ def _fabric(gpu: str = "H100", network: str | None = None, gpus: int = 8) -> Fab
     return fabric_of(rates_of(card, None if network is None else parse_network(network), gpus), card)
 
 
-def _bus(fabric: Fabric, collective: Collective, group: Group, size: float = _LARGE) -> float:
+def _bus(fabric: Fabric, collective: Collective, group: RankGroup, size: float = _LARGE) -> float:
     """Return the bus bandwidth in GB/s as nccl-tests computes it."""
     part = (2 if collective is Collective.ALL_REDUCE else 1) * (group.ranks - 1) / group.ranks
     return size * part / fabric.seconds(collective, size, group) / 1e9
@@ -69,7 +69,7 @@ def test_every_card_has_a_usual_network_with_a_source(name: str) -> None:
 @pytest.mark.parametrize("nodes", [2, 8, 64])
 def test_a_ring_uses_all_rails_and_an_all_to_all_one_adapter(nodes: int) -> None:
     """Eight adapters of 400 Gb/s: a ring has 340 to 390 GB/s of bus bandwidth, a GPU's own messages at most 48."""
-    fabric, group = _fabric(), Group(8 * nodes, 8)
+    fabric, group = _fabric(), RankGroup(8 * nodes, 8)
     for collective in (Collective.ALL_GATHER, Collective.REDUCE_SCATTER):
         assert 320 < _bus(fabric, collective, group) <= 390
     sent = _LARGE * (group.ranks - 8) / group.ranks
@@ -80,18 +80,18 @@ def test_a_ring_uses_all_rails_and_an_all_to_all_one_adapter(nodes: int) -> None
 @pytest.mark.parametrize("nodes", [2, 8, 64])
 def test_25_gigabit_ethernet_bounds_everything_between_nodes(nodes: int) -> None:
     """One adapter of 25 Gb/s carries 3 GB/s for all GPUs of a node together."""
-    fabric, group = _fabric("RTX4090", "25G", gpus=4), Group(4 * nodes, 4)
+    fabric, group = _fabric("RTX4090", "25G", gpus=4), RankGroup(4 * nodes, 4)
     assert 2.8 < _bus(fabric, Collective.ALL_GATHER, group) <= 3.0
     assert _LARGE / fabric.send(_LARGE, inside=False) / 1e9 < 0.75
     sent = _LARGE * (group.ranks - 4) / group.ranks
     assert sent / fabric.exchange(_LARGE, group) / 1e9 <= 0.75
-    inside = Group(4, 4)
+    inside = RankGroup(4, 4)
     assert _bus(fabric, Collective.ALL_GATHER, inside) > 5 * _bus(fabric, Collective.ALL_GATHER, group)
 
 
 def test_a_group_with_one_gpu_a_node_has_one_adapter() -> None:
     fabric = _fabric()
-    one, half = _bus(fabric, Collective.ALL_GATHER, Group(8, 1)), _bus(fabric, Collective.ALL_GATHER, Group(32, 4))
+    one, half = _bus(fabric, Collective.ALL_GATHER, RankGroup(8, 1)), _bus(fabric, Collective.ALL_GATHER, RankGroup(32, 4))
     assert one == pytest.approx(48, rel=0.15)
     assert half == pytest.approx(4 * 48, rel=0.05)
 
@@ -99,30 +99,30 @@ def test_a_group_with_one_gpu_a_node_has_one_adapter() -> None:
 def test_nvlink_sharp_on_a_node_of_h100s_is_as_measured() -> None:
     """476 GB/s of bus bandwidth, which NCCL's maintainers expect. Source: NVIDIA/nccl-tests issue 290."""
     fabric = _fabric()
-    assert fabric.choice(Collective.ALL_REDUCE, _LARGE, Group(8, 8)) == (Algorithm.NVLS, Protocol.SIMPLE)
-    assert _bus(fabric, Collective.ALL_REDUCE, Group(8, 8)) == pytest.approx(476, rel=0.01)
-    assert fabric.choice(Collective.ALL_REDUCE, _LARGE, Group(64, 8))[0] is Algorithm.NVLS_TREE
-    assert fabric.choice(Collective.ALL_REDUCE, _LARGE, Group(8, 1))[0] in (Algorithm.RING, Algorithm.TREE)
-    assert _fabric("A100").choice(Collective.ALL_REDUCE, _LARGE, Group(8, 8))[0] is Algorithm.RING
+    assert fabric.choice(Collective.ALL_REDUCE, _LARGE, RankGroup(8, 8)) == (Algorithm.NVLS, Protocol.SIMPLE)
+    assert _bus(fabric, Collective.ALL_REDUCE, RankGroup(8, 8)) == pytest.approx(476, rel=0.01)
+    assert fabric.choice(Collective.ALL_REDUCE, _LARGE, RankGroup(64, 8))[0] is Algorithm.NVLS_TREE
+    assert fabric.choice(Collective.ALL_REDUCE, _LARGE, RankGroup(8, 1))[0] in (Algorithm.RING, Algorithm.TREE)
+    assert _fabric("A100").choice(Collective.ALL_REDUCE, _LARGE, RankGroup(8, 8))[0] is Algorithm.RING
 
 
 def test_small_messages_take_other_protocols_and_many_ranks_take_trees() -> None:
     fabric = _fabric("A100")
-    assert fabric.choice(Collective.ALL_GATHER, 1 << 10, Group(8, 8))[1] is Protocol.LL
-    assert fabric.choice(Collective.ALL_GATHER, 1 << 33, Group(64, 8))[1] is Protocol.SIMPLE
-    assert fabric.choice(Collective.ALL_REDUCE, 1 << 14, Group(512, 8))[0] is Algorithm.TREE
-    assert fabric.choice(Collective.ALL_GATHER, 1 << 12, Group(512, 1))[0] is Algorithm.PAT
+    assert fabric.choice(Collective.ALL_GATHER, 1 << 10, RankGroup(8, 8))[1] is Protocol.LL
+    assert fabric.choice(Collective.ALL_GATHER, 1 << 33, RankGroup(64, 8))[1] is Protocol.SIMPLE
+    assert fabric.choice(Collective.ALL_REDUCE, 1 << 14, RankGroup(512, 8))[0] is Algorithm.TREE
+    assert fabric.choice(Collective.ALL_GATHER, 1 << 12, RankGroup(512, 1))[0] is Algorithm.PAT
 
 
 @pytest.mark.parametrize("collective", list(Collective))
 def test_time_grows_with_size_and_with_nodes(collective: Collective) -> None:
     fabric = _fabric()
     sizes = [1 << power for power in range(20, 34)]
-    for group in (Group(8, 8), Group(64, 8), Group(16, 1)):
+    for group in (RankGroup(8, 8), RankGroup(64, 8), RankGroup(16, 1)):
         taken = [fabric.seconds(collective, size, group) for size in sizes]
         assert taken == sorted(taken)
-    assert fabric.seconds(collective, 1 << 26, Group(512, 8)) > fabric.seconds(collective, 1 << 26, Group(16, 8))
-    assert fabric.seconds(collective, 1 << 26, Group(1, 1)) == 0.0
+    assert fabric.seconds(collective, 1 << 26, RankGroup(512, 8)) > fabric.seconds(collective, 1 << 26, RankGroup(16, 8))
+    assert fabric.seconds(collective, 1 << 26, RankGroup(1, 1)) == 0.0
 
 
 def test_a_rack_of_gb200_is_one_domain() -> None:
@@ -133,7 +133,7 @@ def test_a_rack_of_gb200_is_one_domain() -> None:
 
 
 def test_efa_adds_its_latency() -> None:
-    group = Group(64, 8)
+    group = RankGroup(64, 8)
     plain, efa = _fabric(network="32x100G"), _fabric(network="aws-p5")
     small = 1 << 20
     assert efa.seconds(Collective.ALL_GATHER, small, group) > plain.seconds(Collective.ALL_GATHER, small, group) + 3e-4

@@ -15,8 +15,9 @@ from zeroplan.engines.registry import engine_names
 
 FOLDERS = sorted(path.name for path in (ROOT / "zeroplan" / "engines").iterdir() if (path / "engine.py").exists())
 NAMES = frozenset(engine_names())
-#: Files of other programs and of ds_configs hold these words as launchers' names, keys and sections; so do their arguments.
-FORMATS = ("interop", "ds_config", "planner/options.py")
+#: Files of other programs and of ds_configs hold these words as launchers' names, keys and sections; so do their arguments,
+#: and commands that are captured.
+FORMATS = ("capturing", "interop", "ds_config", "planner/options.py")
 
 
 def sources() -> list[Path]:

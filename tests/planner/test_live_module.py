@@ -95,7 +95,7 @@ def test_registered_buffers_lie_whole_on_every_rank(engine: str, stage: int, wid
         ({"micro_batch": 2.0}, "micro_batch: 2.0 is no whole number"),
         ({"stage": True}, "stage: True is no whole number"),
         ({"optimizer": dict}, "optimizer: <class 'dict'> is no name"),
-        ({"engine": None}, "engine: None is no name"),
+        ({"engine": 3}, "engine: 3 is no name"),
         ({"ds_config": []}, "ds_config: a list is no ds_config"),
     ],
 )

@@ -77,8 +77,8 @@ def test_the_host_of_a_full_state_dict_decides_whether_it_fits() -> None:
 
 
 def test_a_large_gather_can_decide_the_peak_of_the_gpu() -> None:
-    """NO_SHARD clones the whole model on the GPU, in fp32, which is more than few tokens beside adapters need."""
-    found = plan(engine="fsdp", stage=0, save="full", seq_len=8, lora_rank=8)
+    """NO_SHARD clones the whole model on the GPU, an fp32 base here, which is more than few tokens beside adapters need."""
+    found = plan(engine="fsdp", stage=0, save="full", seq_len=8, lora_rank=8, base_dtype="fp32")
     assert found.gpu.peak_phase == "save"
     assert beside(found) == pytest.approx(4 * (PARAMS + EMBEDDING), rel=0.02)
     assert found.gpu.peak_allocated == found.gpu.phases["save"]

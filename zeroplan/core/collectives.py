@@ -106,7 +106,7 @@ def _generation(capability: tuple[int, int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class RankGroup:
     """Ranks that take part in a collective, as many on each node.
 
     Attributes:
@@ -145,14 +145,14 @@ class Fabric:
     nvlink: bool
     switched: bool
 
-    def bus_gbs(self, group: Group) -> float:
+    def bus_gbs(self, group: RankGroup) -> float:
         """Return the bus bandwidth of a ring of Simple, in GB/s: that of the adapters of all its GPUs."""
         if group.nodes == 1:
             return self.link_gbs
         between = min(self.ring_gbs, self.adapter_gbs * group.local)
         return min(between, self.link_gbs) if group.local > 1 else between
 
-    def seconds(self, collective: Collective, size: float, group: Group) -> float:
+    def seconds(self, collective: Collective, size: float, group: RankGroup) -> float:
         """Return the seconds of one collective of `size` bytes; none for a group of one."""
         if group.ranks == 1 or size <= 0:
             return 0.0
@@ -161,7 +161,7 @@ class Fabric:
             for algorithm, protocol, latency, bandwidth in _choices(self, collective, group)
         )
 
-    def choice(self, collective: Collective, size: float, group: Group) -> tuple[Algorithm, Protocol]:
+    def choice(self, collective: Collective, size: float, group: RankGroup) -> tuple[Algorithm, Protocol]:
         """Return what NCCL picks."""
         best = min(
             _choices(self, collective, group),
@@ -169,7 +169,7 @@ class Fabric:
         )
         return best[0], best[1]
 
-    def exchange(self, size: float, group: Group) -> float:
+    def exchange(self, size: float, group: RankGroup) -> float:
         """Return the seconds of an all-to-all in which each rank has `size` bytes, its own part included."""
         if group.ranks == 1 or size <= 0:
             return 0.0
@@ -195,7 +195,7 @@ def _correction(algorithm: Algorithm, protocol: Protocol, size: float) -> float:
 
 
 @lru_cache(maxsize=4096)
-def _choices(fabric: Fabric, collective: Collective, group: Group) -> tuple[tuple[Algorithm, Protocol, float, float], ...]:
+def _choices(fabric: Fabric, collective: Collective, group: RankGroup) -> tuple[tuple[Algorithm, Protocol, float, float], ...]:
     """Return algorithm, protocol, latency in µs and algorithm bandwidth in GB/s of all that NCCL has for a group."""
     found = list(_rings(fabric, collective, group))
     if collective is Collective.ALL_REDUCE:
@@ -206,7 +206,7 @@ def _choices(fabric: Fabric, collective: Collective, group: Group) -> tuple[tupl
     return tuple(found)
 
 
-def _channels(fabric: Fabric, group: Group) -> int:
+def _channels(fabric: Fabric, group: RankGroup) -> int:
     """Return the channels of a group's rings and trees: an adapter each between nodes, else what fills the links."""
     if group.nodes > 1:
         return max(1, group.local)
@@ -216,7 +216,7 @@ def _channels(fabric: Fabric, group: Group) -> int:
     return 2 * count if speed >= 50 or (speed >= 25 and fabric.capability < (9, 0)) else count
 
 
-def _rings(fabric: Fabric, collective: Collective, group: Group) -> list[tuple[Algorithm, Protocol, float, float]]:
+def _rings(fabric: Fabric, collective: Collective, group: RankGroup) -> list[tuple[Algorithm, Protocol, float, float]]:
     generation, which = _generation(fabric.capability), min(group.nodes, 3) - 1
     bus, channels = fabric.bus_gbs(group), _channels(fabric, group)
     reduces = 2 if collective is Collective.ALL_REDUCE else 1
@@ -241,7 +241,7 @@ def _rings(fabric: Fabric, collective: Collective, group: Group) -> list[tuple[A
     return found
 
 
-def _trees(fabric: Fabric, group: Group) -> list[tuple[Algorithm, Protocol, float, float]]:
+def _trees(fabric: Fabric, group: RankGroup) -> list[tuple[Algorithm, Protocol, float, float]]:
     generation, which = _generation(fabric.capability), min(group.nodes, 3) - 1
     channels = _channels(fabric, group)
     # On two nodes a tree is bound by the links inside: half the data cross the network (busBw of bwIntra, tuning.cc).
@@ -263,7 +263,7 @@ def _trees(fabric: Fabric, group: Group) -> list[tuple[Algorithm, Protocol, floa
     return found
 
 
-def _nvls(fabric: Fabric, group: Group) -> list[tuple[Algorithm, Protocol, float, float]]:
+def _nvls(fabric: Fabric, group: RankGroup) -> list[tuple[Algorithm, Protocol, float, float]]:
     """NVLink SHARP's all-reduce: within a node by itself, between nodes with a tree."""
     generation = _generation(fabric.capability)
     if not fabric.switched or generation < 2 or group.local < 2:
@@ -281,7 +281,7 @@ def _nvls(fabric: Fabric, group: Group) -> list[tuple[Algorithm, Protocol, float
     return [(Algorithm.NVLS_TREE, Protocol.SIMPLE, latency, heads * rate * group.ranks / steps)]
 
 
-def _pat(fabric: Fabric, group: Group) -> tuple[Algorithm, Protocol, float, float]:
+def _pat(fabric: Fabric, group: RankGroup) -> tuple[Algorithm, Protocol, float, float]:
     """PAT's gathers and scatters among one GPU a node: logarithmic latency, with a part that grows with the ranks."""
     net = _NET[Algorithm.TREE][2] + 2 * fabric.latency_us
     latency = _BASE[Algorithm.PAT][2] + int(log2(group.nodes)) * net / 3.5 + group.ranks * 2.8

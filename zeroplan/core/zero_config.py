@@ -139,7 +139,7 @@ class Buckets:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage3:
+class Stage3Keys:
     """How stage 3 gathers weights, keeps and releases them, ZeRO++ among it; names are without the ``stage3_`` prefix."""
 
     sub_group_size: int = 1_000_000_000
@@ -198,7 +198,7 @@ class ZeroConfig:
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     offload_param: OffloadParam = OffloadParam()
     buckets: Buckets = Buckets()
-    stage3: Stage3 = Stage3()
+    stage3: Stage3Keys = Stage3Keys()
     step: StepKeys = StepKeys()
     zenflow: ZenFlow | None = None
     activation_checkpointing: ActivationCheckpointing = field(default_factory=ActivationCheckpointing)
@@ -325,7 +325,7 @@ class ZeroConfig:
 
 _TODAY = ZeroConfig()
 #: The part of a ZeroConfig that has a field, by the field's name; the others are its own.
-_PARTS = {"buckets": Buckets, "stage3": Stage3, "step": StepKeys}
+_PARTS = {"buckets": Buckets, "stage3": Stage3Keys, "step": StepKeys}
 _PART_OF = {f.name: part for part, kind in _PARTS.items() for f in fields(kind)}
 #: The defaults of a ZeroConfig's fields and of its parts' fields, by name.
 ZERO_DEFAULTS: dict[str, Any] = {

@@ -27,7 +27,7 @@ from functools import cached_property
 from math import gcd
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.collectives import Collective, Group
+from zeroplan.core.collectives import Collective, RankGroup
 from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import Stage, chunks_of, even_stages
@@ -270,12 +270,12 @@ class LayoutCost:
         mixtures = len({block for name, block in names if is_expert(name)})
         return 2 * self.fabric.exchange(routed, self._group(ep)) * mixtures / self.blocks
 
-    def _group(self, ranks: int, stride: int = 1) -> Group:
+    def _group(self, ranks: int, stride: int = 1) -> RankGroup:
         """Return the group of so many ranks, each `stride` behind the one before it."""
         domain = self.case.cluster.domain
         if ranks * stride <= domain:
-            return Group(ranks, ranks)
-        return Group(ranks, gcd(ranks, max(1, domain // stride)))
+            return RankGroup(ranks, ranks)
+        return RankGroup(ranks, gcd(ranks, max(1, domain // stride)))
 
     # --- a step -----------------------------------------------------------------------------------------------------------
 
@@ -318,7 +318,7 @@ class LayoutCost:
         return count * (beyond + cast) + last + packed
 
     @property
-    def _shards(self) -> tuple[Group, Group]:
+    def _shards(self) -> tuple[RankGroup, RankGroup]:
         """The ranks over which dense parameters are sharded, and those of experts."""
         layout = self.layout
         dense = self._group(layout.shard_group, layout.tp)
@@ -356,7 +356,7 @@ class LayoutCost:
         shared = layout.shard_group * layout.tp
         groups = {"tp": self._group(layout.tp), "cp": self._group(layout.cp, layout.tp), "ep": self._group(layout.ep)}
         staged = layout.world_size // layout.pp >= domain
-        groups["pp"] = Group(layout.pp, 1 if staged else min(layout.pp, domain * layout.pp // layout.world_size))
+        groups["pp"] = RankGroup(layout.pp, 1 if staged else min(layout.pp, domain * layout.pp // layout.world_size))
         groups |= {"shards": self._shards[0], "replicas": self._group(layout.dp_replicate, shared)}
         found = []
         for name, group in groups.items():

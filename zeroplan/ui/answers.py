@@ -26,7 +26,7 @@ from zeroplan.report.timeline import layers
 from zeroplan.report.verdict import largest_item, name_of, peak_sentence, stages_sentence, verdict
 from zeroplan.run.ask import Ask
 from zeroplan.simulate.timeline import Timeline
-from zeroplan.ui.asked import PLAN_KEYS, Asked, plan_words, read_question
+from zeroplan.ui.asked import PLAN_KEYS, Question, plan_words, read_question
 
 if TYPE_CHECKING:
     from zeroplan.search.results import Recommendation
@@ -89,7 +89,7 @@ def _without(value: Any, folder: str) -> Any:
     return value
 
 
-def _estimate(asked: Asked, say: Say | None) -> dict[str, Any]:
+def _estimate(asked: Question, say: Say | None) -> dict[str, Any]:
     request = asked.request.replace(files=asked.sources)
     charts: dict[int, dict[str, Any] | None] = {}
     if say is None:
@@ -111,7 +111,7 @@ def _estimate(asked: Asked, say: Say | None) -> dict[str, Any]:
     return _shown(asked, found, at, reliefs, charts, several=several)
 
 
-def _teller(asked: Asked, say: Say, charts: dict[int, dict[str, Any] | None]) -> Callable[[Estimate, int], None]:
+def _teller(asked: Question, say: Say, charts: dict[int, dict[str, Any] | None]) -> Callable[[Estimate, int], None]:
     """Return what tells of each plan as it is done, and once of the one that the answer is about; `charts` as in `_shown`."""
     pictured = False
 
@@ -143,7 +143,7 @@ def _settled(report: Report, show: tuple[int, str, str] | None, total: int) -> i
 
 
 def _shown(
-    asked: Asked,
+    asked: Question,
     found: Estimate,
     at: int,
     reliefs: Sequence[Relief] | None,
@@ -209,7 +209,7 @@ def _words_of(sentence: str) -> dict[str, str]:
     return {"verdict": head, "figures": figures}
 
 
-def _command(asked: Asked, more: Sequence[str] = ()) -> str:
+def _command(asked: Question, more: Sequence[str] = ()) -> str:
     return shlex.join([*asked.words, *more])
 
 
@@ -244,7 +244,7 @@ def timeline_data(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _recommend(asked: Asked, say: Say | None) -> dict[str, Any]:
+def _recommend(asked: Question, say: Say | None) -> dict[str, Any]:
     from zeroplan.report.recommendation import verdict as search_verdict
     from zeroplan.search.api import run_search
     from zeroplan.search.search_options import SearchOptions
@@ -276,7 +276,7 @@ def _choice(one: Recommendation) -> dict[str, Any]:
     return {"label": described(one), "change": change | {key: found[key] for key in kept}, "files": file}
 
 
-def _files(asked: Asked, say: Say | None) -> dict[str, Any]:
+def _files(asked: Question, say: Say | None) -> dict[str, Any]:
     """Write the files of one plan: the configuration, a training script, and the command that starts it."""
     from zeroplan.interop.training import NO_TRAINING
     from zeroplan.planner.merge import with_files
@@ -330,7 +330,7 @@ def _sharded_as(zero: ZeroConfig) -> tuple[int, str, str]:
     return zero.stage, zero.offload_optimizer.device, zero.offload_param.device
 
 
-def _read(asked: Asked, say: Say | None) -> dict[str, Any]:
+def _read(asked: Question, say: Say | None) -> dict[str, Any]:
     """Return which of model, GPUs and nodes the question's files say: there the page's own values make way."""
     from zeroplan.interop.readers import read_setups
 
@@ -341,7 +341,7 @@ def _read(asked: Asked, say: Say | None) -> dict[str, Any]:
     return {"says": sorted(says)}
 
 
-_VERBS: dict[str, Callable[[Asked, Say | None], dict[str, Any]]] = {
+_VERBS: dict[str, Callable[[Question, Say | None], dict[str, Any]]] = {
     "estimate": _estimate,
     "recommend": _recommend,
     "files": _files,

@@ -28,7 +28,7 @@ _KNOWN = (*_TAKEN, "verb", "files", "show", "form", "global_batch")
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Question:
     """One question.
 
     Attributes:
@@ -52,7 +52,7 @@ class Asked:
     global_batch: int | None = None
 
 
-def read_question(data: Any, folder: str) -> Asked:
+def read_question(data: Any, folder: str) -> Question:
     """Check a question and put the files that came with it into `folder`.
 
     Args:
@@ -90,7 +90,7 @@ def read_question(data: Any, folder: str) -> Asked:
     for name in asked:
         if isinstance(asked[name], str) and (reader := OPTIONS[name].read) is not None:
             asked[name] = reader(asked[name], OPTIONS[name].where)
-    return Asked(
+    return Question(
         verb,
         Ask(**asked),
         _shown(data.get("show")),

@@ -48,7 +48,9 @@ def attach_chunked_cross_entropy(
     Raises:
         BadInput: when no module is of such a class, or its head is no plain linear layer.
     """
-    heads = [ChunkedHead(module, tokens, (picks or {}).get(module)) for module in model.modules() if _is_causal(module)]
+    heads = [
+        ChunkedCrossEntropyHead(module, tokens, (picks or {}).get(module)) for module in model.modules() if _is_causal(module)
+    ]
     if not heads:
         raise BadInput(
             f"no module of {type(model).__name__} is a causal language model of transformers", where=_KEY, remedy="leave it out"
@@ -66,7 +68,7 @@ def _is_causal(module: nn.Module) -> bool:
     return kind.__module__.startswith("transformers.models.") and leaves_loss_to_function(kind.__name__)
 
 
-class ChunkedHead:
+class ChunkedCrossEntropyHead:
     """The head and the loss function of one model, and what its forward in flight has computed."""
 
     def __init__(self, module: Any, tokens: int, picks: LabelledTokens | None) -> None:

@@ -37,7 +37,7 @@ _TITLES = {
 }
 
 
-class Loop(Program):
+class OwnLoop(Program):
     """A script with a loop of its own."""
 
     name = "torch"

@@ -23,15 +23,15 @@ from zeroplan.interop.programs.shell_syntax import (
     Cases,
     Chain,
     Function,
-    Group,
-    Loop,
+    GroupCommand,
+    LoopCommand,
     Node,
     Simple,
     Unreadable,
     every,
     parse,
 )
-from zeroplan.interop.programs.shell_values import Shell, Unknown, Value
+from zeroplan.interop.programs.shell_values import ShellState, Unknown, Value
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
@@ -96,7 +96,7 @@ def follow(text: str, name: str, find: Callable[[str], Path | None], *, bare: bo
         BadInput: it is no shell, or too long once its variables are put in.
     """
     run = _Run(name, find)
-    shell = Shell({}, () if bare else None, str(Path(name).absolute()), "", {}, run.printed)
+    shell = ShellState({}, () if bare else None, str(Path(name).absolute()), "", {}, run.printed)
     try:
         run.body(parse(text), shell)
     except (Unreadable, RecursionError) as error:
@@ -112,12 +112,12 @@ class _Run:
         self.unread: dict[str, None] = {}
         self.steps = self.depth = 0
 
-    def body(self, body: Body, shell: Shell) -> None:
+    def body(self, body: Body, shell: ShellState) -> None:
         for node in body:
             if shell.alive:
                 self.node(node, shell)
 
-    def node(self, node: Node, shell: Shell) -> bool | None:
+    def node(self, node: Node, shell: ShellState) -> bool | None:
         """Follow one command; returns its success, None where no text tells."""
         self.steps += 1
         if self.steps > _MOST_STEPS:
@@ -130,7 +130,7 @@ class _Run:
             self.branches(node, shell)
         elif isinstance(node, Cases):
             self.cases(node, shell)
-        elif isinstance(node, Loop):
+        elif isinstance(node, LoopCommand):
             self.loop(node, shell)
         elif isinstance(node, Function):
             shell.functions[node.name] = node.body
@@ -140,7 +140,7 @@ class _Run:
 
     # Decisions
 
-    def chain(self, node: Chain, shell: Shell) -> bool | None:
+    def chain(self, node: Chain, shell: ShellState) -> bool | None:
         """Follow ``a && b || c``. Programs succeed; what a test decides that no text tells may run or not."""
         done = self.node(node.first, shell)
         certain = _is_test(node.first)
@@ -158,7 +158,7 @@ class _Run:
                 self.either(shell, [_nothing, partial(self.node, one)], node.line, "a command's success")
         return done
 
-    def branches(self, node: Branches, shell: Shell) -> None:
+    def branches(self, node: Branches, shell: ShellState) -> None:
         open_: list[Body] = []
         for condition, body in node.branches:
             found = self.condition(condition, shell)
@@ -171,13 +171,13 @@ class _Run:
             open_.append(node.otherwise)
         self.either(shell, [partial(self.body, one) for one in open_], node.line, "an if")
 
-    def condition(self, condition: Body, shell: Shell) -> bool | None:
+    def condition(self, condition: Body, shell: ShellState) -> bool | None:
         found: bool | None = None
         for node in condition:
             found = self.node(node, shell)
         return found
 
-    def cases(self, node: Cases, shell: Shell) -> None:
+    def cases(self, node: Cases, shell: ShellState) -> None:
         word = shell.text(node.word)
         open_: list[Body] = []
         empty = "$" in word and shell.test(("-z", node.word)) is True
@@ -195,7 +195,7 @@ class _Run:
         if open_:
             self.either(shell, [partial(self.body, one) for one in open_], node.line, "a case")
 
-    def loop(self, node: Loop, shell: Shell) -> None:
+    def loop(self, node: LoopCommand, shell: ShellState) -> None:
         if node.kind in ("while", "until"):
             for _ in range(_MOST_ROUNDS):
                 found = self.condition(node.condition, shell)
@@ -217,11 +217,11 @@ class _Run:
             shell.variables[node.variable] = word
             self.body(node.body, shell)
 
-    def open_loop(self, node: Loop, shell: Shell, *, may_skip: bool) -> None:
+    def open_loop(self, node: LoopCommand, shell: ShellState, *, may_skip: bool) -> None:
         """Follow a body once, with all that it sets unknown."""
         why = Unknown(f"line {node.line}: a {node.kind} sets it")
 
-        def once(side: Shell) -> None:
+        def once(side: ShellState) -> None:
             for name in {node.variable, *_assigned(node.body)} - {""}:
                 side.variables[name] = why
             self.body(node.body, side)
@@ -230,7 +230,7 @@ class _Run:
 
         self.either(shell, [once, _nothing] if may_skip else [once], node.line, f"a {node.kind}")
 
-    def either(self, shell: Shell, ways: Sequence[Callable[[Shell], object]], line: int, what: str) -> None:
+    def either(self, shell: ShellState, ways: Sequence[Callable[[ShellState], object]], line: int, what: str) -> None:
         """Follow each way from here; variables that come out differently are unknown."""
         if len(ways) == 1:
             ways[0](shell)
@@ -252,7 +252,7 @@ class _Run:
 
     # Commands
 
-    def simple(self, node: Simple, shell: Shell) -> bool | None:
+    def simple(self, node: Simple, shell: ShellState) -> bool | None:
         raw = node.words
         if raw[:1] == ("((",):
             return self.arithmetic(raw[1], shell, node.line)
@@ -276,7 +276,7 @@ class _Run:
             return True
         return self.command(words, node.line, shell, before)
 
-    def command(self, words: list[str], line: int, shell: Shell, own: Shell) -> bool | None:
+    def command(self, words: list[str], line: int, shell: ShellState, own: ShellState) -> bool | None:
         """Follow a builtin or function, or note what is started."""
         first, rest = words[0], words[1:]
         if first == "!":
@@ -315,7 +315,7 @@ class _Run:
             self.start(words, line, own)
         return None
 
-    def start(self, words: list[str], line: int, shell: Shell) -> None:
+    def start(self, words: list[str], line: int, shell: ShellState) -> None:
         """Note a command, or follow the shell script that it starts."""
         wrapped = words[0] in WRAPPERS
         named = range(next((at for at, word in enumerate(words) if _STARTS.match(word)), len(words)) if wrapped else 1)
@@ -335,7 +335,7 @@ class _Run:
         why = {name: value.why for name, value in shell.variables.items() if isinstance(value, Unknown)}
         self.commands.append(Started(tuple(words), known, why, shell.folder, line))
 
-    def call(self, body: Body, arguments: tuple[str, ...], shell: Shell) -> None:
+    def call(self, body: Body, arguments: tuple[str, ...], shell: ShellState) -> None:
         """Follow a function; a ``return`` ends it alone."""
         self.depth += 1
         if self.depth < _MOST_DEPTH:
@@ -344,7 +344,7 @@ class _Run:
             shell.arguments, shell.alive, shell.returned = own, shell.alive or shell.returned, False
         self.depth -= 1
 
-    def source(self, words: list[str], shell: Shell, line: int) -> None:
+    def source(self, words: list[str], shell: ShellState, line: int) -> None:
         if not words or _ENVIRONMENTS.search(words[0]):
             return
         found = None if "$" in words[0] else self.find(join(shell.folder or "", words[0]))
@@ -356,18 +356,18 @@ class _Run:
         self.file(found, shell)
         shell.arguments = own
 
-    def file(self, path: Path, shell: Shell) -> None:
+    def file(self, path: Path, shell: ShellState) -> None:
         if path.suffix not in ("", ".sh", ".bash", ".env"):
             return
         self.text(text_of(read_bytes(str(path), CONFIG.size), str(path)), shell)
 
-    def text(self, text: str, shell: Shell) -> None:
+    def text(self, text: str, shell: ShellState) -> None:
         self.depth += 1
         if self.depth < _MOST_DEPTH:
             self.body(parse(text), shell)
         self.depth -= 1
 
-    def assign(self, word: str, shell: Shell, line: int) -> None:
+    def assign(self, word: str, shell: ShellState, line: int) -> None:
         said = ASSIGNMENT.fullmatch(word)
         if said is None:
             return
@@ -395,7 +395,7 @@ class _Run:
             value = _appended(before, value)
         shell.variables[name] = value
 
-    def arithmetic(self, text: str, shell: Shell, line: int) -> bool | None:
+    def arithmetic(self, text: str, shell: ShellState, line: int) -> bool | None:
         """Follow ``x += 1`` and the like; of another expression, return whether it is not zero."""
         step = _STEP.fullmatch(text)
         if step is None:
@@ -407,7 +407,7 @@ class _Run:
         shell.variables[name] = Unknown(f"line {line}: arithmetic sets it") if number is None else str(number)
         return None
 
-    def printed(self, text: str, shell: Shell) -> str | None:
+    def printed(self, text: str, shell: ShellState) -> str | None:
         """Return what the commands of a substitution print; None where no text tells."""
         side, out = shell.fork(), []
         try:
@@ -437,7 +437,7 @@ def _in_order(body: Body) -> Iterator[Node]:
             yield node
 
 
-def _prints(words: list[str], shell: Shell) -> str | None:
+def _prints(words: list[str], shell: ShellState) -> str | None:
     """Return what a builtin or a program of paths and numbers prints."""
     first = words[0]
     rest = [word for word in words[1:] if word not in ("--", "-f", "-e", "-m", "-P", "-n")]
@@ -456,7 +456,7 @@ def _prints(words: list[str], shell: Shell) -> str | None:
     return None
 
 
-def _changed_folder(shell: Shell, words: list[str]) -> str | None:
+def _changed_folder(shell: ShellState, words: list[str]) -> str | None:
     target = next((word for word in words if not word.startswith("-")), "$HOME")
     if "$" in target or target.startswith("~"):
         return None
@@ -487,7 +487,7 @@ def _same(values: list[Value | None], why: Unknown) -> Value:
     return unknown or why
 
 
-def _nothing(_shell: Shell) -> None:
+def _nothing(_shell: ShellState) -> None:
     """Leave all as it is."""
 
 
@@ -501,7 +501,7 @@ def _starts_program(node: Node) -> bool:
 
 def _exits(node: Node) -> bool:
     """Whether a command only ends the script or tells something."""
-    if isinstance(node, Group):
+    if isinstance(node, GroupCommand):
         return all(_exits(one) for one in node.body)
     return isinstance(node, Simple) and node.words[:1] in (("exit",), ("return",), ("true",), (":",), ("echo",))
 
@@ -514,7 +514,7 @@ def _assigned(body: Body) -> set[str]:
     """The variables that commands set, those of functions left out."""
     names: set[str] = set()
     for node in every(body):
-        if isinstance(node, Loop):
+        if isinstance(node, LoopCommand):
             names.add(node.variable)
         if not isinstance(node, Simple):
             continue

@@ -1,6 +1,6 @@
 """The grammar of a shell script: its text as commands, branches, loops and functions. Words keep their quotes.
 
-Source: POSIX.1-2024, Shell Command Language, section 2.10; the Bash Reference Manual, sections 3.2 to 3.6.
+Source: POSIX.1-2024, ShellState Command Language, section 2.10; the Bash Reference Manual, sections 3.2 to 3.6.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Cases:
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class LoopCommand:
     """A loop: ``for`` over words (None: the script's arguments; no variable: a counter's), or ``while`` and ``until``."""
 
     kind: str
@@ -78,7 +78,7 @@ class Loop:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupCommand:
     """Commands in braces, or in parentheses, which change no variable outside."""
 
     body: Body
@@ -95,7 +95,7 @@ class Function:
     line: int
 
 
-Node = Simple | Chain | Branches | Cases | Loop | Group | Function
+Node = Simple | Chain | Branches | Cases | LoopCommand | GroupCommand | Function
 Body = tuple[Node, ...]
 
 
@@ -174,7 +174,7 @@ class _Parser:
             self.at += 1
             body = self.body("}") if word == "{" else self.body()
             self.expect("}" if word == "{" else ")")
-            return Group(body, word != "{", line)
+            return GroupCommand(body, word != "{", line)
         function = _FUNCTION.match(self.text, self.at)
         if function is not None:
             self.at = function.end()
@@ -247,7 +247,7 @@ class _Parser:
         self.expect("do")
         body = self.body("done")
         self.expect("done")
-        return Loop(kind, variable, words, condition, body, line)
+        return LoopCommand(kind, variable, words, condition, body, line)
 
     def simple(self, line: int) -> Simple:
         """Words up to the end of the command; what stands behind a redirection is none of them."""
@@ -384,7 +384,7 @@ def every(body: Body) -> Iterator[Node]:
         elif isinstance(node, Cases):
             for _, one in node.cases:
                 yield from every(one)
-        elif isinstance(node, Loop):
+        elif isinstance(node, LoopCommand):
             yield from every((*node.condition, *node.body))
-        elif isinstance(node, Group | Function):
+        elif isinstance(node, GroupCommand | Function):
             yield from every(node.body)

@@ -60,7 +60,7 @@ Value = str | tuple[str, ...] | Unknown
 
 
 @dataclass(slots=True)
-class Shell:
+class ShellState:
     """What a script has set at one point.
 
     Attributes:
@@ -81,15 +81,15 @@ class Shell:
     script: str
     folder: str | None
     functions: dict[str, Any]
-    substitute: Callable[[str, Shell], str | None]
+    substitute: Callable[[str, ShellState], str | None]
     alive: bool = True
     returned: bool = False
     room: list[int] = field(default_factory=lambda: [MOST_TEXT])
     noted: dict[str, None] = field(default_factory=dict)
 
-    def fork(self) -> Shell:
+    def fork(self) -> ShellState:
         """A copy in which variables change by themselves."""
-        return Shell(
+        return ShellState(
             *(dict(self.variables), self.arguments, self.script, self.folder, dict(self.functions), self.substitute),
             *(self.alive, self.returned, self.room, self.noted),
         )

@@ -1,4 +1,4 @@
-"""Block-sparse attention: DeepSpeed's sparsity configs, run by FlexAttention; see docs/sparse_attention.md."""
+"""Block-sparse attention: DeepSpeed's sparsity configs, run by FlexAttention; see docs/legacy.md."""
 
 from zeroplan_runtime.techniques.sparse_attention.models import use_sparse_attention
 from zeroplan_runtime.techniques.sparse_attention.padding import SparseAttentionUtils

@@ -1,4 +1,4 @@
-"""DeepSpeed's fused transformer layer with its memory flags, also in BERT of transformers: docs/transformer_layer.md."""
+"""DeepSpeed's fused transformer layer with its memory flags, also in BERT of transformers: docs/legacy.md."""
 
 from zeroplan_runtime.techniques.transformer.config import DeepSpeedTransformerConfig
 from zeroplan_runtime.techniques.transformer.layer import DeepSpeedTransformerLayer

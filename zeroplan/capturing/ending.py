@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from zeroplan.capturing.batches import Pass, shapes_of
 from zeroplan.capturing.recorder import StoppedError
 from zeroplan.capturing.source import CodeLine, is_users, user_line
 from zeroplan.capturing.spans import Spans
@@ -43,6 +44,7 @@ class Ending:
         self._seconds = seconds
         self._last_step: float | None = None
         self._training: Any = weakref.WeakSet()
+        self.passes: list[Pass] = []
         spans.on_step.append(self._stepped)
         spans.on_backward.append(self._backward)
 
@@ -96,6 +98,7 @@ class _Batches:
         self._first_step = ending.spans.steps
         self._first_backward = ending.spans.backwards
         self._given = 0
+        self._pass = Pass(batches, self._first_backward)
         self._over = ending.done and loader in ending._training
 
     def __getattr__(self, name: str) -> Any:
@@ -112,6 +115,8 @@ class _Batches:
         ending._in_time()
         trains = spans.backwards > self._first_backward
         if trains:
+            if self._loader not in ending._training:
+                ending.passes.append(self._pass)
             ending._training.add(self._loader)
         over = self._over
         if trains:
@@ -129,6 +134,7 @@ class _Batches:
                 raise StopIteration
         batch = next(self._batches)
         self._given += 1
+        self._pass.drawn.append(shapes_of(batch))
         return batch
 
 

@@ -15,9 +15,10 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zeroplan.capturing import places
+from zeroplan.capturing.branches import changes_nothing
 from zeroplan.capturing.places import META, on_gpu, put_on_host
 from zeroplan.capturing.result import WORKSPACE
-from zeroplan.capturing.source import CodeLine, user_line
+from zeroplan.capturing.source import CodeLine, deciding_line, user_line
 from zeroplan.tape.expanded import Op
 from zeroplan.trace import kernels
 from zeroplan.trace.known import KnownValues
@@ -65,6 +66,7 @@ class ScriptRecorder(StorageRecorder):
         self._wanted: str | None = None
         self.steps = 0
         self.invented_reads: dict[CodeLine, str] = {}
+        self.open_branches: dict[CodeLine, bool] = {}
         self.labels: dict[int, str] = {}
         self._workspaces: set[int] = set()
         self.live = 0
@@ -180,6 +182,9 @@ class ScriptRecorder(StorageRecorder):
         line = user_line()
         if line is not None:
             self.invented_reads.setdefault(line, f"a condition on values of the GPU is taken to be {str(holds).lower()}")
+        decides = deciding_line()
+        if decides is not None and not changes_nothing(decides, holds):
+            self.open_branches.setdefault(decides, holds)
         return holds
 
     def _decided(self, func: Any, args: Any, out: Any) -> None:

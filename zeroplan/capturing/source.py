@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 _HERE = __file__.rpartition("/")[0].rpartition("/")[0]
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+#: Parts of the paths of torch's own files that stand between a script and an operator.
+_WAYS_TO_OPERATORS = ("/torch/_", "/torch/overrides.py", "/torch/utils/_")
 
 
 class CodeLine(NamedTuple):
@@ -37,6 +39,17 @@ def user_line() -> CodeLine | None:
             last = CodeLine(file, frame.f_lineno)
         frame = frame.f_back
     return last
+
+
+def deciding_line() -> CodeLine | None:
+    """The innermost line, the person's or a library's, of what reads a value; torch's ways to its operators are passed by."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(("<", _HERE)) and not any(part in file for part in _WAYS_TO_OPERATORS):
+            return CodeLine(file, frame.f_lineno)
+        frame = frame.f_back
+    return None
 
 
 def trouble_line(error: BaseException) -> CodeLine | None:

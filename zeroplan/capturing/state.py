@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from zeroplan.capturing.batches import forwards_differ, read_on
 from zeroplan.capturing.ending import Ending
 from zeroplan.capturing.files import Overlay
 from zeroplan.capturing.functions import ScriptFunctions
@@ -31,6 +32,8 @@ class Capture:
         self.spans = Spans(self.recorder)
         self.spans.on_module.append(self.trains)
         self.ending = Ending(self.spans, job.steps, job.seconds)
+        self._ends: list[int] = []
+        self.spans.on_step.append(self._stepped)
         self.overlay: Overlay | None = None
         self.stopped: Stop | None = None
         self.ended = ""
@@ -49,6 +52,10 @@ class Capture:
         """Note what no figure holds."""
         self.unmodelled.setdefault(key, (key, effect, says))
 
+    def _stepped(self) -> None:
+        if len(self._ends) < self.spans.steps:
+            self._ends.append(len(self.recorder.out.op))
+
     def trains(self, model: nn.Module) -> None:
         """Note the model, if it is the largest so far."""
         params = {id(p): p for p in model.parameters()}
@@ -62,7 +69,7 @@ class Capture:
         """Return what was captured."""
         self.spans.close()
         out = self.recorder.out
-        return Captured(
+        captured = Captured(
             op=array("b", out.op),
             arg=array("q", out.arg),
             aux=array("q", out.aux),
@@ -80,3 +87,21 @@ class Capture:
             workload=self.workload,
             collectives=self.process_group,
         )
+        self._beyond(captured)
+        return captured
+
+    def _beyond(self, captured: Captured) -> None:
+        """Note whether the steps that follow may cost more; see Note [Batches beyond the captured steps]."""
+        for line, holds in self.recorder.open_branches.items():
+            says = f"{line}: a condition on values of the GPU is taken to be {str(holds).lower()}, and decides what runs"
+            captured.unmodelled.append(("condition", "unknown", says))
+        with self.recorder, self.functions:
+            drawn = read_on(self.ending.passes, self.spans.backwards)
+        ran = forwards_differ(captured, captured.sizes, self._ends)
+        if drawn is None or (not drawn.open and drawn.says.endswith("of one shape") and ran is not None and ran.open):
+            drawn = ran
+        if drawn is None:
+            return
+        if drawn.open:
+            captured.unmodelled.append(("batches", "more", drawn.says))
+        captured.workload["batches"] = drawn.says

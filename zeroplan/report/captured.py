@@ -41,6 +41,9 @@ def _what(report: Report, plan: MemoryPlan) -> str:
         f"Captured: {info.command}; {model_text(model.name, model.params, model.trainable)}; {machine_text(report.cluster)}. "
     )
     text += f"{info.steps} optimizer steps. Figures are {_WAYS[info.way]}."
+    batches = report.workload.get("batches")
+    if batches and not any(one.key == "batches" for one in plan.unmodelled):
+        text += f" Of what follows: {batches}."
     if info.ended:
         text += f" The loop was ended after its steps, at {info.ended}."
     return text

@@ -12,15 +12,26 @@ if TYPE_CHECKING:
 
 
 def install_trl_kernels(capture: Capture, module: Any) -> None:
-    """Note that TRL's log-probabilities take torch's path, where a GPU runs Triton kernels that hold less."""
+    """Let TRL's log-probabilities take what its Triton kernels do.
 
-    def without_triton(*_: Any, **__: Any) -> bool:
-        says = "TRL's log-probabilities run by Triton on a GPU, for which there is no rule yet; torch's own path takes more"
-        capture.leave_out("triton", "less", says)
-        return False
+    ``trl/kernels/chunked_logprob.py``: ``_forward_kernel`` and ``_backward_kernel`` write into tensors that their caller made,
+    and allocate nothing, as torch's path (``_forward_tile``, ``_backward_tile``) would. ``_addmm_fp32`` adds products of 16-bit
+    tensors on CUDA in place.
+    """
+    own: Any = getattr(module, "_addmm_fp32", None)
 
-    if hasattr(module, "_use_triton"):
-        module._use_triton = without_triton
+    def folded(*_: Any, **__: Any) -> None:
+        return None
+
+    def added(acc: Any, a: Any, b: Any) -> None:
+        if not getattr(module, "_MM_OUT_DTYPE", False) or a.dtype.itemsize != 2:
+            own(acc, a, b)
+
+    if own is None or not all(hasattr(module, name) for name in ("_use_triton", "_forward_tile", "_backward_tile")):
+        capture.leave_out("triton", "unknown", "this version of TRL computes log-probabilities by kernels without a rule")
+        return
+    module._use_triton = lambda *_: False
+    module._forward_tile, module._backward_tile, module._addmm_fp32 = folded, folded, added
 
 
 def install_deepspeed(capture: Capture, module: Any) -> None:

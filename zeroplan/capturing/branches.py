@@ -1,0 +1,56 @@
+"""Whether a branch on an invented value could change what a script takes."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from functools import lru_cache
+from typing import Any
+
+from zeroplan.capturing.source import CodeLine
+
+#: Names in a condition that asks whether values are finite, which those of training are.
+_FINITE = frozenset(("isnan", "isinf", "isfinite", "found_inf", "overflow"))
+#: Calls that allocate nothing on a GPU, by the last part of their names.
+_SAYS = frozenset(("print", "warn", "warning", "warning_once", "info", "debug", "error", "exit", "log"))
+
+
+@lru_cache(maxsize=256)
+def changes_nothing(line: CodeLine, holds: bool) -> bool:
+    """Return whether the arm that is not taken is known to take no more memory: it raises, leaves, skips or prints.
+
+    Args:
+        line: where the condition is read.
+        holds: what it is taken to be.
+    """
+    text = "".join(linecache.getlines(line.file))
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    inside: list[tuple[int, Any]] = []
+    for node in ast.walk(tree):
+        test = node.test if isinstance(node, (ast.If, ast.Assert, ast.While, ast.IfExp)) else None
+        if test is not None and test.lineno <= line.line <= (test.end_lineno or test.lineno):
+            inside.append((test.lineno, node))
+    if not inside:
+        return False
+    node = max(inside, key=lambda one: one[0])[1]
+    names = {getattr(one, "attr", getattr(one, "id", "")) for one in ast.walk(node.test)}
+    if isinstance(node, ast.Assert) or names & _FINITE:
+        return True
+    if not isinstance(node, ast.If):
+        return False
+    negated = isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not)
+    if isinstance(node.test, ast.BoolOp):  # either arm may be the one that is not taken
+        return all(map(_is_nothing, (*node.body, *node.orelse)))
+    return all(map(_is_nothing, node.orelse if holds != negated else node.body))
+
+
+def _is_nothing(statement: ast.stmt) -> bool:
+    if isinstance(statement, (ast.Raise, ast.Pass, ast.Continue, ast.Break)):
+        return True
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        called: Any = statement.value.func
+        return getattr(called, "attr", getattr(called, "id", "")) in _SAYS
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

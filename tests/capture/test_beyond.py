@@ -80,6 +80,7 @@ def test_a_branch_on_an_invented_value_leaves_the_verdict_open(tmp_path: Path) -
         ("if x.any():\n    raise ValueError\n", False, True),
         ("if not x.all():\n    print('no')\n", True, True),
         ("if torch.isnan(loss):\n    y = z.cuda()\n", False, True),
+        ("if (\n    y\n    and torch.isnan(loss)\n):\n    y = z.cuda()\n", False, True),
         ("assert x.all()\n", True, True),
         ("if x.any():\n    y = z.cuda()\n", False, False),
         ("if x.any():\n    raise ValueError\nelse:\n    y = 1\n", True, False),

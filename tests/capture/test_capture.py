@@ -71,6 +71,15 @@ def test_a_kept_capture_is_answered_for_another_card(tmp_path: Path, cli: Any) -
     assert code == 1
     assert json.loads(out)["plans"][0]["fits"] is False
     assert cli("estimate", "--from", str(kept), "--gpus", "8")[0] == 2
+    log = Path(__file__).parents[1] / "logs" / "real" / "oom_trainer.log"
+    for verb in (["recommend"], ["explain"], ["doctor", str(log)], ["verify"]):
+        code, out, err = cli(*verb, "--from", str(kept))
+        assert (code, out, err.count("\n")) == (2, "", 1), (verb, code, out, err)
+        assert "is a captured run" in err, (verb, err)
+        assert "zeroplan estimate --from" in err, (verb, err)
+    code, out, err = cli("check", str(kept))
+    assert (code, out) == (2, "")
+    assert "is a captured run" in err
 
 
 def test_writes_go_to_a_temporary_folder_and_are_read_back(tmp_path: Path) -> None:

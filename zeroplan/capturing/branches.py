@@ -30,8 +30,10 @@ def changes_nothing(line: CodeLine, holds: bool) -> bool:
         return False
     inside: list[tuple[int, Any]] = []
     for node in ast.walk(tree):
-        test = node.test if isinstance(node, (ast.If, ast.Assert, ast.While, ast.IfExp)) else None
-        if test is not None and test.lineno <= line.line <= (test.end_lineno or test.lineno):
+        if not isinstance(node, (ast.If, ast.Assert, ast.While, ast.IfExp)):
+            continue
+        test = node.test
+        if min(node.lineno, test.lineno) <= line.line <= (test.end_lineno or test.lineno):
             inside.append((test.lineno, node))
     if not inside:
         return False

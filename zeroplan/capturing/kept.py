@@ -12,41 +12,31 @@ from zeroplan.capturing.answer import CapturedRun, answer
 from zeroplan.capturing.result import of_data
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.files import is_capture, read_bytes
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
 #: The key under which a kept answer holds what was captured.
 RECORDING = "recording"
-#: How such a file ends, and the most bytes that are read of it.
-_ENDING, _MOST = ".json", 256 << 20
+#: The most bytes that are read of such a file.
+_MOST = 256 << 20
 
 
 def kept_capture(files: Sequence[Any]) -> dict[str, Any] | None:
     """Return the data of a kept capture; None where `files` is another program's, or several.
 
     Raises:
-        BadInput: a capture beside other files.
+        BadInput: a capture beside other files, or one that is cut off.
     """
-    found = [one for one in files if isinstance(one, (str, Path)) and _is_kept(Path(one))]
+    found = [one for one in files if isinstance(one, (str, Path)) and is_capture(str(one))]
     if not found:
         return None
     if len(files) > 1:
         raise BadInput("is the whole run, and stands beside no other file", where=str(found[0]), remedy="give it alone")
-    held: dict[str, Any] = json.loads(Path(found[0]).read_text(encoding="utf-8"))
-    return held
-
-
-def _is_kept(path: Path) -> bool:
-    """Return whether a file holds a capture: its report begins as ``capture -o`` writes it."""
-    if path.suffix != _ENDING or not path.is_file() or path.stat().st_size > _MOST:
-        return False
-    with path.open("rb") as file:
-        begin = file.read(64)
-    if b'"schema"' not in begin:
-        return False
     try:
-        return RECORDING in json.loads(path.read_text(encoding="utf-8"))
+        held: dict[str, Any] = json.loads(read_bytes(str(found[0]), _MOST))
     except ValueError:
-        return False
+        raise BadInput("is a captured run that is cut off", where=str(found[0]), remedy="capture again") from None
+    return held
 
 
 def answered_again(

@@ -92,5 +92,5 @@ def _keep(run: CapturedRun, captured: Any, path: str) -> None:
     from zeroplan.capturing.result import as_data
     from zeroplan.core.files import write_atomic
 
-    held = json.loads(run.report.to_json()) | {RECORDING: as_data(captured)}
+    held = {RECORDING: as_data(captured)} | json.loads(run.report.to_json())
     write_atomic(path, json.dumps(held))

@@ -171,6 +171,7 @@ def _text(setup: Setup | None, found: DsConfig | None, report: Report | None, fo
 
 def _is_ds_config(file: str, program: str | None) -> bool:
     """Return whether a file is DeepSpeed's: by its keys, or as JSON that no program owns; text in base64 is."""
+    from zeroplan.core.files import is_capture
     from zeroplan.interop.programs.document import load_document
     from zeroplan.interop.programs.registry import PROGRAMS, program_named
 
@@ -181,7 +182,7 @@ def _is_ds_config(file: str, program: str | None) -> bool:
     try:
         document = load_document(file)
     except BadInput:
-        if file.lower().endswith((".yaml", ".yml", ".toml", ".sh", ".slurm", ".py")):
+        if is_capture(file) or file.lower().endswith((".yaml", ".yml", ".toml", ".sh", ".slurm", ".py")):
             raise
         return True  # whose reader says what is wrong
     if document.pipeline is not None:

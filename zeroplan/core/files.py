@@ -78,6 +78,17 @@ def read_bytes(path: str, most: int, *, where: str = "", remedy: str = "give the
     return data
 
 
+#: How a file of ``zeroplan capture -o`` begins.
+CAPTURE_BEGINS = b'{"recording": {"format": '
+
+
+def is_capture(path: str) -> bool:
+    """Return whether a file is one of ``zeroplan capture -o``, by how it begins."""
+    if not path.lower().endswith(".json") or not os.path.isfile(path.replace("\0", "")):
+        return False
+    return read_head(path, len(CAPTURE_BEGINS))[0] == CAPTURE_BEGINS
+
+
 def read_head(path: str, most: int, *, where: str = "", remedy: str = "give the path of a file") -> tuple[bytes, int]:
     """Read the first `most` bytes of a regular file; returns them with the file's size.
 

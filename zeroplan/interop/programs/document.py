@@ -11,7 +11,7 @@ from typing import Any
 
 from zeroplan.core.documents import CONFIG, read_document, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import file_kind, read_bytes
+from zeroplan.core.files import file_kind, is_capture, read_bytes
 from zeroplan.interop.programs.lightning_script import read_script
 from zeroplan.interop.programs.notebooks import code_of
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
@@ -96,6 +96,8 @@ def _from_path(path: str) -> Document:
         inside = sorted(one.name for one in Path(path).iterdir() if one.suffix in (".json", ".yaml", ".yml", ".sh"))
         some = f": {', '.join(inside[:4])[:160]}" if inside else ""
         raise BadInput("is a folder, not a file", where=path, remedy=f"give the file of the run's arguments{some}")
+    if is_capture(path):
+        raise BadInput("is a captured run, which holds no settings", where=path, remedy="zeroplan estimate --from answers it")
     if path.lower().rpartition(".")[2] in _SCRIPTS:
         return _of_shell(path, folder)
     if path.lower().endswith((".py", ".ipynb")):

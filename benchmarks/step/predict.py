@@ -19,13 +19,13 @@ from benchmarks.rows import GPUS
 from benchmarks.step.case import MODEL_TYPES, SHAPES, Case
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import rates_of
-from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.space import Candidate
+from zeroplan.techniques.compiled import CompiledTechnique
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "step"
 MODELS = {"llama-1b": "meta-llama/Llama-3.2-1B", "llama-8b": "meta-llama/Llama-3.1-8B"}
@@ -59,7 +59,7 @@ def request_of(row: dict[str, Any]) -> Ask:
 
 def errors(row: dict[str, Any]) -> tuple[float, float] | None:
     """Return how far the plan's allocated and reserved bytes are off, in per cent; None where nothing is planned."""
-    with mock.patch.object(Runtime, "starts_uncompiled", False):
+    with mock.patch.object(CompiledTechnique, "eager_first", ()):
         timed = estimate_report(request_of(row)).plans[0].gpu
     stays = row.get("uncompiled_first") and not row.get("released_first")
     whole = estimate_report(request_of(row)).plans[0].gpu if stays else timed

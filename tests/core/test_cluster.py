@@ -33,10 +33,11 @@ def test_names_as_people_write_them(name: str, expected: str) -> None:
 def test_every_preset_is_plausible_and_sourced() -> None:
     wanted = "T4 TitanRTX V100-16G V100-32G A10G A40 A6000 L4 L40S RTX3090 RTX4090 RTX5090 RTX6000Ada RTXPro6000"
     wanted += " A100-40G A100-80G A800-80G H20 H100 H200 GH200 B200 MI300X MI325X"
+    wanted += " A30 B300 GB200 GB300 H100-NVL H100-PCIe H800 L40 MI355X"
     assert {gpu.name for gpu in GPUS.values()} == set(wanted.split())
     for gpu in GPUS.values():
-        assert 15 * GIB <= gpu.usable < gpu.memory <= 256 * GIB or gpu.name == "T4"
-        assert 60 <= gpu.bf16_tflops <= 2500
+        assert 15 * GIB <= gpu.usable < gpu.memory <= 288 * GIB or gpu.name == "T4"
+        assert 60 <= gpu.bf16_tflops <= 2520
         assert 300 <= gpu.bandwidth_gbs <= 8000
         assert len(gpu.source) > 10
 

@@ -92,7 +92,7 @@ def test_check_says_what_was_read(script: Path, cli: Any) -> None:
     run = script.parent / "run.sh"
     run.write_text("deepspeed --num_gpus 8 train.py\n")
     for file in (script, run):
-        code, out, _ = cli("check", str(file))
+        code, out, _ = cli("check", str(file), "--wide")
         assert code == 0
         assert "num_stages" in out
         assert "meta-llama/Llama-3.1-8B" in out

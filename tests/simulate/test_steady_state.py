@@ -74,10 +74,13 @@ def test_a_run_that_three_steps_would_let_pass_dies_as_the_measured_one_did() ->
 
 
 @pytest.mark.parametrize(
-    ("micro_batch", "checkpointing", "fits"), [(2, False, True), (8, True, True), (4, False, False), (16, True, False)]
+    ("micro_batch", "checkpointing", "fits"), [(2, False, True), (8, True, True), (4, False, None), (16, True, False)]
 )
-def test_fits_as_measured_on_four_ranks(micro_batch: int, checkpointing: bool, fits: bool) -> None:
-    """The same model at stage 3: which of the measured runs on 40 GB cards came through."""
+def test_fits_as_measured_on_four_ranks(micro_batch: int, checkpointing: bool, fits: bool | None) -> None:
+    """The same model at stage 3: which of the measured runs on 40 GB cards came through.
+
+    That of micro batch 4 died of fragments, with room for all that it allocated: it may fit, and is not said to.
+    """
     model = {"model": "meta-llama/Llama-3.2-3B", "stage": 3, "gpus": 4, "vram": 40 * GIB}
     run, _ = _run(**model, micro_batch=micro_batch, gradient_checkpointing=checkpointing)
     assert run.plan.fits is fits

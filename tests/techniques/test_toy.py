@@ -44,7 +44,7 @@ def test_estimate_counts_its_parameters_and_says_it(model: str) -> None:
 
 @pytest.mark.parametrize("verb", ["estimate", "explain", "recommend", "scale"])
 def test_every_verb_helps_with_it(verb: str) -> None:
-    code, out, _ = ran(verb, "--help")
+    code, out, _ = ran(verb, "--help", "all")
     assert code == 0
     assert "--soft-prompt" in out
 

@@ -59,7 +59,10 @@ class SparseSelfAttention(nn.Module):
             BadInput: for a length that is no multiple of the block, or is longer than the longest.
         """
         if not self._synchronized and dist.is_initialized():
-            dist.broadcast(self.master_layout, src=0)
+            # NCCL sends what lies on a GPU alone.
+            shared = self.master_layout.to("cuda" if dist.get_backend() == "nccl" else self.master_layout.device)
+            dist.broadcast(shared, src=0)
+            self.master_layout.copy_(shared)
             self._scores.clear()
             self._lists.clear()
         self._synchronized = True

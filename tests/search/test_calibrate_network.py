@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.patience import PATIENCE
+from tests.runtime.forked_jobs import free_port
 from zeroplan.core.rates import read_profile
 from zeroplan.search.calibrate_network import spans_nodes
 
@@ -35,7 +36,7 @@ def test_only_ranks_of_several_nodes_measure_the_network(monkeypatch: pytest.Mon
 
 @pytest.mark.torch
 def test_two_ranks_agree_on_what_they_measured(tmp_path: Path) -> None:
-    port = str(20000 + os.getpid() % 20000)
+    port = str(free_port())
     ranks = []
     for rank in range(2):
         place = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}

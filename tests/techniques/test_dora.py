@@ -41,6 +41,7 @@ def test_the_models_parameters_are_those_of_peft(config: dict[str, Any]) -> None
     assert sum(name.endswith("magnitude_vector.default.weight") for name, *_ in ours) > 4
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_verify_measures_what_is_planned(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
@@ -80,6 +81,7 @@ def test_files_of_programs_ask_for_it(program: str, text: str, tmp_path: Path, c
     assert "dora" not in json.dumps(json.loads(out)["plans"])
 
 
+@pytest.mark.long
 def test_a_written_adapter_config_asks_for_it(tmp_path: Path, cli: Cli) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     words = ("--lora-rank", "4", "--dora", "--engine", "deepspeed", "--gpu", "H100", "--seq-len", "64")

@@ -22,7 +22,7 @@ SECONDS = 10.0
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
-class Finding(NamedTuple):
+class BatchesSeen(NamedTuple):
     """What was found.
 
     Attributes:
@@ -61,7 +61,7 @@ def shapes_of(batch: Any, name: str = "") -> Shapes:
     return tuple(one for key, value in held for one in shapes_of(value, f"{name}.{key}" if name else key))
 
 
-def read_on(passes: Sequence[Pass], backwards: int, seconds: float = SECONDS) -> Finding | None:
+def read_on(passes: Sequence[Pass], backwards: int, seconds: float = SECONDS) -> BatchesSeen | None:
     """Return what the loaders hold beside the batches that the model saw; None where their batches hold no tensors.
 
     Args:
@@ -74,7 +74,7 @@ def read_on(passes: Sequence[Pass], backwards: int, seconds: float = SECONDS) ->
     return next((one for one in found if one.open), found[0] if found else None)
 
 
-def _read_on(one: Pass, backwards: int, until: float) -> Finding | None:
+def _read_on(one: Pass, backwards: int, until: float) -> BatchesSeen | None:
     seen = one.drawn[: max(1, backwards - one.backwards)]
     kinds = set(seen)
     larger: dict[Shapes, int] = {}
@@ -111,12 +111,12 @@ def _read_on(one: Pass, backwards: int, until: float) -> Finding | None:
         says = (
             f"{read}; batch {larger[worst]} has {_text(worst, largest)}, the largest that the model saw {_text(largest, worst)}"
         )
-        return Finding(says, open=True)
+        return BatchesSeen(says, open=True)
     if len(kinds) == 1 and not lesser:
-        return Finding(f"{read}, all of one shape", open=False)
+        return BatchesSeen(f"{read}, all of one shape", open=False)
     if whole:
-        return Finding(f"{read}, none larger than those", open=False)
-    return Finding(f"{read}; their shapes differ, so that a larger one may follow", open=True)
+        return BatchesSeen(f"{read}, none larger than those", open=False)
+    return BatchesSeen(f"{read}; their shapes differ, so that a larger one may follow", open=True)
 
 
 def _covers(large: Shapes, small: Shapes) -> bool:
@@ -143,7 +143,7 @@ def _text(shapes: Shapes, other: Shapes) -> str:
     return f"{name or 'a tensor'} of {' x '.join(map(str, shape)) or 'no shape'}"
 
 
-def forwards_differ(events: Any, sizes: Sequence[Any], ends: Sequence[int]) -> Finding | None:
+def forwards_differ(events: Any, sizes: Sequence[Any], ends: Sequence[int]) -> BatchesSeen | None:
     """Compare what the forwards of the steps allocate; None where fewer than three steps are there.
 
     Args:
@@ -155,8 +155,8 @@ def forwards_differ(events: Any, sizes: Sequence[Any], ends: Sequence[int]) -> F
         return None
     steps = [_forward(events, sizes, begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
     if len(set(steps[1:])) == 1:
-        return Finding(f"the forwards of steps 2 to {len(ends)} allocate the same", open=False)
-    return Finding(
+        return BatchesSeen(f"the forwards of steps 2 to {len(ends)} allocate the same", open=False)
+    return BatchesSeen(
         f"the forwards of steps 2 to {len(ends)} allocate different sizes, so that a larger one may follow", open=True
     )
 

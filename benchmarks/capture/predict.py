@@ -22,7 +22,7 @@ STEPS = {"accelerate-nlp": 9, "accelerate-accumulation": 9}
 
 
 def row(name: str, command: str, steps: int, report: dict[str, Any]) -> dict[str, Any]:
-    """What is kept of an answer."""
+    """Return the figures of one answer, its verdict and what stopped the script, as a row of predicted.jsonl."""
     plan = report["plans"][0]
     gpu, capture = plan["gpu"], plan["capture"]
     names = ("peak_allocated", "peak_reserved", "total", "peak_phase", "phases")

@@ -43,7 +43,7 @@ def _paths(paths: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 class ModelOptions:
-    """What is trained."""
+    """Options that name the model, and how it is found and read."""
 
     __slots__ = ()
     model = Option[Any](

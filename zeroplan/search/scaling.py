@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -282,19 +282,14 @@ def _point(resolved: ResolvedSearch, request: Ask, options: SearchOptions, memor
     cluster, engine = resolved.cluster, resolved.engine
     cost = CostModel(engine, resolved.spec, cluster, resolved.rates)
     space = candidates_of(resolved, request, options)
-    best = _best(space, memory, cost, options)
-    if best is None:
+    ranking = search(space, memory, cost, shown=options.shown).ranking
+    if not ranking:
         miss = nearest_miss(space, memory, cost)
         return ScalePoint(cluster, None, recommendation(engine, miss, 0, cluster.layout), None)
+    best = ranking[0]
     open_ = options.global_batch is None and request.micro_batch is None
     largest = _largest(best, memory) if open_ else None
     return ScalePoint(cluster, recommendation(engine, best, 0, cluster.layout), None, largest)
-
-
-def _best(space: Sequence[Candidate], memory: Memory, cost: CostModel, options: SearchOptions) -> Ranked | None:
-    """What ``recommend`` finds."""
-    ranking = search(space, memory, cost, shown=options.shown).ranking
-    return ranking[0] if ranking else None
 
 
 def _largest(best: Ranked, memory: Memory) -> int:

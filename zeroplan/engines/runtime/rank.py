@@ -36,7 +36,7 @@ class RuntimeRank:
 
     @property
     def setup(self) -> RuntimeSetup:
-        """What the layout follows from."""
+        """The configuration and the group of ranks that the layout is derived from."""
         return self.layout.setup
 
     @cached_property

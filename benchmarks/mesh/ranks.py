@@ -20,7 +20,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.pipeline import Stage, chunks_of
 from zeroplan.core.pipeline_order import schedule_of
 from zeroplan.engines.fsdp2 import trainer_mesh
-from zeroplan.engines.runtime.trainer_mesh import lay_out
+from zeroplan.engines.runtime.trainer import lay_out
 from zeroplan.engines.torch_mesh import Passes, by_mesh, clip, passes_of
 from zeroplan.engines.torch_stages import (
     RankModel,

@@ -17,7 +17,7 @@ from zeroplan.core.quantization import Quantization
 from zeroplan.core.units import GIB
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
-from zeroplan.planner import own_code
+from zeroplan.planner import live_module
 from zeroplan.planner.estimate import estimate_report, estimate_runs
 from zeroplan.run.ask import Ask
 
@@ -225,7 +225,7 @@ def test_its_own_model_is_traced_with_its_own_loss(litgpt: dict[str, Any]) -> No
 
 
 def test_without_litgpt_transformers_model_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_code, "find_spec", lambda name: None)
+    monkeypatch.setattr(live_module, "find_spec", lambda name: None)
     plan = plan_of()
     assert plan.fits is None
     assert [(one.key, one.effect) for one in plan.unmodelled] == [("model", Effect.UNKNOWN)]

@@ -63,7 +63,7 @@ def test_int8_product_allocates_what_bitsandbytes_does(dtype: Any, monkeypatch: 
     """Its Python code for CUDA runs on the CPU, over kernels that do nothing: it makes the tensors that the rule makes."""
     from bitsandbytes.autograd._functions import MatMul8bitLt, MatmulLtState
 
-    from zeroplan.trace.int8 import _Int8Product
+    from zeroplan.trace.quantized import _Int8Product
 
     functions = kernels_of("default", monkeypatch) | kernels_of("cuda", monkeypatch)
     operators = SimpleNamespace()

@@ -16,7 +16,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
-from zeroplan.planner.experts import uneven
+from zeroplan.planner.simulated import uneven
 from zeroplan.tape.expanded import ExpandedTape, Kind, Op
 from zeroplan.tape.options import TracedMesh, TraceOptions
 from zeroplan.tapes import can_trace

@@ -18,7 +18,6 @@ from zeroplan.engines import torch_trainer
 from zeroplan.engines.fsdp2 import trainer as fsdp2
 from zeroplan.engines.fsdp2 import trainer_mesh
 from zeroplan.engines.runtime import trainer as runtime
-from zeroplan.engines.runtime import trainer_mesh as runtime_mesh
 from zeroplan.engines.torch_trainer import make_optimizers
 from zeroplan.engines.verification import TrainingRun
 from zeroplan.trace.run import loss_of
@@ -74,7 +73,7 @@ def _train(engine: str, layout: ParallelLayout, config: dict[str, Any], stage: i
         partition="",
     )
     with ExitStack() as inside:
-        for module, name in ((trainer_mesh, "balance"), (runtime_mesh, "balance"), (trainer_mesh, "fill")):
+        for module, name in ((trainer_mesh, "balance"), (runtime, "balance"), (trainer_mesh, "fill")):
             inside.enter_context(mock.patch.object(module, name))
         inside.enter_context(mock.patch.object(torch_trainer, "LEARNING_RATE", RATE))
         trained = (fsdp2 if engine == "fsdp2" else runtime).build(run)

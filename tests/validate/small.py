@@ -48,7 +48,7 @@ def compared_on_ranks(ranks: int, *requests: Ask) -> list[Comparison]:
     """Plan runs on a CPU, run them one after another on the same ranks, and compare."""
     from zeroplan.validate.launch import TorchrunLaunch
     from zeroplan.validate.machine import find_machine
-    from zeroplan.validate.pipeline import compare_ranks
+    from zeroplan.validate.measured import compare_ranks
 
     cluster = find_machine().cluster(ranks)
     planned, jobs = [], []

@@ -30,7 +30,7 @@ from zeroplan.planner.describe import describe_workload
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.report.drift import drift_text
 from zeroplan.run.ask import Ask
-from zeroplan.validate.pipeline import compare_ranks
+from zeroplan.validate.measured import compare_ranks
 from zeroplan.validate.planned import Planned, predict
 from zeroplan.validate.results import Comparison, Drift
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.coercion import ValueKind
+from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.ds_config.schema import (
     BOOL,
     FLOAT,
@@ -27,9 +28,26 @@ from zeroplan.ds_config.schema import (
 )
 from zeroplan.ds_config.sections_monitoring import MONITORING
 from zeroplan.ds_config.sections_parallel import PARALLEL
-from zeroplan.ds_config.sections_runtime import ZEROPLAN
 from zeroplan.ds_config.sections_training import TRAINING
 from zeroplan.ds_config.sections_zero import LEAF_MODULE, OFFLOAD_OPTIMIZER, OFFLOAD_PARAM, ZENFLOW, ZERO
+
+ZEROPLAN = section(
+    "zeroplan",
+    Mode.EXACT,
+    "",
+    mem("ring", INT, lo=2, deepspeed=IGNORED, runtime=HONOURED),
+    mem("wide_numel", INT, lo=1, deepspeed=IGNORED, runtime=HONOURED),
+    mem("direct_linear", BOOL, deepspeed=IGNORED, runtime=HONOURED),
+    mem("fused_loss", BOOL, deepspeed=IGNORED, runtime=HONOURED),
+    mem("labelled_tokens_only", BOOL, deepspeed=IGNORED, runtime=HONOURED),
+    mem("chunked_cross_entropy", INT, lo=0, deepspeed=IGNORED, runtime=HONOURED),
+    free("audit_steps", INT, attr="audit_steps", lo=0, deepspeed=IGNORED, runtime=HONOURED),
+    free("timeout", FLOAT, attr="timeout", lo=1, deepspeed=IGNORED, runtime=HONOURED),
+    mem("delayed_update", INT, lo=0, deepspeed=IGNORED, runtime=HONOURED),
+    free("nvme_in_memory", BOOL, attr="nvme_in_memory", deepspeed=IGNORED, runtime=HONOURED),
+    holder=RuntimeOptions,
+)
+
 
 _SEC = ValueKind.SECTION
 

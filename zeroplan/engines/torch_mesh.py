@@ -11,13 +11,17 @@ Note [Parts of a sample]
     Context-parallel ranks have the same samples, and of each a part of the tokens. What is split, and how, is torch's
     ``context_parallel``; labels are shifted before it, and positions told, as transformers' Trainer does it. Each rank takes
     the mean over its own tokens, and the step is the mean over ranks.
+
+Imports torch: only trainers import this module, and only a rank's process imports those.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +34,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from zeroplan.core.losses import IGNORED_LABEL
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.trace.context_parallel import RingAttention
 from zeroplan_runtime.expert_parallel import grouped_experts
 from zeroplan_runtime.units import find_blocks
 
@@ -99,7 +104,6 @@ def _on_ring(context: DeviceMesh, split: list[torch.Tensor]) -> Iterator[None]:
         if context.device_type != "cpu":
             yield
             return
-        from zeroplan.engines.torch_ring import ring_on_cpu
 
         with ring_on_cpu(context.get_group()):
             yield
@@ -170,3 +174,55 @@ def _balanced(forward: Callable[..., torch.Tensor], experts: int, device: torch.
         return forward(hidden_states, kept[shape], top_k_weights)
 
     return balanced
+
+
+_aten = torch.ops.aten
+
+
+def _forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, is_causal: bool, scale: float | None
+) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
+    return found
+
+
+def _backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Any, ...]:
+    found: tuple[Any, ...] = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad_out, query, key, value, out, logsumexp, 0.0, is_causal, scale=scale
+    )
+    return found
+
+
+@contextlib.contextmanager
+def ring_on_cpu(group: dist.ProcessGroup) -> Iterator[None]:
+    """Run attention as a ring over the group, within torch's ``context_parallel``."""
+
+    def ring(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        assert attn_mask is None  # the plan refuses what a ring has not
+        assert is_causal
+        assert not dropout_p
+        kernels = partial(_forward, scale=scale), partial(_backward, scale=scale)
+        found: torch.Tensor = RingAttention.apply(group, *kernels, query, key, value)
+        return found
+
+    with mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", ring):
+        yield

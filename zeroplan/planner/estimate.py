@@ -57,7 +57,7 @@ def estimate_runs(request: Ask, each: Callable[[Estimate, int], None] | None = N
 
         request, setup = with_files(request)
         if setup.ask.lit_model is not None:
-            from zeroplan.planner.own_code import with_own_code
+            from zeroplan.planner.live_module import with_own_code
 
             request = with_own_code(request, setup)
         if setup.ask.ppo is not None and request.depth != FORMULA:

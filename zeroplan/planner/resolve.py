@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.tasks import parse_task
+from zeroplan.core.preferences import PLAIN_TASKS, PLANNED, PairLoss, passes_of
+from zeroplan.core.tasks import parse_task, training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import Attention, Lora, QuantizedBase, TiledMlp, Workload
+from zeroplan.core.workload import Attention, Lora, QuantizedBase, Reference, TiledMlp, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import find_engine
@@ -18,7 +19,6 @@ from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured
 from zeroplan.planner.offered import facts_of, require_buildable, require_partition
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
-from zeroplan.planner.training_task import with_training_task
 from zeroplan.planner.workload import workload_of
 from zeroplan.run.ask import Ask
 from zeroplan.techniques.compiled import COMPILED
@@ -222,3 +222,28 @@ def _zeros(request: Ask, engine: Engine) -> list[ZeroConfig]:
     if not options:
         options = [engine.configured(ZeroConfig.of(3, optimizer or "none", param or "none"))]
     return options
+
+
+def with_training_task(request: Ask) -> Ask:
+    """Return the request with what its task passes through the model; as it is where ``--task`` names a head, or nothing.
+
+    Raises:
+        BadInput: a task whose step is not modelled.
+    """
+    task = training_of(request.task)
+    if task is None:
+        return request
+    if task in PLAIN_TASKS:
+        return request.replace(task=None)
+    if task not in PLANNED:
+        raise BadInput(
+            f"a step of {task} is not modelled: it generates, or asks further models",
+            where="--task",
+            remedy=f"use one of {', '.join((*PLANNED, *PLAIN_TASKS))}, or give the run's file by --from",
+        )
+    passes = passes_of(task, adapters=request.lora_rank is not None)
+    if "pair_loss" in passes:
+        passes["pair_loss"] = PairLoss(passes["pair_loss"])
+    if "reference" in passes:
+        passes["reference"] = Reference(passes["reference"])
+    return request.replace(task=passes.pop("head", None), **passes)

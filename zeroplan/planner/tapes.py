@@ -7,20 +7,32 @@ from dataclasses import replace
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.generation import Generation
 from zeroplan.core.lengths import padded_batches
+from zeroplan.core.model_config import text_config
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import CheckpointPolicy, ChunkedHead, Compilation, GradientCheckpointing, Lora, Reference, Workload
+from zeroplan.core.workload import (
+    Attention,
+    CheckpointPolicy,
+    ChunkedHead,
+    Compilation,
+    GradientCheckpointing,
+    Lora,
+    Precision,
+    Reference,
+    Workload,
+)
 from zeroplan.engines.base import Case, Engine
+from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.evaluation import evaluation_tape
-from zeroplan.planner.generation import generated, known_cache
-from zeroplan.tape.chunked_head import with_chunked_head
-from zeroplan.tape.expanded import ExpandedTape
+from zeroplan.tape.chunked_head import chunked_head_of, with_chunked_forward, with_chunked_head
+from zeroplan.tape.expanded import AUTOCAST_LAYERS, QUANTIZED_LAYERS, EvaluationTape, ExpandedTape, Kind, Op, blocks_of
 from zeroplan.tape.format import Tape
+from zeroplan.tape.generation import CachedModel, generation_tape
 from zeroplan.tape.offloaded_checkpoints import with_offloaded_checkpoints
-from zeroplan.tape.options import Checkpointing, TraceOptions, options_for
-from zeroplan.tape.reference_forward import with_forward_before, with_reference
+from zeroplan.tape.options import Checkpointing, TraceOptions, evaluation_options, options_for
+from zeroplan.tape.reference_forward import forward_without_gradients, with_forward_before, with_reference
 from zeroplan.tape.sizes import KernelDevice
 from zeroplan.tapes import find_tape, get_tape, lookup, tape_for
 from zeroplan.techniques.compiled import COMPILED
@@ -244,3 +256,131 @@ class ExpandedTapes:
         if isinstance(found, NoTapeError):
             raise found
         return found
+
+
+_FP32 = 4
+
+
+def evaluation_tape(case: Case, tape: ExpandedTape, *, trace: bool) -> EvaluationTape | None:
+    """Return the forward of the case's evaluation; None where it is not known: without a tape, or on other modules.
+
+    Args:
+        case: whose evaluation.
+        tape: of the training, whose modules the evaluation runs.
+        trace: trace it where it is neither shipped nor cached.
+    """
+    work = case.workload
+    evaluation = work.technique(Evaluation)
+    if evaluation is None or max(case.layout.pp, case.layout.cp, case.layout.ulysses) > 1 or work.batch.images:
+        return None
+    options = evaluation_options(work, case.parallel)
+    stored = lookup(case.spec, options)
+    if stored is None and trace:
+        try:
+            stored = tape_for(case.spec, options, work)
+        except Exception:  # the model's own code runs here; the plan says that the evaluation is in no figure
+            stored = None
+    if stored is None:
+        return None
+    rows = evaluation.batch * (2 if work.batch.pairs else 1)
+    seq = (work.batch.seq_len or 1) // options.split_tokens
+    try:
+        forward = stored.expand(rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
+    except BadInput:  # traced for other numbers
+        return None
+    if [module.name for module in forward.modules] != [module.name for module in tape.modules]:
+        return None
+    logits = _logits(forward) if evaluation.kept else 0
+    if evaluation.kept and not logits:
+        return None
+    if work.has(ChunkedHead):
+        forward = with_chunked_forward(forward, batch=rows, seq_len=seq, share=work.batch.labelled_share)
+    casts = evaluation.casts and work.numerics.precision is not Precision.PURE
+    returned = logits * _FP32 // work.numerics.dtype.bytes if casts else logits
+    ranks = case.layout.dp
+    return EvaluationTape(
+        forward=replace(forward, evaluation=None),
+        logits=logits,
+        returned=returned,
+        gathered=returned * ranks if ranks > 1 else 0,
+        batches=max(1, evaluation.kept),
+    )
+
+
+def _logits(tape: ExpandedTape) -> int:
+    """Bytes of the logits as the head makes them; 0 for a model without a vocabulary's head."""
+    kinds = zip(tape.op, tape.aux, tape.kind, strict=True)
+    return next((size for op, size, kind in kinds if op == Op.ALLOC and kind == Kind.LOGITS), 0)
+
+
+#: Model types whose layers all keep rotated keys and values of every token in a cache that grows (transformers 5.17,
+#: ``DynamicCache``), unless their config slides a window.
+GROWING_CACHES = frozenset(
+    ("llama", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma", "granite", "olmo", "olmo2", "smollm3")
+)
+
+
+def known_cache(case: Case) -> bool:
+    """Return whether the cache of the case's model grows as is modelled here."""
+    work, config = case.workload, text_config(case.spec.config)
+    facts = spec_facts(case.spec)
+    known = None not in (facts.kv_heads, facts.head_dim, facts.heads, facts.vocab_size)
+    slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
+    alone = (
+        case.parallel is None and not work.batch.images and work.numerics.attn is Attention.SDPA and not work.has(Float8Recipe)
+    )
+    return known and case.spec.model_type in GROWING_CACHES and not slides and alone
+
+
+def generated(case: Case, prompts: ExpandedTape) -> ExpandedTape | None:
+    """Return the events of what the case generates before a step; None where the model's head is of another kind.
+
+    Args:
+        case: the run.
+        prompts: the tape of a checkpointed forward over all prompts of a rank.
+    """
+    work, facts = case.workload, spec_facts(case.spec)
+    generation, head = work.technique(Generation), chunked_head_of(prompts.modules)
+    assert generation is not None
+    heads, kv_heads, width = facts.heads or 0, facts.kv_heads or 0, facts.head_dim or 0
+    rows = generation.rows(work.batch.micro_batch, work.batch.grad_accum, case.layout.dp)
+    compute = work.numerics.dtype.bytes
+    key_width = max(compute, work.numerics.param_bytes)
+    inner = text_config(case.spec.config).get("intermediate_size")
+    words = rows * (facts.vocab_size or 0)
+    model = CachedModel(
+        key=rows * kv_heads * width * key_width,
+        value=rows * kv_heads * width * compute,
+        repeats=heads // kv_heads,
+        compute=compute,
+        key_width=key_width,
+        inner=rows * compute * (inner if isinstance(inner, int) else 0),
+        logits=words * compute,
+        words=words,
+        casts=generation.casts and work.numerics.precision is not Precision.PURE,
+        weights=_weights(case, prompts, head),
+    )
+    return generation_tape(prompts, forward_without_gradients(prompts), head, generation, model)
+
+
+def _weights(case: Case, tape: ExpandedTape, head: int) -> tuple[tuple[tuple[int, bool], ...], ...]:
+    """Return what each block's products make of its weights, and the head's: casts of fp32 ones under autocast, of which those
+    of trained weights stay, and quantised ones in 16 bits; nothing where all are in 16 bits.
+    """
+    compute, params = case.workload.numerics.dtype.bytes, tape.params
+    autocast = case.workload.numerics.precision is Precision.AUTOCAST
+    blocks = blocks_of(tape.modules)
+    place = {block: at for at, block in enumerate(blocks)}
+    found: list[list[tuple[int, bool]]] = [[] for _ in range(len(blocks) + 1)]
+    home: dict[int, int] = {}
+    for index, module in enumerate(tape.modules):
+        home[index] = place.get(index, home.get(module.parent, len(blocks)))
+        packed = module.type in QUANTIZED_LAYERS
+        if not packed and not (autocast and module.type in AUTOCAST_LAYERS):
+            continue
+        for p in module.params:
+            shape = params[p].shape
+            if len(shape) == 2 and (packed or params[p].itemsize != compute):
+                at = home[index] if index != head else len(blocks)
+                found[at].append((shape[0] * shape[1] * compute, params[p].trainable and not packed))
+    return tuple(tuple(one) for one in found) if any(found) else ()

@@ -22,6 +22,7 @@ Note [Time of a layout]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -31,8 +32,8 @@ from zeroplan.core.collectives import Collective, RankGroup
 from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import Stage, chunks_of, even_stages
-from zeroplan.core.pipeline_action import Do
-from zeroplan.core.pipeline_order import GATHERED_CHUNKS, PipelineOrder, schedule_of, with_gathers
+from zeroplan.core.pipeline_action import Action, Do
+from zeroplan.core.pipeline_order import GATHERED_CHUNKS, PipelineOrder, PipelineSchedule, schedule_of, with_gathers
 from zeroplan.core.rates import Rates, fabric_of
 from zeroplan.engines.base import Case
 from zeroplan.engines.compute_traffic import COMPUTE, compute_facts
@@ -40,7 +41,6 @@ from zeroplan.engines.traffic import Sharing
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.facts import spec_facts
-from zeroplan.search.pipeline_time import StageTime, play
 
 _GIGA, _TERA = 1e9, 1e12
 #: Bytes of an element in the exchanges, which are in 16 bits, and of a reduced gradient.
@@ -387,3 +387,83 @@ def _device(items: list[WorkItem], phase: Phase) -> float:
         if item.phase is phase and item.resource.executor in busy:
             busy[item.resource.executor] += item.seconds
     return max(busy.values())
+
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """Seconds of one micro batch's forward and backward on one stage."""
+
+    forward: float
+    backward: float
+
+
+def play(
+    orders: Sequence[Sequence[Action]],
+    stages: Sequence[StageTime],
+    sending: float,
+    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
+) -> float:
+    """Return the seconds from the first forward to the last backward of a step.
+
+    A rank works off its actions in their order. A forward waits for the stage before it, a backward for the stage behind it,
+    and both for what these send. The halves of a backward take as long as each other: as many products make the gradients of
+    inputs as those of weights. A first stage runs both in the second. A stage's own rank sends it nothing.
+
+    Args:
+        orders: each rank's forwards and backwards.
+        stages: the time of each stage.
+        sending: seconds that a micro batch's hidden states are on their way.
+        schedule: says which stage a rank has as which of its chunks.
+
+    Raises:
+        ValueError: orders in which ranks wait for each other.
+    """
+    ranks = len(orders)
+    ends: dict[tuple[Do, int, int], float] = {}
+    free, at = [0.0] * ranks, [0] * ranks
+    own = [{schedule.stage_of(chunk, rank, ranks) for _, chunk, _ in actions} for rank, actions in enumerate(orders)]
+    left = sum(map(len, orders))
+    while left:
+        before = left
+        for rank, actions in enumerate(orders):
+            while at[rank] < len(actions):
+                do, chunk, number = actions[at[rank]]
+                stage = schedule.stage_of(chunk, rank, ranks)
+                sent = _sent(do, stage, number, len(stages), ends)
+                if sent is None:
+                    break
+                begin, other = sent
+                taken = stages[stage].forward if do is Do.FORWARD else stages[stage].backward * _part(do, stage)
+                delay = sending if other >= 0 and other not in own[rank] else 0.0
+                free[rank] = ends[_sends(do), stage, number] = max(free[rank], begin + delay) + taken
+                at[rank] += 1
+                left -= 1
+        if left == before:
+            raise ValueError("the ranks of a pipeline wait for each other")
+    return max(free)
+
+
+def _part(do: Do, stage: int) -> float:
+    """Return the part of a stage's backward that an action runs."""
+    if do is Do.BACKWARD:
+        return 1.0
+    if not stage:
+        return float(do is Do.WEIGHT)
+    return 0.5
+
+
+def _sends(do: Do) -> Do:
+    """Return the kind of action that another stage waits for: of a halved backward its first half is like a whole one."""
+    return Do.BACKWARD if do is Do.INPUT else do
+
+
+def _sent(do: Do, stage: int, number: int, stages: int, ends: dict[tuple[Do, int, int], float]) -> tuple[float, int] | None:
+    """Return when an action's input is made, and by which stage (-1 for its own); None where that is not known yet."""
+    if do is Do.WEIGHT or (do is Do.FORWARD and not stage):
+        return 0.0, -1  # its rank has run the first half
+    if do is not Do.FORWARD and stage == stages - 1:
+        made, other = ends.get((Do.FORWARD, stage, number)), -1
+    else:
+        other = stage - 1 if do is Do.FORWARD else stage + 1
+        made = ends.get((_sends(do), other, number))
+    return None if made is None else (made, other)

@@ -32,8 +32,7 @@ from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.float8 import convert
 from zeroplan.trace.pair_loss import pairs_of
-from zeroplan.trace.quantized import adapt, quantize
-from zeroplan.trace.quantized_experts import quantize_experts
+from zeroplan.trace.quantized import adapt, quantize, quantize_experts
 from zeroplan.trace.quiet import errors_alone
 from zeroplan.trace.sparse_attention import register_sparse
 from zeroplan.trace.tiled import tile_mlps

@@ -1,20 +1,30 @@
-"""A live module with an example batch, as a trace needs both: on the meta device, in the dtypes of the run."""
+"""A live module with an example batch, as a trace needs both: on the meta device, in the dtypes of the run.
+
+The layers' own code runs. Its exchange with other ranks writes into a tensor that is as large as what is sent. Where tokens are
+dropped, the capacity decides all sizes. Where they are not, the fullest expert of all ranks does: the trace has every expert
+take the same.
+
+Sources: DeepSpeed 0.19.8, moe/sharded_moe.py (_AllToAll, MOELayer.forward, top1gating, top2gating, topkgating)
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroplan.core.errors import BadInput
 from zeroplan.tape.format import Tape
 from zeroplan.tape.options import TraceOptions
-from zeroplan.trace import moe_layers
 from zeroplan.trace.api import trace_module
 
 _WHERE = "inputs"
@@ -68,7 +78,7 @@ def trace_example(module: nn.Module, inputs: Any, options: TraceOptions, graded:
         return torch.empty(value.shape, dtype=dtype, device="meta", requires_grad=value.requires_grad)
 
     made = _on_meta(module, half, graded)
-    with moe_layers.alone(made):
+    with alone(made):
         return trace_module(made, lambda: tree_map(empty, batch), options)
 
 
@@ -88,7 +98,7 @@ def buffer_bytes(module: nn.Module, *, half: bool, persistent: bool) -> tuple[in
 
 def _on_meta(module: nn.Module, half: torch.dtype | None, graded: frozenset[str]) -> nn.Module:
     """Return a copy in training mode without weights, floating parameters and buffers in `half` where that is given."""
-    memo: dict[int, Any] = moe_layers.groups_of(module)
+    memo: dict[int, Any] = groups_of(module)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         dtype = half if half is not None and tensor.is_floating_point() else tensor.dtype
         empty = torch.empty(tensor.shape, dtype=dtype, device="meta")
@@ -103,3 +113,41 @@ def _on_meta(module: nn.Module, half: torch.dtype | None, graded: frozenset[str]
 
 def _tensors(batch: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+_LAYERS = "deepspeed.moe.sharded_moe"
+
+
+def groups_of(module: nn.Module) -> dict[int, Any]:
+    """Return the process groups that a module's MoE layers hold, by their id: a copy of the module keeps them."""
+    held = [getattr(one, "ep_group", None) for one in module.modules()]
+    return {id(group): group for group in held if group is not None}
+
+
+@contextlib.contextmanager
+def alone(module: nn.Module) -> Iterator[None]:
+    """Let a copy of a module run without the other ranks of its MoE layers.
+
+    Distributions of noise are made without a look at their bounds, which the meta device does not have.
+    """
+    code: Any = sys.modules.get(_LAYERS)
+    gates = [one for one in module.modules() if code is not None and isinstance(one, code.TopKGate)]
+    if not gates:
+        yield
+        return
+    checks, comm = Distribution._validate_args, code.dist
+    for gate in gates:
+        gate.ep_group = None
+        if not gate.drop_tokens:
+            gate.drop_tokens, gate.capacity_factor, gate.min_capacity = True, 1.0, 1
+    Distribution.set_default_validate_args(False)
+    code.dist = SimpleNamespace(all_to_all_single=_arrives)
+    try:
+        yield
+    finally:
+        code.dist = comm
+        Distribution.set_default_validate_args(checks)
+
+
+def _arrives(output: Any, sent: Any, group: Any = None) -> None:
+    """Leave the output as it is."""

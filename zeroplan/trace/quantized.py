@@ -7,6 +7,20 @@ and free both when the product is done.
 Source: bitsandbytes 0.50 ``autograd/_functions.py`` (``MatMul4Bit``), ``backends/cuda/ops.py`` (``_dequant_linear_fallback``,
 which runs from about 512 tokens on; for fewer, a fused kernel may spare the forward's copy), ``nn/modules.py``
 (``Linear4bit``); peft 0.21 ``tuners/lora/bnb.py``.
+
+The forward rounds its input to int8 row by row and looks for outliers on the way; the product comes in int32, then in fp16,
+then in the input's dtype. The input itself is kept for the backward, though nothing there reads it. The backward makes the
+whole weight in the input's dtype, which after ``prepare_model_for_kbit_training`` is fp32 wherever a norm made it.
+
+Columns with outliers, whose number the data decide, are not traced: each takes two copies (input and weight, 16 or 32 bits).
+
+Source: bitsandbytes 0.50 ``autograd/_functions.py`` (``MatMul8bitLt``), ``backends/cuda/ops.py`` (``int8_vectorwise_quant``,
+``int8_mm_dequant``), ``backends/default/ops.py`` (``int8_mixed_scaled_mm``), ``nn/modules.py`` (``Linear8bitLt``).
+
+transformers 5 keeps all experts of a block in two parameters, which bitsandbytes leaves as they are. Before, each expert's
+three matrices were layers, which it replaced by its own.
+
+Source: transformers 4.40, ``models/mixtral/modeling_mixtral.py`` (``MixtralSparseMoeBlock``, ``MixtralBlockSparseTop2MLP``).
 """
 
 from __future__ import annotations
@@ -18,7 +32,54 @@ import torch
 from torch import nn
 
 from zeroplan.core.quantization import BLOCK, Products
-from zeroplan.trace.int8 import Linear8bitLt
+
+_THRESHOLD = 6.0
+
+
+def _round_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """rows: [tokens, in] in fp16; returns int8 [tokens, in] and the rows' scales, fp32 [tokens]."""
+    scales = rows.new_empty(rows.shape[0], dtype=torch.float32)
+    codes = rows.new_empty(rows.shape, dtype=torch.int8)
+    outliers = rows.abs() >= _THRESHOLD
+    del outliers
+    return codes, scales
+
+
+class _Int8Product(torch.autograd.Function):
+    """y = x·Wᵀ + b in int8, and the gradient of x through the weight in x's dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        rounded = _round_rows(rows.to(torch.float16))
+        codes = rounded[0]
+        sums = codes.new_empty((codes.shape[0], weight.shape[0]), dtype=torch.int32)
+        narrow = torch.empty_like(sums, dtype=torch.float16)
+        if bias is not None:
+            narrow.add_(bias)
+        out = narrow.to(x.dtype)
+        del narrow, sums
+        ctx.weight, ctx.rows, ctx.shape = weight, rows, x.shape
+        return out.reshape(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        weight: torch.Tensor = ctx.weight
+        grad = grad.reshape(-1, grad.shape[-1]).contiguous()
+        whole = weight.new_empty(weight.shape, dtype=ctx.rows.dtype)
+        whole.mul_(weight.new_empty((weight.shape[0], 1), dtype=torch.float32))
+        return torch.matmul(grad.to(ctx.rows.dtype), whole).view(ctx.shape), None, None
+
+
+class Linear8bitLt(nn.Linear):
+    """A linear layer whose frozen weight is kept in int8; it answers in its input's dtype."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [..., in]; returns [..., out]."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        out: torch.Tensor = _Int8Product.apply(x, self.weight, bias)
+        return out
 
 
 def _scales(weight: torch.Tensor) -> torch.Tensor:
@@ -171,3 +232,51 @@ def _without_autocast(layer: Any, x: torch.Tensor) -> torch.Tensor:
         output = (layer.lora_B[name](layer.lora_A[name](layer.lora_dropout[name](x))) * layer.scaling[name]).to(dtype)
         result = result + output
     return result
+
+
+#: What transformers' ``llm_int8_threshold`` is by default; its value changes no size.
+
+
+class Experts4bit(nn.Module):
+    """Experts with ``gate_up_proj`` (experts, 2 inner, hidden) and ``down_proj`` (experts, hidden, inner) in 4 bits.
+
+    Each gets an even share of the tokens: which ones a router sends decides no size but that.
+    """
+
+    compute_dtype = Linear4bit.compute_dtype
+    nested = Linear4bit.nested
+    from_half = Linear4bit.from_half
+    keeps_input = Linear4bit.keeps_input
+    gate_up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    act_fn: Any
+
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """hidden_states: [tokens, hidden], the others [tokens, k]; returns [tokens, hidden]."""
+        out = torch.zeros_like(hidden_states)
+        experts, _, inner = self.down_proj.shape
+        share = max(1, top_k_index.numel() // experts)
+        for expert in range(experts):
+            tokens = top_k_index.new_empty(share)
+            state = hidden_states[tokens]
+            gate_up = self.gate_up_proj[expert]
+            passed = self.act_fn(multiplied(self, state, gate_up[:inner])) * multiplied(self, state, gate_up[inner:])
+            answer = multiplied(self, passed, self.down_proj[expert])
+            answer = answer * top_k_weights.reshape(-1)[tokens, None]
+            out.index_add_(0, tokens, answer.to(out.dtype))
+        return out
+
+
+class Experts4bitSingle(Experts4bit):
+    """The same with scales that are not quantised in turn."""
+
+    nested = Linear4bitSingle.nested
+
+
+def quantize_experts(model: Any, products: Products) -> None:
+    """Let modules that hold all experts of a block in two parameters run them as layers in 4 bits."""
+    for module in model.modules():
+        own = dict(module.named_parameters(recurse=False))
+        if own.keys() == {"gate_up_proj", "down_proj"} and all(weight.dim() == 3 for weight in own.values()):
+            module.__class__ = Experts4bit if products is Products.NESTED else Experts4bitSingle
+            module.requires_grad_(False)

@@ -23,8 +23,7 @@ from zeroplan.planner.options import VerifyOptions, require_known
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.run.ask import Ask
-from zeroplan.validate.builtin import builtin_request
-from zeroplan.validate.installed import at_installed
+from zeroplan.validate.installed import at_installed, builtin_request
 from zeroplan.validate.job import STEPS, job_of
 from zeroplan.validate.machine import VerifyMachine, find_machine, ranks_to_use
 from zeroplan.validate.results import Drift

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.validate.results import MeasuredRow, Measurement, RankOutOfMemory
+from zeroplan.validate.compare import compare
+from zeroplan.validate.planned import Planned
+from zeroplan.validate.results import Comparison, MeasuredRow, Measurement, RankOutOfMemory
 
 #: How gloo and NCCL say that another rank is gone.
 _PEER_IS_GONE = ("Timed out waiting", "Connection reset", "Connection closed", "Broken pipe", "remote process exited")
@@ -93,3 +95,56 @@ def _most_by_phase(results: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         for phase, peak in result.get("phases", {}).items():
             phases[phase] = max(phases.get(phase, 0), peak)
     return phases
+
+
+#: What every rank of a run wrote about it.
+Results = Sequence[Mapping[str, Any]]
+
+
+def compare_ranks(
+    planned: Planned, results: Results, tolerance: float, *, device: str, ranks: int, nodes: int = 1, failure: str = ""
+) -> Comparison:
+    """Compare a configuration's plan with what its ranks measured.
+
+    Args:
+        planned: the prediction.
+        results: the result of each rank that wrote one.
+        tolerance: a fraction of the planned total.
+        device: ``cuda`` or ``cpu``.
+        ranks: the number of ranks that were started.
+        nodes: the number of nodes, which have equally many ranks.
+        failure: the launcher's message about a run that ended early.
+
+    Raises:
+        BadInput: when a rank refused the run.
+    """
+    whole = measurement_of(results, device=device, ranks=ranks, nodes=nodes, failure=failure)
+    if not planned.stages:
+        return compare(planned, whole, tolerance)
+    layout = planned.case.layout
+    if whole.failure:
+        return compare(planned, whole, tolerance)
+    if whole.out_of_memory is not None:
+        place = layout.pipeline_rank(whole.out_of_memory.rank)
+        return compare(planned.stages[place], whole, tolerance).model_copy(update={"pp_rank": place})
+    found: list[Comparison] = []
+    for place, one in enumerate(planned.stages):
+        own = [result for result in results if layout.pipeline_rank(result["rank"]) == place]
+        measured = measurement_of(own, device=device, ranks=len(own), nodes=max(1, len(own) * nodes // ranks))
+        found.append(compare(one, measured, tolerance).model_copy(update={"pp_rank": place}))
+    shown = next((one for one in found if not one.within), None) or max(found, key=_used)
+    plan = shown.plan.model_copy(update={"stages": planned.plan.stages})
+    return shown.model_copy(
+        update={
+            "plan": plan,
+            "within": all(one.within for one in found),
+            "verdict": f"pipeline rank {shown.pp_rank} of {len(found)}: {shown.verdict}",
+            "stages": tuple(found),
+        }
+    )
+
+
+def _used(one: Comparison) -> int:
+    """Return the bytes that a rank used at its peak, as far as they are known."""
+    measured = one.measurement
+    return measured.total or measured.peak_reserved or measured.peak_allocated or sum(row.bytes for row in measured.rows)

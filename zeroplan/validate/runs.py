@@ -14,7 +14,7 @@ from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.job import VerifyJob, ended_early
 from zeroplan.validate.launch import TorchrunLaunch
 from zeroplan.validate.machine import VerifyMachine
-from zeroplan.validate.pipeline import Results, compare_ranks
+from zeroplan.validate.measured import Results, compare_ranks
 from zeroplan.validate.planned import Planned, predict
 from zeroplan.validate.results import Comparison
 

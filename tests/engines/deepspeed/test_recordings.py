@@ -11,12 +11,12 @@ from tests.workloads import flat_workload
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
-from zeroplan.engines.deepspeed import recordings
+from zeroplan.engines.deepspeed import simulation
 from zeroplan.engines.deepspeed.engine import DeepSpeed
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
-from zeroplan.engines.deepspeed.recordings import Recordings
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
+from zeroplan.engines.deepspeed.simulation import Recordings
 from zeroplan.models.load import load_model
 from zeroplan.planner.tapes import expanded_tape_of
 from zeroplan.simulate.recorder import Recorder
@@ -40,7 +40,7 @@ def test_other_micro_batches_are_put_in(stage: int, monkeypatch: pytest.MonkeyPa
         played.append(tape)
         return record_deepspeed(rank, tape, **rest)
 
-    monkeypatch.setattr(recordings, "record_deepspeed", counted)
+    monkeypatch.setattr(simulation, "record_deepspeed", counted)
     kept = Recordings()
     for micro_batch in (8, 16, 24, 16):
         case, stream = _case(stage, micro_batch)

@@ -11,8 +11,8 @@ from tests.engines.runtime.test_labelled_tokens import BATCH, LENGTH, MODELS, SH
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import labelled_tokens
 from zeroplan.engines.runtime.chunked_cross_entropy import with_chunked_cross_entropy
-from zeroplan.engines.runtime.fused_loss import with_fused_loss
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
+from zeroplan.engines.runtime.simulation import with_fused_loss
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import expanded_tape_of
 from zeroplan.tape.expanded import ExpandedTape

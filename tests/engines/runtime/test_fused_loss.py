@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.engines.runtime.fused_loss import with_fused_loss
+from zeroplan.engines.runtime.simulation import with_fused_loss
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import expanded_tape_of
 from zeroplan.run.ask import Ask

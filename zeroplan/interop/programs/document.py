@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.documents import CONFIG, read_document, text_of
+from zeroplan.core.documents import CONFIG, parse_json, read_document, text_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.files import file_kind, is_capture, read_bytes
 from zeroplan.interop.programs.lightning_script import read_script
-from zeroplan.interop.programs.notebooks import code_of
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
 from zeroplan.interop.programs.script_defaults import ScriptDefaults, imported, parses_arguments, script_defaults
 from zeroplan.interop.programs.script_reader import RunScript
@@ -270,3 +269,34 @@ def started_script(command: Command, folder: Path) -> Path | None:
         names = [f"{module}.py", f"src/{module}.py", f"{module}/__main__.py"]
     places = (found_from(name, folder, command.folder) for name in names)
     return next((one for one in places if one is not None), None)
+
+
+def code_of(text: str, name: str) -> str:
+    """Return the Python of a notebook: shell commands, magics and questions are taken out, and cells of other languages.
+
+    Raises:
+        BadInput: it is no notebook.
+    """
+    data = parse_json(text, name)
+    cells = data.get("cells") if isinstance(data, dict) else None
+    if not isinstance(cells, list):
+        raise BadInput("holds no cells", where=name, remedy="give a notebook of version 4, or its script")
+    parts = []
+    for cell in cells:
+        if not isinstance(cell, dict) or cell.get("cell_type") != "code":
+            continue
+        source = cell.get("source")
+        lines = source if isinstance(source, list) else str(source or "").splitlines(keepends=True)
+        code = "".join(line for line in map(str, lines))
+        if code.lstrip().startswith("%%") and not code.lstrip().startswith(("%%time", "%%capture")):
+            continue
+        kept = (_plain(line) for line in code.splitlines())
+        parts.append("\n".join(kept))
+    return "\n".join(parts) + "\n"
+
+
+def _plain(line: str) -> str:
+    """A line that Python can read: one of IPython's own becomes ``pass``, so that lines keep their numbers."""
+    bare = line.lstrip()
+    own = bare.startswith(("!", "%", "?")) or bare.endswith("?")
+    return line[: len(line) - len(bare)] + "pass" if own else line

@@ -129,3 +129,52 @@ def mistral(c: Config) -> tuple[SpecUnit, ...]:
         block_norms(hidden),
     )
     return decoder(c, layers, hidden=hidden, vocab=32000)
+
+
+def qwen2(c: Config) -> tuple[SpecUnit, ...]:
+    """Qwen 1.5, 2 and 2.5: Llama's block with biases on q, k and v."""
+    hidden = c.size("hidden_size", default=4096)
+    layers = alike(
+        c,
+        self_attention(c, hidden, kv_heads=32, qkv_bias=True, out_bias=False),
+        gated_mlp("mlp", hidden, c.size("intermediate_size", default=22016)),
+        block_norms(hidden),
+    )
+    return decoder(c, layers, hidden=hidden, vocab=151936)
+
+
+def qwen3(c: Config) -> tuple[SpecUnit, ...]:
+    """Qwen 3: norms of each head's query and key in place of the biases."""
+    hidden = c.size("hidden_size", default=4096)
+    layers = alike(
+        c,
+        self_attention(c, hidden, kv_heads=32, head=128, qk_norm=True),
+        gated_mlp("mlp", hidden, c.size("intermediate_size", default=22016)),
+        block_norms(hidden),
+    )
+    return decoder(c, layers, hidden=hidden, vocab=151936)
+
+
+def olmo(c: Config) -> tuple[SpecUnit, ...]:
+    """OLMo: Llama's block with LayerNorms that have no parameters."""
+    hidden = c.size("hidden_size", default=4096)
+    layers = alike(c, self_attention(c, hidden), gated_mlp("mlp", hidden, c.size("intermediate_size", default=11008)))
+    return decoder(c, layers, hidden=hidden, vocab=50304, norms=False)
+
+
+def olmo2(c: Config) -> tuple[SpecUnit, ...]:
+    """OLMo 2 and 3: norms over the whole query and key, and after attention and MLP instead of before."""
+    hidden = c.size("hidden_size", default=4096)
+    heads = c.count("num_attention_heads", default=32)
+    kv_heads = c.count("num_key_value_heads", default=heads)
+    head = c.size("head_dim", default=hidden // heads)
+    layers = alike(
+        c,
+        self_attention(c, hidden),
+        norm("self_attn.q_norm", heads * head),
+        norm("self_attn.k_norm", kv_heads * head),
+        gated_mlp("mlp", hidden, c.size("intermediate_size", default=11008)),
+        norm("post_attention_layernorm", hidden),
+        norm("post_feedforward_layernorm", hidden),
+    )
+    return decoder(c, layers, hidden=hidden, vocab=50304)

@@ -30,7 +30,7 @@ _Place = tuple[UnitState, int]
 
 
 def attach_gradient_hooks(schedule: Schedule, *, direct: bool = True) -> Callable[[], None]:
-    """Makes all gradients of the schedule's parameters arrive in the units' ``grad_full``.
+    """Makes all gradients of the schedule's parameters arrive in the units' ``grads.full``.
 
     Args:
         schedule: the schedule whose units get the hooks.
@@ -122,17 +122,17 @@ class GradientTarget:
         """
         unit, position = self.place
         self.schedule.grads.acquire(unit)
-        view = unit.grad_views[position]
+        view = unit.grads.views[position]
         if view.dtype != grad.dtype and not (grad.is_cuda and view.dtype == torch.float32):
             self.schedule.grads.accumulate(unit, position, torch.mm(grad.t(), x))
             return
         # Where gradients are reduced in fp32, the fp32 sums of the 16-bit factors' product are kept unrounded.
         wider: dict[str, Any] = {} if view.dtype == grad.dtype else {"out_dtype": view.dtype}
-        if unit.grad_received[position]:
+        if unit.grads.received[position]:
             torch.addmm(view, grad.t(), x, out=view, **wider)
         else:
             torch.mm(grad.t(), x, out=view, **wider)
-        unit.grad_received[position] = RECEIVED_NOW
+        unit.grads.received[position] = RECEIVED_NOW
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.streams import Event, Stream
 from zeroplan_runtime.unit_state import UnitState
 
-#: Values of `UnitState.grad_received` for each parameter: 0 no gradient yet, 1 from an earlier micro batch, 2 from this one.
+#: Values of `UnitGradients.received` for each parameter: 0 no gradient yet, 1 from an earlier micro batch, 2 from this one.
 RECEIVED_EARLIER, RECEIVED_NOW = 1, 2
 
 
@@ -54,40 +54,40 @@ class GradientReduction:
         """Prepares a micro batch's backward; also clears what an interrupted backward left."""
         self.has_grads = True
         for unit in self.model_states.units:
-            unit.reduced = False
+            unit.grads.reduced = False
 
     def end_backward(self) -> None:
         """Reduces the gradients that have not been reduced when the whole backward has ended."""
         for unit in reversed(self.model_states.units):
-            came_late = unit.grad_slot is not None and RECEIVED_NOW in unit.grad_received
-            if unit.trainable is not None and (came_late or (not unit.reduced and self._is_due(unit))):
+            came_late = unit.grads.slot is not None and RECEIVED_NOW in unit.grads.received
+            if unit.trainable is not None and (came_late or (not unit.grads.reduced and self._is_due(unit))):
                 self.reduce(unit, last=True)
         if self.host is not None and self.boundary:
             self.host.post_backward()
         for unit in self.model_states.units:
-            unit.reduced, unit.forward_count = False, 0
-            unit.grad_received = unit.grad_received.replace(b"\x02", b"\x01")
+            unit.grads.reduced, unit.forward_count = False, 0
+            unit.grads.received = unit.grads.received.replace(b"\x02", b"\x01")
 
     def _is_due(self, unit: UnitState) -> bool:
         """Returns whether the present backward reduces `unit`: one of its chunk, or one whose mean the step still waits for."""
         if self.chunk is None or unit in self.chunk:
             return True
-        waits = unit.grad_slot is None or unit.offloaded is not None or not unit.accumulated
+        waits = unit.grads.slot is None or unit.offloaded is not None or not unit.grads.accumulated
         return self.boundary and waits
 
     def post_backward(self, unit: UnitState) -> None:
         """Reduces `unit`'s gradients after its backward, unless more of them are expected."""
         # Gradients that live until the step are best reduced once, so a unit that is called several times waits for the end.
-        once = unit.forward_count == 1 and not unit.reduces_late
-        if RECEIVED_NOW in unit.grad_received and (once or unit.grad_slot is not None):
+        once = unit.forward_count == 1 and not unit.grads.reduces_late
+        if RECEIVED_NOW in unit.grads.received and (once or unit.grads.slot is not None):
             self.reduce(unit, last=once)
 
     def acquire(self, unit: UnitState) -> None:
-        """Makes ``unit.grad_full`` ready to be written by the compute stream.
+        """Makes ``unit.grads.full`` ready to be written by the compute stream.
 
         It is allocated, its slot is taken from the unit that holds it, or an average that it holds is undone.
         """
-        slot = unit.grad_slot
+        slot = unit.grads.slot
         if slot is not None:
             if slot.holder is not unit:
                 if slot.holder is not None:
@@ -95,9 +95,9 @@ class GradientReduction:
                 slot.last_use.wait(self.compute_stream)
                 self.model_states.alloc_grad_slot(unit)
                 slot.holder = unit
-        elif unit.grad_buffer is not None and not unit.grad_buffer.is_allocated:
+        elif unit.grads.buffer is not None and not unit.grads.buffer.is_allocated:
             self.model_states.alloc_grad(unit)
-        elif unit.averaged:
+        elif unit.grads.averaged:
             self._reopen_average(unit)
 
     def _reopen_average(self, unit: UnitState) -> None:
@@ -108,19 +108,19 @@ class GradientReduction:
         in the second of two backwards before a step.
         """
         assert unit.grad is not None
-        assert unit.grad_full is not None
+        assert unit.grads.full is not None
         self.wait()
         if self.setup.shards_states:  # only this rank's shard is averaged
             assert unit.trainable is not None
             mean = unit.grad * unit.trainable.layout.ranks
-            unit.grad_full.zero_()
+            unit.grads.full.zero_()
             unit.grad.copy_(mean)
-        unit.grad_received = bytearray([RECEIVED_NOW]) * len(unit.grad_received)  # also what other ranks received
-        unit.reduces_late |= unit.reduced
-        unit.averaged = unit.reduced = False
+        unit.grads.received = bytearray([RECEIVED_NOW]) * len(unit.grads.received)  # also what other ranks received
+        unit.grads.reduces_late |= unit.grads.reduced
+        unit.grads.averaged = unit.grads.reduced = False
 
     def accumulate(self, unit: UnitState, position: int, grad: torch.Tensor) -> None:
-        """Adds one parameter's complete gradient to ``unit.grad_full``, or copies it there if it is the first.
+        """Adds one parameter's complete gradient to ``unit.grads.full``, or copies it there if it is the first.
 
         Args:
             unit: the parameter's unit.
@@ -130,14 +130,14 @@ class GradientReduction:
         self.acquire(unit)
         if grad.is_sparse:
             grad = grad.to_dense()
-        view, scale = unit.grad_views[position], self.model_states.grad_scale(unit)
-        if unit.grad_received[position]:
+        view, scale = unit.grads.views[position], self.model_states.grad_scale(unit)
+        if unit.grads.received[position]:
             view.add_(grad, alpha=scale)
         elif scale != 1.0:
             torch.mul(grad, scale, out=view)
         else:
             view.copy_(grad)
-        unit.grad_received[position] = RECEIVED_NOW
+        unit.grads.received[position] = RECEIVED_NOW
 
     def reduce(self, unit: UnitState, *, last: bool = False) -> None:
         """Averages `unit`'s gradients over the ranks, on the reduce stream. A parameter without a gradient counts as zero.
@@ -148,18 +148,18 @@ class GradientReduction:
             unit: the unit.
             last: no more gradients of the unit are expected in this micro batch.
         """
-        if unit.grad_slot is None and not self.boundary:
-            unit.reduced = True
+        if unit.grads.slot is None and not self.boundary:
+            unit.grads.reduced = True
             return
-        if unit.averaged or (unit.grad_slot is not None and unit.grad_slot.holder is not unit):
+        if unit.grads.averaged or (unit.grads.slot is not None and unit.grads.slot.holder is not unit):
             self.acquire(unit)  # no gradient arrived, but the collective needs zeros
-        if unit.grad_buffer is not None and not unit.grad_buffer.is_allocated:
+        if unit.grads.buffer is not None and not unit.grads.buffer.is_allocated:
             self.model_states.alloc_grad(unit)
-        missing = [view for view, grad_received in zip(unit.grad_views, unit.grad_received, strict=True) if not grad_received]
-        missing += unit.grad_gaps  # the padding is uninitialised
+        missing = [view for view, received in zip(unit.grads.views, unit.grads.received, strict=True) if not received]
+        missing += unit.grads.gaps  # the padding is uninitialised
         if missing:
             torch._foreach_zero_(missing)
-        unit.reduced = True
+        unit.grads.reduced = True
         if self.keeps_own:
             return
         staging = self.model_states.staging
@@ -176,22 +176,22 @@ class GradientReduction:
                 with self.reduce_stream.as_current():
                     self._reduce_on_device(unit)
             self._reducing = True
-        if unit.grad_slot is not None:
-            unit.grad_slot.last_use.record(done)
-            unit.grad_slot.holder = None
-            unit.grad_received = bytearray(len(unit.grad_received))
+        if unit.grads.slot is not None:
+            unit.grads.slot.last_use.record(done)
+            unit.grads.slot.holder = None
+            unit.grads.received = bytearray(len(unit.grads.received))
 
     def _reduce_to_host(self, unit: UnitState, *, last: bool) -> Stream:
-        """Reduces in place and copies this rank's part to the host; returns the stream that reads ``grad_full`` last."""
+        """Reduces in place and copies this rank's part to the host; returns the stream that reads ``grads.full`` last."""
         assert self.host is not None
         assert unit.offloaded is not None
         assert unit.trainable is not None
-        assert unit.grad_full is not None
-        arrived = unit.grad_full
+        assert unit.grads.full is not None
+        arrived = unit.grads.full
         if self.comm.world_size > 1:
-            arrived = self.model_states.local_shard(unit.grad_full, unit.trainable.layout)
+            arrived = self.model_states.local_shard(unit.grads.full, unit.trainable.layout)
             with self.reduce_stream.as_current():
-                self.model_states.comm_of(unit.trainable.layout).reduce_scatter(arrived, unit.grad_full)
+                self.model_states.comm_of(unit.trainable.layout).reduce_scatter(arrived, unit.grads.full)
         measure = partial(self.measure, unit) if self.measure is not None else None
         return self.host.offload_grad(
             unit.offloaded, arrived, self.reduce_stream, boundary=self.boundary, last=last, measure=measure
@@ -199,27 +199,27 @@ class GradientReduction:
 
     def _reduce_on_device(self, unit: UnitState) -> None:
         assert unit.grad is not None
-        assert unit.grad_full is not None
+        assert unit.grads.full is not None
         assert unit.trainable is not None
         comm = self.model_states.comm_of(unit.trainable.layout)
         if not self.setup.shards_grads:
             if self.setup.shards_states:
-                comm.reduce_scatter(unit.grad, unit.grad_full)
+                comm.reduce_scatter(unit.grad, unit.grads.full)
             else:
-                comm.all_reduce_mean(unit.grad_full)
-            unit.averaged = True
+                comm.all_reduce_mean(unit.grads.full)
+            unit.grads.averaged = True
         elif self.model_states.staging is None or unit.layout.shape.in_ring:
-            self._reduce_scatter(comm, unit, unit.grad_full, unit.grad)
+            self._reduce_scatter(comm, unit, unit.grads.full, unit.grad)
         else:
             # Part by part of every rank's shard, cast in the staging buffer: see Note [Layout] in core/layout.
             count, staging, piece = comm.world_size, self.model_states.staging.tensor, self.model_states.layout.piece
-            shards = unit.grad_full.view(count, -1)
+            shards = unit.grads.full.view(count, -1)
             for begin in range(0, shards.shape[1], piece):
                 part = shards[:, begin : begin + piece]
                 whole = staging[: part.numel()]
                 whole.view(count, -1).copy_(part)
                 self._reduce_scatter(comm, unit, whole, unit.grad[begin : begin + piece])
-        unit.accumulated = True
+        unit.grads.accumulated = True
 
     def _reduce_scatter(self, comm: Communicator, unit: UnitState, whole: torch.Tensor, share: torch.Tensor) -> None:
         """Reduce-scatters `whole` and adds this rank's part of the mean to `share`, or copies it there if it is the first.
@@ -230,13 +230,13 @@ class GradientReduction:
             whole: [ranks × n] elements; overwritten where the dtypes differ or `share` holds a sum.
             share: [n] elements of this rank's gradients.
         """
-        if not unit.accumulated and share.dtype == whole.dtype:
+        if not unit.grads.accumulated and share.dtype == whole.dtype:
             comm.reduce_scatter(share, whole)
             return
         first = comm.rank * share.numel()
         arrived = whole[first : first + share.numel()]  # in place: the collective sends this part before it writes it
         comm.reduce_scatter(arrived, whole)
-        if unit.accumulated:
+        if unit.grads.accumulated:
             share.add_(arrived)
         else:
             share.copy_(arrived)
@@ -263,16 +263,16 @@ class GradientReduction:
         for slot in held:
             slot.last_use.wait(self.compute_stream)
             if slot.holder is not None:  # an interrupted backward left it
-                slot.holder.grad_received = bytearray(len(slot.holder.grad_received))
+                slot.holder.grads.received = bytearray(len(slot.holder.grads.received))
                 slot.holder = None
             slot.buffer.free()
 
     def free(self, unit: UnitState) -> None:
         """Frees `unit`'s gradients, once its update has been issued or they are dropped; the next ones start a new sum."""
-        unit.accumulated = unit.averaged = False
-        unit.grad_received = bytearray(len(unit.grad_received))
-        if unit.grad_buffer is not None and unit.grad_buffer.is_allocated:
-            unit.grad_buffer.free()
+        unit.grads.accumulated = unit.grads.averaged = False
+        unit.grads.received = bytearray(len(unit.grads.received))
+        if unit.grads.buffer is not None and unit.grads.buffer.is_allocated:
+            unit.grads.buffer.free()
 
     def drop(self, *, anyway: bool = False) -> None:
         """Frees all gradients without a step.

@@ -113,9 +113,9 @@ class ModelStates:
         self.leaders = [unit for unit in self.units if unit.layout.shape.kind is not UnitKind.EXPERTS]
         for state in self.units:
             if state.layout.grad_slot is not None:
-                state.grad_slot = self.grad_slots[state.layout.grad_slot]
+                state.grads.slot = self.grad_slots[state.layout.grad_slot]
             if not state.layout.offloaded:
-                state.grad_buffer = resizable.get((setup.kept_grad, state.name))
+                state.grads.buffer = resizable.get((setup.kept_grad, state.name))
         self.nvme = make_nvme(self) if make_nvme is not None else None
         for state in self.units:
             self._init_params(state)
@@ -167,7 +167,7 @@ class ModelStates:
 
     def _add_training(self, state: UnitState, trainable: FlatParam, carved: _Carved) -> None:
         name = state.name
-        state.grad_received = bytearray(len(trainable.layout.params))
+        state.grads.received = bytearray(len(trainable.layout.params))
         in_files = state.layout.place is Place.NVME and self.setup.separate_masters
         state.master = None if in_files else carved.get((Buffer.PARAM_MASTER, name), trainable.shard)
         beside = self.setup.has_masters and not self.setup.casts_masters and not state.in_files
@@ -202,7 +202,7 @@ class ModelStates:
 
     def reserve_gradients(self) -> None:
         """Makes the allocator cache a segment for the gradients that are kept until the step, but for those that are there."""
-        kept = [unit.grad_buffer for unit in self.units if unit.grad_buffer is not None]
+        kept = [unit.grads.buffer for unit in self.units if unit.grads.buffer is not None]
         self.arena.reserve_segment(buffer for buffer in kept if not buffer.is_allocated)
 
     def release_cache(self) -> None:
@@ -212,13 +212,13 @@ class ModelStates:
 
     def alloc_grad(self, unit: UnitState) -> None:
         """Allocates the gradients of `unit` that live until the step."""
-        buffer, trainable = unit.grad_buffer, unit.trainable
+        buffer, trainable = unit.grads.buffer, unit.trainable
         assert buffer is not None
         assert trainable is not None
         buffer.alloc()
         if unit.grad is not None:
             return
-        if unit.grad_slot is not None:
+        if unit.grads.slot is not None:
             unit.grad = buffer.tensor
         else:
             self._view_gradients(unit, trainable, buffer.tensor)
@@ -226,12 +226,12 @@ class ModelStates:
 
     def alloc_grad_slot(self, unit: UnitState) -> None:
         """Allocates `unit`'s slot of unsharded gradients, unless it is allocated."""
-        slot, trainable = unit.grad_slot, unit.trainable
+        slot, trainable = unit.grads.slot, unit.trainable
         assert slot is not None
         assert trainable is not None
         if not slot.buffer.is_allocated:
             slot.buffer.alloc()
-        if unit.grad_full is None:
+        if unit.grads.full is None:
             self._view_gradients(unit, trainable, slot.buffer.tensor[: trainable.layout.full])
 
     def accum_slot(self, unit: UnitState) -> AccumSlot:
@@ -256,9 +256,9 @@ class ModelStates:
 
     def _view_gradients(self, unit: UnitState, trainable: FlatParam, full: torch.Tensor) -> None:
         """Makes the views of `full` once; they stay valid when the memory is freed and allocated again."""
-        unit.grad_full = full
-        unit.grad_views = trainable.views(full)
-        unit.grad_gaps = [full[a:b] for a, b in trainable.layout.gaps()]
+        unit.grads.full = full
+        unit.grads.views = trainable.views(full)
+        unit.grads.gaps = [full[a:b] for a, b in trainable.layout.gaps()]
 
     def free(self) -> None:
         """Drops every tensor, so that the memory is freed even while something refers to the units.
@@ -267,8 +267,8 @@ class ModelStates:
         """
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
-            unit.grad_full = unit.grad = unit.master = unit.param_16bit = unit.lamb_workspace = unit.exchanged = None
-            unit.grad_views, unit.grad_gaps, unit.optim_states, unit.offloaded = [], [], {}, None
+            unit.grads.full = unit.grad = unit.master = unit.param_16bit = unit.lamb_workspace = unit.exchanged = None
+            unit.grads.views, unit.grads.gaps, unit.optim_states, unit.offloaded = [], [], {}, None
             unit.param_slot.tensor = nothing
             for flat in unit.flats():
                 flat.full = flat.shard = flat.part = nothing

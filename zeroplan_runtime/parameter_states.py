@@ -121,10 +121,10 @@ class ParameterStates:
         """
         unit, position = self._place(param)[0], self._place(param)[2]
         if self._is_unreduced(unit):
-            view = unit.grad_views[position]
+            view = unit.grads.views[position]
             return (
                 view.to(torch.float32, copy=True)
-                if unit.grad_received[position]
+                if unit.grads.received[position]
                 else torch.zeros_like(view, dtype=torch.float32)
             )
         part = self.local_grad(param)
@@ -139,7 +139,7 @@ class ParameterStates:
         self._require_numel(value, local_of(param).numel(), "the parameter")
         unit, _, begin, end, first = self._part(param)
         if self._is_unreduced(unit) and self._engine.schedule.grads.boundary:
-            unit.grad_views[self._place(param)[2]].copy_(value.view_as(unit.grad_views[self._place(param)[2]]))
+            unit.grads.views[self._place(param)[2]].copy_(value.view_as(unit.grads.views[self._place(param)[2]]))
             return
         self._set_grad_part(param, value.reshape(-1)[first : first + end - begin])
 
@@ -233,8 +233,8 @@ class ParameterStates:
         where the ranks exchange momentum instead.
         """
         grads = self._engine.schedule.grads
-        waits = unit.grad_slot is None and (grads.keeps_own or not grads.boundary)
-        return waits and grads.has_grads and unit.grad_full is not None
+        waits = unit.grads.slot is None and (grads.keeps_own or not grads.boundary)
+        return waits and grads.has_grads and unit.grads.full is not None
 
     def _grad_part(self, param: nn.Parameter) -> torch.Tensor | None:
         """This rank's part of the gradient where it is, 1-D."""
@@ -256,7 +256,7 @@ class ParameterStates:
         grads.wait()
         if self._is_unreduced(unit):
             position = self._place(param)[2]
-            return unit.grad_views[position].reshape(-1)[first : first + end - begin]
+            return unit.grads.views[position].reshape(-1)[first : first + end - begin]
         return None if unit.grad is None else unit.grad[begin:end]
 
     @torch.no_grad()

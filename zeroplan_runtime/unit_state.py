@@ -124,6 +124,36 @@ class ExchangedMomentum:
 
 
 @dataclass(slots=True, eq=False)
+class UnitGradients:
+    """The unsharded gradients of a unit, and how far they are.
+
+    Attributes:
+        slot: where they are from stage 2 on.
+        buffer: the memory of the gradients that live until the step: of the unit's `grad` where `slot` is set, else of `full`.
+            None where the optimizer is offloaded.
+        full: the gradients, 1-D; None until they are first needed.
+        views: views of `full` in the parameters' shapes.
+        gaps: the padding of `full`.
+        received: for each parameter, whether `full` holds a gradient of it (see RECEIVED_NOW in schedule).
+        reduced: those of this micro batch have been reduced.
+        accumulated: the unit's `grad` holds the sum of earlier micro batches.
+        averaged: `full`, where it lives until the step (stages 0 and 1), holds the mean over the ranks.
+        reduces_late: some have arrived after the unit's backward, so they are reduced at the backward's end.
+    """
+
+    slot: GradSlot | None = None
+    buffer: ResizableBuffer | None = None
+    full: torch.Tensor | None = None
+    views: list[torch.Tensor] = field(default_factory=list)
+    gaps: list[torch.Tensor] = field(default_factory=list)
+    received: bytearray = field(default_factory=bytearray)
+    reduced: bool = False
+    accumulated: bool = False
+    averaged: bool = False
+    reduces_late: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class UnitState:
     """The tensors of one unit. `grad`, `master` and `optim_states` cover the part of the trainable flat that this rank's
     optimizer owns: the shard from stage 1 on, all of it at stage 0.
@@ -131,19 +161,9 @@ class UnitState:
     Attributes:
         gathers_in_backward: its backward reads the parameters.
         updated: recorded after the optimizer has written the shards; the next unshard waits for it.
-        grad_slot: where the unsharded gradients are from stage 2 on.
-        grad_buffer: the memory of the gradients that live until the step: of `grad` where `grad_slot` is set, else of
-            `grad_full`. None where the optimizer is offloaded.
-        grad_full: the unsharded gradients, 1-D; None until they are first needed.
+        grads: its unsharded gradients.
         grad: this rank's part of the averaged gradients, 1-D; None until it is first needed.
-        grad_views: views of `grad_full` in the parameters' shapes.
-        grad_gaps: the padding of `grad_full`.
-        grad_received: for each parameter, whether `grad_full` holds a gradient of it (see RECEIVED_NOW in schedule).
-        reduced: the gradients of this micro batch have been reduced.
         forward_count: forwards of the unit in this micro batch.
-        accumulated: `grad` holds the sum of earlier micro batches.
-        averaged: `grad_full`, where it lives until the step (stages 0 and 1), holds the mean over the ranks.
-        reduces_late: gradients have arrived after the unit's backward, so its gradients are reduced at the backward's end.
         guarded: its parameters are guarded (see Note [Guarded parameters] in parameter_guard).
         master: the fp32 masters, or the parameters themselves where the model is fp32; None where they are in a file.
         param_16bit: the 16-bit shard that the update refreshes from `master`; None where no shard is kept.
@@ -161,18 +181,9 @@ class UnitState:
     param_slot: ParamSlot
     gathers_in_backward: bool
     updated: Event
-    grad_slot: GradSlot | None = None
-    grad_buffer: ResizableBuffer | None = None
-    grad_full: torch.Tensor | None = None
+    grads: UnitGradients = field(default_factory=UnitGradients)
     grad: torch.Tensor | None = None
-    grad_views: list[torch.Tensor] = field(default_factory=list)
-    grad_gaps: list[torch.Tensor] = field(default_factory=list)
-    grad_received: bytearray = field(default_factory=bytearray)
-    reduced: bool = False
     forward_count: int = 0
-    accumulated: bool = False
-    averaged: bool = False
-    reduces_late: bool = False
     guarded: bool = False
     master: torch.Tensor | None = None
     param_16bit: torch.Tensor | None = None

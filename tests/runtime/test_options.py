@@ -100,7 +100,7 @@ def first_gradients(group: dist.ProcessGroup, config: dict[str, Any]) -> dict[st
             engine.step()
     found = {}
     for unit in engine.model_states.units:
-        for i, view in zip(unit.trainable.layout.params, unit.grad_views, strict=True):
+        for i, view in zip(unit.trainable.layout.params, unit.grads.views, strict=True):
             found[unit.layout.shape.params[i].name] = view.clone()
     return found
 

@@ -8,7 +8,7 @@ import pytest
 
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.rates import rates_of
-from zeroplan.engines.compute_traffic import CAST_BYTES, COMPUTE, compute_facts
+from zeroplan.engines.compute_traffic import CAST_BYTES, COMPUTE, ComputeFacts
 from zeroplan.engines.registry import find_engine
 from zeroplan.engines.traffic import Sharing
 from zeroplan.ledger.traffic import Resource, work_items
@@ -25,7 +25,7 @@ def _operations(recipe: Float8Recipe | None) -> dict[Resource, int]:
     case = resolve(LLAMA).cases[0]
     work = case.workload if recipe is None else case.workload.with_techniques(recipe)
     model = matrices(case.spec)
-    facts = compute_facts(model, guess_counts(model, work, 4096), work)
+    facts = ComputeFacts(model, guess_counts(model, work, 4096), work)
     found: dict[Resource, int] = {}
     for item in work_items(COMPUTE, facts, rates_of(case.cluster.gpu)):
         found[item.resource] = found.get(item.resource, 0) + item.amount

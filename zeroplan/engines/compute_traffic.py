@@ -8,12 +8,13 @@ Source: Kaplan et al. 2020, "Scaling Laws for Neural Language Models", section 2
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.ledger.derive import fraction
-from zeroplan.ledger.line import means
+from zeroplan.ledger.line import fact
 from zeroplan.ledger.traffic import Resource, WorkBuilder
 from zeroplan.ledger.work import Counts, Matrices
 
@@ -25,95 +26,90 @@ PASSES = 3
 CAST_BYTES = 6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class ComputeFacts:
-    """Amounts of work of the model's own computation in one micro batch."""
+    """Amounts of work of the model's own computation in one micro batch.
 
-    tokens: int = means("micro batch × sequence length")
-    seq_len: int = means("tokens a sequence")
-    matrices: int = means("elements of all matrices that a token is multiplied with")
-    trained_matrices: int = means("elements of the matrices that have a weight gradient")
-    recomputed_matrices: int = means(
-        "elements of matrices in checkpointed blocks, but for a block's last where nothing after it is saved"
-    )
-    attention: int = means("heads × head size, over all blocks")
-    attention_ops: int = means("operations a query, key and channel: 4, halved by the causal mask")
-    recomputed_attention: int = means("attention in checkpointed blocks")
-    forward_kernels: int = means("kernels of the forward")
-    backward_kernels: int = means("kernels of the backward, recomputation included")
-    recomputed_kernels: int = means("kernels of the backward that recompute a forward")
-    checkpoints: int = means("checkpointed segments that are run again")
-    forward_written: int = means("bytes that the forward's kernels write")
-    backward_written: int = means("bytes that the backward's kernels write")
-    forward_modules: int = means("modules entered in the forward")
-    recomputed_modules: int = means("modules entered again in recomputation")
-    backward_modules: int = means("modules passed in the backward")
-    fp32: bool
-    fp8_matrices: int = means("elements of those matrices whose products take 8-bit floats", default=0)
-    fp8_trained: int = means("elements of those whose weight gradients do, too", default=0)
-    fp8_recomputed: int = means("elements of those that are recomputed", default=0)
-    fp8_cast: int = means("elements that are cast to 8-bit floats for each token, in the forward", default=0)
-    fp8_cast_back: int = means("elements that are cast to 8-bit floats for each token, in the backward", default=0)
-    segments_remapped: int = means("segments that a full card's allocator returns and takes again", default=0)
-    bytes_remapped: int = means("bytes of segments that a full card's allocator returns and takes again, both ways", default=0)
-    pages_remapped: int = means("pages of expandable segments that it unmaps and maps again, both ways", default=0)
-
-
-def compute_facts(
-    model: Matrices,
-    counts: Counts,
-    workload: Workload,
-    remapped: tuple[int, int, int] = (0, 0, 0),
-    *,
-    casts_counted: bool = False,
-) -> ComputeFacts:
-    """Derive the amounts for one micro batch.
-
-    Args:
+    Attributes:
         model: its matrices.
-        counts: kernels and bytes.
+        counts: kernels, bytes and module calls.
         workload: the run.
         remapped: segments, bytes and pages a step, of a run that fills its card.
         casts_counted: whether the counts hold casts to 8-bit floats, as those of a tape that was traced with them.
+        cp: the ranks that share each sample's tokens.
     """
-    seq = workload.batch.seq_len or 0
-    policy = workload.recomputation
-    # Selective checkpointing keeps what products and attention made; else each k-th block is run again.
-    again = 0 if policy is None else policy.every
-    if policy is not None and policy.selective:
-        again = 2 if policy.alternate else 0
-    recomputed = max(0, model.blocks // again - counts.unfinished) if again else 0
-    recipe = workload.technique(Float8Recipe)
-    casts = recipe is not None and not casts_counted
-    eight = model.blocks if recipe else 0  # the head stays in 16 bits
-    return ComputeFacts(
-        tokens=workload.batch.rows * seq,
-        seq_len=seq,
-        matrices=model.all,
-        trained_matrices=model.trained,
-        recomputed_matrices=recomputed,
-        attention=model.attention,
-        attention_ops=2 if model.causal else 4,
-        recomputed_attention=model.attention // again if again else 0,
-        forward_kernels=counts.forward_kernels,
-        backward_kernels=counts.backward_kernels,
-        recomputed_kernels=counts.recomputed_kernels,
-        checkpoints=counts.checkpoints,
-        forward_written=counts.forward_written,
-        backward_written=counts.backward_written,
-        forward_modules=counts.forward_modules,
-        recomputed_modules=counts.recomputed_modules,
-        backward_modules=counts.backward_modules,
-        fp8_matrices=eight,
-        fp8_trained=0 if recipe is Float8Recipe.ROWWISE_WITH_GW_HP else min(eight, model.trained),
-        fp8_recomputed=recomputed if eight else 0,
-        fp8_cast=model.inputs if casts else 0,
-        fp8_cast_back=model.outputs + (model.inputs if again == 1 else 0) if casts else 0,
-        fp32=workload.numerics.dtype is DType.FP32 and workload.numerics.precision is not Precision.AUTOCAST,
-        segments_remapped=remapped[0],
-        bytes_remapped=remapped[1],
-        pages_remapped=remapped[2],
+
+    model: Matrices
+    counts: Counts
+    workload: Workload
+    remapped: tuple[int, int, int] = (0, 0, 0)
+    casts_counted: bool = False
+    cp: int = 1
+
+    tokens = fact("micro batch × sequence length", lambda c: c.workload.batch.rows * c.seq_len // c.cp)
+    seq_len = fact("tokens a sequence", lambda c: c.workload.batch.seq_len or 0)
+    matrices = fact("elements of all matrices that a token is multiplied with", lambda c: c.model.all)
+    trained_matrices = fact("elements of the matrices that have a weight gradient", lambda c: c.model.trained)
+    recomputed_matrices = fact(
+        "elements of matrices in checkpointed blocks, but for a block's last where nothing after it is saved",
+        lambda c: max(0, c.model.blocks // c._again - c.counts.unfinished) if c._again else 0,
     )
+    attention = fact("heads × head size, over all blocks", lambda c: c.model.attention)
+    attention_ops = fact(
+        "operations a query, key and channel: 4, halved by the causal mask", lambda c: 2 if c.model.causal else 4
+    )
+    recomputed_attention = fact("attention in checkpointed blocks", lambda c: c.model.attention // c._again if c._again else 0)
+    forward_kernels = fact("kernels of the forward", lambda c: c.counts.forward_kernels)
+    backward_kernels = fact("kernels of the backward, recomputation included", lambda c: c.counts.backward_kernels)
+    recomputed_kernels = fact("kernels of the backward that recompute a forward", lambda c: c.counts.recomputed_kernels)
+    checkpoints = fact("checkpointed segments that are run again", lambda c: c.counts.checkpoints)
+    forward_written = fact("bytes that the forward's kernels write", lambda c: c.counts.forward_written)
+    backward_written = fact("bytes that the backward's kernels write", lambda c: c.counts.backward_written)
+    forward_modules = fact("modules entered in the forward", lambda c: c.counts.forward_modules)
+    recomputed_modules = fact("modules entered again in recomputation", lambda c: c.counts.recomputed_modules)
+    backward_modules = fact("modules passed in the backward", lambda c: c.counts.backward_modules)
+    fp8_matrices = fact(  # the head stays in 16 bits
+        "elements of those matrices whose products take 8-bit floats", lambda c: c.model.blocks if c._recipe else 0
+    )
+    fp8_trained = fact(
+        "elements of those whose weight gradients do, too",
+        lambda c: 0 if c._recipe is Float8Recipe.ROWWISE_WITH_GW_HP else min(c.fp8_matrices, c.model.trained),
+    )
+    fp8_recomputed = fact("elements of those that are recomputed", lambda c: c.recomputed_matrices if c.fp8_matrices else 0)
+    fp8_cast = fact(
+        "elements that are cast to 8-bit floats for each token, in the forward", lambda c: c.model.inputs if c._casts else 0
+    )
+    fp8_cast_back = fact(
+        "elements that are cast to 8-bit floats for each token, in the backward",
+        lambda c: c.model.outputs + (c.model.inputs if c._again == 1 else 0) if c._casts else 0,
+    )
+    segments_remapped = fact("segments that a full card's allocator returns and takes again", lambda c: c.remapped[0])
+    bytes_remapped = fact(
+        "bytes of segments that a full card's allocator returns and takes again, both ways", lambda c: c.remapped[1]
+    )
+    pages_remapped = fact("pages of expandable segments that it unmaps and maps again, both ways", lambda c: c.remapped[2])
+
+    @property
+    def fp32(self) -> bool:
+        """Whether products are in fp32."""
+        numerics = self.workload.numerics
+        return numerics.dtype is DType.FP32 and numerics.precision is not Precision.AUTOCAST
+
+    @cached_property
+    def _again(self) -> int:
+        """Each of how many blocks is run again, 0 for none: selective checkpointing keeps what products and attention made."""
+        policy = self.workload.recomputation
+        if policy is None:
+            return 0
+        return (2 if policy.alternate else 0) if policy.selective else policy.every
+
+    @cached_property
+    def _recipe(self) -> Float8Recipe | None:
+        return self.workload.technique(Float8Recipe)
+
+    @property
+    def _casts(self) -> bool:
+        return self._recipe is not None and not self.casts_counted
 
 
 def _matmul(c: ComputeFacts) -> Resource:

@@ -26,7 +26,7 @@ from zeroplan.core.rates import Rates
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Engine
-from zeroplan.engines.compute_traffic import COMPUTE, compute_facts
+from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts
 from zeroplan.ledger.traffic import Executor, WorkItem, derived_work, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.spec import ModelSpec
@@ -69,7 +69,7 @@ class CostModel:
         """
         gpu = None if plan is None else plan.gpu
         remapped = (0, 0, 0) if gpu is None else (gpu.segments_remapped, gpu.bytes_remapped, gpu.pages_remapped)
-        compute = compute_facts(self.matrices, counts, workload, remapped, casts_counted=counts.traced)
+        compute = ComputeFacts(self.matrices, counts, workload, remapped, counts.traced)
         own, ledger = self.traffic.facts(compute, workload, zero), self.traffic.ledger
         if derive:
             return [*derived_work(COMPUTE, compute, self.rates), *derived_work(ledger, own, self.rates)]
@@ -84,7 +84,7 @@ class CostModel:
 
     def facts(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> tuple[Any, Any]:
         """Return the facts that the lines read: the computation's, and the engine's."""
-        compute = compute_facts(self.matrices, counts, workload, casts_counted=counts.traced)
+        compute = ComputeFacts(self.matrices, counts, workload, casts_counted=counts.traced)
         return compute, self.traffic.facts(compute, workload, zero)
 
 

@@ -36,7 +36,7 @@ from zeroplan.core.pipeline_action import Action, Do
 from zeroplan.core.pipeline_order import GATHERED_CHUNKS, PipelineOrder, PipelineSchedule, schedule_of, with_gathers
 from zeroplan.core.rates import Rates, fabric_of
 from zeroplan.engines.base import Case
-from zeroplan.engines.compute_traffic import COMPUTE, compute_facts
+from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts
 from zeroplan.engines.traffic import Sharing
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
@@ -215,7 +215,7 @@ class LayoutCost:
         part = self.whole.blocks // tp
         local = replace(self.whole, all=part, trained=part, blocks=part, attention=self.whole.attention // tp)
         local = replace(local, inputs=self.whole.inputs // tp, outputs=self.whole.outputs // tp)
-        facts = replace(compute_facts(local, self.counts, self.work), tokens=self.tokens)
+        facts = ComputeFacts(local, self.counts, self.work, cp=self.layout.cp)
         items = work_items(COMPUTE, facts, self.rates)
         first, second = (_device(items, phase) / self.blocks for phase in (Phase.FORWARD, Phase.BACKWARD))
         attention = [

@@ -250,7 +250,7 @@ class OptimizerStep:
         sums = self.model_states.setup.shards_states or ranks.model or ranks.ep or self.schedule.grads.keeps_own
         if self.clip or self.may_skip:
             for unit in self.model_states.units:
-                grad = unit.grad_full if self.schedule.grads.keeps_own else unit.grad
+                grad = unit.grads.full if self.schedule.grads.keeps_own else unit.grad
                 if unit.offloaded is None and grad is not None:
                     self.measure(unit, grad)
             kernels.global_norm(
@@ -444,4 +444,4 @@ class OptimizerStep:
 def _has_gradients(unit: UnitState) -> bool:
     if unit.offloaded is not None:
         return unit.offloaded.has_grads
-    return unit.grad_buffer is None or unit.grad_buffer.is_allocated
+    return unit.grads.buffer is None or unit.grads.buffer.is_allocated

@@ -6,13 +6,17 @@ from dataclasses import fields
 
 import pytest
 
+from zeroplan.core.workload import Workload
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.registry import find_engine
+from zeroplan.ledger.work import Counts, Matrices
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 
 #: Traffic reads of the computation how often its hooks run.
-NO_WORK = ComputeFacts(**{one.name: 0 for one in fields(ComputeFacts)})
+NO_WORK = ComputeFacts(
+    Matrices(**{one.name: 0 for one in fields(Matrices)}), Counts(**{one.name: 0 for one in fields(Counts)}), Workload()
+)
 MODELS = ("openai-community/gpt2", "Qwen/Qwen2.5-0.5B")
 
 

@@ -13,7 +13,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE, MEMORY_PER_BYTE_REDUCED
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
-from zeroplan.engines.deepspeed.traffic_facts import Sizes, TrafficFacts, traffic_facts
+from zeroplan.engines.deepspeed.traffic_facts import Sizes, TrafficFacts
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
@@ -399,7 +399,7 @@ class DeepSpeedTraffic(Traffic):
         if sizes is None:
             rank = deepspeed_rank(self._spec.parameters, workload, zero, layout)
             sizes = self._sizes[key] = Sizes.of(rank, self._spec)
-        return traffic_facts(sizes, compute, workload, zero, layout)
+        return TrafficFacts(sizes, compute, workload, zero, layout)
 
     def overlaps(self, zero: ZeroConfig) -> bool:
         """Whether collectives overlap the computation: as ``overlap_comm`` says, else only at stage 3."""

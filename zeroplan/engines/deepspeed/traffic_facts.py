@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
@@ -10,47 +11,9 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
-from zeroplan.engines.deepspeed.resolved_config import muon_updates, resolve_config
-from zeroplan.ledger.line import means
+from zeroplan.engines.deepspeed.resolved_config import ResolvedConfig, muon_updates, resolve_config
+from zeroplan.ledger.line import fact
 from zeroplan.models.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrafficFacts:
-    """One rank of one configuration. Modules are those of one micro batch."""
-
-    forward_modules: int
-    recomputed_modules: int
-    backward_modules: int
-    stage: int
-    ranks: int = means("data-parallel ranks")
-    local_ranks: int = means("data-parallel ranks on one node")
-    steps_before: int = means("ranks − 1, the steps of a ring")
-    gathered: int = means("elements that stage 3 gathers: all but the persistent ones")
-    persistent: int = means("elements of parameters at or below stage3_param_persistence_threshold")
-    tensors: int = means("parameters that are gathered")
-    trained_tensors: int = means("parameters with a gradient")
-    owned_tensors: int = means("parameters whose gradients this rank keeps")
-    reduced: int = means("elements whose gradients are reduced in each micro batch (stages 2 and 3)")
-    reduced_last: int = means("elements in buckets that are reduced when the backward is over, where reductions overlap it")
-    micro_batches: int = means("micro batches a step")
-    reduced_at_step: int = means("elements whose gradients are reduced once a step (stages 0 and 1)")
-    updated: int = means("elements that this rank's optimizer updates")
-    on_gpu: int = means("elements that this rank's optimizer updates on the GPU")
-    on_host: int = means("elements that this rank's optimizer updates on the host, states in memory")
-    on_disk: int = means("elements that this rank's optimizer updates on the host, states on disk")
-    last_to_host: int = means("elements updated on the host at stage 3 whose gradients leave the GPU when the backward is over")
-    params_on_host: int = means("this rank's elements of parameters that stay in host memory")
-    params_on_disk: int = means("this rank's elements of parameters that stay on disk")
-    param_bytes: int = means("bytes of one model parameter")
-    comm_bytes: int = means("bytes of one gradient element on its way")
-    accum_bytes: int = means("bytes of one accumulated gradient element")
-    state_bytes: int = means("bytes of one element's optimizer states")
-    repeats: int = means("micro batches after the first")
-    one_node: bool
-    pinned: bool
-    mixed: bool
-    overlaps: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,53 +48,110 @@ class Sizes:
         )
 
 
-def traffic_facts(
-    sizes: Sizes, compute: ComputeFacts, workload: Workload, zero: ZeroConfig, layout: ParallelLayout
-) -> TrafficFacts:
-    """Return the facts of rank 0.
+@dataclass(frozen=True)
+class TrafficFacts:
+    """Rank 0 of one configuration. Modules are those of one micro batch.
 
     `sizes` must be those of the configuration's persistence thresholds and ``reduce_bucket_size``.
     """
-    stage, ranks = zero.stage, layout.shard_group
-    resolved = resolve_config(workload, zero)
-    updated = sizes.trainable if stage == 0 else -(-sizes.trainable // ranks)
-    device, param_device = resolved.optimizer_device, resolved.param_device
-    moved = 0 if device is OffloadDevice.NONE else round(updated * (zero.offload_optimizer.ratio if stage == 3 else 1))
-    params = -(-(sizes.params - sizes.persistent) // ranks)
-    return TrafficFacts(
-        forward_modules=compute.forward_modules,
-        recomputed_modules=compute.recomputed_modules,
-        backward_modules=compute.backward_modules,
-        stage=stage,
-        ranks=ranks,
-        local_ranks=layout.gpus,
-        steps_before=ranks - 1,
-        gathered=sizes.params - sizes.persistent,
-        persistent=sizes.persistent,
-        tensors=sizes.tensors,
-        trained_tensors=sizes.trained_tensors,
-        owned_tensors=-(-sizes.trained_tensors // ranks) if stage in (1, 2) else sizes.trained_tensors,
-        reduced=sizes.trainable if stage >= 2 else 0,
-        reduced_last=sizes.last_buckets if stage >= 2 and zero.overlaps_comm else 0,
-        micro_batches=workload.batch.grad_accum,
-        reduced_at_step=sizes.trainable if stage < 2 else 0,
-        updated=updated,
-        on_gpu=updated - moved,
-        on_host=moved if device is OffloadDevice.CPU else 0,
-        on_disk=moved if device is OffloadDevice.NVME else 0,
-        last_to_host=moved * sizes.last_buckets // sizes.trainable if stage == 3 and moved else 0,
-        params_on_host=params if param_device is OffloadDevice.CPU else 0,
-        params_on_disk=params if param_device is OffloadDevice.NVME else 0,
-        param_bytes=resolved.param_bytes,
-        comm_bytes=resolved.comm_bytes,
-        accum_bytes=resolved.accum_bytes,
-        state_bytes=find_optimizer(workload.numerics.optimizer).bytes_per_element(sizes.matrices / max(1, sizes.trainable)),
-        repeats=workload.batch.grad_accum - 1,
-        one_node=layout.shards_on_one_node,
-        pinned=zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory,
-        mixed=resolved.param_bytes == 2,
-        overlaps=zero.overlaps_comm,
+
+    sizes: Sizes
+    compute: ComputeFacts
+    workload: Workload
+    zero: ZeroConfig
+    layout: ParallelLayout
+
+    forward_modules = fact("modules entered in the forward", lambda c: c.compute.forward_modules)
+    recomputed_modules = fact("modules entered again in recomputation", lambda c: c.compute.recomputed_modules)
+    backward_modules = fact("modules passed in the backward", lambda c: c.compute.backward_modules)
+    stage = fact("the ZeRO stage", lambda c: c.zero.stage)
+    ranks = fact("data-parallel ranks", lambda c: c.layout.shard_group)
+    local_ranks = fact("data-parallel ranks on one node", lambda c: c.layout.gpus)
+    steps_before = fact("ranks − 1, the steps of a ring", lambda c: c.ranks - 1)
+    gathered = fact("elements that stage 3 gathers: all but the persistent ones", lambda c: c.sizes.params - c.sizes.persistent)
+    persistent = fact("elements of parameters at or below stage3_param_persistence_threshold", lambda c: c.sizes.persistent)
+    tensors = fact("parameters that are gathered", lambda c: c.sizes.tensors)
+    trained_tensors = fact("parameters with a gradient", lambda c: c.sizes.trained_tensors)
+    owned_tensors = fact(
+        "parameters whose gradients this rank keeps",
+        lambda c: -(-c.trained_tensors // c.ranks) if c.stage in (1, 2) else c.trained_tensors,
     )
+    reduced = fact(
+        "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
+        lambda c: c.sizes.trainable if c.stage >= 2 else 0,
+    )
+    reduced_last = fact(
+        "elements in buckets that are reduced when the backward is over, where reductions overlap it",
+        lambda c: c.sizes.last_buckets if c.stage >= 2 and c.overlaps else 0,
+    )
+    micro_batches = fact("micro batches a step", lambda c: c.workload.batch.grad_accum)
+    reduced_at_step = fact(
+        "elements whose gradients are reduced once a step (stages 0 and 1)", lambda c: c.sizes.trainable if c.stage < 2 else 0
+    )
+    updated = fact(
+        "elements that this rank's optimizer updates",
+        lambda c: c.sizes.trainable if c.stage == 0 else -(-c.sizes.trainable // c.ranks),
+    )
+    on_gpu = fact("elements that this rank's optimizer updates on the GPU", lambda c: c.updated - c._moved)
+    on_host = fact(
+        "elements that this rank's optimizer updates on the host, states in memory",
+        lambda c: c._moved if c._resolved.optimizer_device is OffloadDevice.CPU else 0,
+    )
+    on_disk = fact(
+        "elements that this rank's optimizer updates on the host, states on disk",
+        lambda c: c._moved if c._resolved.optimizer_device is OffloadDevice.NVME else 0,
+    )
+    last_to_host = fact(
+        "elements updated on the host at stage 3 whose gradients leave the GPU when the backward is over",
+        lambda c: c._moved * c.sizes.last_buckets // c.sizes.trainable if c.stage == 3 and c._moved else 0,
+    )
+    params_on_host = fact(
+        "this rank's elements of parameters that stay in host memory", lambda c: c._params_at(OffloadDevice.CPU)
+    )
+    params_on_disk = fact("this rank's elements of parameters that stay on disk", lambda c: c._params_at(OffloadDevice.NVME))
+    param_bytes = fact("bytes of one model parameter", lambda c: c._resolved.param_bytes)
+    comm_bytes = fact("bytes of one gradient element on its way", lambda c: c._resolved.comm_bytes)
+    accum_bytes = fact("bytes of one accumulated gradient element", lambda c: c._resolved.accum_bytes)
+    state_bytes = fact(
+        "bytes of one element's optimizer states",
+        lambda c: find_optimizer(c.workload.numerics.optimizer).bytes_per_element(c.sizes.matrices / max(1, c.sizes.trainable)),
+    )
+    repeats = fact("micro batches after the first", lambda c: c.micro_batches - 1)
+
+    @cached_property
+    def _resolved(self) -> ResolvedConfig:
+        return resolve_config(self.workload, self.zero)
+
+    @cached_property
+    def _moved(self) -> int:
+        """Elements whose update leaves the GPU."""
+        if self._resolved.optimizer_device is OffloadDevice.NONE:
+            return 0
+        return round(self.updated * (self.zero.offload_optimizer.ratio if self.stage == 3 else 1))
+
+    def _params_at(self, device: OffloadDevice) -> int:
+        return -(-self.gathered // self.ranks) if self._resolved.param_device is device else 0
+
+    @property
+    def one_node(self) -> bool:
+        """Whether the ranks that shard are on one node."""
+        return self.layout.shards_on_one_node
+
+    @property
+    def pinned(self) -> bool:
+        """Whether what is offloaded lies in pinned memory."""
+        zero = self.zero
+        return zero.offload_optimizer.pin_memory if zero.offload_optimizer else zero.offload_param.pin_memory
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the model is in 16 bits."""
+        return self._resolved.param_bytes == 2
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether collectives overlap the computation."""
+        return self.zero.overlaps_comm
 
 
 def _last_buckets(spec: ModelSpec, bucket: int) -> int:

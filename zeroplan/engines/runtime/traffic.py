@@ -9,10 +9,14 @@ Source: zeroplan_runtime/schedule.py, gradient_reduction.py, optim/step.py and t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.cluster import Cluster
+from zeroplan.core.layout import Flat
+from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.one_bit import message_words
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.workload import Workload
@@ -24,87 +28,112 @@ from zeroplan.engines.runtime.layouts import layout_of
 from zeroplan.engines.runtime.rank import RuntimeRank
 from zeroplan.engines.traffic import Traffic
 from zeroplan.ledger.derive import fraction
-from zeroplan.ledger.line import means
+from zeroplan.ledger.line import fact, means
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
 from zeroplan.models.spec import ModelSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class RuntimeFacts:
-    """One rank of one configuration."""
+    """One rank of one configuration; all ranks own and do the same."""
 
-    ranks: int = means("data-parallel ranks")
+    rank: RuntimeRank
     local_ranks: int = means("data-parallel ranks on one node")
-    steps_before: int = means("ranks − 1, the steps of a ring")
-    micro_batches: int = means("micro batches a step")
-    repeats: int = means("micro batches after the first")
-    units: int = means("units: blocks, large embeddings and heads, and the root")
-    gathered: int = means("elements that are gathered in each forward and backward (stage 3)")
-    gathered_once: int = means("elements that are gathered once a step, after their update (stages 1 and 2)")
-    reduced: int = means("elements whose gradients are reduced in each micro batch (stages 2 and 3)")
-    reduced_once: int = means("elements whose gradients are reduced once a step (stages 0 and 1)")
-    reduced_last: int = means("elements whose reduction has no backward left beside it, over all micro batches of a step")
-    exchanged: int = means("elements whose momentum the ranks exchange in one bit instead of gradients")
-    message_bytes: int = means("bytes of their messages, one a rank: a bit an element, and the scales")
-    kept: int = means("elements of gradients that this rank keeps until the step, on the GPU")
-    on_gpu: int = means("elements that this rank's optimizer updates on the GPU")
-    on_host: int = means("elements that this rank's optimizer updates on the host")
-    on_disk: int = means("elements that this rank's optimizer updates on the host whose masters and states are in files")
-    params_on_host: int = means("this rank's elements of parameters that stay in host memory")
-    params_on_disk: int = means("this rank's elements of parameters that stay in files")
-    param_bytes: int = means("bytes of one parameter")
-    reduce_bytes: int = means("bytes of one gradient element in the reduction, times two where it is an all-reduce")
-    grad_bytes: int = means("bytes of one element of a kept gradient")
-    exchange_bytes: int = means("bytes of one element of a gradient on the host")
-    master_bytes: int = means("bytes of one master that is read and written, 4 each way")
-    state_bytes: int = means("bytes of one element's optimizer states")
-    written_bytes: int = means("bytes of the 16-bit parameter that an update writes beside its master")
-    one_node: bool
-    hooked: bool
-    casts_masters: bool
+    one_node: bool = True
 
-
-def runtime_facts(rank: RuntimeRank, *, local_ranks: int, one_node: bool) -> RuntimeFacts:
-    """Return the facts of a rank; all ranks own and do the same."""
-    setup, units = rank.setup, rank.layout.units
-    flats, trainable = rank.flats, sum(flat.full for flat in rank.flats)
-    compressed = flats if setup.compresses else []
-    each, sent = setup.shards_grads, setup.ranks > 1
-    reduced = 0 if compressed or not sent else trainable
-    # The root, and of the others the unit that the forward enters first.
-    last = sum(flat.full for flat in flats[:2]) * (setup.grad_accum if each else 1)
-    gathered_once = setup.shards_states and not setup.shards_params and sent
-    return RuntimeFacts(
-        ranks=setup.ranks,
-        local_ranks=local_ranks,
-        steps_before=setup.ranks - 1,
-        micro_batches=setup.grad_accum,
-        repeats=setup.grad_accum - 1,
-        units=len(units),
-        gathered=sum(unit.full for unit in units) if setup.shards_params and sent else 0,
-        gathered_once=trainable if gathered_once else 0,
-        reduced=reduced if each else 0,
-        reduced_once=0 if each else reduced,
-        reduced_last=last if reduced else 0,
-        exchanged=sum(flat.full for flat in compressed),
-        message_bytes=sum(4 * setup.ranks * message_words(flat.shard) for flat in compressed),
-        kept=rank.grads_kept,
-        on_gpu=rank.stepped,
-        on_host=rank.stepped_offloaded,
-        on_disk=sum(share for unit, share in rank.stepping if unit.place is Place.NVME),
-        params_on_host=rank.params_at(Place.PINNED),
-        params_on_disk=rank.params_at(Place.NVME),
-        param_bytes=rank.param_bytes,
-        reduce_bytes=rank.reduce_bytes * (1 if setup.shards_states else 2),
-        grad_bytes=rank.grad_bytes,
-        exchange_bytes=rank.exchange_bytes,
-        master_bytes=8,
-        state_bytes=OPTIMIZERS[setup.optimizer].bytes_per_element(),
-        written_bytes=0 if rank.keeps_masters_alone else rank.param_bytes,
-        one_node=one_node,
-        hooked=sent or bool(rank.stepped_offloaded) or setup.shards_params,
-        casts_masters=setup.casts_masters,
+    ranks = fact("data-parallel ranks", lambda c: c.setup.ranks)
+    steps_before = fact("ranks − 1, the steps of a ring", lambda c: c.ranks - 1)
+    micro_batches = fact("micro batches a step", lambda c: c.setup.grad_accum)
+    repeats = fact("micro batches after the first", lambda c: c.micro_batches - 1)
+    units = fact("units: blocks, large embeddings and heads, and the root", lambda c: len(c.rank.layout.units))
+    gathered = fact(
+        "elements that are gathered in each forward and backward (stage 3)",
+        lambda c: sum(unit.full for unit in c.rank.layout.units) if c.setup.shards_params and c._sent else 0,
     )
+    gathered_once = fact(
+        "elements that are gathered once a step, after their update (stages 1 and 2)",
+        lambda c: c._trainable if c.setup.shards_states and not c.setup.shards_params and c._sent else 0,
+    )
+    reduced = fact(
+        "elements whose gradients are reduced in each micro batch (stages 2 and 3)",
+        lambda c: c._reduced if c.setup.shards_grads else 0,
+    )
+    reduced_once = fact(
+        "elements whose gradients are reduced once a step (stages 0 and 1)",
+        lambda c: 0 if c.setup.shards_grads else c._reduced,
+    )
+    reduced_last = fact(
+        "elements whose reduction has no backward left beside it, over all micro batches of a step", lambda c: c._last
+    )
+    exchanged = fact(
+        "elements whose momentum the ranks exchange in one bit instead of gradients",
+        lambda c: sum(flat.full for flat in c._compressed),
+    )
+    message_bytes = fact(
+        "bytes of their messages, one a rank: a bit an element, and the scales",
+        lambda c: sum(4 * c.ranks * message_words(flat.shard) for flat in c._compressed),
+    )
+    kept = fact("elements of gradients that this rank keeps until the step, on the GPU", lambda c: c.rank.grads_kept)
+    on_gpu = fact("elements that this rank's optimizer updates on the GPU", lambda c: c.rank.stepped)
+    on_host = fact("elements that this rank's optimizer updates on the host", lambda c: c.rank.stepped_offloaded)
+    on_disk = fact(
+        "elements that this rank's optimizer updates on the host whose masters and states are in files",
+        lambda c: sum(share for unit, share in c.rank.stepping if unit.place is Place.NVME),
+    )
+    params_on_host = fact(
+        "this rank's elements of parameters that stay in host memory", lambda c: c.rank.params_at(Place.PINNED)
+    )
+    params_on_disk = fact("this rank's elements of parameters that stay in files", lambda c: c.rank.params_at(Place.NVME))
+    param_bytes = fact("bytes of one parameter", lambda c: c.rank.param_bytes)
+    reduce_bytes = fact(
+        "bytes of one gradient element in the reduction, times two where it is an all-reduce",
+        lambda c: c.rank.reduce_bytes * (1 if c.setup.shards_states else 2),
+    )
+    grad_bytes = fact("bytes of one element of a kept gradient", lambda c: c.rank.grad_bytes)
+    exchange_bytes = fact("bytes of one element of a gradient on the host", lambda c: c.rank.exchange_bytes)
+    master_bytes = fact("bytes of one master that is read and written, 4 each way", lambda c: 8)
+    state_bytes = fact("bytes of one element's optimizer states", lambda c: OPTIMIZERS[c.setup.optimizer].bytes_per_element())
+    written_bytes = fact(
+        "bytes of the 16-bit parameter that an update writes beside its master",
+        lambda c: 0 if c.rank.keeps_masters_alone else c.rank.param_bytes,
+    )
+
+    @property
+    def setup(self) -> RuntimeSetup:
+        """What the layout was made for."""
+        return self.rank.setup
+
+    @property
+    def hooked(self) -> bool:
+        """Whether units have hooks."""
+        return self._sent or bool(self.rank.stepped_offloaded) or self.setup.shards_params
+
+    @property
+    def casts_masters(self) -> bool:
+        """Whether masters are cast into the unit that is gathered."""
+        return self.setup.casts_masters
+
+    @property
+    def _sent(self) -> bool:
+        return self.rank.setup.ranks > 1
+
+    @property
+    def _compressed(self) -> Sequence[Flat]:
+        return self.rank.flats if self.setup.compresses else ()
+
+    @cached_property
+    def _trainable(self) -> int:
+        return sum(flat.full for flat in self.rank.flats)
+
+    @property
+    def _reduced(self) -> int:
+        return 0 if self._compressed or not self._sent else self._trainable
+
+    @property
+    def _last(self) -> int:
+        """The root, and of the others the unit that the forward enters first."""
+        times = self.setup.grad_accum if self.setup.shards_grads else 1
+        return sum(flat.full for flat in self.rank.flats[:2]) * times if self._reduced else 0
 
 
 def _link(c: RuntimeFacts) -> Resource:
@@ -276,6 +305,6 @@ class RuntimeTraffic(Traffic):
             parallel = self._cluster.layout
             layout = layout_of(self._spec, workload, zero, parallel, self._runtime_options)
             rank = RuntimeRank(layout=layout)
-            found = runtime_facts(rank, local_ranks=parallel.gpus, one_node=parallel.shards_on_one_node)
+            found = RuntimeFacts(rank, parallel.gpus, parallel.shards_on_one_node)
             self._known[key] = found
         return found

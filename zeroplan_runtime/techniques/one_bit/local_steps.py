@@ -78,9 +78,9 @@ class LocalSteps(MomentumExchange):
             super().exchange(unit, what, betas, scalars)
             return
         assert unit.exchanged is not None
-        assert unit.grad_full is not None
+        assert unit.grads.full is not None
         if not self._skips:
-            unit.exchanged.momentum.mul_(betas[0]).add_(unit.grad_full, alpha=(1 - betas[0]) * self._factor)
+            unit.exchanged.momentum.mul_(betas[0]).add_(unit.grads.full, alpha=(1 - betas[0]) * self._factor)
 
     def updated(self, unit: UnitState, step: CompressionStep, slices: Sequence[GroupSlice], groups: _Groups) -> None:
         """Averages what the update and those before it have changed, in a step that synchronises."""
@@ -92,7 +92,7 @@ class LocalSteps(MomentumExchange):
         assert unit.exchanged is not None
         assert unit.exchanged.anchor is not None
         assert unit.trainable is not None
-        assert unit.grad_full is not None
+        assert unit.grads.full is not None
         kept, anchor = unit.exchanged, unit.exchanged.anchor
         second = unit.optim_states[Buffer.OPTIM_EXP_AVG_SQ]
         for part in slices:

@@ -82,13 +82,13 @@ class MomentumExchange:
         """
         assert unit.exchanged is not None
         assert unit.trainable is not None
-        assert unit.grad_full is not None
+        assert unit.grads.full is not None
         ranks, shard = self._comm.world_size, unit.trainable.layout.shard
         words = message_words(shard)
         sent, received = (one[: ranks * words] for one in self._model_states.messages)
         mine = sent[self._comm.rank * words : (self._comm.rank + 1) * words]
         kept = unit.exchanged
-        kernels.sign_pack(kept.momentum, unit.grad_full, kept.worker_error, sent, ranks=ranks, beta1=beta1, scalars=scalars)
+        kernels.sign_pack(kept.momentum, unit.grads.full, kept.worker_error, sent, ranks=ranks, beta1=beta1, scalars=scalars)
         self._comm.record_collective(2 * unit.index + 1)
         self._comm.all_to_all(received, sent)
         kernels.sign_average(received, kept.server_error, mine, ranks=ranks, scalars=scalars)

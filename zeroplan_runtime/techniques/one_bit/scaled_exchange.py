@@ -73,18 +73,18 @@ class ScaledExchange(MomentumExchange):
             return
         assert unit.exchanged is not None
         assert unit.trainable is not None
-        assert unit.grad_full is not None
+        assert unit.grads.full is not None
         kept, scales = unit.exchanged, self.scales[unit.index]
         beta1 = betas[0]
         views = unit.trainable.views(kept.momentum)
         torch._foreach_mul_(views, [scale * beta1 for scale in scales])
         # The gradient goes to the error, so that the momentum of before stays, equal on all ranks.
-        for error, grad, scale in zip(unit.trainable.views(kept.worker_error), unit.grad_views, scales, strict=True):
+        for error, grad, scale in zip(unit.trainable.views(kept.worker_error), unit.grads.views, scales, strict=True):
             error.add_(grad, alpha=scale * (1 - beta1) * factor)
         ranks, words = self._comm.world_size, message_words(unit.trainable.layout.shard)
         sent, received = (one[: ranks * words] for one in self._model_states.messages)
         mine = sent[self._comm.rank * words : (self._comm.rank + 1) * words]
-        kernels.sign_pack(kept.momentum, unit.grad_full, kept.worker_error, sent, ranks=ranks, beta1=1.0)
+        kernels.sign_pack(kept.momentum, unit.grads.full, kept.worker_error, sent, ranks=ranks, beta1=1.0)
         self._comm.record_collective(2 * unit.index + 1)
         self._comm.all_to_all(received, sent)
         kernels.sign_average(received, kept.server_error, mine, ranks=ranks)

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from zeroplan.capturing.answer import CapturedRun, answer
+from zeroplan.capturing.cards import fitting_cards
+from zeroplan.capturing.kept import keep
 from zeroplan.capturing.result import Captured, as_data, of_data
 from zeroplan.capturing.run import capture_command
 from zeroplan.core.cluster import Cluster
@@ -71,15 +73,78 @@ def test_a_kept_capture_is_answered_for_another_card(tmp_path: Path, cli: Any) -
     assert code == 1
     assert json.loads(out)["plans"][0]["fits"] is False
     assert cli("estimate", "--from", str(kept), "--gpus", "8")[0] == 2
-    log = Path(__file__).parents[1] / "logs" / "real" / "oom_trainer.log"
-    for verb in (["recommend"], ["explain"], ["doctor", str(log)], ["verify"]):
-        code, out, err = cli(*verb, "--from", str(kept))
-        assert (code, out, err.count("\n")) == (2, "", 1), (verb, code, out, err)
-        assert "is a captured run" in err, (verb, err)
-        assert "zeroplan estimate --from" in err, (verb, err)
-    code, out, err = cli("check", str(kept))
-    assert (code, out) == (2, "")
-    assert "is a captured run" in err
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kept capture of the plain loop."""
+    folder = tmp_path_factory.mktemp("kept")
+    captured, run = capture(folder, LOOP)
+    keep(run, captured, str(folder / "run.json"))
+    return folder / "run.json"
+
+
+LOG = Path(__file__).parents[1] / "logs" / "real" / "oom_trainer.log"
+
+
+def test_explain_names_the_lines_of_code(kept: Path, cli: Any) -> None:
+    code, out, _ = cli("explain", "--from", str(kept), "--json")
+    lines = json.loads(out)["plans"][0]["lines"]
+    assert code == 0
+    of = {line["buffer"]: line for line in lines}
+    assert of["param.full"] == {"buffer": "param.full", "line": f"{kept.parent / 'train.py'}:3", "bytes": 4 * MIB}
+    assert of["grad.full"]["line"].endswith(":7")
+    assert of["optim.exp_avg"]["line"].endswith(":8")
+    assert sum(line["bytes"] for line in lines) == json.loads(out)["plans"][0]["peak_allocated"]
+    assert "train.py:8" in cli("explain", "--from", str(kept))[1]
+    assert cli("explain", "--from", str(kept), "--line", "logits")[0] == 2
+
+
+def test_recommend_finds_the_cards_on_which_a_script_runs(kept: Path, cli: Any) -> None:
+    code, out, _ = cli("recommend", "--from", str(kept), "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert all(card["fits"] for card in found["cards"])
+    assert found["cards"][0]["gpu"] == "T4"
+    least = found["least"]
+    assert json.loads(cli("estimate", "--from", str(kept), "--vram", str(least), "--json")[1])["plans"][0]["fits"] is True
+    less = str(least - 64 * MIB)
+    assert json.loads(cli("estimate", "--from", str(kept), "--vram", less, "--json")[1])["plans"][0]["fits"] is not True
+    assert cli("recommend", "--from", str(kept), "--vram", "300M")[0] == 1
+
+
+def test_a_script_in_bf16_is_for_no_card_without_it(tmp_path: Path) -> None:
+    code = LOOP.replace('.to("cuda")', '.to("cuda", torch.bfloat16)').replace('device="cuda")', 'device="cuda").bfloat16()')
+    captured, _ = capture(tmp_path, code)
+    assert captured.stopped is None
+    assert fitting_cards(captured, Cluster.of(gpu="H100")).cards[0].gpu.name == "A10G"
+
+
+def test_check_and_doctor_hold_a_kept_capture_against_a_card_and_a_log(kept: Path, cli: Any) -> None:
+    assert cli("check", str(kept))[0] == 0
+    assert cli("check", str(kept), "--vram", "300M")[1].startswith("Does not fit")
+    code, out, _ = cli("doctor", str(LOG), "--from", str(kept), "--json")
+    assert code == 0
+    assert "a card of 5.0 GiB" in json.dumps(json.loads(out))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["estimate", "--micro-batch", "3"], "--micro-batch: cannot be varied in a captured run"),
+        (["explain", "--stage", "3"], "--stage: cannot be varied in a captured run"),
+        (["explain", "--time"], "a recording has allocations, and no times"),
+        (["recommend", "--global-batch", "8"], "--global-batch: cannot be searched in a captured run"),
+        (["recommend", "--nodes", "2"], "was captured on 1 × 1 GPUs"),
+        (["scale"], "was captured as one of 1 processes"),
+        (["tune"], "zeroplan verify -- python"),
+        (["verify"], "zeroplan verify -- python"),
+    ],
+)
+def test_what_a_recording_cannot_vary_is_one_line(kept: Path, cli: Any, words: list[str], says: str) -> None:
+    code, out, err = cli(*words, "--from", str(kept))
+    assert (code, out, err.count("\n")) == (2, "", 1), (code, out, err)
+    assert says in err
 
 
 def test_writes_go_to_a_temporary_folder_and_are_read_back(tmp_path: Path) -> None:

@@ -44,16 +44,18 @@ class CapturedRun:
     timeline: Timeline
 
 
-def answer(captured: Captured, cluster: Cluster, config: AllocatorConfig | None = None) -> CapturedRun:
+def answer(
+    captured: Captured, cluster: Cluster, config: AllocatorConfig | None = None, *, known: Timeline | None = None
+) -> CapturedRun:
     """Return the plan of a captured script on a machine.
 
     Args:
         captured: what the script did.
         cluster: the machine, which may be another than that of the capture.
         config: the caching allocator's settings; None for torch's defaults.
+        known: the simulated run on a card whose kernels take the same.
     """
-    recorder = replayed(captured, cluster.gpu)
-    timeline = simulate(recorder, config)
+    timeline = simulate(replayed(captured, cluster.gpu), config) if known is None else known
     outside = _outside(captured)
     unmodelled = _left_out(captured)
     gpu, unsure = _judged_card(timeline, outside, cluster, config)

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zeroplan.capturing.answer import CapturedRun, answer
-from zeroplan.capturing.result import of_data
+from zeroplan.capturing.result import Captured, as_data, of_data
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import is_capture, read_bytes
+from zeroplan.core.files import is_capture, read_bytes, write_atomic
+from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
 #: The key under which a kept answer holds what was captured.
 RECORDING = "recording"
 #: The most bytes that are read of such a file.
 _MOST = 256 << 20
+
+
+def keep(run: CapturedRun, captured: Captured, path: str) -> None:
+    """Write an answer with its recording to a file."""
+    held = {RECORDING: as_data(captured)} | json.loads(run.report.to_json())
+    write_atomic(path, json.dumps(held))
 
 
 def kept_capture(files: Sequence[Any]) -> dict[str, Any] | None:
@@ -39,43 +47,69 @@ def kept_capture(files: Sequence[Any]) -> dict[str, Any] | None:
     return held
 
 
-def answered_again(
-    held: dict[str, Any],
-    *,
-    where: str,
-    gpu: str | None = None,
-    vram: str | int | None = None,
-    gpus: int = 1,
-    nodes: int = 1,
-    config: AllocatorConfig | None = None,
-) -> CapturedRun:
-    """Return the answer to a kept capture.
+#: Options that a recording leaves open: the machine, how it is asked, and which file it is.
+_OPEN = frozenset(("files", "program", "gpu", "vram", "cpu_ram", "host", "gpus", "nodes", "alloc_conf", "offline", "token"))
+
+
+def kept_run(request: Ask) -> CapturedRun | None:
+    """Return the answer to a request that is of a kept capture, on the machine that it names; None for another request.
+
+    Raises:
+        BadInput: an option that a recording cannot vary, or a machine of another number of ranks.
+    """
+    held = kept_capture(request.files)
+    if held is None:
+        return None
+    where = str(request.files[0])
+    for name in request.chosen:
+        if name not in _OPEN:
+            flag = f"--{name.replace('_', '-')}" if name != "model" else "MODEL"
+            raise BadInput(
+                f"cannot be varied in a captured run, whose tensors are the script's own ({where})", where=flag,
+                remedy="change it in the script, and capture that; the card can be varied: --gpu, --vram",
+            )  # fmt: skip
+    captured, cluster = recorded(held, request, where)
+    conf = request.alloc_conf or captured.machine.get("alloc_conf", "")
+    return answer(captured, cluster, AllocatorConfig.parse(conf, where=where) if conf else None)
+
+
+def refuse_captured(files: Sequence[Any]) -> None:
+    """Refuse a kept capture where ranks are started, which run the script itself by another verb.
+
+    Raises:
+        BadInput: `files` is a kept capture.
+    """
+    held = kept_capture(files)
+    if held is not None:
+        command = held[RECORDING].get("command", "COMMAND")
+        what = "is a captured run, of which only the script itself can be measured"
+        raise BadInput(what, where=str(files[0]), remedy=f"zeroplan verify -- {command}")
+
+
+def recorded(held: Mapping[str, Any], request: Ask, where: str) -> tuple[Captured, Cluster]:
+    """Return what a kept capture holds, and the machine: that of the capture, but for what the request names.
 
     Args:
         held: the file's data.
-        where: its name.
-        gpu: another card; None for the captured one.
-        vram: another limit; None for the card's.
-        gpus: has to be what the launcher started, or 1 for nothing said.
-        nodes: likewise.
-        config: the caching allocator's settings; None for those of the command.
+        request: names a card, a limit, or the number of ranks that there was.
+        where: the file's name.
 
     Raises:
         BadInput: no capture, or a machine of another number of ranks.
     """
     captured = of_data(held[RECORDING], where)
     machine = held.get("cluster", {})
-    then = (int(machine.get("gpus", 1)), int(machine.get("nodes", 1)))
-    if (gpus, nodes) not in ((1, 1), then):
+    then = Cluster(gpus=int(machine.get("gpus", 1)), nodes=int(machine.get("nodes", 1)))
+    named = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)
+    if ("gpus" in request or "nodes" in request or named.gpus > 1) and (named.gpus, named.nodes) != (then.gpus, then.nodes):
         raise BadInput(
-            f"was captured on {then[1]} × {then[0]} GPUs, and a rank's own allocations are those of that world",
+            f"was captured on {then.nodes} × {then.gpus} GPUs, and a rank's own allocations are those of that world",
             where=where,
             remedy="capture it again with the other number of processes",
         )
-    if gpu is None and vram is None:
-        gpu, vram = machine.get("gpu"), machine.get("vram")
-        if vram is None:
-            gpu = None
-    if config is None and captured.machine.get("alloc_conf"):
-        config = AllocatorConfig.parse(captured.machine["alloc_conf"], where=where)
-    return answer(captured, replace(Cluster.of(gpu=gpu, vram=vram), gpus=then[0], nodes=then[1]), config)
+    gpu, vram = request.gpu, request.vram
+    if gpu is None and (vram is not None or machine.get("vram") is not None):
+        gpu, vram = machine.get("gpu"), vram if vram is not None else machine["vram"]
+    card = None if gpu is None else re.sub(r"^\d+x", "", gpu)
+    found = Cluster.of(gpu=card, vram=vram, cpu_ram=request.cpu_ram, host=request.host)
+    return captured, replace(found, gpus=then.gpus, nodes=then.nodes)

@@ -7,6 +7,7 @@ script: tensors on the host are left alone, and values that the script reads bac
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
@@ -18,7 +19,7 @@ from zeroplan.capturing import places
 from zeroplan.capturing.branches import changes_nothing
 from zeroplan.capturing.places import META, on_gpu, put_on_host
 from zeroplan.capturing.result import WORKSPACE
-from zeroplan.capturing.source import CodeLine, deciding_line, user_line
+from zeroplan.capturing.source import CodeLine, asking_line, deciding_line, user_line
 from zeroplan.tape.expanded import Op
 from zeroplan.trace import kernels
 from zeroplan.trace.known import KnownValues
@@ -68,8 +69,11 @@ class ScriptRecorder(StorageRecorder):
         self.invented_reads: dict[CodeLine, str] = {}
         self.open_branches: dict[CodeLine, bool] = {}
         self.labels: dict[int, str] = {}
+        self.lines: dict[CodeLine | None, int] = {}
+        self.line_of = array("q")
         self._workspaces: set[int] = set()
         self.live = 0
+        self.bf16 = False
 
     # ---- where results go --------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -139,6 +143,7 @@ class ScriptRecorder(StorageRecorder):
 
     def _multiplied(self, func: Any, args: Any) -> None:
         """Take a thread's workspace at its first product: cuBLAS's, or cuBLASLt's where a bias is added in the kernel."""
+        self.bf16 = self.bf16 or args[0].dtype is torch.bfloat16
         biased = func is _ADDMM and args[0].dim() == 1
         index = (2 if biased else 0) + (self.phase == 2)
         for one in (index, index % 2):
@@ -199,6 +204,11 @@ class ScriptRecorder(StorageRecorder):
                 known.keep(out, torch.full(out.shape, decisive, dtype=out.dtype))
 
     # ---- events ------------------------------------------------------------------------------------------------------
+    def _new(self, *args: Any, **kwargs: Any) -> int:
+        line = asking_line()
+        self.line_of.append(self.lines.setdefault(line, len(self.lines)))
+        return super()._new(*args, **kwargs)
+
     def gradient(self, param: int, tensor: torch.Tensor) -> None:
         """Record that a parameter's gradient is complete; unlike a tape's, it is freed where the script frees it."""
         self.out.add(Op.GRAD, param, self.ident(tensor))

@@ -26,15 +26,16 @@ def replayed(captured: Captured, gpu: Gpu) -> Recorder:
     workspaces = [gpu.workspace, gpu.workspace, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE]
     alloc, free, mark = int(Op.ALLOC), int(Op.FREE), int(Op.MARK)
     labels, phases = captured.buffers, captured.phases
+    notes = [captured.lines[line] for line in captured.line_of] or [""] * len(sizes)
     for op, arg in zip(captured.op, captured.arg, strict=True):
         if op == alloc:
             label = labels.get(arg)
             buffer = _BY_PHASE[phases[arg]] if label is None else _LABELS.get(label) or Buffer(label)
-            handles[arg] = recorder.alloc(sizes[arg], buffer)
+            handles[arg] = recorder.alloc(sizes[arg], buffer, note=notes[arg])
         elif op == free:
             recorder.free(handles[arg])
         elif op == WORKSPACE:
-            recorder.alloc(workspaces[arg], Buffer.WORKSPACE)
+            recorder.alloc(workspaces[arg], Buffer.WORKSPACE, note="cuBLAS, at a thread's first product")
         elif op == mark and arg >= FIRST_MARK:
             recorder.mark(MARKS[arg - FIRST_MARK])
     return recorder

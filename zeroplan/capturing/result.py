@@ -41,6 +41,7 @@ class Captured:
         op, arg, aux: the events.
         sizes: each storage's size.
         buffers: what storages are, where known; by number.
+        lines, line_of: lines of code, and of each storage the one that asked for it.
         phases: of each storage the phase in which it was made: 0 none, 1 a forward, 2 a backward.
         way: ``engine`` or ``loop``.
         steps: optimizer steps taken.
@@ -74,6 +75,8 @@ class Captured:
     collectives: bool = False
     command: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    line_of: array[int] = field(default_factory=lambda: array("q"))
 
 
 def _packed(values: Iterable[int], kind: str) -> str:
@@ -100,6 +103,8 @@ def as_data(captured: Captured) -> dict[str, Any]:
         "buffers": {str(key): value for key, value in captured.buffers.items()},
         "phases": base64.b85encode(zlib.compress(captured.phases, 6)).decode(),
         "stopped": None if captured.stopped is None else asdict(captured.stopped),
+        "lines": captured.lines,
+        "line_of": _packed(captured.line_of, "q"),
     }
     names = ("way", "steps", "ended", "notes", "unmodelled", "engine", "model", "workload", "seconds", "collectives",
              "command", "machine")  # fmt: skip
@@ -144,6 +149,8 @@ def of_data(data: Any, where: str) -> Captured:
             bool(data["collectives"]),
             str(data["command"]),
             dict(data["machine"]),
+            [str(one) for one in data.get("lines", ())],
+            _unpacked(data["line_of"], "q") if "line_of" in data else array("q"),
         )
     except BadInput:
         raise

@@ -7,7 +7,7 @@ import sysconfig
 from typing import Any, NamedTuple
 
 _HERE = __file__.rpartition("/")[0].rpartition("/")[0]
-_LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_LIBRARIES = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, key=len, reverse=True))
 #: Parts of the paths of torch's own files that stand between a script and an operator.
 _WAYS_TO_OPERATORS = ("/torch/_", "/torch/overrides.py", "/torch/utils/_")
 
@@ -17,6 +17,11 @@ class CodeLine(NamedTuple):
 
     file: str
     line: int
+
+    @property
+    def short(self) -> str:
+        """Return it without the folder of installed packages."""
+        return f"{next((self.file[len(one) + 1 :] for one in _LIBRARIES if self.file.startswith(one)), self.file)}:{self.line}"
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
@@ -48,6 +53,24 @@ def deciding_line() -> CodeLine | None:
         file = frame.f_code.co_filename
         if not file.startswith(("<", _HERE)) and not any(part in file for part in _WAYS_TO_OPERATORS):
             return CodeLine(file, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+_is_torchs: dict[Any, bool] = {}
+
+
+def asking_line() -> CodeLine | None:
+    """The innermost line, of the person's or a library's, that asks torch for something: none of torch's own files."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        torchs = _is_torchs.get(code)
+        if torchs is None:
+            file = code.co_filename
+            torchs = _is_torchs[code] = file.startswith(("<", _HERE)) or "/torch/" in file
+        if not torchs:
+            return CodeLine(code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
 

@@ -84,8 +84,10 @@ class Capture:
             unmodelled=list(self.unmodelled.values()),
             engine=self.engine,
             model=self.model,
-            workload=self.workload,
+            workload=self.workload | ({"bf16": True} if self.recorder.bf16 else {}),
             collectives=self.process_group,
+            lines=["" if line is None else line.short for line in self.recorder.lines],
+            line_of=self.recorder.line_of,
         )
         self._beyond(captured)
         return captured

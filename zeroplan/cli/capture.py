@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
-
-if TYPE_CHECKING:
-    from zeroplan.capturing.answer import CapturedRun
 
 _MACHINE = "Cluster"
 Gpus = Annotated[int | None, typer.Option("--gpus", metavar="N", rich_help_panel=_MACHINE, help="GPUs in a node.")]
@@ -70,27 +66,11 @@ def capture(
     captured, cluster = capture_command(command, cluster, said_gpus=gpus is not None, steps=steps, rank=rank, seconds=seconds)
     run = answer(captured, cluster, allocator_config(alloc_conf or captured.machine["alloc_conf"]))
     if output is not None:
-        _keep(run, captured, output)
+        from zeroplan.capturing.kept import keep
+
+        keep(run, captured, output)
+    from zeroplan.cli.captured import show_captured
+
     show_captured(run, as_json=as_json, quiet=quiet)
     if check and not any(plan.fits for plan in run.report.plans):
         raise typer.Exit(EXIT_DOES_NOT_FIT)
-
-
-def show_captured(run: CapturedRun, *, as_json: bool, quiet: bool) -> None:
-    """Print the answer."""
-    if as_json:
-        show(run.report.to_json())
-        return
-    from zeroplan.report.captured import captured_text
-    from zeroplan.report.terminal import Terminal
-
-    show(captured_text(run.report, Terminal.here(), quiet=quiet))
-
-
-def _keep(run: CapturedRun, captured: Any, path: str) -> None:
-    from zeroplan.capturing.kept import RECORDING
-    from zeroplan.capturing.result import as_data
-    from zeroplan.core.files import write_atomic
-
-    held = {RECORDING: as_data(captured)} | json.loads(run.report.to_json())
-    write_atomic(path, json.dumps(held))

@@ -12,6 +12,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
+from zeroplan.core.files import is_capture
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.run.ask import Ask
@@ -52,6 +53,10 @@ def check(
     if gpus is not None and gpus < 1:
         raise BadInput(f"{gpus} is out of range", where="--gpus", remedy="use 1 or more")
     files, model = _with_model(files)
+    if any(map(is_capture, files)):
+        from zeroplan.cli.captured import checked
+
+        checked(request.replace(model=model, gpus=gpus), files, quiet=quiet, as_json=as_json)
     version = DEEPSPEED_VERSION
     if request.deepspeed_version is not None:
         from zeroplan.interop.deepspeed_version import asked_version
@@ -171,7 +176,6 @@ def _text(setup: Setup | None, found: DsConfig | None, report: Report | None, fo
 
 def _is_ds_config(file: str, program: str | None) -> bool:
     """Return whether a file is DeepSpeed's: by its keys, or as JSON that no program owns; text in base64 is."""
-    from zeroplan.core.files import is_capture
     from zeroplan.interop.programs.document import load_document
     from zeroplan.interop.programs.registry import PROGRAMS, program_named
 
@@ -182,7 +186,7 @@ def _is_ds_config(file: str, program: str | None) -> bool:
     try:
         document = load_document(file)
     except BadInput:
-        if is_capture(file) or file.lower().endswith((".yaml", ".yml", ".toml", ".sh", ".slurm", ".py")):
+        if file.lower().endswith((".yaml", ".yml", ".toml", ".sh", ".slurm", ".py")):
             raise
         return True  # whose reader says what is wrong
     if document.pipeline is not None:

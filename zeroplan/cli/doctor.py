@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,10 @@ from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import BadInput
 from zeroplan.core.progress import watched, working
 from zeroplan.run.ask import Ask
+
+if TYPE_CHECKING:
+    from zeroplan.logs.diagnose import Diagnosis
+    from zeroplan.planner.failed_run import FailedRunPlan
 
 Log = Annotated[
     str | None,
@@ -76,7 +80,9 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool) -> None:
         show("\n".join(terminal.verdict(found.verdict, not found.failed)))
         return
     planned, following = None, list[str]()
-    if request.model is not None or request.params is not None or request.files:
+    if request.files and (captured := _captured(request, found)) is not None:
+        planned, following = captured, ["zeroplan", "recommend", "--from", str(request.files[0])] if found.failed else []
+    elif request.model is not None or request.params is not None or request.files:
         from zeroplan.planner.failed_run import plan_of_log
 
         card, allowed, tried = (found.sizes.get(name) for name in ("total", "allowed", "tried"))
@@ -87,6 +93,26 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool) -> None:
     show(
         json.dumps(diagnosis_json(found, planned), indent=2) if as_json else diagnosis_text(found, planned, following, terminal)
     )
+
+
+def _captured(request: Ask, found: Diagnosis) -> FailedRunPlan | None:
+    """Return the plan of the kept capture that the request is of, on the card of the log; None for another request."""
+    from zeroplan.capturing.kept import kept_capture, kept_run
+    from zeroplan.planner.failed_run import FailedRunPlan, card_of_log
+
+    if kept_capture(request.files) is None:
+        return None
+    taken: list[str] = []
+    request = request.replace(**card_of_log(request, found.sizes.get("total"), found.sizes.get("allowed"), taken))
+    run = kept_run(request)
+    assert run is not None
+    report, stated, differs = run.report, found.stated, list[str]()
+    ranks = report.cluster["ranks"]
+    if stated.world_size not in (None, ranks):
+        differs.append(f"{stated.world_size} ranks, where {ranks} were captured")
+    if stated.trainable is not None and stated.trainable not in (report.model.trainable, report.model.params):
+        differs.append(f"{stated.trainable:,} trainable parameters, where the captured model has {report.model.trainable:,}")
+    return FailedRunPlan(request, report, tuple(taken), tuple(differs), None)
 
 
 def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bool, quiet: bool, report: bool) -> None:

@@ -56,8 +56,11 @@ def estimate(
         )
     if timeline is not None and not timeline.lower().endswith(".svg"):
         raise BadInput(f"{timeline} is drawn as SVG", where="--timeline", remedy="give a name that ends in .svg")
-    if _captured(request, check=check, quiet=quiet, as_json=as_json):
-        return
+    if request.files:
+        from zeroplan.cli.captured import estimated
+
+        if estimated(request, check=check, quiet=quiet, as_json=as_json):
+            return
     answer = estimate_runs(request)
     report = answer.report
     if html is not None:
@@ -80,29 +83,6 @@ def estimate(
             show("\n" + _peaks(answer, style, terminal.width))
     if check and not any(plan.fits for plan in report.plans):
         raise typer.Exit(EXIT_DOES_NOT_FIT)
-
-
-def _captured(request: Ask, *, check: bool, quiet: bool, as_json: bool) -> bool:
-    """Answer a kept capture; return whether the run's files are one."""
-    from zeroplan.planner.estimate import allocator_config
-
-    if not request.files:
-        return False
-    from zeroplan.capturing.kept import answered_again, kept_capture
-
-    held = kept_capture(request.files)
-    if held is None:
-        return False
-    from zeroplan.cli.capture import show_captured
-
-    run = answered_again(
-        held, where=str(request.files[0]), gpu=request.gpu, vram=request.vram, gpus=request.gpus or 1, nodes=request.nodes or 1,
-        config=allocator_config(request.alloc_conf or ""),
-    )  # fmt: skip
-    show_captured(run, as_json=as_json, quiet=quiet)
-    if check and not any(plan.fits for plan in run.report.plans):
-        raise typer.Exit(EXIT_DOES_NOT_FIT)
-    return True
 
 
 def _json(answer: Estimate, *, peak: bool) -> str:

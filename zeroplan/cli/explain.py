@@ -33,6 +33,10 @@ def explain(
     if time and line is not None:
         raise BadInput("names a line of memory", where="--line", remedy="leave out --time or --line")
     if request.files:
+        from zeroplan.cli.captured import explained
+
+        if explained(request, line, time=time, quiet=quiet, as_json=as_json):
+            return
         from zeroplan.planner.merge import with_files
 
         request, setup = with_files(request)

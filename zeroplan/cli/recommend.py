@@ -124,6 +124,14 @@ def recommend(
     from zeroplan.search.search_options import SearchOptions
 
     smallest = smallest or nodes == "?"
+    if source:
+        from zeroplan.cli.captured import recommended
+
+        searched: dict[str, Any] = {"--candidates": candidates, "--global-batch": global_batch, "--compile": compile}
+        searched |= {"--layouts": layouts, "--smallest": smallest, "--output": output, "--form": form, "--html": html}
+        searched |= {"--new-script": new_script, "--launcher": launcher, "--script": script, "--hosts": hosts}
+        if recommended(request.replace(nodes=_count(nodes)), source, searched, quiet=quiet, as_json=as_json):
+            return
     again, request = flags.searched_checkpointing(request)
     request = request.replace(nodes=_count(nodes), compile=compile)
     fixed = [name for name in MESH_OPTIONS if name in request]

@@ -35,6 +35,7 @@ Price = Annotated[
     str | None,
     typer.Option("--price", rich_help_panel="Whole training", metavar="NUMBER|FILE", help="Of a GPU hour, or JSON by card."),
 ]
+From = Annotated[str | None, typer.Option("--from", hidden=True, help="A captured run, which tells of no other number.")]
 Html = Annotated[
     str | None, typer.Option("--html", callback=flags.writable, help="Write a page with the pictures.", metavar="FILE")
 ]
@@ -52,6 +53,7 @@ def scale(
     profile: Profile = None,
     tokens: Tokens = None,
     price: Price = None,
+    source: From = None,
     style: flags.Style = "plain",
     wide: flags.Wide = False,
     quiet: flags.Quiet = False,
@@ -63,6 +65,10 @@ def scale(
 
     Each row is what recommend finds there. Where states shrink and a larger micro batch fits, the speed-up is superlinear.
     """
+    if source is not None:
+        from zeroplan.cli.captured import refuse_to_scale
+
+        refuse_to_scale(source)
     from zeroplan.core.files import write_atomic
     from zeroplan.report.scaling import scaling_text
     from zeroplan.report.terminal import Terminal

@@ -20,6 +20,7 @@ Steps = Annotated[int, typer.Option("--steps", rich_help_panel=_RUN, help="Optim
 Folder = Annotated[str | None, typer.Option("--folder", rich_help_panel=_RUN, help="Keep results there; go on from them.")]
 Candidates = Annotated[int, typer.Option("--candidates", rich_help_panel=_RUN, help="Configurations to choose from.")]
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", rich_help_panel=_RUN, help="Sequences a step.")]
+From = Annotated[str | None, typer.Option("--from", hidden=True, help="A captured run, which verify -- COMMAND measures.")]
 Output = Annotated[
     str | None, typer.Option("-o", "--output", callback=flags.writable, help="Write the fastest one's ds_config there.")
 ]
@@ -37,6 +38,7 @@ def tune(
     candidates: Candidates = 10,
     global_batch: GlobalBatch = None,
     folder: Folder = None,
+    source: From = None,
     output: Output = None,
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
@@ -45,6 +47,10 @@ def tune(
 
     Weights are random. With --folder a tuning that was cut off goes on; what ran out of memory or died is left out.
     """
+    if source is not None:
+        from zeroplan.cli.captured import refuse_to_run
+
+        refuse_to_run(source)
     from zeroplan.core.files import write_atomic
     from zeroplan.ds_config.writer import dump_ds_config
     from zeroplan.engines.registry import find_engine

@@ -48,6 +48,10 @@ def verify(
     Exits with 3 outside the tolerance. Weights are random, the loop is verify's own: a file that asks for more is refused.
     Without MODEL and --from a built-in set runs, which ends within five minutes.
     """
+    if request.files:
+        from zeroplan.capturing.kept import refuse_captured
+
+        refuse_captured(request.files)
     from zeroplan.validate.api import verify as run
 
     options = {**request.said, "engine": engine, "gpus": gpus}

@@ -157,8 +157,13 @@ def _engine_and_machine(
             taken.append(f"{stated.world_size} ranks")
         else:
             differs.append(f"{stated.world_size} ranks, where the plan has {ranks}")
+    return changes | card_of_log(request, card, allowed, taken), differs
+
+
+def card_of_log(request: Ask, card: int | None, allowed: int | None, taken: list[str]) -> dict[str, object]:
+    """Return the card's memory that the log tells of where the request names none, and add it to `taken`."""
     limit = min((one for one in (card, allowed) if one), default=None)
-    if limit is not None and request.vram is None and request.gpu is None:
-        changes["vram"] = f"{(limit + DRIVER_RESERVE) / GIB:.2f}G"
-        taken.append(f"a card of {limit / GIB:.1f} GiB")
-    return changes, differs
+    if limit is None or request.vram is not None or request.gpu is not None:
+        return {}
+    taken.append(f"a card of {limit / GIB:.1f} GiB")
+    return {"vram": f"{(limit + DRIVER_RESERVE) / GIB:.2f}G"}

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.units import format_bytes
 from zeroplan.report.plans import notes, report_notes
+from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import peak_sentence, verdict
 from zeroplan.report.words import machine_text, model_text
+
+if TYPE_CHECKING:
+    from zeroplan.capturing.cards import CardPlan, FittingCards
+    from zeroplan.simulate.timeline import Timeline
 
 _WAYS = {
     "loop": "what the script itself allocates and frees, in its order",
@@ -15,21 +24,22 @@ _WAYS = {
 }
 
 
-def captured_text(report: Report, terminal: Terminal = PLAIN, *, quiet: bool = False) -> str:
+def captured_text(report: Report, terminal: Terminal = PLAIN, *, quiet: bool = False, phases: bool = True) -> str:
     """Return the whole answer: verdict, peak, what was run, the peak of each part, and the notes.
 
     Args:
         report: the plans of a captured script.
         terminal: where it goes.
         quiet: the verdict alone.
+        phases: whether the peak of each part is shown.
     """
     plan = report.plans[0]
     lines = terminal.verdict(verdict(report), plan.fits)
     if quiet:
         return "\n".join(lines)
     lines += terminal.wrap(peak_sentence(plan))
-    lines += ["", *terminal.wrap(_what(report, plan)), ""]
-    lines += _phases(plan)
+    lines += ["", *terminal.wrap(_what(report, plan))]
+    lines += ["", *_phases(plan)] if phases else []
     lines += notes(report_notes(report), terminal)
     return "\n".join(lines)
 
@@ -57,3 +67,106 @@ def _phases(plan: MemoryPlan) -> list[str]:
     rows += [("outside torch", gpu.outside_torch or 0), ("total", gpu.total or 0)]
     width = max(len(name) for name, _ in rows)
     return [f"  {name:<{width}}  {format_bytes(count):>12}" for name, count in rows]
+
+
+def peak_rows(timeline: Timeline, buffer: str | None = None) -> list[dict[str, Any]]:
+    """Return what is alive at the peak by what it is and the line of code that asked for it: the largest first, bytes.
+
+    Args:
+        timeline: the simulated run of a captured script.
+        buffer: one buffer alone.
+    """
+    found = timeline.alive_by_buffer_and_note()
+    return [
+        {"buffer": kind.value, "line": str(line or ""), "bytes": count}
+        for (kind, line), count in found.items()
+        if buffer in (None, kind.value)
+    ]
+
+
+def peak_lines_text(
+    report: Report, timeline: Timeline, terminal: Terminal = PLAIN, *, buffer: str | None = None, quiet: bool = False
+) -> str:
+    """Return ``explain``'s answer to a captured script: what is alive at the peak, and the lines of code that asked for it.
+
+    Args:
+        report: its plan.
+        timeline: its simulated run.
+        terminal: where it goes.
+        buffer: one buffer alone.
+        quiet: the table alone.
+
+    Raises:
+        BadInput: a buffer of which nothing is alive at the peak.
+    """
+    rows = peak_rows(timeline, buffer)
+    if not rows:
+        known = sorted({row["buffer"] for row in peak_rows(timeline)})
+        raise BadInput(
+            f"nothing of {str(buffer)[:40]!r} is alive at the peak", where="--line", remedy=f"use {', '.join(known)}"
+        )
+    plan = report.plans[0]
+    cells = [[row["buffer"], row["line"] or "-", format_bytes(row["bytes"])] for row in rows[:_MOST_ROWS]]
+    table = render(["buffer", "asked for by", "bytes"], cells, "plain", width=terminal.width)
+    if quiet:
+        return table
+    rest = sum(row["bytes"] for row in rows[_MOST_ROWS:])
+    more = [f"{len(rows) - _MOST_ROWS} smaller ones: {format_bytes(rest)}"] if rest else []
+    head = terminal.wrap(f"{peak_sentence(plan)} Alive then, as torch's allocator rounds it:")
+    outside = terminal.wrap(
+        f"Outside torch's allocator: {format_bytes(plan.gpu.outside_torch or 0)}, as measured of a process."
+    )
+    return "\n".join([*head, "", table, *more, "", *outside, *notes(report_notes(report), terminal)])
+
+
+#: Rows of a table of what is alive.
+_MOST_ROWS = 30
+
+
+def cards_text(found: FittingCards, terminal: Terminal = PLAIN, *, quiet: bool = False) -> str:
+    """Return ``recommend``'s answer to a captured script: the cards on which it runs."""
+    report = found.run.report
+    plan, first = report.plans[0], found.first
+    if plan.gpu.usable is not None:
+        lines = terminal.verdict(verdict(report), plan.fits)
+    elif first is not None:
+        lines = terminal.verdict(f"Fits: the script as it runs, from {_card(first)} on.", True)
+    else:
+        lines = terminal.verdict(verdict(report), plan.fits)
+    if quiet:
+        return "\n".join(lines)
+    if not plan.undecided:
+        lines += terminal.wrap(f"Smallest card on which the plan says that it fits: {format_bytes(found.least)}.")
+    says = "Only the card is open in a recording; batch, lengths, precision and what else saves memory are the script's own: "
+    lines += terminal.wrap(says + "change them there, and capture again.")
+    rows = [
+        [
+            one.gpu.name,
+            format_bytes(one.gpu.memory, digits=1),
+            format_bytes(one.plan.gpu.total or 0, digits=1),
+            str(one.plan.verdict),
+        ]
+        for one in found.cards
+    ]
+    table = render(["card", "memory", "needs", "verdict"], rows, "plain", width=terminal.width)
+    return "\n".join([*lines, "", table, *notes(report_notes(report), terminal)])
+
+
+def cards_json(found: FittingCards) -> dict[str, Any]:
+    """Return the same as values that JSON can hold; sizes are bytes."""
+    plan = found.run.report.plans[0]
+    cards = [
+        {"gpu": one.gpu.name, "memory": one.gpu.memory, "total": one.plan.gpu.total, "verdict": str(one.plan.verdict),
+         "fits": one.plan.fits}
+        for one in found.cards
+    ]  # fmt: skip
+    return {
+        "schema": 1,
+        "least": None if plan.undecided else found.least,
+        "cards": cards,
+        "plan": json.loads(plan.model_dump_json()),
+    }
+
+
+def _card(one: CardPlan) -> str:
+    return f"{one.gpu.name} ({format_bytes(one.gpu.memory, digits=1)})"

@@ -45,9 +45,9 @@ def _done(flags: str, planned: FailedRunPlan) -> bool:
     plan, work = planned.plan, planned.report.workload
     return (
         (flags.startswith("--stage") and plan is not None and plan.stage == 3)
-        or (flags == "--gradient-checkpointing" and work["gradient_checkpointing"])
+        or (flags == "--gradient-checkpointing" and work.get("gradient_checkpointing"))
         or (flags == "--offload-optimizer cpu" and plan is not None and plan.offload_optimizer != "none")
-        or (flags == "--micro-batch" and work["micro_batch"] == 1)
+        or (flags == "--micro-batch" and work.get("micro_batch") == 1)
     )
 
 

@@ -96,7 +96,7 @@ def _from_path(path: str) -> Document:
         some = f": {', '.join(inside[:4])[:160]}" if inside else ""
         raise BadInput("is a folder, not a file", where=path, remedy=f"give the file of the run's arguments{some}")
     if is_capture(path):
-        raise BadInput("is a captured run, which holds no settings", where=path, remedy="zeroplan estimate --from answers it")
+        raise BadInput("is a captured run, which holds no settings", where=path, remedy="zeroplan estimate --from takes it")
     if path.lower().rpartition(".")[2] in _SCRIPTS:
         return _of_shell(path, folder)
     if path.lower().endswith((".py", ".ipynb")):

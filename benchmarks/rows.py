@@ -19,6 +19,8 @@ EXTRA = HERE / "ground_truth" / "extra.jsonl"
 TASKS = HERE / "ground_truth" / "tasks.jsonl"
 #: Configurations drawn at random (measure/draw.py), predicted before they ran.
 DRAWN = HERE / "ground_truth" / "drawn.jsonl"
+#: Classes of transformers drawn at random (measure/classes.py), predicted before they ran.
+CLASSES = HERE / "ground_truth" / "classes.jsonl"
 #: The recommendation's grids: each candidate alone on its host, timed without marks. Failures are rows, too.
 GRID = HERE / "ground_truth" / "grid.jsonl"
 #: The linear layers that the measured LoRA runs adapt.

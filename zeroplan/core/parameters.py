@@ -26,6 +26,8 @@ class Parameters:
         embeddings: which ones are the table of an embedding.
         quantized: which ones are kept in fewer bits where the workload quantises the base.
         weights: shapes of the weights, where `shapes` tells how quantised ones are stored; else empty.
+        unreached: indices of trainable ones that no micro batch gives a gradient, such as a pooler behind which nothing is
+            computed; known of a tape alone.
         stand_in: the list is one stand-in of a model of which only the number of parameters is known.
         largest_layer: elements of the largest layer, where that is known of such a model.
     """
@@ -39,6 +41,7 @@ class Parameters:
     embeddings: tuple[bool, ...] = ()
     quantized: tuple[bool, ...] = ()
     weights: tuple[tuple[int, ...], ...] = ()
+    unreached: frozenset[int] = frozenset()
     stand_in: bool = False
     largest_layer: int | None = None
 
@@ -54,6 +57,15 @@ class Parameters:
     def trained(self) -> tuple[int, ...]:
         """Indices of those that an optimizer steps: trainable, and not empty."""
         return tuple(p for p, on in enumerate(self.trainable) if on and self.numel[p])
+
+    @cached_property
+    def reached(self) -> tuple[int, ...]:
+        """Indices of those that get a gradient."""
+        return tuple(p for p in self.trained if p not in self.unreached)
+
+    def reached_but(self, names: frozenset[str]) -> Parameters:
+        """Return the list with the parameters of these names unreached."""
+        return replace(self, unreached=frozenset(p for p, name in enumerate(self.names) if name in names)) if names else self
 
     @cached_property
     def entries(self) -> tuple[int, ...]:

@@ -50,6 +50,7 @@ class Case:
     With pipeline parallelism, `pipeline` is the order of micro batches
     (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`), `pp_rank` the pipeline rank that is looked at, and `partition`
     how layers are divided: empty for blocks of equal weight, else DeepSpeed's ``partition_method``.
+    `unreached` are names of trainable parameters that no micro batch gives a gradient, as the tape tells.
     `unmodelled` are keys of files that no field here holds; an engine adds its own (:meth:`Engine.unmodelled`).
     """
 
@@ -63,6 +64,7 @@ class Case:
     pipeline: str = "1f1b"
     pp_rank: int = 0
     partition: str = ""
+    unreached: frozenset[str] = frozenset()
 
     @property
     def pipeline_chunks(self) -> tuple[Stage, ...]:
@@ -99,7 +101,7 @@ class Case:
 
             return with_auto_ep(self.spec.parameters, self.spec.model_type, self.layout.ep)
         if self.layout.tp == self.layout.ep == 1:
-            return self.spec.parameters
+            return self.spec.parameters.reached_but(self.unreached)
         from zeroplan.core.expert_parallel import with_local_experts
         from zeroplan.core.tensor_parallel import local_parameters
 
@@ -111,7 +113,7 @@ class Case:
             whole_vocabulary=layout.whole_vocabulary,
             whole_experts=layout.experts_across,
         )
-        return with_local_experts(shared, layout.ep)
+        return with_local_experts(shared, layout.ep).reached_but(self.unreached)
 
 
 class Engine(ABC):

@@ -74,7 +74,17 @@ class TorchRank(Rank, ABC):
     @property
     def trained(self) -> tuple[int, ...]:
         """The parameters that receive a gradient."""
-        return self.parameters.trained
+        return self.parameters.reached
+
+    @cached_property
+    def reached(self) -> int:
+        """Elements of the parameters that a micro batch gives a gradient; torch's optimizers make no states for others."""
+        return sum(self.numel[p] for p in self.trained)
+
+    @property
+    def graded(self) -> int:
+        """Elements of gradients: those of all trained parameters, unless some get none."""
+        return self.reached if self.parameters.unreached else self.trainable
 
     # --- the optimizer ----------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
@@ -201,7 +201,11 @@ def _simulated(
     from zeroplan.planner.tapes import NoTapeError
 
     try:
-        run = simulated_plan(plan, resolved.engine, case, tapes.of(case), config)
+        tape = tapes.of(case)
+        if unreached := tape.parameters.unreached:
+            case = replace(case, unreached=frozenset(tape.parameters.names[p] for p in unreached))
+            plan = formula_plan(resolved.engine, case)
+        run = simulated_plan(plan, resolved.engine, case, tape, config)
     except NoTapeError as error:
         if resolved.depth == SIMULATED:
             raise BadInput(str(error), where="--depth simulated", remedy="use --depth formula") from None

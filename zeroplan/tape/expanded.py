@@ -193,6 +193,8 @@ class ExpandedTape:
         homes = block_of_each(self.modules, len(self.params))
         tables = {p for module in self.modules if module.type.endswith(_TABLE) for p in module.params}
         packed = {p for module in self.modules if module.type in QUANTIZED_LAYERS for p in module.params}
+        reached = {arg for op, arg in zip(self.op, self.arg, strict=True) if op == Op.GRAD}
+        tells = Mark.BACKWARD_BEGIN in self.marks  # which a forward alone does not
         return Parameters(
             names=tuple(param.name for param in self.params),
             shapes=tuple(param.shape for param in self.params),
@@ -202,6 +204,7 @@ class ExpandedTape:
             modules=tuple(module.params for module in self.modules),
             embeddings=tuple(p in tables for p in range(len(self.params))),
             quantized=tuple(p in packed and len(param.shape) >= 2 for p, param in enumerate(self.params)),
+            unreached=frozenset(p for p, param in enumerate(self.params) if tells and param.trainable and p not in reached),
         )
 
     @cached_property

@@ -84,7 +84,7 @@ class Ddp(TorchEngine[DdpRank]):
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DDP's lines and a rank; all ranks are alike."""
-        return LEDGER, self.rank(case, case.spec.parameters)
+        return LEDGER, self.rank(case, case.parameters)
 
     def rank(self, case: Case, parameters: Parameters) -> DdpRank:
         """Return a rank; all ranks are alike."""

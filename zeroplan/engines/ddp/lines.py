@@ -41,7 +41,7 @@ def grad_full(c: DdpRank) -> int:
 
     Source: torch/csrc/autograd/functions/accumulate_grad.h
     """
-    return c.original_bytes * c.trainable
+    return c.original_bytes * c.graded
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.FORWARD,), state=True)
@@ -62,7 +62,7 @@ def buckets(c: DdpRank) -> int:
     return c.original_bytes * c.trainable if c.ranks > 1 else 0
 
 
-add_state_lines(_lines, Place.HBM, lambda c: c.trainable)
+add_state_lines(_lines, Place.HBM, lambda c: c.graded)
 
 
 add_workspace_line(_lines)

@@ -16,7 +16,7 @@ class DdpRank(TorchRank):
     @cached_property
     def kept_gradients(self) -> int:
         """Elements of gradients that stay between steps: all, where ``zero_grad`` only fills them with zeros."""
-        return 0 if self.workload.loop.set_to_none else self.trainable
+        return 0 if self.workload.loop.set_to_none else self.graded
 
     @cached_property
     def reference(self) -> int:

@@ -4,9 +4,14 @@ Until the first backward has shown in which order gradients arrive, one bucket h
 replaces it by buckets of 25 MiB in that order (the first of 1 MiB). One rank alone is not wrapped.
 Source: torch/nn/parallel/distributed.py, _ddp_init_helper; torch/csrc/distributed/c10d/reducer.cpp, rebuild_buckets and
 compute_bucket_assignment_by_size, of torch 2.11.
+
+Where a parameter gets no gradient, DDP runs with ``find_unused_parameters`` alone (the second forward raises without): its
+buckets are those of the parameters' order from the first on, and hold the others, too.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.units import MIB
@@ -51,7 +56,12 @@ class DdpSchedule(EngineSchedule):
             for count in self.rank.numel:
                 self.alloc(self.rank.original_bytes * count, Buffer.PARAM_REFERENCE)
         if self.rank.ranks > 1:
-            self.buckets = [self.alloc(self.rank.original_bytes * self.rank.trainable, Buffer.COMM_ALL_REDUCE)]
+            parameters = self.rank.parameters
+            sizes = [self.rank.original_bytes * self.rank.trainable]
+            if parameters.unreached:
+                sizes = self._bucket_sizes(parameters.trained)[::-1]
+            self.buckets = [self.alloc(nbytes, Buffer.COMM_ALL_REDUCE) for nbytes in sizes]
+            self.rebuilt = bool(parameters.unreached)
 
     def forward_begin(self) -> None:
         """Rebuild the reducer's buckets before the second forward."""
@@ -59,11 +69,11 @@ class DdpSchedule(EngineSchedule):
             self.rebuilt = True
             for block in self.buckets:
                 self.free(block)
-            self.buckets = [self.alloc(nbytes, Buffer.COMM_ALL_REDUCE) for nbytes in self._bucket_sizes()]
+            self.buckets = [self.alloc(nbytes, Buffer.COMM_ALL_REDUCE) for nbytes in self._bucket_sizes(self.arrived)]
 
-    def _bucket_sizes(self) -> list[int]:
+    def _bucket_sizes(self, order: Sequence[int]) -> list[int]:
         sizes, current, limit = [], 0, FIRST_BUCKET
-        for p in self.arrived:
+        for p in order:
             current += self.rank.original_bytes * self.rank.numel[p]
             if current >= limit:
                 sizes.append(current)

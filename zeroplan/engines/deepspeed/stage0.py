@@ -40,6 +40,9 @@ class Stage0(DeepSpeedSchedule):
     def backward_end(self, boundary: bool) -> None:
         """All-reduce the gradients before a step, with one rank as well (engine.py, allreduce_gradients)."""
         if boundary:
+            for p in sorted(self.rank.parameters.unreached):  # engine.py, _get_gradients_for_reduction: zeros
+                if p in self.trained and p not in self.grads:
+                    self.grads[p] = self.alloc(self.rank.param_bytes * self.rank.numel[p], Buffer.GRAD_FULL)
             for experts in (False, True):  # engine.py, buffered_allreduce_fallback
                 own = [self.rank.numel[p] for p in self.trained if (p in self.rank.experts) is experts]
                 self.all_reduce(own, self.rank.param_bytes)

@@ -10,6 +10,9 @@ Note [Gradients of stages 1 and 2]
 
     Parameter groups of experts (Note [Groups of experts] in moe.py) are flattened, partitioned and stepped one after another.
     Their gradients fill the same buckets. Muon's groups are taken together.
+
+    After a backward that was reduced, an owned parameter without gradient gets one of zeros, beside the buffer that has room
+    for it, unless the optimizer is on the host or gradients add up in the partition's own buffer (get_all_grad_tensors).
 """
 
 from __future__ import annotations
@@ -61,6 +64,8 @@ class Stage12(DeepSpeedSchedule):
         self.places = [part.place(rank.rank, self.group.ranks) for part in self.parts]
         self.owned = dict(self.group.owned(rank.rank))
         self.owned_numel = sum(rank.numel[p] for p in self.owned)
+        alone = not self.offload and not self.compact
+        self.zeros = [rank.numel[p] for p in self.owned if p in rank.parameters.unreached] if alone else []
 
         self.own: dict[int, int] = {}  # gradients that own a block
         self.buckets = {comm: _Bucket(comm) for comm in rank.comm_widths}
@@ -180,14 +185,19 @@ class Stage12(DeepSpeedSchedule):
             self.recorder.synchronize(self.stream)
         if not self.contiguous:
             self.partition_grads = [self.own.pop(p) for p in self.owned if p in self.own]
+        gradients = self.partition_grads + self._make_zeros()
         if not self.accumulated and not self.compact:
-            self.accumulated = self.partition_grads
+            self.accumulated = gradients
         else:
-            self.free_all(self.partition_grads)
+            self.free_all(gradients)
         self.partition_grads = []
         if boundary and self.rank.stages_momentum:
             self._update_matrices()
         self._close_buckets()
+
+    def _make_zeros(self) -> list[int]:
+        """Make gradients for parameters that got none (get_all_grad_tensors)."""
+        return [self.alloc(self.rank.accum_bytes * count, Buffer.GRAD_SHARD) for count in self.zeros]
 
     def reduce(self) -> None:
         """Put a second bucket beside that of a pipeline stage's backwards, and reduce (reduce_gradients)."""

@@ -116,7 +116,7 @@ class Fsdp(TorchEngine[FsdpRank]):
     def graded(self, case: Case) -> frozenset[str]:
         """Return what lies frozen in a unit that is trained. See Note [Units that mix trained and frozen weights]."""
         rank = self.rank(case, case.parameters)
-        return frozenset(rank.parameters.names[p] for p in rank.graded)
+        return frozenset(rank.parameters.names[p] for p in rank.with_gradient)
 
     def record(self, rank: FsdpRank, tape: ExpandedTape) -> Recorder:
         """See :func:`zeroplan.engines.fsdp.schedule.record_fsdp`."""

@@ -63,13 +63,24 @@ class FsdpRank(TorchRank):
     def trained(self) -> tuple[int, ...]:
         """The parameters that the optimizer steps."""
         found, mixed = self.parameters.trained, self.workload.loop.mixed_units
+        if self.parameters.unreached:
+            found = tuple(p for p in found if p in self._with_gradients)
         return tuple(p for p in found if self.parameters.adapters[p]) if mixed else found
 
     @cached_property
-    def graded(self) -> tuple[int, ...]:
+    def _with_gradients(self) -> frozenset[int]:
+        """The parameters of units that get a gradient: one of a flat parameter's views is enough, zeros stand for the others.
+
+        Source: torch/distributed/fsdp/_flat_param.py, _is_grad_none_mask and _reset_is_grad_none
+        """
+        reached = set(self.parameters.reached)
+        return frozenset(p for params in self.units.values() if reached.intersection(params) for p in params)
+
+    @cached_property
+    def with_gradient(self) -> tuple[int, ...]:
         """The parameters that get a gradient. See Note [Units that mix trained and frozen weights]."""
         if not self.workload.loop.mixed_units:
-            return self.parameters.trained
+            return self.trained
         return tuple(sorted(p for unit in self.trained_units for p in self.units[unit] if self.numel[p]))
 
     @cached_property

@@ -78,7 +78,7 @@ class FsdpSchedule(EngineSchedule):
         self.whole = next((at for at, module in enumerate(tape.modules) if not module.name), _NONE)
         names = {home: tape.modules[home].name if home >= 0 else "" for home in self.home}
         self.units = {home: FlatUnit(name, set()) for home, name in names.items()}
-        for p in rank.graded:
+        for p in rank.with_gradient:
             self.units[self.home[p]].params.add(p)
         mixed, added = rank.workload.loop.mixed_units, rank.parameters.adapters
         self.adapters = {name for name, params in rank.units.items() if added[params[0]] and not mixed}

@@ -49,7 +49,7 @@ def grad_shard(c: Fsdp2Rank) -> int:
 
     Source: _fsdp_collectives.py, foreach_reduce
     """
-    return 0 if c.offload else c.original_bytes * c.sharded_trainable
+    return 0 if c.offload else c.original_bytes * c.sharded_graded
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
@@ -60,7 +60,7 @@ def grad_accumulated(c: Fsdp2Rank) -> int:
     """
     if not c.accumulates:
         return 0
-    return c.reduce_bytes * (c.accumulated if c.shares_matrices else c.trainable)
+    return c.reduce_bytes * (c.accumulated if c.shares_matrices else c.graded)
 
 
 @_add(Buffer.GRAD_SHARD, Place.PINNED, (Phase.BACKWARD, Phase.STEP), state=True)
@@ -75,14 +75,14 @@ def grad_shard_host(c: Fsdp2Rank) -> int:
 add_state_lines(
     _lines,
     Place.HBM,
-    lambda c: 0 if c.offload else c.sharded_trainable,
+    lambda c: 0 if c.offload else c.sharded_graded,
     rest=lambda c: 0 if c.offload else c.rest,
     matrix=lambda c: 0 if c.offload else c.matrix,
 )
 add_state_lines(
     _lines,
     Place.DRAM,
-    lambda c: c.sharded_trainable if c.offload else 0,
+    lambda c: c.sharded_graded if c.offload else 0,
     rest=lambda c: c.rest if c.offload else 0,
     matrix=lambda c: c.matrix if c.offload else 0,
     suffix="_host",

@@ -69,8 +69,8 @@ class Fsdp2Rank(TorchRank):
         """Elements of whole gradients that add up; a tensor-parallel rank has the embedding's over all words."""
         table = next((p for p in self.trained if self.parameters.names[p].endswith(f"{EMBEDDING}.weight")), None)
         if table is None:
-            return self.trainable
-        return self.trainable + (self.layout.tp - 1) * self.numel[table]
+            return self.reached
+        return self.reached + (self.layout.tp - 1) * self.numel[table]
 
     @cached_property
     def shared_experts(self) -> frozenset[int]:
@@ -134,7 +134,17 @@ class Fsdp2Rank(TorchRank):
     @cached_property
     def sharded_trainable(self) -> int:
         """Elements of this rank's chunks of trained parameters."""
+        return sum(self.chunks[p] for p in self.parameters.trained)
+
+    @cached_property
+    def sharded_reached(self) -> int:
+        """Elements of this rank's chunks of the parameters that a micro batch gives a gradient."""
         return sum(self.chunks[p] for p in self.trained)
+
+    @property
+    def sharded_graded(self) -> int:
+        """Elements of sharded gradients: those of all trained parameters, unless some get none."""
+        return self.sharded_reached if self.parameters.unreached else self.sharded_trainable
 
     @cached_property
     def sharded_frozen(self) -> int:

@@ -333,7 +333,8 @@ class Fsdp2Schedule(EngineSchedule):
         if not found:
             return
         width, rank = self.rank.reduce_bytes, self.rank
-        count = sum(rank.chunks[p] for p in group.params if rank.parameters.trainable[p])
+        unreached = rank.parameters.unreached
+        count = sum(rank.chunks[p] for p in group.params if rank.parameters.trainable[p] and p not in unreached)
         named = found[max(found)] if group.ranks > 1 else -1  # a loop's variable in foreach_reduce
         copied = group.ranks > 1 and not group.rows
         for p in sorted(found) if copied else ():

@@ -85,7 +85,7 @@ def main() -> None:
         result["deepspeed_live"] = {"seconds": round(seconds, 1), "peak_gib": round(memory, 2)}
         print(f"{'DeepSpeed, live 1B model':<26} {seconds:.1f} s, {memory:.1f} GiB: {seconds / mine:.0f} × ours")
     result["command"] = "python -m benchmarks.cold_start" + (" --live" if args.live else "")
-    from zeroplan.core.files import write_atomic
+    from zeroplan.core.plumbing.files import write_atomic
 
     write_atomic(args.json, json.dumps(result, indent=1) + "\n")
 

@@ -172,7 +172,7 @@ def main() -> None:
             s = summary[name]
             average, worst = f"off by {s['mean_absolute']:.1%} on average", f"worst {s['worst']:+.1%}"
             print(f"{name:24} {s['rows']:3} rows, {average}, {worst}, {s['below']} below")
-    from zeroplan.core.files import write_atomic
+    from zeroplan.core.plumbing.files import write_atomic
 
     write_atomic(args.json, json.dumps({"summary": summary, "missing": sorted(missing), "rows": rows}, indent=1) + "\n")
 

@@ -29,7 +29,7 @@ TARGET = ("--platform", "pyemscripten_2026_0_wasm32", "--python-version", "3.14"
 _PYODIDE_FILES = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
 #: Parts of the wheel that planning in a browser has no use for, or that lie beside it.
 _LEFT_OUT = ("zeroplan_runtime", "zeroplan/tapes/data", "zeroplan/ui/static", "zeroplan/trace", "zeroplan/validate")
-#: Of the wheel's folder for libraries, the name that zeroplan/core/native.py looks for in a browser.
+#: Of the wheel's folder for libraries, the name that zeroplan/core/plumbing/native.py looks for in a browser.
 _LIBRARY = "zeroplan/_native/libzeroplan_cpu.so"
 #: Position-independent code without exceptions; Pyodide brings malloc and free.
 _COMPILE = (

@@ -53,8 +53,8 @@ def test_formula_depth_loads_no_schedule(engine: str, fresh_python: Run) -> None
 #: whatever only some runs ask about. A module that needs one of them imports it in the function that does.
 UNUSED_AT_FORMULA_DEPTH = (
     "zeroplan.api",
-    "zeroplan.core.documents",
-    "zeroplan.core.files",
+    "zeroplan.core.plumbing.documents",
+    "zeroplan.core.plumbing.files",
     "zeroplan.tape.expanded",
     "zeroplan.tape.options",
     "zeroplan.core.tensor_parallel",

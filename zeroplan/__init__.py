@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from zeroplan.api import recommend as recommend
     from zeroplan.api import scale as scale
     from zeroplan.callback import ZeroplanCallback as ZeroplanCallback
-    from zeroplan.core.display import Printable
     from zeroplan.core.errors import BadInput as BadInput
     from zeroplan.core.plan import MemoryPlan as MemoryPlan
+    from zeroplan.core.plumbing.display import Printable
     from zeroplan.search.results import Recommendation as Recommendation
     from zeroplan.search.scaling import Scaling as Scaling
     from zeroplan.tuning.api import tune as tune
@@ -94,7 +94,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'zeroplan' has no attribute {name!r}")
     from importlib import import_module
 
-    from zeroplan.core.display import install_renderer
+    from zeroplan.core.plumbing.display import install_renderer
 
     install_renderer(_Report)
     value = getattr(import_module(home), name)

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from zeroplan.core.arena.layout_setup import StateDType
+from zeroplan.core.arena.owned_buffers import OwnedBuffer, spaced
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.layout_setup import StateDType
-from zeroplan.core.owned_buffers import OwnedBuffer, spaced
 from zeroplan.core.workload import DType
 from zeroplan_runtime.offload import pinned
 
@@ -134,7 +134,7 @@ class Arena:
         return tensor
 
     def allocate(self, wanted: Iterable[OwnedBuffer]) -> dict[tuple[Buffer, str], torch.Tensor]:
-        """Allocates the permanent buffers of a plan (:func:`zeroplan.core.layout.runtime_buffers`), zeroed, one block a kind.
+        """Allocates the permanent buffers of a plan (:func:`~zeroplan.core.arena.owned_buffers.runtime_buffers`), zeroed.
 
         Rows in files are recorded and not allocated.
 

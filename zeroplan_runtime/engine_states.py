@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from zeroplan.core.layout_setup import RuntimeSetup, require_exchange
+from zeroplan.core.arena.layout_setup import RuntimeSetup, require_exchange
 from zeroplan.core.optimizers import STATELESS
 from zeroplan.core.zero_config import OffloadOptimizer, ZeroConfig
 from zeroplan.ds_config.rules_runtime import require_offloadable

@@ -22,12 +22,12 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from zeroplan.core.arena.layout import STEP_SCALARS, Flat, Layout, UnitKind, plan_layout
+from zeroplan.core.arena.layout_setup import RuntimeSetup as Setup
+from zeroplan.core.arena.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import STEP_SCALARS, Flat, Layout, UnitKind, plan_layout
-from zeroplan.core.layout_setup import RuntimeSetup as Setup
 from zeroplan.core.optimizers import OPTIMIZERS
-from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.kernels import map_words

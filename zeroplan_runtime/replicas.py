@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zeroplan.core.arena.layout import align
+from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import align
-from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.one_bit import NOT_EXPERTS, NOT_SPLIT
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan_runtime.comm import Communicator

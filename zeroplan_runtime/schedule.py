@@ -33,9 +33,9 @@ from typing import Any, Protocol
 
 import torch
 
+from zeroplan.core.arena.layout import UnitKind
 from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import UnitKind
 from zeroplan_runtime.checks import refuse_copy
 from zeroplan_runtime.compiled import keep_out_of_graphs, may_compile
 from zeroplan_runtime.execution_order import ExecutionOrder

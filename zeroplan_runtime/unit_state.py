@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from zeroplan.core.arena.layout import Flat, UnitKind, UnitLayout
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout import Flat, UnitKind, UnitLayout
 from zeroplan_runtime.arena import ResizableBuffer
 from zeroplan_runtime.kernels import TensorSegments
 from zeroplan_runtime.local_tensors import local_of

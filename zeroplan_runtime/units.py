@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from zeroplan.core.arena.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape
 from zeroplan_runtime.local_tensors import local_of
 
 Policy = Callable[[str, nn.Module], bool]

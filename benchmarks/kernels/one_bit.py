@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.measure import Contender, machine, race, save, show
-from zeroplan.core.layout import align
+from zeroplan.core.arena.layout import align
 from zeroplan.core.one_bit import message_words
 from zeroplan_runtime import kernels
 from zeroplan_runtime.kernels import backends, cuda_backend, one_bit, torch_backend

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.nvme import direct
 from benchmarks.nvme.stream import TARGET, in_turns
+from zeroplan.core.arena.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
+from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
-from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.zero_config import Aio, OffloadDevice
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.chunks import block_sizes, param_chunks

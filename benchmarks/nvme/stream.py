@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.kernels.measure import machine, save
 from benchmarks.nvme import direct
-from zeroplan.core.layout import PAGE
+from zeroplan.core.arena.layout import PAGE
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload import pinned
 from zeroplan_runtime.offload.io import IoEngine

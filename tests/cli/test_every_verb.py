@@ -17,7 +17,7 @@ import pytest
 from tests.patience import PATIENCE
 from zeroplan.cli.help import VERBS
 from zeroplan.cli.progress import ProgressLine
-from zeroplan.core.progress import watch, working
+from zeroplan.core.plumbing.progress import watch, working
 
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA = "meta-llama/Llama-3.2-1B"

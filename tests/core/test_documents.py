@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroplan.core.documents import (
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plumbing.documents import (
     CONFIG,
     parse_relaxed_json,
     parse_toml,
@@ -24,8 +25,7 @@ from zeroplan.core.documents import (
     read_document,
     without_comments,
 )
-from zeroplan.core.errors import BadInput
-from zeroplan.core.files import file_kind, read_bytes, read_head
+from zeroplan.core.plumbing.files import file_kind, read_bytes, read_head
 
 #: Bytes that refusing any file may take.
 ROOM = 300 << 20

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.pipeline_action import Action, Do
-from zeroplan.core.pipeline_order import PipelineOrder, PipelineSchedule, in_flight, with_gathers
+from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, PipelineSchedule, in_flight, with_gathers
 
 ONE_F_ONE_B, GPIPE, ZERO_BUBBLE = PipelineSchedule.ONE_F_ONE_B, PipelineSchedule.GPIPE, PipelineSchedule.ZERO_BUBBLE
 ZBV, DUALPIPE_V = PipelineSchedule.ZBV, PipelineSchedule.DUALPIPE_V

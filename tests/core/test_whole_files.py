@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import require_writable, write_atomic, write_together
+from zeroplan.core.plumbing.files import require_writable, write_atomic, write_together
 
 
 def test_a_pipe_or_a_device_stays_what_it_is(tmp_path: Path) -> None:

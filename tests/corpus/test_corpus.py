@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from zeroplan.core.documents import dump_yaml
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.plumbing.documents import dump_yaml
 from zeroplan.core.unmodelled import may_add
 from zeroplan.interop.programs.registry import PROGRAMS
 from zeroplan.interop.readers import read_setup

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.corpus.test_corpus import laid_out, name_of, rows
-from zeroplan.core.documents import dump_yaml
 from zeroplan.core.optimizers import known_optimizer
+from zeroplan.core.plumbing.documents import dump_yaml
 from zeroplan.interop.programs.known import names_in
 from zeroplan.interop.readers import read_setup
 

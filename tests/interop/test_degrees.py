@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from zeroplan.core.documents import dump_yaml
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plumbing.documents import dump_yaml
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.merge import merge, with_files

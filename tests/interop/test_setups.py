@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroplan.core.documents import MOST_ALIASES, dump_yaml, read_document
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plumbing.documents import MOST_ALIASES, dump_yaml, read_document
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.merge import merge, with_files

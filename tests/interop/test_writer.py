@@ -16,7 +16,7 @@ from strategies import SHAPED, WORKLOADS, ZERO_CONFIGS
 
 from tests.workloads import with_flat
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import write_atomic
+from zeroplan.core.plumbing.files import write_atomic
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadOptimizer, ZenFlow, ZeroConfig
 from zeroplan.ds_config.reader import inspect_ds_config, read_ds_config

@@ -189,7 +189,7 @@ def test_threads_survive_a_fork(fresh_python):
         pytest.skip("libzeroplan_cpu is not built")
     code = """
 import ctypes, os
-from zeroplan.core.native import library
+from zeroplan.core.plumbing.native import library
 sum_of_squares = library().zeroplan_sum_of_squares
 sum_of_squares.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_int]
 sum_of_squares.restype = ctypes.c_double

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroplan.core.segments import TILE, SegmentTable
+from zeroplan.core.arena.segments import TILE, SegmentTable
 from zeroplan_runtime.kernels import SegmentWorkspace, TensorSegments, make_segments
 
 runs = st.lists(st.lists(st.integers(0, 3 * TILE), min_size=1, max_size=5), min_size=1, max_size=4)

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from zeroplan.core.native import library
+from zeroplan.core.plumbing.native import library
 
 
 def native(data: torch.Tensor, *, threads: int = 1, plain: bool = False) -> int:

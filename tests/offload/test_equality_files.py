@@ -16,7 +16,7 @@ from tests.offload.test_host_checkpoint import RESIDENT, resume, save
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
-from zeroplan.core import layout
+from zeroplan.core.arena import layout
 
 MEMORY = {"nvme_in_memory": True}  # wherever the tests' folder may be
 

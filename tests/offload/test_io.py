@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.offload import crc32c
-from zeroplan.core import native
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plumbing import native
 from zeroplan.core.zero_config import Aio
 from zeroplan_runtime.offload import io, pinned
 from zeroplan_runtime.offload.io import DiskFault, DiskFile, IoEngine

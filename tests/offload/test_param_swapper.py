@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from zeroplan.core.arena.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
+from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
-from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import Aio, OffloadDevice
 from zeroplan_runtime.offload import pinned

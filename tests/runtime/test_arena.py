@@ -10,10 +10,10 @@ import torch
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config, train_all
+from zeroplan.core.arena.layout import plan_layout
+from zeroplan.core.arena.layout_setup import RuntimeSetup
+from zeroplan.core.arena.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
-from zeroplan.core.layout import plan_layout
-from zeroplan.core.layout_setup import RuntimeSetup
-from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.workload import DType
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.units import find_units

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroplan.core.buffers import Buffer
-from zeroplan.core.layout import (
+from zeroplan.core.arena.layout import (
     ALIGN,
     STAGING_NUMEL,
     STEP_SCALARS,
@@ -17,8 +16,9 @@ from zeroplan.core.layout import (
     flat_of,
     plan_layout,
 )
-from zeroplan.core.layout_setup import RuntimeSetup
-from zeroplan.core.owned_buffers import runtime_buffers
+from zeroplan.core.arena.layout_setup import RuntimeSetup
+from zeroplan.core.arena.owned_buffers import runtime_buffers
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.workload import DType
 
 params = st.lists(

@@ -16,8 +16,8 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.test_one_bit import Simulation, compress, learn, run, start, states_of
 from tests.runtime.train import ds_config
+from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.errors import BadInput
-from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan_runtime.techniques.one_bit.compression_schedule import SCHEDULES, Exchanged
 
 FREEZE, STEPS = 2, 13

@@ -18,9 +18,9 @@ from tests.runtime.gpu_ranks import run_on_gpus
 from tests.runtime.ranks import RankPool
 from tests.runtime.test_one_bit import Simulation, compress, learn, run, start
 from tests.runtime.train import ds_config, train
+from zeroplan.core.arena.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan_runtime.engine import Engine
 
 FREEZE, STEPS = 4, 9

@@ -15,7 +15,7 @@ import zeroplan_runtime
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ADAMW, distance, ds_config, dtype_of, loss_distance, train_all
-from zeroplan.core import layout
+from zeroplan.core.arena import layout
 from zeroplan.core.errors import BadInput
 
 STEPS = 4

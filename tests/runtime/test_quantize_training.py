@@ -15,9 +15,9 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core import quantize_training
+from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan_runtime.config import read_config
 from zeroplan_runtime.full_tensors import full_params

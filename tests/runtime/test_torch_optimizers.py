@@ -14,9 +14,9 @@ import zeroplan_runtime
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
+from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS
-from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan_runtime.parameter_states import ParameterStates
 
 STEPS = 5

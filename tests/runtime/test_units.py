@@ -13,7 +13,7 @@ import zeroplan_runtime
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
-from zeroplan.core.layout import UnitKind
+from zeroplan.core.arena.layout import UnitKind
 from zeroplan_runtime.units import find_blocks, find_units
 
 STEPS = 4

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroplan.core.pipeline_action import Action, Do
-from zeroplan.core.pipeline_order import PipelineOrder, PipelineSchedule
+from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, PipelineSchedule
 from zeroplan.core.rates import rates_of
 from zeroplan.ledger.work import guess_counts, matrices
 from zeroplan.planner.resolve import resolve

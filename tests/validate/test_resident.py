@@ -14,9 +14,9 @@ import pytest
 
 from tests.runtime.ranks import RankPool
 from tests.validate.resident import grow
+from zeroplan.core.arena.layout import Layout
+from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.buffers import Phase, Place
-from zeroplan.core.layout import Layout
-from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 
 pytestmark = [pytest.mark.torch, pytest.mark.long]

@@ -216,7 +216,7 @@ def _accelerate_file(flags: Mapping[str, str]) -> dict[str, str]:
     name = flags.get("config_file")
     if name is None:
         return {}
-    from zeroplan.core.documents import read_document
+    from zeroplan.core.plumbing.documents import read_document
 
     held = read_document(name)
     return {str(key): str(value) for key, value in held.items() if not isinstance(value, (dict, list)) and value is not None}

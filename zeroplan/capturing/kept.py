@@ -13,7 +13,7 @@ from zeroplan.capturing.answer import CapturedRun, answer
 from zeroplan.capturing.result import Captured, as_data, of_data
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import is_capture, read_bytes, write_atomic
+from zeroplan.core.plumbing.files import is_capture, read_bytes, write_atomic
 from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.config import AllocatorConfig
 

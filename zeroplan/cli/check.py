@@ -12,7 +12,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
-from zeroplan.core.files import is_capture
+from zeroplan.core.plumbing.files import is_capture
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.run.ask import Ask

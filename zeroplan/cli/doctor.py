@@ -12,7 +12,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import BadInput
-from zeroplan.core.progress import watched, working
+from zeroplan.core.plumbing.progress import watched, working
 from zeroplan.run.ask import Ask
 
 if TYPE_CHECKING:

@@ -113,7 +113,7 @@ def _peaks(answer: Estimate, style: str, width: int | None) -> str:
 
 
 def _write_html(answer: Estimate, path: str) -> None:
-    from zeroplan.core.files import write_atomic
+    from zeroplan.core.plumbing.files import write_atomic
     from zeroplan.planner.peak import family_at_peak
     from zeroplan.report.chart_html import DrawnRun
     from zeroplan.report.peak import origin_in
@@ -128,7 +128,7 @@ def _write_html(answer: Estimate, path: str) -> None:
 
 
 def _write_timeline(answer: Estimate, path: str) -> None:
-    from zeroplan.core.files import write_atomic
+    from zeroplan.core.plumbing.files import write_atomic
     from zeroplan.report.timeline import timeline_svg
 
     runs = [(plan, run) for plan, run in zip(answer.report.plans, answer.runs, strict=True) if run is not None]

@@ -35,7 +35,7 @@ Json = Annotated[bool, typer.Option("--json", callback=_json, help="Print JSON."
 def writable(path: str | None) -> str | None:
     """Refuse, before the work starts, a file that could not be written after it: the callback of options that name one."""
     if path is not None:
-        from zeroplan.core.files import require_writable
+        from zeroplan.core.plumbing.files import require_writable
 
         require_writable(path)
     return path
@@ -76,7 +76,7 @@ SearchedCompile = Annotated[
 def _quiet(quiet: bool) -> bool:
     """Show no progress either."""
     if quiet:
-        from zeroplan.core.progress import watch
+        from zeroplan.core.plumbing.progress import watch
 
         watch(None)
     return quiet

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from zeroplan.core.progress import watch
+from zeroplan.core.plumbing.progress import watch
 
 if TYPE_CHECKING:
     from threading import Timer
@@ -16,7 +16,7 @@ PATIENCE = 1.0
 
 
 class ProgressLine:
-    """Draws what :func:`zeroplan.core.progress.working` says, from `patience` seconds on, until it is closed."""
+    """Draws what :func:`zeroplan.core.plumbing.progress.working` says, from `patience` seconds on, until it is closed."""
 
     def __init__(self, patience: float = PATIENCE, console: Any = None) -> None:
         self._patience, self._console = patience, console

@@ -286,7 +286,7 @@ def _write(found: SearchResult, target: Target | None, html: str | None = None) 
     """Write the files of the best configuration, and the page. Returns the former; None where none are asked for, or nothing
     fits.
     """
-    from zeroplan.core.files import write_together
+    from zeroplan.core.plumbing.files import write_together
 
     best, files, texts = found.best, None, {}
     if target is not None and best is not None:

@@ -69,7 +69,7 @@ def scale(
         from zeroplan.cli.captured import refuse_to_scale
 
         refuse_to_scale(source)
-    from zeroplan.core.files import write_atomic
+    from zeroplan.core.plumbing.files import write_atomic
     from zeroplan.report.scaling import scaling_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.scaling import parse_ranks, run_scaling

@@ -11,7 +11,7 @@ import typer
 from zeroplan.cli import flags
 from zeroplan.cli.main import show, verb
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import write_atomic
+from zeroplan.core.plumbing.files import write_atomic
 from zeroplan.engines.registry import find_engine
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask

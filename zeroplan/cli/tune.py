@@ -51,7 +51,7 @@ def tune(
         from zeroplan.cli.captured import refuse_to_run
 
         refuse_to_run(source)
-    from zeroplan.core.files import write_atomic
+    from zeroplan.core.plumbing.files import write_atomic
     from zeroplan.ds_config.writer import dump_ds_config
     from zeroplan.engines.registry import find_engine
     from zeroplan.report.terminal import Terminal

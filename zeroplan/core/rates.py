@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.collectives import Fabric
-from zeroplan.core.documents import CONFIG, parse_json, text_of
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.files import read_bytes
 from zeroplan.core.gpus import Gpu
 from zeroplan.core.network import Network, usual_network
+from zeroplan.core.plumbing.documents import CONFIG, parse_json, text_of
+from zeroplan.core.plumbing.files import read_bytes
+from zeroplan.search.collectives import Fabric
 
 #: Of the data sheet's dense rate, what large 16-bit matrix products attain (cuBLAS, 8192³), by architecture. Hopper's: 727.6 of
 #: 989 on an H200 while three others of its node were at work (benchmarks/results/recommend_blind/profile_4_ranks.json). One by

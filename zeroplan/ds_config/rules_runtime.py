@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
+from zeroplan.core.arena.layout import PAGE, PAGE_NUMEL, Layout
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout
 from zeroplan.core.one_bit import LOCAL_ALONE, NOT_OFFLOADED, NOT_SHARDED, local_steps
 from zeroplan.core.optimizers import find_optimizer, optimizer_of_type
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig

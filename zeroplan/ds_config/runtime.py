@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.layout_setup import RuntimeSetup
+from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig

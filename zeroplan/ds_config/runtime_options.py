@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.layout import WIDE_NUMEL
+from zeroplan.core.arena.layout import WIDE_NUMEL
 
 
 @dataclass(frozen=True, slots=True)

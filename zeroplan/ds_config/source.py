@@ -13,9 +13,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.core.documents import CONFIG, NOT_JSON, kind_of, parse_relaxed_json, plain_copy, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes
+from zeroplan.core.plumbing.documents import CONFIG, NOT_JSON, kind_of, parse_relaxed_json, plain_copy, text_of
+from zeroplan.core.plumbing.files import read_bytes
 
 
 def load_source(source: str | os.PathLike[str] | Mapping[str, Any]) -> tuple[dict[str, Any], str, bool]:

@@ -33,8 +33,7 @@ from itertools import pairwise
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.pipeline import Stage
-from zeroplan.core.pipeline_action import Action, Do
-from zeroplan.core.pipeline_order import PipelineOrder, in_flight, with_gathers
+from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, in_flight, with_gathers
 from zeroplan.engines.pipeline_cut import StageTape
 from zeroplan.engines.player import CuePlayer, EngineSchedule
 from zeroplan.engines.script import Cue, cues_of, workspaces_of

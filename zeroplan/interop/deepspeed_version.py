@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_tail
+from zeroplan.core.plumbing.files import read_tail
 from zeroplan.logs.patterns import DEEPSPEED_SAID
 
 #: What ``--deepspeed-version`` takes in place of a number for the package of this Python.

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from zeroplan.core.files import read_tail
+from zeroplan.core.plumbing.files import read_tail
 from zeroplan.logs.events import LogEvent, LogEventKind, Stated
 from zeroplan.logs.patterns import (
     DEEPSPEED_SAID,

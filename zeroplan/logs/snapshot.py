@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes
+from zeroplan.core.plumbing.files import read_bytes
 
 #: Snapshots with 100,000 events and their stacks have about 100 MB.
 MOST_BYTES = 1 << 30

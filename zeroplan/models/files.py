@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroplan.core.documents import Limits, parse_json, text_of
-from zeroplan.core.files import read_bytes
+from zeroplan.core.plumbing.documents import Limits, parse_json, text_of
+from zeroplan.core.plumbing.files import read_bytes
 
 #: A config, or an index of a checkpoint's files; the largest published index has 15 MB and some 200,000 tensors.
 MODEL_JSON = Limits(size=32 << 20, depth=64, nodes=2_000_000)

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.progress import working
+from zeroplan.core.plumbing.progress import working
 from zeroplan.models import catalog
 from zeroplan.models.files import read_json
 from zeroplan.models.from_config import describable, spec_from_config

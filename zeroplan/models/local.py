@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import file_kind, refused
+from zeroplan.core.plumbing.files import file_kind, refused
 from zeroplan.models.files import read_json
 from zeroplan.models.from_config import describable, spec_from_config
 from zeroplan.models.grouping import group_units

@@ -12,9 +12,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.core.documents import Limits, parse_json, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_head
+from zeroplan.core.plumbing.documents import Limits, parse_json, text_of
+from zeroplan.core.plumbing.files import read_head
 
 #: The format's own limit on a header.
 _LARGEST_HEADER = 100_000_000

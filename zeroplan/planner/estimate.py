@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, ModelInfo, Report
-from zeroplan.core.progress import working
+from zeroplan.core.plumbing.progress import working
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.describe import describe_cluster, describe_setup, describe_workload

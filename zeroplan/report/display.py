@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zeroplan.core.display import Printable
 from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.plumbing.display import Printable
 from zeroplan.report.plans import plan_html, plan_text
 
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import write_atomic
 from zeroplan.core.gpus import DEFAULT_GPU
+from zeroplan.core.plumbing.files import write_atomic
 from zeroplan.core.rates import profile_path, rates_of, read_profile
 from zeroplan.core.units import MIB
 from zeroplan.search.calibrate_host import measure_host

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroplan.core.documents import parse_json, text_of
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.files import read_bytes
+from zeroplan.core.plumbing.documents import parse_json, text_of
+from zeroplan.core.plumbing.files import read_bytes
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.planner.from_ds_config import read_run
 from zeroplan.run.ask import Ask

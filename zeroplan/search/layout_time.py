@@ -11,9 +11,9 @@ Note [Time of a layout]
     Replicas of the shards (HSDP) sum what each shard's ranks have reduced, behind each reduction. Stages of more chunks than
     stay gathered gather them again.
 
-    Collectives take what NCCL's own model says (core/collectives.py): a group of ranks that fits into a node, or into an NVLink
-    domain, uses the links between its GPUs; any other the adapters of those GPUs of each node that belong to it. Gathers and
-    reductions are of one block each. Collectives of different kinds of groups do not slow each other down.
+    Collectives take what NCCL's own model says (search/collectives.py): a group of ranks that fits into a node, or into an
+    NVLink domain, uses the links between its GPUs; any other the adapters of those GPUs of each node that belong to it. Gathers
+    and reductions are of one block each. Collectives of different kinds of groups do not slow each other down.
 
     This is a model: no layout's time was measured here. The page on parallelism holds it against published runs.
     Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 3.2 (bytes of
@@ -28,12 +28,10 @@ from functools import cached_property
 from math import gcd
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.collectives import Collective, RankGroup
 from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import Stage, chunks_of, even_stages
-from zeroplan.core.pipeline_action import Action, Do
-from zeroplan.core.pipeline_order import GATHERED_CHUNKS, PipelineOrder, PipelineSchedule, schedule_of, with_gathers
+from zeroplan.core.pipeline_order import GATHERED_CHUNKS, Action, Do, PipelineOrder, PipelineSchedule, schedule_of, with_gathers
 from zeroplan.core.rates import Rates, fabric_of
 from zeroplan.engines.base import Case
 from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts
@@ -41,6 +39,7 @@ from zeroplan.engines.traffic import Sharing
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.facts import spec_facts
+from zeroplan.search.collectives import Collective, RankGroup
 
 _GIGA, _TERA = 1e9, 1e12
 #: Bytes of an element in the exchanges, which are in 16 bits, and of a reduced gradient.

@@ -27,7 +27,7 @@ from typing import Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.progress import working
+from zeroplan.core.plumbing.progress import working
 from zeroplan.core.unmodelled import may_add
 from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
 from zeroplan.ledger.work import Counts

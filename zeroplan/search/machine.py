@@ -12,7 +12,7 @@ from importlib import metadata
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import find_gpu
-from zeroplan.core.native import library
+from zeroplan.core.plumbing.native import library
 
 _PACKAGES = ("zeroplan", "torch", "transformers", "deepspeed", "accelerate", "peft", "lightning", "cuda-core", "pyyaml")
 

@@ -17,7 +17,7 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import CpuMemory, MemoryPlan, Verdict
-from zeroplan.core.progress import working
+from zeroplan.core.plumbing.progress import working
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine

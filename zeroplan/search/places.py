@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_head, require_writable
+from zeroplan.core.plumbing.documents import read_document
+from zeroplan.core.plumbing.files import read_head, require_writable
 from zeroplan.interop.forms.configuration import DS_CONFIG, WRITTEN, Form
 from zeroplan.interop.forms.launch import EXPORTED
 from zeroplan.interop.forms.program import ADAPTER_KEYS, ADAPTERS

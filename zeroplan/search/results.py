@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.display import Printable
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.plumbing.display import Printable
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Engine

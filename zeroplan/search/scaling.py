@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroplan.core.cluster import MOST_RANKS, Cluster
-from zeroplan.core.display import Printable
 from zeroplan.core.errors import BadInput
-from zeroplan.core.progress import working
+from zeroplan.core.plumbing.display import Printable
+from zeroplan.core.plumbing.progress import working
 from zeroplan.core.workload import Workload
 from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.planner.options import HardwareArguments, RunOptions

@@ -24,9 +24,9 @@ from math import sqrt
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.documents import CONFIG, parse_json, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes
+from zeroplan.core.plumbing.documents import CONFIG, parse_json, text_of
+from zeroplan.core.plumbing.files import read_bytes
 from zeroplan.core.units import parse_count
 
 #: Failures of a GPU and day: 1.5 a week of 400.

@@ -85,7 +85,7 @@ def tape_for(spec: ModelSpec, options: TraceOptions, workload: Workload) -> Tape
         if plain is not None:
             return plain
         raise BadInput(f"no tape of {spec.name} is shipped", remedy="install zeroplan[torch] to trace it")
-    from zeroplan.core.progress import working
+    from zeroplan.core.plumbing.progress import working
     from zeroplan.trace.api import traced
 
     working(f"tracing {spec.name}")

@@ -12,8 +12,8 @@ from importlib import metadata
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes, replace_file
 from zeroplan.core.model_config import labels_of
+from zeroplan.core.plumbing.files import read_bytes, replace_file
 from zeroplan.tape.codec import from_json, to_json
 from zeroplan.tape.format import FORMAT, Tape
 from zeroplan.tape.options import TraceOptions

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
-from zeroplan.core.files import replace_file
 from zeroplan.core.model_config import auto_class_of
+from zeroplan.core.plumbing.files import replace_file
 from zeroplan.models import catalog
 from zeroplan.tape.options import TraceOptions
 from zeroplan.tapes import shipped

@@ -55,7 +55,7 @@ def _same(folder: str) -> dict[str, str]:
 
 def share_equal(models: Iterable[str], folder: str = DATA) -> None:
     """Keep of equal files the first model's, and note whose it is for the others."""
-    from zeroplan.core.files import replace_file
+    from zeroplan.core.plumbing.files import replace_file
 
     kept: dict[bytes, str] = {}
     same: dict[str, str] = {}
@@ -87,7 +87,7 @@ def read_file(path: str) -> dict[str, Any]:
 
 def write_file(path: str, content: dict[str, Any]) -> None:
     """Write or replace a file of tapes."""
-    from zeroplan.core.files import replace_file
+    from zeroplan.core.plumbing.files import replace_file
 
     replace_file(path, lzma.compress(json.dumps(content, separators=(",", ":")).encode(), preset=6))
 

@@ -11,9 +11,9 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.documents import CONFIG, parse_json, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes, write_atomic
+from zeroplan.core.plumbing.documents import CONFIG, parse_json, text_of
+from zeroplan.core.plumbing.files import read_bytes, write_atomic
 from zeroplan.search.results import Recommendation
 
 _FILE = "tune.json"

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from zeroplan.core.documents import parse_json, text_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Relief, Report
+from zeroplan.core.plumbing.documents import parse_json, text_of
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.planner.estimate import Estimate, estimate_runs

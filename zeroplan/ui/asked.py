@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.files import write_atomic
 from zeroplan.core.option import MESH, Option
+from zeroplan.core.plumbing.files import write_atomic
 from zeroplan.run.ask import OPTIONS, Ask
 
 #: Options that a question may hold. The hub's token and a model's own code are not among them.
@@ -157,7 +157,7 @@ def _is_model(name: str, text: str) -> bool:
     """Return whether a file is a model's config.json: an object that names its kind of model."""
     if not name.lower().endswith(".json"):
         return False
-    from zeroplan.core.documents import parse_json
+    from zeroplan.core.plumbing.documents import parse_json
 
     try:
         data = parse_json(text, name)

@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import ConfigDict, Field
 
-from zeroplan.core.display import Printable
 from zeroplan.core.plan import Frozen, MemoryPlan, ModelInfo
+from zeroplan.core.plumbing.display import Printable
 
 SCHEMA_VERSION = 1
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from zeroplan.core.progress import watched, working
+from zeroplan.core.plumbing.progress import watched, working
 from zeroplan.engines.base import Case, Engine
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.job import VerifyJob, ended_early

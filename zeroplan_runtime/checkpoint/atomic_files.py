@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes, replace_file
+from zeroplan.core.plumbing.files import read_bytes, replace_file
 
 LATEST = "latest"
 STATE = "state.json"

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.documents import Limits, parse_json, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes, read_head
+from zeroplan.core.plumbing.documents import Limits, parse_json, text_of
+from zeroplan.core.plumbing.files import read_bytes, read_head
 from zeroplan_runtime.checkpoint.atomic_files import STATE, another, write_durably
 
 CHECKSUMS = "checksums.json"

@@ -27,9 +27,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from zeroplan.core.arena.layout import ParamShape
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import ParamShape
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 from zeroplan_runtime.units import plain_name

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.layout import NORM_PARTS, NORM_WORKSPACE
+from zeroplan.core.arena.layout import NORM_PARTS, NORM_WORKSPACE
 from zeroplan.core.one_bit import SCALE_BLOCK, scales_of
 from zeroplan_runtime.kernels import nvrtc
 from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs

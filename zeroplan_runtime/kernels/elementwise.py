@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.layout import UPDATE_CHUNK
+from zeroplan.core.arena.layout import UPDATE_CHUNK
 from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import FACTOR, SKIP, Reduce, bias_corrections
 from zeroplan_runtime.kernels.update_protocol import Update

@@ -8,7 +8,7 @@ from functools import cache
 
 import torch
 
-from zeroplan.core.native import library as shared_library
+from zeroplan.core.plumbing.native import library as shared_library
 from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs
 from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import FACTOR, SKIP, SQUARES, SignArgs, UpdateArgs

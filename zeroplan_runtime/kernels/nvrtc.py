@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from zeroplan.core.files import replace_file
+from zeroplan.core.plumbing.files import replace_file
 
 #: The environment variable that names the folder of compiled kernels; an empty value keeps none on disk.
 ENVIRONMENT = "ZEROPLAN_KERNEL_CACHE"

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import torch
 
-from zeroplan.core.segments import TILE, SegmentTable
+from zeroplan.core.arena.segments import TILE, SegmentTable
 
 
 @dataclass(frozen=True, slots=True)

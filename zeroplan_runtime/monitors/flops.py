@@ -19,8 +19,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import replace_file
 from zeroplan.core.gpus import find_gpu
+from zeroplan.core.plumbing.files import replace_file
 from zeroplan_runtime.compiled import uncompiled
 from zeroplan_runtime.config import RuntimeConfig
 

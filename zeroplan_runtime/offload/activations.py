@@ -37,9 +37,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroplan.core.arena.layout import LEAST_MOVED_BYTES
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import LEAST_MOVED_BYTES
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.comm import Communicator
 from zeroplan_runtime.local_tensors import is_distributed

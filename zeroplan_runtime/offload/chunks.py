@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroplan.core.arena.layout import Layout
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from zeroplan.core.arena.layout import PAGE
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import PAGE
 from zeroplan_runtime.offload import pinned
 
 # Linux, include/uapi/linux/magic.h and the file systems' own headers.

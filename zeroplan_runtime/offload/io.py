@@ -18,9 +18,9 @@ from typing import Literal, Protocol
 
 import torch
 
+from zeroplan.core.arena.layout import PAGE
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import PAGE
-from zeroplan.core.native import library as shared_library
+from zeroplan.core.plumbing.native import library as shared_library
 from zeroplan.core.zero_config import Aio
 from zeroplan.ds_config.rules_runtime import require_io
 from zeroplan_runtime.offload.io_python import PythonEngine

@@ -10,7 +10,7 @@ import os
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
-from zeroplan.core.layout import PAGE
+from zeroplan.core.arena.layout import PAGE
 
 _WRITE, _CHECKSUM = 1, 2
 _MOST_THREADS = 64

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
+from zeroplan.core.arena.layout import Layout
 from zeroplan.core.buffers import Place
-from zeroplan.core.layout import Layout
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan_runtime.offload.chunks import block_sizes, optimizer_chunks, param_chunks
 from zeroplan_runtime.offload.io import IoEngine

@@ -1,9 +1,9 @@
 """The update of units that have masters, optimizer states or parameters in files, chunk by chunk through pinned buffers.
 
-Each unit's share is divided into chunks of at most :attr:`zeroplan.core.layout.Layout.swap_numel` elements. The tensors of a
-chunk that are in files make one group of the swap pipeline: masters and states are read, updated and written; 16-bit parameters
-that rest in a file are only written. Tensors of the unit that are in host memory are updated there. The gradients are in the
-unit's pinned buffers.
+Each unit's share is divided into chunks of at most :attr:`~zeroplan.core.arena.layout.Layout.swap_numel` elements. The tensors
+of a chunk that are in files make one group of the swap pipeline: masters and states are read, updated and written; 16-bit
+parameters that rest in a file are only written. Tensors of the unit that are in host memory are updated there. The gradients
+are in the unit's pinned buffers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from zeroplan.core.arena.layout import PAGE, SWAP_SLOTS, Layout, UnitLayout
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout import PAGE, SWAP_SLOTS, Layout, UnitLayout
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.chunks import Chunk, optimizer_chunks
 from zeroplan_runtime.offload.host_worker import HostTask

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 
 import torch
 
+from zeroplan.core.arena.layout import PAGE, PAGE_NUMEL, Layout, align
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.layout import PAGE, PAGE_NUMEL, Layout, align
 from zeroplan_runtime.offload.chunks import Chunk, param_chunks
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
 from zeroplan_runtime.streams import Event, Stream

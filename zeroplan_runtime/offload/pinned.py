@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from zeroplan.core.arena.layout import PAGE
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import PAGE
 
 _HUGE = 2 << 20
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14

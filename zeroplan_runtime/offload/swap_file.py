@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from zeroplan.core.arena.layout import PAGE
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import PAGE
 from zeroplan_runtime.offload.io import DiskFault, DiskFile, IoEngine, IoRequest
 
 _RESUME = "check the disk (dmesg, smartctl) and resume from the last checkpoint"

@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from zeroplan.core.documents import parse_json, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes
+from zeroplan.core.plumbing.documents import parse_json, text_of
+from zeroplan.core.plumbing.files import read_bytes
 from zeroplan_runtime.offload.disk_probe import DiskProbe, probe_folder
 from zeroplan_runtime.offload.io import IoEngine
 from zeroplan_runtime.offload.swap_file import SwapFile

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroplan.core.layout import PAGE
+from zeroplan.core.arena.layout import PAGE
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from zeroplan.core.arena.layout import Flat, UnitKind
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import Flat, UnitKind
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.update_request import UpdateRequest

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 
 import torch
 
+from zeroplan.core.arena.layout_setup import RuntimeSetup, require_masters
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout_setup import RuntimeSetup, require_masters
 from zeroplan.core.quantize_training import CHUNK, QUANTIZE_TRAINING, QuantizeTraining
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.unit_state import UnitState
@@ -27,7 +27,7 @@ def require_quantisable(setup: RuntimeSetup, ranks: MeshRanks) -> None:
     """Refuses what has no masters on the device, and ranks that hold parts of a weight.
 
     Raises:
-        BadInput: as :func:`zeroplan.core.layout_setup.require_masters`, and for meshes with tp, pp or ep.
+        BadInput: as :func:`zeroplan.core.arena.layout_setup.require_masters`, and for meshes with tp, pp or ep.
     """
     require_masters(setup.param_dtype, setup.stage, setup.offload_optimizer)
     if ranks.degrees:

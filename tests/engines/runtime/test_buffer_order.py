@@ -16,8 +16,8 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ADAMW
 from tests.validate.small import CONFIG
+from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.dialect import Dialect

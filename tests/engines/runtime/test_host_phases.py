@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from zeroplan.core.arena.layout import PAGE_NUMEL, SWAP_SLOTS, ParamShape, UnitKind, UnitShape, plan_layout
+from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.layout import PAGE_NUMEL, SWAP_SLOTS, ParamShape, UnitKind, UnitShape, plan_layout
-from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 

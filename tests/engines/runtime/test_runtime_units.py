@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.models.reference import build_on_meta
-from zeroplan.core.layout import UnitShape
+from zeroplan.core.arena.layout import UnitShape
 from zeroplan.engines.runtime.units import PEFT_PREFIX, unit_shapes
 from zeroplan.models.load import load_model
 from zeroplan.models.lora import with_lora

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.pipeline_action import Action, Do
-from zeroplan.core.pipeline_order import in_flight
+from zeroplan.core.pipeline_order import Action, Do, in_flight
 from zeroplan.engines.megatron.chunk import ChunkTape, chunk_tape
 from zeroplan.engines.megatron.rank import MegatronRank
 from zeroplan.engines.player import CuePlayer, EngineSchedule, Run, play

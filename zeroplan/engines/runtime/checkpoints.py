@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from zeroplan.core.layout import LEAST_MOVED_BYTES, Layout, UnitKind
+from zeroplan.core.arena.layout import LEAST_MOVED_BYTES, Layout, UnitKind
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts

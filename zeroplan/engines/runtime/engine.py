@@ -7,14 +7,14 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from zeroplan.core.arena.layout import Layout, UnitKind
+from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING, Curriculum
 from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
-from zeroplan.core.layout import Layout, UnitKind
 from zeroplan.core.optimizers import runtime_type
-from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.quantize_training import QUANTIZE_TRAINING, QuantizeTraining
 from zeroplan.core.saving import Saver, Saving, StateDict
@@ -74,7 +74,7 @@ OPTIONS = (
     (3, "nvme", "nvme"),
 )
 
-#: The runtime's memory model; it changes when `zeroplan.core.layout` does.
+#: The runtime's memory model; it changes when `zeroplan.core.arena.layout` does.
 VERSION = "0.1.0"
 
 #: What a plan says of meshes.

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
 
+from zeroplan.core.arena.layout import Flat, Layout, UnitLayout
+from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.buffers import Buffer, Phase, Place
-from zeroplan.core.layout import Flat, Layout, UnitLayout
-from zeroplan.core.owned_buffers import runtime_buffers
 from zeroplan.engines.simulation import CheckpointPhase, HostPhase
 
 _FP32_BYTES = 4

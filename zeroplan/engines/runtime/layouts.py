@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from zeroplan.core.arena.layout import Layout, UnitShape, plan_layout
+from zeroplan.core.arena.layout_setup import RuntimeSetup, require_exchange, require_masters
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.layer_drop import LAYER_DROP
-from zeroplan.core.layout import Layout, UnitShape, plan_layout
-from zeroplan.core.layout_setup import RuntimeSetup, require_exchange, require_masters
 from zeroplan.core.one_bit import NOT_EXPERTS, NOT_SPLIT
 from zeroplan.core.optimizers import RUNTIME_NAMES, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
@@ -202,7 +202,7 @@ def require_quantisable(case: Case) -> None:
     """Refuse a mixture of quantization where the runtime does, or is not modelled with.
 
     Raises:
-        BadInput: as :func:`~zeroplan.core.layout_setup.require_masters`, and for ranks that hold parts of the model.
+        BadInput: as :func:`~zeroplan.core.arena.layout_setup.require_masters`, and for ranks that hold parts of the model.
     """
     require_masters(case.workload.numerics.dtype, case.zero.stage, case.zero.offload_optimizer.device)
     for name in ("tp", "pp", "ep"):

@@ -1,5 +1,5 @@
-"""The runtime's ledger: the rows that its Arena allocates (:func:`~zeroplan.core.owned_buffers.runtime_buffers`), summed up by
-kind, and little else.
+"""The runtime's ledger: the rows that its Arena allocates (:func:`~zeroplan.core.arena.owned_buffers.runtime_buffers`), summed
+up by kind, and little else.
 
 Counts are elements of one rank and hold all padding, so that the items of owned buffers equal the Arena's rows to the byte.
 """

@@ -15,9 +15,8 @@ Note [The runtime on a stage]
 
 from __future__ import annotations
 
-from zeroplan.core.layout import Layout, UnitKind
-from zeroplan.core.pipeline_action import Do
-from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
+from zeroplan.core.arena.layout import Layout, UnitKind
+from zeroplan.core.pipeline_order import Do, PipelineOrder, schedule_of
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
 from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline

@@ -1,4 +1,4 @@
-"""One rank under the included runtime: its layout, and the rows of :mod:`zeroplan.core.owned_buffers` summed up.
+"""One rank under the included runtime: its layout, and the rows of :mod:`zeroplan.core.arena.owned_buffers` summed up.
 
 The ledger's lines and the traffic's facts read it.
 """
@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from zeroplan.core.arena.layout import PAGE, Flat, Layout, UnitLayout
+from zeroplan.core.arena.layout_setup import RuntimeSetup
+from zeroplan.core.arena.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout import PAGE, Flat, Layout, UnitLayout
-from zeroplan.core.layout_setup import RuntimeSetup
-from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.engines.runtime.checkpoints import OffloadedInputSizes
 from zeroplan.ledger.line import fact, means
 

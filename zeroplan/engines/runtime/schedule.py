@@ -12,9 +12,9 @@ import math
 from dataclasses import dataclass, field
 from itertools import groupby
 
+from zeroplan.core.arena.layout import EXPERTS_SUFFIX, Layout, UnitKind
+from zeroplan.core.arena.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout import EXPERTS_SUFFIX, Layout, UnitKind
-from zeroplan.core.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.engines.player import EngineSchedule
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.simulate.recorder import Recorder

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
+from zeroplan.core.arena.layout import Layout
+from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layout import Layout
-from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.losses import leaves_loss_to_function
 from zeroplan.core.workload import DType, Workload
 from zeroplan.ds_config.runtime_options import RuntimeOptions

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from zeroplan.core.arena.layout import Flat
+from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.layout import Flat
-from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.one_bit import message_words
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.workload import Workload

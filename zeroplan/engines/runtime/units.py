@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from zeroplan.core.arena.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape
 from zeroplan.core.errors import BadInput
 from zeroplan.core.expert_parallel import is_expert
-from zeroplan.core.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape
 from zeroplan.models.spec import ModelSpec, Tensor
 
 #: Kinds of tensors whose modules may be units of their own: plain embeddings and linear layers.

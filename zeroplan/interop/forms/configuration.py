@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.documents import dump_yaml
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plumbing.documents import dump_yaml
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.interop.training import NO_TRAINING, Training

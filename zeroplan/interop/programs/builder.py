@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from zeroplan.core.documents import parse_json
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plumbing.documents import parse_json
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.ds_config.source import load_source
 from zeroplan.interop.programs.document import Document, find_beside

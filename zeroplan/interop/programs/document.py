@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.documents import CONFIG, parse_json, read_document, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import file_kind, is_capture, read_bytes
+from zeroplan.core.plumbing.documents import CONFIG, parse_json, read_document, text_of
+from zeroplan.core.plumbing.files import file_kind, is_capture, read_bytes
 from zeroplan.interop.programs.lightning_script import read_script
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
 from zeroplan.interop.programs.script_defaults import ScriptDefaults, imported, parses_arguments, script_defaults

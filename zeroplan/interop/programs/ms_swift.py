@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plumbing.documents import read_document
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder

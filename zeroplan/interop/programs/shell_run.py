@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from posixpath import basename, dirname, isabs, join, normpath
 
-from zeroplan.core.documents import CONFIG, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes
+from zeroplan.core.plumbing.documents import CONFIG, text_of
+from zeroplan.core.plumbing.files import read_bytes
 from zeroplan.interop.programs.shell_syntax import (
     Body,
     Branches,

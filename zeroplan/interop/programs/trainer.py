@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from zeroplan.core.documents import read_document
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plumbing.documents import read_document
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.versions import TRANSFORMERS
 from zeroplan.interop.programs.adapters import (

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from functools import cache
 
-from zeroplan.core.native import library
+from zeroplan.core.plumbing.native import library
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.events import AllocatorResult, BadStream, MarkTotals, OutOfMemory
 

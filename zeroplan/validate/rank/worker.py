@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import write_atomic
+from zeroplan.core.plumbing.files import write_atomic
 from zeroplan.engines.registry import load_engine
 from zeroplan.validate.job import VerifyJob, ended_early
 from zeroplan.validate.lifeline import end_with_launcher

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import fault, read_bytes
+from zeroplan.core.plumbing.files import fault, read_bytes
 
 #: How the fault of a text begins that JSON's syntax does not allow.
 NOT_JSON = "is not JSON"

@@ -1,4 +1,4 @@
-"""Every buffer of the included runtime, row by row, from its :class:`~zeroplan.core.layout.Layout`.
+"""Every buffer of the included runtime, row by row, from its :class:`~zeroplan.core.arena.layout.Layout`.
 
 The Arena allocates by :func:`runtime_buffers` and the predictor reads it; neither computes a size of its own. Notes that the
 rows refer to stand in layout.py.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zeroplan.core.arena.layout import NORM_WORKSPACE, STEP_SCALARS, SWAP_SLOTS, UPDATE_CHUNK, Layout, UnitLayout, align
+from zeroplan.core.arena.layout_setup import StateDType
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
-from zeroplan.core.layout import NORM_WORKSPACE, STEP_SCALARS, SWAP_SLOTS, UPDATE_CHUNK, Layout, UnitLayout, align
-from zeroplan.core.layout_setup import StateDType
 from zeroplan.core.workload import DType
 
 

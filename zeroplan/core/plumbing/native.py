@@ -26,7 +26,7 @@ def candidates() -> list[Path]:
     given = os.environ.get(ENVIRONMENT)
     if given is not None:
         return [Path(given)] if given else []
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parents[2]
     places = [package / "_native" / _NAME]
     build = package.parent / "build"  # a source checkout
     if (package.parent / "csrc" / "cpu").is_dir():

@@ -62,10 +62,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
+from zeroplan.core.arena.layout_setup import RuntimeSetup
+from zeroplan.core.arena.segments import SegmentTable
 from zeroplan.core.buffers import Buffer, Place
-from zeroplan.core.layout_setup import RuntimeSetup
 from zeroplan.core.one_bit import message_words
-from zeroplan.core.segments import SegmentTable
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
 

@@ -10,6 +10,7 @@ import pytest
 
 import zeroplan
 from zeroplan.core.errors import BadInput
+from zeroplan.engines.base import SearchedLayouts
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_orders import LayoutOrders, divides, fixed_degrees, flags_of, least_ranks
@@ -17,6 +18,7 @@ from zeroplan.search.layouts import search_layouts, smallest_cluster
 
 Cli = Callable[..., tuple[int, str, str]]
 NAME = "meta-llama/Llama-3.1-8B"
+FSDP2 = SearchedLayouts(stage=3, staged=2)
 LLAMA = Ask(model=NAME, gpus=8, gpu="H100", depth="formula")
 MIXTURE = LLAMA.replace(model="deepseek-ai/DeepSeek-V2-Lite")
 
@@ -44,23 +46,23 @@ def test_what_is_said_is_fixed() -> None:
 )
 def test_the_rest_is_searched(asked: dict[str, Any], found: set[tuple[int, int, int]]) -> None:
     request = LLAMA.replace(**asked)
-    degrees = [one for one in LayoutOrders().of(request) if divides(request.replace(**one))]
+    degrees = [one for one in LayoutOrders(FSDP2).of(request) if divides(request.replace(**one))]
     assert {(one["tp"], one["pp"], one["cp"]) for one in degrees} == found
     for one in degrees:
         assert one["stage"] == (3 if one["pp"] == 1 else 2)
         assert ("grad_accum" in one) == (one["pp"] > 1)
-    assert all(one["stage"] == 2 for one in LayoutOrders().of(request.replace(stage=2)))
+    assert all(one["stage"] == 2 for one in LayoutOrders(FSDP2).of(request.replace(stage=2)))
 
 
 def test_what_a_search_leaves_out_may_be_asked_for() -> None:
     """Matrices shared between nodes, short rings, and other numbers than powers of two."""
-    degrees = list(LayoutOrders().of(LLAMA.replace(nodes=3, tp=3, cp=2, pp=4, seq_len=512)))
+    degrees = list(LayoutOrders(FSDP2).of(LLAMA.replace(nodes=3, tp=3, cp=2, pp=4, seq_len=512)))
     assert [(one["tp"], one["cp"], one["pp"]) for one in degrees] == [(3, 2, 4)]
-    assert [one["tp"] for one in LayoutOrders().of(LLAMA.replace(nodes=2, tp=16, pp=1, cp=1))] == [16]
+    assert [one["tp"] for one in LayoutOrders(FSDP2).of(LLAMA.replace(nodes=2, tp=16, pp=1, cp=1))] == [16]
 
 
 def test_the_batch_decides_the_accumulation() -> None:
-    found = LayoutOrders(global_batch=96).of(LLAMA.replace(micro_batch=2, cp=1, pp=1))
+    found = LayoutOrders(FSDP2, global_batch=96).of(LLAMA.replace(micro_batch=2, cp=1, pp=1))
     assert [(one["tp"], one["grad_accum"]) for one in found] == [(1, 6), (2, 12), (4, 24), (8, 48)]
     answer = search_layouts(LLAMA.replace(tp=2), global_batch=96)
     assert answer.chosen is not None
@@ -132,7 +134,7 @@ def test_what_cannot_be_is_said_as_estimate_says_it(cli: Cli, words: str, says: 
         ("--compile blocks", "--compile: cannot stand beside --tp"),
         ("--from ds.json", "--from: cannot stand beside --tp"),
         ("--offload-optimizer cpu", "the time of layouts with offload is not modelled"),
-        ("--engine deepspeed", "layouts are planned for fsdp2 alone"),
+        ("--engine deepspeed", "layouts are searched for fsdp2 and megatron alone"),
         ("--global-batch 0", "--global-batch: 0 is below 1"),
         ("--smallest --nodes 2", "--nodes: is what --smallest finds"),
         ("--gpus 4", "is 8 GPUs, and --gpus says 4"),
@@ -159,7 +161,7 @@ def test_python_takes_them_too() -> None:
         zeroplan.recommend(NAME, gpu="8xH100", tp=2, goal="memory")
     with pytest.raises(BadInput, match="nodes: is what smallest finds"):
         zeroplan.recommend(NAME, gpu="8xH100", smallest=True, nodes=2)
-    with pytest.raises(BadInput, match="layouts are planned for"):
+    with pytest.raises(BadInput, match="layouts are searched for"):
         zeroplan.recommend(NAME, gpu="8xH100", tp=2, engine="deepspeed")
 
 
@@ -191,7 +193,7 @@ def test_the_layout_that_is_found_is_planned_alike() -> None:
 
 
 def _ways(asked: Ask, **degrees: Any) -> list[tuple[int, ...]]:
-    return [tuple(one.values()) for one in LayoutOrders().variants(asked, asked.replace(**degrees))]
+    return [tuple(one.values()) for one in LayoutOrders(FSDP2).variants(asked, asked.replace(**degrees))]
 
 
 def test_variants_of_a_layout() -> None:
@@ -204,7 +206,7 @@ def test_variants_of_a_layout() -> None:
     assert _ways(LLAMA.replace(nodes=4), stage=3) == [(1, 2), (4, 3), (4, 2)]
     assert _ways(LLAMA.replace(nodes=4, stage=3), stage=3) == [(4, 3)]
     assert _ways(LLAMA.replace(nodes=4, dp_replicate=1), stage=3) == [(1, 2)]
-    assert list(LayoutOrders(experts=8).variants(LLAMA.replace(nodes=4), LLAMA.replace(nodes=4, stage=2))) == []
+    assert list(LayoutOrders(FSDP2, experts=8).variants(LLAMA.replace(nodes=4), LLAMA.replace(nodes=4, stage=2))) == []
 
 
 def test_a_variant_is_taken_where_it_is_faster_and_said_so(cli: Cli) -> None:

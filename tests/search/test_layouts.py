@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import Verdict
+from zeroplan.engines.base import SearchedLayouts
+from zeroplan.engines.megatron.bridge import staged
+from zeroplan.models.megatron import MegatronModel
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.resolve import resolve
 from zeroplan.report.layouts import layouts_text
@@ -17,15 +22,17 @@ from zeroplan.report.terminal import Terminal
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_answer import LayoutAnswer
 from zeroplan.search.layout_floor import LayoutFloors
-from zeroplan.search.layout_orders import LEAST_GAIN, LayoutOrders
+from zeroplan.search.layout_orders import LEAST_GAIN, LayoutOrders, sequences
 from zeroplan.search.layouts import _between, search_layouts, smallest_cluster
+from zeroplan.search.policy import MOST_TOKENS
 
 Cli = Callable[..., tuple[int, str, str]]
+FSDP2 = SearchedLayouts(stage=3, staged=2)
 LLAMA = Ask(model="meta-llama/Llama-3.1-8B", gpus=8, gpu="H100", seq_len=8192)
 
 
 def test_layouts_that_share_less_come_first() -> None:
-    found = list(LayoutOrders().of(LLAMA.replace(nodes=8, seq_len=32768)))
+    found = list(LayoutOrders(FSDP2).of(LLAMA.replace(nodes=8, seq_len=32768)))
     ranks = [one["tp"] * one["pp"] * one["cp"] for one in found]
     assert ranks == sorted(ranks)
     assert all(64 % count == 0 for count in ranks)
@@ -38,7 +45,7 @@ def test_layouts_that_share_less_come_first() -> None:
         assert one["sp"] == (one["tp"] > 1 and one["pp"] == 1)
         assert one["stage"] == (3 if one["pp"] == 1 else 2)
         assert one.get("grad_accum", 1) >= (one["pp"] if one["pp"] > 1 else 1)
-    assert all(one["cp"] == 1 for one in LayoutOrders().of(LLAMA.replace(nodes=8, seq_len=4096)))
+    assert all(one["cp"] == 1 for one in LayoutOrders(FSDP2).of(LLAMA.replace(nodes=8, seq_len=4096)))
 
 
 def test_the_fastest_that_fits_is_the_answer() -> None:
@@ -124,7 +131,7 @@ def test_the_fewest_nodes_are_asked_for_by_a_question_mark(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"engine": "ddp"}, "layouts are planned for fsdp2 alone"),
+        ({"engine": "ddp"}, "layouts are searched for fsdp2 and megatron alone"),
         ({"gpu": None}, "no limit to fit"),
         ({"model": "nobody/knows-this-model"}, "nobody/knows-this-model"),
     ],
@@ -143,3 +150,51 @@ def test_options_of_the_other_search_are_refused(cli: Cli) -> None:
 
 def test_nothing_tried_is_said_so() -> None:
     assert "Nothing fits" in layouts_text(LayoutAnswer(None, ()), terminal=Terminal(width=None))
+
+
+def test_layouts_of_megatron_are_searched(cli: Cli) -> None:
+    """Its memory was never measured, so no layout is known to fit; pipeline stages split tokens and run in several chunks."""
+    found = search_layouts(LLAMA.replace(model="meta-llama/Llama-3.1-70B", nodes=8, engine="megatron"))
+    assert found.best is None
+    assert found.may is not None
+    ask = found.may.request
+    assert (ask.engine, ask.stage, ask.sp) == ("megatron", 1, True)
+    assert ask.tp <= 8 < ask.tp * ask.pp * ask.cp
+    assert found.may.plan.gpu.interval[1] <= found.may.plan.gpu.usable
+    assert ask.vpp > 1
+    assert found.may.simpler is not None
+    assert found.may.simpler.waiting > found.may.time.waiting
+    code, _, said = cli("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "8xH100", "--engine", "ddp", "--layouts")
+    assert code == 2
+    assert "layouts are searched for fsdp2 and megatron alone" in said
+
+
+def test_megatron_divides_126_layers_over_16_stages(cli: Cli) -> None:
+    words = ("meta-llama/Llama-3.1-405B", "--engine", "megatron", "--gpu", "8xH100", "--nodes", "128", "--seq-len", "8192")
+    _, text, _ = cli("estimate", *words, "--tp", "8", "--sp", "--pp", "16", "--grad-accum", "64", "--depth", "formula")
+    assert "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split" in " ".join(text.split())
+    model = MegatronModel.of({"num_layers": 61, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128})
+    uneven, flags = staged(model, ParallelLayout(gpus=16, pp=16))
+    assert (uneven.decoder_first_pipeline_num_layers, uneven.decoder_last_pipeline_num_layers) == (3, 2)
+    assert flags == "--decoder-first-pipeline-num-layers 3 --decoder-last-pipeline-num-layers 2"
+    even = replace(model, num_layers=64)
+    assert staged(even, ParallelLayout(gpus=16, pp=16)) == (even, "")
+
+
+def test_a_step_takes_no_more_tokens_than_published_runs_do() -> None:
+    """On 16,384 GPUs the fastest layout by tokens a second would take 67 million a step; what the request says stands."""
+    request = LLAMA.replace(model="meta-llama/Llama-3.1-405B", nodes=2048)
+    found = search_layouts(request)
+    assert found.best is not None
+    assert sequences(found.best.request) * 8192 <= MOST_TOKENS
+    told = search_layouts(request.replace(micro_batch=1))
+    assert told.best is not None
+    assert sequences(told.best.request) * 8192 > MOST_TOKENS
+
+
+def test_no_rank_of_a_layout_loads_the_whole_model() -> None:
+    """Shards are made or read where they belong, so that 8 ranks of a node do not hold eight models of 70B on the host."""
+    found = search_layouts(LLAMA.replace(model="meta-llama/Llama-3.1-70B", nodes=8))
+    assert found.best is not None
+    assert found.best.request.from_scratch
+    assert found.best.layout.dp == 64

@@ -158,7 +158,7 @@ def recommend_words(request: Ask) -> list[str]:
     """
     chosen = request.chosen
     degrees = [name for name in MESH_OPTIONS if name in chosen]
-    if degrees and (not find_engine(request.engine).laid_out or set(degrees) & set(NOT_LAID_OUT) or request.files):
+    if degrees and (find_engine(request.engine).layouts is None or set(degrees) & set(NOT_LAID_OUT) or request.files):
         degrees = []
     if any(_is_another_run(OPTIONS[name], request) for name in chosen):
         return []

@@ -116,6 +116,23 @@ class Case:
         return with_local_experts(shared, layout.ep).reached_but(self.unreached)
 
 
+@dataclass(frozen=True, slots=True)
+class SearchedLayouts:
+    """What a search over an engine's layouts tries.
+
+    Attributes:
+        stage: the ZeRO stage where each rank has all blocks.
+        staged: the ZeRO stage on pipeline stages.
+        splits_staged: whether ranks of pipeline stages that share matrices share the tokens between them, too.
+        chunks: the most chunks of a pipeline rank.
+    """
+
+    stage: int
+    staged: int
+    splits_staged: bool = False
+    chunks: int = 2
+
+
 class Engine(ABC):
     """An engine whose memory and step time zeroplan predicts.
 
@@ -136,7 +153,7 @@ class Engine(ABC):
         package: the package that ``verify`` runs, where plans of several of its versions differ; empty elsewhere.
         takes_modules: whether ``verify`` may hand the engine a user's own module.
         whole_vocabulary: whether its tensor-parallel ranks gather the logits (:class:`~zeroplan.core.parallel.ParallelLayout`).
-        laid_out: whether a search over layouts is one over its layouts.
+        layouts: what a search over its layouts tries; None where layouts of another engine are searched.
         casts_outputs: whether the wrapper around the model makes what it returns fp32 under mixed precision
             (accelerate's ``convert_outputs_to_fp32``).
         partition: how the engine divides a model's layers over pipeline stages unless told otherwise, as DeepSpeed's
@@ -160,7 +177,7 @@ class Engine(ABC):
     verified_degrees: ClassVar[tuple[str, ...]] = ()
     casts_modules: ClassVar[bool] = False
     whole_vocabulary: ClassVar[bool] = False
-    laid_out: ClassVar[bool] = False
+    layouts: ClassVar[SearchedLayouts | None] = None
     casts_outputs: ClassVar[bool] = False
     partition: ClassVar[str] = ""
     own_layers: ClassVar[bool] = False

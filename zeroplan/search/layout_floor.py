@@ -73,7 +73,7 @@ class LayoutFloors:
         total, part = self._whole.dense + self._whole.experts, self._whole.part(request) / request.pp
         width = self._work.numerics.dtype.bytes
         within = self._states * total / ranks + self._inputs(request)
-        if request.stage == 2:
+        if request.stage != 3:
             within += width * part * min(request.vpp, GATHERED_CHUNKS) / request.vpp
         else:
             within += width * max((block.part(request) for block in self._blocks), default=0.0)

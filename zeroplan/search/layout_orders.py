@@ -7,13 +7,15 @@ Note [Fixed degrees]
 
 Note [Variants of a layout]
     The same degrees may run otherwise, each way with more memory, so that one is looked at where the layout itself fits and
-    taken where it is modelled to be faster by more than such times are off (:data:`LEAST_GAIN`). Stages run interleaved, with
-    two chunks a rank. Without stages, parameters stay gathered between forward and backward (ZeRO-2), or the shards of a model
-    lie within a node and are replicated by the nodes (HSDP).
+    taken where it is modelled to be faster by more than such times are off (:data:`LEAST_GAIN`). Stages run interleaved,
+    with two chunks a rank, or up to as many as the engine's :class:`~zeroplan.engines.base.SearchedLayouts` says. Without
+    stages, parameters stay gathered between forward and backward (ZeRO-2), or the shards of a model lie within a node and
+    are replicated by the nodes (HSDP).
 
-    Left out: more chunks, whose parameters torch gathers again and again; GPipe, which waits as long as 1F1B and keeps more;
-    DualPipeV, whose gain is the overlap of a forward with a backward, which torch runs one behind the other; and whatever
-    halves backwards (ZB1P, ZBV), of which no tape is shipped, so that each model would be traced first. A request may fix each.
+    Left out: more chunks of FSDP2, whose parameters torch gathers again and again; GPipe, which waits as long as 1F1B and
+    keeps more; DualPipeV, whose gain is the overlap of a forward with a backward, which torch runs one behind the other;
+    and whatever halves backwards (ZB1P, ZBV), of which no tape is shipped, so that each model would be traced first. A
+    request may fix each.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 from zeroplan.core.expert_parallel import GROUPED, experts_of
 from zeroplan.core.pipeline_order import PipelineSchedule
 from zeroplan.core.tensor_parallel import MIXTURES, PLANS
+from zeroplan.engines.base import SearchedLayouts
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import DEFAULT_SCHEDULE
 from zeroplan.run.ask import Ask
@@ -70,21 +73,23 @@ class LayoutOrders:
     """The layouts of one model on any ranks.
 
     Attributes:
+        layouts: what the engine's layouts are.
         experts: of a mixture whose ranks may share them, the experts of a block; 0 of others.
         splits_tokens: whether ranks that share its matrices may share the tokens between them.
         global_batch: sequences of a step; None leaves the accumulation to the search.
     """
 
+    layouts: SearchedLayouts
     experts: int = 0
     splits_tokens: bool = True
     global_batch: int | None = None
 
     @classmethod
-    def of_model(cls, spec: ModelSpec, global_batch: int | None = None) -> LayoutOrders:
-        """Return those of a model."""
+    def of_model(cls, spec: ModelSpec, layouts: SearchedLayouts, global_batch: int | None = None) -> LayoutOrders:
+        """Return those of a model under an engine."""
         plan = {**PLANS, **MIXTURES}.get(spec.model_type)
         experts = experts_of(spec.parameters) if spec.model_type in GROUPED else 0
-        return cls(experts, plan is None or plan.splits_tokens, global_batch)
+        return cls(layouts, experts, plan is None or plan.splits_tokens, global_batch)
 
     def of(self, request: Ask) -> Iterator[dict[str, Any]]:
         """Yield what to try, those that share less first, as fields of the request; not all of them divide the ranks."""
@@ -103,7 +108,7 @@ class LayoutOrders:
         fixed = fixed_degrees(asked)
         if layout.pp > 1:
             if layout.vpp == 1 and "vpp" not in fixed:
-                yield {"vpp": 2}
+                yield from ({"vpp": chunks} for chunks in _powers(self.layouts.chunks)[1:])
             return
         stages = (3, 2) if asked.stage is None and layout.stage == 3 else (layout.stage,)
         replicas = [layout.dp_replicate]
@@ -137,17 +142,24 @@ class LayoutOrders:
     def _whole(self, request: Ask, fixed: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
         """Return the degrees with what follows from them."""
         tp, cp, pp = shared["tp"], shared["cp"], shared["pp"]
-        splits = fixed.get("sp", tp > 1 and pp == 1 and self.splits_tokens)
-        degrees = shared | {"sp": splits, "stage": request.stage if request.stage is not None else 3 if pp == 1 else 2}
+        splits = fixed.get("sp", tp > 1 and (pp == 1 or self.layouts.splits_staged) and self.splits_tokens)
+        stage = request.stage if request.stage is not None else self.layouts.stage if pp == 1 else self.layouts.staged
+        degrees = shared | {"sp": splits, "stage": stage}
         if "vpp" not in fixed and request.schedule in _OF_TWO_CHUNKS:
             degrees["vpp"] = 2
         if request.grad_accum is None:
-            samples = (request.micro_batch or 1) * max(1, request.gpus * request.nodes // (tp * cp * pp))
+            samples = max(1, sequences(request.replace(tp=tp, cp=cp, pp=pp)))
             if self.global_batch is not None:
                 degrees["grad_accum"] = max(1, self.global_batch // samples)
             elif pp > 1:
                 degrees["grad_accum"] = MICRO_BATCHES_A_STAGE * pp
         return degrees
+
+
+def sequences(request: Ask) -> int:
+    """Return the sequences of a step."""
+    ranks = request.gpus * request.nodes // (request.tp * request.cp * request.pp)
+    return ranks * (request.micro_batch or 1) * (request.grad_accum or 1)
 
 
 def divides(request: Ask) -> bool:

@@ -29,7 +29,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.unmodelled import may_add
-from zeroplan.engines.registry import DEFAULT_ENGINE, find_engine
+from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.work import Counts
 from zeroplan.planner.estimate import allocator_config, plan_case
 from zeroplan.planner.fit import left_out
@@ -47,13 +47,14 @@ from zeroplan.search.layout_orders import (
     fixed_degrees,
     flags_of,
     least_ranks,
+    sequences,
     without_degrees,
 )
 from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
 from zeroplan.search.machine_rates import machine_rates
-from zeroplan.search.policy import EQUALLY_FAST
+from zeroplan.search.policy import EQUALLY_FAST, MOST_TOKENS
 
-#: The engine whose layouts are planned.
+#: The engine whose layouts are planned where none is named.
 ENGINE = "fsdp2"
 #: Parts of a number of nodes by which smaller ones differ that are tried.
 _STEPS = 16
@@ -179,17 +180,19 @@ class _Search:
         self.gpus, self.said = self._request.gpus, ""
         if any_nodes and self.gpus == 1 and "gpus" not in request:
             self.gpus, self.said = _USUAL_NODE, f"nodes of {_USUAL_NODE} GPUs are assumed; --gpus says otherwise"
-        self._tapes = None if request.depth == FORMULA else ExpandedTapes(find_engine(ENGINE))
+        self._tapes = None if request.depth == FORMULA else ExpandedTapes(find_engine(self._request.engine))
         self._config = allocator_config(request.alloc_conf)
+        layouts = find_engine(self._request.engine).layouts
+        assert layouts is not None, "_asked refuses such engines"
         # Where this cannot be, no degree is to blame.
-        plain = without_degrees(self._request).replace(nodes=1, stage=3, grad_accum=None)
+        plain = without_degrees(self._request).replace(nodes=1, stage=layouts.stage, grad_accum=None)
         alone = [resolve(plain.replace(gradient_checkpointing=again)) for again in self._choices]
         self._spec, self._rate_warnings = alone[0].spec, list[str]()
         cluster = replace(alone[0].cluster, gpus=self.gpus, nodes=2 if any_nodes else request.nodes)
         self._rates = machine_rates(cluster, profile, self._rate_warnings)
         self._usable = alone[0].cluster.usable_vram or 0
         self._floors = LayoutFloors(alone[0].cases[0])
-        self._orders = LayoutOrders.of_model(self._spec, global_batch)
+        self._orders = LayoutOrders.of_model(self._spec, layouts, global_batch)
         self._counted: dict[str, Counts] = {}
         self._refused: BadInput | None = None
         self._allowed_one = False
@@ -259,6 +262,7 @@ class _Search:
         tried: list[LaidOut] = []
         warnings = list(self._rate_warnings) if asked.nodes > 1 or not self._rate_warnings else []
         may: LaidOut | None = None
+        said: tuple[str, ...] = ()
 
         def plan(one: _Timed) -> LaidOut:
             if id(one) not in planned:
@@ -274,7 +278,8 @@ class _Search:
             if gpu.interval is None:
                 return False
             more = self._floors.interleaved_inputs(variant.request) if variant.request.vpp > plain.request.vpp else 0
-            return bool(first.plan.fits) and gpu.interval[1] + more <= self._usable and bool(plan(plain).plan.fits)
+            room = gpu.interval[1] + more <= self._usable
+            return first.plan.fits is not False and room and plan(plain).plan.fits is not False
 
         while queue:
             working(what, len(tried), len(tried) + len(queue))
@@ -293,8 +298,9 @@ class _Search:
                 plainest = self._plainest(found, one, plan)
                 return replace(answer, best=laid_out, plainest=plainest, tried=tuple(tried), warnings=tuple(warnings))
             if may is None and laid_out.plan.undecided and not laid_out.plan.misfits:
-                may = laid_out
+                may, said = laid_out, one.resolved.warnings
             tried.append(laid_out)
+        warnings += [text for text in said if text not in warnings]
         return replace(answer, may=may, tried=tuple(tried), warnings=tuple(warnings))
 
     def _plainest(self, found: list[_Timed], best: _Timed, plan: Callable[[_Timed], LaidOut]) -> LaidOut | None:
@@ -348,11 +354,15 @@ class _Search:
         return False
 
     def _possible(self, request: Ask) -> Iterator[Ask]:
-        """Yield a request for each layout whose degrees divide the ranks, in the order of :class:`LayoutOrders`."""
+        """Yield a request for each layout whose degrees divide the ranks, in the order of :class:`LayoutOrders`.
+
+        Layouts that would take more tokens a step than anybody trains with are left out, unless the request says the batch.
+        """
+        limited = self._batch is None and "micro_batch" not in request and "grad_accum" not in request
         for again in self._choices:
             for degrees in self._orders.of(request):
                 one = request.replace(gradient_checkpointing=again, **degrees)
-                if divides(one):
+                if divides(one) and not (limited and sequences(one) * (one.seq_len or 1) > MOST_TOKENS):
                     yield one
 
     def _allowed(self, request: Ask) -> Resolved | None:
@@ -401,8 +411,10 @@ def _asked(request: Ask, global_batch: int | None) -> Ask:
     request = request.checked()
     if request.model is None:
         raise BadInput("no model whose matrices could be shared", where="MODEL", remedy="give one id, path or config")
-    if request.engine not in (DEFAULT_ENGINE, ENGINE) or (request.engine == DEFAULT_ENGINE and "engine" in request):
-        raise BadInput(f"layouts are planned for {ENGINE} alone", where="--engine", remedy="leave it out")
+    engine = request.engine if "engine" in request else ENGINE
+    if find_engine(engine).layouts is None:
+        able = " and ".join(name for name in engine_names() if find_engine(name).layouts is not None)
+        raise BadInput(f"layouts are searched for {able} alone", where="--engine", remedy=f"leave it out for {ENGINE}")
     if request.vram is None and request.gpu is None:
         raise BadInput("no limit to fit", where="--gpu", remedy="name the GPU, or give --vram 80G")
     for where, device in (("--offload-optimizer", request.offload_optimizer), ("--offload-param", request.offload_param)):
@@ -413,7 +425,9 @@ def _asked(request: Ask, global_batch: int | None) -> Ask:
     cluster = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)
     below: dict[str, Any] = {name: value for name, value in fixed_degrees(request).items() if type(value) is int and value < 1}
     ParallelLayout(**below)  # refuses them
-    return request.replace(engine=ENGINE, gpus=cluster.gpus, offload_optimizer=None, offload_param=None)
+    # Programs that start layouts make each rank's shards, or read them from a distributed checkpoint: no rank holds the model.
+    scratch = {} if "from_scratch" in request else {"from_scratch": True}
+    return request.replace(engine=engine, gpus=cluster.gpus, offload_optimizer=None, offload_param=None, **scratch)
 
 
 @dataclass(frozen=True, slots=True)

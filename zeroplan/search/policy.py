@@ -38,6 +38,10 @@ REACH = 1.05
 #: Where the lightest floor is this many times what there is, one simulation says enough. A judgement: nothing near it fits.
 FAR = 1.5
 
+#: Tokens of a step that a layout takes at most where the request does not say the batch: what the largest step of the published
+#: runs has (DeepSeek-V3, arXiv 2412.19437, section 4.2: 15,360 sequences of 4,096 tokens). Speed alone would take ever more.
+MOST_TOKENS = 15_360 * 4_096
+
 # --- what stands for a plan before it is simulated ----------------------------------------------------------------------------
 #: Formulas of states that the schedule frees for a moment, and pads, may be off by this much; a floor that is too high would
 #: leave out what fits (tests/search hold floors against plans).

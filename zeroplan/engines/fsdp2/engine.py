@@ -15,7 +15,7 @@ from zeroplan.core.saving import Saver, Saving
 from zeroplan.core.units import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.base import Case, SearchedLayouts
 from zeroplan.engines.fsdp2.lines import LEDGER
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.quantized_base import packed_kernels, require_stored, stored
@@ -47,7 +47,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
 
     name = "fsdp2"
-    laid_out = True
+    layouts = SearchedLayouts(stage=3, staged=2)
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     verified_degrees = ("tp", "cp", "pp", "ep", "etp", "dp_replicate")
     gathers_in_half = True

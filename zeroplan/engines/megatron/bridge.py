@@ -6,9 +6,11 @@ Source: NVIDIA's Megatron Bridge, ``models/*/*_bridge.py`` (``provider_bridge``)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.models.megatron import MODEL_TYPE, MegatronModel
 
 #: The architectures that Megatron-Core has layers for and that are described here.
@@ -43,6 +45,29 @@ def require_known(model_type: str) -> None:
             where="MODEL",
             remedy=f"of {', '.join(KNOWN)} it is, and what Megatron-LM's own arguments describe",
         )
+
+
+def staged(model: MegatronModel, layout: ParallelLayout) -> tuple[MegatronModel, str]:
+    """Divide layers that do not divide evenly over a layout's stages, and return the arguments that say so.
+
+    Embedding and head count as a layer each where that makes them even, as NVIDIA's recipe of Llama 3.1 405B has it; else the
+    first and the last stage have fewer layers than the others, as that of DeepSeek-V3 has it.
+
+    Source: Megatron Bridge, ``recipes/llama/llama3.py`` and ``recipes/deepseek/deepseek_v3.py``
+    """
+    layers, pp, chunks = model.num_layers, layout.pp, layout.pp * layout.vpp
+    if pp == 1 or layers % chunks == 0:
+        return model, ""
+    if (layers + 2) % chunks == 0 and chunks <= layers:
+        counted = replace(model, account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+        return counted, "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
+    each = -(-(layers + 1) // pp)
+    ends = layers - each * (pp - 2)
+    if layout.vpp > 1 or pp == 2 or not 2 <= ends <= 2 * each:
+        return model, ""
+    first, last = -(-ends // 2), ends // 2
+    uneven = replace(model, decoder_first_pipeline_num_layers=first, decoder_last_pipeline_num_layers=last)
+    return uneven, f"--decoder-first-pipeline-num-layers {first} --decoder-last-pipeline-num-layers {last}"
 
 
 def _decoder(model_type: str, c: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.megatron.bridge import model_of, require_known
+from zeroplan.engines.base import Case, Engine, SearchedLayouts
+from zeroplan.engines.megatron.bridge import model_of, require_known, staged
 from zeroplan.engines.megatron.lines import LEDGER
 from zeroplan.engines.megatron.rank import MegatronRank, Parameter
 from zeroplan.ledger.line import Ledger
-from zeroplan.models.megatron import MEGATRON_CORE, MegatronModel, embedding_weights, final_weights, layer_weights
+from zeroplan.models.megatron import MEGATRON_CORE, MODEL_TYPE, MegatronModel, embedding_weights, final_weights, layer_weights
 
 if TYPE_CHECKING:
     from zeroplan.core.cluster import Cluster
@@ -53,6 +53,7 @@ class Megatron(Engine):
     name = "megatron"
     version = MEGATRON_CORE
     own_layers = True
+    layouts = SearchedLayouts(stage=1, staged=1, splits_staged=True, chunks=8)
 
     def options(self) -> list[ZeroConfig]:
         """Return stage 0, in which every data-parallel rank steps all parameters, and stage 1."""
@@ -146,6 +147,14 @@ class Megatron(Engine):
             found.append(Unmodelled("--attention-backend", Effect.UNKNOWN, says))
         return tuple(found)
 
+    def remark(self, case: Case) -> str:
+        """Say with which arguments the stages of a model of transformers are uneven."""
+        model = model_of(case.spec.model_type, case.spec.config)
+        if model is None or case.spec.model_type == MODEL_TYPE:
+            return ""
+        _, flags = staged(model, case.layout)
+        return f"{case.layout.pp} stages do not divide the layers evenly: planned with {flags}" if flags else ""
+
     def simulates(self, case: Case) -> bool:
         """Return whether its layers are described: not those in fp32, with fewer groups of queries than tensor-parallel ranks,
         which gather what they share, or with experts that tokens reach by DeepEP (``flex``).
@@ -161,8 +170,10 @@ class Megatron(Engine):
     # --- memory -----------------------------------------------------------------------------------------------------------
 
     def _model(self, case: Case) -> MegatronModel | None:
-        """Return Megatron's arguments; a model of transformers gets its recomputation from the workload."""
+        """Return Megatron's arguments; a model of transformers gets its recomputation and stages from the case."""
         model = model_of(case.spec.model_type, case.spec.config)
+        if model is not None and case.spec.model_type != MODEL_TYPE:
+            model, _ = staged(model, case.layout)
         policy = case.workload.recomputation
         if model is None or policy is None or model.recompute_granularity:
             return model

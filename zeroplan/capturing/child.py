@@ -35,6 +35,7 @@ def main() -> None:
         from zeroplan.capturing.launchers import process_group
 
         os.environ.update(process_group(job))
+    _hide_gpus()
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(one) for one in range(job.gpus)))
     began = time.monotonic()
     captured = Session(job).run()
@@ -43,6 +44,20 @@ def main() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # libraries' threads and exit handlers have nothing left to do
+
+
+def _hide_gpus() -> None:
+    """Let torch count no GPU of this machine's, whatever the script is then shown: it counts once, and keeps the number."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    import torch
+
+    count: Any = getattr(torch._C, "_cuda_getDeviceCount", None)
+    if count is not None:
+        count()
+    del os.environ["CUDA_VISIBLE_DEVICES"]
+    if shown is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = shown
 
 
 class Session:

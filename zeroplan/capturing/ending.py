@@ -17,15 +17,15 @@ from zeroplan.capturing.spans import Spans
 _AFTERWARDS = 30.0
 
 
-class EndedError(BaseException):
-    """The steps asked for are done, and the loop would go on.
+class EndedError(SystemExit):
+    """The steps asked for are done, and the loop would go on; a process that nobody holds ends with 0 then.
 
     Args:
         line: where it was.
     """
 
     def __init__(self, line: CodeLine | None) -> None:
-        super().__init__("the steps are done")
+        super().__init__(0)
         self.line = line
 
 

@@ -21,7 +21,6 @@ def changes_nothing(line: CodeLine, holds: bool) -> bool:
 
     Args:
         line: where the condition is read.
-        holds: what it is taken to be.
     """
     text = "".join(linecache.getlines(line.file))
     try:

@@ -38,11 +38,8 @@ def capture_command(
     """Run a command without its GPUs; returns what was captured, and the machine with the launcher's ranks.
 
     Args:
-        words: the command.
-        cluster: the machine.
         said_gpus: whether the number of GPUs is the user's word, which the launcher may not contradict.
         steps: optimizer steps.
-        rank: the rank that is captured.
         seconds: the longest that the script may take.
 
     Raises:

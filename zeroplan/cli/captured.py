@@ -81,7 +81,6 @@ def recommended(request: Ask, source: list[str] | None, given: dict[str, Any], *
         source: the files of ``--from``.
         given: options of the search, by their flags, none of which a recording can vary.
         quiet: the verdict alone.
-        as_json: JSON.
     """
     held = kept_capture(source or ())
     if held is None:

@@ -191,10 +191,6 @@ def _count(text: str | None) -> int | None:
 def _require_alone(given: dict[str, Any], asked: str) -> None:
     """Refuse options that the search over layouts does not take.
 
-    Args:
-        given: the values of such options.
-        asked: what asks for that search.
-
     Raises:
         BadInput: naming the first that is given.
     """

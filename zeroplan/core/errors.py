@@ -50,7 +50,6 @@ def member_named(
 
     Args:
         kind: the enum, whose own other names are understood as well.
-        text: the name.
         where: the flag, file or key that gave it.
         fault: what to say of an unknown one, with ``{}`` for the name.
         names: those that the remedy lists, where they are others than the members' values.

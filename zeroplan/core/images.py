@@ -49,7 +49,6 @@ def image_batch(config: Mapping[str, Any], samples: int, images: int, size: int 
 
     Args:
         config: the model's config, with transformers' defaults.
-        samples: the micro batch.
         images: images of one sample, above 0.
         size: pixels of a side; None for the size that the config names.
 

@@ -75,7 +75,6 @@ def padded_batches(lengths: Sequence[int], micro_batch: int, *, cut: int | None 
 
     Args:
         lengths: of the samples, of which each is drawn as often as any other.
-        micro_batch: samples of a batch.
         cut: samples are cut at so many tokens; None cuts none.
     """
     chance = random.Random(SEED)

@@ -147,7 +147,6 @@ def layer_stages(parameters: Parameters, stages: int, method: str) -> tuple[Stag
 
     Args:
         parameters: the whole model's.
-        stages: how many.
         method: ``parameters``, ``uniform`` or ``type:`` and a pattern, as DeepSpeed's ``partition_method``.
 
     Raises:

@@ -132,8 +132,6 @@ def require_divides(config: Mapping[str, Any], layout: ParallelLayout, seq_len: 
     """Refuse degrees that do not divide the model's heads, widths or tokens.
 
     Args:
-        config: the model's config.
-        layout: the degrees.
         seq_len: tokens a sample; None where that is not known.
 
     Raises:
@@ -166,7 +164,6 @@ def local_parameters(
     Args:
         parameters: the whole model's.
         model_type: names the plan.
-        tp: ranks.
         whole_vocabulary: the embedding is whole on every rank.
         whole_experts: so are the matrices of the experts that are chosen from.
 

@@ -37,7 +37,6 @@ def wrapper(zero: ZeroConfig, dtype: DType, *, fused: bool = True, pipeline: boo
     """Return the wrapper that ``deepspeed.initialize`` puts around an optimizer.
 
     Args:
-        zero: the configuration.
         dtype: of the model: bf16 or fp16 by their blocks, else fp32 (also under ``torch_autocast``).
         fused: whether the optimizer is DeepSpeed's ``FusedAdam``, what ``Adam`` and ``AdamW`` of the config become on a GPU
             unless ``torch_adam`` is set; an optimizer that the program brings, such as the HF Trainer's, is not.

@@ -374,7 +374,6 @@ class Engine(ABC):
         Args:
             workload: decides, with `zero`, which kernels the process loads.
             zero: the stage and the offload.
-            cluster: names the GPU.
             pinned: bytes of host memory that the rank pins.
             layout: None for data parallelism alone; with other degrees the engine's figures were not measured.
         """
@@ -458,7 +457,6 @@ class Engine(ABC):
         Args:
             ds_config: the user's, or None.
             device: ``cuda`` or ``cpu``.
-            own_module: whether a user's own module is run.
         """
         return self, ds_config
 
@@ -466,7 +464,6 @@ class Engine(ABC):
         """The ds_config that :attr:`trainer` gets on each rank; empty for an engine that takes none.
 
         Args:
-            case: the configuration.
             ds_config: the user's, or None.
             timeout: seconds without progress after which a rank should give up.
         """

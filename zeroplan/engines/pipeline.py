@@ -113,9 +113,7 @@ def play_pipeline(
     Marks are ``model``, ``init``, then ``fwd`` and ``bwd`` for the micro batches, ``bwd`` for the reductions, and ``step0``, …
 
     Args:
-        run: how much is played.
         chunks: the rank's chunks, in the pipeline's order.
-        recorder: where it is recorded.
         step_optimizer: clips and steps, over the parameters of all chunks.
     """
     for chunk in chunks:

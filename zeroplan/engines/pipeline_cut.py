@@ -358,7 +358,6 @@ def cut(
 
     Args:
         tape: the whole model's.
-        stage: the stage.
         token_parts: ranks that share the tokens between blocks (:attr:`~zeroplan.core.parallel.ParallelLayout.token_parts`).
         copies: the stage's forward runs on a copy of what it received, and the loss is not the modules' own: its tape begins
             with that copy, and the player frees the logits. DeepSpeed's way.
@@ -407,8 +406,6 @@ def parts_on(
     """Return a stage's part of a tape, and the one by which it plays backwards that are not halved, where others are.
 
     Args:
-        stage: the stage.
-        stages: all of its rank's.
         tape: the whole model's.
         behind: the one that stages behind the first play, with halves where the schedule has them.
         token_parts: see :func:`cut`.

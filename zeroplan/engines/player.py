@@ -210,10 +210,6 @@ def play(
     save, ended by ``save``; two more steps follow, which repeat.
 
     Args:
-        run: how much is played.
-        tape: the expanded tape.
-        recorder: where it is recorded.
-        schedule: what the engine does.
         own_linear: the engine put a function of its own in place of ``torch.nn.functional.linear``.
         warm: cuBLAS has its workspaces from the initialisation on; the schedule has recorded them.
         scripts: the scripts of other runs of the same tape.

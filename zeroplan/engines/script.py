@@ -108,7 +108,6 @@ def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
     adds the bias apart (zero/linear.py).
 
     Args:
-        tape: the expanded tape.
         modules: whether the engine has module hooks.
         own_linear: whether it put a function of its own in place of ``torch.nn.functional.linear``.
     """

@@ -66,7 +66,6 @@ def passes_of(layout: ParallelLayout, context: DeviceMesh | None) -> Passes:
 
     Args:
         layout: the degrees.
-        context: the ranks that share each sample.
     """
 
     @contextlib.contextmanager
@@ -140,8 +139,6 @@ def clip(parameters: list[nn.Parameter], limit: float, pipeline: ProcessGroup | 
     """Clip the gradients by the norm of all, also where some lie over other ranks than the rest, as those of experts.
 
     Args:
-        parameters: this rank's.
-        limit: of the norm.
         pipeline: the ranks that have the model's other parameters; None where there are no others.
     """
     groups = by_mesh(parameters)

@@ -216,9 +216,7 @@ def schedule_on(
 
     Args:
         models: the rank's stages, as they are trained.
-        shape: of a step.
         group: the pipeline's ranks.
-        device: of this rank.
         fake: whether the other ranks are fake ones.
     """
     made = [
@@ -237,8 +235,6 @@ def schedule_of_engine(engine: Any, models: Sequence[StageModel], shape: StepSha
 
     Args:
         engine: what ``zeroplan_runtime.initialize`` returned.
-        models: the rank's stages.
-        shape: of a step.
     """
     kind, told = schedule_class(shape.schedule, len(models)), [metadata_of(model, shape) for model in models]
     options = {name: [one[name] for one in told] for name in told[0]} if len(models) > 1 else told[0]
@@ -332,7 +328,6 @@ def run_schedule(
     Args:
         schedule: torch's.
         models: the rank's stages.
-        tokens: of all micro batches.
         labels: the tokens themselves unless given.
         positions: [1, S], of context-parallel ranks' part of the tokens; labels are then those of the tokens that follow.
 

@@ -31,7 +31,6 @@ def engine_step(run: TrainingRun, engine: Any, passes: Passes = nullcontext) -> 
 
     Args:
         run: what ``verify`` asks for.
-        engine: the engine.
         passes: what a micro batch's forward and backward run in.
     """
 

@@ -115,7 +115,6 @@ def read_training(data: Mapping[str, Any], name: str, known: Iterable[str] | Non
     """Read what a document says of its run's training; variables, and values of other types, are left to be named.
 
     Args:
-        data: the document.
         name: of its file.
         known: the keys that are read elsewhere; None where its other keys are none of a command's arguments.
     """

@@ -37,7 +37,6 @@ def estimate_zero2(
     Args:
         params: elements of the whole model.
         gpus: GPUs a node.
-        nodes: nodes.
         offload_optimizer: whether the optimizer is on the host.
         factor: DeepSpeed's additional_buffer_factor.
         version: :data:`CURRENT` or :data:`OLD`.
@@ -66,7 +65,6 @@ def estimate_zero3(
         params: elements of the whole model.
         largest_layer: elements of the largest module's own parameters.
         gpus: GPUs a node.
-        nodes: nodes.
         offload_optimizer: whether the optimizer is on the host.
         offload_param: whether the parameters are too.
         zero_init: whether the model is built under ``deepspeed.zero.Init``.

@@ -60,8 +60,6 @@ def with_lora(spec: ModelSpec, rank: int, targets: Sequence[str] = ()) -> ModelS
     for mixtures of experts see Note [Experts].
 
     Args:
-        spec: the base model.
-        rank: the adapters' rank.
         targets: names of layers, matched as peft does (the full name or its last parts); empty or ``("all-linear",)``
             means every linear layer but the output projection.
 

@@ -44,7 +44,6 @@ def estimate_runs(request: Ask, each: Callable[[Estimate, int], None] | None = N
     """Return the report of :func:`estimate_report`, and the simulated run behind each plan.
 
     Args:
-        request: what is asked.
         each: called as each plan is done, in the order of the report: with the estimate so far, which has no reliefs yet, and
             the number of plans that it will have.
 
@@ -160,7 +159,6 @@ def plan_case(
 
     Args:
         plan: the case's plan by formulas.
-        case: the case.
         resolved: the request that it is of.
         tapes: the tapes of its layouts; None for formula depth.
         config: the allocator's settings; None for torch's defaults.

@@ -62,8 +62,6 @@ def unsure_at_limit(engine: Engine, case: Case, phase: str) -> tuple[Unmodelled,
     no measured run has shown.
 
     Args:
-        engine: the engine.
-        case: the run.
         phase: in which it peaks.
     """
     if case.workload.batch.pads:
@@ -103,7 +101,6 @@ def judged(
     need a disk and none was named. Else that is unknown.
 
     Args:
-        case: names the limits.
         unmodelled: what the figures leave out.
         gpu: the lower and the upper bound of one GPU's bytes; at formula depth, the bytes that formulas tell, twice.
         cpu: bytes of a node's host memory.

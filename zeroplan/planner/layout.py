@@ -33,8 +33,6 @@ def layout_of(
     """Return the layout that the request's degrees give on the cluster; None for data parallelism alone.
 
     Args:
-        request: names the degrees.
-        cluster: the ranks.
         spec: the model, which the degrees have to divide.
         workload: the run.
         whole_vocabulary: how the engine divides embedding and head.

@@ -51,7 +51,6 @@ def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: Al
     """Simulate the run on the case's card. See Note [Under the limit].
 
     Args:
-        case: names the card.
         simulation: the run without a limit.
         outside: the memory of the process outside torch's allocator.
         config: the allocator's settings.

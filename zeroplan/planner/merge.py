@@ -40,7 +40,6 @@ def with_files(request: Ask, usual: str = DEFAULT_ENGINE) -> tuple[Ask, Setup]:
     """Read the request's files; returns the request that they fill, and what they say.
 
     Args:
-        request: names the files.
         usual: the engine where nobody says one.
 
     Raises:

@@ -90,7 +90,6 @@ def base_of(spec: ModelSpec, asked: str | None, engine: Engine, *, adapters: boo
     """Return how the checkpoint is kept, and what of it the plan holds.
 
     Args:
-        spec: the model.
         asked: the format of the base that the request names, which a quantised checkpoint does not turn into another.
         engine: what trains.
         adapters: whether LoRA is trained.

@@ -40,9 +40,6 @@ def find_reliefs(
     memory. An option that needs a tape which is neither shipped nor cached is left out; nothing is traced for it.
 
     Args:
-        engine: the plan's engine.
-        case: the plan's case.
-        run: the plan and its run.
         config: the plan's allocator settings.
         listed: plans of the same workload that are known already, by their ZeroConfig.
     """

@@ -59,7 +59,6 @@ def simulated_plan(
     Args:
         formula: the same configuration's plan at formula depth.
         engine: the engine whose schedule is played.
-        case: the configuration.
         tape: the model's tape, expanded for the workload's micro batch and sequence length.
         config: the caching allocator's settings; None takes torch's defaults.
     """

@@ -28,7 +28,6 @@ def plan_stages(
     Args:
         engine: says which blocks a stage has.
         case: the run; its `pp_rank` does not matter.
-        plan_one: plans one stage.
         to_first_miss: plan no further stage once one does not fit.
         most: plan so many stages, from the first on; None plans all.
     """

@@ -70,7 +70,6 @@ def expand_for(tape: Tape, case: Case, *, trace: bool = False, zero3: bool = Fal
     """Expand a tape for a case's micro batch, sequence length, LoRA rank and GPU, with the forward of its evaluation.
 
     Args:
-        tape: the tape.
         case: the numbers.
         trace: trace the evaluation's forward where it is not at hand; else the tape comes without it.
         zero3: the tape is one of stage 3, which a reference model is sharded by, too.
@@ -265,7 +264,6 @@ def evaluation_tape(case: Case, tape: ExpandedTape, *, trace: bool) -> Evaluatio
     """Return the forward of the case's evaluation; None where it is not known: without a tape, or on other modules.
 
     Args:
-        case: whose evaluation.
         tape: of the training, whose modules the evaluation runs.
         trace: trace it where it is neither shipped nor cached.
     """

@@ -22,7 +22,6 @@ def card(title: str, *parts: str, mark: str = "") -> str:
 
     Args:
         title: plain text; empty for a card without one.
-        parts: HTML.
         mark: a class beside the card's.
     """
     body = "".join(parts)

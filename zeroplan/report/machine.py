@@ -97,7 +97,6 @@ def version_text(version: str, packages: Mapping[str, str], routines: str) -> st
     """Return what ``zeroplan --version`` prints: the version, those it stands on, and the kernels.
 
     Args:
-        version: zeroplan's.
         packages: versions of the installed packages by name.
         routines: the instruction set of the compiled routines; empty without them.
     """

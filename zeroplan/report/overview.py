@@ -35,7 +35,6 @@ def overview_text(
     """Write the whole answer: the largest model by method, a row for each model, and the best for the largest in full.
 
     Args:
-        found: what was found.
         style: plain, github, html or csv; html and csv are the table alone.
         files: what was written, and how to start it.
         terminal: where it goes.

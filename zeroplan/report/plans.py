@@ -26,7 +26,6 @@ def report_text(
     """Return the whole answer: verdict, table, details of a single plan, and the notes.
 
     Args:
-        report: the plans.
         style: plain, github, html or csv. But for plain, tables have all columns; csv and html are the table alone.
         terminal: where it goes. Without a width, tables have all columns as well.
         quiet: the verdict alone.

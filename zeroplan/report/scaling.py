@@ -38,7 +38,6 @@ def scaling_text(
     """Write the whole answer.
 
     Args:
-        found: what was found.
         style: plain, github, html or csv; html and csv are the table alone.
         terminal: where it goes.
         quiet: the verdict alone.

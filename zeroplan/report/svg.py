@@ -64,11 +64,9 @@ def text(
 
     Args:
         x, y: where its base line starts, pixels.
-        words: the text.
         size: height of the letters, pixels.
         weight: 400 is normal, 600 bold.
         color: a colour of the palette.
-        anchor: start, middle or end.
         rim: whether the letters stand on a rim of paper, where they lie on a picture.
     """
     if not words:

@@ -32,7 +32,6 @@ def measure_host(ranks: int, device: str) -> dict[str, float]:
     """Measure the host's rates with `ranks` processes at the same time, each bound to its GPU.
 
     Args:
-        ranks: processes.
         device: cuda, or cpu, where the time to issue kernels holds their computation too.
 
     Returns:

@@ -409,8 +409,6 @@ def play(
     inputs as those of weights. A first stage runs both in the second. A stage's own rank sends it nothing.
 
     Args:
-        orders: each rank's forwards and backwards.
-        stages: the time of each stage.
         sending: seconds that a micro batch's hidden states are on their way.
         schedule: says which stage a rank has as which of its chunks.
 

@@ -216,7 +216,6 @@ class _Search:
         """Search on a number of nodes.
 
         Args:
-            nodes: how many.
             gpus: of a node; all, if left out.
             doubtful: probably nothing fits, so that layouts are looked at without checkpointing only if one with it may fit.
         """

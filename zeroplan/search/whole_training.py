@@ -106,7 +106,6 @@ def whole_training(
         ranks: the GPUs.
         nodes: their nodes, each of which writes its part of a checkpoint.
         gpu: the card's name.
-        params: trained parameters.
         write_gbs: 10^9 bytes a second that a node writes.
     """
     between = _DAY / (FAILURES_PER_DAY * ranks)

@@ -102,8 +102,6 @@ def write_out(
     """Replace each PLAY event of a recording's columns by its event block; see Note [Event columns].
 
     Args:
-        code, value: the recording's columns.
-        event_blocks: the blocks that its PLAY events play.
         sizes: each storage's bytes.
         events: the number of events in the result.
         compiled: True for the compiled library, False for Python; None takes the library where there is one.

@@ -239,7 +239,6 @@ def simulate(
     """Run the recorded events through the caching allocator.
 
     Args:
-        recorder: the events.
         config: the allocator's settings; None takes torch's defaults.
         limit: bytes that the device can give to the allocator; None for no limit.
         device_memory: bytes of the whole device, of which a memory fraction is a part; None takes `limit`, else 80 GiB.

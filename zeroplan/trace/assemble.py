@@ -28,7 +28,6 @@ def find_blocks(model: nn.Module, depths: Sequence[tuple[int, int]]) -> list[Blo
     """The outermost module lists whose length is one of the traced depths, and which hold no module twice or another's.
 
     Args:
-        model: the traced model.
         depths: pairs of a traced and a real depth. Of two with one traced depth, encoders take the first, decoders the last.
     """
     found: list[Blocks] = []

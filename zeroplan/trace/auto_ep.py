@@ -180,8 +180,6 @@ def _padded_places(told: torch.Tensor, experts: int, places: int) -> tuple[torch
 
     Args:
         told: the rows of each expert from each rank, flat.
-        experts: of this rank.
-        places: padded rows.
     """
     _begins = torch.cumsum(told, 0) - told
     total = told.view(-1, experts).sum(0)

@@ -60,7 +60,6 @@ def trace_example(module: nn.Module, inputs: Any, options: TraceOptions, graded:
     """Return the tape of the module for this batch. The module itself is left as it is.
 
     Args:
-        module: the module.
         inputs: one micro batch.
         options: how it runs.
         graded: frozen parameters for which the engine has gradients made all the same.

@@ -176,8 +176,6 @@ def lower(graph: Any, inputs: Sequence[Any], *, backward: bool = False, inferenc
 
     Args:
         graph: the graph, of fake tensors.
-        inputs: its inputs.
-        backward: whether it is a backward.
         inference: whether it is a forward without a backward.
 
     Raises:

@@ -82,7 +82,6 @@ def litgpt_module(lit: LitModel, *, seq_len: int, converts: bool = True) -> nn.M
     """Return the model without weights and with its loss; None where LitGPT is not installed or does not know the name.
 
     Args:
-        lit: the model.
         seq_len: tokens of a sample.
         converts: whether the run's dtype is another one than fp16.
     """

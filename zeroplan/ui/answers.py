@@ -154,7 +154,6 @@ def _shown(
     """Return the answer about one plan.
 
     Args:
-        asked: the question.
         found: the estimate, perhaps of the first plans only.
         at: the plan's index.
         reliefs: what would lower it; None while that is not known.

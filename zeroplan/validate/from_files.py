@@ -30,7 +30,6 @@ def with_runnable_files(request: Ask, ranks: int | None) -> tuple[Ask, Setup, in
     The loop loads no pretrained weights, and its optimizer walks its tensors in the engine's own way.
 
     Args:
-        request: names the files.
         ranks: how many will run; None where nothing but the files says it.
 
     Returns:

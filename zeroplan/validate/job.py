@@ -143,7 +143,6 @@ def job_of(
 
     Args:
         case: the configuration.
-        engine: the engine that runs it.
         raw: the ds_config that the case came from; None where there was none.
         steps: optimizer steps.
         timeout: seconds without progress after which a rank gives up.

@@ -106,7 +106,6 @@ def ranks_to_use(machine: VerifyMachine, asked: int | None, least: int = 1) -> i
     """Return the number of ranks to run: unless told otherwise all GPUs, or on a CPU two, and as many as a layout needs.
 
     Args:
-        machine: what they run on.
         asked: the user's number.
         least: the smallest number that the degrees of parallelism divide.
 

@@ -207,7 +207,6 @@ def require_exchange(stage: int, offload: OffloadDevice, *, local_steps: bool = 
 
     Args:
         stage: ZeRO's.
-        offload: where the optimizer is.
         local_steps: it lets ranks step alone.
 
     Raises:

@@ -63,7 +63,6 @@ def read_bytes(path: str, most: int, *, where: str = "", remedy: str = "give the
     """The contents of a regular file of at most this many bytes. Pipes and devices are refused, never opened.
 
     Args:
-        path: of the file.
         most: the largest size, in bytes.
         where: the flag or argument to name in messages; the path itself where it is empty.
         remedy: for messages.

@@ -59,7 +59,6 @@ def checkpoint_phases(
         zero/stage_1_and_2.py and zero/stage3.py, state_dict, load_state_dict, checkpoint_event_prologue
 
     Args:
-        rank: whose.
         after_init: bytes allocated on the GPU after initialisation.
         after_step: bytes allocated on the GPU between two steps.
         host_init: bytes of the engine's buffers on the host after initialisation.

@@ -75,9 +75,7 @@ def train_schedule(stages: int, stage: int, micro_batches: int) -> list[Instruct
     gradient and sends the output of the tick before. Source: runtime/pipe/schedule.py, ``TrainSchedule``
 
     Args:
-        stages: how many.
         stage: which one, counted from 0.
-        micro_batches: of a step.
     """
     found: list[Instruction] = []
     slots = slots_of(stages, stage, micro_batches)

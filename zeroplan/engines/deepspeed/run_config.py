@@ -30,7 +30,6 @@ def run_config(case: Case, ds_config: Mapping[str, Any] | None, *, on_cpu: bool)
     Which ranks the product of the batch sizes counts depends on the kind of parallelism, so it is left out.
 
     Args:
-        case: the configuration.
         ds_config: the user's, or None.
         on_cpu: whether it runs without a GPU. See Note [DeepSpeed on a CPU].
 

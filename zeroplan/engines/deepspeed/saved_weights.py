@@ -56,7 +56,6 @@ def saved_weights(rank: DeepSpeedRank, tape: ExpandedTape, read: Mapping[int, tu
     recomputed. See Note [Saved weights].
 
     Args:
-        rank: whose.
         tape: of the model.
         read: parameters of modules that nobody calls, by the module that reads them (outside_reads.py).
     """

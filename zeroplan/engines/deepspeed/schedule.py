@@ -43,7 +43,6 @@ def record_deepspeed(
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`.
 
     Args:
-        rank: whose.
         tape: the tape of one micro batch, expanded for the workload's numbers.
         steps: optimizer steps to play; None for as many as differ.
         skipped_steps: leading steps that fp16's falling loss scale discards. Data decide how many, so it is an input.

@@ -82,7 +82,6 @@ def pipeline_module(whole: Any, stages: int, partition: str, *, together: int) -
 
     Args:
         whole: the causal language model of transformers, anywhere: only its classes and its config are read.
-        stages: how many.
         partition: DeepSpeed's ``partition_method``. ``type:…`` counts the blocks, whatever a program calls their class.
         together: layers that are recomputed together, 0 for no recomputation.
     """

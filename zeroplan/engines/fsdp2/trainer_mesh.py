@@ -70,7 +70,6 @@ def split(model: Any, mesh: Fsdp2Mesh, device: torch.device, *, splits: Splits =
 
     Args:
         model: a causal language model of transformers, on the meta device.
-        mesh: the ranks.
         device: where they compute.
         splits: how the ranks of experts learn how many tokens they send each other.
     """
@@ -89,7 +88,6 @@ def shard(model: nn.Module, mesh: Fsdp2Mesh, options: dict[str, Any], blocks: It
 
     Args:
         model: what :func:`split` has left.
-        mesh: the ranks.
         options: of `fully_shard`, but for the mesh.
         blocks: what is gathered by itself; None for the model's blocks.
     """

@@ -186,7 +186,6 @@ class TapeWriter:
 
         Args:
             inputs: the tensors that it reads and that may have gradients.
-            outputs: the storages of what it returns.
             saved: the storages that it saves for the backward.
             backward: gets what was saved and the outputs' gradients, and returns a gradient for each of `inputs`, then those of
                 parameters; it holds no storage itself.

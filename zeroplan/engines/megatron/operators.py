@@ -251,9 +251,6 @@ def add(w: TapeWriter, x: Value, residual: Value, *, bias: int = 0, dropout: boo
     """Add bias, dropout and residual as one kernel does; dropout keeps a mask of one byte an element.
 
     Args:
-        w: the tape.
-        x: what is added.
-        residual: to what.
         bias: bytes of a bias that is added before dropout; 0 for none.
         dropout: whether elements of the sum with the bias are dropped.
         element: bytes of one element.
@@ -313,7 +310,6 @@ def attention(
     """Flash attention: query, key, value and output are saved, and one fp32 number for each row and head.
 
     Args:
-        w: the tape.
         query, key, value: what it reads.
         output: bytes of its output.
         stats: bytes of those numbers.

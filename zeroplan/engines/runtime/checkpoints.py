@@ -97,7 +97,6 @@ def offloaded_inputs(
     Args:
         tape: the model's expanded tape.
         blocks: full names of the modules that are units of kind block.
-        parts: the ranks that divide them.
         to_host: they leave for pinned memory, a buffer each.
     """
     inside = {at for at, module in enumerate(tape.modules) if module.name.removeprefix(PEFT_PREFIX) in blocks}

@@ -56,7 +56,6 @@ def checkpoint_phases(
 
     Args:
         layout: what the Arena allocates by.
-        host: the host's phases.
         after_init: bytes allocated on the GPU after initialisation.
         after_step: bytes allocated on the GPU between two steps.
     """

@@ -34,7 +34,6 @@ def unit_shapes(
     `wide_numel` elements of its own is a unit, too; everything else, and what is tied across units, is the root's.
 
     Args:
-        spec: the model.
         wide_numel: see above.
         held: the elements that one rank holds of each parameter, by name, where it holds parts of some or lacks others (tensor
             and pipeline parallelism); None where it holds all.

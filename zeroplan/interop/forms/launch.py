@@ -64,7 +64,6 @@ def launch(
     Args:
         launcher: one of :data:`LAUNCHERS`.
         gpus: a node.
-        nodes: nodes.
         script: the program.
         arguments: of the program.
         hosts: names of the nodes; ``node0``, ``node1``, … where missing, which the notes then say.

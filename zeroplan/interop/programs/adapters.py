@@ -53,11 +53,9 @@ def set_quantisation(
     """Set how the base weights are kept: what bitsandbytes quantises is planned, under engines that can; the rest is left out.
 
     Args:
-        run: the builder.
         key: the key that asks for it.
         bits: as the file says it.
         nested: whether the scales are quantised in turn.
-        by: who quantises.
         stored_in_bytes: whether 4-bit weights lie in bytes, bitsandbytes' default, which FSDP does not shard; else in floats.
     """
     if str(bits) in ("4", "8") and by in ("bitsandbytes", "bnb"):
@@ -84,7 +82,6 @@ def set_adapters(
     """Set LoRA's rank and targets.
 
     Args:
-        run: the builder.
         rank: the key of the rank.
         targets: the key of the targets.
         default_rank: the program's.
@@ -102,8 +99,6 @@ def set_targets(run: Builder, key: str, *, everywhere: bool) -> None:
     """Set LoRA's targets: names, one regular expression on full names, or all linear layers.
 
     Args:
-        run: the builder.
-        key: the key of the targets.
         everywhere: without targets all linear layers are adapted; else those that peft lists for the architecture.
     """
     value = run.value(key)

@@ -18,9 +18,6 @@ def set_optimizer(run: Builder, key: str, *, default: str, note: str = "") -> No
     """Set the run's optimizer from a key, else the program's default; one without a row stands among what is left out.
 
     Args:
-        run: the builder.
-        key: the key that names it.
-        default: the program's own default, by its name.
         note: where the default comes from, for the list of what is assumed.
     """
     name = run.word(key)

@@ -100,7 +100,6 @@ def training_command(
     """Return the one command of a script that trains.
 
     Args:
-        text: the script.
         name: its path.
         find: where a file is that the script sources or starts; None where it is not there.
         takes: whether a program trains whose flags do not show it.

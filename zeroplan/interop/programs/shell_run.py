@@ -87,7 +87,6 @@ def follow(text: str, name: str, find: Callable[[str], Path | None], *, bare: bo
     """Follow a script.
 
     Args:
-        text: the script.
         name: its path.
         find: where a file is that the script sources or starts; None where it is not there.
         bare: whether it is started without arguments; else they may be any.

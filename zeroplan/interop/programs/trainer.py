@@ -336,9 +336,7 @@ def set_fsdp(
     """Set FSDP as the engine. Where FSDP 1 is not modelled (offload), FSDP 2's figures stand in, and say so.
 
     Args:
-        run: the builder.
         key: the key that chose FSDP.
-        version: 1 or 2.
         reshard: whether parameters are freed after the forward, or FSDP 1's name of the sharding strategy.
         offload: parameters, gradients and states are on the host.
         hybrid: shards stay within a node.

@@ -38,7 +38,6 @@ def self_attention(
     """:func:`attention` by the usual keys of a config.
 
     Args:
-        c: the config.
         hidden: its width.
         heads: default of ``num_attention_heads``.
         kv_heads: default of ``num_key_value_heads``; None means as many as heads.

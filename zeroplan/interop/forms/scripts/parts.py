@@ -103,7 +103,6 @@ def script(
     """Join the parts into the text of a script.
 
     Args:
-        one: the configuration.
         loop: what follows the parts, ``main`` included.
         standard: import statements of the standard library.
         others: import statements of other packages.

@@ -11,9 +11,9 @@ formula depth loads a ledger and nothing else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
@@ -40,6 +40,8 @@ if TYPE_CHECKING:  # a plan from the ledger alone needs no simulator
     from zeroplan.tape.expanded import ExpandedTape
     from zeroplan.tape.options import TraceOptions
 
+D = TypeVar("D")
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -65,6 +67,16 @@ class Case:
     pp_rank: int = 0
     partition: str = ""
     unreached: frozenset[str] = frozenset()
+    _derived: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def once(self, key: Hashable, derive: Callable[[], D]) -> D:
+        """Return what `derive` makes of this case, made at the first call with that key: its rank, which the ledger, the
+        schedule and the host's figures read.
+        """
+        if key not in self._derived:
+            self._derived[key] = derive()
+        found: D = self._derived[key]
+        return found
 
     @property
     def pipeline_chunks(self) -> tuple[Stage, ...]:
@@ -96,6 +108,9 @@ class Case:
     @property
     def parameters(self) -> Parameters:
         """The model's parameters that one rank has before an engine shards them over data-parallel ranks."""
+        return self.once("parameters", self._local_parameters)
+
+    def _local_parameters(self) -> Parameters:
         if self.layout.auto_ep:
             from zeroplan.core.auto_ep import with_auto_ep
 

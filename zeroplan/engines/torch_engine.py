@@ -58,9 +58,13 @@ class TorchEngine(Engine, Generic[R]):
         half = self.gathers_in_half and (base is not None or dtype is not DType.FP32)
         return Precision.HALF_AUTOCAST if half else self.precision(dtype)
 
-    @abstractmethod
     def rank(self, case: Case, parameters: Parameters) -> R:
-        """Return the rank that holds the most."""
+        """Return the rank that holds the most, derived once for a case and the list of parameters."""
+        return case.once((self.name, parameters), lambda: self.derive_rank(case, parameters))
+
+    @abstractmethod
+    def derive_rank(self, case: Case, parameters: Parameters) -> R:
+        """Derive that rank."""
 
     @abstractmethod
     def record(self, rank: R, tape: ExpandedTape) -> Recorder:
@@ -134,4 +138,4 @@ class TorchEngine(Engine, Generic[R]):
         """See ``zeroplan/engines/torch_traffic.py``."""
         from zeroplan.engines.torch_traffic import TorchTraffic
 
-        return TorchTraffic(spec, cluster)
+        return TorchTraffic(spec, cluster, lambda case: self.rank(case, case.parameters))

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import re
 
-from zeroplan.core.parameters import Parameters
-
 _IN_A_BLOCK = re.compile(r"(^|\.)\d+\.")
 
 
@@ -23,10 +21,3 @@ def muon_takes(name: str, dimensions: int) -> bool:
         dimensions: of its shape.
     """
     return dimensions == 2 and _IN_A_BLOCK.search(name) is not None and "embed" not in name.lower()
-
-
-def muon_share(parameters: Parameters) -> float:
-    """Return the share of the trained elements that Muon updates, from 0 to 1."""
-    names, shapes, numel = parameters.names, parameters.shapes, parameters.numel
-    taken = sum(numel[p] for p in parameters.trained if muon_takes(names[p], len(shapes[p])))
-    return taken / max(1, parameters.trained_total)

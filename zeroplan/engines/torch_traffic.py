@@ -5,19 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.cluster import Cluster
-from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
-from zeroplan.engines.torch_optimizer import muon_share
-from zeroplan.engines.traffic import Traffic
+from zeroplan.engines.torch_rank import TorchRank
+from zeroplan.engines.traffic import RankTraffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import means
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger
-from zeroplan.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,38 +125,31 @@ def step_on_gpu(c: TorchFacts) -> int:
 TRAFFIC: WorkLedger = _lines.ledger()
 
 
-def torch_facts(spec: ModelSpec, workload: Workload, layout: ParallelLayout, *, stage: int, muon_share: float) -> TorchFacts:
-    """The facts of rank 0: stage 0 is DDP, 2 FSDP2 without resharding, 3 FSDP2. `muon_share`: see torch_optimizer.py."""
-    ranks = layout.shard_group if stage else layout.dp
-    reduced = workload.numerics.reduce_dtype
-    tensors = sum(count for _, count in spec.tensor_groups())
-    return TorchFacts(
-        sharded=stage > 0,
-        resharded=stage == 3,
-        ranks=ranks,
-        steps_before=ranks - 1,
-        micro_batches=workload.batch.grad_accum,
-        params=spec.params,
-        trainable=spec.trainable,
-        tensors=tensors,
-        updated=-(-spec.trainable // ranks) if stage else spec.trainable,
-        param_bytes=workload.numerics.dtype.bytes,
-        reduce_bytes=DType.FP32.bytes if reduced is None or not stage else reduced.bytes,
-        state_bytes=find_optimizer(workload.numerics.optimizer).bytes_per_element(muon_share),
-        one_node=layout.shards_on_one_node,
-    )
-
-
-class TorchTraffic(Traffic):
-    """The traffic of FSDP2 and DDP, whose collectives always overlap the computation."""
+class TorchTraffic(RankTraffic[TorchRank]):
+    """The traffic of FSDP2 and DDP, whose collectives always overlap the computation: stage 0 is DDP, 2 FSDP2 without
+    resharding, 3 FSDP2.
+    """
 
     ledger = TRAFFIC
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
-        self._spec, self._cluster = spec, cluster
-        self._muon_share = muon_share(spec.parameters)
-
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> TorchFacts:
         """Return the facts of rank 0."""
-        cluster = self._cluster
-        return torch_facts(self._spec, workload, cluster.layout, stage=zero.stage, muon_share=self._muon_share)
+        rank, layout = self.rank(workload, zero), self._cluster.layout
+        ranks = layout.shard_group if zero.stage else layout.dp
+        reduced = workload.numerics.reduce_dtype
+        updated = rank.matrix + rank.rest
+        return TorchFacts(
+            sharded=zero.stage > 0,
+            resharded=zero.stage == 3,
+            ranks=ranks,
+            steps_before=ranks - 1,
+            micro_batches=workload.batch.grad_accum,
+            params=rank.params,
+            trainable=rank.reached,
+            tensors=len(rank.parameters),
+            updated=updated,
+            param_bytes=workload.numerics.dtype.bytes,
+            reduce_bytes=DType.FP32.bytes if reduced is None or not zero.stage else reduced.bytes,
+            state_bytes=rank.optimizer.bytes_per_element(rank.matrix / max(1, updated)),
+            one_node=layout.shards_on_one_node,
+        )

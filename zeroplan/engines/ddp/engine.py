@@ -86,7 +86,7 @@ class Ddp(TorchEngine[DdpRank]):
         """Return DDP's lines and a rank; all ranks are alike."""
         return LEDGER, self.rank(case, case.parameters)
 
-    def rank(self, case: Case, parameters: Parameters) -> DdpRank:
+    def derive_rank(self, case: Case, parameters: Parameters) -> DdpRank:
         """Return a rank; all ranks are alike."""
         workspace = case.cluster.gpu.workspace
         return DdpRank(workload=case.workload, parameters=parameters, layout=case.layout, cublas_workspace=workspace)

@@ -17,11 +17,9 @@ from zeroplan.core.workload import ChunkedHead, GradientCheckpointing, Reference
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.deepspeed.job import rank_fields, rank_of, require_pipeline
+from zeroplan.engines.deepspeed.job import rank_of, require_pipeline
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.moe import require_moe
-from zeroplan.engines.deepspeed.rank import deepspeed_rank
-from zeroplan.engines.deepspeed.saved_weights import saved_elements
 from zeroplan.engines.deepspeed.versions import as_wrapped, require_wrapper, unmodelled_by_version, version_remark
 from zeroplan.engines.quantized_base import packed_kernels, require_stored, unmeasured_base
 from zeroplan.ledger.line import Ledger
@@ -250,7 +248,7 @@ class DeepSpeed(Engine):
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""
         case = self._as_run(case)
-        return LEDGER, deepspeed_rank(**rank_fields(case, case.parameters), saved_weights=saved_elements(case))
+        return LEDGER, rank_of(case, case.parameters)
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""
@@ -333,6 +331,9 @@ class DeepSpeed(Engine):
 
     def _as_run(self, case: Case) -> Case:
         """Return the case as today's DeepSpeed wraps it, with the optimizer that it has where it runs."""
+        return case.once(("as run", self.on_cpu), lambda: self._derive_run(case))
+
+    def _derive_run(self, case: Case) -> Case:
         case = _as_wrapped(case)
         return replace(case, workload=case.workload.but(torch_adam=True)) if self.on_cpu else case
 

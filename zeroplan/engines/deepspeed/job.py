@@ -8,20 +8,20 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parameters import Parameters
 from zeroplan.engines.base import Case
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank, deepspeed_rank
+from zeroplan.engines.deepspeed.saved_weights import saved_elements
 
 
 def rank_of(case: Case, parameters: Parameters) -> DeepSpeedRank:
-    """Return rank 0 of the case, of the pipeline stage that is looked at; see :func:`rank_fields`."""
-    return deepspeed_rank(**rank_fields(case, parameters))
-
-
-def rank_fields(case: Case, parameters: Parameters) -> dict[str, Any]:
-    """Return what :func:`~zeroplan.engines.deepspeed.rank.deepspeed_rank` derives that rank from.
+    """Return rank 0 of the case, of the pipeline stage that is looked at, derived once.
 
     Args:
         case: the configuration, as today's DeepSpeed wraps it.
         parameters: the whole model's.
     """
+    return case.once(("deepspeed", parameters), lambda: _derive(case, parameters))
+
+
+def _derive(case: Case, parameters: Parameters) -> DeepSpeedRank:
     more: dict[str, Any] = {}
     if case.layout.pp > 1:
         from zeroplan.core.pipeline import stage_parameters
@@ -36,16 +36,17 @@ def rank_fields(case: Case, parameters: Parameters) -> dict[str, Any]:
         tokens = work.batch.micro_batch * (work.batch.seq_len or 1) // case.layout.ulysses
         width = int(case.spec.config.get("hidden_size") or 0) * work.numerics.dtype.bytes
         more = {"checkpoint": tokens * width, "offloaded_inputs": max(0, len(blocks) - 1)}
-    return {
-        "parameters": parameters,
-        "workload": case.workload,
-        "zero": case.zero,
-        "layout": case.layout,
-        "gpu": case.cluster.gpu,
-        "device_memory": case.cluster.vram,
-        "zero_init": case.zero_init,
+    return deepspeed_rank(
+        parameters,
+        case.workload,
+        case.zero,
+        case.layout,
+        gpu=case.cluster.gpu,
+        device_memory=case.cluster.vram,
+        zero_init=case.zero_init,
+        saved_weights=saved_elements(case),
         **more,
-    }
+    )
 
 
 def require_pipeline(case: Case) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.gpus import Gpu
@@ -451,35 +451,16 @@ class DeepSpeedRank(SteppedGroups):
 
 
 def deepspeed_rank(
-    parameters: Parameters,
-    workload: Workload,
-    zero: ZeroConfig,
-    layout: ParallelLayout,
-    *,
-    rank: int = 0,
-    gpu: Gpu | None = None,
-    device_memory: int | None = None,
-    zero_init: bool = True,
-    saved_weights: int = 0,
-    pipeline_stage: Stage | None = None,
-    hidden: int = 0,
-    checkpoint: int = 0,
-    offloaded_inputs: int = 0,
+    parameters: Parameters, workload: Workload, zero: ZeroConfig, layout: ParallelLayout, *, gpu: Gpu | None = None, **more: Any
 ) -> DeepSpeedRank:
-    """Derive one rank of a job from the fields of :class:`DeepSpeedRank`; without a `gpu` cuBLAS takes no workspace."""
+    """Derive one rank of a job; without a `gpu` cuBLAS takes no workspace. `more` are further fields of the rank."""
+    pipeline = more.get("pipeline_stage") is not None
     return DeepSpeedRank(
-        **resolve_config(workload, zero, pipeline=pipeline_stage is not None).values(),
+        **resolve_config(workload, zero, pipeline=pipeline).values(),
         workload=workload,
         zero=zero,
         parameters=stored(parameters, workload),
         layout=layout,
-        rank=rank,
         cublas_workspace=gpu.workspace if gpu is not None else 0,
-        device_memory=device_memory,
-        zero_init=zero_init,
-        saved_weights=saved_weights,
-        pipeline_stage=pipeline_stage,
-        hidden=hidden,
-        checkpoint=checkpoint,
-        offloaded_inputs=offloaded_inputs,
+        **more,
     )

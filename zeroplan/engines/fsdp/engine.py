@@ -102,7 +102,7 @@ class Fsdp(TorchEngine[FsdpRank]):
         """Return FSDP 1's lines, and rank 0."""
         return LEDGER, self.rank(case, case.parameters)
 
-    def rank(self, case: Case, parameters: Parameters) -> FsdpRank:
+    def derive_rank(self, case: Case, parameters: Parameters) -> FsdpRank:
         """Return rank 0; one rank alone is not sharded, whatever the strategy."""
         return FsdpRank(
             workload=case.workload,

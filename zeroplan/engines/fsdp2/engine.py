@@ -148,7 +148,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         """Return FSDP2's lines, and rank 0."""
         return LEDGER, self.rank(case, case.parameters)
 
-    def rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
+    def derive_rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
         """Return rank 0 of a pipeline rank's data-parallel ranks, which holds the largest shards."""
         chunks = case.pipeline_chunks
         if chunks:

@@ -186,7 +186,10 @@ class Megatron(Engine):
         return LEDGER, self.rank(case)
 
     def rank(self, case: Case) -> MegatronRank:
-        """Return the first rank of a pipeline rank's."""
+        """Return the first rank of a pipeline rank's, derived once."""
+        return case.once(self.name, lambda: self._derive_rank(case))
+
+    def _derive_rank(self, case: Case) -> MegatronRank:
         model, layout, work = self._model(case), case.layout, case.workload
         parts: tuple[ChunkLayers, ...] = ()
         chunks: tuple[tuple[Parameter, ...], ...]
@@ -286,7 +289,7 @@ class Megatron(Engine):
         """See ``zeroplan/engines/megatron/traffic.py``."""
         from zeroplan.engines.megatron.traffic import MegatronTraffic
 
-        return MegatronTraffic(spec, cluster)
+        return MegatronTraffic(spec, cluster, self.rank)
 
     # --- verify -----------------------------------------------------------------------------------------------------------
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.cluster import Cluster
-from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
-from zeroplan.engines.traffic import Traffic
+from zeroplan.engines.megatron.rank import MegatronRank
+from zeroplan.engines.traffic import RankTraffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import means
 from zeroplan.ledger.traffic import Resource, WorkBuilder
-from zeroplan.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +27,7 @@ class MegatronFacts:
     trainable: int = means("elements with a gradient")
     updated: int = means("elements that this rank's optimizer updates")
     param_bytes: int = means("bytes of one parameter")
+    grad_bytes: int = means("bytes of one gradient in its buffer")
     state_bytes: int = means("bytes of one element's optimizer states")
 
 
@@ -41,11 +40,11 @@ _lines = WorkBuilder()
 
 @_lines.add(_link, Phase.BACKWARD)
 def reduce_gradients(c: MegatronFacts) -> int:
-    """Gradients in fp32, once a step, spread over its micro batches: scattered, or summed for all.
+    """Gradients, once a step, spread over its micro batches: scattered, or summed for all.
 
     Source: megatron/core/distributed/param_and_grad_buffer.py, start_grad_sync
     """
-    return fraction(4 * c.trainable * (1 if c.distributed else 2), c.steps_before, c.ranks * c.micro_batches)
+    return fraction(c.grad_bytes * c.trainable * (1 if c.distributed else 2), c.steps_before, c.ranks * c.micro_batches)
 
 
 @_lines.add(_link, Phase.STEP)
@@ -59,8 +58,8 @@ def gather_parameters(c: MegatronFacts) -> int:
 
 @_lines.add(Resource.HBM, Phase.BACKWARD)
 def accumulate(c: MegatronFacts) -> int:
-    """Products of weights' gradients read and write the fp32 buffer."""
-    return 8 * c.trainable
+    """Products of weights' gradients read and write the buffer."""
+    return 2 * c.grad_bytes * c.trainable
 
 
 @_lines.add(Resource.HBM, Phase.STEP)
@@ -69,28 +68,25 @@ def step_on_gpu(c: MegatronFacts) -> int:
     return c.updated * (4 + 8 + 4 + 8 + 2 * c.state_bytes + c.param_bytes) + 4 * c.trainable
 
 
-class MegatronTraffic(Traffic):
+class MegatronTraffic(RankTraffic[MegatronRank]):
     """What data-parallel ranks send; reductions run beside the computation with ``--overlap-grad-reduce``."""
 
     ledger = _lines.ledger()
 
-    def __init__(self, spec: ModelSpec, cluster: Cluster) -> None:
-        self._spec, self._cluster = spec, cluster
-
     def facts(self, compute: ComputeFacts, workload: Workload, zero: ZeroConfig) -> MegatronFacts:
         """Return the facts of rank 0."""
-        layout = self._cluster.layout
-        ranks = layout.shard_group
+        rank = self.rank(workload, zero)
         return MegatronFacts(
-            distributed=zero.stage > 0,
-            one_node=layout.shards_on_one_node,
-            ranks=ranks,
-            steps_before=ranks - 1,
+            distributed=rank.distributed,
+            one_node=rank.layout.shards_on_one_node,
+            ranks=rank.ranks,
+            steps_before=rank.ranks - 1,
             micro_batches=workload.batch.grad_accum,
-            trainable=self._spec.trainable,
-            updated=-(-self._spec.trainable // ranks) if zero.stage else self._spec.trainable,
-            param_bytes=workload.numerics.dtype.bytes,
-            state_bytes=find_optimizer(workload.numerics.optimizer).bytes_per_element(0.0),
+            trainable=rank.held,
+            updated=rank.stepped,
+            param_bytes=rank.element,
+            grad_bytes=rank.grad_element,
+            state_bytes=rank.optimizer.bytes_per_element(0.0),
         )
 
     def overlaps(self, zero: ZeroConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.arena.layout import Layout, UnitKind
@@ -177,9 +177,10 @@ class Runtime(Engine):
             require_offloadable(case.workload.numerics.optimizer, case.zero)
 
     def layout(self, case: Case) -> Layout:
-        """Return the layout by which the Arena will allocate."""
-        chunks = case.pipeline_chunks
-        return layout_of(case.spec, case.workload, case.zero, case.layout, self.runtime_options, chunks)
+        """Return the layout by which the Arena will allocate, derived once."""
+        options, chunks = self.runtime_options, case.pipeline_chunks
+        derive = partial(layout_of, case.spec, case.workload, case.zero, case.layout, options, chunks)
+        return case.once((self.name, options), derive)
 
     def optimizer_device(self, offload_param: str) -> str:
         """Return the host where parameters are offloaded: they leave the device only with their optimizer."""

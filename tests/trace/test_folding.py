@@ -20,7 +20,7 @@ from zeroplan.tape.codec import from_json, to_json
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.tape.sizes import KernelDevice
-from zeroplan.trace import pointwise
+from zeroplan.trace import remembered
 from zeroplan.trace.api import Donors, _Attempt, trace_at, trace_model, trace_module
 from zeroplan.trace.build import Depth
 from zeroplan.trace.fit import DoesNotFitError, TracePoint, fit_poly
@@ -184,12 +184,35 @@ def test_other_devices_run_other_attention_kernels() -> None:
     assert 4 * 2 * rows * heads * dim in set(ampere.aux) - set(hopper.aux)
 
 
-def test_torch_agrees_on_pointwise_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_results_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     point = TracePoint(2, 96)
     quick = trace_at(T5, auto_class_of(T5), TraceOptions(), point)
-    monkeypatch.setattr(pointwise, "result", lambda *_: None)
+    monkeypatch.setattr(remembered, "run", lambda func, args, kwargs: func(*args, **kwargs))
     slow = trace_at(T5, auto_class_of(T5), TraceOptions(), point)
     assert columns(quick.expand(2, 96)) == columns(slow.expand(2, 96))
+
+
+def test_results_are_remembered_by_all_that_decides_them() -> None:
+    """Strides, types of numbers and what an operator returns beside its result; neither views nor writes."""
+    aten = torch.ops.aten
+    x, whole = (torch.empty(4, 6, dtype=dtype, device="meta") for dtype in (torch.float16, torch.int64))
+    turned = torch.empty(6, 4, dtype=torch.float16, device="meta").t()
+    calls = [
+        *((aten.mul.Tensor, (a, b)) for a in (x, turned) for b in (x, turned)),
+        *((aten.add.Scalar, (whole, number)) for number in (1, 1.0, True)),
+        *((aten.native_dropout.default, (a, 0.1, True)) for a in (x, turned)),
+        *((aten.sum.dim_IntList, (x, dims)) for dims in ([0], [1], [0, 1])),
+        (aten.cat.default, ([x, turned], 1)),
+    ]
+
+    def described(out: object) -> list[object]:
+        return [(one.shape, one.stride(), one.dtype) for one in (out if isinstance(out, tuple) else (out,))]
+
+    for func, args in (*calls, *calls):
+        assert described(remembered.run(func, args, {})) == described(func(*args)), (func, args)
+    for func, args in ((aten.view.default, (x, [24])), (aten._unsafe_view.default, (x, [24])), (aten.add_.Tensor, (x, x))):
+        for _ in range(2):
+            assert remembered.run(func, args, {}).untyped_storage()._cdata == x.untyped_storage()._cdata, func
 
 
 def test_a_plain_module_is_traced_with_an_example_batch() -> None:

@@ -25,7 +25,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroplan.tape.expanded import Mark, Op
-from zeroplan.trace import kernels, pointwise, selection
+from zeroplan.trace import kernels, remembered, selection
 from zeroplan.trace.kernels import Size
 from zeroplan.trace.known import KnownValues
 from zeroplan.trace.ranks import receives
@@ -291,13 +291,11 @@ class StorageRecorder(TorchDispatchMode):
     def _result(self, func: Any, args: Any, kwargs: Any, made: Any) -> Any:
         """Run the operator on tensors without values; `made` is its output where the values are known."""
         known = self._known
-        out = pointwise.result(func, args, kwargs)
-        if out is None and known is not None:
-            out = known.result(func, made)
+        out = known.result(func, made) if known is not None else None
         if out is None:
             out = selection.result(func, args, known)
         if out is None:
-            out = func(*selection.arguments(func, args, known), **kwargs)
+            out = remembered.run(func, selection.arguments(func, args, known), kwargs)
         if known is not None:
             known.keep(out, made)
         return out

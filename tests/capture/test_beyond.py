@@ -12,6 +12,7 @@ from zeroplan.capturing.branches import changes_nothing
 from zeroplan.capturing.source import CodeLine
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 LOADER = LOOP.replace(
     "for step in range(3):\n",

@@ -19,6 +19,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.units import MIB
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
 def capture(tmp_path: Path, code: str, *words: str, **options: Any) -> tuple[Captured, CapturedRun]:

@@ -1,8 +1,7 @@
-"""Files and Notes that documents, comments and docstrings name exist, and no two classes have one name."""
+"""Files and Notes that documents, comments and docstrings name exist."""
 
 from __future__ import annotations
 
-import ast
 import re
 from collections import Counter
 from pathlib import Path
@@ -53,18 +52,6 @@ def test_every_note_that_is_referred_to_is_written() -> None:
                 else:
                     referred[match[1]] = path
     assert referred.keys() <= written, {name: str(path) for name, path in referred.items() if name not in written}
-
-
-def test_no_two_classes_have_one_name() -> None:
-    names = Counter(
-        node.name
-        for package in ("zeroplan", "zeroplan_runtime")
-        for path in (ROOT / package).rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef)
-    )
-    # What zeroplan plans for is an engine, and so is what the runtime's `initialize` returns, as DeepSpeed's does.
-    assert [name for name, count in names.items() if count > 1] == ["Engine"]
 
 
 def test_no_two_test_files_have_one_module_name() -> None:

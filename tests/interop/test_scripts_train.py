@@ -102,9 +102,8 @@ def started(name: str, folder: Path, environment: dict[str, str]) -> tuple[int, 
     "name",
     [
         "explicit",
-        "fsdp2",
         "zeroplan",
-        *(pytest.param(n, marks=pytest.mark.long) for n in ("accelerate", "accelerate-fsdp2", "ddp")),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("fsdp2", "accelerate", "accelerate-fsdp2", "ddp")),
     ],
 )
 def test_a_script_takes_as_many_steps_as_the_batch_allows(output: Output, name: str) -> None:

@@ -95,6 +95,8 @@ def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
     ]
     cases += [(ds_config(stage, "bf16", optimizer={"type": "LAMB"}), {}) for stage in STAGES]
     cases += [(ds_config(stage, "bf16", optimizer={"type": kind}), {}) for stage, kind in ONE_BIT]
+    if ranks == 2:  # each stage and each precision by itself, LAMB where it is sharded least and most; other ranks have all
+        cases = [cases[index] for index in (1, 5, 6, 9, 11, 13, 15, 17)]
     results = pool.run(ranks, train_all, cases, 2)
     for index, (config, model) in enumerate(cases):
         hold(config, model, ranks, [rank[index] for rank in results])
@@ -115,6 +117,8 @@ def test_offload(pool: RankPool, ranks: int) -> None:
         offloaded(2, "bf16", zeroplan={"delayed_update": 1}),
         offloaded(2, "bf16", **wide, zeroplan={"delayed_update": 1}),
     ]
+    if ranks == 3:  # each stage in one precision; one rank has all
+        configs = [configs[index] for index in (0, 3, 4, 6, 7, 8, 9, 11)]
     results = pool.run(ranks, train_all, [(config, {"tied": True}) for config in configs], 2)
     for index, config in enumerate(configs):
         hold(config, {"tied": True}, ranks, [rank[index] for rank in results])

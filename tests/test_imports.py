@@ -1,4 +1,4 @@
-"""What planning may load: neither torch, transformers nor numpy; no submodule hides a public function, no two classes have one name."""
+"""What planning may load: neither torch, transformers nor numpy. No submodule hides a function, no classes share a name."""
 
 from __future__ import annotations
 

@@ -55,6 +55,11 @@ def answer(
         config: the caching allocator's settings; None for torch's defaults.
         known: the simulated run on a card whose kernels take the same.
     """
+    if captured.engine:
+        from zeroplan.capturing.engines.planned import planned
+
+        alloc_conf = str(captured.machine.get("alloc_conf") or "")
+        return CapturedRun(*planned(captured, cluster, alloc_conf if config is not None else ""))
     timeline = simulate(replayed(captured, cluster.gpu), config) if known is None else known
     outside = _outside(captured)
     unmodelled = _left_out(captured)

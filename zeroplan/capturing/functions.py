@@ -88,6 +88,10 @@ class ScriptFunctions(CudaFunctions):
             with self:
                 yield
 
+    def as_zero3(self, on: bool) -> None:
+        """Run linear layers as DeepSpeed's stage 3 does, or as torch does."""
+        self._zero3 = on
+
     # ---- moves -------------------------------------------------------------------------------------------------------
     def to_gpu(self, tensor: torch.Tensor, dtype: torch.dtype | None = None, *, copy: bool = False) -> torch.Tensor:
         """Copy a tensor to the GPU, as ``Tensor.to`` does."""

@@ -34,7 +34,10 @@ class Spans:
         self.backwards = 0
         self.on_step: list[Any] = []
         self.on_backward: list[Any] = []
+        self.on_backward_begin: list[Any] = []
+        self.on_backward_end: list[Any] = []
         self.on_module: list[Any] = []
+        self.on_optimizer: list[Any] = []
         self._seen: Any = weakref.WeakSet()
         self._now = INIT
         self._depth = 0
@@ -66,6 +69,8 @@ class Spans:
             recorder, before = self.recorder, self.recorder.phase
             if before != 2:
                 self.enter(BACKWARD)
+                for call in self.on_backward_begin:
+                    call()
             recorder.phase = 2
             try:
                 with functions.again():  # recomputation in the backward is the script's own code
@@ -74,6 +79,8 @@ class Spans:
                 recorder.phase = 2 if before == 2 else 0
                 if before != 2:
                     self.backwards += 1
+                    for call in self.on_backward_end:
+                        call()
                     self.enter(STEP)
                     for call in self.on_backward:
                         call()
@@ -108,6 +115,8 @@ class Spans:
         """An optimizer has stepped."""
         self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
         self.steps = max(self._counts.values())
+        for call in self.on_optimizer:
+            call(optimizer)
         self._label(optimizer)
         for call in self.on_step:
             call()

@@ -39,7 +39,9 @@ class Capture:
         self.ended = ""
         self.model: dict[str, Any] = {}
         self.unmodelled: dict[str, tuple[str, str, str]] = {}
-        self.engine: dict[str, Any] = {}
+        self.handed: Any = None  # what an engine was given (capturing/engines/handed.py)
+        self.engine_notes: dict[str, Any] = {}
+        self.in_trainer = False
         self.workload: dict[str, Any] = {}
         self.process_group = False
 
@@ -69,6 +71,9 @@ class Capture:
         """Return what was captured."""
         self.spans.close()
         out = self.recorder.out
+        engine = {} if self.handed is None or not self.handed.batches.slices else self.handed.as_data()
+        if engine:
+            self.unmodelled.pop("ranks", None)
         captured = Captured(
             op=array("b", out.op),
             arg=array("q", out.arg),
@@ -76,13 +81,13 @@ class Capture:
             sizes=[alloc.size for alloc in out.allocs],
             buffers=self.recorder.labels,
             phases=bytes(alloc.phase for alloc in out.allocs),
-            way="engine" if self.engine else "loop",
+            way="engine" if engine else "loop",
             steps=self.spans.steps or self.spans.backwards,  # a loop may update by hand
             stopped=self.stopped,
             ended=self.ended,
             notes=[f"{line}: {what}" for line, what in self.recorder.invented_reads.items()],
             unmodelled=list(self.unmodelled.values()),
-            engine=self.engine,
+            engine=engine,
             model=self.model,
             workload=self.workload | ({"bf16": True} if self.recorder.bf16 else {}),
             collectives=self.process_group,

@@ -26,9 +26,8 @@ class TorchRank(Rank, ABC):
         work = self.workload
         if work.quantize is not None and work.adapter_bytes is not None:
             return work.adapter_bytes
-        half = work.numerics.precision is Precision.PURE or (
-            work.numerics.precision is Precision.HALF_AUTOCAST and work.lora_rank is None
-        )
+        trains_all = work.lora_rank is None and all(self.parameters.trainable)  # a live module may come with its adapters
+        half = work.numerics.precision is Precision.PURE or (work.numerics.precision is Precision.HALF_AUTOCAST and trains_all)
         return work.numerics.dtype.bytes if half else DType.FP32.bytes
 
     @cached_property

@@ -139,6 +139,10 @@ def _tapes(engine: Engine, request: Ask) -> ExpandedTapes:
         from zeroplan.planner.live_module import ModuleTapes
 
         return ModuleTapes(engine, request.model, request.inputs, cut=request.built, rollout=request.rollout)
+    if request.recorded is not None:
+        from zeroplan.planner.recorded import RecordedTapes
+
+        return RecordedTapes(engine, request.recorded)
     from zeroplan.planner.tapes import ExpandedTapes
 
     return ExpandedTapes(engine)

@@ -80,6 +80,7 @@ class ModelOptions:
     largest_layer_params = Option[int | None](int, None)
     offline = Option[bool | None](bool, None)
     inputs = Option[Any](object, None)
+    recorded = Option[Any](object, None)
 
 
 class WorkloadOptions:

@@ -10,15 +10,16 @@ if TYPE_CHECKING:
 
 def install(capture: Capture) -> None:
     """Attach every hook."""
+    from zeroplan.capturing import engines as stand_ins
     from zeroplan.capturing.hooks import engines, native_files, torch_itself, transformers_models
     from zeroplan.capturing.hooks.imports import when_imported
 
     torch_itself.install(capture)
+    stand_ins.install(capture)
     when_imported("transformers.modeling_utils", lambda module: transformers_models.install(capture, module))
     when_imported("transformers.trainer", lambda module: transformers_models.install_trainer(capture, module))
     when_imported("transformers.tokenization_utils_base", lambda module: native_files.install_tokenizers(capture, module))
     when_imported("pyarrow", lambda module: native_files.install_arrow(capture, module))
     when_imported("pyarrow.parquet", lambda module: native_files.install_parquet(capture, module))
     when_imported("trl.kernels.chunked_logprob", lambda module: engines.install_trl_kernels(capture, module))
-    when_imported("deepspeed", lambda module: engines.install_deepspeed(capture, module))
     when_imported("safetensors.torch", lambda module: torch_itself.install_safetensors(capture, module))

@@ -1,11 +1,8 @@
-"""Engines that shard, and kernels without a rule: noted where they are called."""
+"""Kernels of programs on transformers: what they allocate."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-
-from zeroplan.capturing.recorder import StoppedError
-from zeroplan.capturing.source import user_line
 
 if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
@@ -32,13 +29,3 @@ def install_trl_kernels(capture: Capture, module: Any) -> None:
         return
     module._use_triton = lambda *_: False
     module._forward_tile, module._backward_tile, module._addmm_fp32 = folded, folded, added
-
-
-def install_deepspeed(capture: Capture, module: Any) -> None:
-    """Stop where DeepSpeed would take the model over."""
-
-    def initialize(*_: Any, **__: Any) -> None:
-        says = "deepspeed.initialize shards the model: plan it by zeroplan estimate --engine deepspeed --ds-config FILE"
-        raise StoppedError(says, user_line())
-
-    module.initialize = initialize

@@ -182,6 +182,7 @@ def install_trainer(capture: Capture, module: Any) -> None:
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = trainer.args
         capture.trains(trainer.model)
+        capture.in_trainer = True
         steps = capture.job.steps
         if arguments.max_steps <= 0 or arguments.max_steps > steps:
             arguments.max_steps = steps

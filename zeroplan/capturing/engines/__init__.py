@@ -1,0 +1,25 @@
+"""Stand-ins for what hands a model to an engine, one file an engine; and what a captured run then is, for the planner.
+
+Note [An engine's stand-in]
+    Where a script calls an engine, the captured process calls a stand-in of the same surface. It keeps the whole model on this
+    one process and shards nothing: the script's own forward, loss and backward run as they are, and each micro batch is
+    recorded as a tape (:mod:`zeroplan.capturing.engines.micro_batches`). What the engine was told, as it resolved it itself,
+    goes beside the tape to the planner (:mod:`zeroplan.capturing.engines.planned`), which lays the engine's schedule over it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from zeroplan.capturing.state import Capture
+
+
+def install(capture: Capture) -> None:
+    """Attach every stand-in."""
+    from zeroplan.capturing.engines import ddp, deepspeed
+    from zeroplan.capturing.hooks.imports import when_imported
+
+    if capture.job.launcher and capture.job.world.size > 1:
+        ddp.install(capture)
+    when_imported("deepspeed", lambda module: deepspeed.install(capture, module))

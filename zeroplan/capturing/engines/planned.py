@@ -1,0 +1,157 @@
+"""The plan of a captured script that calls an engine: the engine's schedule over the script's own tape."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.capturing.result import Captured
+from zeroplan.core.cluster import Cluster
+from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import CaptureInfo, MemoryPlan
+from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.engines.registry import find_engine
+from zeroplan.models.stored import of_data as spec_of_data
+from zeroplan.planner.estimate import Estimate, estimate_runs
+from zeroplan.planner.recorded import PLAIN, ZERO3, RecordedRun
+from zeroplan.run.ask import Ask
+from zeroplan.tape.codec import from_json
+
+if TYPE_CHECKING:
+    from zeroplan.core.plan import Report
+    from zeroplan.simulate.timeline import Timeline
+
+_DEEPSPEED = "deepspeed"
+
+
+def ask_of(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> Ask:
+    """Return the run that a captured script hands to its engine, as the planner is asked for it.
+
+    Args:
+        captured: what was captured, with an engine.
+        cluster: the machine.
+        alloc_conf: the caching allocator's settings.
+    """
+    engine = captured.engine
+    tapes = {way: tuple(from_json(one) for one in held["tapes"]) for way, held in engine["tapes"].items()}
+    recorded = RecordedRun(tapes, int(engine["buffers"]) + int(engine["beside"]))
+    machine = {
+        "gpus": cluster.gpus,
+        "nodes": cluster.nodes,
+        "gpu": cluster.gpu.name,
+        "vram": cluster.vram,
+        "cpu_ram": cluster.cpu_ram,
+    }
+    return Ask(
+        model=spec_of_data(engine["spec"]),
+        recorded=recorded,
+        engine=engine["engine"],
+        alloc_conf=alloc_conf or None,
+        unmodelled=_left_out(captured),
+        **{name: value for name, value in machine.items() if value is not None},
+        **engine["said"],
+    )
+
+
+def _left_out(captured: Captured) -> tuple[Unmodelled, ...]:
+    found = [Unmodelled(key, Effect(effect), says) for key, effect, says in captured.unmodelled]
+    if captured.stopped is not None:
+        at = captured.stopped
+        found.append(Unmodelled("stopped", Effect.MORE, f"{at.file}:{at.line}: {at.why}; what follows is in no figure"))
+    return tuple(found)
+
+
+def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple[Report, Timeline]:
+    """Return the report: the run as the script starts it, then the engine's other stages and offloads; and its timeline.
+
+    Raises:
+        BadInput: what the planner refuses of the engine's arguments.
+    """
+    ask = ask_of(captured, cluster, alloc_conf)
+    found = estimate_runs(ask)
+    run = found.runs[0]
+    if run is None:
+        raise BadInput(
+            "the script's own step makes no tape", where=captured.command, remedy="zeroplan estimate plans the model"
+        )
+    plan = _beyond(found.report.plans[0], captured, run.tape.activation_peak)
+    info = CaptureInfo(
+        way=captured.way,
+        command=captured.command,
+        steps=captured.steps,
+        stopped=None
+        if captured.stopped is None
+        else {"file": captured.stopped.file, "line": captured.stopped.line, "why": captured.stopped.why},
+        ended=captured.ended,
+    )
+    first = plan.model_copy(update={"capture": info})
+    plans = (first, *(one.report.plans[0] for one in _others(ask, captured, first)))
+    report = found.report.model_copy(
+        update={
+            "plans": plans,
+            "workload": {**found.report.workload, "steps": captured.steps, **captured.workload},
+            "warnings": (*found.report.warnings, *captured.notes),
+        }
+    )
+    return report, run.simulation.timeline
+
+
+def _beyond(plan: MemoryPlan, captured: Captured, step: int) -> MemoryPlan:
+    """Return the plan, open where the script takes more outside its micro batches than the plan has."""
+    engine = captured.engine
+    more = []
+    peak = plan.gpu.peak_allocated or 0
+    if engine["before"] > peak:
+        says = f"the script holds {engine['before']:,} bytes on the GPU before {engine['line']} hands the model over"
+        more.append(Unmodelled("before the engine", Effect.MORE, says))
+    if engine["outside"] > step:
+        says = f"beside the model, an evaluation takes {engine['outside']:,} bytes, a micro batch {step:,}"
+        more.append(Unmodelled("evaluation", Effect.MORE, says))
+    if not more:
+        return plan
+    from zeroplan.core.plan import Verdict
+
+    update: dict[str, Any] = {"unmodelled": (*plan.unmodelled, *more)}
+    if plan.verdict is not Verdict.DOES_NOT_FIT:
+        update |= {"verdict": Verdict.UNKNOWN, "fits": None, "decides": ", ".join(one.key for one in more)}
+    return plan.model_copy(update=update)
+
+
+def _others(ask: Ask, captured: Captured, first: MemoryPlan) -> Iterator[Estimate]:
+    """Yield the estimates of the engine's other stages and offloads, by the fewest changed keys; those that it refuses are left
+    out.
+    """
+    tapes = captured.engine["tapes"]
+    alike = PLAIN in tapes and ZERO3 in tapes and tapes[PLAIN]["shapes"][-1] == tapes[ZERO3]["shapes"][-1]
+    seen = {(first.stage, first.offload_optimizer, first.offload_param)}
+    for zero in find_engine(ask.engine).options():
+        key = (zero.stage, str(zero.offload_optimizer.device), str(zero.offload_param.device))
+        if key in seen or "nvme" in key:
+            continue
+        seen.add(key)
+        other = ask
+        if not alike and (zero.stage == 3) != (first.stage == 3) and ask.engine == _DEEPSPEED:
+            continue
+        if isinstance(ask.ds_config, Mapping):
+            other = other.replace(ds_config=_changed(ask.ds_config, *key))
+        else:
+            other = other.replace(stage=key[0], offload_optimizer=key[1], offload_param=key[2])
+        if key[1] != "none":
+            other = other.replace(optimizer_kind=None, torch_adam=None)
+        try:
+            found = estimate_runs(other)
+        except BadInput:
+            continue
+        if found.runs and found.runs[0] is not None:
+            yield found
+
+
+def _changed(config: Mapping[str, Any], stage: int, optimizer: str, param: str) -> dict[str, Any]:
+    """Return a ds_config at another stage, with other offloads."""
+    zero = dict(config.get("zero_optimization") or {})
+    zero["stage"] = stage
+    for name, device in (("offload_optimizer", optimizer), ("offload_param", param)):
+        held = zero.pop(name, None)
+        if device != "none":
+            zero[name] = {**(held if isinstance(held, Mapping) else {}), "device": device}
+    return {**config, "zero_optimization": zero}

@@ -27,6 +27,7 @@ class ScriptFunctions(CudaFunctions):
     def __init__(self, recorder: ScriptRecorder) -> None:
         super().__init__()
         self.recorder = recorder
+        self.autocast_seen: torch.dtype | None = None
 
     def __enter__(self) -> Any:
         return TorchFunctionMode.__enter__(self)
@@ -53,6 +54,7 @@ class ScriptFunctions(CudaFunctions):
     def on_device(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Run a function of GPU tensors, under the script's autocast."""
         self.autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        self.autocast_seen = self.autocast or self.autocast_seen
         return super().__torch_function__(func, types, args, kwargs)
 
     def _placed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -20,6 +20,5 @@ def install(capture: Capture) -> None:
     from zeroplan.capturing.engines import ddp, deepspeed
     from zeroplan.capturing.hooks.imports import when_imported
 
-    if capture.job.launcher and capture.job.world.size > 1:
-        ddp.install(capture)
+    ddp.install(capture)
     when_imported("deepspeed", lambda module: deepspeed.install(capture, module))

@@ -93,7 +93,7 @@ class Handed:
         one = batches.slices[-1] if batches.slices else None
         if one is not None:
             self._of_batches(said, one)
-        said["moved"] = self.made_on_host
+        said["moved"] = self.made_on_host or self.capture.in_trainer
         if notes.get("saves"):
             said["save"] = notes["saves"]
             said["save_by"] = "trainer" if self.capture.in_trainer else "accelerate" if "accelerate" in sys.modules else "loop"

@@ -141,10 +141,10 @@ class MicroBatches:
             self._attach(zero3)
         if not zero3:
             recorder.calls = CallTree()
-        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        self.capture.functions.autocast_seen = None
         at = len(recorder.out.op)
         shapes = shapes_of({**{str(n): one for n, one in enumerate(args)}, **kwargs})
-        now = Slice(self._next, at, zero3, shapes, autocast=autocast, trains=self.module.training)
+        now = Slice(self._next, at, zero3, shapes, trains=self.module.training)
         self._open = now
         recorder.mark(Mark.FORWARD_BEGIN)
 
@@ -153,6 +153,7 @@ class MicroBatches:
         if now is None:
             return
         if now.backwards == 0:
+            now.autocast = self.capture.functions.autocast_seen
             recorder.mark(Mark.FORWARD_END)
             now.backward = len(recorder.out.op)
             recorder.mark(Mark.BACKWARD_BEGIN)

@@ -10,6 +10,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import CaptureInfo, MemoryPlan
 from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.stored import of_data as spec_of_data
 from zeroplan.planner.estimate import Estimate, estimate_runs
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from zeroplan.simulate.timeline import Timeline
 
 _DEEPSPEED = "deepspeed"
+_TYPES: Mapping[str, Any] = {"optimizer_kind": OptimizerKind, "precision": Precision}
 
 
 def ask_of(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> Ask:
@@ -49,7 +51,7 @@ def ask_of(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> Ask:
         alloc_conf=alloc_conf or None,
         unmodelled=_left_out(captured),
         **{name: value for name, value in machine.items() if value is not None},
-        **engine["said"],
+        **{name: _TYPES[name](value) if name in _TYPES else value for name, value in engine["said"].items()},
     )
 
 

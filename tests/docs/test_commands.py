@@ -19,7 +19,7 @@ _WITH_COMMANDS = {path: found for path in pages.PAGES_WITH_COMMANDS if (found :=
 _LONG = {
     *("recommend.md", "gallery.md", "ds_config.md", "reported.md"),
     *("programs/hf-trainer.md", "programs/trl.md", "programs/ds_config.md", "programs/lightning.md", "programs/axolotl.md"),
-    *("programs/torchtitan.md", "start/slow.md", "understand/lora.md", "understand/zero.md", "understand/fsdp-or-deepspeed.md"),
+    *("programs/torchtitan.md", "start/slow.md", "quantised.md", "understand/zero.md", "understand/fsdp-or-deepspeed.md"),
 }
 _PAGES = [
     pytest.param(page, marks=pytest.mark.long) if page.relative_to(ROOT).as_posix().removeprefix("docs/") in _LONG else page

@@ -96,7 +96,8 @@ class Simulation:
         moved: bytes of each checkpointed input that leaves for pinned memory, which the tape tells and no formula.
         least_reserved: where data decide, the least that the worst rank may reserve; None where they do not.
         other_lags: where the device's lag behind the host decides when freed blocks come back, the run of `rank` at the other
-            end of what that lag may be. Peaks are not those of these runs, but a plan that fits fits for them, too.
+            end of what that lag may be; and runs that differ in what no measured run explains. Peaks are not those of these
+            runs, but a plan that fits fits for them, too.
     """
 
     timeline: Timeline

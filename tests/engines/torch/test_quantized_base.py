@@ -95,6 +95,8 @@ def test_stage_3_as_measured(row_id: str) -> None:
     assert gpu.peak_allocated == pytest.approx(row["peak_allocated"], rel=0.0015)
     assert gpu.peak_reserved == pytest.approx(row["peak_reserved"], rel=0.0005)
     assert run.plan.fits
+    most = max(other.peak_reserved for other in run.simulation.other_lags)  # if peft's wrapper were fetched by itself
+    assert most > gpu.peak_reserved or row_id == "TB1"
 
 
 @pytest.mark.torch

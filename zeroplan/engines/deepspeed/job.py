@@ -45,6 +45,7 @@ def _derive(case: Case, parameters: Parameters) -> DeepSpeedRank:
         device_memory=case.cluster.vram,
         zero_init=case.zero_init,
         saved_weights=saved_elements(case),
+        fetches_wrapper=not parameters.packed,
         **more,
     )
 

@@ -44,6 +44,7 @@ class DeepSpeedRank(SteppedGroups):
         hidden: bytes of the hidden states that pipeline stages send each other.
         checkpoint: bytes of the input of a recomputed block, where inputs wait on the host.
         offloaded_inputs: how many wait there.
+        fetches_wrapper: peft's wrapper is fetched by itself, as any module; see ``passed_through`` in outside_reads.py.
     """
 
     device_memory: int | None = None
@@ -54,6 +55,7 @@ class DeepSpeedRank(SteppedGroups):
     offloaded_inputs: int = means(
         "inputs of recomputed blocks that are copied to the host: all but the last block's", default=0
     )
+    fetches_wrapper: bool = True
 
     def at(self, rank: int) -> DeepSpeedRank:
         """Return another rank of the same job."""

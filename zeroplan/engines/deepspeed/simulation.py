@@ -23,6 +23,7 @@ from zeroplan.engines.deepspeed.coordinator import FETCHES_BEHIND
 from zeroplan.engines.deepspeed.device_lag import DeviceLag, device_lag_of
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules
+from zeroplan.engines.deepspeed.outside_reads import passed_through
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.schedule import distinct_ranks, record_deepspeed
 from zeroplan.engines.deepspeed.schedule_host import record_host
@@ -88,6 +89,10 @@ class Simulator:
         found = Simulation(timeline, rank, others=tuple(runs.values()), least_reserved=least)
         if first.device_lags:
             found = self._with_its_lag(found, case, tape, first.at(rank), config)
+        if first.stage == 3 and not first.fetches_wrapper and passed_through(tape):
+            fetched = record_deepspeed(replace(first.at(rank), fetches_wrapper=True), tape, skipped_steps=usual)
+            other = simulate(fetched, config, device_memory=case.cluster.vram)
+            found = replace(found, other_lags=(*found.other_lags, other))
         return _with_host(first, found)
 
     def _with_its_lag(

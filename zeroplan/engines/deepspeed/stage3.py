@@ -37,7 +37,7 @@ class Stage3(DeepSpeedSchedule):
         zero, modules = rank.zero, tape.modules
         head = chunked_head_of(modules) if rank.workload.has(ChunkedHead) else -1
         self.reads, self.uncalled = outside_reads(modules), never_called(tape, (head,))
-        self.through = {} if rank.parameters.packed else passed_through(tape)
+        self.through = passed_through(tape) if rank.fetches_wrapper else {}
         self.saves, self.keeps = saved_weights(rank, tape, self.uncalled), weights_of_graphs(rank, tape)
         self.held: list[tuple[int, int]] = []  # blocks that the micro batch's graph keeps, in the order in which they go
         self.held_again: list[tuple[int, int]] = []  # those that a recomputation's graph keeps

@@ -106,11 +106,7 @@ def recommended(request: Ask, source: list[str] | None, given: dict[str, Any], *
 
 
 def refuse_to_scale(source: str) -> None:
-    """Refuse ``scale --from``: a recording holds for the number of ranks that it was made with.
-
-    Raises:
-        BadInput: always.
-    """
+    """Refuse ``scale --from``: a recording holds for the number of ranks that it was made with."""
     held = kept_capture([source])
     if held is None:
         raise BadInput("is no captured run", where=source, remedy="name the model; recommend --from takes a program's files")
@@ -123,10 +119,6 @@ def refuse_to_scale(source: str) -> None:
 
 
 def refuse_to_run(source: str) -> None:
-    """Refuse ``tune --from``.
-
-    Raises:
-        BadInput: always.
-    """
+    """Refuse ``tune --from``."""
     refuse_captured([source])
     raise BadInput("is no captured run", where=source, remedy="name the model; recommend --from takes a program's files")

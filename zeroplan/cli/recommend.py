@@ -189,11 +189,7 @@ def _count(text: str | None) -> int | None:
 
 
 def _require_alone(given: dict[str, Any], asked: str) -> None:
-    """Refuse options that the search over layouts does not take.
-
-    Raises:
-        BadInput: naming the first that is given.
-    """
+    """Refuse options that the search over layouts does not take."""
     for flag, value in given.items():
         if value:
             raise BadInput(f"cannot stand beside {asked}", where=flag, remedy="leave one of the two out")
@@ -218,11 +214,7 @@ def _layouts(request: Ask, options: SearchOptions, *, smallest: bool, as_json: b
 
 
 def _require_program(script: str) -> None:
-    """Refuse what no launcher can start.
-
-    Raises:
-        BadInput: an empty name, a notebook, or a program with its arguments.
-    """
+    """Refuse what no launcher can start."""
     if not script.strip():
         raise BadInput("names no program", where="--script", remedy="give its path, or leave it out")
     if script.lower().endswith(".ipynb"):

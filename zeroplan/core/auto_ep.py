@@ -51,9 +51,6 @@ _MATRICES = frozenset({"w1", "w2", "w3"})
 def require_model(parameters: Parameters, model_type: str, ep: int) -> None:
     """Refuse models whose blocks AutoEP does not replace, or not in a way that is modelled, and a degree that does not divide
     their experts.
-
-    Raises:
-        BadInput: naming the number that is not divided.
     """
     where = "--ep"
     if parameters.stand_in:

@@ -64,11 +64,7 @@ def sharded_dimension(layout: ParallelLayout, experts: int) -> int:
 
 
 def require_experts(parameters: Parameters, model_type: str, layout: ParallelLayout) -> None:
-    """Refuse degrees that do not divide the experts or their matrices, and models whose experts ranks do not share.
-
-    Raises:
-        BadInput: naming the number that is not divided.
-    """
+    """Refuse degrees that do not divide the experts or their matrices, and models whose experts ranks do not share."""
     ep = layout.ep
     if parameters.stand_in:
         raise BadInput(

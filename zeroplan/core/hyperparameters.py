@@ -32,9 +32,6 @@ def check_hyperparameters(kind: str, given: Mapping[str, Any], known: Mapping[st
         kind: the optimizer's name, for messages.
         given: hyperparameters by DeepSpeed's names.
         known: those of the kernel, with their defaults.
-
-    Raises:
-        BadInput: an unknown name, or a value of another type or out of range.
     """
     for key, value in given.items():
         if key in _MUST_BE_FALSE and key not in known and value:

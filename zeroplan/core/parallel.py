@@ -163,11 +163,7 @@ class ParallelLayout:
         return sum(size > 1 for size in sizes)
 
     def require_data_parallel_only(self, engine: str, *, but: tuple[str, ...] = ()) -> None:
-        """Refuse every degree but data parallelism's and those of `but`, which the engine has.
-
-        Raises:
-            BadInput: naming the first other degree above 1.
-        """
+        """Refuse every degree but data parallelism's and those of `but`, which the engine has."""
         has = " and ".join(["data parallelism", *but])
         for name in ("tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate", "ulysses"):
             if name not in but and getattr(self, name) > 1:

@@ -198,9 +198,6 @@ def _require_blocks(pattern: str) -> None:
     """Refuse a pattern of ``type:`` that is none, or that other layers than the blocks have in their class's name.
 
     What the class of the blocks is called is the program's own, so that no other pattern can be refused.
-
-    Raises:
-        BadInput: naming it.
     """
     try:
         found = [name for name in _OTHER_LAYERS if re.search(pattern, name, re.IGNORECASE)]

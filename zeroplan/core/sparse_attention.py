@@ -208,11 +208,7 @@ class SparseAttention:
 
 
 def require_model_type(model_type: str) -> None:
-    """Refuse models whose attention is not known to take it.
-
-    Raises:
-        BadInput: naming the type.
-    """
+    """Refuse models whose attention is not known to take it."""
     if model_type not in MODEL_TYPES:
         raise BadInput(
             f"{model_type or 'this model'} is not supported",
@@ -222,33 +218,21 @@ def require_model_type(model_type: str) -> None:
 
 
 def require_tiles(block: int, tile: int = TILE) -> None:
-    """Refuse blocks that tiles are not made of.
-
-    Raises:
-        BadInput: when neither is a multiple of the other.
-    """
+    """Refuse blocks that tiles are not made of."""
     if tile % block and block % tile:
         what = f"a block of {block} tokens does not divide a tile of {tile}"
         raise BadInput(what, where="block", remedy="use 16, 32, 64 or 128")
 
 
 def require_counts(*, least: int = 1, **counts: int) -> None:
-    """Refuse what is no whole number of `least` or more.
-
-    Raises:
-        BadInput: naming the argument.
-    """
+    """Refuse what is no whole number of `least` or more."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
             raise BadInput(f"{count!r} is no count of {least} or more", where=name)
 
 
 def require_direction(attention: str, horizontal: bool = False) -> None:
-    """Refuse a direction that does not exist, and global rows where the future is hidden.
-
-    Raises:
-        BadInput: naming the argument.
-    """
+    """Refuse a direction that does not exist, and global rows where the future is hidden."""
     if attention not in DIRECTIONS:
         raise BadInput(f"{attention!r} is no direction", where="attention", remedy=f"use {' or '.join(DIRECTIONS)}")
     if horizontal and attention != "bidirectional":
@@ -265,9 +249,6 @@ def require_fixed(local: int, wide: int, attention: str, *, horizontal: bool, by
         horizontal: global blocks see all.
         by_head: heads have layouts of their own.
         patterns: of global blocks.
-
-    Raises:
-        BadInput: naming the argument.
     """
     require_counts(num_local_blocks=local, num_global_blocks=wide, num_different_global_patterns=patterns)
     require_direction(attention, horizontal)
@@ -281,11 +262,7 @@ def require_fixed(local: int, wide: int, attention: str, *, horizontal: bool, by
 
 
 def require_windows(sizes: Sequence[int]) -> None:
-    """Refuse windows that have no size.
-
-    Raises:
-        BadInput: naming the argument.
-    """
+    """Refuse windows that have no size."""
     if not sizes:
         raise BadInput("no window", where="local_window_blocks", remedy="give the blocks of one window or more")
     for size in sizes:
@@ -293,11 +270,7 @@ def require_windows(sizes: Sequence[int]) -> None:
 
 
 def require_global(starts: Sequence[int], ends: Sequence[int] | None) -> None:
-    """Refuse global blocks whose ends are not behind their starts.
-
-    Raises:
-        BadInput: naming the argument.
-    """
+    """Refuse global blocks whose ends are not behind their starts."""
     for start in starts:
         require_counts(least=0, global_block_indices=start)
     if ends is None:

@@ -133,9 +133,6 @@ def require_divides(config: Mapping[str, Any], layout: ParallelLayout, seq_len: 
 
     Args:
         seq_len: tokens a sample; None where that is not known.
-
-    Raises:
-        BadInput: naming the first number that `tp` does not divide.
     """
     tp = layout.tp
     heads = config.get("num_attention_heads")

@@ -275,11 +275,7 @@ class ZeroConfig:
         return getattr(getattr(self, _PART_OF[name]) if name in _PART_OF else self, name)
 
     def require_possible(self) -> None:
-        """Refuse what no engine runs as written.
-
-        Raises:
-            BadInput: the first impossible combination, with the remedy.
-        """
+        """Refuse what no engine runs as written."""
         if self.stage not in (0, 1, 2, 3):
             raise BadInput(f"stage {self.stage!r} does not exist", where="stage", remedy="use 0, 1, 2 or 3")
         if self.offload_param and self.stage < 3:

@@ -309,11 +309,7 @@ def _require(rules: Iterable[Rule], view: View) -> None:
 
 
 def require_runnable(zero: ZeroConfig, runtime_options: RuntimeOptions) -> None:
-    """Refuse offload that the runtime does not do.
-
-    Raises:
-        BadInput: with the remedy.
-    """
+    """Refuse offload that the runtime does not do."""
     zero.require_possible()
     _require(OFFLOAD_REFUSALS, View(zero, TrainingSettings(), {}, runtime_options=runtime_options))
 

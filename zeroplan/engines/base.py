@@ -210,26 +210,14 @@ class Engine(ABC):
 
     @abstractmethod
     def require_runnable(self, zero: ZeroConfig) -> None:
-        """Refuse a configuration that the engine cannot run.
-
-        Raises:
-            BadInput: with what the engine can run.
-        """
+        """Refuse a configuration that the engine cannot run."""
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse degrees of parallelism that the engine does not have. The default allows data parallelism alone.
-
-        Raises:
-            BadInput: naming the first such degree.
-        """
+        """Refuse degrees of parallelism that the engine does not have. The default allows data parallelism alone."""
         layout.require_data_parallel_only(self.name)
 
     def require_workload(self, case: Case) -> None:
-        """Refuse a workload that the engine cannot train in this configuration. The default accepts every workload.
-
-        Raises:
-            BadInput: naming the conflict.
-        """
+        """Refuse a workload that the engine cannot train in this configuration. The default accepts every workload."""
         del case
 
     def precision(self, dtype: DType) -> Precision:
@@ -456,11 +444,7 @@ class Engine(ABC):
     # --- verify -----------------------------------------------------------------------------------------------------------
 
     def require_verifiable(self, zero: ZeroConfig) -> None:
-        """Refuse a configuration that ``verify`` cannot run with this engine.
-
-        Raises:
-            BadInput: with what it can run.
-        """
+        """Refuse a configuration that ``verify`` cannot run with this engine."""
         if not self.trainer:
             raise BadInput(f"verify cannot run {self.name}", where="--engine", remedy="use --engine zeroplan")
 

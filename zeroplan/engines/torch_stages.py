@@ -279,11 +279,7 @@ class LazyStep:
 
 
 def _require_tokens_alone(batch: dict[str, torch.Tensor]) -> None:
-    """Refuse a batch with more than a stage is given.
-
-    Raises:
-        BadInput: naming it.
-    """
+    """Refuse a batch with more than a stage is given."""
     other = next((name for name in sorted(batch) if name not in ("input_ids", "labels")), None)
     if other is not None or len(batch) < 2:
         what = f"pipeline stages are given input_ids and labels, and {'no ' + other if other else 'both'}"

@@ -28,11 +28,7 @@ def _transformers_installed() -> bool:
 
 
 def _require_enough_experts(config: Mapping[Any, Any], where: str) -> None:
-    """Refuse a mixture whose tokens take more experts than a block has, which no router runs.
-
-    Raises:
-        BadInput: naming both numbers.
-    """
+    """Refuse a mixture whose tokens take more experts than a block has, which no router runs."""
     taken = config.get("num_experts_per_tok")
     for key in _EXPERTS:
         experts = config.get(key)

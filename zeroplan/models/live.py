@@ -58,11 +58,7 @@ def spec_from_module(module: Any, *, name: str | None = None) -> ModelSpec:
 
 
 def _require_whole(module: Any) -> None:
-    """Refuse a module of which DeepSpeed gives each rank a part.
-
-    Raises:
-        BadInput: naming the first such layer, or that the module was never initialised.
-    """
+    """Refuse a module of which DeepSpeed gives each rank a part."""
     if "_modules" not in vars(module):
         what = f"{type(module).__name__} has no parameters: its __init__ never called nn.Module's"
         raise BadInput(what, where="model", remedy="call super().__init__() first")

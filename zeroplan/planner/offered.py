@@ -21,11 +21,7 @@ def facts_of(request: Ask, engine: Engine, workload: Workload, cluster: Cluster,
 
 
 def require_buildable(engine: Engine, workload: Workload) -> None:
-    """Refuse optimizers that a ds_config alone makes, under an engine that reads none.
-
-    Raises:
-        BadInput: naming them.
-    """
+    """Refuse optimizers that a ds_config alone makes, under an engine that reads none."""
     row = find_optimizer(workload.numerics.optimizer)
     if row.until is not None and engine.dialect is None:
         raise BadInput(
@@ -36,11 +32,7 @@ def require_buildable(engine: Engine, workload: Workload) -> None:
 
 
 def require_partition(request: Ask, engine: Engine) -> None:
-    """Refuse a way to divide layers that the engine does not have.
-
-    Raises:
-        BadInput: naming ``--partition``.
-    """
+    """Refuse a way to divide layers that the engine does not have."""
     if request.partition is not None and not (engine.partition and request.pp > 1):
         raise BadInput(
             "layers are divided by a method on stages of DeepSpeed's PipelineModule",

@@ -387,11 +387,7 @@ class _Search:
 
 
 def _require_batch(resolved: Resolved, global_batch: int) -> None:
-    """Refuse a layout whose ranks do not divide the global batch.
-
-    Raises:
-        BadInput: naming the product.
-    """
+    """Refuse a layout whose ranks do not divide the global batch."""
     work, dp = resolved.workload, resolved.cases[0].layout.dp
     if dp * work.batch.micro_batch * work.batch.grad_accum != global_batch:
         passes = f" × {work.batch.grad_accum} passes" if work.batch.grad_accum > 1 else ""

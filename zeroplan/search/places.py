@@ -23,9 +23,6 @@ _OWN_NAMES = (ARGUMENTS, TRAINER_ARGUMENTS, EXPORTED)
 def require_places(*paths: str | None) -> None:
     """Refuse, before any search, places that could not be written after it. A path that ends with a slash is a folder to be
     made, in which the others may lie.
-
-    Raises:
-        BadInput: naming the place.
     """
     given = [path for path in paths if path]
     made = {os.path.normpath(path) for path in given if path.endswith(os.sep)}
@@ -43,11 +40,7 @@ def require_places(*paths: str | None) -> None:
 
 
 def require_no_other_program(path: str) -> None:
-    """Refuse to write a new script over a program that is not one.
-
-    Raises:
-        BadInput: where such a file is.
-    """
+    """Refuse to write a new script over a program that is not one."""
     if not os.path.lexists(path):
         return
     if not read_head(path, len(MARK), where="--new-script")[0].startswith(MARK.encode()):
@@ -59,11 +52,7 @@ def require_no_other_program(path: str) -> None:
 
 
 def require_not_read(source: Sequence[str], *paths: str | None) -> None:
-    """Refuse to write over a file that is read: its rates and schedules are in nothing that is written.
-
-    Raises:
-        BadInput: naming the file.
-    """
+    """Refuse to write over a file that is read: its rates and schedules are in nothing that is written."""
     read = {os.path.realpath(path) for path in source}
     for path in paths:
         if path is not None and os.path.realpath(path) in read:
@@ -72,11 +61,7 @@ def require_not_read(source: Sequence[str], *paths: str | None) -> None:
 
 
 def require_no_other_main(form: Form, target: Target) -> None:
-    """Refuse, before the search, a main file that stands where nobody named it.
-
-    Raises:
-        BadInput: naming the file.
-    """
+    """Refuse, before the search, a main file that stands where nobody named it."""
     path = output_of(target, form)
     if form.main and target.output is None and not os.path.exists(target.new_script or "") and os.path.lexists(path):
         raise _other(path)
@@ -88,11 +73,7 @@ def _other(path: str) -> BadInput:
 
 
 def require_no_other_files(files: Files, target: Target) -> None:
-    """Refuse to write over what stands beside the files that the user named, unless an earlier run wrote it.
-
-    Raises:
-        BadInput: naming the file.
-    """
+    """Refuse to write over what stands beside the files that the user named, unless an earlier run wrote it."""
     again = target.new_script is not None and os.path.exists(target.new_script)
     named = {os.path.normpath(path) for path in (target.new_script,) if path}
     if target.output is not None or again:

@@ -217,11 +217,7 @@ LOOP: dict[str, tuple[str, Any]] = {
 
 
 def _require_loop(work: Workload) -> None:
-    """Refuse what the loop would leave out, so that no run is held against the plan of another.
-
-    Raises:
-        BadInput: naming the flag of the first such field.
-    """
+    """Refuse what the loop would leave out, so that no run is held against the plan of another."""
     for technique, _ in techniques_of(work):
         if not technique.looped:
             raise BadInput(f"verify's loop has no {technique.name}", where=technique.where, remedy=_WATCH)
@@ -233,11 +229,7 @@ def _require_loop(work: Workload) -> None:
 
 
 def _require_verified(engine: Engine, layout: ParallelLayout) -> None:
-    """Refuse layouts that the engine's trainer does not run.
-
-    Raises:
-        BadInput: naming the first degree above 1.
-    """
+    """Refuse layouts that the engine's trainer does not run."""
     for name in DEGREES:
         if getattr(layout, name) > 1 and name not in engine.verified_degrees:
             raise BadInput(

@@ -206,10 +206,6 @@ _GUARD = 'call verify() under if __name__ == "__main__":'
 
 
 def require_no_rank() -> None:
-    """Refuse a call that a rank makes while it imports the user's script.
-
-    Raises:
-        BadInput: with the remedy.
-    """
+    """Refuse a call that a rank makes while it imports the user's script."""
     if os.environ.get(RANK) and "__mp_main__" in sys.modules:
         raise BadInput("verify() was called while a rank imported the script", where="model", remedy=_GUARD)

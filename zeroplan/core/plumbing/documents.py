@@ -268,11 +268,7 @@ def parse_yaml(text: str, name: str, limits: Limits = YAML, *, where: str = "") 
 
 
 def require_plain(data: Any, name: str, limits: Limits, *, where: str = "") -> None:
-    """Refuse what is nested too deeply, and numbers that are not finite or too large; values are those of a JSON parser.
-
-    Raises:
-        BadInput: the first of them.
-    """
+    """Refuse what is nested too deeply, and numbers that are not finite or too large; values are those of a JSON parser."""
     level = [data]
     for _ in range(limits.depth + 1):
         inner: list[Any] = []

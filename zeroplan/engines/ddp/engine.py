@@ -47,11 +47,7 @@ class Ddp(TorchEngine[DdpRank]):
         return [ZeroConfig.of(0)]
 
     def require_runnable(self, zero: ZeroConfig) -> None:
-        """Refuse sharding and offload.
-
-        Raises:
-            BadInput: anything but stage 0.
-        """
+        """Refuse sharding and offload."""
         if zero.stage or zero.offload_optimizer or zero.offload_param:
             raise BadInput("ddp shards nothing", where="--stage", remedy="use --stage 0, or --engine deepspeed or fsdp2")
 

@@ -136,9 +136,6 @@ def require_auto_ep(case: Case) -> None:
 
     Source: runtime/engine.py, _validate_zero3_moe_compatibility; runtime/zero/stage_1_and_2.py, _configure_moe_settings;
     module_inject/auto_ep.py, _resolve_expert_activation
-
-    Raises:
-        BadInput: naming the first of them.
     """
     zero, work, where = case.zero, case.workload, "--ep"
     if zero.stage == 2 and not zero.buckets.contiguous_gradients and not zero.offload_optimizer:

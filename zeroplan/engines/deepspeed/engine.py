@@ -106,11 +106,7 @@ class DeepSpeed(Engine):
         return [self.configured(ZeroConfig.of(stage, optimizer, param)) for stage, optimizer, param in OPTIONS]
 
     def require_runnable(self, zero: ZeroConfig) -> None:
-        """Refuse impossible combinations.
-
-        Raises:
-            BadInput: with the remedy.
-        """
+        """Refuse impossible combinations."""
         zero.require_possible()
 
     def for_optimizer(self, zero: ZeroConfig, optimizer: str) -> ZeroConfig:
@@ -129,11 +125,7 @@ class DeepSpeed(Engine):
         )
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what is not modelled beside AutoTP's tensor parallelism, Ulysses' sequence parallelism and PipelineModule.
-
-        Raises:
-            BadInput: naming the degree.
-        """
+        """Refuse what is not modelled beside AutoTP's tensor parallelism, Ulysses' sequence parallelism and PipelineModule."""
         layout.require_data_parallel_only(self.name, but=("tp", "ulysses", "pp", "ep"))
         if layout.pp > 1 and max(layout.tp, layout.ulysses) > 1:
             raise BadInput(
@@ -149,11 +141,7 @@ class DeepSpeed(Engine):
             )
 
     def require_workload(self, case: Case) -> None:
-        """Refuse optimizers that DeepSpeed does not combine with ZeRO, and what is not modelled of a layout.
-
-        Raises:
-            BadInput: naming the conflict.
-        """
+        """Refuse optimizers that DeepSpeed does not combine with ZeRO, and what is not modelled of a layout."""
         require_wrapper(case.zero, case.workload)
         if case.workload.quantize is not None:
             _require_base(case)

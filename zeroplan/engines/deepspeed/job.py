@@ -54,9 +54,6 @@ def require_pipeline(case: Case) -> None:
     """Refuse what a ``PipelineModule`` does not take, and what is not modelled on its stages.
 
     Source: runtime/pipe/engine.py, PipelineEngine.__init__
-
-    Raises:
-        BadInput: naming the first of them.
     """
     if case.zero.stage > 1:
         raise BadInput(

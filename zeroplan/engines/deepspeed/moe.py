@@ -49,9 +49,6 @@ def require_moe(case: Case) -> None:
     """Refuse what DeepSpeed refuses of a module with MoE layers, and what is not modelled of it.
 
     Source: runtime/engine.py, _validate_zero3_moe_compatibility; runtime/zero/stage_1_and_2.py, _configure_moe_settings
-
-    Raises:
-        BadInput: naming the first of them.
     """
     layout, zero = case.layout, case.zero
     if zero.stage == 3:

@@ -47,11 +47,7 @@ def run_config(case: Case, ds_config: Mapping[str, Any] | None, *, on_cpu: bool)
 
 
 def _require_planned(config: Mapping[str, Any], layout: ParallelLayout) -> None:
-    """Refuse sections by which DeepSpeed would divide the work otherwise than the plan does.
-
-    Raises:
-        BadInput: naming the section.
-    """
+    """Refuse sections by which DeepSpeed would divide the work otherwise than the plan does."""
     experts, stages = config.get("expert_parallel", {}), config.get("pipeline", {}).get("stages")
     asked = {
         "tensor_parallel.autotp_size": config.get("tensor_parallel", {}).get("autotp_size", 0) > 1 and layout.tp == 1,
@@ -84,11 +80,7 @@ def _write_degrees(config: dict[str, Any], case: Case) -> None:
 
 
 def _require_layers(case: Case) -> None:
-    """Refuse models whose blocks need more than hidden states and positions.
-
-    Raises:
-        BadInput: naming the model, or its window.
-    """
+    """Refuse models whose blocks need more than hidden states and positions."""
     kind, config = case.spec.model_type, case.spec.config
     if kind not in PIPELINED:
         what = f"verify has no list of {kind}'s layers for a PipelineModule"
@@ -100,11 +92,7 @@ def _require_layers(case: Case) -> None:
 
 
 def _require_on_cpu(case: Case) -> None:
-    """Refuse what DeepSpeed has for GPUs alone, or would compile for a CPU.
-
-    Raises:
-        BadInput: naming it.
-    """
+    """Refuse what DeepSpeed has for GPUs alone, or would compile for a CPU."""
     written = find_optimizer(case.workload.numerics.optimizer).written
     if written is not None and written.own and written.fused and not written.adam:
         what = f"DeepSpeed's {written.type} is a kernel of its own, which verify does not have compiled for a CPU"

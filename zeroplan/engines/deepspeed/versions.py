@@ -218,11 +218,7 @@ def as_wrapped(zero: ZeroConfig, workload: Workload, *, zero_init: bool) -> Zero
 
 
 def require_wrapper(zero: ZeroConfig, workload: Workload) -> None:
-    """Refuse what ``zero.deepspeed`` has no wrapper for.
-
-    Raises:
-        BadInput: a dtype of accumulation that stage 0 does not have.
-    """
+    """Refuse what ``zero.deepspeed`` has no wrapper for."""
     if zero.stage == 0 and workload.numerics.param_bytes == 2 and zero.deepspeed < STAGE0_UNSHARDED_SINCE:
         wrapper(zero, workload.numerics.dtype)
 

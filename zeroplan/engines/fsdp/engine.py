@@ -44,11 +44,7 @@ class Fsdp(TorchEngine[FsdpRank]):
         return ZeroConfig.of(3)
 
     def require_runnable(self, zero: ZeroConfig) -> None:
-        """Refuse what FSDP 1 has not, and its CPU offload, which is not modelled.
-
-        Raises:
-            BadInput: another stage, or offload.
-        """
+        """Refuse what FSDP 1 has not, and its CPU offload, which is not modelled."""
         if zero.stage == 1:
             raise BadInput(
                 "fsdp has no stage 1", where="--stage", remedy="use 3 (FULL_SHARD), 2 (SHARD_GRAD_OP) or 0 (NO_SHARD)"

@@ -86,11 +86,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             )
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what is not modelled beside tensor, context and pipeline parallelism, and replicas of the shards.
-
-        Raises:
-            BadInput: naming the degree.
-        """
+        """Refuse what is not modelled beside tensor, context and pipeline parallelism, and replicas of the shards."""
         layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp", "ep", "etp", "dp_replicate"))
         if layout.dp_replicate > 1 and layout.shard_group == 1:
             raise BadInput(

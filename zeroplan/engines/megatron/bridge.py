@@ -34,11 +34,7 @@ def model_of(model_type: str, config: Mapping[str, Any]) -> MegatronModel | None
 
 
 def require_known(model_type: str) -> None:
-    """Refuse an architecture that is not described.
-
-    Raises:
-        BadInput: with those that are.
-    """
+    """Refuse an architecture that is not described."""
     if model_type not in (*KNOWN, MODEL_TYPE):
         raise BadInput(
             f"Megatron-LM's form of {model_type or 'this model'} is not modelled",

@@ -64,11 +64,7 @@ class Megatron(Engine):
         return ZeroConfig.of(1)
 
     def require_runnable(self, zero: ZeroConfig) -> None:
-        """Refuse what Megatron's optimizers do not do, or what is not modelled of them.
-
-        Raises:
-            BadInput: other stages, and offload.
-        """
+        """Refuse what Megatron's optimizers do not do, or what is not modelled of them."""
         if zero.stage not in (0, 1):
             raise BadInput(
                 f"Megatron-LM has no stage {zero.stage}",
@@ -79,19 +75,11 @@ class Megatron(Engine):
             raise BadInput("Megatron-LM's offload is not modelled", where="--offload-optimizer", remedy="leave it out")
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse replicas of the distributed optimizer.
-
-        Raises:
-            BadInput: several of its instances.
-        """
+        """Refuse replicas of the distributed optimizer."""
         layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp", "ep", "etp"))
 
     def require_workload(self, case: Case) -> None:
-        """Refuse what Megatron-LM's own checks refuse, and what is not modelled of it.
-
-        Raises:
-            BadInput: the first of them.
-        """
+        """Refuse what Megatron-LM's own checks refuse, and what is not modelled of it."""
         work = case.workload
         row = find_optimizer(work.numerics.optimizer)
         # Megatron's are TransformerEngine's and Apex's fused Adam and SGD, with two states or one, or none.
@@ -294,11 +282,7 @@ class Megatron(Engine):
     # --- verify -----------------------------------------------------------------------------------------------------------
 
     def require_verifiable(self, zero: ZeroConfig) -> None:
-        """Refuse: Megatron-LM needs its own program.
-
-        Raises:
-            BadInput: always.
-        """
+        """Refuse: Megatron-LM needs its own program."""
         raise BadInput("verify does not run Megatron-LM", where="--engine", remedy="use --engine zeroplan, or estimate alone")
 
 

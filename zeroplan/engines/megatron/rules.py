@@ -28,9 +28,6 @@ def require_valid(model: MegatronModel, layout: ParallelLayout, workload: Worklo
 
     Sources: Megatron-LM core_v0.16.1, ``megatron/training/arguments.py`` (``validate_args``),
     ``megatron/core/transformer/transformer_config.py`` (``__post_init__``), ``megatron/core/utils.py`` (``divide``).
-
-    Raises:
-        BadInput: the first of them.
     """
     for refused in (*_widths(model, layout, workload), *_layers(model, layout, workload), *_choices(model, layout, workload)):
         raise BadInput(refused.what, where=refused.where, remedy=refused.remedy)

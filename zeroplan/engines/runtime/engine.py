@@ -117,19 +117,11 @@ class Runtime(Engine):
         return [ZeroConfig.of(stage, optimizer, param) for stage, optimizer, param in OPTIONS]
 
     def require_runnable(self, zero: ZeroConfig) -> None:
-        """Refuse what the runtime does not do.
-
-        Raises:
-            BadInput: with the remedy.
-        """
+        """Refuse what the runtime does not do."""
         require_runnable(zero, self.runtime_options)
 
     def require_layout(self, layout: ParallelLayout) -> None:
-        """Refuse what the runtime does not do, or is not modelled, beside tensor, context, pipeline and expert parallelism.
-
-        Raises:
-            BadInput: naming the degree.
-        """
+        """Refuse what the runtime does not do, or is not modelled, beside tensor, context, pipeline and expert parallelism."""
         layout.require_data_parallel_only(self.name, but=("tp", "cp", "pp", "vpp", "ep", "etp"))
 
     def simulates(self, case: Case) -> bool:

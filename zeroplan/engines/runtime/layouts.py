@@ -158,11 +158,7 @@ def require_sparse_attention(case: Case) -> None:
 
 
 def require_whole_samples(case: Case) -> None:
-    """Refuse a curriculum by sequence length where ranks share samples or layers, as the runtime does.
-
-    Raises:
-        BadInput: naming the degree.
-    """
+    """Refuse a curriculum by sequence length where ranks share samples or layers, as the runtime does."""
     for name in ("cp", "pp"):
         if getattr(case.layout, name) > 1:
             what = f"it is not supported with {name}"

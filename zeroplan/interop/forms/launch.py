@@ -101,11 +101,7 @@ def launch(
 
 
 def require_hosts(launcher: str, names: Sequence[str]) -> None:
-    """Refuse names of nodes that the launcher would not take, or take otherwise.
-
-    Raises:
-        BadInput: naming the first of them.
-    """
+    """Refuse names of nodes that the launcher would not take, or take otherwise."""
     remedy = "give names or addresses, by comma: alpha,beta"
     for name in names:
         if _HOST.fullmatch(name) is None:
@@ -158,9 +154,6 @@ def _require_plain(tail: str) -> None:
 
     Source: ``deepspeed/launcher/multinode_runner.py`` 0.19.8, PDSHRunner: arguments with a space get double quotes, nothing
     else gets any.
-
-    Raises:
-        BadInput: naming the first of them.
     """
     script, *arguments = shlex.split(tail)
     plain = [word for word in arguments if " " not in word or re.search("[$`\\\\]", word)]

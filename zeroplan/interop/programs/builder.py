@@ -59,11 +59,7 @@ class Keys:
         return None if isinstance(value, str) and value.strip().lower() in ("auto", "none", "null", "") else value
 
     def _require_cast(self, key: str) -> None:
-        """Refuse a text for a number or a truth value where the program does not cast it.
-
-        Raises:
-            BadInput: naming the key.
-        """
+        """Refuse a text for a number or a truth value where the program does not cast it."""
         if not self.casts:
             raise self.bad(key, "is a text, which the Trainer takes as it stands", "write it without quotes")
 

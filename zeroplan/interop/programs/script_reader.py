@@ -122,11 +122,7 @@ class Reader:
         return found
 
     def refuse(self, what: str) -> NoReturn:
-        """Refuse the script.
-
-        Raises:
-            BadInput: always.
-        """
+        """Refuse the script."""
         remedy = "give the command line that starts it in a .sh file, its ds_config, or its arguments as JSON or YAML"
         raise BadInput(what, where=self.name, remedy=remedy)
 

@@ -55,11 +55,7 @@ _OF_A_RUN = (
 
 
 def refuse_stranger(data: Mapping[str, Any], name: str) -> None:
-    """Refuse a file that describes no run.
-
-    Raises:
-        BadInput: saying what it is and what to give.
-    """
+    """Refuse a file that describes no run."""
     plain = {str(key).replace("-", "_") for key in data}
     for own, title in _ENGINES:
         if plain.issuperset(own):
@@ -77,11 +73,7 @@ def refuse_stranger(data: Mapping[str, Any], name: str) -> None:
 
 
 def refuse_other_program(text: str, name: str) -> None:
-    """Refuse a script of a program that is known by its command, and whose files are not read.
-
-    Raises:
-        BadInput: naming the program.
-    """
+    """Refuse a script of a program that is known by its command, and whose files are not read."""
     for pattern, title in _OTHERS:
         if pattern.search(text):
             raise BadInput(
@@ -101,9 +93,6 @@ def refuse_megatron_deepspeed(data: Mapping[str, Any], name: str, launcher: str 
 
     Source: Megatron-DeepSpeed, ``megatron/arguments.py`` (``_add_zero_args``, ``_add_distributed_args``,
     ``_add_activation_checkpoint_args``) and ``deepspeed.add_config_arguments``.
-
-    Raises:
-        BadInput: naming the argument.
     """
     key = next((f"--{one}" for one in _TO_DEEPSPEED if data.get(one) not in (None, False)), "")
     key = key or ("deepspeed, the launcher" if launcher == "deepspeed" else "")
@@ -120,11 +109,7 @@ _DIFFUSES = ("resolution", "instance_data_dir", "instance_prompt", "train_data_d
 
 
 def refuse_diffusers(data: Mapping[str, Any], name: str) -> None:
-    """Refuse a command of diffusers' training scripts. Source: diffusers, ``examples/`` (``parse_args`` of its scripts).
-
-    Raises:
-        BadInput: naming it.
-    """
+    """Refuse a command of diffusers' training scripts. Source: diffusers, ``examples/`` (``parse_args`` of its scripts)."""
     if "pretrained_model_name_or_path" in data and any(key in data for key in _DIFFUSES):
         what = "is a command of diffusers: a text encoder, a VAE and a denoiser, which are not planned"
         raise BadInput(what, where=name, remedy="give a run of a model of transformers")

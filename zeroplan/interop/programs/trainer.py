@@ -191,11 +191,7 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
 
 
 def refuse_cpu(run: Builder, *switches: str) -> None:
-    """Refuse a run without GPUs.
-
-    Raises:
-        BadInput: naming the switch.
-    """
+    """Refuse a run without GPUs."""
     for key in switches:
         if run.flag(key):
             raise BadInput("asks for training on the CPU", where=f"{run.name}: {key}", remedy="plans are of runs on GPUs")
@@ -219,11 +215,7 @@ def set_precision(run: Builder, *, default: str) -> None:
 
 
 def _refuse_no_training(run: Builder) -> None:
-    """Refuse a run that predicts, merges or evaluates alone: ``do_train`` is off, or another deed is asked for without it.
-
-    Raises:
-        BadInput: naming the key.
-    """
+    """Refuse a run that predicts, merges or evaluates alone: ``do_train`` is off, or another deed is asked for without it."""
     trains = run.flag("do_train") if isinstance(run.data.get("do_train"), bool | str) else None
     others = [key for key in _OTHER_DEEDS if run.on(key)]
     program = run.document.command.program.rpartition("/")[2].lower() if run.document.command else ""

@@ -309,11 +309,7 @@ TRAIN_BY_ENGINE = """\
 
 
 def require_optimizer_of_deepspeed(one: Configuration) -> None:
-    """Refuse a script whose ds_config has no optimizer that DeepSpeed builds.
-
-    Raises:
-        BadInput: naming the optimizer.
-    """
+    """Refuse a script whose ds_config has no optimizer that DeepSpeed builds."""
     if "optimizer" not in one.explicit:
         raise BadInput(
             f"DeepSpeed builds no {one.workload.numerics.optimizer} from a config",

@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.blind import blind_sentence, predicted_first, proof, trust
+from benchmarks.from_files.predict import BLIND, read, table
 from benchmarks.published.page import published
 from benchmarks.recommend.page import measured
 from benchmarks.step.page import runtime_speed
@@ -283,6 +284,11 @@ def reported_far() -> str:
     return render(["run", "figure", "reported, GiB", "planned", "error"], rows, "github")
 
 
+def from_files() -> str:
+    """Runs that were planned from their own files, beside what was measured."""
+    return table(read(BLIND.parent / "measured.jsonl"))
+
+
 #: Parts of pages that are written by hand, between ``<!-- made: NAME -->`` and ``<!-- end -->``.
 PARTS: dict[str, Callable[[], str]] = {
     "accuracy": accuracy_in_words,
@@ -291,6 +297,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "reported_scores": reported_scores,
     "reported_unknown": reported_unknown,
     "reported_far": reported_far,
+    "from_files": from_files,
 }
 
 

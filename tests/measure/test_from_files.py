@@ -113,7 +113,7 @@ def test_every_case_has_its_prediction() -> None:
 
 
 def test_the_page_shows_the_table_of_the_kept_rows() -> None:
-    page = Path(__file__).parents[2] / "docs" / "programs" / "measured.md"
+    page = Path(__file__).parents[2] / "docs" / "reported.md"
     assert table(read(BLIND.parent / "measured.jsonl")) in page.read_text(encoding="utf-8")
 
 

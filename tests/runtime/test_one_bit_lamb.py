@@ -197,7 +197,7 @@ def test_stage_1_equals_stage_0(pool: RankPool) -> None:
 
 @pytest.mark.long
 def test_learns_as_well_as_lamb(pool: RankPool) -> None:
-    """With the paper's share of warm-up, of enough steps for the weights' norms to settle (docs/one_bit.md)."""
+    """With the paper's share of warm-up, of enough steps for the weights' norms to settle (docs/low_bit_optimizers.md)."""
     steps = 960
     schedule = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 80, "warmup_max_lr": 2e-2, "total_num_steps": steps}}
     params = {"lr": 2e-2, "weight_decay": 0.0, "max_coeff": 10.0}

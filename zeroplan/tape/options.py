@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -154,6 +155,14 @@ class TracedTechnique(Protocol):
 
     def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keyword arguments of peft's ``LoraConfig`` with the technique's own; the same without adapters."""
+
+
+@runtime_checkable
+class KernelTechnique(Protocol):
+    """A traced technique that runs other kernels than the model's own."""
+
+    def running(self, model: Any) -> AbstractContextManager[None]:
+        """Let a built model run with them while the context lasts."""
 
 
 @dataclass(frozen=True, slots=True)

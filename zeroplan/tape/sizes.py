@@ -142,6 +142,11 @@ def _cudnn_backward(device: KernelDevice, rows: int, dim: int, grouped: int, key
     return rows * dim * 4 + whole + rows * 4 + 256
 
 
+def _token_chunk(tokens: int, parts: int, row: int) -> int:
+    """Bytes of a chunk of rows, with the least power of two of tokens that `parts` such chunks hold all of."""
+    return min(tokens, 1 << (-(-tokens // parts) - 1).bit_length()) * row
+
+
 #: name -> bytes, given the device and integers
 FUNCTIONS: dict[str, Callable[..., int]] = {
     "sort_index": lambda _, count: _sort_index(count),
@@ -160,6 +165,8 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
     "mask_rows": lambda _, last, factor: align(last, 16) * factor if last % 16 else 0,
     "rows": lambda _, seq, multiple, factor: align(seq, multiple) * factor,
     "cudnn_backward": _cudnn_backward,
+    "token_chunk": lambda _, tokens, parts, row: _token_chunk(tokens, parts, row),
+    "per_multiprocessor": lambda device, nbytes: device.multiprocessors * nbytes,
 }
 
 

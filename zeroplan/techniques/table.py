@@ -13,6 +13,7 @@ from zeroplan.techniques.evaluation import EvaluationTechnique, LengthsTechnique
 from zeroplan.techniques.float8 import FLOAT8
 from zeroplan.techniques.generation import GENERATION, ColocatedTechnique
 from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
+from zeroplan.techniques.liger import LigerTechnique
 from zeroplan.techniques.offloaded_checkpoints import OffloadedCheckpointsTechnique
 from zeroplan.techniques.optimizers import RUNTIME_OPTIMIZERS
 from zeroplan.techniques.pair_loss import PairLossTechnique
@@ -39,6 +40,7 @@ TABLE: list[Technique[Any]] = [
     REDUCED_GRADIENTS,
     RUNTIME_OPTIMIZERS,
     DoraTechnique(),
+    LigerTechnique(),
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan.tape.expanded import Mark, Op
-from zeroplan.tape.options import Checkpointing, TraceOptions
+from zeroplan.tape.options import Checkpointing, KernelTechnique, TraceOptions
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.halves import BackwardInHalves
@@ -72,7 +73,7 @@ def _record(
     if options.checkpointing not in (Checkpointing.NONE, Checkpointing.IN_GRAPH):
         checkpoint_blocks(model, options, functions)
     try:
-        with ranks.running(), regions, recorder, functions:
+        with ranks.running(), regions, _other_kernels(model, options), recorder, functions:
             batch = inputs()
             keeping: Any = model
             if hasattr(keeping, "on_output"):  # a loop that keeps the output by name until it has the next one
@@ -98,6 +99,15 @@ def _record(
     finally:
         follower.detach()
     return recorder.out
+
+
+def _other_kernels(model: nn.Module, options: TraceOptions) -> contextlib.ExitStack:
+    """The kernels that techniques run in place of the model's own."""
+    stack = contextlib.ExitStack()
+    for one in options.techniques:
+        if isinstance(one, KernelTechnique):
+            stack.enter_context(one.running(model))
+    return stack
 
 
 def _reads_tokens(model: nn.Module) -> bool:

@@ -1,0 +1,183 @@
+"""Liger's kernels: head and loss fused, RMSNorm, SwiGLU, GEGLU and rotary embeddings (Hsu et al. 2024, arXiv 2410.10989).
+
+What each keeps is told by :mod:`zeroplan.trace.liger`. Which kernels a family gets is Liger's table, by ``model_type``: one
+that it does not list runs as it is, and of those that it lists some are not modelled, and counted as they are.
+
+Source: liger-kernel 0.8.2, transformers/monkey_patch.py, applied to a built model (``_apply_liger_kernel_to_instance``), as
+transformers does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.option import RUNS, WORK, Option
+from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.workload import Compilation
+from zeroplan.techniques.base import Asked, Facts, Technique
+
+if TYPE_CHECKING:
+    from zeroplan.tape.expanded import ExpandedTape
+
+_BEFORE = dict.fromkeys(("norm", "input_layernorm", "post_attention_layernorm"), True)
+_AROUND = ("norm", "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_HEADS = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """What a family runs by Liger.
+
+    Attributes:
+        norms: names of the modules of RMSNorm, and whether the gradient of each lies where its output's was.
+        gated: the MLPs' SwiGLU or GEGLU.
+        rotary: the rotary embedding of queries and keys.
+        head: head and loss, fused.
+        loss: the loss alone, over the model's logits.
+    """
+
+    norms: Mapping[str, bool]
+    gated: bool = True
+    rotary: bool = True
+    head: bool = True
+    loss: bool = False
+
+
+_LLAMA = Kernels(_BEFORE)
+_GLM4 = dict.fromkeys(
+    ("norm", "input_layernorm", "post_attention_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm"), False
+)
+_OLMO = {"norm": True, "post_attention_layernorm": False, "post_feedforward_layernorm": False}
+_EXAONE = dict.fromkeys(("norm", "post_attention_layernorm", "post_feedforward_layernorm", *_HEADS), False)
+#: Families by ``model_type``.
+FAMILIES: dict[str, Kernels] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "gemma", "hunyuan_v1_dense"), _LLAMA
+    ),
+    "granite": replace(_LLAMA, head=False, loss=True),
+    "gemma2": Kernels(dict.fromkeys(_AROUND, False)),
+    "gemma3_text": Kernels(dict.fromkeys((*_AROUND, *_HEADS), False)),
+    "olmo2": Kernels(_OLMO),
+    "olmo3": Kernels(_OLMO),
+    "glm4": Kernels(_GLM4, rotary=False),
+    "exaone4": Kernels(_EXAONE),
+}
+#: Families that Liger lists and nothing here models: experts, images, gates of other kinds.
+_OTHERS = frozenset(
+    ("deepseek_v4", "falcon_h1", "gemma3", "gemma4", "gemma4_text", "glm4v", "glm4v_moe", "gpt_oss", "hunyuan_v1_moe",
+     "internvl", "llama4", "llama4_text", "llava", "mixtral", "mllama", "mllama_text_model", "nemotron", "paligemma", "pixtral",
+     "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
+     "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smolvlm")
+)  # fmt: skip
+#: The parts that programs switch one by one.
+PARTS = ("rope", "rms_norm", "glu", "fused_loss", "loss")
+_USUAL = ("rope", "rms_norm", "glu", "fused_loss")
+
+
+@dataclass(frozen=True, slots=True)
+class Liger:
+    """Liger's kernels are on: those of `parts`, as far as the family has them."""
+
+    parts: tuple[str, ...] = _USUAL
+
+    @property
+    def key(self) -> str:
+        """A short name for tapes."""
+        return "liger" + ("" if self.parts == _USUAL else "".join(f"+{part}" for part in self.parts))
+
+    def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of peft's ``LoraConfig`` as they are."""
+        return dict(config)
+
+    def kernels(self, model_type: str) -> Kernels | None:
+        """Return what a family runs; None where it runs as written."""
+        found = FAMILIES.get(model_type)
+        if found is None:
+            return None
+        return Kernels(
+            norms=found.norms if "rms_norm" in self.parts else {},
+            gated=found.gated and "glu" in self.parts,
+            rotary=found.rotary and "rope" in self.parts,
+            head=found.head and "fused_loss" in self.parts,
+            loss="loss" in self.parts or (found.loss and "fused_loss" in self.parts),
+        )
+
+    def running(self, model: Any) -> AbstractContextManager[None]:
+        """Let a model run with the kernels while the context lasts."""
+        kernels = self.kernels(str(getattr(model.config, "model_type", "")))
+        if kernels is None:
+            return nullcontext()
+        from zeroplan.trace.liger import liger_kernels
+
+        return liger_kernels(model, kernels)
+
+
+class LigerTechnique(Technique[Liger]):
+    """Liger's kernels."""
+
+    name = "Liger"
+    kind = Liger
+    where = "--liger"
+    liger = Option(bool, False, "Liger's kernels: head and loss fused, RMSNorm, SwiGLU, RoPE.", WORK, page=True, without=RUNS)
+    #: Of files that switch them one by one; names of :data:`PARTS`, by comma.
+    liger_parts = Option(str, "", "", WORK, without=RUNS)
+    keys: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        **{program: {"use_liger_kernel": "liger"} for program in ("hf-trainer", "trl", "ms-swift", "open-instruct")},
+        "llama-factory": {"enable_liger_kernel": "liger"},
+    }
+    engines = ("ddp", "fsdp", "fsdp2", "deepspeed")
+    refusal = "Liger's kernels are not modelled under {engine}"
+    remedy = "use --engine ddp, fsdp2, fsdp or deepspeed"
+    searched = True
+
+    def value(self, asked: Asked) -> Liger | None:
+        """Return the kernels that the options ask for."""
+        parts = tuple(filter(None, asked[LigerTechnique.liger_parts].split(",")))
+        if parts:
+            return Liger(tuple(part for part in PARTS if part in parts))
+        return Liger() if asked[LigerTechnique.liger] else None
+
+    def require(self, value: Liger, facts: Facts) -> None:
+        """Refuse what Liger does not run with or nothing here models.
+
+        Raises:
+            BadInput: naming the flag.
+        """
+        super().require(value, facts)
+        if facts.workload.has(Compilation):
+            raise BadInput(
+                "compiled blocks with Liger are not modelled", where="--compile", remedy=f"leave it or {self.where} out"
+            )
+
+    def require_degrees(self, value: Liger, facts: Facts) -> None:
+        """Refuse ranks that share a model.
+
+        Raises:
+            BadInput: naming the degree.
+        """
+        shared = next((name for name, degree in facts.degrees.items() if degree > 1), "")
+        if shared:
+            raise BadInput(
+                "Liger's kernels over ranks that share a model are not modelled",
+                where=f"--{shared}",
+                remedy=f"leave it or {self.where} out",
+            )
+
+    def left_out(self, value: Liger, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
+        """Return the families whose kernels are counted as the model's own."""
+        if facts.spec.model_type not in _OTHERS:
+            return ()
+        says = f"Liger's kernels for {facts.spec.model_type} keep fewer tensors; the model's own are counted"
+        return (Unmodelled(self.where, Effect.LESS, says),)
+
+    def written(self, value: Liger, program: str) -> Mapping[str, Any]:
+        """Return the program's key."""
+        return dict.fromkeys(self.keys.get(program, ()), True)
+
+    def described(self, value: Liger) -> Mapping[str, Any]:
+        """Return what a report's JSON shows."""
+        return {"liger": True}

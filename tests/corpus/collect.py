@@ -169,7 +169,7 @@ def llama_factory(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> Expec
         expected["dtype"] = "bf16"
     if _true(data.get("use_muon")):
         expected["optimizer"] = "muon"
-    names = ("quantization_bit", "use_galore", "use_apollo", "use_badam", "use_adam_mini", "enable_liger_kernel", "use_unsloth")
+    names = ("quantization_bit", "use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_unsloth")
     expected["left_out"] = [key for key in names if data.get(key)]
     return expected
 
@@ -236,7 +236,7 @@ def open_instruct(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> Expec
         "gradient_checkpointing": _true(said["gradient_checkpointing"]),
         "method": ("qlora" if _true(data.get("use_qlora")) else "lora") if lora else "full",
         "lora_rank": _whole(said["lora_rank"]) if lora else None,
-        "left_out": [key for key in ("use_liger_kernel", "use_8bit_optimizer") if _true(data.get(key))],
+        "left_out": [key for key in ("use_8bit_optimizer",) if _true(data.get(key))],
     }
 
 

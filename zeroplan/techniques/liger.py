@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.generation import Generation
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Compilation
@@ -126,7 +127,8 @@ class LigerTechnique(Technique[Liger]):
     #: Of files that switch them one by one; names of :data:`PARTS`, by comma.
     liger_parts = Option(str, "", "", WORK, without=RUNS)
     keys: ClassVar[Mapping[str, Mapping[str, str]]] = {
-        **{program: {"use_liger_kernel": "liger"} for program in ("hf-trainer", "trl", "ms-swift", "open-instruct")},
+        **{program: {"use_liger_kernel": "liger"} for program in ("hf-trainer", "ms-swift", "open-instruct")},
+        "trl": {"use_liger_kernel": "liger", "use_liger": "liger"},
         "llama-factory": {"enable_liger_kernel": "liger"},
     }
     engines = ("ddp", "fsdp", "fsdp2", "deepspeed")
@@ -142,16 +144,18 @@ class LigerTechnique(Technique[Liger]):
         return Liger() if asked[LigerTechnique.liger] else None
 
     def require(self, value: Liger, facts: Facts) -> None:
-        """Refuse what Liger does not run with or nothing here models.
+        """Refuse the fused loss where a program has another one.
 
         Raises:
-            BadInput: naming the flag.
+            BadInput: pairs, a reference model, or generated samples.
         """
         super().require(value, facts)
-        if facts.workload.has(Compilation):
-            raise BadInput(
-                "compiled blocks with Liger are not modelled", where="--compile", remedy=f"leave it or {self.where} out"
-            )
+        work = facts.workload
+        objective = work.objective
+        other = work.batch.pairs or objective.kl_batch or objective.reference is not None or objective.pair_loss is not None
+        if "fused_loss" in value.parts and (other or work.has(Generation)):
+            what = "Liger's losses of pairs and of generated samples are not modelled"
+            raise BadInput(what, where=self.where, remedy="leave it out: what is counted then is more")
 
     def require_degrees(self, value: Liger, facts: Facts) -> None:
         """Refuse ranks that share a model.
@@ -168,11 +172,13 @@ class LigerTechnique(Technique[Liger]):
             )
 
     def left_out(self, value: Liger, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
-        """Return the families whose kernels are counted as the model's own."""
-        if facts.spec.model_type not in _OTHERS:
-            return ()
-        says = f"Liger's kernels for {facts.spec.model_type} keep fewer tensors; the model's own are counted"
-        return (Unmodelled(self.where, Effect.LESS, says),)
+        """Return what is counted as the model's own."""
+        says = ""
+        if facts.spec.model_type in _OTHERS:
+            says = f"Liger's kernels for {facts.spec.model_type} keep fewer tensors; the model's own are counted"
+        elif facts.workload.has(Compilation):
+            says = "Liger's kernels within compiled blocks are not modelled; the model's own are counted"
+        return (Unmodelled(self.where, Effect.LESS, says),) if says else ()
 
     def written(self, value: Liger, program: str) -> Mapping[str, Any]:
         """Return the program's key."""

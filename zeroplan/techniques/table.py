@@ -8,6 +8,7 @@ from typing import Any
 from zeroplan.core.workload import Workload
 from zeroplan.techniques.base import Technique
 from zeroplan.techniques.compiled import COMPILED
+from zeroplan.techniques.cut_cross_entropy import CutCrossEntropyTechnique
 from zeroplan.techniques.dora import DoraTechnique
 from zeroplan.techniques.evaluation import EvaluationTechnique, LengthsTechnique
 from zeroplan.techniques.float8 import FLOAT8
@@ -41,6 +42,7 @@ TABLE: list[Technique[Any]] = [
     RUNTIME_OPTIMIZERS,
     DoraTechnique(),
     LigerTechnique(),
+    CutCrossEntropyTechnique(),
 ]
 
 

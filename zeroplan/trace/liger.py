@@ -21,7 +21,6 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch import nn
 
 from zeroplan.core.losses import IGNORED_LABEL
 from zeroplan.trace.kernels import block
+from zeroplan.trace.replaced import fused_head, replaced, without_adapters
 
 _WIDE, _INDEX = 4, 8
 _ROTARY, _LOSS = "apply_rotary_pos_emb", "cross_entropy"
@@ -164,34 +164,21 @@ def liger_kernels(model: nn.Module, kernels: Any) -> Iterator[None]:
         model: on the meta device, with or without adapters.
         kernels: a :class:`zeroplan.techniques.liger.Kernels`.
     """
-    wrapped: Any = getattr(model, "get_base_model", None)
-    base: Any = wrapped() if wrapped is not None else model
-    replaced: list[tuple[Any, str, Any]] = []
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        replaced.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
-
-    for name, module in base.named_modules():
-        last, kind = name.rpartition(".")[2], type(module).__name__
-        if kind.endswith("RMSNorm") and last in kernels.norms:
-            replace(module, "forward", partial(_normalized, module, kernels.norms[last]))
-        elif kernels.gated and kind.endswith("MLP") and hasattr(module, "down_proj"):
-            replace(module, "forward", partial(_gated, module))
-    if kernels.rotary:
-        replace(sys.modules[type(base).__module__], _ROTARY, _turned)
-    if kernels.loss:
-        replace(nn.functional, _LOSS, partial(_loss, nn.functional.cross_entropy))
-    if kernels.head and hasattr(base, "lm_head"):
-        replace(base, "forward", partial(_forward, base, base.forward))
-    try:
+    base = without_adapters(model)
+    with replaced() as replace:
+        for name, module in base.named_modules():
+            last, kind = name.rpartition(".")[2], type(module).__name__
+            if kind.endswith("RMSNorm") and last in kernels.norms:
+                replace(module, "forward", partial(_normalized, module, kernels.norms[last]))
+            elif kernels.gated and kind.endswith("MLP") and hasattr(module, "down_proj"):
+                replace(module, "forward", partial(_gated, module))
+        if kernels.rotary:
+            replace(sys.modules[type(base).__module__], _ROTARY, _turned)
+        if kernels.loss:
+            replace(nn.functional, _LOSS, partial(_loss, nn.functional.cross_entropy))
+        if kernels.head:
+            fused_head(model, replace, _fused_loss)
         yield
-    finally:
-        for owner, name, value in reversed(replaced):
-            if isinstance(owner, nn.Module):
-                delattr(owner, name)
-            else:
-                setattr(owner, name, value)
 
 
 def _normalized(module: Any, in_place: bool, x: torch.Tensor) -> torch.Tensor:
@@ -216,11 +203,8 @@ def _loss(plain: Any, logits: torch.Tensor, target: torch.Tensor, *args: Any, **
     return CrossEntropy.apply(logits, target)
 
 
-def _forward(model: Any, plain: Any, *args: Any, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
-    if labels is None or not model.training:
-        return plain(*args, labels=labels, **inputs)
-    outputs = model.base_model(*args, **inputs)
-    hidden = outputs[0]
+def _fused_loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     shifted = nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:].contiguous()
     rows = hidden.view(-1, hidden.shape[-1])
-    return SimpleNamespace(loss=FusedLinearCrossEntropy.apply(rows, model.lm_head.weight, shifted.view(-1)))
+    found: torch.Tensor = FusedLinearCrossEntropy.apply(rows, weight, shifted.view(-1))
+    return found

@@ -102,9 +102,9 @@ def _record(
 
 
 def _other_kernels(model: nn.Module, options: TraceOptions) -> contextlib.ExitStack:
-    """The kernels that techniques run in place of the model's own."""
+    """The kernels that techniques run in place of the model's own; none in compiled graphs."""
     stack = contextlib.ExitStack()
-    for one in options.techniques:
+    for one in options.techniques if options.graphs is None else ():
         if isinstance(one, KernelTechnique):
             stack.enter_context(one.running(model))
     return stack

@@ -122,6 +122,9 @@ class Fsdp2Schedule(EngineSchedule):
         if self.root is not None and self.rank.workload.loop.accelerate_units:
             held = set(self.root.params)
             self.tail = {index for index, module in enumerate(tape.modules) if held.intersection(module.params)}
+        # A head that nobody calls as a module, as TRL's and Liger's: no hook waits for the gradient of its output.
+        entered = {arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ENTER}
+        self.tail_hooked = self.tail <= entered and not self.rank.workload.has(ChunkedHead)
 
     # --- building ---------------------------------------------------------------------------------------------------------
 
@@ -293,9 +296,7 @@ class Fsdp2Schedule(EngineSchedule):
         """Unshard a block before its backward, and ahead of its use the one that comes before it in the forward."""
         if module in self.tail and not self.tail_entered:
             self.tail_entered = True
-            if not self.rank.workload.has(
-                ChunkedHead
-            ):  # TRL's head never calls the module, so that no hook waits for its gradient
+            if self.tail_hooked:
                 self._prefetch_last()
         if module not in self.groups or module < 0:
             return

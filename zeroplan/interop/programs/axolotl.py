@@ -58,10 +58,17 @@ _DEGREES = {
     "tensor_parallel_size": TRANSFORMERS_TP,
     "expert_parallel_size": "ranks share the experts",
 }
+#: Switches of the Liger plugin, and the parts of Liger that they mean.
+_LIGER = {
+    "liger_rope": "rope",
+    "liger_rms_norm": "rms_norm",
+    "liger_glu_activation": "glu",
+    "liger_swiglu": "glu",
+    "liger_fused_linear_cross_entropy": "fused_loss",
+    "liger_cross_entropy": "loss",
+}
 #: Plugins and what they change, by a word of their class's path.
 _PLUGINS = {
-    "liger": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
-    "cut_cross_entropy": (LESS, "the loss never holds all logits; they are counted"),
     "spectrum": (LESS, "only some layers are trained; all are counted as trained"),
     "kernels": (UNKNOWN, "other kernels for experts"),
     "kd": (MORE, "a teacher's logits beside the model's own"),
@@ -144,6 +151,11 @@ class Axolotl(Program):
         set_float8(run, Float8Recipe.TENSORWISE)
         set_compile(run)
         for plugin in run.texts("plugins"):
+            if ".liger." in f".{plugin.lower()}.":
+                parts = dict.fromkeys(part for key, part in _LIGER.items() if run.flag(key))
+                run.set("liger_parts", ",".join(parts), "plugins")
+            elif ".cut_cross_entropy." in f".{plugin.lower()}.":
+                run.set("cut_cross_entropy", run.flag("cut_cross_entropy") is not False, "plugins")
             word = next((word for word in _PLUGINS if f".{word}." in f".{plugin.lower()}."), None)
             if word is not None:
                 run.leave_out("plugins", *_PLUGINS[word])

@@ -279,6 +279,11 @@ class Builder(Keys):
                 unknown.
         """
         self._take_techniques()
+        if self.options.get("liger") and self.fields.get("task") not in (None, "sft", "pretrain"):
+            key = self.keys.pop("liger")
+            del self.options["liger"]
+            self.options["liger_parts"], self.keys["liger_parts"] = "rope,rms_norm,glu", key
+            self.leave_out(key, Effect.LESS, "Liger's loss of this task holds no logits; they are counted")
         for key in sorted(moving_of(*programs) & self.data.keys() - self.read) if programs else ():
             if self.on(key):
                 self.leave_out(key, Effect.UNKNOWN, "what it does to memory is not in the figures")

@@ -35,7 +35,6 @@ _ONLY = (
 _NEW_FORMAT = ("model_class", "dist_config", "kernel_config", "train_dataset", "peft_config")
 _MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _NOT_MODELLED = {
-    "enable_liger_kernel": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
     "use_unsloth": (LESS, "Unsloth's kernels keep fewer tensors"),
     "use_unsloth_gc": (LESS, "checkpoints wait on the host"),
     "shift_attn": (UNKNOWN, "shifted sparse attention"),

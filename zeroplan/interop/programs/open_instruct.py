@@ -22,7 +22,6 @@ MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 _SCRIPT = re.compile(r"open_instruct/(finetune|dpo\w*|grpo\w*|reward_modeling|ppo\w*|online_dpo\w*)\.py$")
 _ONLY = ("dataset_mixer_list", "with_tracking", "checkpointing_steps", "gradient_checkpointing", "use_flash_attn", "hf_entity")
 _NOT_MODELLED = {
-    "use_liger_kernel": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
     "packing": (LESS, "samples are laid end to end without padding"),
     "use_8bit_optimizer": (LESS, "8-bit states are counted in full width"),
     "load_balancing_loss": (MORE, "logits of the routers are kept for a second loss"),

@@ -99,7 +99,6 @@ MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 #: Arguments that move memory and that no field of a Setup holds.
 _NOT_MODELLED: dict[str, tuple[Effect, str]] = {
     "auto_find_batch_size": (LESS, "lowers the batch when memory runs out"),
-    "use_liger_kernel": (LESS, "Liger's fused loss and layers keep fewer tensors; eager ones are counted"),
     "label_smoothing_factor": (MORE, "the Trainer's label smoother makes log-probabilities of its own"),
     "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
     "parallelism_config": (UNKNOWN, "tensor and context parallelism are not planned"),

@@ -185,7 +185,7 @@ class Trl(Program):
                 _ppo(run)
             else:
                 run.leave_out(f"task {task}", *_TASKS[task])
-        elif not run.amount("label_smoothing_factor"):
+        elif not (run.amount("label_smoothing_factor") or run.flag("use_liger_kernel")):
             run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
             if run.data.get("fsdp"):
                 run.leave_out("fsdp", Effect.UNKNOWN, _GATHERS)

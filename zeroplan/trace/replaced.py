@@ -1,0 +1,59 @@
+"""Functions of a model that other kernels take over while it is traced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Replaces an attribute: its owner, its name, its new value.
+Replace = Callable[[Any, str, Any], None]
+#: Returns the loss of hidden states, [B, S, H], the head's weight and labels, [B, S].
+HeadLoss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@contextlib.contextmanager
+def replaced() -> Iterator[Replace]:
+    """Yield a function that replaces attributes of modules and of Python's modules until the context ends."""
+    before: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        before.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    try:
+        yield replace
+    finally:
+        for owner, name, value in reversed(before):
+            if isinstance(owner, nn.Module):
+                delattr(owner, name)  # the class has its method
+            else:
+                setattr(owner, name, value)
+
+
+def without_adapters(model: Any) -> Any:
+    """Return the model that peft wraps; the model itself without adapters."""
+    wrapped = getattr(model, "get_base_model", None)
+    return wrapped() if wrapped is not None else model
+
+
+def fused_head(model: nn.Module, replace: Replace, loss_of: HeadLoss) -> None:
+    """Let a causal language model in training compute its loss of the hidden states: its head's module is not called.
+
+    Without labels, in evaluation, and in a model without ``lm_head`` nothing changes.
+    """
+    base = without_adapters(model)
+    if hasattr(base, "lm_head"):
+        replace(base, "forward", partial(_forward, base, base.forward, loss_of))
+
+
+def _forward(model: Any, plain: Any, loss_of: HeadLoss, *args: Any, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
+    if labels is None or not model.training:
+        return plain(*args, labels=labels, **inputs)
+    outputs = model.base_model(*args, **inputs)
+    return SimpleNamespace(loss=loss_of(outputs[0], model.lm_head.weight, labels))

@@ -211,7 +211,7 @@ class GradientReduction:
         elif self.model_states.staging is None or unit.layout.shape.in_ring:
             self._reduce_scatter(comm, unit, unit.grads.full, unit.grad)
         else:
-            # Part by part of every rank's shard, cast in the staging buffer: see Note [Layout] in core/layout.
+            # Part by part of every rank's shard, cast in the staging buffer: see Note [Layout] in core/arena/layout.
             count, staging, piece = comm.world_size, self.model_states.staging.tensor, self.model_states.layout.piece
             shards = unit.grads.full.view(count, -1)
             for begin in range(0, shards.shape[1], piece):

@@ -22,7 +22,7 @@ from itertools import pairwise
 import torch
 from torch import nn
 
-from zeroplan.core.arena.layout import STEP_SCALARS, Flat, Layout, UnitKind, plan_layout
+from zeroplan.core.arena.layout import STEP_SCALARS, ArenaLayout, Flat, UnitKind, plan_layout
 from zeroplan.core.arena.layout_setup import RuntimeSetup as Setup
 from zeroplan.core.arena.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.buffers import Buffer, Phase, Place
@@ -82,7 +82,7 @@ class ModelStates:
         make_nvme: Callable[[ModelStates], NvmeOffload | None] | None = None,
     ) -> None:
         self.setup, self.ranks, self.comm, self.arena = setup, ranks, ranks.shard, arena
-        self.layout: Layout = plan_layout([unit.shape for unit in units], setup)
+        self.layout: ArenaLayout = plan_layout([unit.shape for unit in units], setup)
         rows = runtime_buffers(self.layout)
         carved, resizable = arena.allocate(rows), arena.resizable(rows)
         self.param_slots = {n: self._slot(n, carved[Buffer.PARAM_FULL, n]) for n in self.layout.param_slots}

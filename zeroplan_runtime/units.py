@@ -1,4 +1,4 @@
-"""Finds the units of a module: blocks, large embeddings and heads, and the root. See Note [Layout] in core/layout."""
+"""Finds the units of a module: blocks, large embeddings and heads, and the root. See Note [Layout] in core/arena/layout."""
 
 from __future__ import annotations
 

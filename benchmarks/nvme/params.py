@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.nvme import direct
 from benchmarks.nvme.stream import TARGET, in_turns
-from zeroplan.core.arena.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
+from zeroplan.core.arena.layout import ArenaLayout, ParamShape, UnitKind, UnitShape, plan_layout
 from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.zero_config import Aio, OffloadDevice
@@ -36,7 +36,7 @@ _WIDTH = 2  # bf16
 class Ours:
     """Units of random parameters in a file, and slots on the device that they take turns in."""
 
-    def __init__(self, layout: Layout, folder: SwapFolder, device: torch.device) -> None:
+    def __init__(self, layout: ArenaLayout, folder: SwapFolder, device: torch.device) -> None:
         pairs = [pair for runs in param_chunks(layout).values() for pair in runs]
         self.file = folder.file("params", block_sizes(pairs, _WIDTH))
         numel = layout.setup.param_buffers * layout.param_buffer

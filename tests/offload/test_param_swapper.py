@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroplan.core.arena.layout import Layout, ParamShape, UnitKind, UnitShape, plan_layout
+from zeroplan.core.arena.layout import ArenaLayout, ParamShape, UnitKind, UnitShape, plan_layout
 from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.workload import DType
@@ -28,7 +28,7 @@ TRAINED, FROZEN = Buffer.PARAM_SHARD, Buffer.PARAM_FROZEN
 UNITS = [(100, 0), (5000, 3000), (0, 7000), (12_345, 10), (2048, 2048)]
 
 
-def layout_of(buffers: int, size: int, dtype: DType = DType.BF16) -> Layout:
+def layout_of(buffers: int, size: int, dtype: DType = DType.BF16) -> ArenaLayout:
     shapes = [
         UnitShape(
             f"u{i}",
@@ -48,7 +48,7 @@ def layout_of(buffers: int, size: int, dtype: DType = DType.BF16) -> Layout:
     return plan_layout(shapes, setup)
 
 
-Maker = Callable[[Layout], tuple[ParamSwapper, dict[tuple[str, Buffer], torch.Tensor]]]
+Maker = Callable[[ArenaLayout], tuple[ParamSwapper, dict[tuple[str, Buffer], torch.Tensor]]]
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def made(tmp_path: Path) -> Iterator[Maker]:
     """Makes the reader of a layout's parameters, filled, and what it was filled with."""
     with IoEngine(Aio(block_size=8192, queue_depth=4)) as engine:
 
-        def make(layout: Layout) -> tuple[ParamSwapper, dict[tuple[str, Buffer], torch.Tensor]]:
+        def make(layout: ArenaLayout) -> tuple[ParamSwapper, dict[tuple[str, Buffer], torch.Tensor]]:
             dtype = torch.bfloat16 if layout.setup.param_dtype is DType.BF16 else torch.float32
             pairs = [pair for chunks in param_chunks(layout).values() for pair in chunks]
             file = SwapFile.create(tmp_path / "params.swap", block_sizes(pairs, dtype.itemsize), engine)
@@ -73,7 +73,7 @@ def made(tmp_path: Path) -> Iterator[Maker]:
         yield make
 
 
-def brought(params: ParamSwapper, layout: Layout, coming: list[FetchRequest]) -> dict[Buffer, torch.Tensor]:
+def brought(params: ParamSwapper, layout: ArenaLayout, coming: list[FetchRequest]) -> dict[Buffer, torch.Tensor]:
     unit = next(unit for unit in layout.units if unit.shape.name == coming[0].unit)
     flats = {TRAINED: unit.trainable, FROZEN: unit.frozen if coming[0].frozen else None}
     targets = {buffer: torch.zeros(flat.shard, dtype=params.dtype) for buffer, flat in flats.items() if flat is not None}

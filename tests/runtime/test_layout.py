@@ -9,7 +9,7 @@ from zeroplan.core.arena.layout import (
     ALIGN,
     STAGING_NUMEL,
     STEP_SCALARS,
-    Layout,
+    ArenaLayout,
     ParamShape,
     UnitKind,
     UnitShape,
@@ -64,7 +64,7 @@ def test_the_ranks_overlaps_part_each_parameter(chosen: list[ParamShape], count:
         assert [i for start, end in pieces for i in range(start, end)] == list(range(numel))
 
 
-def total(layout: Layout, *buffers: Buffer) -> int:
+def total(layout: ArenaLayout, *buffers: Buffer) -> int:
     return sum(row.bytes for row in runtime_buffers(layout) if not buffers or row.buffer in buffers)
 
 

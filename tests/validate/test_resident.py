@@ -14,7 +14,7 @@ import pytest
 
 from tests.runtime.ranks import RankPool
 from tests.validate.resident import grow
-from zeroplan.core.arena.layout import Layout
+from zeroplan.core.arena.layout import ArenaLayout
 from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.buffers import Phase, Place
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
@@ -49,7 +49,7 @@ def test_growth_is_within_three_per_cent_of_the_plan_in_every_phase(pool: RankPo
     ]
     for ranks in pool.run(2, grow, configs):
         for case, found in zip(configs, ranks, strict=True):
-            layout: Layout = found["layout"]
+            layout: ArenaLayout = found["layout"]
             host = host_phases(layout, 2 * found["params"])
             assert found["host"] == sum(host[-1].kept.values())
             late = checkpoint_phases(layout, host, after_init=0, after_step=0)

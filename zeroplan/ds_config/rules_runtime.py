@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from zeroplan.core.arena.layout import PAGE, PAGE_NUMEL, Layout
+from zeroplan.core.arena.layout import PAGE, PAGE_NUMEL, ArenaLayout
 from zeroplan.core.errors import BadInput
 from zeroplan.core.one_bit import LOCAL_ALONE, NOT_OFFLOADED, NOT_SHARDED, local_steps
 from zeroplan.core.optimizers import find_optimizer, optimizer_of_type
@@ -344,7 +344,7 @@ def require_offloadable(optimizer: str, zero: ZeroConfig) -> None:
         )
 
 
-def remark(layout: Layout) -> str:
+def remark(layout: ArenaLayout) -> str:
     """Return a warning about what may surprise the user of this layout; an empty string for none."""
     if layout.setup.params_in_files and not layout.param_buffer:
         most = layout.setup.params_in_host

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zeroplan.core.arena.layout import Layout
+from zeroplan.core.arena.layout import ArenaLayout
 from zeroplan.core.buffers import Buffer, Place
 
 
@@ -33,7 +33,7 @@ def split_into_chunks(unit: str, numel: int, step: int) -> list[Chunk]:
     return [Chunk(unit, a, b) for a, b in itertools.pairwise([*range(0, numel, step), numel])]
 
 
-def optimizer_chunks(layout: Layout) -> dict[str, list[Chunk]]:
+def optimizer_chunks(layout: ArenaLayout) -> dict[str, list[Chunk]]:
     """Returns the chunks of each unit whose update reads or writes files, by unit. A chunk fits into a buffer of the
     pipeline.
     """
@@ -44,7 +44,7 @@ def optimizer_chunks(layout: Layout) -> dict[str, list[Chunk]]:
     }
 
 
-def param_chunks(layout: Layout) -> dict[str, list[tuple[Buffer, Chunk]]]:
+def param_chunks(layout: ArenaLayout) -> dict[str, list[tuple[Buffer, Chunk]]]:
     """The chunks of each unit whose parameters are in files, by unit. Trainable ones are divided as the update does it."""
     found: dict[str, list[tuple[Buffer, Chunk]]] = {}
     for unit in layout.units:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from zeroplan.core.arena.layout import Layout
+from zeroplan.core.arena.layout import ArenaLayout
 from zeroplan.core.buffers import Place
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan_runtime.offload.chunks import block_sizes, optimizer_chunks, param_chunks
@@ -47,7 +47,7 @@ class NvmeOffload:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ArenaLayout,
         zero: ZeroConfig,
         buffers: Mapping[str, torch.Tensor],
         *,
@@ -74,13 +74,13 @@ class NvmeOffload:
             self.close()
             raise
 
-    def _states_file(self, layout: Layout) -> SwapFile:
+    def _states_file(self, layout: ArenaLayout) -> SwapFile:
         chunks = optimizer_chunks(layout)
         inside = [unit.shape.name for unit in layout.units if unit.trainable is not None and unit.place is Place.NVME]
         pairs = [(buffer, chunk) for name in inside for chunk in chunks[name] for buffer in states_in_files(layout)]
         return self._folder(self._zero.offload_optimizer.nvme_path).file("states", block_sizes(pairs, _FP32_BYTES))
 
-    def _params_file(self, layout: Layout, dtype: torch.dtype) -> SwapFile:
+    def _params_file(self, layout: ArenaLayout, dtype: torch.dtype) -> SwapFile:
         chunks = [pair for pairs in param_chunks(layout).values() for pair in pairs]
         return self._folder(self._zero.offload_param.nvme_path).file("params", block_sizes(chunks, dtype.itemsize))
 

@@ -1,6 +1,6 @@
 """The update of units that have masters, optimizer states or parameters in files, chunk by chunk through pinned buffers.
 
-Each unit's share is divided into chunks of at most :attr:`~zeroplan.core.arena.layout.Layout.swap_numel` elements. The tensors
+Each unit's share is divided into chunks of at most ``ArenaLayout.swap_numel`` elements. The tensors
 of a chunk that are in files make one group of the swap pipeline: masters and states are read, updated and written; 16-bit
 parameters that rest in a file are only written. Tensors of the unit that are in host memory are updated there. The gradients
 are in the unit's pinned buffers.
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.arena.layout import PAGE, SWAP_SLOTS, Layout, UnitLayout
+from zeroplan.core.arena.layout import PAGE, SWAP_SLOTS, ArenaLayout, UnitLayout
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.chunks import Chunk, optimizer_chunks
@@ -29,7 +29,7 @@ from zeroplan_runtime.unit_state import GroupSlice, OffloadedUnit, PinnedBuffers
 _FP32_BYTES = 4
 
 
-def states_in_files(layout: Layout) -> tuple[Buffer, ...]:
+def states_in_files(layout: ArenaLayout) -> tuple[Buffer, ...]:
     """The buffers of an optimizer in files, in the order of a group's tensors; empty if it is in host memory."""
     masters = (Buffer.PARAM_MASTER,) if layout.setup.separate_masters else ()
     return (*masters, *layout.setup.states) if layout.states_in_files else ()
@@ -50,7 +50,7 @@ class OptimizerSwapper:
     """
 
     def __init__(
-        self, layout: Layout, memory: torch.Tensor, states: SwapFile | None, param_swapper: ParamSwapper | None
+        self, layout: ArenaLayout, memory: torch.Tensor, states: SwapFile | None, param_swapper: ParamSwapper | None
     ) -> None:
         self.state_buffers = states_in_files(layout)
         self.states, self.param_swapper = states, param_swapper

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroplan.core.arena.layout import PAGE, PAGE_NUMEL, Layout, align
+from zeroplan.core.arena.layout import PAGE, PAGE_NUMEL, ArenaLayout, align
 from zeroplan.core.buffers import Buffer
 from zeroplan_runtime.offload.chunks import Chunk, param_chunks
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
@@ -81,7 +81,7 @@ class ParamSwapper:
         device: the device that parameters are copied to.
     """
 
-    def __init__(self, layout: Layout, memory: torch.Tensor, file: SwapFile, device: torch.device) -> None:
+    def __init__(self, layout: ArenaLayout, memory: torch.Tensor, file: SwapFile, device: torch.device) -> None:
         self.file = file
         self._buffers = list(memory.view(-1, layout.param_buffer))
         self._last_copy = [Event(device) for _ in self._buffers]

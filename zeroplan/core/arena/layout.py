@@ -201,7 +201,7 @@ class UnitLayout:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ArenaLayout:
     """The whole model's layout under one setup. See Note [Layout]."""
 
     setup: RuntimeSetup
@@ -333,7 +333,7 @@ def flat_of(shape: UnitShape, ranks: int, *, trainable: bool, to: int = ALIGN) -
     return Flat(tuple(chosen), tuple(offsets), tuple(shape.params[i].numel for i in chosen), end, shard, ranks)
 
 
-def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
+def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> ArenaLayout:
     """Flats, shards and slots for `shapes`, which stand in the order of the forward."""
     units, turn = [], 0
     ranks = [setup.expert_ranks if shape.kind is UnitKind.EXPERTS else setup.ranks for shape in shapes]
@@ -358,7 +358,7 @@ def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> Layout:
                 rest,
             )
         )
-    return Layout(setup, tuple(units))
+    return ArenaLayout(setup, tuple(units))
 
 
 def _optimizer_places(numels: Sequence[int], setup: RuntimeSetup) -> list[Place]:

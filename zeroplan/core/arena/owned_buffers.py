@@ -1,4 +1,4 @@
-"""Every buffer of the included runtime, row by row, from its :class:`~zeroplan.core.arena.layout.Layout`.
+"""Every buffer of the included runtime, row by row, from its :class:`~zeroplan.core.arena.layout.ArenaLayout`.
 
 The Arena allocates by :func:`runtime_buffers` and the predictor reads it; neither computes a size of its own. Notes that the
 rows refer to stand in layout.py.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.core.arena.layout import NORM_WORKSPACE, STEP_SCALARS, SWAP_SLOTS, UPDATE_CHUNK, Layout, UnitLayout, align
+from zeroplan.core.arena.layout import NORM_WORKSPACE, STEP_SCALARS, SWAP_SLOTS, UPDATE_CHUNK, ArenaLayout, UnitLayout, align
 from zeroplan.core.arena.layout_setup import StateDType
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.workload import DType
@@ -47,13 +47,13 @@ def spaced(row: OwnedBuffer) -> int:
     return row.numel if row.buffer is Buffer.OPTIM_SCALE else align(row.numel)
 
 
-def runtime_buffers(layout: Layout) -> list[OwnedBuffer]:
+def runtime_buffers(layout: ArenaLayout) -> list[OwnedBuffer]:
     """List every buffer that one rank's runtime allocates, those of one kind and place together. All ranks are equal."""
     passing = (*_param_rows(layout), *_grad_rows(layout), *_exchange_rows(layout))
     return [*passing, *_state_rows(layout), *_one_bit_rows(layout), *_step_rows(layout)]
 
 
-def _state_rows(layout: Layout) -> list[OwnedBuffer]:
+def _state_rows(layout: ArenaLayout) -> list[OwnedBuffer]:
     """Return the rows of masters and of the optimizer's states."""
     setup, rows = layout.setup, []
     units = [unit for unit in layout.units if unit.trainable]
@@ -71,7 +71,7 @@ def _state_rows(layout: Layout) -> list[OwnedBuffer]:
     return rows
 
 
-def _one_bit_rows(layout: Layout) -> list[OwnedBuffer]:
+def _one_bit_rows(layout: ArenaLayout) -> list[OwnedBuffer]:
     """Return the rows of what momentum in one bit keeps and sends; see Note [Momentum in one bit]."""
     setup = layout.setup
     if not setup.compresses:
@@ -85,7 +85,7 @@ def _one_bit_rows(layout: Layout) -> list[OwnedBuffer]:
     return rows + [OwnedBuffer(Buffer.COMM_ALL_REDUCE, what, words, DType.FP32) for what in ("sent", "received")]
 
 
-def _step_rows(layout: Layout) -> list[OwnedBuffer]:
+def _step_rows(layout: ArenaLayout) -> list[OwnedBuffer]:
     """Return the rows of what a step works on beside parameters, gradients and states."""
     setup, rows = layout.setup, []
     units = [unit for unit in layout.units if unit.trainable]
@@ -113,7 +113,7 @@ def _trained(unit: UnitLayout) -> tuple[int, ...]:
     return unit.trainable.params if unit.trainable is not None else ()
 
 
-def _param_rows(layout: Layout) -> list[OwnedBuffer]:
+def _param_rows(layout: ArenaLayout) -> list[OwnedBuffer]:
     setup, dtype = layout.setup, layout.setup.param_dtype
     size = "shard" if setup.shards_params else "full"
     own = Buffer.PARAM_SHARD if setup.stage >= 3 else Buffer.PARAM_FULL
@@ -130,7 +130,7 @@ def _param_rows(layout: Layout) -> list[OwnedBuffer]:
     return rows
 
 
-def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
+def _grad_rows(layout: ArenaLayout) -> list[OwnedBuffer]:
     """Return the rows of the gradients on the device."""
     setup = layout.setup
     between = (Phase.FORWARD,) if setup.grad_accum > 1 else ()  # what later micro batches find there
@@ -155,7 +155,7 @@ def _grad_rows(layout: Layout) -> list[OwnedBuffer]:
     return rows
 
 
-def _exchange_rows(layout: Layout) -> list[OwnedBuffer]:
+def _exchange_rows(layout: ArenaLayout) -> list[OwnedBuffer]:
     """Return the rows of the pinned buffers through which offloaded gradients go down and updated parameters come up; see Note
     [Offload].
     """

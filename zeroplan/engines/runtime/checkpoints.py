@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from zeroplan.core.arena.layout import LEAST_MOVED_BYTES, Layout, UnitKind
+from zeroplan.core.arena.layout import LEAST_MOVED_BYTES, ArenaLayout, UnitKind
 from zeroplan.engines.base import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts
@@ -35,7 +35,7 @@ class OffloadedInputSizes:
     parts: int = 1
 
 
-def offloaded_input_sizes(case: Case, layout: Layout) -> OffloadedInputSizes:
+def offloaded_input_sizes(case: Case, layout: ArenaLayout) -> OffloadedInputSizes:
     """Derive the formula's factors. Where a model's stacks read sequences of other lengths, the tape knows better.
 
     With adapters the first block's input is a leaf, which autograd keeps.

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from zeroplan.core.arena.layout import Layout, UnitKind
+from zeroplan.core.arena.layout import ArenaLayout, UnitKind
 from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
@@ -168,7 +168,7 @@ class Runtime(Engine):
         if case.zero.offload_optimizer:
             require_offloadable(case.workload.numerics.optimizer, case.zero)
 
-    def layout(self, case: Case) -> Layout:
+    def layout(self, case: Case) -> ArenaLayout:
         """Return the layout by which the Arena will allocate, derived once."""
         options, chunks = self.runtime_options, case.pipeline_chunks
         derive = partial(layout_of, case.spec, case.workload, case.zero, case.layout, options, chunks)

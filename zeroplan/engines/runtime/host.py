@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from itertools import pairwise
 
-from zeroplan.core.arena.layout import Flat, Layout, UnitLayout
+from zeroplan.core.arena.layout import ArenaLayout, Flat, UnitLayout
 from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.engines.simulation import CheckpointPhase, HostPhase
@@ -24,7 +24,7 @@ from zeroplan.engines.simulation import CheckpointPhase, HostPhase
 _FP32_BYTES = 4
 
 
-def host_phases(layout: Layout, model: int, moved: Mapping[str, int] | None = None) -> tuple[HostPhase, ...]:
+def host_phases(layout: ArenaLayout, model: int, moved: Mapping[str, int] | None = None) -> tuple[HostPhase, ...]:
     """Return the host's peaks by phase. See Note [Passing through].
 
     Args:
@@ -50,7 +50,7 @@ def host_phases(layout: Layout, model: int, moved: Mapping[str, int] | None = No
 
 
 def checkpoint_phases(
-    layout: Layout, host: tuple[HostPhase, ...], *, after_init: int, after_step: int
+    layout: ArenaLayout, host: tuple[HostPhase, ...], *, after_init: int, after_step: int
 ) -> tuple[CheckpointPhase, ...]:
     """Return the peaks of ``save_checkpoint`` and ``load_checkpoint``. See Note [Passing through].
 
@@ -79,7 +79,7 @@ def checkpoint_phases(
     )
 
 
-def _kept(layout: Layout) -> dict[tuple[Buffer, Place], int]:
+def _kept(layout: ArenaLayout) -> dict[tuple[Buffer, Place], int]:
     found: dict[tuple[Buffer, Place], int] = {}
     for row in runtime_buffers(layout):
         if row.persistent and row.place in (Place.PINNED, Place.DRAM):
@@ -87,11 +87,11 @@ def _kept(layout: Layout) -> dict[tuple[Buffer, Place], int]:
     return found
 
 
-def _master_in_file(layout: Layout, unit: UnitLayout) -> bool:
+def _master_in_file(layout: ArenaLayout, unit: UnitLayout) -> bool:
     return unit.place is Place.NVME and layout.setup.separate_masters
 
 
-def _streamed(layout: Layout) -> list[Buffer]:
+def _streamed(layout: ArenaLayout) -> list[Buffer]:
     """The buffers of a unit whose states are in a file that lie in that file."""
     masters = [Buffer.PARAM_MASTER] if layout.setup.separate_masters else []
     return [*masters, *layout.setup.states]

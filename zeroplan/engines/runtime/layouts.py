@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from zeroplan.core.arena.layout import Layout, UnitShape, plan_layout
+from zeroplan.core.arena.layout import ArenaLayout, UnitShape, plan_layout
 from zeroplan.core.arena.layout_setup import RuntimeSetup, require_exchange, require_masters
 from zeroplan.core.curriculum import CURRICULUM_LEARNING
 from zeroplan.core.errors import BadInput, did_you_mean
@@ -80,7 +80,7 @@ def layout_of(
     parallel: ParallelLayout,
     runtime_options: RuntimeOptions,
     chunks: tuple[Stage, ...] = (),
-) -> Layout:
+) -> ArenaLayout:
     """Return the layout of one rank of a pipeline stage; all of these ranks have the same.
 
     Args:

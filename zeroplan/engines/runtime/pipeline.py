@@ -15,7 +15,7 @@ Note [The runtime on a stage]
 
 from __future__ import annotations
 
-from zeroplan.core.arena.layout import Layout, UnitKind
+from zeroplan.core.arena.layout import ArenaLayout, UnitKind
 from zeroplan.core.pipeline_order import Do, PipelineOrder, schedule_of
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
@@ -31,7 +31,7 @@ class RuntimeStageSchedule(RuntimeSchedule, PipelineEngineSchedule):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ArenaLayout,
         tape: ExpandedTape,
         recorder: Recorder,
         backwards: int,
@@ -101,7 +101,7 @@ class RuntimeStageSchedule(RuntimeSchedule, PipelineEngineSchedule):
         super().backward_end(self.boundary)
 
 
-def record_stage(case: Case, layout: Layout, tape: ExpandedTape, *, makes_room: bool) -> Recorder:
+def record_stage(case: Case, layout: ArenaLayout, tape: ExpandedTape, *, makes_room: bool) -> Recorder:
     """Record every allocation and free of one pipeline rank's run, in order.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from zeroplan.core.arena.layout import PAGE, Flat, Layout, UnitLayout
+from zeroplan.core.arena.layout import PAGE, ArenaLayout, Flat, UnitLayout
 from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.arena.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.buffers import Buffer, Place
@@ -29,7 +29,7 @@ class RuntimeRank:
         inputs: the checkpointed inputs that leave for the host.
     """
 
-    layout: Layout
+    layout: ArenaLayout
     cublas_workspace: int = means("bytes of one cuBLAS workspace on this GPU", default=0)
     inputs: OffloadedInputSizes = field(default_factory=OffloadedInputSizes)
     received: int = means("bytes of what a pipeline stage receives in a step: inputs, and gradients of outputs", default=0)

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from zeroplan.core.arena.layout import EXPERTS_SUFFIX, Layout, UnitKind
+from zeroplan.core.arena.layout import EXPERTS_SUFFIX, ArenaLayout, UnitKind
 from zeroplan.core.arena.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.engines.player import EngineSchedule
@@ -68,7 +68,7 @@ class RuntimeSchedule(EngineSchedule):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ArenaLayout,
         tape: ExpandedTape,
         recorder: Recorder,
         *,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from zeroplan.core.arena.layout import Layout
+from zeroplan.core.arena.layout import ArenaLayout
 from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
@@ -68,7 +68,7 @@ def _writes_gradients(setup: RuntimeSetup, runtime_options: RuntimeOptions) -> b
 
 def simulate_rank(
     case: Case,
-    layout: Layout,
+    layout: ArenaLayout,
     runtime_options: RuntimeOptions,
     moved: Collection[OffloadedInput],
     expanded: ExpandedTape,
@@ -113,7 +113,7 @@ def _makes_room(config: AllocatorConfig | None) -> bool:
 
 
 def _simulate_stage(
-    case: Case, layout: Layout, runtime_options: RuntimeOptions, expanded: ExpandedTape, config: AllocatorConfig | None
+    case: Case, layout: ArenaLayout, runtime_options: RuntimeOptions, expanded: ExpandedTape, config: AllocatorConfig | None
 ) -> Simulation:
     """Simulate one pipeline rank. See Note [The runtime on a stage] in ``pipeline.py``."""
     from zeroplan.engines.runtime.pipeline import record_stage

@@ -18,7 +18,7 @@ _WITH_COMMANDS = {path: found for path in pages.PAGES_WITH_COMMANDS if (found :=
 #: Pages whose searches and simulations take many seconds together.
 _LONG = {
     *("recommend.md", "gallery.md", "ds_config.md", "reported.md"),
-    *("programs/hf-trainer.md", "programs/trl.md", "programs/ds_config.md", "programs/lightning.md", "programs/axolotl.md"),
+    *("programs/hf-trainer.md", "programs/trl.md", "programs/lightning.md", "programs/axolotl.md"),
     *("programs/torchtitan.md", "start/slow.md", "quantised.md", "understand/zero.md", "understand/fsdp-or-deepspeed.md"),
 }
 _PAGES = [

@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/hf_trainer.py --stage 3 --lora
 
 A small Llama with random weights learns to continue arithmetic progressions modulo its vocabulary. ``--plain`` trains without
-ZeRO. A ds_config.json that you have works in place of ``zeroplan_config(…)``, after ``install()``: see docs/programs/hf-trainer.md.
+ZeRO. A ds_config.json of yours works in place of ``zeroplan_config(…)``, after ``install()``: docs/programs/hf-trainer.md.
 """
 
 from __future__ import annotations

@@ -28,8 +28,9 @@ def row(name: str, command: str, steps: int, report: dict[str, Any]) -> dict[str
     names = ("peak_allocated", "peak_reserved", "total", "peak_phase", "phases")
     left_out = [f"{one['key']}: {one['says']}" for one in plan["unmodelled"]]
     figures = {key: gpu[key] for key in names}
-    return {"name": name, "command": command, "asked_steps": steps, "steps": capture["steps"], **figures, "fits": plan["fits"],
-            "stopped": capture["stopped"], "left_out": left_out}  # fmt: skip
+    limit = gpu["interval"][1] - gpu["outside_torch"]  # what the smallest card on which it fits leaves to torch's allocator
+    return {"name": name, "command": command, "asked_steps": steps, "steps": capture["steps"], **figures, "limit": limit,
+            "fits": plan["fits"], "stopped": capture["stopped"], "left_out": left_out}  # fmt: skip
 
 
 def predict(program: dict[str, Any], work: Path) -> dict[str, Any]:

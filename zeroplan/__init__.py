@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zeroplan.api import recommend as recommend
     from zeroplan.api import scale as scale
     from zeroplan.callback import ZeroplanCallback as ZeroplanCallback
+    from zeroplan.capture_block import capture as capture
     from zeroplan.core.errors import BadInput as BadInput
     from zeroplan.core.plan import MemoryPlan as MemoryPlan
     from zeroplan.core.plumbing.display import Printable
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from zeroplan.validate.results import Measurement as Measurement
 
 _HOMES = {
+    "capture": "zeroplan.capture_block",
     "estimate": "zeroplan.api",
     "recommend": "zeroplan.api",
     "scale": "zeroplan.api",
@@ -61,6 +63,7 @@ __all__ = [
     "Recommendations",
     "Scaling",
     "ZeroplanCallback",
+    "capture",
     "estimate",
     "estimate_zero1_mem",
     "estimate_zero2_mem",

@@ -56,7 +56,7 @@ def capture_command(
         answer = os.path.join(folder, "answer.json")
         job = Job(
             start.target, start.module, start.arguments, start.launcher in ("torchrun", "deepspeed"), dict(start.environment),
-            _card(cluster.gpu, cluster), cluster.gpus, world, steps, seconds, folder, answer,
+            planned_card(cluster.gpu, cluster), cluster.gpus, world, steps, seconds, folder, answer,
             start.launcher, start.launch_words,
         )  # fmt: skip
         path = os.path.join(folder, "job.json")
@@ -81,7 +81,8 @@ def capture_command(
     return captured, cluster
 
 
-def _card(gpu: Gpu, cluster: Cluster) -> PlannedCard:
+def planned_card(gpu: Gpu, cluster: Cluster) -> PlannedCard:
+    """Return what a script finds out about the GPU of a machine."""
     name = f"NVIDIA {gpu.name}"
     return PlannedCard(name, cluster.vram or gpu.memory, gpu.capability, KernelDevice.of(gpu).multiprocessors)
 

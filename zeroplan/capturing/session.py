@@ -32,8 +32,13 @@ def install(capture: Capture) -> None:
 
 
 @contextlib.contextmanager
-def running(capture: Capture) -> Iterator[None]:
-    """Run the script within this context; it never raises."""
+def running(capture: Capture, *, raises: bool = False) -> Iterator[None]:
+    """Run the script within this context.
+
+    Args:
+        capture: what is captured.
+        raises: whether the code's own exceptions go on to the caller; else they are where it stopped, as for a script.
+    """
     try:
         with capture.recorder, capture.functions:
             yield
@@ -41,21 +46,27 @@ def running(capture: Capture) -> Iterator[None]:
         capture.ended = str(end.line or "")
     except StoppedError as stop:
         capture.stop(stop.line or trouble_line(stop), stop.why)
-    except SystemExit as left:
-        if left.code not in (None, 0):
-            capture.stop(trouble_line(left), f"the script exits with {str(left.code)[:160]}")
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:
-        cause: BaseException = error
-        while isinstance(cause.__cause__, StoppedError):
-            cause = cause.__cause__
-        text = " ".join(str(cause).split())[:240]
-        if not isinstance(cause, StoppedError):
-            import traceback
+        if raises or isinstance(error, KeyboardInterrupt):
+            raise
+        _failed(capture, error)
 
-            traceback.print_exc(file=sys.stderr)
-        capture.stop(trouble_line(cause), f"{type(cause).__name__}: {text}")
+
+def _failed(capture: Capture, error: BaseException) -> None:
+    """Note that a script ended by an exception."""
+    if isinstance(error, SystemExit):
+        if error.code not in (None, 0):
+            capture.stop(trouble_line(error), f"the script exits with {str(error.code)[:160]}")
+        return
+    cause: BaseException = error
+    while isinstance(cause.__cause__, StoppedError):
+        cause = cause.__cause__
+    text = " ".join(str(cause).split())[:240]
+    if not isinstance(cause, StoppedError):
+        import traceback
+
+        traceback.print_exc(file=sys.stderr)
+    capture.stop(trouble_line(cause), f"{type(cause).__name__}: {text}")
 
 
 def _parameters_without_memory(recorder: ScriptRecorder) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 Hook = Callable[[Any], None]
 _waiting: dict[str, list[Hook]] = {}
+#: Called with a module before its hooks.
+on_hook: Hook | None = None
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -35,7 +37,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         def run(module: ModuleType) -> None:
             own(module)
             for hook in _waiting.pop(fullname, ()):
-                hook(module)
+                _call(hook, module)
 
         spec.loader.exec_module = run  # type: ignore[method-assign]
         return spec
@@ -45,8 +47,14 @@ def when_imported(name: str, hook: Hook) -> None:
     """Call `hook` with a module once it is there."""
     module = sys.modules.get(name)
     if module is not None:
-        hook(module)
+        _call(hook, module)
         return
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _waiting.setdefault(name, []).append(hook)
+
+
+def _call(hook: Hook, module: Any) -> None:
+    if on_hook is not None:
+        on_hook(module)
+    hook(module)

@@ -1,0 +1,141 @@
+"""``with zeroplan.capture() as plan:``: code of this process, after which the process is as before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zeroplan
+from zeroplan.core.units import MIB
+
+torch = pytest.importorskip("torch")
+
+
+def train(steps: int = 3) -> Any:
+    """Train a layer on the GPU, by a loop without end after those steps."""
+    model = torch.nn.Linear(1024, 1024, bias=False).to("cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    while True:
+        model(torch.randn(256, 1024, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state() -> list[Any]:
+    """What a capture replaces, as it is now."""
+    import torch.nn.modules.module as home
+
+    hooks = [len(home._global_forward_pre_hooks), len(home._global_forward_hooks)]
+    names = [torch.cuda.is_available, torch.cuda.device_count, torch.save, torch.load, torch.compile, torch.Generator]
+    return [
+        open,
+        os.open,
+        os.mkdir,
+        shutil.rmtree,
+        socket.getaddrinfo,
+        torch.nn.Parameter.__new__,
+        *names,
+        *hooks,
+        dict(os.environ),
+    ]
+
+
+def test_a_block_is_captured_and_all_is_put_back() -> None:
+    before = state()
+    with zeroplan.capture("H100") as plan:
+        train()
+    assert state() == before
+    weight, workspace = 4 * MIB, 32 * MIB
+    assert plan.peak_allocated == 5 * weight + 2 * workspace
+    layer = torch.nn.Linear(8, 8)
+    layer(torch.randn(2, 8)).sum().backward()
+    assert layer.weight.grad.device.type == "cpu"
+    assert layer.weight.grad.abs().sum().item() > 0
+    with zeroplan.capture("H100") as again:
+        train()
+    assert again.peak_allocated == plan.peak_allocated
+
+
+def test_fits_is_an_assertion_that_says_why() -> None:
+    with zeroplan.capture() as plan:
+        train()
+    assert plan.fits("24G")
+    assert not plan.fits("300M")
+    assert repr(plan.fits("300M")).startswith("<Does not fit: the script as it runs")
+    assert plan.fits(gpu="T4")
+    with pytest.raises(zeroplan.BadInput, match="no limit"):
+        plan.fits()
+
+
+def test_code_that_cannot_go_on_fits_nowhere() -> None:
+    with zeroplan.capture() as plan:
+        train_with = torch.empty(8, device="cuda")
+        torch.ops.aten._cudnn_rnn_flatten_weight.default([train_with], 1, 0, 2, 8, 8, 1, False, False)
+        raise AssertionError("not reached")
+    assert plan.plan.capture is not None
+    assert plan.plan.capture.stopped is not None
+    assert not plan.fits("80G")
+
+
+def test_its_own_errors_are_raised(tmp_path: Path) -> None:
+    def write() -> None:
+        with zeroplan.capture():
+            (tmp_path / "made").write_text("never")
+            torch.save({"a": torch.ones(2, device="cuda")}, tmp_path / "model.pt")
+            assert (tmp_path / "made").exists()
+            raise KeyError("own")
+
+    before = state()
+    with pytest.raises(KeyError):
+        write()
+    assert state() == before
+    assert os.listdir(tmp_path) == []
+
+
+def test_before_the_end_there_is_no_plan() -> None:
+    with pytest.raises(zeroplan.BadInput, match="not ended"), zeroplan.capture() as plan:
+        plan.fits("24G")
+
+
+def test_a_kept_block_is_taken_by_the_verbs(tmp_path: Path, cli: Callable[..., tuple[int, str, str]]) -> None:
+    with zeroplan.capture("H100") as plan:
+        train()
+    plan.save(str(tmp_path / "run.json"))
+    assert cli("check", str(tmp_path / "run.json"), "--vram", "24G")[0] == 0
+
+
+def test_a_trainer_believes_in_the_gpu_within_the_block_alone(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from_pretrained, train_of = transformers.PreTrainedModel.from_pretrained.__func__, transformers.Trainer.train
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    data = [{"input_ids": torch.arange(32), "labels": torch.arange(32)} for _ in range(64)]
+
+    def trainer(**more: Any) -> Any:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=512, **sizes))
+        arguments = transformers.TrainingArguments(str(tmp_path / "out"), max_steps=3, report_to=[], disable_tqdm=True, **more)
+        return transformers.Trainer(model=model, args=arguments, train_dataset=data)
+
+    with zeroplan.capture("H100") as plan:
+        one = trainer(bf16=True)
+        assert one.args.device.type == "cuda"
+        one.train()
+    assert not (tmp_path / "out").exists()
+    assert plan.plan.capture is not None
+    assert (plan.plan.capture.steps, plan.plan.capture.stopped) == (3, None)
+    assert transformers.PreTrainedModel.from_pretrained.__func__ is from_pretrained
+    assert transformers.Trainer.train is train_of
+    assert trainer(use_cpu=True).args.device.type == "cpu"
+
+
+def test_the_name_costs_no_torch(fresh_python: Callable[..., Any]) -> None:
+    done = fresh_python(
+        "import sys, zeroplan; zeroplan.capture; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    )
+    assert done.returncode == 0, done.stderr

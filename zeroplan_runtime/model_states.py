@@ -37,6 +37,7 @@ from zeroplan_runtime.offload.nvme import NvmeOffload
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
 from zeroplan_runtime.offload.param_swapper import ParamSwapper
 from zeroplan_runtime.streams import Event, Stream
+from zeroplan_runtime.techniques.float8_gathers import Float8Gathers
 from zeroplan_runtime.techniques.quantize_training import WeightQuantiser
 from zeroplan_runtime.unit_state import AccumSlot, ExchangedMomentum, FlatParam, GradSlot, ParamSlot, UnitState
 from zeroplan_runtime.units import Unit, reads_params_in_backward
@@ -64,6 +65,7 @@ class ModelStates:
         update_workspaces: where an update without a kernel works, on the ``device`` and, for offloaded units, on the ``host``.
         maps: the tables on the device by which states are quantised in blocks; None where they are not, or all offloaded.
         quantiser: rounds the weights where they are unsharded; None where the setup asks for none.
+        float8_gathers: gathers blocks in 8 bits; None where the setup asks for none.
         coefficients: what the optimizer keeps of each tensor, all in one; None where it keeps nothing.
         messages: what is sent and what is received of a unit's momentum, fp32 words; none unless the optimizer compresses.
         staging: memory in which parts of large gradients are cast before their reduction.
@@ -107,6 +109,9 @@ class ModelStates:
             workspace = carved.get((Buffer.PARAM_TEMP, "quantize_training"))
             if workspace is not None:
                 self.quantiser = WeightQuantiser(setup.quantize_training, self.units, workspace)
+        self.float8_gathers: Float8Gathers | None = None
+        if (messages := carved.get((Buffer.COMM_ALL_GATHER, "float8"))) is not None:
+            self.float8_gathers = Float8Gathers(self.units, messages, self.comm)
         for block, experts in pairwise(self.units):
             if experts.layout.shape.kind is UnitKind.EXPERTS:
                 block.experts = experts

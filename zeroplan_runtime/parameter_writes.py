@@ -107,10 +107,11 @@ class ParameterWrites:
             if place.unit.layout.shape.params[place.flat.layout.params[place.position]].name != name:
                 continue
             states = self._model_states
-            if states.quantiser is not None or states.setup.delayed_update or not place.copies:
+            narrow = states.float8_gathers is not None and states.float8_gathers.takes(unit)
+            if states.quantiser is not None or narrow or states.setup.delayed_update or not place.copies:
                 raise BadInput(
                     f"an array or dlpack would share memory with parameter {name!r}, and writes to it would be lost",
-                    where="offload" if states.quantiser is None else "quantize_training",
+                    where="float8_gathers" if narrow else "offload" if states.quantiser is None else "quantize_training",
                     remedy="take it of a clone() of the parameter",
                 )
             self._exported.add(i)
@@ -124,6 +125,13 @@ class ParameterWrites:
     def _keep_one(self, place: _Place) -> None:
         if self._model_states.quantiser is not None:
             raise rounded_weights(place.unit.layout.shape.params[place.flat.layout.params[place.position]].name)
+        if place.unit.param_slot.is_rounded and place.unit.param_slot.holder is place.unit:
+            name = place.unit.layout.shape.params[place.flat.layout.params[place.position]].name
+            raise BadInput(
+                f"parameter {name!r} was written to where it is gathered in 8 bits",
+                where="float8_gathers",
+                remedy="write within engine.gathered(unit)",
+            )
         if not place.copies or self._model_states.setup.delayed_update:
             name = place.unit.layout.shape.params[place.flat.layout.params[place.position]].name
             raise BadInput(

@@ -235,16 +235,18 @@ class Schedule:
 
     # ------------------------------------------------------------------ unshard
 
-    def unshard(self, unit: UnitState) -> None:
+    def unshard(self, unit: UnitState, *, exact: bool = False) -> None:
         """Issues the all-gather of `unit`'s parameters into its slot, unless the slot holds them and they are current.
 
-        The compute stream must wait for ``unit.param_slot.ready`` before it reads them.
+        The compute stream must wait for ``unit.param_slot.ready`` before it reads them. Where blocks are gathered in 8 bits,
+        `exact` gathers this one in 16, unless it is computing.
 
         Raises:
             BadInput: when another unit still computes in the same slot.
         """
-        slot = unit.param_slot
-        if slot.holder is unit and slot.is_current:
+        slot, narrow = unit.param_slot, self.model_states.float8_gathers
+        rounds = narrow is not None and not exact and narrow.takes(unit)
+        if slot.holder is unit and slot.is_current and (slot.is_rounded is rounds or slot.in_use):
             return
         if slot.in_use and slot.holder is not unit:
             holder = slot.holder.name if slot.holder else "?"
@@ -269,13 +271,16 @@ class Schedule:
             if unit.trainable is not None:
                 if self.setup.casts_masters and unit.master is not None:
                     unit.trainable.shard.copy_(unit.master)
-                self._all_gather(unit, unit.trainable)
+                if rounds and narrow is not None:
+                    narrow.gather(unit)
+                else:
+                    self._all_gather(unit, unit.trainable)
             if unit.frozen is not None and slot.holder is not unit:
                 self._all_gather(unit, unit.frozen)
             if quantiser is not None:
                 quantiser.round(unit)
         slot.ready.record(self.all_gather_stream)
-        slot.holder, slot.is_current = unit, True
+        slot.holder, slot.is_current, slot.is_rounded = unit, True, rounds
         self.comm.record_collective(2 * unit.index)
 
     def _all_gather(self, unit: UnitState, flat: FlatParam) -> None:
@@ -347,7 +352,7 @@ class Schedule:
             BadInput: as :meth:`require_no_early_updates`.
         """
         self.require_no_early_updates("engine")
-        self.unshard(unit)
+        self.unshard(unit, exact=True)
         unit.param_slot.ready.wait(self.compute_stream)
         in_use, unit.param_slot.in_use = unit.param_slot.in_use, True
         try:

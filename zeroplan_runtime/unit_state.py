@@ -32,6 +32,7 @@ class ParamSlot:
         holder: the unit whose parameters are in the slot.
         is_current: the slot holds the parameters as the last update left them.
         in_use: the holder's forward or backward is under way, so no other unit may take the slot.
+        is_rounded: the holder was gathered in 8 bits.
     """
 
     name: str
@@ -41,6 +42,7 @@ class ParamSlot:
     holder: UnitState | None = None
     is_current: bool = False
     in_use: bool = False
+    is_rounded: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from zeroplan.core.arena.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape
+from zeroplan.core.arena.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape, is_narrow
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.local_tensors import local_of
 
@@ -130,7 +130,14 @@ def find_units(
         for name, what, keys in ((home or "root", kind, own), (f"{home}{EXPERTS_SUFFIX}", UnitKind.EXPERTS, shared)):
             if keys:
                 shapes = tuple(
-                    ParamShape(names[k], local_of(params[k]).numel(), params[k].requires_grad, groups.get(k, 0)) for k in keys
+                    ParamShape(
+                        names[k],
+                        local_of(params[k]).numel(),
+                        params[k].requires_grad,
+                        groups.get(k, 0),
+                        is_narrow(params[k].shape),
+                    )
+                    for k in keys
                 )
                 units.append(Unit(UnitShape(name, what, shapes), module, tuple(params[k] for k in keys)))
     return units

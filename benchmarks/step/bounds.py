@@ -37,9 +37,7 @@ def products_of(shape: str, tokens: int) -> list[tuple[str, int, int, int]]:
     ]
 
 
-def least_products(
-    shape: str, micro: int, seq: int, device: Any, *, checkpointing: bool, within: bool
-) -> dict[str, Any]:
+def least_products(shape: str, micro: int, seq: int, device: Any, *, checkpointing: bool, within: bool) -> dict[str, Any]:
     """Time each product and the attention by itself.
 
     Args:
@@ -135,7 +133,7 @@ def copy_rate(device: Any) -> float:
     size = 1 << 30 if device.type == "cuda" else 1 << 24
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     source.fill_(1)
-    return 2 * size / median_ms([lambda: target.copy_(source)], device) * 1e3
+    return 2e3 * size / median_ms([lambda: target.copy_(source)], device)
 
 
 def median_ms(calls: list[Callable[[], Any]], device: Any) -> float:
@@ -181,11 +179,12 @@ def least_bytes(shape: str, micro: int, seq: int, *, ranks: int, checkpointing: 
     # the gradient of the result and that of the residual are read, one gradient is written.
     norms = 2 * layers * tokens * width * _HALF * (4 * again + 4)
     rotary = layers * tokens * heads * _HALF * (2 * again + 2)  # read and written, both ways
-    # Forward: gate and up are read, their product written. Backward: these two and the gradient are read, two gradients written.
+    # Forward: gate and up are read, their product written. Backward: both and the gradient are read, two gradients written.
     swiglu = layers * tokens * middle * _HALF * (3 * again + 5)
     loss = tokens * vocab * _HALF * 3  # the logits are read twice, and once overwritten by their gradient
     embedding = tokens * width * _HALF * 4 + vocab * width * _HALF  # rows out, their gradients added to zeros
-    optimizer = own * (_HALF + 6 * _WIDE + (_HALF if stage < 3 else 0))  # gradient; master and both moments, read and written
+    # The gradient is read, master and both moments are read and written, and below stage 3 the 16 bits are written.
+    optimizer = own * (_HALF + 6 * _WIDE + (_HALF if stage < 3 else 0))
     norm = own * _HALF
     casts = own * (_WIDE + _HALF) * (2 if stage == 3 else 0)  # a master is read, its 16 bits written, before either gather
     return {

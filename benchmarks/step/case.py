@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from zeroplan.core.float8 import RUNTIME_RECIPES
 from zeroplan.models.catalog import find
 
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
@@ -54,11 +55,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``ENGINE:STAGE[+r32][+ckpt][+compile|+within]``, as in ``zeroplan:3+r32``.
+    """``ENGINE:STAGE[+r32][+ckpt][+RECIPE[+gathers]][+compile|+within]``, as in ``zeroplan:3+r32``.
 
     `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not) or ddp (stage 0; stage 1
     with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16. `compiled`: each block is
-    compiled by ``torch.compile``; `within`: with its checkpoint inside the graph, as torchtitan does.
+    compiled by ``torch.compile``; `within`: with its checkpoint inside the graph, as torchtitan does. `float8`: how blocks'
+    linear layers multiply in 8 bits, FSDP2's by torchao; `gathers`: their weights are gathered in 8 bits, too.
     """
 
     engine: str
@@ -67,6 +69,8 @@ class Case:
     checkpointing: bool
     compiled: bool = False
     within: bool = False
+    float8: str = ""
+    gathers: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -80,6 +84,8 @@ class Case:
             "ckpt" in options,
             bool({"compile", "within"} & {*options}),
             "within" in options,
+            next((option for option in options if option in RUNTIME_RECIPES), ""),
+            "gathers" in options,
         )
 
     def __str__(self) -> str:
@@ -88,7 +94,8 @@ class Case:
     @property
     def group(self) -> str:
         """Cases with equal groups do the same work and are compared, compiled or not."""
-        return f"{self.stage}{'+r32' * self.fp32_reduce}{'+ckpt' * self.checkpointing}"
+        narrow = f"+{self.float8}{'+gathers' * self.gathers}" if self.float8 else ""
+        return f"{self.stage}{'+r32' * self.fp32_reduce}{'+ckpt' * self.checkpointing}{narrow}"
 
     @property
     def label(self) -> str:
@@ -109,4 +116,5 @@ class Case:
             "optimizer": {"type": "AdamW", "params": ADAMW},
             "zero_optimization": {"stage": self.stage, "overlap_comm": True, "contiguous_gradients": True},
             "communication_data_type": "fp32" if self.fp32_reduce else "bf16",
+            **({"zeroplan": {"float8": self.float8, "float8_gathers": self.gathers}} if self.float8 else {}),
         }

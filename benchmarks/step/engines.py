@@ -83,11 +83,29 @@ def _fsdp2(case: Case, model: Any, micro: int, device: torch.device) -> tuple[St
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32 if case.fp32_reduce else torch.bfloat16),
         "reshard_after_forward": case.stage == 3,
     }
+    finish = _float8(model, case) if case.float8 else None
     for block in model.model.layers:
         fully_shard(block, **options)
     fully_shard(model, **options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    return _torch_step(model, optimizer), (model, optimizer)
+    return _torch_step(model, optimizer, finish=finish), (model, optimizer)
+
+
+def _float8(model: Any, case: Case) -> Callable[[], None] | None:
+    """Let torchao's float8 layers take the place of the blocks' linear layers; returns what its gathers need after each step.
+
+    torchao is found in the folder TORCHAO: beside other packages transformers would import it, and it initialises CUDA.
+    """
+    import os
+    import sys
+
+    sys.path.insert(0, os.environ["TORCHAO"])
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+
+    gathers = {"enable_fsdp_float8_all_gather": True} if case.gathers else {}
+    config = Float8LinearConfig(**gathers) if case.float8 == "tensorwise" else Float8LinearConfig.from_recipe_name(case.float8)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
+    return (lambda: precompute_float8_dynamic_scale_for_fsdp(model)) if case.gathers else None
 
 
 def _ddp(case: Case, model: Any, micro: int, device: torch.device) -> tuple[Step, Any]:
@@ -108,7 +126,7 @@ def _ddp(case: Case, model: Any, micro: int, device: torch.device) -> tuple[Step
     return _torch_step(wrapped, optimizer, autocast=device.type), (wrapped, optimizer)
 
 
-def _torch_step(model: Any, optimizer: Any, autocast: str | None = None) -> Step:
+def _torch_step(model: Any, optimizer: Any, autocast: str | None = None, *, finish: Callable[[], None] | None = None) -> Step:
     mixed = torch.autocast(autocast or "cpu", torch.bfloat16, enabled=autocast is not None)
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
@@ -118,6 +136,8 @@ def _torch_step(model: Any, optimizer: Any, autocast: str | None = None) -> Step
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        if finish is not None:
+            finish()
         return loss.detach()
 
     return step

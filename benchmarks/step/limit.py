@@ -67,7 +67,7 @@ def shares(kernels: list[Kernel]) -> dict[str, Any]:
     """Share out the time from the first kernel's begin to the last one's end.
 
     Returns:
-        ``ms`` by kind, whose sum is the whole; ``busy_ms`` by kind, which overlap; ``kernels``, how many; ``gaps``: of each pair
+        ``ms`` by kind, whose sum is the whole; ``busy_ms`` by kind, which overlap; ``kernels``, how many; ``gaps``: of a pair
         of kinds the milliseconds and number of gaps between them, the longest first; ``names``: the kernels that took longest.
     """
     edges = sorted((at, order, n) for n, k in enumerate(kernels) for at, order in ((k.begin, 1), (k.end, 0)))
@@ -182,9 +182,10 @@ def lines(row: dict[str, Any]) -> list[str]:
     alone, step = row["alone"], row["step"]
     least = {PRODUCTS: alone["products_ms"], ATTENTION: alone["attention_ms"], **row["bound_ms"]}
     out = [
-        f"{row['shape']} {row['case']} micro batch {row['micro']}, {row['ranks']} × {row['gpu']}: step {row['step_ms']:.1f} ms, "
-        f"products and attention alone {least[PRODUCTS] + least[ATTENTION]:.1f} ms ({alone['tflops']:.0f} TFLOP/s), "
-        f"step over products {row['step_over_products']:.2f}; limit {row['limit_ms']:.1f} ms, over it {row['step_over_limit']:.2f}",
+        f"{row['shape']} {row['case']} micro batch {row['micro']}, {row['ranks']} × {row['gpu']}: step {row['step_ms']:.1f} ms,"
+        f" products and attention alone {least[PRODUCTS] + least[ATTENTION]:.1f} ms ({alone['tflops']:.0f} TFLOP/s), "
+        f"step over products {row['step_over_products']:.2f}; limit {row['limit_ms']:.1f} ms, step over it "
+        f"{row['step_over_limit']:.2f}",
         f"  {'kind':26} {'ms':>8} {'least':>8} {'kernels':>8}",
     ]
     for kind in [*step["ms"], *(kind for kind in least if kind not in step["ms"])]:

@@ -200,7 +200,12 @@ def exactly(kind: ValueKind, value: Any) -> Any:
     Raises:
         ValueError: for a value of another type, or a number that is not finite.
     """
-    types: dict[ValueKind, tuple[type, ...]] = {ValueKind.BOOL: (bool,), ValueKind.INT: (int,), ValueKind.FLOAT: (int, float)}
+    types: dict[ValueKind, tuple[type, ...]] = {
+        ValueKind.BOOL: (bool,),
+        ValueKind.INT: (int,),
+        ValueKind.FLOAT: (int, float),
+        ValueKind.STR: (str,),
+    }
     if type(value) not in types[kind] or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError
     return float(value) if kind is ValueKind.FLOAT else value

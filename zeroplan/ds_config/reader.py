@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 from zeroplan.core.one_bit import local_steps
 from zeroplan.core.optimizers import optimizer_of_type
@@ -147,7 +148,11 @@ class DsConfig:
         longest = self.curriculum.longest if self.curriculum is not None else None
         if longest is not None and found.batch.seq_len is not None:
             found = found.but(seq_len=min(found.batch.seq_len, longest))
-        techniques = (self.sparse_attention, self.curriculum, self.layer_drop, self.quantize_training)
+        recipe = self.runtime_options.float8_recipe
+        techniques = (self.sparse_attention, self.curriculum, self.layer_drop, self.quantize_training, recipe)
+        if recipe is not None and found.technique(Float8Recipe) not in (None, recipe):
+            what = f"{self.source} says {recipe}, the flag {found.technique(Float8Recipe)}"
+            raise BadInput(what, where="--fp8", remedy="give one of them")
         row = optimizer_of_type(self.training.optimizer or "")
         local = local_steps(self.training.optimizer_params) if row is not None and row.compresses else 0
         return found.but(local_steps=local).with_techniques(*(one for one in techniques if one is not None))

@@ -10,13 +10,15 @@ from collections.abc import Iterable
 
 from zeroplan.core.arena.layout import PAGE, PAGE_NUMEL, ArenaLayout
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import RUNTIME_RECIPES, Float8Recipe
 from zeroplan.core.one_bit import LOCAL_ALONE, NOT_OFFLOADED, NOT_SHARDED, local_steps
 from zeroplan.core.optimizers import find_optimizer, optimizer_of_type
+from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Severity
 from zeroplan.ds_config.rules import Rule, View
-from zeroplan.ds_config.runtime_options import RuntimeOptions
+from zeroplan.ds_config.runtime_options import FLOAT8, RuntimeOptions
 from zeroplan.ds_config.training import TrainingSettings
 
 #: The most bytes of one read or write, blocks in flight for a queue, and queues.
@@ -207,9 +209,50 @@ OFFLOAD_REFUSALS: tuple[Rule, ...] = (
     ),
 )
 
+#: What 8-bit products and gathers do not go together with.
+FLOAT8_REFUSALS: tuple[Rule, ...] = (
+    Rule(
+        "runtime.float8_recipe",
+        Severity.ERROR,
+        At.ENGINE,
+        FLOAT8,
+        "",
+        lambda v: bool(v.runtime_options.float8) and v.runtime_options.float8 not in RUNTIME_RECIPES,
+        "no recipe is called {v.runtime_options.float8!r}",
+        f"use {', '.join(RUNTIME_RECIPES[:-1])} or {RUNTIME_RECIPES[-1]}",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.float8_dtype",
+        Severity.ERROR,
+        At.ENGINE,
+        FLOAT8,
+        "",
+        lambda v: bool(v.runtime_options.float8) and v.training.dtype not in (DType.BF16, None),
+        "8-bit products stand in for bf16's, not {v.dtype}'s",
+        "enable bf16",
+        _OF_RUNTIME,
+    ),
+    Rule(
+        "runtime.float8_gathers",
+        Severity.ERROR,
+        At.ENGINE,
+        f"{FLOAT8}_gathers",
+        "",
+        lambda v: (
+            v.runtime_options.float8_gathers
+            and (v.runtime_options.float8 != Float8Recipe.TENSORWISE or v.zero.stage != 3 or bool(v.zero.offload_optimizer))
+        ),
+        "gathers in 8 bits are of tensorwise products at stage 3, with the optimizer on the device",
+        "leave the key out",
+        _OF_RUNTIME,
+    ),
+)
+
 #: What the runtime refuses in a ds_config.
 RUNTIME_REFUSALS: tuple[Rule, ...] = (
     *OFFLOAD_REFUSALS,
+    *FLOAT8_REFUSALS,
     Rule(
         "runtime.folder",
         Severity.ERROR,

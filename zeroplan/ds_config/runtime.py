@@ -65,4 +65,5 @@ def runtime_setup(
         delayed_update=runtime_options.delayed_update > 0,
         quantize_training=quantize_training,
         local_steps=local_steps,
+        float8_gathers=runtime_options.float8_gathers,
     )

@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.arena.layout import WIDE_NUMEL
+from zeroplan.core.float8 import Float8Recipe, parse_recipe
+
+#: The key of 8-bit products.
+FLOAT8 = "zeroplan.float8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,8 @@ class RuntimeOptions:
         labelled_tokens_only: the head and the loss of a causal or masked language model see the labelled tokens alone.
         chunked_cross_entropy: tokens whose logits exist at a time, where the head and the loss of a causal language model are
             computed together; 0 for all logits at once.
+        float8: the recipe by which linear layers of the blocks multiply in 8-bit floats; empty for 16 bits.
+        float8_gathers: blocks' matrices are gathered in 8 bits at stage 3.
         audit_steps: in the first this many micro batches at stage 3, the runtime checks that every use of a parameter is
             within the forward of its unit.
         timeout: seconds without progress after which a rank names the rank that it waits for, and ends.
@@ -32,7 +38,18 @@ class RuntimeOptions:
     fused_loss: bool = True
     labelled_tokens_only: bool = False
     chunked_cross_entropy: int = 0
+    float8: str = ""
+    float8_gathers: bool = False
     audit_steps: int = 1
     timeout: float = 600.0
     delayed_update: int = 0
     nvme_in_memory: bool = False
+
+    @property
+    def float8_recipe(self) -> Float8Recipe | None:
+        """How linear layers multiply in 8-bit floats; None in 16 bits.
+
+        Raises:
+            BadInput: an unknown name.
+        """
+        return parse_recipe(self.float8, FLOAT8) if self.float8 else None

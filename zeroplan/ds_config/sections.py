@@ -41,6 +41,8 @@ ZEROPLAN = section(
     mem("fused_loss", BOOL, deepspeed=IGNORED, runtime=HONOURED),
     mem("labelled_tokens_only", BOOL, deepspeed=IGNORED, runtime=HONOURED),
     mem("chunked_cross_entropy", INT, lo=0, deepspeed=IGNORED, runtime=HONOURED),
+    mem("float8", STR, deepspeed=IGNORED, runtime=HONOURED),
+    mem("float8_gathers", BOOL, deepspeed=IGNORED, runtime=HONOURED),
     free("audit_steps", INT, attr="audit_steps", lo=0, deepspeed=IGNORED, runtime=HONOURED),
     free("timeout", FLOAT, attr="timeout", lo=1, deepspeed=IGNORED, runtime=HONOURED),
     mem("delayed_update", INT, lo=0, deepspeed=IGNORED, runtime=HONOURED),

@@ -1,9 +1,12 @@
-"""Linear layers that multiply in 8-bit floats, as torchao's float8 training runs them (:mod:`zeroplan.core.float8`)."""
+"""Linear layers that multiply in 8-bit floats, as torchao or the included runtime runs them (:mod:`zeroplan.core.float8`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from zeroplan.core.errors import BadInput
-from zeroplan.core.float8 import FLOAT8_CAPABILITY, Float8Recipe, parse_recipe
+from zeroplan.core.float8 import FLOAT8_CAPABILITY, RUNTIME_RECIPES, TORCHAO_RECIPES, Float8Recipe, parse_recipe
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
 from zeroplan.core.workload import DType, Lora
 from zeroplan.techniques.base import Asked, Facts, Technique
@@ -18,15 +21,16 @@ class Float8Technique(Technique[Float8Recipe]):
     fp8 = Option[str | None](
         str,
         None,
-        "Linear layers multiply in 8 bits (torchao): tensorwise, rowwise or rowwise_with_gw_hp (--engine fsdp2 or ddp).",
+        "Linear layers multiply in 8 bits: tensorwise, rowwise, rowwise_with_gw_hp (torchao) or blockwise (zeroplan).",
         WORK,
         metavar="RECIPE",
         without=(*(verb for verb in SEARCHES if verb != "recommend"), *RUNS),
         wins=True,
     )
-    engines = ("fsdp2", "ddp")
+    engines = ("fsdp2", "ddp", "zeroplan")
+    recipes: ClassVar[Mapping[str, tuple[Float8Recipe, ...]]] = {"zeroplan": RUNTIME_RECIPES}  # others run torchao's
     refusal = "8-bit products are not modelled under {engine}"
-    remedy = "use --engine fsdp2 or ddp"
+    remedy = "use --engine fsdp2, ddp or zeroplan"
     searched = True
 
     def value(self, asked: Asked) -> Float8Recipe | None:
@@ -52,6 +56,10 @@ class Float8Technique(Technique[Float8Recipe]):
             what = "adapters beside 8-bit products are not modelled"
             raise BadInput(what, where=self.where, remedy="leave --lora-rank out")
         super().require(value, facts)
+        known = self.recipes.get(facts.engine.name, TORCHAO_RECIPES)
+        if value not in known:
+            what = f"{value} is not a recipe of {facts.engine.name}"
+            raise BadInput(what, where=self.where, remedy=f"use {', '.join(known[:-1])} or {known[-1]}")
         if facts.cluster.gpu.capability < FLOAT8_CAPABILITY:
             what = f"{facts.cluster.gpu.name} has no 8-bit floats"
             raise BadInput(what, where=self.where, remedy="leave it out, or name an H100")

@@ -113,6 +113,16 @@ def _chunked_cross_entropy(on: Techniques) -> Undo | None:
     return attach_chunked_cross_entropy(on.model, tokens, on.labelled) if tokens else None
 
 
+def _float8(on: Techniques) -> Undo | None:
+    recipe, states = on.config.runtime_options.float8_recipe, on.schedule.model_states
+    if recipe is None:
+        return None
+    from zeroplan_runtime.techniques.float8 import attach_float8  # makes an operation of torch's
+
+    gathered = states.units if states.setup.gathers_float8 else []
+    return attach_float8(states.blocks, recipe, states.arena.device, gathered)
+
+
 def _activations(on: Techniques) -> Undo | None:
     wanted, states = on.config.zero.activation_checkpointing, on.schedule.model_states
     alike = on.ranks.tp if wanted.partition_activations else None
@@ -135,5 +145,6 @@ ATTACHED: tuple[Callable[[Techniques], Undo | None], ...] = (
     _layer_drop,
     _labelled_tokens,
     _chunked_cross_entropy,
+    _float8,
     _activations,
 )

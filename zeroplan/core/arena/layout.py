@@ -52,6 +52,11 @@ Note [Momentum in one bit]
     second moment and parameters are as with any other optimizer: stage 1 shards the first two. One rank has nothing to
     exchange and steps as in the warm-up.
 
+Note [Gathers in 8 bits]
+    At stage 3 blocks' matrices may be gathered in 8 bits (``float8_gathers``). A rank's message is the power of two by which
+    its shard is scaled, the shard in e4m3, and in 16 bits those parameters of the unit that are no matrices, the rank's own
+    elements among zeros. Received messages are widened into the slot. Messages of all units pass through one buffer.
+
 The rows of buffers that follow from a layout stand in owned_buffers.py.
 """
 
@@ -74,6 +79,9 @@ ALIGN = 64
 
 #: An embedding or head outside the blocks with at least this many elements is a unit of its own.
 WIDE_NUMEL = 1 << 20
+
+#: Bytes in front of a rank's 8-bit elements, of which the first four are their scale; messages are multiples of as many.
+FLOAT8_HEAD = 16
 
 #: Elements that an update without a kernel works on at once, at most.
 UPDATE_CHUNK = 1 << 20
@@ -118,12 +126,21 @@ class UnitKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ParamShape:
-    """One parameter: full name, elements, whether it is trained, and its optimizer group (groups lie together)."""
+    """One parameter: full name, elements, whether it is trained, and its optimizer group (groups lie together).
+
+    `narrow`: it is a matrix that 8-bit products take (:func:`is_narrow`).
+    """
 
     name: str
     numel: int
     trainable: bool = True
     group: int = 0
+    narrow: bool = False
+
+
+def is_narrow(shape: Sequence[int]) -> bool:
+    """Return whether a parameter of this shape is a matrix whose sizes are multiples of 16."""
+    return len(shape) == 2 and all(size and size % 16 == 0 for size in shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +210,31 @@ class UnitLayout:
     def full(self) -> int:
         """Elements gathered for this unit."""
         return sum(flat.full for flat in (self.trainable, self.frozen) if flat)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether its matrices may be gathered in 8 bits: see Note [Gathers in 8 bits]."""
+        shape = self.shape
+        return (
+            self.trainable is not None
+            and shape.kind is UnitKind.BLOCK
+            and any(shape.params[i].narrow for i in self.trainable.params)
+        )
+
+    @property
+    def wide(self) -> tuple[int, ...]:
+        """Which of the trainable flat's parameters are not gathered in 8 bits, by their place in it."""
+        flat = self.trainable
+        return () if flat is None else tuple(n for n, i in enumerate(flat.params) if not self.shape.params[i].narrow)
+
+    @property
+    def float8_message(self) -> int:
+        """Bytes that one rank sends of a unit gathered in 8 bits; 0 where it has no matrix."""
+        if not self.narrow:
+            return 0
+        assert self.trainable is not None
+        wide = sum(self.trainable.numels[n] for n in self.wide)
+        return align(FLOAT8_HEAD + self.trainable.shard + 2 * wide, FLOAT8_HEAD)
 
     @property
     def streamed(self) -> bool:
@@ -290,6 +332,12 @@ class ArenaLayout:
         assert unit.trainable is not None
         whole = self.setup.compresses and state is Buffer.OPTIM_EXP_AVG
         return unit.trainable.full if whole else self.share(unit)
+
+    @cached_property
+    def float8_gather(self) -> int:
+        """Bytes of the messages of all ranks by which the largest unit is gathered in 8 bits; 0 without."""
+        largest = max((unit.float8_message for unit in self.units), default=0)
+        return self.setup.ranks * largest if self.setup.gathers_float8 else 0
 
     @cached_property
     def message_words(self) -> int:

@@ -34,7 +34,8 @@ class RuntimeSetup:
     `accum_dtype` that of the reduced shard.
     `optimizer` is one of :data:`~zeroplan.core.optimizers.RUNTIME_NAMES`.
     `params_in_host` are the elements of parameters in files that stay in host memory.
-    `quantize_training` rounds the unsharded weights. With `local_steps` ranks may step alone (0/1 Adam).
+    `quantize_training` rounds the unsharded weights; `float8_gathers`: blocks' matrices are gathered in 8 bits. With
+    `local_steps` ranks may step alone (0/1 Adam).
     `ep` ranks share a block's experts, and an expert's parameters have :attr:`expert_ranks`; `across` of the `ep` see the same
     tokens, as tensor-parallel ranks that have different experts do, and are one of the `ranks` each time.
     """
@@ -59,6 +60,7 @@ class RuntimeSetup:
     local_steps: bool = False
     ep: int = 1
     across: int = 1
+    float8_gathers: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -184,6 +186,11 @@ class RuntimeSetup:
         """Gathers begin with the masters; no 16-bit shard stands."""
         offloads = self.offload_optimizer is not OffloadDevice.NONE or self.offloads_params
         return self.shards_params and self.has_masters and not offloads
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Blocks' matrices pass between ranks in 8 bits: see Note [Gathers in 8 bits] in layout."""
+        return self.float8_gathers and self.casts_masters and self.ranks > 1
 
     @property
     def wide_grad_dtype(self) -> DType:

@@ -13,6 +13,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING, Curriculum
 from zeroplan.core.expert_parallel import experts_of
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.parallel import ParallelLayout
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.tape.expanded import ExpandedTape
+    from zeroplan.tape.options import TraceOptions
 
 #: Stages with optimizer and parameter offload, in the order in which they are shown.
 OPTIONS = (
@@ -107,10 +109,13 @@ class Runtime(Engine):
         return self if ds_config.runtime_options == self.runtime_options else _with_keys(ds_config.runtime_options)
 
     def for_workload(self, workload: Workload) -> Runtime:
-        """Return the runtime with ``labelled_tokens_only`` where the workload has a share of labelled tokens."""
-        if workload.batch.labelled_share is None or self.runtime_options.labelled_tokens_only:
-            return self
-        return _with_keys(replace(self.runtime_options, labelled_tokens_only=True))
+        """Return the runtime with the keys that the workload stands for: ``labelled_tokens_only`` where it has a share of them,
+        and ``float8``.
+        """
+        recipe, options = workload.technique(Float8Recipe), self.runtime_options
+        if workload.batch.labelled_share is not None:
+            options = replace(options, labelled_tokens_only=True)
+        return _with_keys(options if recipe is None else replace(options, float8=str(recipe)))
 
     def options(self) -> list[ZeroConfig]:
         """Return the four stages, each with the offloads that it allows."""
@@ -208,11 +213,15 @@ class Runtime(Engine):
         blocks = {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK}
         return offloaded_inputs(tape, blocks, parts=parts, to_host=to_host)
 
+    def trace_options(self, case: Case) -> TraceOptions:
+        """Return the options without 8-bit products, which are written into the tape: they are not torchao's."""
+        return replace(super().trace_options(case), fp8=None)
+
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
         """See :func:`zeroplan.engines.runtime.simulation.computed_tape`."""
         from zeroplan.engines.runtime.simulation import computed_tape
 
-        return computed_tape(case.workload, self.layout(case).setup, self.runtime_options, tape, tp=case.layout.tp)
+        return computed_tape(case.workload, self.layout(case), self.runtime_options, tape, tp=case.layout.tp)
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """Simulate one rank; all ranks own and do the same."""

@@ -148,6 +148,12 @@ _row("anchor", Buffer.OPTIM_ANCHOR, Place.HBM, "anchored", "master_bytes", state
 )
 
 
+@_add(Buffer.COMM_ALL_GATHER, Place.HBM, ALWAYS)
+def float8_messages(c: RuntimeRank) -> int:
+    """The messages of all ranks by which one unit's matrices are gathered in 8 bits."""
+    return c.float8_gathered
+
+
 @_add(Buffer.COMM_ALL_REDUCE, Place.HBM, ALWAYS)
 def messages(c: RuntimeRank) -> int:
     """The messages of one unit's momentum: those that this rank sends, and those that it receives."""

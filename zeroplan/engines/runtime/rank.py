@@ -137,6 +137,9 @@ class RuntimeRank:
         "elements of the slots that gathered units share: two blocks, the widest layer, the root",
         lambda r: sum(r.layout.param_slots.values()),
     )
+    float8_gathered = fact(
+        "bytes of the messages, one a rank, that the largest unit is gathered by in 8 bits", lambda r: r.layout.float8_gather
+    )
     grads_kept = fact(
         "elements of gradients that this rank keeps: whole flats, from stage 2 on its shards of them",
         lambda r: sum(map(r.grads_of, r.layout.units)),

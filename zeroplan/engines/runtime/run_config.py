@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
@@ -26,7 +27,9 @@ def run_config(case: Case, raw: Mapping[str, Any], timeout: float) -> dict[str, 
     own_type = runtime_type(work.numerics.optimizer)
     made = {"type": own_type, "params": {"lr": LEARNING_RATE}} if own_type else optimizer_section(work.numerics.optimizer)
     config.setdefault("optimizer", made)
-    picks = {} if work.batch.labelled_share is None else {"labelled_tokens_only": True}
+    picks: dict[str, Any] = {} if work.batch.labelled_share is None else {"labelled_tokens_only": True}
+    recipe = work.technique(Float8Recipe)
+    picks |= {} if recipe is None else {"float8": str(recipe)}
     config["zeroplan"] = {"timeout": timeout, **picks, **dict(config.get("zeroplan") or {})}
     if work.numerics.dtype is not DType.FP32:
         section = raw.get(work.numerics.dtype.value)

@@ -277,14 +277,15 @@ class RuntimeSchedule(EngineSchedule):
             self._give(slot.buffer)
 
 
-def with_direct_gradients(tape: ExpandedTape) -> ExpandedTape:
+def with_direct_gradients(tape: ExpandedTape, but: frozenset[int] = frozenset()) -> ExpandedTape:
     """The tape without the weight gradients that linear layers write in place; their GRAD stands where they are written.
+    Layers of the weights `but`, by their index, leave them to autograd.
 
     Where other modules use the weight, too (a tied embedding), autograd's sum of their gradients is left out as well: each
     arrives on its own and is added in place.
     """
     edit = TapeEdit(tape)
-    weights = _direct_weights(tape)
+    weights = {param: layers for param, layers in _direct_weights(tape).items() if param not in but}
     final = {tape.aux[at]: tape.arg[at] for at in edit.gradients if tape.arg[at] in weights}
     written: dict[int, int] = {}  # storages that are never made, and the parameters whose gradients they would hold
     summed: set[int] = set()  # storages of sums that are never made

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from zeroplan.core.arena.layout import ArenaLayout
+from zeroplan.core.arena.layout import ArenaLayout, UnitKind
 from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
@@ -22,6 +22,7 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.player import Run, play
 from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, with_offloaded_inputs
 from zeroplan.engines.runtime.chunked_cross_entropy import with_chunked_cross_entropy
+from zeroplan.engines.runtime.float8 import float8_layers, with_float8
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
 from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, with_direct_gradients
@@ -33,14 +34,20 @@ from zeroplan.tape.expanded import ExpandedTape, Kind
 
 
 def computed_tape(
-    workload: Workload, setup: RuntimeSetup, runtime_options: RuntimeOptions, tape: ExpandedTape, *, tp: int = 1
+    workload: Workload, layout: ArenaLayout, runtime_options: RuntimeOptions, tape: ExpandedTape, *, tp: int = 1
 ) -> ExpandedTape:
     """Return `tape` with the runtime's head and loss, and with the weight gradients of linear layers written in place.
 
     Where `tp` ranks share the logits, the loss is torch's.
     """
+    setup, recipe, layers = layout.setup, runtime_options.float8_recipe, dict[int, int]()
+    if recipe is not None:
+        blocks = {unit.shape.name for unit in layout.units if unit.shape.kind is UnitKind.BLOCK}
+        layers = float8_layers(tape, recipe, blocks)
     if _writes_gradients(setup, runtime_options):
-        tape = with_direct_gradients(tape)
+        tape = with_direct_gradients(tape, frozenset(layers.values()))
+    if recipe is not None:
+        tape = with_float8(tape, layers, recipe)
     rows = workload.batch.rows * (workload.batch.seq_len or 0)
     chunk = runtime_options.chunked_cross_entropy
     if chunk and tp > 1:
@@ -92,7 +99,7 @@ def simulate_rank(
 
     def computed(one: ExpandedTape) -> ExpandedTape:
         one = with_offloaded_inputs(one, moved) if moved else one
-        return computed_tape(case.workload, layout.setup, runtime_options, one, tp=case.layout.tp)
+        return computed_tape(case.workload, layout, runtime_options, one, tp=case.layout.tp)
 
     # An evaluation of the runtime's own, and batches of other lengths, are not modelled; a first one that runs uncompiled is.
     first = tuple(map(computed, expanded.shapes)) if case.workload.compile is not None else ()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from zeroplan.core.arena.layout import Flat
+from zeroplan.core.arena.layout import Flat, UnitLayout
 from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Phase, Place
 from zeroplan.core.cluster import Cluster
@@ -47,8 +47,14 @@ class RuntimeFacts:
     repeats = fact("micro batches after the first", lambda c: c.micro_batches - 1)
     units = fact("units: blocks, large embeddings and heads, and the root", lambda c: len(c.rank.layout.units))
     gathered = fact(
-        "elements that are gathered in each forward and backward (stage 3)",
-        lambda c: sum(unit.full for unit in c.rank.layout.units) if c.setup.shards_params and c._sent else 0,
+        "elements that are gathered in each forward and backward in 16 or 32 bits (stage 3)",
+        lambda c: (
+            sum(unit.full for unit in c.rank.layout.units if unit not in c._narrow) if c.setup.shards_params and c._sent else 0
+        ),
+    )
+    narrow = fact(
+        "bytes of the messages of units that are gathered in 8 bits in each forward and backward",
+        lambda c: c.ranks * sum(unit.float8_message for unit in c._narrow),
     )
     gathered_once = fact(
         "elements that are gathered once a step, after their update (stages 1 and 2)",
@@ -114,6 +120,10 @@ class RuntimeFacts:
         return self.setup.casts_masters
 
     @property
+    def _narrow(self) -> Sequence[UnitLayout]:
+        return [unit for unit in self.rank.layout.units if unit.narrow] if self.setup.gathers_float8 else ()
+
+    @property
     def _sent(self) -> bool:
         return self.rank.setup.ranks > 1
 
@@ -146,7 +156,7 @@ _lines = WorkBuilder()
 @_lines.add(_link, Phase.FORWARD, Phase.BACKWARD)
 def gather(c: RuntimeFacts) -> int:
     """Stage 3: every unit's parameters, gathered for the forward and again for the backward."""
-    return fraction(c.param_bytes * c.gathered, c.steps_before, c.ranks)
+    return fraction(c.param_bytes * c.gathered + c.narrow, c.steps_before, c.ranks)
 
 
 @_lines.add(_link, Phase.FORWARD)
@@ -158,7 +168,7 @@ def gather_updated(c: RuntimeFacts) -> int:
 @_lines.add(Resource.COLLECTIVE, Phase.FORWARD, Phase.BACKWARD)
 def gather_calls(c: RuntimeFacts) -> int:
     """Stage 3: gathers times the ring's steps, for their latency."""
-    return c.units * c.steps_before if c.gathered else 0
+    return c.units * c.steps_before if c.gathered or c.narrow else 0
 
 
 @_lines.add(_link, Phase.BACKWARD)

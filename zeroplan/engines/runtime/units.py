@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from zeroplan.core.arena.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape
+from zeroplan.core.arena.layout import EXPERTS_SUFFIX, WIDE_NUMEL, ParamShape, UnitKind, UnitShape, is_narrow
 from zeroplan.core.errors import BadInput
 from zeroplan.core.expert_parallel import is_expert
 from zeroplan.models.spec import ModelSpec, Tensor
@@ -50,7 +50,9 @@ def unit_shapes(
         home = _home(name, block, homes)
         members.setdefault(home, [])
         if tensor.tied_to is None:
-            members[_ROOT if name in shared else home].append(ParamShape(name, tensor.numel, tensor.trainable))
+            members[_ROOT if name in shared else home].append(
+                ParamShape(name, tensor.numel, tensor.trainable, narrow=is_narrow(tensor.shape))
+            )
     made = []
     for home, params in members.items():
         experts = tuple(param for param in params if shares_experts and is_expert(param.name))

@@ -39,7 +39,13 @@ class OffloadCase(Case):
         head, *options = text.split("+")
         engine, stage, what = head.split(":")
         flags = ("r32" in options, "ckpt" in options, "compile" in options, "within" in options)
-        return cls(engine, int(stage), *flags, what, "free" in options, "delayed" in options, nvme_path)
+        more: dict[str, Any] = {
+            "what": what,
+            "free": "free" in options,
+            "delayed": "delayed" in options,
+            "nvme_path": nvme_path,
+        }
+        return cls(engine, int(stage), *flags, **more)
 
     def __str__(self) -> str:
         options = {"free": self.free, "delayed": self.delayed, "ckpt": self.checkpointing, "r32": self.fp32_reduce}

@@ -145,7 +145,7 @@ def median_ms(calls: list[Callable[[], Any]], device: Any) -> float:
             calls[n % len(calls)]()
 
     run(2 * len(calls))
-    found = []
+    found: list[float] = []
     for _ in range(5):
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

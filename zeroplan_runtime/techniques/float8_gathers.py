@@ -20,7 +20,7 @@ _LEAST, _MOST = 2.0**-100, torch.finfo(torch.float8_e4m3fn).max
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _WidePart:
     """Elements ``[begin, end)`` of a flat that are no matrix's, in one rank's shard; `at` is the first's place in messages."""
 
     rank: int
@@ -84,7 +84,7 @@ class Float8Gathers:
         shard.mul_(inverse)
 
 
-def _pieces(unit: UnitState) -> list[_Piece]:
+def _pieces(unit: UnitState) -> list[_WidePart]:
     assert unit.trainable is not None
     flat, found, at = unit.trainable.layout, [], 0
     for position in unit.layout.wide:
@@ -92,6 +92,6 @@ def _pieces(unit: UnitState) -> list[_Piece]:
         while begin < end:
             rank = begin // flat.shard
             until = min(end, (rank + 1) * flat.shard)
-            found.append(_Piece(rank, begin, until, at))
+            found.append(_WidePart(rank, begin, until, at))
             begin, at = until, at + until - begin
     return found

@@ -33,7 +33,7 @@ ASKED: list[tuple[tuple[str, ...], str]] = [
     (("estimate", MIXTURE, "--gpu", "8xH100", "--nvme", "8T", "--cpu-ram", "2T", "--stage", "3", "--peak"), "Does not fit: "),
     (("estimate", "--params", "70B", "--gpus", "8", "--nodes", "16", "--vram", "80"), "Unknown: "),
     (("estimate", GPT2, "--ds-config", "zero3_offload_auto.json", "--gpu", "T4"), "Fits: "),
-    (("estimate", "google-t5/t5-base", "--engine", "fsdp2", "--lora-rank", "8", "--vram", "24"), "Fits: "),
+    (("estimate", GPT2, "--engine", "fsdp2", "--lora-rank", "8", "--vram", "24"), "Fits: "),
     (("recommend", LLAMA, "--gpu", "4xA100-40G", "--global-batch", "64", "--nvme", "4T", "--seq-len", "1k"), "Best: "),
     (("recommend", LLAMA, "--vram", "2", "--cpu-ram", "4"), "Nothing fits: "),
     (("recommend", "--params", "7B", "--vram", "80", "--gpus", "8"), "Unknown: "),

@@ -11,7 +11,14 @@ from benchmarks.published.rows import FIGURES, Row, load_rows, plan
 ROWS = {row.id: row for row in load_rows()}
 
 
-@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+#: Plans of a second and more; each has a smaller one of its kind beside it.
+SLOW = {"slides-pp", "slides-pp-dp", "korthikanti-530B-plain", "korthikanti-530B-saving", "korthikanti-1T-plain"}
+SLOW |= {"korthikanti-1T-saving", "sc21-1008.0-trains"}
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=pytest.mark.long) if row.id in SLOW else row for row in ROWS.values()], ids=ROWS
+)
 def test_a_published_figure_is_planned_as_kept_and_holds_or_says_why_not(row: Row) -> None:
     planned = plan(row)
     assert planned == row.planned, "python -m benchmarks.published --write keeps what is planned now"

@@ -65,6 +65,8 @@ def test_every_stage_and_precision(pool: RankPool, ranks: int) -> None:
     dtypes = ("fp32", "bf16", "fp16") if ranks < 3 else ("bf16",)
     cases = [pair(stage, dtype) for stage in (1, 2, 3) for dtype in dtypes]
     cases += [pair(3, dtype, param=True) for dtype in dtypes[:2]]
+    if ranks == 2:  # each stage in one precision; one rank has all
+        cases = [*cases[:9:4], cases[-1]]
     assert_equal(pool, ranks, cases)
 
 

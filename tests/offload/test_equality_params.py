@@ -69,7 +69,7 @@ def test_equal_to_training_on_the_device(pool: RankPool, tmp_path: Path, ranks: 
         assert set(places) == ({"pinned", "nvme"} if number in (mixed, mixed + 1) else {"nvme"})
 
 
-@pytest.mark.parametrize("model", [{"tied": True, "unused": True}, {"remat": "plain"}, {"remat": "reentrant"}], ids=str)
+@pytest.mark.parametrize("model", [{"tied": True, "unused": True, "remat": "plain"}, {"remat": "reentrant"}], ids=str)
 def test_other_models(pool: RankPool, tmp_path: Path, model: dict[str, Any]) -> None:
     sgd = {"type": "SGD", "params": {"lr": 1e-2}}
     cases = [in_files(section(tmp_path), "bf16"), in_files(section(tmp_path, "cpu", buffer_count=1), "bf16", optimizer=sgd)]

@@ -44,7 +44,9 @@ def resume(group: dist.ProcessGroup, folder: str, zero: dict[str, Any], dtype: s
     return go_on(engine, 4, 8)
 
 
-@pytest.mark.parametrize(("ranks", "zero", "dtype"), [(2, HOST, "fp32"), (2, PARAMS, "bf16"), (1, HALF, "bf16")])
+@pytest.mark.parametrize(
+    ("ranks", "zero", "dtype"), [(2, PARAMS, "bf16"), (1, HALF, "bf16"), pytest.param(2, HOST, "fp32", marks=pytest.mark.long)]
+)
 def test_resume_with_and_without_offload(pool: RankPool, tmp_path: Path, ranks: int, zero: dict[str, Any], dtype: str) -> None:
     expected = pool.run(ranks, save, str(tmp_path), zero, dtype, 0)[0]
     for others, another in ((1, PARAMS), (2, HOST), (2, RESIDENT), (2, HALF), (1, RESIDENT)):

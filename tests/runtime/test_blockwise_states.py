@@ -19,7 +19,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint.universal import load_universal_checkpoint, to_universal
 from zeroplan_runtime.parameter_states import ParameterStates
 
-STEPS = 6
+STEPS = 4
 KINDS = {8: "AdamW8bit", 4: "AdamW4bit"}
 CPU = {"device": "cpu"}
 
@@ -39,7 +39,7 @@ def plain_run(ranks: int, dtype: str, bits: int, **options: Any) -> tuple[models
 
 @pytest.mark.parametrize(
     ("ranks", "dtype", "bits"),
-    [(2, "bf16", 8), (2, "fp32", 4), (1, "fp16", 8), *(pytest.param(*c, marks=pytest.mark.long) for c in ((1, "bf16", 4),))],
+    [(2, "bf16", 8), (1, "fp16", 4), *(pytest.param(*c, marks=pytest.mark.long) for c in ((2, "fp32", 4), (1, "bf16", 4)))],
 )
 def test_every_stage_equals_the_reference(pool: RankPool, ranks: int, dtype: str, bits: int) -> None:
     """The plan's bytes are the Arena's, too: every line of states, scales and tables."""

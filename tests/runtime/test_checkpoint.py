@@ -65,8 +65,7 @@ def resume(group: dist.ProcessGroup, folder: str, stage: int, dtype: str) -> dic
     ("ranks", "stage", "dtype"),
     [
         (2, 3, "fp32"),
-        (1, 0, "fp16"),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in ((3, 2, "bf16"), (2, 1, "fp32"))),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, 0, "fp16"), (3, 2, "bf16"), (2, 1, "fp32"))),
     ],
 )
 def test_resume_on_other_ranks_and_stages(pool: RankPool, tmp_path: Path, ranks: int, stage: int, dtype: str) -> None:

@@ -116,7 +116,7 @@ def train_twice(group: dist.ProcessGroup, config: dict[str, Any]) -> dict[str, A
     return {"warm": warm, "last": states_of(engine), "masters": by_step, "sent": sent, "layout": layout}
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_local_steps_equal_a_simulation(pool: RankPool, ranks: int) -> None:
     results = pool.run(ranks, train_twice, config_of(0, zeroplan={"wide_numel": 500}))
     plain = LocalSimulation(ranks, results[0]["layout"], [dict(state) for state in results[0]["warm"]])

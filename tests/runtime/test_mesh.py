@@ -19,7 +19,7 @@ from zeroplan_runtime.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_ze
 
 pytestmark = pytest.mark.torch
 
-STEPS = 4
+STEPS = 3
 EVEN = {"odd": False}
 
 

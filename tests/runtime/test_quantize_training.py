@@ -153,10 +153,12 @@ RULES = {
     ("ranks", "stage", "kind", "more"),
     [
         (1, 0, "symmetric", {}),
-        (2, 0, "asymmetric", {}),
-        (1, 1, "asymmetric", {}),
-        (2, 2, "symmetric", {"gradient_accumulation_steps": 1}),
+        (2, 1, "asymmetric", {}),
         (2, 3, "symmetric", {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in ((2, 0, "asymmetric", {}), (2, 2, "symmetric", {"gradient_accumulation_steps": 1}))
+        ),
         (1, 3, "asymmetric", {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
         (
             2,

@@ -412,7 +412,7 @@ def outcomes(group: dist.ProcessGroup, stage: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long), 2, 3])
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
 def test_what_strangers_do(pool: RankPool, stage: int) -> None:
     for found in pool.run(2, outcomes, stage):
         for script, stages in SCRIPTS.items():

@@ -117,7 +117,7 @@ def train_small(group: dist.ProcessGroup, kind: str, stage: int, checkpointing: 
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("kind", ["gpt2", "t5", "mixtral", "bert"])
+@pytest.mark.parametrize("kind", ["gpt2", "t5", "mixtral", pytest.param("bert", marks=pytest.mark.long)])
 def test_architectures(pool: RankPool, kind: str) -> None:
     plain = small(kind).train()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
@@ -131,6 +131,6 @@ def test_architectures(pool: RankPool, kind: str) -> None:
             if rank == 0:
                 expected.append(loss.item())
         optimizer.step()
-    for stage, checkpointing in ((1, False), (2, False), (3, False), (3, True)):
+    for stage, checkpointing in ((1, False), (3, True)):
         losses, _ = pool.run(2, train_small, kind, stage, checkpointing)[0]
         assert losses == pytest.approx(expected, abs=2e-4), (stage, checkpointing)

@@ -212,7 +212,8 @@ def test_a_tuning_runs_each_candidate_as_it_was_planned(monkeypatch: pytest.Monk
     assert {options["compile"] for options in asked} == {None, "blocks"}
 
 
-@pytest.mark.parametrize("case", [pytest.param("zeroplan:3+compile", marks=pytest.mark.long), "fsdp2:3+compile"])
+@pytest.mark.long
+@pytest.mark.parametrize("case", ["zeroplan:3+compile", "fsdp2:3+compile"])
 def test_measured_steps_of_compiled_blocks(case: str) -> None:
     rows = [json.loads(line) for line in (STEP_RESULTS / "h200_x4_compiled.jsonl").read_text().splitlines()]
     row = next(row for row in rows if (row["case"], row["shape"], row["micro"]) == (case, "llama-1b", 4))

@@ -99,6 +99,7 @@ def test_stage_3_as_measured(row_id: str) -> None:
     assert (most > 1.05 * gpu.peak_reserved) == (row_id == "B05")
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_fsdp2_gathers_a_16_bit_base_without_a_copy_of_its_parts() -> None:
     """As measured: a flat input of them would reserve 0.5 GB more."""

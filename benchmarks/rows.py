@@ -87,6 +87,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
         "set_to_none": row.get("set_to_none", True),
         "target_len": row.get("target_len"),
         "save": row.get("save"),
+        **({} if row.get("kernels") is None else {row["kernels"]: True}),
     }
     if row["engine"] != "deepspeed":
         common |= _stepped_by(row.get("optimizer_type", "AdamW"), row.get("opt_params") or {})

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -54,7 +56,18 @@ def _from_config(spec: Spec, dtype: torch.dtype) -> Any:
     if spec.task == "sequence-classification" and getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0
     model = auto_class(config.model_type, spec.task).from_config(config, dtype=dtype, attn_implementation=spec.attn)
+    if spec.kernels == "liger":
+        import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
+    elif spec.kernels == "cut_cross_entropy":
+        model.forward = partial(_cut_cross_entropy, model)
     return model.train()
+
+
+def _cut_cross_entropy(model: Any, *, labels: torch.Tensor, **inputs: Any) -> Any:
+    """A causal language model's forward with its loss by cut cross-entropy (25.1.1 patches no model)."""
+    hidden = model.base_model(**inputs).last_hidden_state
+    loss = import_module("cut_cross_entropy").linear_cross_entropy(hidden, model.lm_head.weight, labels, shift=True)
+    return SimpleNamespace(loss=loss)
 
 
 def _count(model: Any) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 What each keeps is told by :mod:`zeroplan.trace.liger`. Which kernels a family gets is Liger's table, by ``model_type``: one
 that it does not list runs as it is, and of those that it lists some are not modelled, and counted as they are.
 
-Source: liger-kernel 0.8.2, transformers/monkey_patch.py, applied to a built model (``_apply_liger_kernel_to_instance``), as
+Source: liger-kernel 0.8.5, transformers/monkey_patch.py, applied to a built model (``_apply_liger_kernel_to_instance``), as
 transformers does it.
 """
 

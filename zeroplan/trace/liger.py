@@ -2,16 +2,16 @@
 
 Note [Liger's head]
     Head and loss run together, a chunk of tokens at a time, and make the gradients of both in the forward: of the hidden states
-    and of the head's weight, which are all that waits for the backward. A chunk has the least power of two of tokens with which
-    its logits take no more than the hidden states of all. Its name is bound again only when the next chunk's gradient is made,
-    so two chunks of logits are alive at once. A gradient in 16 bits takes each chunk's part by way of a copy in 16 and one in
-    32 bits; one in fp32 under autocast takes it in place (torch 2.8 and later, from compute capability 8.0 on). The head's
-    module is never called.
+    and of the head's weight, which are all that waits for the backward. A chunk has the least power of two of tokens that so
+    many chunks hold all of as the head is wider than the hidden states, and one is alive at once. Its products go into the
+    gradients in place. Under autocast both factors are cast for each chunk, the product comes back through a tensor of its
+    own, and the gradient of an fp32 weight takes a cast chunk. In fp32 the weight's part is made beside it. The head's module
+    is never called. Versions before 0.8.3 hold a second chunk, and in 16 bits two copies of the weight's gradient beside it.
 
 RMSNorm keeps its input and a number a row; its gradient lies where the output's was, unless the family forbids it. SwiGLU and
 GEGLU keep both inputs and write the gradients over them. The rotary embedding turns queries and keys where they lie.
 
-Source: liger-kernel 0.8.2, ops/fused_linear_cross_entropy.py, rms_norm.py, swiglu.py, geglu.py, rope.py, cross_entropy.py;
+Source: liger-kernel 0.8.5, ops/fused_linear_cross_entropy.py, rms_norm.py, swiglu.py, geglu.py, rope.py, cross_entropy.py;
 transformers/monkey_patch.py, transformers/model/llama.py and loss_utils.py
 """
 
@@ -51,8 +51,10 @@ class RmsNorm(torch.autograd.Function):
         """Sum up the weight's gradient from one fp32 row of each multiprocessor."""
         x, weight, _ = ctx.saved_tensors
         grad = grads[0].contiguous()
-        rows = block(("per_multiprocessor", _WIDE * x.shape[-1]))
+        rows = block(("per_multiprocessor", _WIDE * x.shape[-1])) if ctx.needs_input_grad[1] else None
         dx = grad if ctx.in_place else torch.zeros_like(grad)
+        if rows is None:
+            return dx, None, None
         total = torch.empty_like(weight, dtype=torch.float32)
         del rows
         return dx, total.to(weight.dtype), None
@@ -116,7 +118,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Make loss and gradients chunk by chunk; the third chunk and later ones are as the second."""
+        """Make loss and gradients chunk by chunk; every chunk is as the first."""
         (tokens, width), words = hidden.shape, weight.shape[0]
         autocasts = torch.is_autocast_enabled("meta") and weight.dtype == torch.float32
         compute = 2 if autocasts else weight.element_size()
@@ -130,23 +132,18 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         def chunk(row: int) -> torch.Tensor:
             return block(("token_chunk", tokens, parts, row))
 
-        before: torch.Tensor | None = None
-        for _ in range(min(parts, 2)):
-            casts = [chunk(width * compute), block(words * width * compute)] if autocasts else []
-            logits = chunk(words * compute)
-            casts.clear()
-            if autocasts:
-                torch.mm(weight.new_empty(1, words), weight)  # whose cast autocast keeps until its region ends
+        casts = [chunk(width * compute), block(words * width * compute)] if autocasts else []
+        logits = chunk(words * compute)
+        casts.clear()
+        if autocasts:
+            torch.mm(weight.new_empty(1, words), weight)  # whose cast autocast keeps until its region ends
             product = chunk(width * compute)
             del product
-            before = logits
-            if grad_weight is not None and autocasts:
-                part = [chunk(width * compute)]
-            elif grad_weight is not None:
-                part = [block(words * width * compute)]
-                part += [block(words * width * _WIDE)] if compute != _WIDE else []
-            part = []
-        del before, logits, mask, part
+        if grad_weight is not None and autocasts:
+            casts.append(chunk(width * compute))
+        elif grad_weight is not None and compute == _WIDE:
+            casts.append(block(words * width * compute))
+        del logits, mask, casts
         ctx.save_for_backward(grad_hidden, grad_weight)
         return losses.sum()
 

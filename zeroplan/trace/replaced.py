@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,5 +54,7 @@ def fused_head(model: nn.Module, replace: Replace, loss_of: HeadLoss) -> None:
 def _forward(model: Any, plain: Any, loss_of: HeadLoss, *args: Any, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
     if labels is None or not model.training:
         return plain(*args, labels=labels, **inputs)
+    from transformers.modeling_outputs import CausalLMOutput  # one that engines' hooks find the loss in
+
     outputs = model.base_model(*args, **inputs)
-    return SimpleNamespace(loss=loss_of(outputs[0], model.lm_head.weight, labels))
+    return CausalLMOutput(loss=loss_of(outputs[0], model.lm_head.weight, labels))

@@ -59,6 +59,7 @@ class Handed:
         capture.handed, capture.engine_notes["line"] = self, line
         self.capture, self.engine, self.module, self.said, self.line = capture, engine, module, said, line
         self.optimizer: Any = None
+        self.notes: list[Any] = []
         self.made_on_host = not any(on_gpu(p) for p in module.parameters())
         self.before = len(capture.recorder.out.op)
         self.initialised = self.before
@@ -82,6 +83,8 @@ class Handed:
         """Return all that the planner needs; notes of what it cannot have go to the capture."""
         batches, notes = self.batches, self.capture.engine_notes
         tapes = {}
+        for note in self.notes:
+            note()
         for name, zero3 in (("plain", False), ("zero3", True)):
             found = batches.recorded(zero3=zero3)
             if found is not None:

@@ -176,12 +176,11 @@ class MicroBatches:
 
     def _backward_ends(self) -> None:
         now, recorder = self._open, self.capture.recorder
-        if now is None:
-            return
-        recorder.mark(Mark.BACKWARD_END)
-        now.end = self._next = len(recorder.out.op)
-        self.slices.append(now)
-        self._open = None
+        if now is not None:
+            recorder.mark(Mark.BACKWARD_END)
+            now.end = self._next = len(recorder.out.op)
+            self.slices.append(now)
+            self._open = None
         for index, grad in {**self._grads, **self._stashed}.items():
             self.params[index].grad = grad
         self._grads, self._stashed = {}, {}

@@ -58,6 +58,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--programs", default="programs.json")
     asked = parser.parse_args()
     caches = asked.work / "measured"
     (caches / "bin").mkdir(parents=True, exist_ok=True)
@@ -65,7 +66,7 @@ def main() -> None:
     if not link.exists():  # the commands say python, whatever this machine calls it
         link.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
         link.chmod(0o755)
-    programs = json.loads((HERE / "programs.json").read_text())["programs"]
+    programs = json.loads((HERE / asked.programs).read_text())["programs"]
     chosen = [one for one in programs if one["gpu"] and (not asked.only or one["name"] in asked.only)]
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(asked.at_once) as pool, asked.out.open("a") as file:

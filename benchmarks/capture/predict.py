@@ -55,8 +55,9 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--programs", default="programs.json")
     asked = parser.parse_args()
-    programs = json.loads((HERE / "programs.json").read_text())["programs"]
+    programs = json.loads((HERE / asked.programs).read_text())["programs"]
     with asked.out.open("a") as file:
         for program in programs:
             if not asked.only or program["name"] in asked.only:

@@ -174,6 +174,22 @@ def make_data(work: Path) -> None:
     (data / "litgpt.json").write_text(json.dumps(talks))
 
 
+def make_configs(work: Path, source: Path) -> None:
+    """Files of DeepSpeed, accelerate and FSDP for the programs on two GPUs."""
+    home = work / "configs"
+    home.mkdir(exist_ok=True)
+    batches = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    auto = dict.fromkeys(batches, "auto")
+    sized = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    stage3 = {"stage": 3, **dict.fromkeys(sized, "auto"), "stage3_gather_16bit_weights_on_model_save": True}
+    for name, zero in (("zero2", {"stage": 2}), ("zero3", stage3)):
+        (home / f"{name}.json").write_text(json.dumps({**auto, "bf16": {"enabled": "auto"}, "zero_optimization": zero}))
+    (home / "fsdp.json").write_text(json.dumps({"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}))
+    theirs = source / "huggingface+peft/examples/sft/configs/deepspeed_config.yaml"
+    if theirs.is_file():
+        shutil.copy(theirs, home / "peft_deepspeed.yaml")
+
+
 METRIC = '''"""A metric of that name, for a machine without a network."""
 import datasets
 import evaluate
@@ -210,17 +226,19 @@ def copy_programs(work: Path, source: Path) -> None:
         ),
         "huggingface+accelerate/examples": ("nlp_example.py", "by_feature/gradient_accumulation.py"),
         "huggingface+peft/examples/olora_finetuning": ("olora_finetuning.py",),
-        "deepspeedai+DeepSpeedExamples/training/HelloDeepSpeed": ("train_bert.py",),
+        "deepspeedai+DeepSpeedExamples/training/HelloDeepSpeed": ("train_bert.py", "train_bert_ds.py"),
         "Lightning-AI+pytorch-lightning/examples/pytorch/basics": ("transformer.py",),
         "artidoro+qlora": ("qlora.py",),
     }  # fmt: skip
     for home, files in single.items():
         for name in files:
-            shutil.copy(source / home / name, programs / Path(name).name)
+            if (source / home / name).is_file():
+                shutil.copy(source / home / name, programs / Path(name).name)
     shutil.copytree(source / "huggingface+peft/examples/sft", programs / "peft_sft", dirs_exist_ok=True)
     for home, folder in (
         ("karpathy+nanoGPT", "nanogpt"), ("karpathy+minGPT/projects/chargpt", "mingpt"), ("tloen+alpaca-lora", "alpaca"),
-        ("pytorch+examples/word_language_model", "wlm"), ("uclaml+SPIN", "spin"), ("haotian-liu+LLaVA", "llava"),
+        ("pytorch+examples/word_language_model", "wlm"), ("pytorch+examples/distributed/FSDP2", "fsdp2"),
+        ("huggingface+trl/examples/accelerate_configs", "configs"), ("uclaml+SPIN", "spin"), ("haotian-liu+LLaVA", "llava"),
         ("pytorch+torchtitan", "torchtitan"),
     ):  # fmt: skip
         if (source / home).is_dir():
@@ -264,6 +282,7 @@ def main() -> None:
     make_data(asked.work)
     make_bare_data(asked.work)
     make_metrics(asked.work)
+    make_configs(asked.work, asked.programs)
 
 
 if __name__ == "__main__":

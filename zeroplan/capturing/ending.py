@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import weakref
@@ -74,6 +75,7 @@ class Ending:
         own_init, own_iter = DataLoader.__init__, DataLoader.__iter__
         ending = self
 
+        @functools.wraps(own_init)
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
             for name, value in (("num_workers", 0), ("persistent_workers", False), ("prefetch_factor", None), ("timeout", 0),
                                 ("pin_memory", False), ("multiprocessing_context", None)):  # fmt: skip

@@ -91,6 +91,18 @@ class ScriptRecorder(StorageRecorder):
         with torch._C.DisableTorchFunction():
             return self._known.of(tensor)
 
+    def set_value(self, tensor: torch.Tensor, value: torch.Tensor | None) -> None:
+        """Give a tensor values, or unknown ones, as a collective does."""
+        assert self._known is not None
+        if value is None:
+            self._known.forget(tensor)
+            return
+        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+            if tensor.device.type == "meta":
+                self._known.keep(tensor, value.detach().to(tensor.dtype))
+            else:
+                tensor.copy_(value)
+
     def invented(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real tensor of invented values: ones, and of a mask all."""
         with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():

@@ -60,6 +60,21 @@ def install(capture: Capture) -> None:
         if hasattr(home, name):
             put(name, work)
 
+    def gathered(out: Any, tensor: Any, *_: Any, async_op: bool = False, **__: Any) -> Any:
+        """Give the values that this rank has as every rank's, where they are known."""
+        value = capture.recorder.value_of(tensor)
+        outs = out if isinstance(out, (list, tuple)) else [out]
+        for one in outs:
+            if value is None:
+                capture.recorder.set_value(one, None)
+                continue
+            capture.recorder.set_value(one, value.reshape(-1).repeat(one.numel() // max(1, value.numel())).view(one.shape))
+        return Done() if async_op else None
+
+    for name in ("all_gather", "all_gather_into_tensor", "_all_gather_base"):
+        if hasattr(home, name):
+            put(name, gathered)
+
     def all_gather_object(found: list[Any], obj: Any, group: Any = None) -> None:
         found[:] = [obj] * len(found)
 

@@ -89,6 +89,10 @@ class KnownValues:
             if not _large(value) and tensor.shape == value.shape:
                 self._values[tensor] = value
 
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Drop a tensor's values."""
+        self._values.pop(tensor, None)
+
     def _forget(self, func: Any, args: Any) -> None:
         """Drop the values of what an operator changes in place by unknown ones."""
         if not getattr(func, "_schema", None) or not func._schema.is_mutable or not args:

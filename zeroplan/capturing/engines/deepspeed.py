@@ -132,10 +132,17 @@ def _engine_class(capture: Capture, module: Any) -> Any:
             self.mpu = self.all_to_all_group = self.monitor = None
             said = {"ds_config": _as_json(self.config), "zero_init": bool(capture.engine_notes.get("zero_init"))}
             stage = self.zero_optimization_stage()
-            self.handed = Handed(capture, "deepspeed", model, said, zero3=stage == 3, both=True, keeps_grads=False)
+            self.handed: Any = None
+            if optimizer is not None or self.optimizer_name():
+                self.handed = Handed(capture, "deepspeed", model, said, zero3=stage == 3, both=True, keeps_grads=False)
+            elif stage == 3:
+                capture.leave_out("reference", "less", "a model without an optimizer, which is sharded, is counted whole")
             self._placed()
-            self._optimized(optimizer, parameters)
-            self.handed.ready()
+            if stage == 3:
+                _as_available(model)
+            if self.handed is not None:
+                self._optimized(optimizer, parameters)
+                self.handed.ready()
 
         def _placed(self) -> None:
             """Cast and move the model as ``_configure_distributed_model`` does."""
@@ -144,14 +151,7 @@ def _engine_class(capture: Capture, module: Any) -> Any:
             self.module.to(self.device)
 
         def _optimized(self, optimizer: Any, parameters: Any) -> None:
-            if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
-                optimizer = optimizer(list(parameters or self.module.parameters()))
-            if optimizer is not None:
-                self.handed.said |= optimizer_facts(optimizer)
-            elif self.optimizer_name():
-                held = [p for p in self.module.parameters() if p.requires_grad] if parameters is None else list(parameters)
-                params = dict(self.optimizer_params() or {})
-                optimizer = _stand_in("FusedAdam")(held, lr=params.get("lr", 1e-3))
+            optimizer = _made(self, optimizer, parameters)
             self.optimizer = self.basic_optimizer = optimizer
             if optimizer is not None:
                 self.handed.optimizer = optimizer
@@ -225,6 +225,27 @@ def _engine_class(capture: Capture, module: Any) -> Any:
 
     CapturedEngine.__name__ = CapturedEngine.__qualname__ = "DeepSpeedEngine"
     return CapturedEngine
+
+
+def _made(engine: Any, optimizer: Any, parameters: Any) -> Any:
+    """The optimizer that the script gives, or that its ds_config names; None for neither."""
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
+        optimizer = optimizer(list(parameters or engine.module.parameters()))
+    if optimizer is not None:
+        engine.handed.said |= optimizer_facts(optimizer)
+    elif engine.optimizer_name():
+        held = [p for p in engine.module.parameters() if p.requires_grad] if parameters is None else list(parameters)
+        optimizer = _stand_in("FusedAdam")(held, lr=dict(engine.optimizer_params() or {}).get("lr", 1e-3))
+    return optimizer
+
+
+def _as_available(model: Any) -> None:
+    """Let parameters say that they are gathered, of which scripts ask them at stage 3."""
+    from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    for number, param in enumerate(model.parameters()):
+        param.ds_status, param.ds_id, param.ds_shape = ZeroParamStatus.AVAILABLE, number, param.shape
+        param.ds_numel = param.numel()
 
 
 def _as_json(value: Any) -> Any:

@@ -86,6 +86,14 @@ class Sharding:
 
         return hook
 
+    def gather(self, module: nn.Module) -> None:
+        """Let a unit's own parameters have the dtype in which they are gathered."""
+        policy = next((call.policy for call in self.calls if module in call.modules), None)
+        dtype = getattr(policy, "param_dtype", None)
+        for param in module.parameters(recurse=False):
+            if dtype is not None and param.is_floating_point() and param.dtype != dtype:
+                param.data = torch.empty(param.shape, dtype=dtype, device=gpu())
+
     # ---- what the planner gets -----------------------------------------------------------------------------------------
     def _hand_over(self) -> None:
         root = self._root()
@@ -211,6 +219,18 @@ def _cast_output(dtype: torch.dtype) -> Any:
     return hook
 
 
+def _as_distributed(modules: Any) -> None:
+    """Let parameters answer what scripts ask of a sharded one: they are whole."""
+    from torch.distributed.tensor import Shard
+
+    plain: Any = torch.Tensor
+    if not hasattr(plain, "full_tensor"):
+        plain.full_tensor = plain.to_local = lambda self, *_, **__: self
+    for one in modules if isinstance(modules, (list, tuple)) else [modules]:
+        for param in one.parameters():
+            param.placements = (Shard(0),)
+
+
 def install(capture: Capture, module: Any) -> None:
     """Replace ``fully_shard`` in the file that defines it."""
     sharding = Sharding(capture)
@@ -226,6 +246,7 @@ def install(capture: Capture, module: Any) -> None:
         return None
 
     def unshard(self: Any, async_op: bool = False) -> Any:
+        sharding.gather(self)
         return Handle() if async_op else None
 
     def sync(self: Any, requires_gradient_sync: bool, *_: Any, **__: Any) -> None:
@@ -249,6 +270,7 @@ def install(capture: Capture, module: Any) -> None:
         if ignored_params:
             capture.leave_out("ignored_params", "more", "parameters that are not sharded")
         sharding.call(one, mesh, reshard_after_forward, mp_policy, offload_policy)
+        _as_distributed(one)
         for each in one if isinstance(one, (list, tuple)) else [one]:
             kind = type(each)
             if not issubclass(kind, base):

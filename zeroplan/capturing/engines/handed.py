@@ -116,9 +116,10 @@ class Handed:
     def _of_batches(self, said: dict[str, Any], one: Slice) -> None:
         capture, batches = self.capture, self.batches
         sizes = [shape for _, shape in one.shapes]
-        said.setdefault("micro_batch", max(1, sizes[0][0] if sizes else 1))
+        if "ds_config" not in said:  # which says both
+            said["micro_batch"] = max(1, sizes[0][0] if sizes else 1)
+            said["grad_accum"] = batches.accumulates
         said["seq_len"] = max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
-        said.setdefault("grad_accum", batches.accumulates)
         if self.engine == "ddp":
             self._precision(said, one)
         said["detached_loss"] = capture.in_trainer or not batches.keeps_after(len(batches.slices) - 1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.simulate.allocator import native
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.run import run_allocator

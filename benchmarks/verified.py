@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.report.table import render
 
 RESULTS = Path(__file__).resolve().parent / "results" / "verify"

@@ -28,7 +28,7 @@ from benchmarks.verified import verify_measured
 from docs.commands import PAGES_WITH_COMMANDS, renewed
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
-from zeroplan.core.units import GIB, format_bytes, format_count
+from zeroplan.core.sizes import GIB, format_bytes, format_count
 from zeroplan.core.versions import Version, version_text
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION

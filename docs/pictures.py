@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import Family, family_of
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.units import GIB, format_bytes
+from zeroplan.core.sizes import GIB, format_bytes
 from zeroplan.planner.estimate import Estimate, estimate_runs
 from zeroplan.planner.peak import family_at_peak
 from zeroplan.planner.simulated import Simulated

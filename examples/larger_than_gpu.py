@@ -23,7 +23,7 @@ from planned import print_beside
 import zeroplan
 import zeroplan_runtime
 from zeroplan.core.buffers import Place
-from zeroplan.core.units import format_bytes, parse_size
+from zeroplan.core.sizes import format_bytes, parse_size
 
 STATE_BYTES = 16
 SHAPES: dict[str, dict[str, Any]] = {

@@ -26,7 +26,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import zeroplan
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan_runtime.integrations.lightning import ZeroplanStrategy  # importing it registers its names with Lightning
 
 

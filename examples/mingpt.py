@@ -15,7 +15,7 @@ import torch
 from planned import Text, ds_config, plan, print_beside, train
 
 import zeroplan
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.models import catalog
 
 SIZES = ("1.7B", "12.8B", "45B")

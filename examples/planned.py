@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 import zeroplan
 import zeroplan_runtime
 from zeroplan.core.buffers import Place
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 
 #: First parts of the names of what the runtime itself allocates; activations and the like are torch's.
 OWN = ("param", "grad", "optim", "comm", "stage", "swap")

@@ -13,7 +13,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.core.workload import Precision
 from zeroplan.planner.options import EstimateOptions, require_known
 from zeroplan.run.ask import Ask

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.ledger.deepspeed_estimator import HOST_FACTOR, PeerEstimate, estimate_zero2, estimate_zero3
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.engines.megatron.chunk import ChunkLayers, chunk_tape
 from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.models.load import load_model

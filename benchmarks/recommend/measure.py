@@ -21,7 +21,7 @@ from typing import Any
 from benchmarks.recommend.setups import SETUPS, Choice, Setup, request_of, specs
 from benchmarks.recommend.speeds import kendall, within
 from benchmarks.rows import GPUS, GRID
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.candidates_file import candidate_of

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.report.table import render
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"

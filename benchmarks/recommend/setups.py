@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.measure.spec import Spec
 from zeroplan.core.cluster import Cluster
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.registry import find_engine

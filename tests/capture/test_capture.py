@@ -16,7 +16,7 @@ from zeroplan.capturing.result import Captured, as_data, of_data
 from zeroplan.capturing.run import capture_command
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.usefixtures("warm_ranks")

@@ -12,7 +12,7 @@ import pytest
 
 from tests.capture.test_capture import LOOP, capture
 from zeroplan.capturing.measuring import Measured, ScriptDrift, measure_command
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 
 pytest.importorskip("torch")
 

@@ -7,7 +7,7 @@ import pytest
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import GPUS, find_gpu
-from zeroplan.core.units import GIB, MIB
+from zeroplan.core.sizes import GIB, MIB
 
 
 @pytest.mark.parametrize(

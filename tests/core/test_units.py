@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.units import GIB, format_bytes, format_count, parse_count, parse_size, parse_tokens
+from zeroplan.core.sizes import GIB, format_bytes, format_count, parse_count, parse_size, parse_tokens
 
 
 @pytest.mark.parametrize(

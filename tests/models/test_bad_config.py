@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.units import LARGEST
+from zeroplan.core.sizes import LARGEST
 from zeroplan.models import catalog
 from zeroplan.models.families import FAMILIES
 from zeroplan.models.families.config import DEEPEST, Config

@@ -10,7 +10,7 @@ from tests.workloads import flat_workload
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.core.workload import Precision
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.core.unmodelled import Effect, Unmodelled, may_add, may_save
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.run.ask import Ask

@@ -10,7 +10,7 @@ import pytest
 import zeroplan
 from zeroplan.api import recommend
 from zeroplan.core.plan import Verdict
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.simulated import Simulated
 from zeroplan.run.ask import Ask

@@ -14,7 +14,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.quantization import Quantization
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner import live_module

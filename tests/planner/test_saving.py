@@ -10,7 +10,7 @@ import pytest
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.run.ask import Ask
 

@@ -13,7 +13,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case

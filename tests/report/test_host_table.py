@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.core.plan import HostBuffer, HostPeak, Report
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.report.host import alive_text
 from zeroplan.report.plans import report_text

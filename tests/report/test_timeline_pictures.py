@@ -13,7 +13,7 @@ import pytest
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import family_of
 from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, ModelInfo, NvmeMemory, PlanLine, Report
-from zeroplan.core.units import GIB, MIB
+from zeroplan.core.sizes import GIB, MIB
 from zeroplan.report.chart_html import DrawnRun
 from zeroplan.report.plans_html import html_report
 from zeroplan.report.timeline import Frame, layers, timeline_svg

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.core.plan import MemoryPlan, Report
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.report.plans import notes, report_text
 from zeroplan.report.terminal import PLAIN, Terminal

@@ -9,7 +9,7 @@ import pytest
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.rates import rates_of
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.core.workload import Workload
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model

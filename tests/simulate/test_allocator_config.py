@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.units import GIB, MIB
+from zeroplan.core.sizes import GIB, MIB
 from zeroplan.simulate.allocator import native
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.events import AllocatorResult, BadStream

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.simulate.allocator import native
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp

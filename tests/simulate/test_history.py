@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.simulate.history import HistoryEvent, from_columns, from_snapshot, read_history, replay
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
 FIXTURES = sorted((Path(__file__).parent.parent / "fixtures" / "allocator").glob("*.json.gz"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.units import GIB, MIB
+from zeroplan.core.sizes import GIB, MIB
 from zeroplan.simulate.allocator.pinned_host import PinnedAllocator, PinnedConfig, pinned_bytes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.units import GIB, MIB
+from zeroplan.core.sizes import GIB, MIB
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
 from zeroplan.planner.estimate import estimate_runs

@@ -12,7 +12,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.plan import GpuMemory
-from zeroplan.core.units import GIB, MIB
+from zeroplan.core.sizes import GIB, MIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case

@@ -19,7 +19,7 @@ from zeroplan.core.gpus import GPUS
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.pipeline import stages_of
 from zeroplan.core.plan import ModelInfo
-from zeroplan.core.units import GIB, MIB
+from zeroplan.core.sizes import GIB, MIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case

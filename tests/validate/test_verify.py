@@ -19,7 +19,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OUT_OF_TOLERANCE, BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import ModelInfo
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case

@@ -57,7 +57,7 @@ def verify_command(
     from zeroplan.capturing.answer import answer
     from zeroplan.capturing.measuring import ScriptDrift, measure_command
     from zeroplan.capturing.run import capture_command
-    from zeroplan.core.units import parse_size
+    from zeroplan.core.sizes import parse_size
     from zeroplan.planner.estimate import allocator_config
     from zeroplan.report.script_drift import script_drift_text
     from zeroplan.report.terminal import Terminal

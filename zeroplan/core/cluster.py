@@ -10,7 +10,7 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, Gpu, find_gpu
 from zeroplan.core.network import Network, parse_network, usual_network
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.units import GIB, parse_size
+from zeroplan.core.sizes import GIB, parse_size
 
 #: More ranks than any cluster has; it keeps arithmetic and loops sane.
 MOST_RANKS = 1 << 20

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.units import GIB, MIB
+from zeroplan.core.sizes import GIB, MIB
 
 #: What the driver keeps of a card before a process starts. It shows as used with no process running.
 DRIVER_RESERVE = 600 * MIB

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from zeroplan.core.plumbing.display import Printable
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.zero_config import sharding_label
 

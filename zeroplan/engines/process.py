@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.core.workload import Attention, DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 

@@ -9,8 +9,8 @@ from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.contention import MEMORY_PER_BYTE
+from zeroplan.engines.rank_traffic import RankTraffic
 from zeroplan.engines.torch_rank import TorchRank
-from zeroplan.engines.traffic import RankTraffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import means
 from zeroplan.ledger.traffic import Resource, WorkBuilder, WorkLedger

@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
-from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
 from zeroplan.engines.compute_traffic import ComputeFacts
-from zeroplan.engines.rank import Rank
 from zeroplan.ledger.traffic import WorkLedger
-from zeroplan.models.spec import ModelSpec
-
-R = TypeVar("R", bound=Rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +49,3 @@ class Traffic(ABC):
     def overlaps(self, zero: ZeroConfig) -> bool:
         """Return whether collectives and copies run beside the computation."""
         return True
-
-
-class RankTraffic(Traffic, Generic[R]):
-    """Traffic that reads the rank which the engine's ledger and schedule read.
-
-    Args:
-        derive: that rank of a case.
-    """
-
-    def __init__(self, spec: ModelSpec, cluster: Cluster, derive: Callable[[Case], R]) -> None:
-        self._spec, self._cluster, self._derive = spec, cluster, derive
-        self._ranks: dict[tuple[object, ...], R] = {}
-
-    def rank(self, workload: Workload, zero: ZeroConfig) -> R:
-        """Return it, derived once for all batches of a configuration."""
-        key = (zero, workload.numerics, workload.loop, workload.objective, workload.techniques)
-        if key not in self._ranks:
-            self._ranks[key] = self._derive(Case(self._spec, workload, self._cluster, zero))
-        return self._ranks[key]

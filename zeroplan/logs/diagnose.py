@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from zeroplan.core.units import GIB, format_bytes
+from zeroplan.core.sizes import GIB, format_bytes
 from zeroplan.logs.events import LogEvent, LogEventKind, Stated
 from zeroplan.logs.phases import phase_of
 from zeroplan.logs.reader import Log

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import DRIVER_RESERVE
 from zeroplan.core.plan import MemoryPlan, Relief, Report
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.registry import DEFAULT_ENGINE
 from zeroplan.logs.events import Stated

@@ -11,7 +11,7 @@ from zeroplan.core.layer_drop import LAYER_DROP
 from zeroplan.core.parallel import DEGREES
 from zeroplan.core.plan import Verdict
 from zeroplan.core.saving import Saving
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
 from zeroplan.engines.base import Case, Engine
 from zeroplan.techniques.base import Facts

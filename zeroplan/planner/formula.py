@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from zeroplan.core.buffers import ALWAYS, Phase, Place
 from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, NvmeMemory, PeerFigures, PlanLine
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.base import Case, Engine

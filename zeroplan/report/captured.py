@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.report.plans import notes, report_notes
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal

@@ -10,7 +10,7 @@ from html import escape
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import Family
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.report.html_parts import folded, table
 from zeroplan.report.palette import FAMILY_COLORS, OTHER_COLOR
 from zeroplan.report.plans import peak_parts

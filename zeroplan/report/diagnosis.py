@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.logs.diagnose import Diagnosis
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import host_share, lacks_of, name_of, need, peak_sentence

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.report.plans import notes
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal

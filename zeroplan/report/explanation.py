@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Place
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.report.terminal import PLAIN, Terminal
 
 if TYPE_CHECKING:

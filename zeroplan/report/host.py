@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.plan import HostPeak, MemoryPlan
-from zeroplan.core.units import format_bytes, format_gib
+from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.report.table import render
 
 #: A row names this many buffers and gives the sum of the others.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.planner.describe import describe_layout
 from zeroplan.planner.layout import DEFAULT_SCHEDULE
 from zeroplan.report.terminal import Terminal

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.words import gpus_text

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroplan.core.gpus import Gpu
-from zeroplan.core.units import format_count, format_gib
+from zeroplan.core.sizes import format_count, format_gib
 from zeroplan.models.catalog import Entry
 from zeroplan.report.table import render
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.units import format_count, format_gib
+from zeroplan.core.sizes import format_count, format_gib
 from zeroplan.report.plans import notes, offload_text
 from zeroplan.report.recommendation import files_text
 from zeroplan.report.recommendation import verdict as best_verdict

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.planner.peak import family_at_peak
 from zeroplan.report.table import render
 from zeroplan.simulate.timeline import Note, Timeline

@@ -7,7 +7,7 @@ from typing import Any
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.plan import MemoryPlan, Report, Verdict
-from zeroplan.core.units import format_bytes, format_gib
+from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.core.unmodelled import Effect
 from zeroplan.report.host import host_table
 from zeroplan.report.table import render

@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from zeroplan.core.plan import MemoryPlan, Report
-from zeroplan.core.units import format_bytes, format_gib
+from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.report.chart_html import DrawnRun, at_peak, by_origin, chart
 from zeroplan.report.html_parts import card, folded, gauge, items, mark_of, paragraphs, table, verdict_card
 from zeroplan.report.page import page

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zeroplan.core.plan import Verdict
-from zeroplan.core.units import format_bytes, format_count, format_gib
+from zeroplan.core.sizes import format_bytes, format_count, format_gib
 from zeroplan.core.workload import Workload
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.planner.describe import describe_cluster

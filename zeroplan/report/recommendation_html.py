@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from zeroplan.core.units import GIB, format_bytes
+from zeroplan.core.sizes import GIB, format_bytes
 from zeroplan.report import svg
 from zeroplan.report.html_parts import card, items, mark_of, paragraphs, table, verdict_card
 from zeroplan.report.page import page

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroplan.core.plan import Verdict
-from zeroplan.core.units import format_bytes, format_gib
+from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import notes, offload_text, unmodelled_notes
 from zeroplan.report.recommendation import compiled_cells, compiled_header, described

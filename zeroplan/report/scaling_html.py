@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.report import svg
 from zeroplan.report.html_parts import card, items, paragraphs, verdict_card
 from zeroplan.report.page import page

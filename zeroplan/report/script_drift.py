@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.report.plans import notes, report_notes
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.tape.expanded import Kind
 from zeroplan.tape.summary import Summary

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
-from zeroplan.core.units import GIB, MIB, format_bytes
+from zeroplan.core.sizes import GIB, MIB, format_bytes
 from zeroplan.report import svg
 from zeroplan.report.palette import COLORS, OTHER_COLOR, palette
 from zeroplan.simulate.timeline import Curve

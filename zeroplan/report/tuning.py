@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.units import format_gib
+from zeroplan.core.sizes import format_gib
 from zeroplan.report.plans import notes, offload_text
 from zeroplan.report.recommendation import compiled_cells, compiled_header, described
 from zeroplan.report.table import render

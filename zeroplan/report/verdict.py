@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroplan.core.plan import MemoryPlan, Relief, Report, Verdict
-from zeroplan.core.units import GIB, MIB, format_bytes
+from zeroplan.core.sizes import GIB, MIB, format_bytes
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.zero_config import sharding_text
 

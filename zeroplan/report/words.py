@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.core.units import format_bytes, format_count
+from zeroplan.core.sizes import format_bytes, format_count
 
 
 def model_text(name: str, params: int, trainable: int) -> str:

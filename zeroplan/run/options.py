@@ -14,7 +14,7 @@ from zeroplan.core.lit_model import LitModel
 from zeroplan.core.option import CLUSTER, FILES, MESH, RUNS, SEARCHES, SHARDING, WORK, Option
 from zeroplan.core.ppo import Ppo, Rollout
 from zeroplan.core.preferences import PairLoss
-from zeroplan.core.units import parse_count, parse_tokens
+from zeroplan.core.sizes import parse_count, parse_tokens
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision, Reference
 

@@ -18,7 +18,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.plumbing.files import write_atomic
 from zeroplan.core.rates import profile_path, rates_of, read_profile
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.search.calibrate_host import measure_host
 from zeroplan.search.machine import Machine
 

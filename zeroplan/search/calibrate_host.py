@@ -17,7 +17,7 @@ from multiprocessing.synchronize import Barrier
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 
 #: Passes of the small model that are timed; the median counts, since all processes are active in the middle.
 _PASSES = 40

@@ -7,7 +7,7 @@ Bounds of what is enumerated (degrees, nodes, micro batches) stand where it is e
 
 from __future__ import annotations
 
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 
 # --- what an answer shows ---------------------------------------------------------------------------------------------------
 #: Families (stage, offloads, checkpointing, what is compiled) that an answer shows: what one screen holds.

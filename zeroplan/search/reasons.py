@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.units import format_bytes
+from zeroplan.core.sizes import format_bytes
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig, sharding_text
 from zeroplan.ledger.traffic import Executor

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.units import GIB, TIB
+from zeroplan.core.sizes import GIB, TIB
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory

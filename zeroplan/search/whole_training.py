@@ -27,7 +27,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.documents import CONFIG, parse_json, text_of
 from zeroplan.core.plumbing.files import read_bytes
-from zeroplan.core.units import parse_count
+from zeroplan.core.sizes import parse_count
 
 #: Failures of a GPU and day: 1.5 a week of 400.
 FAILURES_PER_DAY = 1.5 / 7 / 400

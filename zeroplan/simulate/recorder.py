@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.allocator.run import run_allocator

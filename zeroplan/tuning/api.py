@@ -17,7 +17,7 @@ from typing import Any, Unpack
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import GPUS
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.registry import DEFAULT_VERIFIED
 from zeroplan.planner.options import TuneOptions, require_known

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from zeroplan.core.buffers import Buffer, Place
+from zeroplan.core.sizes import format_bytes
 from zeroplan.core.sparse_attention import SparseAttention
-from zeroplan.core.units import format_bytes
 from zeroplan.core.workload import Attention, DType
 from zeroplan.engines.verification import Key
 from zeroplan.validate.planned import Planned

@@ -8,7 +8,7 @@ import pytest
 
 from zeroplan.core.gpus import find_gpu
 from zeroplan.core.rates import rates_of
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.engines.compute_traffic import PASSES
 from zeroplan.engines.deepspeed import device_lag
 from zeroplan.engines.deepspeed.device_lag import device_lag_of

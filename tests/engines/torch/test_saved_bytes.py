@@ -14,7 +14,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saver, Saving, StateDict
-from zeroplan.core.units import KIB, MIB
+from zeroplan.core.sizes import KIB, MIB
 from zeroplan.core.workload import Precision
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases

@@ -10,7 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.quantization import Base, PackedWeights, Quantization
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Compilation, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig

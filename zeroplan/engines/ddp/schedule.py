@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.engines.ddp.rank import DdpRank
 from zeroplan.engines.player import EngineSchedule, play
 from zeroplan.engines.torch_step import optimizer_step, torch_run

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from zeroplan.core.optimizer_row import Domain
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.engines.deepspeed.stepped_groups import SteppedGroups
 
 #: Gather buffers that stay from step to step, the most recently used ones (_muon_allgather_max_cached_bytes).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.core.workload import DType, OptimizerKind, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.resolved_config import resolve_config

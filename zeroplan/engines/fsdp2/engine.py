@@ -12,7 +12,7 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saver, Saving
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case, SearchedLayouts

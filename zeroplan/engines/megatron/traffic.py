@@ -9,7 +9,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.megatron.rank import MegatronRank
-from zeroplan.engines.traffic import RankTraffic
+from zeroplan.engines.rank_traffic import RankTraffic
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import means
 from zeroplan.ledger.traffic import Resource, WorkBuilder

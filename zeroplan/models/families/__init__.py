@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import cast
 
 from zeroplan.core.model_config import CAUSAL_LM, CLASSIFIERS, IMAGE_CLASSIFICATION, MASKED_LM, SEQ2SEQ_LM, SPEECH_SEQ2SEQ
-from zeroplan.core.units import LARGEST
+from zeroplan.core.sizes import LARGEST
 from zeroplan.models.families.config import Config
 from zeroplan.models.spec import SpecUnit
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 
 #: No limit. Fits the compiled allocator's signed 64-bit integers.
 UNLIMITED = (1 << 63) - 1

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 from zeroplan.simulate.allocator.config import (
     MIN_BLOCK,
     MIN_LARGE_ALLOC,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from zeroplan.core.units import GIB
+from zeroplan.core.sizes import GIB
 from zeroplan.simulate.allocator import native
 from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.allocator.events import AllocatorResult

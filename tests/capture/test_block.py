@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import zeroplan
-from zeroplan.core.units import MIB
+from zeroplan.core.sizes import MIB
 
 torch = pytest.importorskip("torch")
 

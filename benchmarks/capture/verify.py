@@ -52,6 +52,17 @@ def measured(program: dict[str, Any], work: Path, caches: Path, card: str, *, li
     return {"name": program["name"], "limit": limit, "alone": alone, "wall": round(time.time() - began, 1), **asdict(found)}
 
 
+def history(program: dict[str, Any], work: Path, caches: Path, path: Path) -> None:
+    """Run one program once more, and keep what was alive at its peak, by lines of code."""
+    more = {
+        "CAPTURE_HISTORY": str(path.resolve()),
+        "PYTHONPATH": os.pathsep.join((str(HERE / "startup"), os.environ.get("PYTHONPATH", ""))),
+    }
+    words = ["sh", "-c", f"cd {shlex.quote(str(work / program['cwd']))} && exec {program['command']}"]
+    found = environment(program, caches, "0") | more
+    measure_command(words, lambda: None, steps=STEPS.get(program["name"], 3), seconds=120, environment=found)
+
+
 def by_verb(program: dict[str, Any], work: Path, caches: Path) -> dict[str, Any]:
     """Run one program by the verb; returns what it prints as JSON."""
     words = [sys.executable, "-m", "zeroplan", "verify", "--json", "--steps", str(STEPS.get(program["name"], 3)), "--"]
@@ -81,6 +92,7 @@ def main() -> None:
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=4, help="programs on a card at their least memory")
     parser.add_argument("--until", type=float, default=520, help="seconds after which no program is started")
+    parser.add_argument("--history", nargs="*", default=[], help="programs of which what is alive at the peak is kept, too")
     parser.add_argument("--only", nargs="*", default=[])
     asked = parser.parse_args()
     began, work = time.time(), asked.work.resolve()
@@ -129,6 +141,9 @@ def main() -> None:
         for one in chosen:
             if one["name"] in BY_VERB and time.time() - began < asked.until:
                 keep(by_verb(one, work, caches))
+        for one in chosen:
+            if one["name"] in asked.history and time.time() - began < asked.until:
+                history(one, work, caches, asked.out.with_suffix(".history.jsonl"))
 
 
 if __name__ == "__main__":

@@ -34,3 +34,61 @@ def _write() -> None:
 
 
 atexit.register(_write)
+
+
+def _follow_history() -> None:
+    """Record every allocation with its lines of code, where $CAPTURE_HISTORY asks for what is alive at the peak."""
+    import importlib.abc
+    import importlib.util
+
+    class Finder(importlib.abc.MetaPathFinder):
+        def find_spec(self, fullname, path, target=None):  # type: ignore[no-untyped-def]
+            if fullname != "torch":
+                return None
+            sys.meta_path.remove(self)
+            spec = importlib.util.find_spec("torch")
+            own = spec.loader.exec_module
+
+            def run(module):  # type: ignore[no-untyped-def]
+                own(module)
+                module.cuda._lazy_call(lambda: module.cuda.memory._record_memory_history(max_entries=400_000, stacks="python"))
+                atexit.register(_write_history)
+
+            spec.loader.exec_module = run
+            return spec
+
+    sys.meta_path.insert(0, Finder())
+
+
+def _write_history() -> None:
+    """Write what was alive at the peak, by the innermost line outside torch: bytes and blocks."""
+    torch = sys.modules["torch"]
+    if not torch.cuda.is_initialized():
+        return
+    events = torch.cuda.memory._snapshot()["device_traces"][0]
+    now = peak = at = 0
+    for index, event in enumerate(events):
+        sign = {"alloc": 1, "free_completed": -1}.get(event["action"], 0)
+        now += sign * event["size"]
+        if now > peak:
+            peak, at = now, index
+    alive = {}
+    for event in events[: at + 1]:
+        if event["action"] == "alloc":
+            alive[event["addr"]] = event
+        elif event["action"] == "free_completed":
+            alive.pop(event["addr"], None)
+    found = {}
+    for event in alive.values():
+        frames = [one for one in event.get("frames", []) if one["filename"].endswith(".py")]
+        outside = next((one for one in frames if "/torch/" not in one["filename"]), None)
+        line = "" if outside is None else f"{outside['filename'][-60:]}:{outside['line']}"
+        count, size = found.get(line, (0, 0))
+        found[line] = count + 1, size + event["size"]
+    rows = sorted(found.items(), key=lambda one: -one[1][1])[:80]
+    with open(os.environ["CAPTURE_HISTORY"], "a", encoding="utf-8") as file:
+        file.write(json.dumps({"argv": sys.argv[:2], "peak": peak, "events": len(events), "alive": rows}) + "\n")
+
+
+if "CAPTURE_HISTORY" in os.environ:
+    _follow_history()

@@ -276,6 +276,15 @@ def test_masters_were_always_pinned() -> None:
     assert after == 0
 
 
+def test_an_offloaded_optimizers_masters_are_cloned_on_the_gpu() -> None:
+    """Before, the host held what was moved and its clone."""
+    knob = Knob.MASTERS_CLONED_ON_GPU
+    on_gpu = differs(knob, lambda v: sum(allocated(rank_at(v, 2, **CPU))["init"]))
+    assert on_gpu[1] - on_gpu[0] == pytest.approx(2 * PART, rel=1e-3)
+    one_less, one = (allocated(rank_at(version, 2))["init"] for version in _around(knob))
+    assert one_less == one  # without offload nothing moves
+
+
 def test_buckets_precede_the_backward() -> None:
     def first_of_backward(version: Version) -> int:
         return allocated(rank_at(version, 2))["bwd"][0]

@@ -76,9 +76,17 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     group = rank.flat
     part = group.partition
     # stage_1_and_2.py, __init__: the conversion to fp32 happens on the host, through a copy in the model's dtype
+    here = rank.does(Knob.MASTERS_CLONED_ON_GPU)
+    moved = -1 if here else host.alloc(w * part, Buffer.INIT_TEMP)
+    if not here and w != m:  # a clone of what was moved, which it replaces
+        clone = host.alloc(w * part, Buffer.INIT_TEMP)
+        host.free(moved)
+        moved = clone
     masters = host.alloc(m * part, Buffer.PARAM_MASTER)
-    if w != m:
+    if here and w != m:
         host.free(host.alloc(w * part, Buffer.INIT_TEMP))
+    if moved >= 0:
+        host.free(moved)
     if pin or not rank.does(Knob.MASTERS_PINNED_BY_KEY):
         host.pin(masters)
         host.free(masters)

@@ -92,6 +92,8 @@ class Stage12(DeepSpeedSchedule):
         for part in self.parts:
             self.recorder.empty_cache()  # before it asks how much memory is left
             self._flatten(part, masters)
+            if self.offload and not rank.does(Knob.MASTERS_CLONED_ON_GPU):
+                continue
             clone = self.alloc(w * part.partition, Buffer.INIT_TEMP if self.offload or w != m else Buffer.PARAM_MASTER)
             if self.offload:
                 self.free(clone)

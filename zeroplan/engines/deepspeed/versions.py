@@ -141,6 +141,12 @@ class Knob(Enum):
         "its first gradient does",
         "zero/stage_1_and_2.py, backward_prologue, setup_buckets",
     )
+    MASTERS_CLONED_ON_GPU = VersionedKnob(
+        (0, 18, 3),
+        "stages 1 and 2 with offload move the model's part to the host, and clone it there",
+        "they clone it on the GPU, and move the clone",
+        "zero/stage_1_and_2.py, __init__ (weights_partition)",
+    )
     MASTERS_PINNED_BY_KEY = VersionedKnob(
         (0, 18, 3),
         "stages 1 and 2 with offload pin the masters, whatever pin_memory says",

@@ -56,13 +56,13 @@ def parse_size(text: str | int, *, where: str = "") -> int:
 
 
 def parse_tokens(text: str | int, *, where: str = "") -> int:
-    """A number of tokens from ``"4096"``, ``"4k"`` or ``"128K"``; k is 1024, as context lengths are named.
+    """A number of tokens from ``"4096"``, ``"4k"``, ``"128K"`` or ``"1M"``; k is 1024 and M its square, as contexts are named.
 
     Raises:
         BadInput: when the text is no whole number above zero.
     """
-    match = re.fullmatch(r"([0-9]+(?:[_,]?[0-9]+)*)([kK]?)", str(text).strip())
-    count = int(re.sub("[_,]", "", match[1])) * (KIB if match[2] else 1) if match else 0
+    match = re.fullmatch(r"([0-9]+(?:[_,]?[0-9]+)*)([kKmM]?)", str(text).strip())
+    count = int(re.sub("[_,]", "", match[1])) * {"k": KIB, "m": KIB**2}.get(match[2].lower(), 1) if match else 0
     if not 0 < count <= LARGEST:
         raise BadInput(f"{str(text)[:60]!r} is no number of tokens", where=where, remedy="write it as 4096 or 4k")
     return count

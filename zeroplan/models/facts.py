@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,9 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length", "max_seq_len", "block_size")
 
-#: Model types whose positions are distances, which have no last: what their configs name is what they were trained on.
-RELATIVE_POSITIONS = frozenset(("t5", "mt5", "umt5"))
+#: Names of tables of positions, and model types whose table is made, not learned.
+_TABLE = re.compile(r"(^|\.)(wpe|position_embeddings?|embed_positions|pos_emb\w*|position_emb\w*)\.")
+_MADE_TABLES = frozenset(("gptj", "codegen", "ctrl"))
 #: RoBERTa counts its positions from padding_idx + 1 = 2 on, so two rows of the table are never used.
 _POSITION_OFFSET = {"roberta": 2, "xlm-roberta": 2, "camembert": 2}
 
@@ -70,6 +72,30 @@ def max_seq_len(spec: ModelSpec) -> int | None:
         image, patch = _first(config, ("image_size",)), _first(config, ("patch_size",))
         return (image // patch) ** 2 + 1 if image and patch else None
     return max(1, positions - _POSITION_OFFSET.get(spec.model_type, 0))
+
+
+def last_position(spec: ModelSpec) -> int | None:
+    """Return the longest sequence that the model can compute, in tokens; None where no position is the last.
+
+    A table of positions ends. Rotary ones and distances go on beyond what the config names, which is what the model was trained
+    on.
+    """
+    most = max_seq_len(spec)
+    if most is None or _first(text_config(spec.config), _POSITIONS) is None:
+        return most
+    learned = any(_TABLE.search(f"{unit.name}.{tensor.name}") for unit in spec.units for tensor in unit.tensors)
+    return most if learned or not spec.has_shapes or spec.model_type in _MADE_TABLES else None
+
+
+def scaled_positions(spec: ModelSpec) -> str:
+    """Return the kind of scaling of rotary positions that a config asks for, such as ``yarn``; empty for none."""
+    config = text_config(spec.config)
+    for key in ("rope_scaling", "rope_parameters"):
+        value = config.get(key)
+        kind = value.get("rope_type", value.get("type")) if isinstance(value, Mapping) else None
+        if isinstance(kind, str) and kind != "default":
+            return kind
+    return ""
 
 
 def largest_module_params(spec: ModelSpec) -> int | None:

@@ -19,7 +19,7 @@ from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.layout import layout_of, unmeasured
 from zeroplan.planner.offered import facts_of, require_buildable, require_partition
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
-from zeroplan.planner.workload import workload_of
+from zeroplan.planner.workload import beyond_positions, workload_of
 from zeroplan.run.ask import Ask
 from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.experts import AUTO_EP, OWN_EXPERTS
@@ -106,6 +106,8 @@ def resolve(request: Ask) -> Resolved:
     require_buildable(engine, workload)
     if workload.numerics.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
+    if said := beyond_positions(workload, spec):
+        warnings.append(said)
     if workload.compile is not None and COMPILED.starts_eager(engine) and request.pp == 1:  # no plan of stages has peaks
         warnings.append("the first micro batch of a compiled model runs uncompiled; the peaks hold it")
     zero_init = request.zero_init is not False and workload.quantize is None  # transformers makes no quantised model under it

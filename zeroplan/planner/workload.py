@@ -33,7 +33,7 @@ from zeroplan.core.workload import (
     Workload,
 )
 from zeroplan.engines.base import Engine
-from zeroplan.models.facts import RELATIVE_POSITIONS, max_seq_len
+from zeroplan.models.facts import last_position, max_seq_len, scaled_positions
 from zeroplan.models.spec import ModelSpec
 from zeroplan.run.ask import Ask
 from zeroplan.techniques.float8 import Float8Technique
@@ -402,9 +402,23 @@ def sequence_length(asked: int | None, spec: ModelSpec) -> int:
     most = max_seq_len(spec)
     if asked is None:
         return min(DEFAULT_SEQ_LEN, most) if most else DEFAULT_SEQ_LEN
-    if most is not None and asked > most and spec.model_type not in RELATIVE_POSITIONS:
+    if most is not None and asked > most and last_position(spec) is not None:
         raise BadInput(f"{asked} is beyond the model's {most} positions", where="--seq-len", remedy=f"use at most {most}")
     return asked
+
+
+def beyond_positions(workload: Workload, spec: ModelSpec) -> str:
+    """Return a warning where samples are longer than what the model was made for; empty where they are not."""
+    most, seq = max_seq_len(spec), workload.batch.seq_len
+    if most is None or seq is None or seq <= most:
+        return ""
+    scaled = scaled_positions(spec)
+    how = (
+        f"its config scales them ({scaled})"
+        if scaled
+        else "its config scales none: what it learns beyond them is another matter"
+    )
+    return f"{seq:,} tokens are beyond the {most:,} positions that {spec.name} was made for; {how}"
 
 
 def _one_of(kind: type[_E], text: str, where: str) -> _E:

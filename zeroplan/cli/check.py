@@ -196,11 +196,7 @@ def _is_ds_config(file: str, program: str | None) -> bool:
 
 
 def _dialect(engine: str) -> Dialect:
-    """Return how the engine reads a ds_config.
-
-    Raises:
-        BadInput: an engine that reads none.
-    """
+    """Return how the engine reads a ds_config. Raises BadInput: an engine that reads none."""
     dialect = find_engine(engine).dialect
     if dialect is None:
         what = f"{engine} reads no ds_config"

@@ -78,11 +78,7 @@ def verify_command(
 
 
 def _smaller(cluster: Cluster, memory: int) -> Cluster:
-    """Return the machine with less memory on each card.
-
-    Raises:
-        BadInput: more than the card has.
-    """
+    """Return the machine with less memory on each card. Raises BadInput: more than the card has."""
     from dataclasses import replace
 
     if cluster.vram is not None and memory > cluster.vram:

@@ -175,11 +175,7 @@ def _size(value: str | int | None, where: str) -> int | None:
 
 
 def _counted(gpus: int, gpu: str | None) -> tuple[int, str | None]:
-    """The count and the name, where ``4xA100`` or ``A100 x4`` gives both.
-
-    Raises:
-        BadInput: when `gpus` is another count.
-    """
+    """The count and the name, where ``4xA100`` or ``A100 x4`` gives both. Raises BadInput: when `gpus` is another count."""
     match = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*(.*\D.*?)|(.*\D.*?)\s+[x×*]\s*(\d+))\s*", gpu or "", re.IGNORECASE)
     if match is None:
         return gpus, gpu

@@ -37,9 +37,5 @@ def multiple_of(recipe: Float8Recipe) -> int:
 
 
 def parse_recipe(text: str, where: str = "--fp8") -> Float8Recipe:
-    """Return the recipe of this name.
-
-    Raises:
-        BadInput: an unknown name.
-    """
+    """Return the recipe of this name. Raises BadInput: an unknown name."""
     return member_named(Float8Recipe, text, where=where, fault="no recipe is called {}")

@@ -65,11 +65,7 @@ class Stage:
 
 
 def stages_of(blocks: int, stages: int) -> tuple[Stage, ...]:
-    """Divide a number of blocks over stages. See Note [Stages].
-
-    Raises:
-        BadInput: fewer blocks than the stages need.
-    """
+    """Divide a number of blocks over stages. See Note [Stages]. Raises BadInput: fewer blocks than the stages need."""
     weight, heavier = divmod(blocks + 2, stages)
     found: list[Stage] = []
     end = 0
@@ -104,11 +100,7 @@ def even_stages(blocks: int, stages: int) -> tuple[Stage, ...]:
 def chunks_of(
     blocks: int, ranks: int, chunks: int, rank: int, schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B
 ) -> tuple[Stage, ...]:
-    """Return the stages that one pipeline rank has. See Note [Stages].
-
-    Raises:
-        BadInput: fewer blocks than the stages need.
-    """
+    """Return the stages that one pipeline rank has. See Note [Stages]. Raises BadInput: fewer blocks than the stages need."""
     stages = stages_of(blocks, ranks * chunks)
     return tuple(stages[schedule.stage_of(chunk, rank, ranks)] for chunk in range(chunks))
 

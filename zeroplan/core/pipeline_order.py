@@ -102,11 +102,7 @@ _REFUSED = {
 
 
 def schedule_of(name: str) -> PipelineSchedule:
-    """Return the schedule called `name`.
-
-    Raises:
-        BadInput: a schedule that is unknown or not modelled.
-    """
+    """Return the schedule called `name`. Raises BadInput: a schedule that is unknown or not modelled."""
     if name.lower() in _REFUSED:
         what, remedy = _REFUSED[name.lower()]
         raise BadInput(what, where="--schedule", remedy=remedy)

@@ -49,11 +49,7 @@ def training_of(task: str | None) -> str | None:
 
 
 def parse_task(text: str, where: str = "--task") -> Task:
-    """Return the task of a name, with ``-`` or ``_``.
-
-    Raises:
-        BadInput: an unknown name.
-    """
+    """Return the task of a name, with ``-`` or ``_``. Raises BadInput: an unknown name."""
     return member_named(Task, text.replace("_", "-"), where=where, fault="unknown task {}")
 
 

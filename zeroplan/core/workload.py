@@ -82,11 +82,7 @@ class CheckpointPolicy:
 
     @classmethod
     def parse(cls, text: str, where: str = "--checkpoint-policy") -> CheckpointPolicy:
-        """Read a policy from ``full``, ``selective``, ``op`` or ``every:K``.
-
-        Raises:
-            BadInput: any other text.
-        """
+        """Read a policy from ``full``, ``selective``, ``op`` or ``every:K``. Raises BadInput: any other text."""
         name, _, number = text.strip().lower().partition(":")
         if name in ("full", "selective", "op") and not number:
             return cls(selective=name != "full", alternate=name == "op")

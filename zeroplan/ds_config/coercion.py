@@ -82,11 +82,7 @@ def to_float(value: Any) -> float:
 
 
 def to_bool(value: Any) -> bool:
-    """Read a boolean from a boolean, 0 or 1, or one of pydantic's twelve words.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Read a boolean from a boolean, 0 or 1, or one of pydantic's twelve words. Raises ValueError: for anything else."""
     if isinstance(value, bool):
         return value
     if isinstance(value, int | float) and value in (0, 1):
@@ -101,22 +97,14 @@ def to_bool(value: Any) -> bool:
 
 
 def to_str(value: Any) -> str:
-    """Read a string, and nothing else.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Read a string, and nothing else. Raises ValueError: for anything else."""
     if isinstance(value, str):
         return value
     raise ValueError
 
 
 def to_dtype(value: Any) -> DType:
-    """Read a dtype by the names of DeepSpeed's ``DtypeEnum``.
-
-    Raises:
-        ValueError: for anything else.
-    """
+    """Read a dtype by the names of DeepSpeed's ``DtypeEnum``. Raises ValueError: for anything else."""
     names = {
         DType.FP32: ("fp32", "float32", "float", "torch.float32"),
         DType.FP16: ("fp16", "float16", "half", "torch.float16"),

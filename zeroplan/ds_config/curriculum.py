@@ -121,11 +121,7 @@ def _known(reading: Reading, section: Mapping[str, Any], where: str, *names: str
 
 
 def _made(given: Mapping[str, Any], where: str) -> Curriculum:
-    """The curriculum of these keys.
-
-    Raises:
-        BadInput: a key that is missing or impossible.
-    """
+    """The curriculum of these keys. Raises BadInput: a key that is missing or impossible."""
     for name in _SCHEDULE:
         if name not in given:
             raise BadInput("is not there, and has no default", where=f"{where}.{name}", remedy="write it")

@@ -47,9 +47,5 @@ class RuntimeOptions:
 
     @property
     def float8_recipe(self) -> Float8Recipe | None:
-        """How linear layers multiply in 8-bit floats; None in 16 bits.
-
-        Raises:
-            BadInput: an unknown name.
-        """
+        """How linear layers multiply in 8-bit floats; None in 16 bits. Raises BadInput: an unknown name."""
         return parse_recipe(self.float8, FLOAT8) if self.float8 else None

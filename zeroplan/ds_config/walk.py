@@ -275,11 +275,7 @@ def _value(reading: Reading, section: Section, key: Key, where: str, canonical: 
 
 
 def _coerced(reading: Reading, section: Section, key: Key, where: str, value: Any) -> Any:
-    """The value as the section's reader takes it.
-
-    Raises:
-        ValueError: when it is not of the key's kind.
-    """
+    """The value as the section's reader takes it. Raises ValueError: when it is not of the key's kind."""
     if section.mode is Mode.EXACT:
         return exactly(key.kind, value)
     if section.mode is Mode.MODEL:

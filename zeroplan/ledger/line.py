@@ -29,16 +29,13 @@ class Documented:
 
     @property
     def doc(self) -> str:
-        """The purpose: the first line of the formula's docstring."""
-        return (self.fn.__doc__ or "").strip().split("\n")[0]
+        """The purpose: the first line of the formula's docstring, up to its source."""
+        return (self.fn.__doc__ or "").strip().split("\n")[0].partition(" Source: ")[0]
 
     @property
     def source(self) -> str:
-        """The source: what follows ``Source:`` in the docstring, or nothing."""
-        for text in (self.fn.__doc__ or "").splitlines():
-            if text.strip().startswith("Source:"):
-                return text.strip().removeprefix("Source:").strip()
-        return ""
+        """The source: what follows ``Source:`` on its line of the docstring, or nothing."""
+        return (self.fn.__doc__ or "").partition("Source:")[2].split("\n")[0].strip()
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,11 +102,7 @@ class _Pass:
 
 
 def read_log(path: str) -> Log:
-    """Read the events of a log file.
-
-    Raises:
-        BadInput: when it cannot be read, or is no text.
-    """
+    """Read the events of a log file. Raises BadInput: when it cannot be read, or is no text."""
     data, size = read_tail(path, MOST_BYTES, where="LOG", remedy="give the text that the run printed")
     if b"\0" in data[:4096]:
         from zeroplan.core.errors import BadInput

@@ -32,11 +32,7 @@ class Estimate:
 
 
 def estimate_report(request: Ask) -> Report:
-    """Return every plan of the request, with the question.
-
-    Raises:
-        BadInput: a value that cannot be used.
-    """
+    """Return every plan of the request, with the question. Raises BadInput: a value that cannot be used."""
     return estimate_runs(request).report
 
 
@@ -122,11 +118,7 @@ def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | Non
 
 
 def allocator_config(alloc_conf: str) -> AllocatorConfig | None:
-    """The settings of ``--alloc-conf``; None where nothing is set.
-
-    Raises:
-        BadInput: a setting that torch does not take.
-    """
+    """The settings of ``--alloc-conf``; None where nothing is set. Raises BadInput: a setting that torch does not take."""
     if not alloc_conf:
         return None
     from zeroplan.simulate.allocator.config import AllocatorConfig

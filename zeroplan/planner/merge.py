@@ -108,11 +108,7 @@ def merge(request: Ask, setup: Setup, usual: str = DEFAULT_ENGINE, *, search: bo
 
 
 def _contradict(files: str, setup: Setup, name: str, said: Any, asked: Any) -> None:
-    """Refuse a flag that says otherwise than a file.
-
-    Raises:
-        BadInput: always.
-    """
+    """Refuse a flag that says otherwise than a file. Raises BadInput: always."""
     shown = str(said).lower() if isinstance(said, bool) else said
     what = f"{files} says {shown} ({setup.key(name)}), the flag {asked}"
     if isinstance(said, bool):

@@ -189,11 +189,7 @@ OTHER_NAMES = {
 
 
 def require_known(given: Mapping[str, Any], known: Iterable[str], function: str) -> None:
-    """Refuse a keyword argument that `function` does not take.
-
-    Raises:
-        TypeError: with the right name, or the nearest ones.
-    """
+    """Refuse a keyword argument that `function` does not take. Raises TypeError: with the right name, or the nearest ones."""
     verb = function if function in ("recommend", "scale", "verify", "tune") else "estimate"
     declared = (option for technique in TABLE for option in technique.options)
     known = sorted({*known, *(option.name for option in declared if option.taken_by(verb))})

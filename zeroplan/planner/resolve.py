@@ -46,11 +46,7 @@ class Resolved:
 
 
 def resolve(request: Ask) -> Resolved:
-    """Load the model, check every value and make the cases.
-
-    Raises:
-        BadInput: the first value that cannot be used.
-    """
+    """Load the model, check every value and make the cases. Raises BadInput: the first value that cannot be used."""
     request = with_training_task(request.checked())
     if request.depth is not None and request.depth not in DEPTHS:
         raise BadInput(f"unknown depth {request.depth!r}", where="--depth", remedy=f"use one of {', '.join(DEPTHS)}")

@@ -88,11 +88,7 @@ def verdict(found: Overview) -> str:
 
 
 def overview_table(found: Overview, style: str = "plain", *, width: int | None = None) -> str:
-    """Return one row for each method and model, largest first, sizes in GiB.
-
-    Raises:
-        BadInput: an unknown `style`.
-    """
+    """Return one row for each method and model, largest first, sizes in GiB. Raises BadInput: an unknown `style`."""
     rows = [[row.method.name, name, *_cells(params, one)] for row in found.rows for name, params, one in row.found]
     return render(["method", "model", *_COLUMNS], rows, style, width=width)
 

@@ -215,11 +215,7 @@ def fits_text(plan: MemoryPlan) -> str:
 
 
 def plans_table(plans: Sequence[MemoryPlan], style: str = "plain") -> str:
-    """Return one row a plan with all columns, sizes in GiB.
-
-    Raises:
-        BadInput: an unknown `style`.
-    """
+    """Return one row a plan with all columns, sizes in GiB. Raises BadInput: an unknown `style`."""
     simulated = any(plan.gpu.peak_allocated is not None for plan in plans)
     headers = ["stage", "offload", "states"]
     headers += ["activations", "allocated", "reserved", "total", "peak in"] if simulated else ["fixed"]

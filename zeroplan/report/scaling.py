@@ -141,11 +141,7 @@ def _gpus(point: ScalePoint) -> str:
 
 
 def scaling_table(found: Scaling, style: str = "plain", *, width: int | None = None) -> str:
-    """Return one row for each number of GPUs, sizes in GiB.
-
-    Raises:
-        BadInput: an unknown `style`.
-    """
+    """Return one row for each number of GPUs, sizes in GiB. Raises BadInput: an unknown `style`."""
     compiled = compiled_header([point.shown for point in found.points])
     headers = ["GPUs", "ZeRO", "offload", "ckpt", *compiled, "batch", "most", "states", "GPU", "tokens/s", "speed"]
     if found.budget is not None:

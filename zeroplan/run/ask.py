@@ -74,11 +74,7 @@ class Ask(ModelOptions, WorkloadOptions, ClusterOptions, MeshOptions, ShardingOp
         return found
 
     def checked(self) -> Self:
-        """Return the ask with every value of its option's type.
-
-        Raises:
-            BadInput: a value of another type, or out of range.
-        """
+        """Return the ask with every value of its option's type. Raises BadInput: a value of another type, or out of range."""
         found = {name: OPTIONS[name].checked(value) for name, value in self.said.items()}
         return self.replace(**{name: value for name, value in found.items() if value is not self.said[name]})
 

@@ -41,11 +41,7 @@ class TimeExplanation:
 
 
 def explain_time(request: Ask) -> list[TimeExplanation]:
-    """Derive the step time of every configuration of the request.
-
-    Raises:
-        BadInput: a value that cannot be used.
-    """
+    """Derive the step time of every configuration of the request. Raises BadInput: a value that cannot be used."""
     resolved = resolve(request)
     if any(case.parallel is not None for case in resolved.cases):
         raise BadInput(

@@ -398,11 +398,7 @@ def _require_batch(resolved: Resolved, global_batch: int) -> None:
 
 
 def _asked(request: Ask, global_batch: int | None) -> Ask:
-    """Return the request for the engine of layouts.
-
-    Raises:
-        BadInput: what a search over layouts does not take.
-    """
+    """Return the request for the engine of layouts. Raises BadInput: what a search over layouts does not take."""
     request = request.checked()
     if request.model is None:
         raise BadInput("no model whose matrices could be shared", where="MODEL", remedy="give one id, path or config")

@@ -265,11 +265,7 @@ def _node_gpus(request: Ask) -> int:
 
 
 def _shape(ranks: int, node: int) -> tuple[int, int]:
-    """GPUs a node, and nodes.
-
-    Raises:
-        BadInput: where the ranks are more than one node and not whole nodes.
-    """
+    """GPUs a node, and nodes. Raises BadInput: where the ranks are more than one node and not whole nodes."""
     if not 1 <= node <= MOST_RANKS:
         raise BadInput(f"{node} is out of range", where="--gpus-per-node", remedy=f"use 1 to {MOST_RANKS:,}")
     if ranks > node and ranks % node:

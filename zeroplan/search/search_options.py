@@ -173,11 +173,7 @@ def _compilations(request: Ask, case: Case, engine: Engine, warnings: list[str])
 
 
 def _compilation(text: str) -> Compilation | str:
-    """Return what is compiled, or :data:`AUTO`.
-
-    Raises:
-        BadInput: another word.
-    """
+    """Return what is compiled, or :data:`AUTO`. Raises BadInput: another word."""
     if text == AUTO:
         return AUTO
     names = [*Compilation, AUTO]

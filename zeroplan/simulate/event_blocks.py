@@ -52,11 +52,7 @@ class EventBlocks:
         self.notes: list[list[Note]] = [[]]
 
     def alloc(self, storage: int, nbytes: int, buffer: Buffer, note: Note) -> None:
-        """Add an allocation to the open event block.
-
-        Raises:
-            ValueError: when the tape allocates the storage a second time.
-        """
+        """Add an allocation to the open event block. Raises ValueError: when the tape allocates the storage a second time."""
         if storage in self.place:
             raise ValueError(f"storage {storage} is allocated twice")
         buffers, event_block = self.buffers[-1], len(self.beyond)

@@ -58,11 +58,7 @@ def to_json(tape: Tape) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> Tape:
-    """Load the tape that :func:`to_json` stored.
-
-    Raises:
-        ValueError: when it is of another format.
-    """
+    """Load the tape that :func:`to_json` stored. Raises ValueError: when it is of another format."""
     if data.get("format") != FORMAT:
         raise ValueError(f"expected tape format {FORMAT} but got {data.get('format')!r}")
     segments = [Segment(*columns) for columns in data["segments"]]

@@ -111,11 +111,7 @@ class _Base(nn.Module):
         self._found = found
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the base model has returned.
-
-        Raises:
-            _ReachedError: where it has not run yet.
-        """
+        """What the base model has returned. Raises _ReachedError: where it has not run yet."""
         if self._found is None:
             raise _ReachedError(args, kwargs)
         return self._found

@@ -65,11 +65,7 @@ def _backward(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: 
 
 @contextlib.contextmanager
 def ring_attention(group: dist.ProcessGroup) -> Iterator[None]:
-    """Run attention as a ring over the group.
-
-    Raises:
-        BadInput: where the model asks for attention that no ring has.
-    """
+    """Run attention as a ring over the group. Raises BadInput: where the model asks for attention that no ring has."""
 
     def ring(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masked: bool) -> torch.Tensor:
         dim = query.shape[-1]

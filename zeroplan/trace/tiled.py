@@ -36,11 +36,7 @@ _sums: dict[int, torch.Tensor] = {}
 
 
 def tile_mlps(model: nn.Module, tiles: int) -> None:
-    """Let the MLPs of the model's blocks run in so many tiles.
-
-    Raises:
-        BadInput: a model without gated MLPs.
-    """
+    """Let the MLPs of the model's blocks run in so many tiles. Raises BadInput: a model without gated MLPs."""
     found = [
         module for module in model.modules() if all(isinstance(getattr(module, name, None), nn.Module) for name in _LAYERS)
     ]

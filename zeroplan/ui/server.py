@@ -171,11 +171,7 @@ def _error(status: int, text: str) -> Response:
 
 
 def listen(port: int) -> socket.socket:
-    """Return a socket on 127.0.0.1; port 0 takes any that is free.
-
-    Raises:
-        BadInput: a port that is taken or not allowed.
-    """
+    """Return a socket on 127.0.0.1; port 0 takes any that is free. Raises BadInput: a port that is taken or not allowed."""
     listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -46,11 +46,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(data: Any) -> Any:
-    """Return what :func:`to_plain` wrote; lists become tuples.
-
-    Raises:
-        ValueError: what is written is of no such class.
-    """
+    """Return what :func:`to_plain` wrote; lists become tuples. Raises ValueError: what is written is of no such class."""
     if isinstance(data, list):
         return tuple(from_plain(one) for one in data)
     if not isinstance(data, dict):

@@ -76,11 +76,7 @@ def _preset(name: str) -> Gpu:
 
 
 def find_machine() -> VerifyMachine:
-    """Look for this machine's devices.
-
-    Raises:
-        BadInput: when torch is not installed.
-    """
+    """Look for this machine's devices. Raises BadInput: when torch is not installed."""
     if find_spec("torch") is None:
         raise BadInput("torch is not installed", where="verify", remedy="pip install 'zeroplan[torch]'")
     import torch

@@ -70,11 +70,7 @@ def read_document(path: str, limits: Limits = CONFIG, *, where: str = "") -> dic
 
 
 def text_of(data: bytes, name: str, *, where: str = "") -> str:
-    """Decode UTF-8 text, with or without a byte order mark.
-
-    Raises:
-        BadInput: when it is not UTF-8.
-    """
+    """Decode UTF-8 text, with or without a byte order mark. Raises BadInput: when it is not UTF-8."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -173,11 +169,7 @@ def without_comments(text: str) -> str:
 
 
 def parse_toml(text: str, name: str, limits: Limits = YAML, *, where: str = "") -> Any:
-    """Parse a TOML text into an object.
-
-    Raises:
-        BadInput: malformed or beyond the limits.
-    """
+    """Parse a TOML text into an object. Raises BadInput: malformed or beyond the limits."""
     import tomllib
 
     # tomllib takes time in the square of a dotted key's parts, and each key walks down from its table's header.

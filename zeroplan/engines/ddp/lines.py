@@ -37,19 +37,13 @@ def param_reference(c: DdpRank) -> int:
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_full(c: DdpRank) -> int:
-    """Gradients, until zero_grad.
-
-    Source: torch/csrc/autograd/functions/accumulate_grad.h
-    """
+    """Gradients, until zero_grad. Source: torch/csrc/autograd/functions/accumulate_grad.h"""
     return c.original_bytes * c.graded
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, (Phase.FORWARD,), state=True)
 def grad_between_steps(c: DdpRank) -> int:
-    """Gradients that the last step left, where ``zero_grad`` does not free them.
-
-    Source: torch/optim/optimizer.py, zero_grad
-    """
+    """Gradients that the last step left, where ``zero_grad`` does not free them. Source: torch/optim/optimizer.py, zero_grad"""
     return c.original_bytes * c.kept_gradients
 
 

@@ -135,10 +135,7 @@ def param_reference(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: DeepSpeedRank) -> int:
-    """This rank's part of every parameter, in the model's dtype.
-
-    Source: zero/partition_parameters.py, _partition_param
-    """
+    """This rank's part of every parameter, in the model's dtype. Source: zero/partition_parameters.py, _partition_param"""
     return c.param_bytes * c.sharded if c.stage == 3 and c.param_device is OffloadDevice.NONE else 0
 
 
@@ -267,10 +264,7 @@ def _masters_place(c: DeepSpeedRank) -> Place:
 
 @_add(Buffer.PARAM_MASTER, _masters_place, ALWAYS, state=True)
 def param_master_host(c: DeepSpeedRank) -> int:
-    """The optimizer's own copy, offloaded (stages 1 and 2): one pinned block.
-
-    Source: stage_1_and_2.py, weights_partition
-    """
+    """The optimizer's own copy, offloaded (stages 1 and 2): one pinned block. Source: stage_1_and_2.py, weights_partition"""
     if c.stage not in (1, 2):
         return 0
     nbytes = c.master_bytes * c.stepped_host
@@ -279,19 +273,13 @@ def param_master_host(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.PARAM_MASTER, Place.DRAM, ALWAYS, state=True)
 def param_master_host_stage3(c: DeepSpeedRank) -> int:
-    """The optimizer's own copy, offloaded (stage 3): pageable.
-
-    Source: stage3.py, _create_fp32_partitions
-    """
+    """The optimizer's own copy, offloaded (stage 3): pageable. Source: stage3.py, _create_fp32_partitions"""
     return c.master_bytes * c.stepped_host if c.stage == 3 else 0
 
 
 @_add(Buffer.PARAM_MASTER, Place.NVME, ALWAYS, state=True)
 def param_master_nvme(c: DeepSpeedRank) -> int:
-    """The optimizer's own copy in files, one a sub-group.
-
-    Source: swap_tensor/partitioned_optimizer_swapper.py
-    """
+    """The optimizer's own copy in files, one a sub-group. Source: swap_tensor/partitioned_optimizer_swapper.py"""
     return c.master_bytes * c.states_in_files
 
 
@@ -300,10 +288,7 @@ def param_master_nvme(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.GRAD_FULL, Place.HBM, _BACKWARD_TO_STEP, state=True)
 def grad_full(c: DeepSpeedRank) -> int:
-    """Whole gradients of all trainable parameters (stage 0).
-
-    Source: engine.py, allreduce_gradients
-    """
+    """Whole gradients of all trainable parameters (stage 0). Source: engine.py, allreduce_gradients"""
     return c.param_bytes * c.trainable if c.stage == 0 else 0
 
 
@@ -363,10 +348,7 @@ def grad_accum(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.GRAD_ACCUM, pinned, ALWAYS, state=True)
 def grad_accum_host(c: DeepSpeedRank) -> int:
-    """Accumulated gradients on the host (stage 3 with optimizer offload).
-
-    Source: stage3.py, grad_partitions_flat_buffer
-    """
+    """Accumulated gradients on the host (stage 3 with optimizer offload). Source: stage3.py, grad_partitions_flat_buffer"""
     if c.stage != 3 or c.optimizer_device is OffloadDevice.NONE:
         return 0
     return host_block(c, c.accum_bytes * c.sharded)
@@ -439,10 +421,7 @@ add_muon_lines(_lines)
 
 @_add(Buffer.OPTIM_EXP_AVG_SQ, Place.DRAM, FROM_FIRST_STEP, state=True)
 def cpu_lion_second_moment(c: DeepSpeedRank) -> int:
-    """DeepSpeed's Lion for CPUs keeps a second moment, although Lion has none.
-
-    Source: deepspeed/ops/lion/cpu_lion.py
-    """
+    """DeepSpeed's Lion for CPUs keeps a second moment, although Lion has none. Source: deepspeed/ops/lion/cpu_lion.py"""
     return c.state_bytes * c.stepped_host if c.second_moment_always else 0
 
 

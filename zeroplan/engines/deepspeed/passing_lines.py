@@ -35,10 +35,7 @@ def ipg_bucket(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.COMM_BUCKET, Place.HBM, ALWAYS)
 def ipg_bucket_stage3(c: DeepSpeedRank) -> int:
-    """The one bucket of gradients of stage 3, allocated at initialisation and never freed.
-
-    Source: stage3.py, ipg_buckets
-    """
+    """The one bucket of gradients of stage 3, allocated at initialisation and never freed. Source: stage3.py, ipg_buckets"""
     return c.bucket_bytes * c.reduce_bucket if c.stage == 3 and c.contiguous_gradients else 0
 
 
@@ -53,10 +50,7 @@ def offload_staging(c: DeepSpeedRank) -> int:
 
 @_add(Buffer.STAGE_D2H, pinned, ALWAYS)
 def offload_staging_host(c: DeepSpeedRank) -> int:
-    """Its twin on the host.
-
-    Source: stage_1_and_2.py, temp_grad_buffer_for_cpu_offload
-    """
+    """Its twin on the host. Source: stage_1_and_2.py, temp_grad_buffer_for_cpu_offload"""
     if c.stage in (1, 2) and c.optimizer_device is OffloadDevice.CPU:
         return host_block(c, c.param_bytes * c.largest_param)
     return 0

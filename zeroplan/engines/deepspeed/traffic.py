@@ -246,10 +246,7 @@ def offload_casts(c: TrafficFacts) -> int:
 
 @_lines.add(Resource.OPERATION, Phase.STEP, ahead=True)
 def copies_back(c: TrafficFacts) -> int:
-    """Stage 0: reduced gradients copied back one by one.
-
-    Source: deepspeed/runtime/engine.py, allreduce_and_copy
-    """
+    """Stage 0: reduced gradients copied back one by one. Source: deepspeed/runtime/engine.py, allreduce_and_copy"""
     return c.trained_tensors if c.stage == 0 and c.ranks > 1 else 0
 
 

@@ -18,10 +18,7 @@ _COMPUTING = (Phase.FORWARD, Phase.BACKWARD)
 
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: FsdpRank) -> int:
-    """This rank's parts, the masters themselves.
-
-    Source: _flat_param.py, FlatParamHandle.shard
-    """
+    """This rank's parts, the masters themselves. Source: _flat_param.py, FlatParamHandle.shard"""
     return c.original_bytes * c.part_trained + c.frozen_bytes * c.part_frozen
 
 

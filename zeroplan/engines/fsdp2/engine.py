@@ -202,10 +202,6 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         return {"torch": FSDP2, "accelerate-fsdp2": FSDP2_BY_ACCELERATE}
 
     def require_verifiable(self, zero: ZeroConfig) -> None:
-        """Refuse offload: ``verify`` runs FSDP2 on the GPU alone.
-
-        Raises:
-            BadInput: offload.
-        """
+        """Refuse offload: ``verify`` runs FSDP2 on the GPU alone. Raises BadInput: offload."""
         if zero.offload_optimizer or zero.offload_param:
             raise BadInput("verify runs fsdp2 without offload", where="--offload-param", remedy="leave the offload flags out")

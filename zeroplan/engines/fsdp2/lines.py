@@ -45,10 +45,7 @@ def quant_states(c: Fsdp2Rank) -> int:
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD, Phase.STEP), state=True)
 def grad_shard(c: Fsdp2Rank) -> int:
-    """Reduced gradients in the original dtype, until zero_grad.
-
-    Source: _fsdp_collectives.py, foreach_reduce
-    """
+    """Reduced gradients in the original dtype, until zero_grad. Source: _fsdp_collectives.py, foreach_reduce"""
     return 0 if c.offload else c.original_bytes * c.sharded_graded
 
 
@@ -91,10 +88,7 @@ add_state_lines(
 
 @_add(Buffer.STAGE_H2D, Place.HBM, (Phase.FORWARD, Phase.BACKWARD))
 def chunk_from_host(c: Fsdp2Rank) -> int:
-    """A chunk's copy from the host before it is cast: of the largest parameter.
-
-    Source: _fsdp_param.py, all_gather_inputs
-    """
+    """A chunk's copy from the host before it is cast: of the largest parameter. Source: _fsdp_param.py, all_gather_inputs"""
     return c.original_bytes * c.largest_chunk if c.offload else 0
 
 
@@ -127,10 +121,7 @@ def gathers(c: Fsdp2Rank) -> int:
 
 @_add(Buffer.COMM_REDUCE_SCATTER, Place.HBM, (Phase.BACKWARD,))
 def reduce_input(c: Fsdp2Rank) -> int:
-    """The reduce-scatter's input for one block, in the reduction's dtype.
-
-    Source: _fsdp_collectives.py, foreach_reduce
-    """
+    """The reduce-scatter's input for one block, in the reduction's dtype. Source: _fsdp_collectives.py, foreach_reduce"""
     return c.reduce_bytes * c.largest_unit
 
 

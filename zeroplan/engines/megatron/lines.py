@@ -83,10 +83,7 @@ def stand_ins(c: MegatronRank) -> int:
 
 @_add(Buffer.MODEL_BUFFER, Place.HBM, FROM_FIRST_STEP)
 def rotary(c: MegatronRank) -> int:
-    """Angles of rotary positions, which are cached.
-
-    Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py
-    """
+    """Angles of rotary positions, which are cached. Source: megatron/core/models/common/embeddings/rotary_pos_embedding.py"""
     return c.rotary_bytes
 
 

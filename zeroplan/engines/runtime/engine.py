@@ -152,11 +152,7 @@ class Runtime(Engine):
         return tuple(found)
 
     def require_workload(self, case: Case) -> None:
-        """Refuse what the runtime does not train.
-
-        Raises:
-            BadInput: its other optimizers, and mixed kinds of precision.
-        """
+        """Refuse what the runtime does not train. Raises BadInput: its other optimizers, and mixed kinds of precision."""
         self.require_runnable(case.zero)
         require_trainable(case.workload)
         if case.workload.has(SparseAttention):

@@ -166,11 +166,7 @@ def require_whole_samples(case: Case) -> None:
 
 
 def require_halvable(case: Case) -> None:
-    """Refuse a backward in two halves where the runtime does.
-
-    Raises:
-        BadInput: stage 3.
-    """
+    """Refuse a backward in two halves where the runtime does. Raises BadInput: stage 3."""
     if case.halves and case.zero.stage == 3:
         what = "parameters of stage 3 are not there from a forward to the second half of its backward"
         raise BadInput(what, where="--schedule", remedy="use 1f1b or gpipe, or --stage 2")

@@ -266,11 +266,7 @@ def plugin_config(block: Keys) -> dict[str, Any]:
 
 
 def _machine(run: Builder, *, alone: bool) -> None:
-    """Set the machines and the GPUs of each.
-
-    Raises:
-        BadInput: processes that do not divide by the machines.
-    """
+    """Set the machines and the GPUs of each. Raises BadInput: processes that do not divide by the machines."""
     nodes = run.number("num_machines") or 1
     processes = run.number("num_processes", least=-1)
     if processes is None or processes < 1:

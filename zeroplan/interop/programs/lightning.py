@@ -149,11 +149,7 @@ def _listed(value: Any) -> list[Any]:
 
 
 def _machine(run: Builder, trainer: Keys) -> None:
-    """Set GPUs and nodes.
-
-    Raises:
-        BadInput: another accelerator.
-    """
+    """Set GPUs and nodes. Raises BadInput: another accelerator."""
     accelerator = trainer.word("accelerator") or "gpu"  # null, by which `auto` is read, too
     if accelerator not in ("gpu", "cuda"):
         raise BadInput(f"{accelerator[:20]} is no GPU", where=f"{trainer.name}.accelerator", remedy="plans are of runs on GPUs")

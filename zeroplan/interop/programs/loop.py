@@ -49,11 +49,7 @@ class OwnLoop(Program):
         return ()
 
     def read(self, document: Document) -> Setup:
-        """Read the run.
-
-        Raises:
-            BadInput: no script, or values that its libraries refuse.
-        """
+        """Read the run. Raises BadInput: no script, or values that its libraries refuse."""
         if document.script is None or "over" not in document.data:
             raise BadInput("is no script with a loop of its own", where=document.name, remedy="leave --program out")
         over = document.data["over"]

@@ -153,11 +153,7 @@ class MegatronLm(Program):
         )
 
     def read(self, document: Document) -> Setup:
-        """Read the run.
-
-        Raises:
-            BadInput: as of :meth:`Program.read`.
-        """
+        """Read the run. Raises BadInput: as of :meth:`Program.read`."""
         data = dict(map(_apart, *zip(*document.data.items(), strict=True))) if document.data else {}
         for name in _SECTIONS:
             section = data.pop(name, None)

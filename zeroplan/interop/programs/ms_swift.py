@@ -84,11 +84,7 @@ class MsSwift(Program):
         return bool(document.starts(*_COMMANDS)) or program.endswith(("swift/cli/sft.py", "swift/cli/rlhf.py"))
 
     def read(self, document: Document) -> Setup:
-        """Read the run.
-
-        Raises:
-            BadInput: as :meth:`Program.read`; or a run by Megatron-Core.
-        """
+        """Read the run. Raises BadInput: as :meth:`Program.read`; or a run by Megatron-Core."""
         run = Builder(document, self.name, self.label)
         started = document.command.program if document.command else ""
         if started.startswith("megatron") or document.has(*_MEGATRON):

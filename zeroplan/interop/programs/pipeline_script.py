@@ -102,11 +102,7 @@ def _short_apart(flags: Mapping[str, Any], words: Sequence[str]) -> tuple[dict[s
 
 
 def _literal(call: ast.Call, names: _Names, key: str, place: int, kind: type, where: str) -> Any:
-    """An argument's value; None where it is not given.
-
-    Raises:
-        BadInput: the text does not tell it.
-    """
+    """An argument's value; None where it is not given. Raises BadInput: the text does not tell it."""
     given = _argument(call, key, place)
     value = names.of(given)
     if given is not None and not isinstance(value, kind):

@@ -45,11 +45,7 @@ _ENOUGH = 2
 
 
 def program_named(asked: str) -> Program:
-    """Return the program of that name, which a version may follow: ``litgpt==0.4.0``.
-
-    Raises:
-        BadInput: an unknown name.
-    """
+    """Return the program of that name, which a version may follow: ``litgpt==0.4.0``. Raises BadInput: an unknown name."""
     name = asked.partition("==")[0]
     found = PROGRAMS.get(name.strip().lower().replace("_", "-")) or PROGRAMS.get(name.strip().lower())
     if found is None:

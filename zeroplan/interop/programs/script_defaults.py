@@ -74,11 +74,7 @@ def _of_adapters(key: str) -> bool:
 
 
 def script_defaults(text: str, name: str) -> ScriptDefaults:
-    """Read the defaults of the dataclasses that a script hands to its parser.
-
-    Raises:
-        BadInput: it is no Python.
-    """
+    """Read the defaults of the dataclasses that a script hands to its parser. Raises BadInput: it is no Python."""
     reader = _Defaults(Values(parsed(text, name), {}), name)
     reader.collect()
     checkpoints, adapters = [], []
@@ -106,11 +102,7 @@ def parses_arguments(text: str) -> bool:
 
 
 def imported(text: str, name: str) -> list[str]:
-    """List the modules that a script imports, those relative to it by their own names.
-
-    Raises:
-        BadInput: it is no Python.
-    """
+    """List the modules that a script imports, those relative to it by their own names. Raises BadInput: it is no Python."""
     nodes = list(ast.walk(parsed(text, name)))
     found = [one.name for node in nodes if isinstance(node, ast.Import) for one in node.names]
     for node in nodes:

@@ -36,11 +36,6 @@ def loader_batches(reader: Reader) -> dict[str, int]:
     return batch
 
 
-def makes_loaders(reader: Reader) -> bool:
-    """Whether the script makes a loader itself."""
-    return any(reader.values.name_of(call.func) == "DataLoader" for call in reader.calls)
-
-
 def _batch(reader: Reader, call: ast.Call) -> int | None:
     """A loader's samples: one where no argument tells; None where the text does not, or a sampler does."""
     words: dict[str, Any] = {key: value for key, value, _ in reader.values.keywords(call)}

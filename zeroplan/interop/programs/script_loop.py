@@ -64,11 +64,7 @@ class LoopReader(Reader):
     """Reads a script with a loop of its own."""
 
     def read(self) -> RunScript:
-        """Read the run.
-
-        Raises:
-            BadInput: names that are not sure, several engines, models of diffusers, or Fabric's loop.
-        """
+        """Read the run. Raises BadInput: names that are not sure, several engines, models of diffusers, or Fabric's loop."""
         if self.values.opaque:
             self.refuse(f"binds names in a way that no text tells (line {self.values.opaque})")
         for node in self.values.nodes:

@@ -46,11 +46,7 @@ class RunScript:
 
 
 def parsed(text: str, name: str) -> ast.Module:
-    """Parse a script's text.
-
-    Raises:
-        BadInput: it is no Python.
-    """
+    """Parse a script's text. Raises BadInput: it is no Python."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

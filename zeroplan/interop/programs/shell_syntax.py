@@ -100,11 +100,7 @@ Body = tuple[Node, ...]
 
 
 def parse(text: str) -> Body:
-    """Return the commands of a script.
-
-    Raises:
-        Unreadable: naming the line, where branches or loops do not close.
-    """
+    """Return the commands of a script. Raises Unreadable: naming the line, where branches or loops do not close."""
     return _Parser(_CONTINUED.sub(_JOINT, text)).script()
 
 

@@ -197,11 +197,7 @@ def refuse_cpu(run: Builder, *switches: str) -> None:
 
 
 def set_precision(run: Builder, *, default: str) -> None:
-    """``bf16`` and ``fp16`` as transformers has them: it refuses both.
-
-    Raises:
-        BadInput: both are true.
-    """
+    """``bf16`` and ``fp16`` as transformers has them: it refuses both. Raises BadInput: both are true."""
     bf16, fp16 = run.flag("bf16"), run.flag("fp16")
     if bf16 and fp16:
         raise BadInput("bf16 and fp16 are both true", where=run.name, remedy="switch one of them off")

@@ -154,11 +154,7 @@ class Config:
         return Config(value, f"{self.where}: {name}")
 
     def none_of(self, *names: str) -> None:
-        """Refuses variants that the description does not cover.
-
-        Raises:
-            NotDescribedError: when one of the flags is set.
-        """
+        """Refuses variants that the description does not cover. Raises NotDescribedError: when one of the flags is set."""
         for name in names:
             if self.data.get(name):
                 raise NotDescribedError(name)
@@ -185,11 +181,7 @@ class Config:
         return heads
 
     def divided(self, whole: int, parts: int, what: str) -> int:
-        """`whole` / `parts`, where the architecture needs it even.
-
-        Raises:
-            BadInput: when it is not.
-        """
+        """`whole` / `parts`, where the architecture needs it even. Raises BadInput: when it is not."""
         if whole % parts:
             raise self.bad(f"{what}: {whole:,} is not a multiple of {parts:,}")
         return whole // parts

@@ -44,11 +44,7 @@ class PythonAllocator(Segments):
         self.marks: list[MarkTotals] = []
 
     def run(self, code: Sequence[int], value: Sequence[int]) -> AllocatorResult:
-        """Handle all events, or those before the first request that cannot be served.
-
-        Raises:
-            BadStream: see there.
-        """
+        """Handle all events, or those before the first request that cannot be served. Raises BadStream: see there."""
         oom = None
         for self.event, (word, operand) in enumerate(zip(code, value, strict=True)):
             op, stream = word & _OP_MASK, word >> OP_BITS

@@ -46,11 +46,7 @@ def main() -> None:
 
 
 def lightning_script(one: Configuration) -> str:
-    """Write the script for ``lightning.Trainer``.
-
-    Raises:
-        BadInput: a model that no script can be written for.
-    """
+    """Write the script for ``lightning.Trainer``. Raises BadInput: a model that no script can be written for."""
     paths = {"@config": one.output, "@arguments": one.beside(ARGUMENTS)}
     loop = re.sub("@config|@arguments", lambda found: repr(paths[found[0]]), _LOOP)
     others = (

@@ -21,11 +21,7 @@ def main() -> None:
 
 
 def runtime_script(one: Configuration) -> str:
-    """Write the script for ``zeroplan_runtime.initialize``.
-
-    Raises:
-        BadInput: a model that no script can be written for.
-    """
+    """Write the script for ``zeroplan_runtime.initialize``. Raises BadInput: a model that no script can be written for."""
     whole = _LOOP.replace(TRAIN_BY_ENGINE, "    engine.compile()\n" + TRAIN_BY_ENGINE)
     loop = whole if one.workload.compile is Compilation.MODEL else _LOOP
     return script(one, loop, standard=("import argparse", "import json"), others=("import zeroplan_runtime",))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from zeroplan.core.digests import DIGESTS
 from zeroplan.interop.forms.configuration import Model
 from zeroplan.models.load import load_model
 from zeroplan.search.files import model_of
@@ -186,7 +187,7 @@ def test_the_folder_may_be_named_alone_and_slurm_finds_it(cli: Cli, tmp_path: Pa
     text = (tmp_path / "runs" / "train.sbatch").read_text()
     assert "--deepspeed runs/ds_config.json" in text
     assert "--gradient_accumulation_steps 4" in text
-    assert {Path(name).name for name in started.files["written"]} == {p.name for p in (tmp_path / "runs").iterdir()}
+    assert {Path(name).name for name in started.files["written"]} | {DIGESTS} == {p.name for p in (tmp_path / "runs").iterdir()}
 
 
 def test_a_new_script_may_lie_in_the_folder_that_is_made(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,8 +238,10 @@ def test_a_program_of_the_users_is_never_overwritten(cli: Cli, tmp_path: Path) -
     script.write_text("print('mine')\n")
     code, out, err = cli("recommend", *words)
     assert (code, out) == (2, "")
-    assert "was not written by recommend; name another file, or give --script to start it" in err
+    assert "train.py is there already and was changed since recommend wrote it" in err
     assert script.read_text() == "print('mine')\n"
+    assert cli("recommend", *words, "--force")[0] == 0
+    assert script.read_text() != "print('mine')\n"
 
 
 @pytest.mark.parametrize(

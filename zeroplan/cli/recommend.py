@@ -84,6 +84,7 @@ Script = Annotated[
 NewScript = Annotated[
     str | None, typer.Option("--new-script", rich_help_panel=_FILES, help="Write such a program: train.py.", metavar="FILE")
 ]
+Force = Annotated[bool, typer.Option("--force", rich_help_panel=_FILES, help="Write over files that recommend did not write.")]
 Hosts = Annotated[str | None, typer.Option("--hosts", rich_help_panel=_FILES, help="Names of the nodes, by comma.")]
 
 
@@ -112,6 +113,7 @@ def recommend(
     script: Script = None,
     new_script: NewScript = None,
     hosts: Hosts = None,
+    force: Force = False,
     html: Html = None,
 ) -> None:
     """Find the fastest configuration that fits; write its files.
@@ -156,7 +158,7 @@ def recommend(
         _require_alone(given, asked)
         _layouts(request, options, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
         return
-    target = _target(request, output, form, launcher, script, new_script, hosts, html, source or [])
+    target = _target(request, output, form, launcher, script, new_script, hosts, html, source or [], force)
     if target is not None and target.form == "trl":
         request = request.replace(chunked_head=True)  # SFTTrainer's own: head and loss in tiles
 
@@ -235,18 +237,21 @@ def _target(
     hosts: str | None,
     html: str | None,
     source: list[str],
+    force: bool,
 ) -> Target | None:
     """Return the target of the files; None without -o and --new-script. A path that cannot be written is refused before the
     search.
     """
+    from zeroplan.core.digests import require_writable_over
     from zeroplan.engines.registry import find_engine
     from zeroplan.search.files import Target, form_of, output_of
-    from zeroplan.search.places import require_no_other_main, require_no_other_program, require_not_read, require_places
+    from zeroplan.search.places import require_not_read, require_places
 
     engine = find_engine(request.engine)
     if output is None and new_script is None:
-        for where, given in (("--form", form), ("--launcher", launcher), ("--script", script), ("--hosts", hosts)):
-            if given is not None:
+        options = (("--form", form), ("--launcher", launcher), ("--script", script), ("--hosts", hosts), ("--force", force))
+        for where, given in options:
+            if given:
                 raise BadInput("no file is asked for", where=where, remedy="give -o ds_config.json as well")
         require_places(html)
         require_not_read(source, html)
@@ -260,13 +265,16 @@ def _target(
     names = tuple(name.strip() for name in (hosts or "").split(",") if name.strip())
     if len(names) not in (0, request.nodes):
         raise BadInput(f"names {len(names)} of {request.nodes} nodes", where="--hosts", remedy="name each node, by comma")
-    target = Target(output, form, launcher, script or "train.py", new_script, names)
-    found = form_of(engine, target)
+    changes = bool(source) and form is launcher is script is new_script is hosts is None
+    target = Target(output, form, launcher, script or "train.py", new_script, names, changes, force)
     require_places(output, new_script, html)
-    if new_script is not None:
-        require_no_other_program(new_script)
-    require_no_other_main(found, target)
-    require_not_read(source, html, new_script, output_of(target, found))
+    if changes:
+        require_not_read(source, html, output)
+        return target
+    main = output_of(target, form_of(engine, target))
+    require_not_read(source, html, new_script, main)
+    if not force:
+        require_writable_over(path for path in (main, new_script) if path is not None)
     return target
 
 
@@ -274,28 +282,33 @@ def _write(found: SearchResult, target: Target | None, html: str | None = None) 
     """Write the files of the best configuration, and the page. Returns the former; None where none are asked for, or nothing
     fits.
     """
-    from zeroplan.core.plumbing.files import write_together
+    from zeroplan.core.digests import require_writable_over, write_with_digests
+    from zeroplan.core.files import write_atomic
 
-    best, files, texts = found.best, None, {}
+    best, files = found.best, None
     if target is not None and best is not None:
-        from zeroplan.search.files import files_of
-        from zeroplan.search.places import require_no_other_files
+        from zeroplan.search.files import changed_files, files_of
 
-        files = files_of(best, found.cluster, target, found.loaded, found.training)
-        require_no_other_files(files, target)
-        texts.update(files.texts)
-        if target.output is not None and target.output.endswith(os.sep):
+        if target.changes and found.patched is not None:
+            files = changed_files(found.patched, target)
+        else:
+            files = files_of(best, found.cluster, target, found.loaded, found.training)
+        if not target.force:
+            require_writable_over(files.texts, files.texts)
+        if files.texts and target.output is not None and target.output.endswith(os.sep):
             os.makedirs(target.output, exist_ok=True)
+        write_with_digests(files.texts)
     if html is not None:
         from zeroplan.report.recommendation_html import answer_html
 
-        texts[html] = answer_html(found)
-    write_together(texts)
+        write_atomic(html, answer_html(found))
     return files
 
 
 def _words_that_write(found: SearchResult) -> list[str]:
     """The command that was typed, with the folder or the script that it then writes; nothing where it writes none."""
+    if found.patched is not None:
+        return ["zeroplan", *sys.argv[1:], "-o", "run/"] if found.patched.edits.texts else []
     forms = found.best.engine.forms() if found.best is not None else {}
     if not forms:
         return []

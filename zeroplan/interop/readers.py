@@ -156,7 +156,7 @@ def _launcher_owns(document: Document) -> bool:
 def _recipe(document: Document) -> Document | None:
     """Return the one file of arguments that a command line names, with its flags over it; None where it names none."""
     command = document.command
-    if command is None or len(found := _argument_files(document, command)) != 1:
+    if command is None or len(found := argument_files(document, command)) != 1:
         return None
     named = load_document(str(found[0]))
     flags = {key: value for key, value in command.flags.items() if key not in RECIPE_FLAGS}
@@ -181,12 +181,12 @@ def _named_files(document: Document) -> Iterable[Path]:
     command = document.command
     if command is None:
         return
-    yield from _argument_files(document, command)
+    yield from argument_files(document, command)
     if command.config_file is not None:
         yield find_beside(command.config_file, document, "--config_file")
 
 
-def _argument_files(document: Document, command: Command) -> list[Path]:
+def argument_files(document: Document, command: Command) -> list[Path]:
     """List the files of arguments that stand behind the program's name or its ``--config``."""
     found = [
         find_beside(word, document, command.program)

@@ -9,6 +9,7 @@ from typing import Any
 from zeroplan.core.plan import Verdict
 from zeroplan.core.sizes import format_bytes, format_count, format_gib
 from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ENGINE_TITLES
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, unmodelled_notes
@@ -18,6 +19,7 @@ from zeroplan.report.verdict import edge_text, fit_text, host_share, lacks_of, p
 from zeroplan.report.verdict import name_of as plan_name
 from zeroplan.report.words import gpus_text, host_text, model_text
 from zeroplan.search.files import Files
+from zeroplan.search.policy import EQUAL
 from zeroplan.search.reasons import name_of
 from zeroplan.search.results import Recommendation, SearchResult
 
@@ -64,12 +66,14 @@ def answer_text(
         table = ranking_table(answer.ranking, style) if wide else narrow_ranking(answer.ranking, terminal)
         lines += [table, "", *map(terminal.dim, terminal.wrap(_LEGEND if wide else _SHORT_LEGEND))]
     if best is not None and best.reasons:
-        name = name_of(best.zero, best.workload)
+        name = name_of(best.plan.engine, best.zero, best.workload)
         lines += ["", terminal.bold(f"Why {name}"), *terminal.items(best.reasons)]
+    if answer.beside is not None:
+        lines += ["", *terminal.wrap(_of_the_other(answer, answer.beside))]
     if best is None:
         lines += _changes(answer, terminal)
     elif answer.current is not None:
-        lines += ["", *_difference(answer.current, best, terminal)]
+        lines += ["", *_difference(answer, best, answer.current, terminal)]
     if files is not None:
         lines += ["", *files_text(files, terminal)]
     left_out = unmodelled_notes([one.plan for one in answer.ranking[:1]])
@@ -88,7 +92,10 @@ def verdict(answer: SearchResult) -> str:
         lacks = " and ".join(lacks_of(plan, describe_cluster(answer.cluster))) or "which lacks memory"
         cheapest = f" Cheapest change: {answer.changes[0].what}." if answer.changes else ""
         return f"Nothing fits: nearest is {described(answer.nearest)}, {lacks}.{cheapest}"
-    text = f"{described(best)}, {best.tokens_per_second:,.0f} tokens/s, {fit_text(best.plan)}"
+    engine = ENGINE_TITLES.get(best.plan.engine, best.plan.engine)
+    name = described(best)
+    name = name if name.startswith(engine) else f"{engine} {name}"
+    text = f"{name}, {best.tokens_per_second:,.0f} tokens/s, {fit_text(best.plan)}"
     if best.plan.verdict is Verdict.MAY_FIT:
         return f"May fit: {text}{host_share(best.plan, describe_cluster(answer.cluster))}. {edge_text(best.plan)}"
     if best.plan.undecided:
@@ -100,6 +107,15 @@ def verdict(answer: SearchResult) -> str:
     elif current is not None and current.tokens_per_second:
         compared = f" {best.tokens_per_second / current.tokens_per_second:.2f} × as fast as what is in use."
     return f"{head}: {text}{host_share(best.plan, describe_cluster(answer.cluster))}.{compared}"
+
+
+def _of_the_other(answer: SearchResult, other: Recommendation) -> str:
+    """Say what the other engine gains over the one that is kept."""
+    best, title = answer.best, ENGINE_TITLES.get(other.plan.engine, other.plan.engine)
+    gain = ""
+    if best is not None and other.plan.verdict is best.plan.verdict:
+        gain = f", {other.tokens_per_second / best.tokens_per_second:.2f} × as fast"
+    return f"{title} beside it (--engine {other.plan.engine}): {_sentence(other)}{gain}."
 
 
 def described(one: Recommendation) -> str:
@@ -114,9 +130,13 @@ def described(one: Recommendation) -> str:
 
 def files_text(files: Files, terminal: Terminal = PLAIN) -> list[str]:
     """Say what was written, with the command, and what the user's own program must do."""
-    lines = [*terminal.wrap(f"Wrote {', '.join(files.texts)}. Start it:"), "", *terminal.shell("  ", files.start.shell())]
+    if not files.texts:
+        return terminal.wrap("Nothing is written: nothing in your files changes.")
+    start = files.start.shell()
+    lines = terminal.wrap(f"Wrote {', '.join(files.texts)}.{' Start it:' if start else ''}")
+    lines += ["", *terminal.shell("  ", start)] if start else []
     if files.program_must:
-        lines += ["", terminal.bold("Your program must"), *terminal.items(files.program_must)]
+        lines += ["", terminal.bold("Your program must" if start else "Left to you"), *terminal.items(files.program_must)]
     return lines
 
 
@@ -134,7 +154,7 @@ def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[lis
         rows.append(
             [
                 str(place),
-                str(one.zero.stage),
+                stage_text(one),
                 offload_text(one.plan),
                 f"{work.batch.micro_batch} × {work.batch.grad_accum}",
                 "yes" if work.gradient_checkpointing else "no",
@@ -145,7 +165,21 @@ def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[lis
                 fits_text(one.plan),
             ]
         )
-    return ["", "ZeRO", "offload", "batch", "ckpt", *compiled_header(ranking), "tokens/s", "GPU", "host", "fits"], rows
+    header = ["", stage_header(ranking), "offload", "batch", "ckpt", *compiled_header(ranking)]
+    return [*header, "tokens/s", "GPU", "host", "fits"], rows
+
+
+def stage_header(ranking: Sequence[Recommendation]) -> str:
+    """The header of the stage: ZeRO's, or what another engine calls sharding."""
+    engines = {one.plan.engine for one in ranking}
+    return "ZeRO" if engines <= {"deepspeed", "zeroplan"} else "reshard" if engines == {"fsdp2"} else "stage"
+
+
+def stage_text(one: Recommendation) -> str:
+    """A row's cell below :func:`stage_header`."""
+    if one.plan.engine == "fsdp2":
+        return "yes" if one.zero.stage == 3 else "no"
+    return str(one.zero.stage)
 
 
 def compiled_header(ranking: Iterable[Recommendation]) -> list[str]:
@@ -258,7 +292,7 @@ def _sentence(one: Recommendation) -> str:
     fits = {True: "fits", False: "does not fit", None: unknown}[one.fits]
     work = one.workload
     return (
-        f"{name_of(one.zero, work)}, {work.batch.micro_batch} × {work.batch.grad_accum}: {need}, {fits}, "
+        f"{name_of(one.plan.engine, one.zero, work)}, {work.batch.micro_batch} × {work.batch.grad_accum}: {need}, {fits}, "
         f"{one.tokens_per_second:,.0f} tokens/s"
     )
 
@@ -280,12 +314,18 @@ def _changes(answer: SearchResult, terminal: Terminal) -> list[str]:
     return terminal.wrap("No single change of sequence length, adapters, host memory, disk, GPUs or cards makes it fit.")
 
 
-def _difference(current: Recommendation, best: Recommendation, terminal: Terminal) -> list[str]:
-    """Say what is in use, and what to change to get from it to the best, as a diff of the ds_configs."""
+def _difference(answer: SearchResult, best: Recommendation, current: Recommendation, terminal: Terminal) -> list[str]:
+    """Say what is in use, and what to change to get from it to the best: a diff of the files, or of ds_configs without any."""
     lines = terminal.wrap(f"In use: {_sentence(current)}.")
     gain = best.tokens_per_second / current.tokens_per_second if current.tokens_per_second else 0.0
     if current.fits is not False and gain < 1.02:
         return [*lines, "What is in use is as good as anything that fits."]
+    if answer.patched is not None:
+        run = answer.patched.run
+        lines += [*answer.patched.diff, *terminal.items(answer.patched.edits.left)]
+        if abs(run.tokens_per_second / best.tokens_per_second - 1) >= EQUAL or run.plan.gpu.needed != best.plan.gpu.needed:
+            lines += terminal.wrap(f"With your other settings as they are: {_sentence(run)}.")
+        return lines
     lines += difflib.unified_diff(_lines(current), _lines(best), "in use", "recommended", lineterm="", n=1)
     if current.alloc_conf != best.alloc_conf:
         lines.append(f"PYTORCH_ALLOC_CONF={best.alloc_conf}")

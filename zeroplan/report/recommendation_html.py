@@ -52,7 +52,7 @@ def _ranking(ranking: Sequence[Recommendation], rows: dict[int, int]) -> str:
     shown = []
     for place, (one, line) in enumerate(zip(ranking, cells, strict=True)):
         number = f"<a href='#point-{place}'>{line[0]}</a>" if place in pointed else line[0]
-        name = f"<span title='{escape(name_of(one.zero, one.workload))}'>"
+        name = f"<span title='{escape(name_of(one.plan.engine, one.zero, one.workload))}'>"
         says = f"<span class='{mark_of(one.plan)}'>{escape(line[-1])}</span>"
         shown.append([number, *(f"{name}{escape(cell)}</span>" for cell in line[1:-1]), says])
     figures = [at for at, header in enumerate(headers) if is_figure(header)]
@@ -65,7 +65,7 @@ def rows_of(points: Sequence[Point], ranking: Sequence[Recommendation]) -> dict[
     """Return for the index of each point that is ranked the index of its row."""
     found: dict[int, int] = {}
     for place, one in enumerate(ranking):
-        name = label_of(one.zero, one.workload)
+        name = label_of(one.plan.engine, one.zero, one.workload)
         same = (
             at for at, p in enumerate(points) if not p.floor and (p.label, p.tokens_per_second) == (name, one.tokens_per_second)
         )

@@ -20,7 +20,7 @@ def name_of(plan: MemoryPlan) -> str:
     """Return ``"ZeRO-3, optimizer and parameters on cpu"``."""
     if plan.capture is not None and plan.capture.way == "loop":
         return "the script as it runs"
-    return sharding_text(plan.stage, plan.offload_optimizer, plan.offload_param)
+    return sharding_text(plan.engine, plan.stage, plan.offload_optimizer, plan.offload_param)
 
 
 def verdict(report: Report) -> str:

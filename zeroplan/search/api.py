@@ -11,12 +11,17 @@ from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
 from zeroplan.search.memory import Memory
+from zeroplan.search.patched import patched
+from zeroplan.search.policy import NOTABLE, WHAT_IF
 from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
 from zeroplan.search.recommend import least_memory, order_of, rank_all, search
-from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
+from zeroplan.search.results import Patched, Recommendation, SearchResult, Suggestion, recommendation
 from zeroplan.search.search_options import AUTO, ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
+
+#: Engines that files without one of their own are changed to.
+_ADDED = {"ddp": "deepspeed"}
 
 
 def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResult:
@@ -26,7 +31,7 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         BadInput: a value that cannot be used.
     """
     options = options or SearchOptions()
-    current = None
+    current, sourced = None, (request, options)
     if request.compile == AUTO and (options.candidates is not None or options.source is not None):
         raise BadInput("is a choice of the search's own", where="--compile auto", remedy="write blocks, or leave it out")
     if options.source is not None:
@@ -59,13 +64,56 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         if options.goal == "throughput":
             said += what_more_buys(resolved, request, options, outcome.ranking[0], memory)
         ranking[0] = replace(ranking[0], reasons=tuple(said))
+    changed = None
+    if ranking and current is not None and resolved.engine.name in (current.engine.name, _ADDED.get(current.engine.name)):
+        changed = _changed_files(*sourced, ranking[0], current)
     return replace(
         _answer(resolved, request, options, tuple(ranking), memory, considered=outcome.considered),
+        patched=changed,
+        beside=_beside(request, options, ranking[0] if ranking else None),
         nearest=nearest,
         changes=changes,
         current=current,
         points=tuple(points(space, outcome, memory, cost)) if options.explain else (),
     )
+
+
+def _changed_files(request: Ask, options: SearchOptions, best: Recommendation, current: Recommendation) -> Patched | None:
+    """Change the source's files to the best configuration; None where it has no file, or they cannot be read so changed."""
+    from zeroplan.search.from_setup import with_source
+
+    def plan(alloc_conf: str) -> Recommendation:
+        found = with_source(request.replace(alloc_conf=alloc_conf) if alloc_conf else request, options)[2]
+        assert found is not None
+        return found
+
+    sources = list(options.source) if isinstance(options.source, list | tuple) else [options.source]
+    try:
+        return patched(sources, options.program, best, current, plan)
+    except BadInput:
+        return None
+
+
+def _beside(request: Ask, options: SearchOptions, best: Recommendation | None) -> Recommendation | None:
+    """Return the best configuration of the other engine, where that is at least :data:`NOTABLE` faster or alone fits."""
+    if not options.beside or options.goal == "memory":
+        return None
+    other = request.replace(engine=options.beside, optimizer_kind=None, precision=None)
+    try:
+        resolved = resolve_search(other, options)
+        space = candidates_of(resolved, other, options)
+        memory = Memory(resolved.engine, resolved.spec, resolved.cluster, depth=request.depth)
+        cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, resolved.rates)
+        ranking = search(space, memory, cost, shown=1, most=WHAT_IF, strict=best is not None).ranking
+    except BadInput:
+        return None
+    if not ranking:
+        return None
+    found = recommendation(resolved.engine, ranking[0], 0, resolved.cluster.layout)
+    if best is None or found.plan.verdict.rank < best.plan.verdict.rank:
+        return found
+    faster = found.tokens_per_second >= NOTABLE * best.tokens_per_second
+    return found if faster and found.plan.verdict is best.plan.verdict else None
 
 
 def _ranked(given: Sequence[Candidate], resolved: ResolvedSearch, memory: Memory, cost: CostModel) -> list[Recommendation]:

@@ -57,7 +57,11 @@ def explain_time(request: Ask) -> list[TimeExplanation]:
         facts = cost.facts(case.workload, case.zero, counts)
         time = compose(items, case.workload, cost.traffic.overlaps(case.zero), case.layout)
         lines = tuple(_derivation(item, facts, rates) for item in items)
-        found.append(TimeExplanation(f"{resolved.engine.name} {resolved.engine.version}", name_of(case.zero), time, lines))
+        found.append(
+            TimeExplanation(
+                f"{resolved.engine.name} {resolved.engine.version}", name_of(resolved.engine.name, case.zero), time, lines
+            )
+        )
     return found
 
 

@@ -11,12 +11,13 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import engine_names, find_engine
+from zeroplan.interop.edits.written import copies, start_of
 from zeroplan.interop.forms.configuration import Configuration, Form, Model
 from zeroplan.interop.forms.launch import LAUNCHERS, Launch, Shell, launch, require_hosts
 from zeroplan.interop.training import NO_TRAINING, Training, trained_config
 from zeroplan.models.catalog import hub_id
 from zeroplan.models.spec import ModelSpec
-from zeroplan.search.results import Recommendation
+from zeroplan.search.results import Patched, Recommendation
 from zeroplan.search.space import NVME_PATH
 from zeroplan.simulate.allocator.config import VARIABLES
 
@@ -35,6 +36,8 @@ class Target:
         script: the user's program.
         new_script: the path of a training script to write in its place; None for none.
         hosts: names of the nodes.
+        changes: whether the files of the run in use are changed, where they can be, in place of writing new ones.
+        force: whether files are written over that zeroplan did not write.
     """
 
     output: str | None = None
@@ -43,6 +46,8 @@ class Target:
     script: str = "train.py"
     new_script: str | None = None
     hosts: Sequence[str] = ()
+    changes: bool = False
+    force: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class Files:
 
     Attributes:
         texts: by path.
-        start: the command.
+        start: the command; its text is empty where none is known.
         program_must: what the user's own program must do itself; empty with a new script.
         notes: what else to know.
     """
@@ -123,6 +128,20 @@ def files_of(
     _require_apart(*written.texts, *scripts, *start.files)
     texts = {**written.texts, **scripts, **start.files}
     return Files(texts, start, must, (*start.notes, *_swap_note(one), *_alloc_note(one), *written.notes))
+
+
+def changed_files(changed: Patched, target: Target) -> Files:
+    """Return copies of the user's files with what changes, and the user's own command with them.
+
+    Raises:
+        BadInput: several files that change, and the name of one.
+    """
+    assert target.output is not None
+    texts, new = copies(changed.places, changed.edits, target.output)
+    scripts = any(one.kind == "shell" for one in changed.places)
+    environment = dict.fromkeys(VARIABLES, changed.alloc_conf) if changed.alloc_conf and not scripts else {}
+    command, todo = start_of(changed.places, new, environment) if texts else ("", [])
+    return Files(texts, Launch(command), (*changed.edits.left, *todo))
 
 
 def _require_apart(*paths: str) -> None:

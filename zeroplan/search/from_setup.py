@@ -71,6 +71,7 @@ def _free_search(
         recommendation(engine, rank_all([candidate], memory, cost)[0], 0, resolved.cluster.layout) if not laid_out else None
     )
     work = candidate.workload
+    kept = request.engine if "engine" in request else asked.engine
     ranks = resolved.cluster.layout.dp
     shared = prod(int(setup.degrees.get(name, 1)) for name in ("tp", "cp", "ulysses", "pp"))
     theirs = (setup.ask.global_batch if setup.degrees else None) or work.batch.micro_batch * work.batch.grad_accum * max(
@@ -88,21 +89,21 @@ def _free_search(
         stage=request.stage,
         offload_optimizer=request.offload_optimizer,
         offload_param=request.offload_param,
-        engine=request.engine,
+        engine=kept,
         ds_config=None,
         dtype=work.numerics.dtype.value,
         optimizer=work.numerics.optimizer,
-        optimizer_kind=None,
-        precision=None,
-        alloc_conf=request.alloc_conf,
+        optimizer_kind=asked.optimizer_kind if kept == asked.engine else None,
+        precision=asked.precision if kept == asked.engine else None,
+        alloc_conf=asked.alloc_conf,
         gradient_checkpointing=False,
         checkpoint_policy="full",
         unmodelled=_beside_degrees(asked, setup),
-        reduce_dtype=asked.reduce_dtype if REDUCED_GRADIENTS.taken_by(find_engine(request.engine)) else None,
+        reduce_dtype=asked.reduce_dtype if REDUCED_GRADIENTS.taken_by(find_engine(kept)) else None,
     )
     if request.compile is not None:
         free = free.replace(compile=request.compile)
-    elif asked.compile is not None and not COMPILED.taken_by(find_engine(request.engine)):
+    elif asked.compile is not None and not COMPILED.taken_by(find_engine(kept)):
         free = free.replace(compile=None, unmodelled=(*free.unmodelled, without_graphs(setup)))
     if asked.checkpoint_policy != free.checkpoint_policy:
         key = setup.ask.source("checkpoint_policy") or "--checkpoint-policy"
@@ -110,7 +111,14 @@ def _free_search(
     left_out = (one for one in setup.unmodelled if one.key not in map(setup.key, setup.degrees))
     said = [setup.line, *laid_out, *(f"{one.key}: {one.says}" for one in left_out)]
     notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
-    return free, replace(plain, global_batch=batch, notes=notes, training=training_said(setup)), current
+    beside = "" if "engine" in request or setup.program not in _OF_BOTH else _BESIDE.get(kept, "")
+    found = replace(plain, global_batch=batch, notes=notes, training=training_said(setup), beside=beside)
+    return free, found, current
+
+
+#: The engine that is offered beside the one that files have, and programs that run both.
+_BESIDE = {"ddp": "deepspeed", "fsdp": "deepspeed", "fsdp2": "deepspeed", "deepspeed": "fsdp2"}
+_OF_BOTH = ("hf-trainer", "trl", "llama-factory", "axolotl", "accelerate", "lightning", "loop")
 
 
 def training_said(setup: Setup) -> Training:

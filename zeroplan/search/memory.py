@@ -205,10 +205,11 @@ class Memory:
     def may_fit(self, plan: MemoryPlan, candidate: Candidate) -> bool:
         """Return whether a plan fits, or where that is unknown, whether it does by the analytic estimate of activations.
 
-        One at the edge of a limit does not: it stands behind all that fit (:class:`~zeroplan.core.plan.Verdict`).
+        One at the edge of a limit does not: it stands behind all that fit (:class:`~zeroplan.core.plan.Verdict`); nor does one
+        that is unknown, and beyond a limit by its figures.
         """
-        if not plan.undecided or plan.gpu.interval is not None:
-            return plan.verdict not in (Verdict.DOES_NOT_FIT, Verdict.MAY_FIT)
+        if plan.verdict is not Verdict.UNKNOWN or plan.gpu.interval is not None:
+            return plan.verdict is Verdict.FITS or (plan.verdict is Verdict.UNKNOWN and not plan.misfits)
         bound, case = self._bound(candidate.workload), self.case(candidate)
         need = max(plan.gpu.phases.values()) + round(bound * (1 + ANALYTIC_SPREAD)) + self._outside(case).total
         return self._usable is None or need <= self._usable

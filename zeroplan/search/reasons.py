@@ -15,7 +15,7 @@ from zeroplan.planner.limit import RESERVED_SPREAD
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.policy import EQUAL, MORE_VRAM, WHAT_IF
+from zeroplan.search.policy import EQUAL, MORE_VRAM, NOTABLE, WHAT_IF
 from zeroplan.search.recommend import Ranked, SearchOutcome, headroom, plainest, search
 from zeroplan.search.results import Point
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
@@ -37,10 +37,10 @@ _BOUND = {
 }
 
 
-def name_of(zero: ZeroConfig, workload: Workload | None = None) -> str:
+def name_of(engine: str, zero: ZeroConfig, workload: Workload | None = None) -> str:
     """Name a configuration: ``"ZeRO-3, optimizer on cpu, checkpointing, blocks compiled"``."""
     device = zero.offload_param.device if zero.offloads_param else OffloadDevice.NONE
-    text = sharding_text(zero.stage, zero.offload_optimizer.device, device)
+    text = sharding_text(engine, zero.stage, zero.offload_optimizer.device, device)
     if workload is not None:
         text += ", checkpointing" if workload.gradient_checkpointing else ", no checkpointing"
         text += f", {workload.compile} compiled" if workload.compile is not None else ""
@@ -57,7 +57,8 @@ def choice(ranking: Sequence[Ranked]) -> list[str]:
     if simple is not best:
         lost = 1 - simple.time.tokens_per_second / best.time.tokens_per_second
         cost = f"costs {100 * lost:.1f} % of the speed" if lost >= EQUAL else "is as fast"
-        said.append(f"the plainest as fast is {label_of(simple.candidate.zero, simple.candidate.workload)}: it {cost}")
+        label = label_of(simple.plan.engine, simple.candidate.zero, simple.candidate.workload)
+        said.append(f"the plainest as fast is {label}: it {cost}")
     return said
 
 
@@ -76,7 +77,7 @@ def _faster_that_do_not_fit(
         if candidate.family == best.candidate.family:
             continue
         time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
-        if time.tokens_per_second <= 1.02 * best.time.tokens_per_second:
+        if time.tokens_per_second <= NOTABLE * best.time.tokens_per_second:
             continue
         floor = memory.floor(candidate)
         old = lightest.get(candidate.family)
@@ -85,7 +86,7 @@ def _faster_that_do_not_fit(
     said = []
     for floor, speed, candidate in sorted(lightest.values(), key=lambda entry: entry[0])[:most]:
         gain = f"{100 * (speed / best.time.tokens_per_second - 1):.0f} % faster"
-        name = name_of(candidate.zero, candidate.workload)
+        name = name_of(memory.engine.name, candidate.zero, candidate.workload)
         if floor > limit:
             said.append(
                 f"{name} would be {gain} and needs at least {format_bytes(floor)} a GPU of {format_bytes(limit)} usable"
@@ -172,10 +173,10 @@ def what_more_buys(resolved: ResolvedSearch, request: Ask, options: SearchOption
         if found is None:
             continue
         gain = found.time.tokens_per_second / best.time.tokens_per_second
-        if gain < 1.02:
+        if gain < NOTABLE:
             said.append(f"{what} would gain nothing")
             continue
-        name = name_of(found.candidate.zero, found.candidate.workload)
+        name = name_of(memory.engine.name, found.candidate.zero, found.candidate.workload)
         said.append(
             f"{what} would make it {gain:.2f} × as fast ({name}, micro batch {found.candidate.workload.batch.micro_batch})"
         )
@@ -194,9 +195,9 @@ def _best_on(cluster: Cluster, resolved: ResolvedSearch, request: Ask, options: 
     return outcome.ranking[0] if outcome.ranking else None
 
 
-def label_of(zero: ZeroConfig, workload: Workload) -> str:
+def label_of(engine: str, zero: ZeroConfig, workload: Workload) -> str:
     """Name a configuration as its point does: ``"ZeRO-3, checkpointing, micro batch 2"``."""
-    return f"{name_of(zero, workload)}, micro batch {workload.batch.micro_batch}"
+    return f"{name_of(engine, zero, workload)}, micro batch {workload.batch.micro_batch}"
 
 
 def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, cost: CostModel) -> list[Point]:
@@ -206,7 +207,7 @@ def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, c
     for ranked in (*outcome.ranking, *outcome.misses):
         plan, candidate = ranked.plan, ranked.candidate
         high = plan.gpu.interval[1] if plan.gpu.interval else max(plan.gpu.needed, memory.floor(candidate))
-        label = label_of(candidate.zero, candidate.workload)
+        label = label_of(memory.engine.name, candidate.zero, candidate.workload)
         found.append(Point(label, high, ranked.time.tokens_per_second, plan.fits is not False and not plan.undecided, False))
         seen.add((candidate.family, candidate.workload.batch.micro_batch))
     for candidate in space:
@@ -214,6 +215,6 @@ def points(space: Iterable[Candidate], outcome: SearchOutcome, memory: Memory, c
         if key not in seen and candidate.effort % 4 == 0:
             seen.add(key)
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
-            label = label_of(candidate.zero, candidate.workload)
+            label = label_of(memory.engine.name, candidate.zero, candidate.workload)
             found.append(Point(label, memory.floor(candidate), time.tokens_per_second, False, True))
     return found

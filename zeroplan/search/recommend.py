@@ -144,19 +144,20 @@ def search(
                 timed.append((one, found.time))
                 heappush(queue, (large, *rank_key(one, found.time), len(timed) - 1))
                 break
-    outcome.ranking += _that_may_fit(missed.values(), outcome.ranking)[: shown - len(outcome.ranking)]
+    for verdict in (Verdict.MAY_FIT,) if outcome.ranking else (Verdict.MAY_FIT, Verdict.UNKNOWN):
+        outcome.ranking += _missed_with(verdict, missed.values(), outcome.ranking)[: shown - len(outcome.ranking)]
     outcome.ranking.sort(key=order_of)
     outcome.misses = list(missed.values())
     outcome.simulated = memory.simulated
     return outcome
 
 
-def _that_may_fit(missed: Iterable[Ranked], ranking: Sequence[Ranked]) -> list[Ranked]:
-    """Return the fastest that may fit of each family that the ranking has not, fastest first."""
+def _missed_with(verdict: Verdict, missed: Iterable[Ranked], ranking: Sequence[Ranked]) -> list[Ranked]:
+    """Return the fastest with this verdict of each family that the ranking has not, fastest first."""
     families = {one.candidate.family for one in ranking}
     found: dict[object, Ranked] = {}
     for one in sorted(missed, key=lambda r: rank_key(r.candidate, r.time)):
-        if one.plan.verdict is Verdict.MAY_FIT and one.candidate.family not in families:
+        if one.plan.verdict is verdict and one.candidate.family not in families:
             found.setdefault(one.candidate.family, one)
     return list(found.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,9 @@ from zeroplan.core.plumbing.display import Printable
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Engine
+from zeroplan.interop.edits.changes import Edits
+from zeroplan.interop.edits.places import Place, text_at
+from zeroplan.interop.edits.written import difference
 from zeroplan.interop.forms.configuration import Model
 from zeroplan.interop.training import NO_TRAINING, Training
 from zeroplan.planner.describe import describe_cluster, describe_workload
@@ -110,6 +114,36 @@ def recommendation(engine: Engine, ranked: Ranked, index: int, layout: ParallelL
 
 
 @dataclass(frozen=True, slots=True)
+class Patched:
+    """The user's files changed to a recommendation.
+
+    Attributes:
+        places: of all files.
+        edits: what changes.
+        run: what the changed files are predicted to need and to do.
+        alloc_conf: the allocator's settings, which a program started by no script is started with.
+    """
+
+    places: tuple[Place, ...]
+    edits: Edits
+    run: Recommendation
+    alloc_conf: str = ""
+
+    @property
+    def diff(self) -> list[str]:
+        """The difference of all files, as lines."""
+        return [
+            line
+            for path, text in self.edits.texts.items()
+            for line in difference(path, text_at(path) if os.path.exists(path) else "", text)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data for JSON."""
+        return {"diff": self.diff, "left": list(self.edits.left), "run": self.run.to_dict()}
+
+
+@dataclass(frozen=True, slots=True)
 class Suggestion:
     """A change that makes the model fit, and the best configuration after it."""
 
@@ -132,6 +166,7 @@ class Point:
 class SearchResult:
     """The answer of ``recommend``. `ranking` is best first; `nearest` is the nearest miss when nothing fits.
 
+    `patched` are the user's files changed to the best, `beside` the best of another engine that gains something.
     `loaded` says where a training script gets the model from, `training` what the run in use says beside what a plan holds.
     """
 
@@ -151,6 +186,8 @@ class SearchResult:
     rates: dict[str, Any] = field(default_factory=dict)
     loaded: Model = field(default_factory=Model)
     training: Training = NO_TRAINING
+    patched: Patched | None = None
+    beside: Recommendation | None = None
 
     @property
     def best(self) -> Recommendation | None:
@@ -173,4 +210,6 @@ class SearchResult:
             "considered": self.considered,
             "simulated": self.simulated,
             "rates": self.rates,
+            **({} if self.patched is None else {"patched": self.patched.to_dict()}),
+            **({} if self.beside is None else {"beside": self.beside.to_dict()}),
         }

@@ -11,7 +11,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.documents import CONFIG, parse_json, read_document, text_of
-from zeroplan.core.plumbing.files import file_kind, is_capture, read_bytes
+from zeroplan.core.plumbing.files import file_kind, is_capture, is_file, read_bytes
 from zeroplan.interop.programs.lightning_script import read_script
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
 from zeroplan.interop.programs.script_defaults import ScriptDefaults, imported, parses_arguments, script_defaults
@@ -245,7 +245,7 @@ def found_from(value: str, folder: Path | None, run_in: str | None = None) -> Pa
     if "$" in value:
         return None
     # Path.is_file raises where a name is too long.
-    return next((place for place in _places(value, folder, run_in) if os.path.isfile(place)), None)
+    return next((place for place in _places(value, folder, run_in) if is_file(place)), None)
 
 
 def _places(value: str, folder: Path | None, run_in: str | None) -> list[Path]:

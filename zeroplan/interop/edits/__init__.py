@@ -1,0 +1,1 @@
+"""Changes of a user's own files: each keeps every character but those of the values that change."""

@@ -25,6 +25,7 @@ from typing import Any
 from unittest.mock import patch
 
 from tests.golden.requests import FILES, Words, quick_requests, requests
+from zeroplan.core.digests import DIGESTS
 
 ANSWERS = Path(__file__).with_name("answers.json.xz")
 _DS_CONFIGS = Path(__file__).resolve().parent.parent / "fixtures" / "ds_configs"
@@ -142,7 +143,8 @@ def _answer(words: Words, folder: Path) -> Answer:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     finally:
         sys.argv = arguments
-    files = {path.relative_to(folder).as_posix(): path.read_text() for path in sorted(written.rglob("*")) if path.is_file()}
+    paths = (path for path in sorted(written.rglob("*")) if path.is_file() and path.name != DIGESTS)
+    files = {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
     shutil.rmtree(written)
     answer = {
         "code": code,

@@ -80,6 +80,7 @@ def test_a_plan_of_another_run_is_said_to_be_one(tmp_path: Path, cli: Cli) -> No
 
 #: 9.27 GiB are the fp32 logits of 4 × 4,096 tokens over 151,936 words.
 LOGITS = (
+    'Traceback (most recent call last):\n  File "/x/transformers/loss/loss_utils.py", line 36, in fixed_cross_entropy\n'
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.27 GiB. GPU 0 has a total capacity of 79.11 GiB of which "
     "5.31 GiB is free. Process 1 has 73.79 GiB memory in use. Of the allocated memory 70.1 GiB is allocated by PyTorch, and "
     "2.9 GiB is reserved by PyTorch but unallocated.\n"
@@ -123,6 +124,27 @@ def test_logits_that_did_not_fit_tell_the_length(tmp_path: Path, cli: Cli) -> No
     assert found["plan"]["plan"] is not None
     found = json.loads(cli("doctor", log, model, "--micro-batch", "2", "--seq-len", "4096", "--json")[1])
     assert found["plan"]["differs"] == ["logits of 16,384 tokens a GPU, where the plan has 2 × 4096"]
+
+
+def test_a_number_of_bytes_alone_tells_no_length(tmp_path: Path, cli: Cli) -> None:
+    log = _write(tmp_path, LOGITS[LOGITS.index("torch.OutOf") :])
+    found = json.loads(cli("doctor", log, "Qwen/Qwen2.5-1.5B", "--micro-batch", "4", "--json")[1])["plan"]
+    assert not [text for text in (*found["taken"], *found["differs"]) if "sequence" in text or "logits" in text]
+
+
+def test_where_no_knob_fits_alone_the_fewest_that_fit_together_are_named(tmp_path: Path, cli: Cli) -> None:
+    log = _write(tmp_path, LOGITS[LOGITS.index("torch.OutOf") :])
+    words = ("Qwen/Qwen2.5-1.5B", "--stage", "2", "--gpu", "2xRTX4090", "--micro-batch", "8", "--seq-len", "1024")
+    found = json.loads(cli("doctor", log, *words, "--json")[1])["plan"]
+    assert found["plan"]["fits"] is False
+    assert " and " in found["relief"]["what"]
+    text = " ".join(cli("doctor", log, *words)[1].split())
+    assert f"Smallest change that fits: {found['relief']['what']} ({found['relief']['flags']})" in text
+    assert "shard more" not in text
+    changed = ("estimate", *words[:3], *found["relief"]["flags"].split(), *words[3:5], "--seq-len", "1024", "--json")
+    kept = () if "--micro-batch" in changed else words[5:7]
+    plan = json.loads(cli(*changed, *kept)[1])["plans"][0]
+    assert (plan["fits"], plan["gpu"]["total"]) == (True, found["relief"]["total"])
 
 
 SNAPSHOT = {

@@ -30,7 +30,9 @@ def question(words: list[str]) -> list[str] | None:
     if os.path.isfile(first) and os.path.basename(first) != "config.json":
         if first.lower().endswith(_LOGS) or not first.lower().endswith((*_RECIPES, ".safetensors")):
             return ["doctor", first, *_flagged(others)]
-        if _is_ds_config(first):
+        from zeroplan.interop.readers import is_ds_config
+
+        if first.lower().endswith(".json") and is_ds_config(first, by_keys=True):
             return ["check", first, *_flagged(others)]
         if not first.lower().endswith((".safetensors", ".safetensors.index.json")):
             return ["estimate", "--from", first, *_flagged(others)]
@@ -71,16 +73,6 @@ def _is_model(word: str) -> bool:
     from zeroplan.models.catalog import find
 
     return find(word) is not None
-
-
-def _is_ds_config(path: str) -> bool:
-    from zeroplan.interop.programs.document import load_document
-    from zeroplan.interop.programs.registry import PROGRAMS
-
-    try:
-        return path.lower().endswith(".json") and bool(PROGRAMS["ds_config"].recognises(load_document(path)))
-    except BadInput:
-        return False
 
 
 def found_here(folder: str = ".") -> list[list[str]]:

@@ -63,7 +63,9 @@ def check(
 
         version, _ = asked_version(request.deepspeed_version)
     setup = None
-    if len(files) == 1 and _is_ds_config(files[0], program):
+    from zeroplan.interop.readers import is_ds_config
+
+    if len(files) == 1 and is_ds_config(files[0], program):
         from zeroplan.ds_config.reader import inspect_ds_config
 
         ranks = None if gpus is None else gpus * request.nodes
@@ -172,27 +174,6 @@ def _text(setup: Setup | None, found: DsConfig | None, report: Report | None, fo
         keys = [] if found is None or wide else [f"{len(found.keys)} keys: --wide lists what each decides."]
         parts.append("\n".join([*keys, *terminal.command("Next: ", following)]))
     return "\n\n".join(part for part in parts if part)
-
-
-def _is_ds_config(file: str, program: str | None) -> bool:
-    """Return whether a file is DeepSpeed's: by its keys, or as JSON that no program owns; text in base64 is."""
-    from zeroplan.interop.programs.document import load_document
-    from zeroplan.interop.programs.registry import PROGRAMS, program_named
-
-    if program is not None:
-        return program_named(program).name == "ds_config"
-    if not os.path.lexists(file.replace("\0", "")):
-        return True
-    try:
-        document = load_document(file)
-    except BadInput:
-        if file.lower().endswith((".yaml", ".yml", ".toml", ".sh", ".slurm", ".py")):
-            raise
-        return True  # whose reader says what is wrong
-    if document.pipeline is not None:
-        return False
-    owners = [one.name for one in PROGRAMS.values() if one.recognises(document) or one.could_own(document)]
-    return owners == ["ds_config"] or (not owners and not file.lower().endswith((".yaml", ".yml", ".toml")))
 
 
 def _dialect(engine: str) -> Dialect:

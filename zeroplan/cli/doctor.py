@@ -86,7 +86,7 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool) -> None:
         from zeroplan.planner.failed_run import plan_of_log
 
         card, allowed, tried = (found.sizes.get(name) for name in ("total", "allowed", "tried"))
-        planned = plan_of_log(request, found.stated, card=card, allowed=allowed, tried=tried)
+        planned = plan_of_log(request, found.stated, card=card, allowed=allowed, tried=tried, phase=found.phase)
         following = flags.recommend_words(planned.request) if found.failed else []
     elif found.about_gpu_memory:
         following = ["zeroplan", "doctor", path, "MODEL"]

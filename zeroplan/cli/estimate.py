@@ -36,6 +36,7 @@ Timeline = Annotated[
 def estimate(
     request: Ask,
     style: flags.Style = "plain",
+    why: flags.Why = False,
     wide: flags.Wide = False,
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
@@ -74,10 +75,8 @@ def estimate(
         from zeroplan.report.plans import report_text
         from zeroplan.report.terminal import Terminal
 
-        terminal = Terminal.here(wide=wide)
+        terminal = Terminal.here(wide=wide, why=why)
         following = [] if any(name in report.workload for name in UNSEARCHED) else flags.recommend_words(request)
-        if report.setup is not None and style not in ("csv", "html"):
-            show("\n".join(terminal.wrap(report.setup["says"])))
         show(report_text(report, style, terminal=terminal, quiet=quiet, next_command=following))
         if peak and not quiet:
             show("\n" + _peaks(answer, style, terminal.width))

@@ -58,6 +58,8 @@ def _style(context: typer.Context, style: str) -> str:
 
 Style = Annotated[str, typer.Option("--format", callback=_style, help="plain, github, html or csv.")]
 
+Why = Annotated[bool, typer.Option("--why", help="Show the reasons, the tables and every note, too.")]
+
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns, in lines of any length.")]
 
 

@@ -104,6 +104,7 @@ def recommend(
     profile: Profile = None,
     nvme_path: NvmePath = "/local_nvme",
     style: flags.Style = "plain",
+    why: flags.Why = False,
     wide: flags.Wide = False,
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
@@ -175,7 +176,7 @@ def recommend(
         show(json.dumps(found.to_dict() | _files_json(written), indent=2))
     else:
         following = _words_that_write(found)
-        terminal = Terminal.here(wide=wide)
+        terminal = Terminal.here(wide=wide, why=why)
         show(answer_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
     if found.best is None or found.best.plan.undecided:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

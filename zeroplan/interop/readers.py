@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.files import is_capture
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import parse_version
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
@@ -244,3 +246,33 @@ def _with_launcher(run: Setup, launcher: Setup) -> Setup:
         unmodelled=(*run.unmodelled, *launcher.unmodelled),
         unknown=(*run.unknown, *launcher.unknown),
     )
+
+
+def is_ds_config(file: str, program: str | None = None, *, by_keys: bool = False) -> bool:
+    """Return whether a file is DeepSpeed's own.
+
+    Args:
+        file: its path, or its text in base64.
+        program: the program that a user says owns it.
+        by_keys: whether only the file's keys can say so; else JSON that no program owns is DeepSpeed's, whose reader says what
+            is wrong with it.
+
+    Raises:
+        BadInput: a capture, or a file of another syntax that cannot be read.
+    """
+    if program is not None:
+        return program_named(program).name == "ds_config"
+    if not os.path.lexists(file.replace("\0", "")):
+        return not by_keys
+    try:
+        document = load_document(file)
+    except BadInput:
+        if not by_keys and (is_capture(file) or file.lower().endswith((".yaml", ".yml", ".toml", ".sh", ".slurm", ".py"))):
+            raise
+        return not by_keys
+    if document.pipeline is not None:
+        return False
+    if by_keys:
+        return bool(program_named("ds_config").recognises(document))
+    owners = [one.name for one in PROGRAMS.values() if one.recognises(document) or one.could_own(document)]
+    return owners == ["ds_config"] or (not owners and not file.lower().endswith((".yaml", ".yml", ".toml")))

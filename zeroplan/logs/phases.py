@@ -35,6 +35,8 @@ _PHASES = (
     ("the loss", r":cross_entropy|:ForCausalLMLoss|:fixed_cross_entropy|:compute_loss_func|loss_utils\.py:"),
     ("the forward", r"modeling_\w+\.py:forward|:_call_impl|module\.py:__call__|:training_step|:compute_loss"),
 )
+#: The phase of the loss.
+LOSS = "the loss"
 _RULES = tuple((phase, re.compile(rule)) for phase, rule in _PHASES)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
@@ -12,9 +14,10 @@ from zeroplan.core.sizes import GIB
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.registry import DEFAULT_ENGINE
 from zeroplan.logs.events import Stated
+from zeroplan.logs.phases import LOSS
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.run.ask import Ask
+from zeroplan.run.ask import OPTIONS, Ask
 
 if TYPE_CHECKING:
     from zeroplan.interop.setups import Setup
@@ -48,7 +51,13 @@ class FailedRunPlan:
 
 
 def plan_of_log(
-    request: Ask, stated: Stated, *, card: int | None, allowed: int | None, tried: int | None = None
+    request: Ask,
+    stated: Stated,
+    *,
+    card: int | None,
+    allowed: int | None,
+    tried: int | None = None,
+    phase: str | None = None,
 ) -> FailedRunPlan:
     """Plan a run, with what its log states in place of what flags and files leave open.
 
@@ -59,14 +68,16 @@ def plan_of_log(
         stated: sizes that the log gives.
         card: bytes of the GPU as torch reports them.
         allowed: bytes that ``set_per_process_memory_fraction`` left to the process.
-        tried: bytes of the allocation that failed; where they are fp32 logits, they tell the length.
+        tried: bytes of the allocation that failed. Where they are fp32 logits and the traceback ends in the loss, they tell the
+            length; the number alone could be any other tensor's.
+        phase: of training in which the traceback ends.
 
     Raises:
         BadInput: a request that cannot be planned.
     """
     filled, setup = _filled(request)
     news, taken, differs = dict[str, object](), list[str](), list[str]()
-    tokens = _tokens_of_logits(filled, tried)
+    tokens = _tokens_of_logits(filled, tried) if phase == LOSS else None
     micro = stated.micro_batch or filled.micro_batch
     if tokens is not None and micro is not None and filled.seq_len is None and tokens % micro == 0:
         news["seq_len"] = tokens // micro
@@ -93,9 +104,41 @@ def plan_of_log(
     if stated.trainable is not None and stated.trainable not in (report.model.trainable, report.model.params):
         differs.append(f"{stated.trainable:,} trainable parameters, where the plan has {report.model.trainable:,}")
     plan = report.decisive
-    fits = plan is not None and plan.fits is not False
-    relief = None if fits else next((one for one in report.reliefs if one.fits), None)
+    relief = None
+    if plan is not None and plan.fits is not True and plan.gpu.usable is not None:
+        relief = next((one for one in report.reliefs if one.fits), None) or _together(asked, plan, report.reliefs)
     return FailedRunPlan(asked, report, tuple(taken), tuple(differs), relief)
+
+
+def _together(asked: Ask, plan: MemoryPlan, reliefs: Sequence[Relief]) -> Relief | None:
+    """Return the fewest knobs that fit together, the cheapest in speed first; None where all of them do not."""
+    by_flag = {option.where: name for name, option in OPTIONS.items() if option.help}
+    for count in range(2, len(reliefs) + 1):
+        for some in combinations(reliefs, count):
+            values = {flag: value for one in some for flag, value in _flags(one.flags).items()}
+            flags = " ".join(f"{flag} {value}".rstrip() for flag, value in values.items())
+            kinds = {flag: OPTIONS[by_flag[flag]].kind for flag in values}
+            changes = {by_flag[flag]: not value or kinds[flag](value) for flag, value in values.items()}
+            try:
+                found = estimate_report(asked.replace(**changes)).decisive
+            except BadInput:
+                continue
+            if found is not None and found.fits and found.gpu.total is not None:
+                saves = (plan.gpu.total or 0) - found.gpu.total
+                what = " and ".join(one.what for one in some)
+                return Relief(what=what, flags=flags, saves=saves, total=found.gpu.total, fits=True)
+    return None
+
+
+def _flags(text: str) -> dict[str, str]:
+    """Return the values of flags by their names, empty for a switch."""
+    found: dict[str, str] = {}
+    for word in text.split():
+        if word.startswith("--"):
+            found[word] = ""
+        else:
+            found[next(reversed(found))] = word
+    return found
 
 
 def _filled(request: Ask) -> tuple[Ask, Setup | None]:

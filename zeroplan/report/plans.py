@@ -10,6 +10,7 @@ from zeroplan.core.plan import MemoryPlan, Report, Verdict
 from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.core.unmodelled import Effect
 from zeroplan.report.host import host_table
+from zeroplan.report.screen import LIST, ONE, counted_notes, first_screen
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, stages_sentence, verdict
@@ -38,15 +39,23 @@ def report_text(
         return plans_table(report.plans, style)
     if style != "plain":
         terminal = Terminal(width=None)
-    lines = _sentences(report, terminal, quiet=quiet, next_command=next_command)
+    blocks = _sentences(report, terminal, next_command=next_command)
     if quiet:
-        return "\n".join(lines)
-    lines.append("")
-    if len(report.plans) == 1:
+        return "\n".join(blocks[0][1])
+    one = len(report.plans) == 1
+    said = list(dict.fromkeys(report_notes(report)))
+    if not terminal.full:
+        if not one:
+            blocks += [(0, ["", *_table(report.plans, style, terminal)]), (5, ["", *_legend(report, style, terminal)])]
+        there = [what for what, has in (("tables", one), (counted_notes(said), said)) if has]
+        more = [terminal.dim(f"{' and '.join(there).capitalize()}: --why")] if there else []
+        return "\n".join(first_screen([*blocks, (0, more)], ONE if one else LIST))
+    lines = [line for _, part in blocks for line in part] + [""]
+    if one:
         lines += _details(report.plans[0], style, terminal, knobs(report, terminal))
     else:
         lines += [*_table(report.plans, style, terminal), "", *_legend(report, style, terminal)]
-    lines += notes(report_notes(report), terminal)
+    lines += notes(said, terminal)
     return "\n".join(lines)
 
 
@@ -56,30 +65,32 @@ _DEGREES = frozenset(("--tp", "--sp", "--cp", "--pp", "--vpp", "--ep", "--etp", 
 
 def brief_text(report: Report, terminal: Terminal = PLAIN, *, quiet: bool = False, next_command: Sequence[str] = ()) -> str:
     """Return the answer without its tables of memory: verdict, peak, knobs and notes."""
-    lines = _sentences(report, terminal, quiet=quiet, next_command=next_command)
+    blocks = _sentences(report, terminal, next_command=next_command)
+    lines = [line for _, part in (blocks[:1] if quiet else blocks) for line in part]
     return "\n".join(lines if quiet else [*lines, *knobs(report, terminal), *notes(report_notes(report), terminal)])
 
 
-def _sentences(report: Report, terminal: Terminal, *, quiet: bool, next_command: Sequence[str]) -> list[str]:
-    """Return what comes before any table: verdict, peak, knobs, the command to go on with, and what was asked for."""
+def _sentences(report: Report, terminal: Terminal, *, next_command: Sequence[str]) -> list[tuple[int, list[str]]]:
+    """Return what comes before any table, each with its rank on the first screen: verdict, peak, knobs, the command to go on
+    with, and what was asked for.
+    """
     decisive = report.decisive
-    lines = terminal.verdict(verdict(report), None if decisive is None else decisive.fits)
-    if quiet:
-        return lines
+    blocks = [(0, terminal.verdict(verdict(report), None if decisive is None else decisive.fits))]
     plan = decisive or (report.plans[0] if report.plans else None)
-    for sentence in (
-        peak_sentence(plan) if plan else "",
-        stages_sentence(plan) if plan else "",
-        relief_sentence(report.reliefs),
+    for rank, sentence in (
+        (2, peak_sentence(plan) if plan else ""),
+        (3, stages_sentence(plan) if plan else ""),
+        (1, relief_sentence(report.reliefs)),
     ):
-        lines += terminal.wrap(sentence) if sentence else []
+        blocks.append((rank, terminal.wrap(sentence) if sentence else []))
+    lines: list[str] = []
     if next_command and report.cluster.get("layout"):
         search = "The fastest with it:" if _DEGREES.intersection(next_command) else "Without it:"
         lines += terminal.wrap(f"Next: your own program starts this layout, no file that recommend writes does. {search}")
         lines += terminal.command("  ", next_command)
     elif next_command:
         lines += terminal.command("Next: ", next_command)
-    return [*lines, "", *terminal.wrap(asked_text(report))]
+    return [*blocks, (0, lines), (1, ["", *terminal.wrap(asked_text(report))])]
 
 
 def knobs(report: Report, terminal: Terminal) -> list[str]:
@@ -103,7 +114,8 @@ def notes(warnings: Sequence[str], terminal: Terminal) -> list[str]:
 
 def report_notes(report: Report) -> list[str]:
     """Return what else to know, the most severe first: what no figure holds, then the warnings."""
-    return [*unmodelled_notes(report.plans), *report.warnings]
+    setup = [report.setup["says"]] if report.setup is not None else []
+    return [*unmodelled_notes(report.plans), *setup, *report.warnings]
 
 
 #: What a thing that the figures leave out does.

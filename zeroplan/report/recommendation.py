@@ -13,6 +13,7 @@ from zeroplan.core.zero_config import ENGINE_TITLES
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, unmodelled_notes
+from zeroplan.report.screen import LIST, counted_notes, first_screen
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import edge_text, fit_text, host_share, lacks_of, peak_sentence, unknown_text
@@ -57,29 +58,47 @@ def answer_text(
     lines = terminal.verdict(verdict(answer), None if best is not None and best.fits is None else best is not None)
     if quiet:
         return "\n".join(lines)
-    if best is not None:
-        lines += terminal.wrap(peak) if (peak := peak_sentence(best.plan)) else []
-        lines += terminal.command("Next: ", next_command) if next_command and files is None else []
-    lines += ["", *terminal.wrap(asked_text(answer)), ""]
+    following = terminal.command("Next: ", next_command) if next_command and files is None and best is not None else []
+    peak = terminal.wrap(text) if best is not None and (text := peak_sentence(best.plan)) else []
+    asked = ["", *terminal.wrap(asked_text(answer))]
+    wide = style != "plain" or terminal.width is None
+    table, legend, reasons = [""], [""], []
     if answer.ranking:
-        wide = style != "plain" or terminal.width is None
-        table = ranking_table(answer.ranking, style) if wide else narrow_ranking(answer.ranking, terminal)
-        lines += [table, "", *map(terminal.dim, terminal.wrap(_LEGEND if wide else _SHORT_LEGEND))]
+        rows = ranking_table(answer.ranking, style) if wide else narrow_ranking(answer.ranking, terminal)
+        table += rows.splitlines()
+        legend += map(terminal.dim, terminal.wrap(_LEGEND if wide else _SHORT_LEGEND))
     if best is not None and best.reasons:
         name = name_of(best.plan.engine, best.zero, best.workload)
-        lines += ["", terminal.bold(f"Why {name}"), *terminal.items(best.reasons)]
-    if answer.beside is not None:
-        lines += ["", *terminal.wrap(_of_the_other(answer, answer.beside))]
+        reasons = ["", terminal.bold(f"Why {name}"), *terminal.items(best.reasons)]
+    other = ["", *terminal.wrap(_of_the_other(answer, answer.beside))] if answer.beside is not None else []
+    difference: list[str] = []
     if best is None:
-        lines += _changes(answer, terminal)
+        difference = ["", *_changes(answer, terminal)]
     elif answer.current is not None:
-        lines += ["", *_difference(answer, best, answer.current, terminal)]
-    if files is not None:
-        lines += ["", *files_text(files, terminal)]
+        difference = ["", *_difference(answer, best, answer.current, terminal)]
+    started = ["", *files_text(files, terminal)] if files is not None else []
     left_out = unmodelled_notes([one.plan for one in answer.ranking[:1]])
-    lines += notes((*left_out, *answer.warnings, *(files.notes if files is not None else ())), terminal)
-    lines.append(terminal.dim(f"({answer.considered} configurations, {answer.simulated} simulated)"))
-    return "\n".join(lines)
+    said = list(dict.fromkeys((*left_out, *answer.warnings, *(files.notes if files is not None else ()))))
+    counted = f"({answer.considered} configurations, {answer.simulated} simulated)"
+    if terminal.full:
+        parts = (lines, peak, following, asked, table, legend, reasons, other, difference, started, notes(said, terminal))
+        return "\n".join([*(line for part in parts for line in part), terminal.dim(counted)])
+    more = [what for what, there in (("reasons", reasons), (counted_notes(said), said)) if there]
+    end = terminal.wrap(f"{counted} {' and '.join(more).capitalize()}: --why" if more else counted)
+    of_files = answer.current is not None and best is not None
+    blocks = [
+        (0, lines),
+        (4, peak),
+        (0, following),
+        (2 if of_files else 1, asked),
+        (3 if of_files else 0, table if answer.ranking else []),
+        (5, legend),
+        (1, other),
+        (0, difference),
+        (0, started),
+        (0, ["", *map(terminal.dim, end)]),
+    ]
+    return "\n".join(first_screen(blocks, LIST))
 
 
 def verdict(answer: SearchResult) -> str:

@@ -15,13 +15,20 @@ _FEWEST_COLUMNS = 40
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """The place that text goes to. `width` is the most characters of a line, None for lines of any length."""
+    """The place that text goes to.
+
+    Attributes:
+        width: the most characters of a line; None for lines of any length.
+        colour: whether it shows colours.
+        full: whether an answer shows all that it has, and not its first screen alone.
+    """
 
     width: int | None = 80
     colour: bool = False
+    full: bool = True
 
     @classmethod
-    def here(cls, *, wide: bool = False) -> Terminal:
+    def here(cls, *, wide: bool = False, why: bool = True) -> Terminal:
         """The terminal that standard output goes to: its width (80 if it is none), in colour unless ``NO_COLOR`` is set."""
         import os
         import shutil
@@ -29,7 +36,8 @@ class Terminal:
 
         shows = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         columns = shutil.get_terminal_size((80, 24)).columns
-        return cls(None if wide else min(max(columns, _FEWEST_COLUMNS), MOST_COLUMNS), shows and not os.environ.get("NO_COLOR"))
+        width = None if wide else min(max(columns, _FEWEST_COLUMNS), MOST_COLUMNS)
+        return cls(width, shows and not os.environ.get("NO_COLOR"), wide or why)
 
     def wrap(self, text: str, *, indent: str = "", hang: str = "  ") -> list[str]:
         """Return the text in lines: the first begins with `indent`, the others with `hang`."""

@@ -19,7 +19,9 @@ LLAMA = "meta-llama/Llama-3.2-1B"
 
 
 def test_estimate_prints_the_verdict_and_one_table(cli: Cli) -> None:
-    code, out, err = cli("estimate", LLAMA, "--gpus", "8", "--vram", "24G", "--depth", "formula")
+    words = ("estimate", LLAMA, "--gpus", "8", "--vram", "24G", "--depth", "formula")
+    assert cli(*words)[1].count("\n") <= 20
+    code, out, err = cli(*words, "--why")
     assert (code, err) == (0, "")
     assert "1,235,814,400 parameters" in out
     assert "24 GiB (23.4 GiB usable)" in " ".join(out.split())

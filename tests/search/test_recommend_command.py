@@ -69,7 +69,9 @@ def test_the_written_config_is_the_first_row(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_text_names_the_choice_its_reasons_and_how_to_start(cli: Cli, tmp_path: Path) -> None:
-    code, out, _ = cli("recommend", LLAMA, "--vram", "40G", "--gpus", "2", *FAST, "-o", str(tmp_path / "ds.json"))
+    words = ("recommend", LLAMA, "--vram", "40G", "--gpus", "2", *FAST)
+    assert cli(*words)[1].count("\n") <= 20
+    code, out, _ = cli(*words, "-o", str(tmp_path / "ds.json"), "--why")
     assert code == UNKNOWN
     assert out.startswith("Unknown: nothing is known to fit; best may be DeepSpeed ZeRO-")
     assert "\nWhy ZeRO-" in out
@@ -424,7 +426,7 @@ def test_files_of_each_form_are_written(cli: Cli, tmp_path: Path) -> None:
 
 def test_the_verdict_is_the_first_line_and_quiet_leaves_the_rest_out(cli: Cli) -> None:
     words = ("recommend", LLAMA, "--gpu", "2xA100-40G", "--seq-len", "1024", "--micro-batch", "1")
-    code, out, _ = cli(*words)
+    code, out, _ = cli(*words, "--why")
     assert code == 0
     head, _, rest = out.partition("\nPeak, in the ")
     found = zeroplan.recommend(LLAMA, gpu="2xA100-40G", seq_len=1024, micro_batch=1)
@@ -437,7 +439,7 @@ def test_the_verdict_is_the_first_line_and_quiet_leaves_the_rest_out(cli: Cli) -
     assert head.startswith(f"Best: DeepSpeed ZeRO-{best.zero.stage}, micro batch 1, ")
     assert cli(*words, "--quiet")[1] == head + "\n"
     following = rest.partition("\nNext: ")[2].partition("\n\n")[0].replace("\\\n", " ").split()
-    assert following == ["zeroplan", *words, "-o", "run/"]
+    assert following == ["zeroplan", *words, "--why", "-o", "run/"]
     assert str(found).partition("\n\n")[2] == out.partition("\n\n")[2].removesuffix("\n")
 
 
@@ -483,7 +485,11 @@ def test_without_a_model_it_says_what_the_card_can_train_here_and_from_python(
     before, _, after = out.partition("\nNext: ")
     assert f"{before}\n\n{after.partition(chr(10) * 2)[2]}".rstrip() == str(found)
     assert out.startswith("Trains at most: ")
+    sizes = [entry[1] for row in found.overview.rows for entry in row.found[:1] if not row.method.offload]
+    assert sizes == sorted(sizes)  # each further method trains a larger model
     for row in found.overview.rows:
+        if not row.found:
+            continue
         name, _, best = row.found[0]
         assert f"Trained {row.method.how}\n{name.rpartition('/')[2]} " in out
         assert best.fits or fits_by_bound(best.plan)

@@ -290,8 +290,8 @@ def _write(found: SearchResult, target: Target | None, html: str | None = None) 
     if target is not None and best is not None:
         from zeroplan.search.files import changed_files, files_of
 
-        if target.changes and found.patched is not None:
-            files = changed_files(found.patched, target)
+        if target.changes and found.changed is not None:
+            files = changed_files(found.changed, target)
         else:
             files = files_of(best, found.cluster, target, found.loaded, found.training)
         if not target.force:
@@ -308,8 +308,8 @@ def _write(found: SearchResult, target: Target | None, html: str | None = None) 
 
 def _words_that_write(found: SearchResult) -> list[str]:
     """The command that was typed, with the folder or the script that it then writes; nothing where it writes none."""
-    if found.patched is not None:
-        return ["zeroplan", *sys.argv[1:], "-o", "run/"] if found.patched.edits.texts else []
+    if found.changed is not None:
+        return ["zeroplan", *sys.argv[1:], "-o", "run/"] if found.changed.edits.texts else []
     forms = found.best.engine.forms() if found.best is not None else {}
     if not forms:
         return []

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 ACTIVATIONS = "activations"
 #: The key of what decides at a card's limit.
 LIMIT = "limit"
+#: Boards take this many times the host memory that nodes of their kind usually have, and no more.
+_MOST_HOST = 4
 _WITHIN = "the card's limit lies within the figures' error"
 #: What settles a plan at its card's limit.
 _ROOM = "leave the card more room (a smaller micro batch, a shorter length, more GPUs), or try a few steps"
@@ -97,8 +99,8 @@ def judged(
 
     It fits if every upper bound is within its limit and nothing that is left out adds memory. It does not fit if a lower bound
     exceeds a limit that was given, and nothing that is left out saves memory. It may fit if the limit lies between the bounds,
-    if just fragments of the allocator decide, if the limit that is exceeded is an assumed size of the host, or if swap files
-    need a disk and none was named. Else that is unknown.
+    if just fragments of the allocator decide, if the limit that is exceeded is an assumed size of the host (by no more than
+    boards take), or if swap files need a disk and none was named. Else that is unknown.
 
     Args:
         unmodelled: what the figures leave out.
@@ -110,7 +112,7 @@ def judged(
     unmodelled = tuple(unmodelled)
     low, high = gpu
     broken = misfits(case, gpu=high, cpu=cpu, nvme=nvme)
-    certain = misfits(case, gpu=low, cpu=0 if case.cluster.assumes_host else cpu, nvme=nvme)
+    certain = misfits(case, gpu=low, cpu=round(cpu / _MOST_HOST) if case.cluster.assumes_host else cpu, nvme=nvme)
     keys = tuple(one for one in unmodelled if one.key != LIMIT)  # fragments may decide, and are no unknown
     cluster = case.cluster
     limited = any(limit is not None for limit in (cluster.vram, cluster.cpu_ram, cluster.nvme))

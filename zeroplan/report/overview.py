@@ -76,7 +76,7 @@ def _legend(found: Overview) -> str:
 def verdict(found: Overview) -> str:
     """Return the largest model of each method in a sentence, and the methods by which nothing can be trained."""
     largest = [(row.method.how, *row.found[0]) for row in found.rows if row.found]
-    nothing = [row.method.how for row in found.rows if not row.found]
+    nothing = [row.method.how for row in found.rows if not row.fits]
     if not largest:
         return "Nothing fits: no model of the catalog can be trained here, by any method."
     parts = [

@@ -62,11 +62,11 @@ def answer_text(
     peak = terminal.wrap(text) if best is not None and (text := peak_sentence(best.plan)) else []
     asked = ["", *terminal.wrap(asked_text(answer))]
     wide = style != "plain" or terminal.width is None
-    table, legend, reasons = [""], [""], []
+    table, legend, reasons = list[str](), list[str](), list[str]()
     if answer.ranking:
         rows = ranking_table(answer.ranking, style) if wide else narrow_ranking(answer.ranking, terminal)
-        table += rows.splitlines()
-        legend += map(terminal.dim, terminal.wrap(_LEGEND if wide else _SHORT_LEGEND))
+        table = ["", *rows.splitlines()]
+        legend = ["", *map(terminal.dim, terminal.wrap(_LEGEND if wide else _SHORT_LEGEND))]
     if best is not None and best.reasons:
         name = name_of(best.plan.engine, best.zero, best.workload)
         reasons = ["", terminal.bold(f"Why {name}"), *terminal.items(best.reasons)]
@@ -91,7 +91,7 @@ def answer_text(
         (4, peak),
         (0, following),
         (2 if of_files else 1, asked),
-        (3 if of_files else 0, table if answer.ranking else []),
+        (3 if of_files else 0, table),
         (5, legend),
         (1, other),
         (0, difference),
@@ -330,7 +330,7 @@ def _changes(answer: SearchResult, terminal: Terminal) -> list[str]:
         return lines
     if answer.nearest is None:
         return []
-    return terminal.wrap("No single change of sequence length, adapters, host memory, disk, GPUs or cards makes it fit.")
+    return terminal.wrap("No change makes it fit, of adapters, length, host memory, disk, and up to 32 nodes of 8 GPUs.")
 
 
 def _difference(answer: SearchResult, best: Recommendation, current: Recommendation, terminal: Terminal) -> list[str]:
@@ -339,9 +339,8 @@ def _difference(answer: SearchResult, best: Recommendation, current: Recommendat
     gain = best.tokens_per_second / current.tokens_per_second if current.tokens_per_second else 0.0
     if current.fits is not False and gain < 1.02:
         return [*lines, "What is in use is as good as anything that fits."]
-    if answer.patched is not None:
-        run = answer.patched.run
-        lines += [*answer.patched.diff, *terminal.items(answer.patched.edits.left)]
+    if answer.changed is not None and (run := answer.changed_run) is not None:
+        lines += [*answer.changed.diff, *terminal.items(answer.changed.edits.left)]
         if abs(run.tokens_per_second / best.tokens_per_second - 1) >= EQUAL or run.plan.gpu.needed != best.plan.gpu.needed:
             lines += terminal.wrap(f"With your other settings as they are: {_sentence(run)}.")
         return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.engines.base import Case, Engine
@@ -11,14 +12,16 @@ from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
 from zeroplan.search.memory import Memory
-from zeroplan.search.patched import patched
 from zeroplan.search.policy import NOTABLE, WHAT_IF
 from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
 from zeroplan.search.recommend import least_memory, order_of, rank_all, search
-from zeroplan.search.results import Patched, Recommendation, SearchResult, Suggestion, recommendation
+from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
 from zeroplan.search.search_options import AUTO, ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
+
+if TYPE_CHECKING:
+    from zeroplan.interop.edits.written import ChangedFiles
 
 #: Engines that files without one of their own are changed to.
 _ADDED = {"ddp": "deepspeed"}
@@ -64,12 +67,13 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         if options.goal == "throughput":
             said += what_more_buys(resolved, request, options, outcome.ranking[0], memory)
         ranking[0] = replace(ranking[0], reasons=tuple(said))
-    changed = None
+    changed: tuple[ChangedFiles, Recommendation] | tuple[None, None] = (None, None)
     if ranking and current is not None and resolved.engine.name in (current.engine.name, _ADDED.get(current.engine.name)):
-        changed = _changed_files(*sourced, ranking[0], current)
+        changed = _changed_files(*sourced, ranking[0], current) or changed
     return replace(
         _answer(resolved, request, options, tuple(ranking), memory, considered=outcome.considered),
-        patched=changed,
+        changed=changed[0],
+        changed_run=changed[1],
         beside=_beside(request, options, ranking[0] if ranking else None),
         nearest=nearest,
         changes=changes,
@@ -78,9 +82,12 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
     )
 
 
-def _changed_files(request: Ask, options: SearchOptions, best: Recommendation, current: Recommendation) -> Patched | None:
+def _changed_files(
+    request: Ask, options: SearchOptions, best: Recommendation, current: Recommendation
+) -> tuple[ChangedFiles, Recommendation] | None:
     """Change the source's files to the best configuration; None where it has no file, or they cannot be read so changed."""
     from zeroplan.search.from_setup import with_source
+    from zeroplan.search.patched import patched
 
     def plan(alloc_conf: str) -> Recommendation:
         found = with_source(request.replace(alloc_conf=alloc_conf) if alloc_conf else request, options)[2]

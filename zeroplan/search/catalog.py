@@ -16,6 +16,7 @@ from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
+from zeroplan.search.policy import QUANTIZED_ENGINE
 from zeroplan.search.recommend import Ranked
 from zeroplan.search.results import Recommendation, SearchResult, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
@@ -54,16 +55,18 @@ METHODS = (
 )
 #: By model, whether adapters are trained, and the base's format.
 Known = dict[tuple[str, bool, str | None], Memory]
-#: The engine of a quantised base.
-_QUANTIZED_ENGINE = "ddp"
 
 
 @dataclass(frozen=True, slots=True)
 class MethodRow:
-    """One method's largest models that fit, largest first."""
+    """One method's largest models that fit, largest first: those that are larger than any that a plainer method trains.
+
+    `fits` is whether any model of the catalog fits by it.
+    """
 
     method: Method
     found: tuple[tuple[str, int, Recommendation], ...]
+    fits: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +97,12 @@ def overview(request: Ask, options: SearchOptions | None = None) -> Overview:
     smallest = resolve_search(request.replace(model=entries[-1].id), options)
     candidates_of(smallest, request, options)  # what the batch cannot be, before the models are gone through
     known: Known = {}
-    rows = tuple(
-        MethodRow(method, tuple(_largest(method, entries, request, options, smallest.cluster, known))) for method in METHODS
-    )
+    rows: tuple[MethodRow, ...] = ()
+    for method in METHODS:  # the plainest first: another is for larger models
+        found = tuple(_largest(method, entries, request, options, smallest.cluster, known))
+        plainer = (row for row in rows if method.offload or not row.method.offload)
+        beyond = max((entry[1] for row in plainer for entry in row.found), default=0)
+        rows += (MethodRow(method, tuple(entry for entry in found if entry[1] > beyond), bool(found)),)
     full = [entry for row in rows[:2] for entry in row.found[:1]]
     best = None
     if full:
@@ -127,7 +133,7 @@ def _largest(
 
 def engine_of(method: Method, request: Ask) -> str:
     """Return the engine that trains by the method: the one asked for, or the one whose quantised bases a GPU has measured."""
-    return request.engine if method.quantize is None else _QUANTIZED_ENGINE
+    return request.engine if method.quantize is None else QUANTIZED_ENGINE
 
 
 def _resolved(

@@ -5,21 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import engine_names, find_engine
-from zeroplan.interop.edits.written import copies, start_of
 from zeroplan.interop.forms.configuration import Configuration, Form, Model
 from zeroplan.interop.forms.launch import LAUNCHERS, Launch, Shell, launch, require_hosts
 from zeroplan.interop.training import NO_TRAINING, Training, trained_config
 from zeroplan.models.catalog import hub_id
 from zeroplan.models.spec import ModelSpec
-from zeroplan.search.results import Patched, Recommendation
+from zeroplan.search.results import Recommendation
 from zeroplan.search.space import NVME_PATH
 from zeroplan.simulate.allocator.config import VARIABLES
+
+if TYPE_CHECKING:
+    from zeroplan.interop.edits.written import ChangedFiles
 
 #: Files that hold weights, by how their names end.
 _WEIGHTS = (".safetensors", ".bin")
@@ -130,12 +133,14 @@ def files_of(
     return Files(texts, start, must, (*start.notes, *_swap_note(one), *_alloc_note(one), *written.notes))
 
 
-def changed_files(changed: Patched, target: Target) -> Files:
+def changed_files(changed: ChangedFiles, target: Target) -> Files:
     """Return copies of the user's files with what changes, and the user's own command with them.
 
     Raises:
         BadInput: several files that change, and the name of one.
     """
+    from zeroplan.interop.edits.written import copies, start_of
+
     assert target.output is not None
     texts, new = copies(changed.places, changed.edits, target.output)
     scripts = any(one.kind == "shell" for one in changed.places)

@@ -8,8 +8,9 @@ from typing import Any
 from zeroplan.core.files import as_if
 from zeroplan.interop.edits.changes import Wanted, edits_for
 from zeroplan.interop.edits.places import places_of
+from zeroplan.interop.edits.written import ChangedFiles
 from zeroplan.search.policy import EQUALLY_FAST
-from zeroplan.search.results import Patched, Recommendation
+from zeroplan.search.results import Recommendation
 
 
 def patched(
@@ -18,7 +19,7 @@ def patched(
     best: Recommendation,
     current: Recommendation,
     plan: Callable[[str], Recommendation],
-) -> Patched | None:
+) -> tuple[ChangedFiles, Recommendation] | None:
     """Change the files to a recommendation by the fewest changes with which they are predicted to fit and to run as fast.
 
     The user's buckets and the like stay unless the run would then not fit, or be slower.
@@ -29,6 +30,9 @@ def patched(
         best: the recommendation.
         current: the files as they are.
         plan: plans the files as they are read at the time of the call, under these settings of the allocator.
+
+    Returns:
+        The changed files, and what they are predicted to need and to do.
     """
     places = places_of(sources, program)
     if not places:
@@ -49,7 +53,7 @@ def patched(
         if best.ds_config() is None:
             break
     edits.left += [f"set {what} in your program" for what in _missed(best, run)]
-    return Patched(tuple(places), edits, run, conf)
+    return ChangedFiles(tuple(places), edits, conf), run
 
 
 def _missed(best: Recommendation, run: Recommendation) -> list[str]:

@@ -13,7 +13,9 @@ from zeroplan.core.sizes import GIB
 #: Families (stage, offloads, checkpointing, what is compiled) that an answer shows: what one screen holds.
 SHOWN = 5
 #: Changes that an answer without a fitting configuration names: a line each.
-NAMED = 4
+NAMED = 6
+#: The engine of a quantised base: a GPU has measured its.
+QUANTIZED_ENGINE = "ddp"
 #: Memory that a "what if" adds to each card: a tenth of an 80 GiB card.
 MORE_VRAM = 8 * GIB
 

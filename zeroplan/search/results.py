@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
@@ -13,14 +12,14 @@ from zeroplan.core.plumbing.display import Printable
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Engine
-from zeroplan.interop.edits.changes import Edits
-from zeroplan.interop.edits.places import Place, text_at
-from zeroplan.interop.edits.written import difference
 from zeroplan.interop.forms.configuration import Model
 from zeroplan.interop.training import NO_TRAINING, Training
 from zeroplan.planner.describe import describe_cluster, describe_workload
 from zeroplan.search.cost import StepTime
 from zeroplan.search.recommend import Ranked, headroom
+
+if TYPE_CHECKING:
+    from zeroplan.interop.edits.written import ChangedFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,36 +113,6 @@ def recommendation(engine: Engine, ranked: Ranked, index: int, layout: ParallelL
 
 
 @dataclass(frozen=True, slots=True)
-class Patched:
-    """The user's files changed to a recommendation.
-
-    Attributes:
-        places: of all files.
-        edits: what changes.
-        run: what the changed files are predicted to need and to do.
-        alloc_conf: the allocator's settings, which a program started by no script is started with.
-    """
-
-    places: tuple[Place, ...]
-    edits: Edits
-    run: Recommendation
-    alloc_conf: str = ""
-
-    @property
-    def diff(self) -> list[str]:
-        """The difference of all files, as lines."""
-        return [
-            line
-            for path, text in self.edits.texts.items()
-            for line in difference(path, text_at(path) if os.path.exists(path) else "", text)
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
-        return {"diff": self.diff, "left": list(self.edits.left), "run": self.run.to_dict()}
-
-
-@dataclass(frozen=True, slots=True)
 class Suggestion:
     """A change that makes the model fit, and the best configuration after it."""
 
@@ -166,8 +135,9 @@ class Point:
 class SearchResult:
     """The answer of ``recommend``. `ranking` is best first; `nearest` is the nearest miss when nothing fits.
 
-    `patched` are the user's files changed to the best, `beside` the best of another engine that gains something.
-    `loaded` says where a training script gets the model from, `training` what the run in use says beside what a plan holds.
+    `changed` are the user's files changed to the best, `changed_run` what they then are predicted to do; `beside` is the best of
+    another engine that gains something. `loaded` says where a training script gets the model from, `training` what the run in
+    use says beside what a plan holds.
     """
 
     model: dict[str, Any]
@@ -186,13 +156,18 @@ class SearchResult:
     rates: dict[str, Any] = field(default_factory=dict)
     loaded: Model = field(default_factory=Model)
     training: Training = NO_TRAINING
-    patched: Patched | None = None
+    changed: ChangedFiles | None = None
+    changed_run: Recommendation | None = None
     beside: Recommendation | None = None
 
     @property
     def best(self) -> Recommendation | None:
         """The first recommendation that fits; else the first that may, its plan undecided; None if none does."""
         return next((r for r in self.ranking if r.fits is not False), None)
+
+    @staticmethod
+    def _patched(changed: ChangedFiles, run: Recommendation) -> dict[str, Any]:
+        return {"diff": changed.diff, "left": list(changed.edits.left), "run": run.to_dict()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON."""
@@ -210,6 +185,10 @@ class SearchResult:
             "considered": self.considered,
             "simulated": self.simulated,
             "rates": self.rates,
-            **({} if self.patched is None else {"patched": self.patched.to_dict()}),
+            **(
+                {}
+                if self.changed is None or self.changed_run is None
+                else {"patched": self._patched(self.changed, self.changed_run)}
+            ),
             **({} if self.beside is None else {"beside": self.beside.to_dict()}),
         }

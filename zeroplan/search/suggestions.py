@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.sizes import GIB, TIB
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.policy import FAR, NAMED, TRIES
+from zeroplan.search.policy import FAR, NAMED, QUANTIZED_ENGINE, TRIES
 from zeroplan.search.recommend import Ranked
 from zeroplan.search.results import Recommendation, Suggestion, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 
+#: Host memory a GPU of rented nodes with cards for training, in GiB.
+_HOST = 256
 #: Memories of cards that are sold, in GiB.
 _CARDS = (16, 24, 32, 40, 48, 80, 141, 180)
 
@@ -67,6 +70,12 @@ def _options(resolved: ResolvedSearch, request: Ask, options: SearchOptions, nea
     eight_bit = find_optimizer(workload.numerics.optimizer).eight_bit
     if eight_bit and workload.lora_rank is None:
         yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", request.replace(optimizer=eight_bit), options)
+    if workload.lora_rank is None:
+        adapters = request.replace(lora_rank=16)
+        yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", adapters, options)
+        words = f"--lora-rank 16 --quantize nf4 --engine {QUANTIZED_ENGINE}"
+        quantized = adapters.replace(quantize="nf4", engine=QUANTIZED_ENGINE)
+        yield _Option(f"QLoRA: adapters of rank 16 over 4-bit weights ({words})", quantized, options)
     seq = workload.batch.seq_len or 0
     for parts in (2, 4):
         if seq // parts >= 512:
@@ -74,8 +83,6 @@ def _options(resolved: ResolvedSearch, request: Ask, options: SearchOptions, nea
             yield _Option(f"sequences of {seq // parts} (--seq-len {seq // parts})", shorter, options, row="seq")
     if cluster.nvme is None:
         yield _Option("2 TiB of disk a node (--nvme 2T)", request.replace(nvme=2 * TIB), options)
-    if workload.lora_rank is None:
-        yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", request.replace(lora_rank=16), options)
     need = nearest.plan.cpu.per_node
     if cluster.usable_cpu_ram is not None and need > cluster.usable_cpu_ram:
         size = 64 * GIB
@@ -88,9 +95,29 @@ def _options(resolved: ResolvedSearch, request: Ask, options: SearchOptions, nea
         if gpus <= 8 and (options.global_batch or gpus * cluster.nodes) % (gpus * cluster.nodes) == 0:
             more = request.replace(gpus=gpus, cpu_ram=host * factor)
             yield _Option(f"{gpus} GPUs a node (--gpus {gpus}) with as much host memory each", more, options, row="gpus")
+    for nodes in (2, 4, 8, 16) if cluster.gpus >= 8 else ():
+        if (options.global_batch or 0) % (cluster.gpus * nodes) == 0 and nodes > cluster.nodes:
+            yield _Option(f"{nodes} such nodes (--nodes {nodes})", request.replace(nodes=nodes), options, row="nodes")
     for size in _CARDS:
         if cluster.vram is not None and size * GIB > cluster.vram:
             yield _Option(f"cards of {size} GiB (--vram {size}G)", request.replace(vram=size * GIB), options, row="vram")
+
+
+#: Machines that one can rent: GPUs a node and nodes.
+_MACHINES = ((1, 1), (2, 1), (4, 1), (8, 1), (8, 2), (8, 4), (8, 8), (8, 16), (8, 32))
+
+
+def _machines(cluster: Cluster, request: Ask, options: SearchOptions) -> Iterator[_Option]:
+    """Yield whole machines, those with the least memory first: several things at once, where no change by itself is enough."""
+    sizes = [(gpus * nodes * card, gpus, nodes, card) for gpus, nodes in _MACHINES for card in _CARDS]
+    least = cluster.gpus * cluster.nodes * (cluster.vram or 0) / GIB
+    for whole, gpus, nodes, card in sorted(sizes):
+        if whole <= least or gpus * nodes < cluster.gpus * cluster.nodes:
+            continue
+        machine = request.replace(gpus=gpus, nodes=nodes, vram=card * GIB, cpu_ram=gpus * _HOST * GIB, gpu=None)
+        count = f"{gpus} GPUs" if gpus > 1 else "1 GPU"
+        what = f"{nodes} nodes of {count}" if nodes > 1 else count
+        yield _Option(f"{what} of {card} GiB with {gpus * _HOST} GiB of host memory a node", machine, options, row="machine")
 
 
 def cheapest_suggestions(
@@ -112,11 +139,18 @@ def cheapest_suggestions(
             done.add(option.row)
             named += 1
             yield Suggestion(option.what, found)
+    if named:
+        return
+    for option in _machines(resolved.cluster, request, options):
+        found = _least(option, None)
+        if found is not None:
+            yield Suggestion(option.what, found)
+            return
 
 
 def _same_model(one: Ask, two: Ask) -> bool:
     """Return whether two requests train the same parameters, so that tapes can be shared."""
-    return (one.lora_rank, one.lora_targets, one.gpu) == (two.lora_rank, two.lora_targets, two.gpu)
+    return all(one.said.get(name) == two.said.get(name) for name in ("lora_rank", "lora_targets", "gpu", "quantize", "engine"))
 
 
 def _least(option: _Option, base: Memory | None) -> Recommendation | None:

@@ -10,7 +10,7 @@ from typing import Any
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.framework_forms import hf_trainer_form
 from zeroplan.ds_config.writer import dump_ds_config
-from zeroplan.interop.edits.places import ACCELERATE, DS_CONFIG, Place, text_at
+from zeroplan.interop.edits.places import ACCELERATE, DS_CONFIG, SourceFile, text_at
 from zeroplan.interop.edits.texts import (
     REMOVED,
     UneditableError,
@@ -74,9 +74,9 @@ class Edits:
 
     texts: dict[str, str] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
-    added: list[Place] = field(default_factory=list)
+    added: list[SourceFile] = field(default_factory=list)
 
-    def put(self, place: Place, path: Sequence[str], value: Any) -> None:
+    def put(self, place: SourceFile, path: Sequence[str], value: Any) -> None:
         """Change one value of a place; what cannot be changed is listed."""
         text = self.texts.get(place.path) or text_at(place.path)
         among = [str(key) for key in place.data]
@@ -98,7 +98,7 @@ class Edits:
             self.texts[place.path] = changed
 
 
-def edits_for(places: Sequence[Place], wanted: Wanted, *, whole: bool = False) -> Edits:
+def edits_for(places: Sequence[SourceFile], wanted: Wanted, *, whole: bool = False) -> Edits:
     """Change what must be changed for a configuration.
 
     Args:
@@ -123,7 +123,7 @@ def edits_for(places: Sequence[Place], wanted: Wanted, *, whole: bool = False) -
     return edits
 
 
-def _with_ds_config(edits: Edits, places: Sequence[Place], arguments: Sequence[Place], wanted: Wanted) -> bool:
+def _with_ds_config(edits: Edits, places: Sequence[SourceFile], arguments: Sequence[SourceFile], wanted: Wanted) -> bool:
     """Add a ds_config for a program on the Trainer that has none. Returns whether it did."""
     taking = [one for one in arguments if one.program in _TAKE_DS_CONFIG and not one.has("deepspeed")]
     if wanted.ds_config is None or not taking or any(one.program == ACCELERATE or one.has("fsdp") for one in places):
@@ -135,11 +135,11 @@ def _with_ds_config(edits: Edits, places: Sequence[Place], arguments: Sequence[P
     edits.put(taking[-1], ["deepspeed"], path)
     added = os.path.join(os.path.dirname(taking[-1].path), path)
     edits.texts[added] = dump_ds_config(hf_trainer_form(wanted.ds_config)[0])
-    edits.added.append(Place(added, "json", DS_CONFIG, {}, (), (taking[-1], "deepspeed"), path))
+    edits.added.append(SourceFile(added, "json", DS_CONFIG, {}, (), (taking[-1], "deepspeed"), path))
     return True
 
 
-def _argument(edits: Edits, arguments: Sequence[Place], keys: Mapping[str, tuple[str, ...]], value: int) -> None:
+def _argument(edits: Edits, arguments: Sequence[SourceFile], keys: Mapping[str, tuple[str, ...]], value: int) -> None:
     said = [(place, key) for place in arguments for key in keys.get(place.program, ()) if place.has(key)]
     for place, key in said:
         if place.value(key) != value:
@@ -149,7 +149,7 @@ def _argument(edits: Edits, arguments: Sequence[Place], keys: Mapping[str, tuple
         edits.put(taking[-1], [keys[taking[-1].program][0]], value)
 
 
-def _checkpointing(edits: Edits, places: Sequence[Place], arguments: Sequence[Place], wanted: bool) -> None:
+def _checkpointing(edits: Edits, places: Sequence[SourceFile], arguments: Sequence[SourceFile], wanted: bool) -> None:
     key = "fsdp_config.fsdp_activation_checkpointing"
     of_fsdp = [one for one in places if one.program == ACCELERATE and one.has(key)]
     for place in of_fsdp:
@@ -210,7 +210,7 @@ def _device(block: Any) -> str:
     return str(device).lower() if isinstance(device, str) else OffloadDevice.NONE.value
 
 
-def _sharding(edits: Edits, places: Sequence[Place], arguments: Sequence[Place], wanted: Wanted) -> None:
+def _sharding(edits: Edits, places: Sequence[SourceFile], arguments: Sequence[SourceFile], wanted: Wanted) -> None:
     """Change stage and offload where no ds_config says them: accelerate's own keys, FSDP's, and programs' flags."""
     zero = wanted.zero
     for place in places:
@@ -232,7 +232,7 @@ def _sharding(edits: Edits, places: Sequence[Place], arguments: Sequence[Place],
                 edits.put(place, ["deepspeed"], name)
 
 
-def _accelerate(edits: Edits, place: Place, own: Mapping[str, Any], wanted: Wanted) -> None:
+def _accelerate(edits: Edits, place: SourceFile, own: Mapping[str, Any], wanted: Wanted) -> None:
     zero, within = wanted.zero, () if place.kind == "shell" else ("deepspeed_config",)
     if own.get("zero_stage", 2) != zero.stage:
         edits.put(place, (*within, "zero_stage"), zero.stage)
@@ -245,7 +245,7 @@ def _accelerate(edits: Edits, place: Place, own: Mapping[str, Any], wanted: Want
         edits.put(place, (*within, _ACCUM_KEY), wanted.grad_accum)
 
 
-def _fsdp(edits: Edits, place: Place, own: Mapping[str, Any], zero: ZeroConfig) -> None:
+def _fsdp(edits: Edits, place: SourceFile, own: Mapping[str, Any], zero: ZeroConfig) -> None:
     within = () if place.kind == "shell" else ("fsdp_config",)
     reshards = zero.stage == 3
     key = "fsdp_reshard_after_forward" if str(own.get("fsdp_version")) == "2" else "fsdp_sharding_strategy"
@@ -257,7 +257,7 @@ def _fsdp(edits: Edits, place: Place, own: Mapping[str, Any], zero: ZeroConfig) 
         edits.put(place, (*within, "fsdp_offload_params"), bool(zero.offloads_param))
 
 
-def _allocator(edits: Edits, places: Sequence[Place], conf: str) -> None:
+def _allocator(edits: Edits, places: Sequence[SourceFile], conf: str) -> None:
     script = next((one.path for one in places if one.kind == "shell"), None)
     if script is None:
         return

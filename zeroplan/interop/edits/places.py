@@ -22,7 +22,7 @@ _KINDS = {"json": "json", "yaml": "yaml", "yml": "yaml", "py": "python"}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceFile:
     """One mapping of settings in a file.
 
     Attributes:
@@ -40,7 +40,7 @@ class Place:
     program: str
     data: Mapping[str, Any] = field(default_factory=dict)
     within: tuple[str, ...] = ()
-    named_by: tuple[Place, str] | None = None
+    named_by: tuple[SourceFile, str] | None = None
     says: str = ""
 
     def has(self, key: str) -> bool:
@@ -62,13 +62,13 @@ def text_at(path: str) -> str:
     return text_of(read_bytes(path, CONFIG.size), path)
 
 
-def places_of(sources: Sequence[Any], program: str | None = None) -> list[Place]:
+def places_of(sources: Sequence[Any], program: str | None = None) -> list[SourceFile]:
     """Return the places of all files that sources name, each once, those first that name others.
 
     Raises:
         BadInput: as reading them does.
     """
-    found: dict[tuple[str, tuple[str, ...], str], Place] = {}
+    found: dict[tuple[str, tuple[str, ...], str], SourceFile] = {}
     for source in sources:
         if isinstance(source, str | os.PathLike):
             for one in _places(os.fspath(source), program):
@@ -78,22 +78,24 @@ def places_of(sources: Sequence[Any], program: str | None = None) -> list[Place]
     return list(found.values())
 
 
-def _places(path: str, program: str | None, named_by: tuple[Place, str] | None = None, says: str = "") -> Iterator[Place]:
+def _places(
+    path: str, program: str | None, named_by: tuple[SourceFile, str] | None = None, says: str = ""
+) -> Iterator[SourceFile]:
     document = load_document(path)
     command = document.command
     kind = _KINDS.get(path.lower().rpartition(".")[2], "")
     kind = "shell" if command is not None or (document.data and kind == "" and not path.endswith(".toml")) else kind
     if command is None:
         owner = _owner(document, program)
-        place = Place(path, kind, owner, document.data, (), named_by, says)
+        place = SourceFile(path, kind, owner, document.data, (), named_by, says)
         yield place
         yield from _named_by(place, document)
         return
     script = document.script
     owner = _owner(document, program) if document.data or script is not None else ""
-    place = Place(path, "shell", owner, command.flags or document.data, (), named_by, says)
+    place = SourceFile(path, "shell", owner, command.flags or document.data, (), named_by, says)
     yield place
-    yield Place(path, "shell", "launcher", command.launch_flags)
+    yield SourceFile(path, "shell", "launcher", command.launch_flags)
     yield from _named_by(place, document)
     for one in argument_files(document, command):
         written = next((word for word in (*command.files, *map(str, command.flags.values())) if str(one).endswith(word)), "")
@@ -104,7 +106,7 @@ def _places(path: str, program: str | None, named_by: tuple[Place, str] | None =
     if (flags := launch_document(command, document)) is not None:
         for section in ("deepspeed_config", "fsdp_config"):
             if isinstance(flags.data.get(section), Mapping):
-                yield Place(path, "shell", ACCELERATE, {section: flags.data[section]})
+                yield SourceFile(path, "shell", ACCELERATE, {section: flags.data[section]})
 
 
 def _owner(document: Document, program: str | None) -> str:
@@ -114,14 +116,14 @@ def _owner(document: Document, program: str | None) -> str:
         return ""
 
 
-def _named_by(place: Place, document: Document) -> Iterator[Place]:
+def _named_by(place: SourceFile, document: Document) -> Iterator[SourceFile]:
     """Yield the ds_config that a file names or holds."""
     key = "deepspeed_config.deepspeed_config_file" if place.program == ACCELERATE else "deepspeed"
     if place.value("deepspeed") is True:
         key = "deepspeed_config"
     said = place.value(key)
     if isinstance(said, Mapping):
-        yield Place(place.path, place.kind, DS_CONFIG, said, tuple(key.split(".")))
+        yield SourceFile(place.path, place.kind, DS_CONFIG, said, tuple(key.split(".")))
     elif isinstance(said, str) and said.lower().endswith(".json"):
         path = str(find_beside(said, document, key))
-        yield Place(path, "json", DS_CONFIG, load_source(Path(path))[0], (), (place, key), said)
+        yield SourceFile(path, "json", DS_CONFIG, load_source(Path(path))[0], (), (place, key), said)

@@ -7,10 +7,11 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.edits.changes import Edits
-from zeroplan.interop.edits.places import Place, text_at
+from zeroplan.interop.edits.places import SourceFile, text_at
 
 #: Commands that take a file of arguments, by program.
 _STARTS = {"llama-factory": "llamafactory-cli train", "axolotl": "axolotl train"}
@@ -18,7 +19,31 @@ _STARTS = {"llama-factory": "llamafactory-cli train", "axolotl": "axolotl train"
 _OWN_FOLDER = re.compile(r"\$0\b|\$\{?BASH_SOURCE")
 
 
-def copies(places: Sequence[Place], edits: Edits, output: str) -> tuple[dict[str, str], dict[str, str]]:
+@dataclass(frozen=True, slots=True)
+class ChangedFiles:
+    """A user's files, and what changes in them.
+
+    Attributes:
+        places: of all files.
+        edits: what changes.
+        alloc_conf: the allocator's settings, which a program started by no script is started with.
+    """
+
+    places: tuple[SourceFile, ...]
+    edits: Edits
+    alloc_conf: str = ""
+
+    @property
+    def diff(self) -> list[str]:
+        """The difference of all files, as lines."""
+        return [
+            line
+            for path, text in self.edits.texts.items()
+            for line in difference(path, text_at(path) if os.path.exists(path) else "", text)
+        ]
+
+
+def copies(places: Sequence[SourceFile], edits: Edits, output: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return the texts of the copies by their paths, and the copies' paths by those of the originals.
 
     Args:
@@ -30,7 +55,7 @@ def copies(places: Sequence[Place], edits: Edits, output: str) -> tuple[dict[str
         BadInput: several files that change, and the name of one.
     """
     changed = list(edits.texts)
-    namers: dict[str, list[Place]] = {}
+    namers: dict[str, list[SourceFile]] = {}
     for place in (*places, *edits.added):
         if place.named_by is not None:
             namers.setdefault(place.path, []).append(place)
@@ -74,7 +99,7 @@ def _named_as(says: str, found: str, new: str) -> str:
     return os.path.relpath(new, at.removesuffix(said) or ".")
 
 
-def start_of(places: Sequence[Place], new: Mapping[str, str], environment: Mapping[str, str]) -> tuple[str, list[str]]:
+def start_of(places: Sequence[SourceFile], new: Mapping[str, str], environment: Mapping[str, str]) -> tuple[str, list[str]]:
     """Return the command that starts the run with the copies, empty where none is known, and what else to do.
 
     Args:

@@ -284,7 +284,7 @@ def _write(found: SearchResult, target: Target | None, html: str | None = None) 
     fits.
     """
     from zeroplan.core.digests import require_writable_over, write_with_digests
-    from zeroplan.core.files import write_atomic
+    from zeroplan.core.plumbing.files import write_atomic
 
     best, files = found.best, None
     if target is not None and best is not None:

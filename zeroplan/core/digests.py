@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes, write_together
+from zeroplan.core.plumbing.files import read_bytes, write_together
 
 #: The file of a folder that holds the digests of what was written there, by name.
 DIGESTS = ".zeroplan-written.json"

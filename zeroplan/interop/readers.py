@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import is_capture
+from zeroplan.core.plumbing.files import is_capture
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import parse_version
 from zeroplan.core.zero_config import DEEPSPEED_VERSION

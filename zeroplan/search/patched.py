@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zeroplan.core.files import as_if
+from zeroplan.core.plumbing.files import as_if
 from zeroplan.interop.edits.changes import Wanted, edits_for
 from zeroplan.interop.edits.places import places_of
 from zeroplan.interop.edits.written import ChangedFiles

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import require_writable
+from zeroplan.core.plumbing.files import require_writable
 from zeroplan.interop.forms.configuration import DS_CONFIG
 
 

@@ -135,7 +135,7 @@ class Point:
 class SearchResult:
     """The answer of ``recommend``. `ranking` is best first; `nearest` is the nearest miss when nothing fits.
 
-    `changed` are the user's files changed to the best, `changed_run` what they then are predicted to do; `beside` is the best of
+    `changed` are the user's files changed to the best, `changed_run` what these are predicted to do; `beside` is the best of
     another engine that gains something. `loaded` says where a training script gets the model from, `training` what the run in
     use says beside what a plan holds.
     """

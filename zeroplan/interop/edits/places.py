@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.documents import CONFIG, text_of
 from zeroplan.core.errors import BadInput
-from zeroplan.core.files import read_bytes
+from zeroplan.core.plumbing.documents import CONFIG, text_of
+from zeroplan.core.plumbing.files import read_bytes
 from zeroplan.ds_config.source import load_source
 from zeroplan.interop.programs.accelerate import launch_document
 from zeroplan.interop.programs.document import Document, find_beside, load_document

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import zeroplan
 from tests.workloads import flat_workload
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
@@ -211,3 +212,14 @@ def test_a_model_of_more_layers_than_are_simulated_is_refused_before_any_work() 
         estimate_report(Ask(model=deep, stage=3))
     report = estimate_report(Ask(model=deep, stage=3, depth="formula", vram="80G"))
     assert report.plans[0].fits is None
+
+
+def test_what_no_amd_card_has_measured_leaves_the_verdict_open() -> None:
+    def plan(gpu: str) -> MemoryPlan:
+        return zeroplan.estimate("openai-community/gpt2", engine="ddp", gpu=gpu, seq_len=512)[0]
+
+    amd, nvidia = plan("MI300X"), plan("H200")
+    assert nvidia.fits is True
+    assert amd.fits is None
+    assert "measured on no AMD card" in amd.unmodelled[0].says
+    assert amd.settle.startswith("run a few steps of the program itself")

@@ -46,6 +46,11 @@ class Gpu:
         return self.capability >= (8, 0) and self.link_gbs >= 200
 
     @property
+    def amd(self) -> bool:
+        """Whether the card runs ROCm: what its runtime and RCCL take beside torch's allocator was measured on none."""
+        return self.source.startswith("AMD")
+
+    @property
     def workspace(self) -> int:
         """Bytes. Source: aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize (32 MiB on sm_90 and later)."""
         return _HOPPER_WORKSPACE if self.capability >= (9, 0) else _OLD_WORKSPACE

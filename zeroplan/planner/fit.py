@@ -52,6 +52,9 @@ def left_out(engine: Engine, case: Case, *, tape: ExpandedTape | None = None) ->
     for technique, value in techniques_of(work):
         for one in technique.left_out(value, facts, tape):
             found.setdefault(one.key, one)
+    if tape is not None and case.cluster.gpu.amd:
+        says = "what ROCm and RCCL take beside torch's allocator was measured on no AMD card; CUDA's and NCCL's stand for it"
+        found.setdefault(UNMEASURED, Unmodelled(UNMEASURED, Effect.UNKNOWN, says))
     if work.has(Saving) and (says := engine.unsaved(case)):
         found.setdefault("saving", Unmodelled("saving", Effect.MORE, says))
     return tuple(found.values())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from zeroplan.core.buffers import Buffer
+from zeroplan.core.gpus import GPUS
 from zeroplan.core.plan import MemoryPlan, Report, Verdict
 from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.core.unmodelled import Effect
@@ -252,11 +253,17 @@ def plans_table(plans: Sequence[MemoryPlan], style: str = "plain") -> str:
     return render(headers, rows, style)
 
 
+def _amd(report: Report) -> bool:
+    gpu = GPUS.get(str(report.cluster.get("gpu")).lower())
+    return gpu is not None and gpu.amd
+
+
 def _legend(report: Report, style: str, terminal: Terminal) -> list[str]:
     """Say what the columns are."""
     simulated = any(plan.depth == "simulated" for plan in report.plans)
     if style == "plain" and terminal.width is not None:
-        gpu = "what nvidia-smi would show" if simulated else "states and the engine's buffers, without activations"
+        shown = "what nvidia-smi would show" if not _amd(report) else "reserved by torch, with CUDA's context for ROCm's"
+        gpu = shown if simulated else "states and the engine's buffers, without activations"
         lines = terminal.wrap(f"GiB. GPU: {gpu}, on the GPU that needs the most. host: of a node. --wide shows all columns.")
         return [terminal.dim(line) for line in lines]
     lines = ["GiB per GPU; host and disk per node. DeepSpeed says: its own estimator, per GPU / per node's host."]

@@ -8,8 +8,8 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import GPUS, find_gpu
 from zeroplan.core.network import NETWORKS, Network, parse_network, usual_network
-from zeroplan.core.rates import fabric_of, rates_of
-from zeroplan.search.collectives import Algorithm, Collective, Fabric, Protocol, RankGroup
+from zeroplan.core.rates import rates_of
+from zeroplan.search.collectives import Algorithm, Collective, Fabric, Protocol, RankGroup, fabric_of
 
 _LARGE = float(1 << 33)
 

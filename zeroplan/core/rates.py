@@ -25,7 +25,6 @@ from zeroplan.core.gpus import Gpu
 from zeroplan.core.network import Network, usual_network
 from zeroplan.core.plumbing.documents import CONFIG, parse_json, text_of
 from zeroplan.core.plumbing.files import read_bytes
-from zeroplan.search.collectives import Fabric
 
 #: Of the data sheet's dense rate, what large 16-bit matrix products attain (cuBLAS, 8192³), by architecture. Hopper's: 727.6 of
 #: 989 on an H200 while three others of its node were at work (benchmarks/results/recommend_blind/profile_4_ranks.json). One by
@@ -161,20 +160,6 @@ def rates_of(gpu: Gpu, network: Network | None = None, gpus: int = 8) -> Rates:
         ring_gbs=min(network.node_gbs, link) if gpus > 1 else network.node_gbs,
         network_us=network.latency_us,
         pinned_gbs=gpu.pcie_gbs,
-    )
-
-
-def fabric_of(rates: Rates, gpu: Gpu) -> Fabric:
-    """Return what collectives between such GPUs run over, at these rates."""
-    nvlink = gpu.link_gbs > gpu.pcie_gbs
-    return Fabric(
-        link_gbs=rates.link_gbs,
-        adapter_gbs=rates.adapter_gbs,
-        ring_gbs=rates.ring_gbs,
-        latency_us=rates.network_us,
-        capability=gpu.capability,
-        nvlink=nvlink,
-        switched=nvlink and gpu.switched,
     )
 
 

@@ -26,6 +26,9 @@ from enum import StrEnum
 from functools import lru_cache
 from math import log2
 
+from zeroplan.core.gpus import Gpu
+from zeroplan.core.rates import Rates
+
 
 class Collective(StrEnum):
     """The collectives that training uses."""
@@ -286,3 +289,17 @@ def _pat(fabric: Fabric, group: RankGroup) -> tuple[Algorithm, Protocol, float, 
     net = _NET[Algorithm.TREE][2] + 2 * fabric.latency_us
     latency = _BASE[Algorithm.PAT][2] + int(log2(group.nodes)) * net / 3.5 + group.ranks * 2.8
     return (Algorithm.PAT, Protocol.SIMPLE, latency, fabric.bus_gbs(group))
+
+
+def fabric_of(rates: Rates, gpu: Gpu) -> Fabric:
+    """Return what collectives between such GPUs run over, at these rates."""
+    nvlink = gpu.link_gbs > gpu.pcie_gbs
+    return Fabric(
+        link_gbs=rates.link_gbs,
+        adapter_gbs=rates.adapter_gbs,
+        ring_gbs=rates.ring_gbs,
+        latency_us=rates.network_us,
+        capability=gpu.capability,
+        nvlink=nvlink,
+        switched=nvlink and gpu.switched,
+    )

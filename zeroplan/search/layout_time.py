@@ -32,14 +32,14 @@ from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import Stage, chunks_of, even_stages
 from zeroplan.core.pipeline_order import GATHERED_CHUNKS, Action, Do, PipelineOrder, PipelineSchedule, schedule_of, with_gathers
-from zeroplan.core.rates import Rates, fabric_of
+from zeroplan.core.rates import Rates
 from zeroplan.engines.base import Case
 from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts
 from zeroplan.engines.traffic import Sharing
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.facts import spec_facts
-from zeroplan.search.collectives import Collective, RankGroup
+from zeroplan.search.collectives import Collective, RankGroup, fabric_of
 
 _GIGA, _TERA = 1e9, 1e12
 #: Bytes of an element in the exchanges, which are in 16 bits, and of a reduced gradient.

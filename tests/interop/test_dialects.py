@@ -15,8 +15,7 @@ from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.dialect import Dialect, Support
 from zeroplan.ds_config.findings import Severity
-from zeroplan.ds_config.reader import DsConfig, inspect_ds_config, read_ds_config
-from zeroplan.ds_config.rulebook import RULES
+from zeroplan.ds_config.reader import RULES, DsConfig, inspect_ds_config, read_ds_config
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.run.ask import Ask

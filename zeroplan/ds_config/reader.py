@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -38,8 +38,12 @@ from zeroplan.ds_config.findings import At, Finding, Severity
 from zeroplan.ds_config.optimizer_params import check_optimizer_params
 from zeroplan.ds_config.quantize_training import read_quantize_training
 from zeroplan.ds_config.reading import KeyReport, Reading
-from zeroplan.ds_config.rulebook import run_rules
 from zeroplan.ds_config.rules import View
+from zeroplan.ds_config.rules_autoep import AUTOEP_REFUSALS
+from zeroplan.ds_config.rules_config import CONFIG_REFUSALS
+from zeroplan.ds_config.rules_engine import ENGINE_REFUSALS
+from zeroplan.ds_config.rules_notes import REMARKS
+from zeroplan.ds_config.rules_runtime import RUNTIME_REFUSALS
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.ds_config.schema import MemoryEffect
 from zeroplan.ds_config.sections import SECTIONS
@@ -434,3 +438,13 @@ def _unmodelled(reading: Reading) -> None:
     for where in dict.fromkeys(named):
         what = _OF_ALL if where not in _LAYOUTS else _OF_LAYOUTS
         reading.add(UNMODELLED, Severity.WARNING, where, what, "", "", At.ENGINE)
+
+
+RULES = (*CONFIG_REFUSALS, *ENGINE_REFUSALS, *AUTOEP_REFUSALS, *REMARKS, *RUNTIME_REFUSALS)
+
+
+def run_rules(view: View, dialect: Dialect) -> Iterator[Finding]:
+    """Return the findings of every rule that holds of the dialect's program and applies to the config."""
+    for rule in RULES:
+        if dialect in rule.dialects and rule.applies(view):
+            yield rule.finding(view)

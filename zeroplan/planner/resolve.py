@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizers import find_optimizer
+from zeroplan.core.parallel import DEGREES
 from zeroplan.core.preferences import PLAIN_TASKS, PLANNED, PairLoss, passes_of
 from zeroplan.core.tasks import parse_task, training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
@@ -16,11 +18,11 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.layout import layout_of, unmeasured
-from zeroplan.planner.offered import facts_of, require_buildable, require_partition
+from zeroplan.planner.layout import layout_of, unmeasured, without_degrees
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.workload import beyond_positions, workload_of
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.base import Facts
 from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.experts import AUTO_EP, OWN_EXPERTS
 from zeroplan.techniques.table import techniques_of
@@ -245,3 +247,30 @@ def with_training_task(request: Ask) -> Ask:
     if "reference" in passes:
         passes["reference"] = Reference(passes["reference"])
     return request.replace(task=passes.pop("head", None), **passes)
+
+
+def facts_of(request: Ask, engine: Engine, workload: Workload, cluster: Cluster, spec: ModelSpec) -> Facts:
+    """Return what rules of techniques read of a run."""
+    degrees = {name: int(getattr(request, name)) for name in (*DEGREES, "vpp")} | {"sp": 1 + request.sp}
+    return Facts(engine, workload, spec, cluster, degrees, task=request.task, alone=without_degrees(request))
+
+
+def require_buildable(engine: Engine, workload: Workload) -> None:
+    """Refuse optimizers that a ds_config alone makes, under an engine that reads none."""
+    row = find_optimizer(workload.numerics.optimizer)
+    if row.until is not None and engine.dialect is None:
+        raise BadInput(
+            f"{row.name} is built from a ds_config alone, and {engine.name} reads none",
+            where="--optimizer",
+            remedy="use --engine zeroplan, or adamw",
+        )
+
+
+def require_partition(request: Ask, engine: Engine) -> None:
+    """Refuse a way to divide layers that the engine does not have."""
+    if request.partition is not None and not (engine.partition and request.pp > 1):
+        raise BadInput(
+            "layers are divided by a method on stages of DeepSpeed's PipelineModule",
+            where="--partition",
+            remedy="use --engine deepspeed --pp 2, or leave it out",
+        )

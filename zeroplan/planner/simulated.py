@@ -6,6 +6,9 @@ Note [Uneven routing]
     bias that balances it, one rank may get more. Expert biases that are adjusted in each step hold the most loaded expert
     within a tenth of the mean, a balancing loss within about its double. Source: Wang et al. 2024, "Auxiliary-Loss-Free Load
     Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664), section 4 (MaxVio).
+
+Asleep it holds next to nothing. TRL empties torch's cache before it wakes vLLM, so between two steps there are what a step
+leaves allocated, the process's own memory, and the share.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Phase, Place
+from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
+from zeroplan.core.generation import Colocated
 from zeroplan.core.plan import MemoryPlan, PlanLine
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside
@@ -22,7 +26,6 @@ from zeroplan.planner.fit import judged, left_out, unsure_at_limit, unsure_of_fr
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import at_its_limit, run_on_card
 from zeroplan.planner.peak import peak_shares
-from zeroplan.planner.rollout import beside_rollout, rollout_lines, rollout_share
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.timeline import Note
 from zeroplan.tape.expanded import ExpandedTape, Kind, Op
@@ -218,3 +221,28 @@ def _peak(tape: ExpandedTape, experts: set[int]) -> int:
         elif op == free:
             now -= sizes.pop(arg, 0)
     return peak
+
+
+def rollout_share(case: Case) -> tuple[int, bool]:
+    """Return the bytes of a colocated vLLM on the case's card, and whether it sleeps while the model trains; 0 bytes where the
+    card is not known.
+    """
+    asked, card = case.workload.technique(Colocated), case.cluster.usable_vram
+    if asked is None or card is None:
+        return 0, False
+    return round(asked.share * card), asked.sleeps
+
+
+def beside_rollout(simulation: Simulation, outside: Outside, share: int) -> int:
+    """Return the bytes of one GPU while vLLM generates, awake between two steps."""
+    return (simulation.held_after(Phase.STEP) or 0) + outside.total + share
+
+
+def rollout_lines(case: Case, share: int, *, asleep: bool) -> list[PlanLine]:
+    """Return the line of vLLM's share; none without one."""
+    asked = case.workload.technique(Colocated)
+    if asked is None or not share:
+        return []
+    phases = (Phase.GENERATION.value,) if asleep else tuple(phase.value for phase in (*ALWAYS, Phase.GENERATION))
+    how = f"{asked.share:.0%} of the card: vLLM's weights, its forward and its cache"
+    return [PlanLine(buffer=Buffer.ROLLOUT.value, place="hbm", bytes=share, phases=phases, formula=how)]

@@ -14,6 +14,7 @@ from zeroplan.core.optimizer_row import LEVELS, Domain, factors_of
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.rank import Rank
 from zeroplan.engines.torch_optimizer import muon_takes
+from zeroplan.techniques.synced_passes import SyncedPasses
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +75,11 @@ class TorchRank(Rank, ABC):
     def trained(self) -> tuple[int, ...]:
         """The parameters that receive a gradient."""
         return self.parameters.reached
+
+    @property
+    def leaves_whole_gradients(self) -> bool:
+        """Whether the micro batches before a step's last one leave theirs unreduced."""
+        return self.grad_accum > 1 and not self.workload.has(SyncedPasses)
 
     @cached_property
     def reached(self) -> int:

@@ -21,6 +21,7 @@ from zeroplan.techniques.pair_loss import PairLossTechnique
 from zeroplan.techniques.quantized_base import QUANTIZED_BASE
 from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
 from zeroplan.techniques.saving import SavingTechnique
+from zeroplan.techniques.synced_passes import SyncedPassesTechnique
 from zeroplan.techniques.tiles import TiledLossTechnique, TiledMlpTechnique
 
 #: The techniques.
@@ -43,6 +44,7 @@ TABLE: list[Technique[Any]] = [
     DoraTechnique(),
     LigerTechnique(),
     CutCrossEntropyTechnique(),
+    SyncedPassesTechnique(),
 ]
 
 

@@ -46,7 +46,7 @@ def grad_accumulated(c: FsdpRank) -> int:
 
     Source: _runtime_utils.py, _post_backward_hook
     """
-    return c.param_bytes * c.trained_whole if c.grad_accum > 1 else 0
+    return c.param_bytes * c.trained_whole if c.leaves_whole_gradients else 0
 
 
 add_state_lines(_lines, Place.HBM, lambda c: c.stepped_part)

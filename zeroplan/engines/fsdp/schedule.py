@@ -89,7 +89,7 @@ class FsdpSchedule(EngineSchedule):
         self.position: dict[int, int] = {}
         self.in_backward = False
         self.reduces = True
-        self.stepped = self.begun = False
+        self.stepped = self.begun = self.over = False  # over: a step is, whose gradients are still there
 
     def _homes(self, tape: ExpandedTape) -> list[int]:
         """The module of each parameter's unit: its block, an adapter's own module, or -1 for the root."""
@@ -167,7 +167,9 @@ class FsdpSchedule(EngineSchedule):
 
     def forward_begin(self) -> None:
         """Unshard the root. The gradients of the step before go first."""
-        self._free_stepped()
+        if self.over:
+            self._free_stepped()
+            self.over = False
         self.in_backward = False
         self.order.clear()
         if not self.begun:
@@ -199,7 +201,7 @@ class FsdpSchedule(EngineSchedule):
 
     def backward_begin(self, boundary: bool) -> None:
         """Begin a backward, for which the last block is gathered ahead."""
-        self.in_backward, self.reduces = True, boundary
+        self.in_backward, self.reduces = True, boundary or not self.rank.leaves_whole_gradients
         if -1 in self.units:
             self._unshard(self.units[-1])
         self._prefetch(len(self.order) - 1)
@@ -276,7 +278,11 @@ class FsdpSchedule(EngineSchedule):
             self._free_reduced(unit.flat_grad)
         else:
             part = unit.flat_grad  # reduced in place
-        unit.flat_grad, unit.reduced = _NONE, part
+        unit.flat_grad = _NONE
+        if unit.reduced >= 0:
+            self.free(part)  # added to what an earlier micro batch of the step reduced (_accumulate_sharded_grad)
+        else:
+            unit.reduced = part
 
     def _in_own_dtype(self, unit: FlatUnit, gradient: int, count: int) -> int:
         """Return the gradient cast to the parameters' dtype."""
@@ -319,9 +325,10 @@ class FsdpSchedule(EngineSchedule):
         self._complete_reductions()
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
+        self.over = True
 
     def _free_stepped(self) -> None:
-        """Free the gradients of the step before: parts are reduced in the last micro batch before a step alone."""
+        """Free the gradients of the step before."""
         for unit in self.units.values():
             if unit.reduced >= 0:
                 self.free(unit.reduced)

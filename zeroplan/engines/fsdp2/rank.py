@@ -57,7 +57,7 @@ class Fsdp2Rank(TorchRank):
     @property
     def accumulates(self) -> bool:
         """Whether whole gradients add up before they are reduced: with several micro batches a step, and on every stage."""
-        return self.grad_accum > 1 or bool(self.pipeline_chunks)
+        return self.leaves_whole_gradients or bool(self.pipeline_chunks)
 
     @property
     def shares_matrices(self) -> bool:

@@ -275,7 +275,8 @@ class Fsdp2Schedule(EngineSchedule):
 
     def backward_begin(self, boundary: bool) -> None:
         """Unshard the root again, and the last block ahead of its use."""
-        self.in_backward, self.reduces, self.tail_entered = True, boundary, False
+        self.in_backward, self.tail_entered = True, False
+        self.reduces = boundary or not self.rank.accumulates
         if self.root is not None:
             self._unshard(self.root)
             self._wait_for_unshard(self.root)
@@ -348,12 +349,13 @@ class Fsdp2Schedule(EngineSchedule):
                 self.free(handle)
         group.accumulated.clear()
         group.grads.clear()
-        group.reduced = self._reduced(count, group.module)
+        reduced = self._reduced(count, group.module)
         if named >= 0:
             self.free(named)
-        if self.rank.offload:
-            self.free(group.reduced)  # a copy on the host replaces it
-            group.reduced = -1
+        if self.rank.offload or group.reduced >= 0:
+            self.free(reduced)  # a copy on the host replaces it; or it is added to what an earlier micro batch reduced
+        else:
+            group.reduced = reduced
 
     def _reduced(self, count: int, module: int) -> int:
         """Allocate this rank's part of the reduced gradients, and where the reduction has another dtype its copy in the

@@ -273,6 +273,7 @@ class Torchtitan(Program):
             run.set("autocast", True)
             return
         run.set("engine", "fsdp2")
+        run.set("sync_each", True)  # its loop never delays a reduction
         for field, value, key in (
             ("tp", tensor, tensor_key),
             ("cp", context, context_key),

@@ -138,6 +138,7 @@ class Torchtune(Program):
         if not distributed:
             run.assume("a distributed recipe: the name does not say single_device")
         run.set("engine", "fsdp2")
+        run.set("sync_each", True)  # its loop never delays a reduction
         run.set("stage", 2 if run.flag("fsdp_reshard_after_forward") is False else 3)
         if run.flag("fsdp_cpu_offload"):
             run.set("offload_optimizer", "cpu", "fsdp_cpu_offload")

@@ -82,7 +82,7 @@ def _install_contexts(capture: Capture, module: Any) -> None:
     """``zero.Init`` and ``zero.GatheredParameters``: parameters are whole wherever a script looks at them."""
     zero = module.zero
 
-    class Init:
+    class ShardedInit:
         """Notes that a model is made sharded."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
@@ -99,7 +99,7 @@ def _install_contexts(capture: Capture, module: Any) -> None:
         yield
 
     for home in (zero, zero.partition_parameters):
-        home.Init, home.GatheredParameters = Init, gathered
+        home.Init, home.GatheredParameters = ShardedInit, gathered
 
 
 def _engine_class(capture: Capture, module: Any) -> Any:

@@ -50,6 +50,7 @@ class Sharding:
     capture: Capture
     calls: list[_Call] = field(default_factory=list)
     handed: Handed | None = None
+    since: int = 0  # the event of the first call
     delays: bool = False  # whether a micro batch goes by without reducing gradients
 
     def call(self, module: Any, mesh: Any, reshard: Any, policy: Any, offload: Any) -> None:
@@ -59,6 +60,8 @@ class Sharding:
             for child in one.modules():
                 if any(type(p).__name__ == "DTensor" for p in child._parameters.values()):
                     raise StoppedError("fully_shard of distributed tensors (tensor parallelism) is not understood", user_line())
+        if not self.calls:
+            self.since = len(self.capture.recorder.out.op)
         dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
         for one in modules:
             for p in one.parameters():
@@ -112,7 +115,7 @@ class Sharding:
                     module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=gpu())
         said: dict[str, Any] = {"stage": self._stage(root), **self._offload(), **self._units(root), **self._mesh()}
         said |= self._dtypes(policy, dtypes)
-        self.handed = Handed(self.capture, "fsdp2", root, said)
+        self.handed = Handed(self.capture, "fsdp2", root, said, since=self.since)
         self.handed.ready()
         watch_optimizers(self.capture, self.handed)
         self.handed.notes.append(self._of_accumulation)

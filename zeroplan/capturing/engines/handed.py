@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from zeroplan.capturing.engines.micro_batches import MicroBatches, Slice
+from zeroplan.capturing.engines.micro_batches import MicroBatches, MicroBatchSlice
 from zeroplan.capturing.places import on_gpu
 from zeroplan.capturing.recorder import StoppedError
 from zeroplan.capturing.result import sizes_on
@@ -39,6 +39,7 @@ class Handed:
         module: the model, on the GPU as the stand-in has put it there.
         said: options of an ask that the engine's own arguments decide.
         zero3, both, keeps_grads: as :class:`MicroBatches` has them.
+        since: the event from which the engine has it; None for this one.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Handed:
         zero3: bool = False,
         both: bool = False,
         keeps_grads: bool = True,
+        since: int | None = None,
     ) -> None:
         line = user_line()
         if capture.handed is not None:
@@ -61,7 +63,7 @@ class Handed:
         self.optimizer: Any = None
         self.notes: list[Any] = []
         self.made_on_host = not any(on_gpu(p) for p in module.parameters())
-        self.before = len(capture.recorder.out.op)
+        self.before = len(capture.recorder.out.op) if since is None else since
         self.initialised = self.before
         try:
             self.spec = spec_from_module(module)
@@ -113,7 +115,7 @@ class Handed:
             "outside": self._outside(),
         }
 
-    def _of_batches(self, said: dict[str, Any], one: Slice) -> None:
+    def _of_batches(self, said: dict[str, Any], one: MicroBatchSlice) -> None:
         capture, batches = self.capture, self.batches
         sizes = [shape for _, shape in one.shapes]
         if "ds_config" not in said:  # which says both
@@ -130,7 +132,7 @@ class Handed:
         if any(each.others for each in batches.slices):
             capture.leave_out("forward without gradients", "more", "the model answers without gradients before a backward")
 
-    def _precision(self, said: dict[str, Any], one: Slice) -> None:
+    def _precision(self, said: dict[str, Any], one: MicroBatchSlice) -> None:
         """Set the dtypes of an engine that leaves parameters as the script has made them."""
         params = list(self.module.parameters())
         trained = {p.dtype for p in params if p.requires_grad and p.is_floating_point()}

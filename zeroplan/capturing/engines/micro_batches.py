@@ -36,7 +36,7 @@ _HOOKS = frozenset((Op.ENTER, Op.EXIT, Op.BWD_ENTER, Op.BWD_EXIT))
 
 
 @dataclass(slots=True)
-class Slice:
+class MicroBatchSlice:
     """One micro batch of the recording.
 
     Attributes:
@@ -100,12 +100,12 @@ class MicroBatches:
         self, capture: Capture, module: nn.Module, *, zero3: bool = False, both: bool = False, keeps_grads: bool = True
     ) -> None:
         self.capture, self.module = capture, module
-        self.slices: list[Slice] = []
+        self.slices: list[MicroBatchSlice] = []
         self.steps: list[int] = []
         self.beside: int | None = None
         self._zero3, self._both, self._keeps_grads = zero3, both, keeps_grads
         self._next = len(capture.recorder.out.op)
-        self._open: Slice | None = None
+        self._open: MicroBatchSlice | None = None
         self._grads: dict[int, torch.Tensor] = {}
         self._stashed: dict[int, torch.Tensor] = {}
         self._hooks: _Hooks | None = None
@@ -144,7 +144,7 @@ class MicroBatches:
         self.capture.functions.autocast_seen = None
         at = len(recorder.out.op)
         shapes = shapes_of({**{str(n): one for n, one in enumerate(args)}, **kwargs})
-        now = Slice(self._next, at, zero3, shapes, trains=self.module.training)
+        now = MicroBatchSlice(self._next, at, zero3, shapes, trains=self.module.training)
         self._open = now
         recorder.mark(Mark.FORWARD_BEGIN)
 
@@ -220,7 +220,7 @@ class MicroBatches:
         card = self.capture.job.card
         return KernelDevice(card.multiprocessors)
 
-    def _peak(self, one: Slice, sizes: list[int]) -> int:
+    def _peak(self, one: MicroBatchSlice, sizes: list[int]) -> int:
         out = self.capture.recorder.out
         now = peak = 0
         inside: set[int] = set()
@@ -305,7 +305,7 @@ class MicroBatches:
         one = self.slices[at]
         return self._lets_go(at) >= 0 or self._kept_bytes(one) > 4096
 
-    def _kept_bytes(self, one: Slice) -> int:
+    def _kept_bytes(self, one: MicroBatchSlice) -> int:
         """Bytes of a slice's own storages that are there when its backward has ended, gradients and batch aside."""
         out = self.capture.recorder.out
         alive: set[int] = set()

@@ -51,6 +51,7 @@ class Sharding:
     calls: list[_Call] = field(default_factory=list)
     handed: Handed | None = None
     since: int = 0  # the event of the first call
+    engine: str = "fsdp2"
     delays: bool = False  # whether a micro batch goes by without reducing gradients
 
     def call(self, module: Any, mesh: Any, reshard: Any, policy: Any, offload: Any) -> None:
@@ -111,11 +112,13 @@ class Sharding:
                 if not on_gpu(param) or param.dtype != wanted:
                     param.data = torch.empty(param.shape, dtype=wanted, device=gpu())
             for name, buffer in module._buffers.items():
-                if buffer is not None and device_of(buffer).type == "meta":
-                    module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=gpu())
+                if buffer is not None and not on_gpu(buffer):
+                    made = device_of(buffer).type == "meta"
+                    empty = torch.empty(buffer.shape, dtype=buffer.dtype, device=gpu()) if made else buffer.to(gpu())
+                    module._buffers[name] = empty
         said: dict[str, Any] = {"stage": self._stage(root), **self._offload(), **self._units(root), **self._mesh()}
         said |= self._dtypes(policy, dtypes)
-        self.handed = Handed(self.capture, "fsdp2", root, said, since=self.since)
+        self.handed = Handed(self.capture, self.engine, root, said, since=self.since)
         self.handed.ready()
         watch_optimizers(self.capture, self.handed)
         self.handed.notes.append(self._of_accumulation)
@@ -202,11 +205,7 @@ class Sharding:
         assert self.handed is not None
         batches = self.handed.batches
         if batches.accumulates > 1 and not self.delays:
-            self._leave_out(
-                "set_requires_gradient_sync",
-                "less",
-                "each micro batch's gradients are reduced; the last one's alone are counted",
-            )
+            self.handed.said["sync_each"] = True
         autocast = batches.slices[-1].autocast if batches.slices else None
         if autocast is not None and self.handed.said.get("dtype") == "fp32":
             self._leave_out("autocast", "unknown", "autocast over shards that are gathered in fp32")

@@ -171,7 +171,7 @@ def test_layouts_of_megatron_are_searched(cli: Cli) -> None:
 
 def test_megatron_divides_126_layers_over_16_stages(cli: Cli) -> None:
     words = ("meta-llama/Llama-3.1-405B", "--engine", "megatron", "--gpu", "8xH100", "--nodes", "128", "--seq-len", "8192")
-    _, text, _ = cli("estimate", *words, "--tp", "8", "--sp", "--pp", "16", "--grad-accum", "64", "--depth", "formula")
+    _, text, _ = cli("estimate", *words, "--tp", "8", "--sp", "--pp", "16", "--grad-accum", "64", "--depth", "formula", "--why")
     assert "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split" in " ".join(text.split())
     model = MegatronModel.of({"num_layers": 61, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 128})
     uneven, flags = staged(model, ParallelLayout(gpus=16, pp=16))

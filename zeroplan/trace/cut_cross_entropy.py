@@ -23,7 +23,7 @@ from zeroplan.trace.replaced import fused_head, replaced
 _NUMBER, _INDEX = 4, 8
 
 
-class CutCrossEntropy(torch.autograd.Function):
+class TracedCutCrossEntropy(torch.autograd.Function):
     """The mean loss of hidden states, [B, S, H], and labels, with the head's weight, [words, H]."""
 
     @staticmethod
@@ -71,5 +71,5 @@ def cut_cross_entropy(model: nn.Module) -> Iterator[None]:
 
 
 def _loss(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = CutCrossEntropy.apply(hidden, weight, labels)
+    found: torch.Tensor = TracedCutCrossEntropy.apply(hidden, weight, labels)
     return found

@@ -123,7 +123,7 @@ def test_every_public_file_is_planned_or_says_why_not(laid_out: Callable[[Row], 
 def differences(setup: Setup, expected: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What was read and what was expected, where they differ."""
     # A quantised base is planned under engines that can, and else left out when the run is planned.
-    left_out = {one.key for one in setup.unmodelled} | ({setup.key("quantize")} if setup.ask.quantize else set())
+    left_out = {one.key for one in setup.unmodelled} | ({setup.key("quantize")} if setup.ask.value("quantize") else set())
     read: dict[str, Any] = {key: setup.value(key) for key in expected if key in (*OPTIONS, "method", "degrees")}
     read["left_out"] = [key for key in expected.get("left_out", ()) if key in left_out]
     zero = (setup.ds_config or {}).get("zero_optimization")

@@ -57,7 +57,11 @@ def test_torchtitans_degrees_are_planned(titan: Callable[[str], str]) -> None:
     request = asked(titan("tensor_parallel_degree = 2\ncontext_parallel_degree = 2"), gpus=8)
     assert (request.engine, request.stage, request.model) == ("fsdp2", 3, "meta-llama/Llama-3.1-8B")
     assert (request.tp, request.sp, request.cp, request.pp, request.micro_batch) == (2, True, 2, 1, 4)
-    assert (request.dtype, request.gradient_checkpointing, request.checkpoint_policy) == ("bf16", True, "full")
+    assert (request.dtype, request.value("gradient_checkpointing"), request.value("checkpoint_policy")) == (
+        "bf16",
+        True,
+        "full",
+    )
     assert {one.key for one in request.unmodelled} == {"model.name"}  # its own model code
     (case,) = resolve(request).cases
     assert (case.layout.dp, case.layout.shard_group) == (2, 4)

@@ -75,16 +75,27 @@ def test_a_loop_without_the_trainer(read: Read) -> None:
     glue = read(
         "accelerate launch --num_processes 2 run_glue_no_trainer.py --num_train_epochs 1 --per_device_eval_batch_size 64"
     )
-    assert (glue.ask.optimizer, glue.ask.optimizer_kind, glue.ask.eval_batch, glue.ask.seq_len) == ("adamw", "foreach", 64, 128)
-    assert (glue.ask.detached_loss, glue.ask.saves, glue.unmodelled) == (False, False, ())
+    assert (glue.ask.optimizer, glue.ask.optimizer_kind, glue.ask.value("eval_batch"), glue.ask.seq_len) == (
+        "adamw",
+        "foreach",
+        64,
+        128,
+    )
+    assert (glue.ask.detached_loss, glue.ask.value("saves"), glue.unmodelled) == (False, False, ())
     clm = read("accelerate launch --num_processes 2 run_clm_no_trainer.py --checkpointing_steps epoch --num_train_epochs 1")
     ask = clm.ask
-    assert (ask.head, ask.pads, ask.eval_batch, ask.saves, ask.saver) == ("causal-lm", False, 8, True, "accelerate")
+    assert (ask.head, ask.value("pads"), ask.value("eval_batch"), ask.value("saves"), ask.value("saver")) == (
+        "causal-lm",
+        False,
+        8,
+        True,
+        "accelerate",
+    )
     assert [(one.key, one.effect) for one in clm.unmodelled] == [("outputs", Effect.MORE)]
     t5 = read(
         "accelerate launch --num_processes 2 run_summarization_no_trainer.py --num_train_epochs 1 --max_source_length 512"
     )
-    assert (t5.ask.eval_batch, t5.ask.target_len) == (None, 128)
+    assert (t5.ask.value("eval_batch"), t5.ask.target_len) == (None, 128)
     assert ("evaluation", Effect.MORE) in [(one.key, one.effect) for one in t5.unmodelled]
 
 
@@ -92,6 +103,6 @@ def test_a_script_whose_name_speaks_of_what_no_flag_tells(read: Read) -> None:
     qlora = read("python train_qlora.py --lora_r 4 --per_device_train_batch_size 2 --num_train_epochs 1")
     assert beside_the_script(qlora) == [("script", Effect.UNKNOWN)]
     told = read("python train_qlora.py --lora_r 4 --bits 4 --per_device_train_batch_size 2 --num_train_epochs 1")
-    assert (told.ask.quantize, beside_the_script(told)) == ("nf4-single", [])
+    assert (told.ask.value("quantize"), beside_the_script(told)) == ("nf4-single", [])
     peft = read("deepspeed --num_gpus 2 run_seq2seq_peft.py --per_device_train_batch_size 2 --num_train_epochs 1")
     assert beside_the_script(peft) == [("script", Effect.LESS)]

@@ -203,7 +203,7 @@ def test_a_script_is_read_the_same_from_anywhere(kind: str, tmp_path: Path, monk
     one = found[0]
     stage = ((one.ds_config or {}).get("zero_optimization") or {}).get("stage")
     assert (one.ask.micro_batch, one.ask.seq_len, one.ask.dtype, stage) == expected
-    assert one.ask.lora_rank is None
+    assert one.ask.value("lora_rank") is None
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)

@@ -48,7 +48,7 @@ STRATEGIES: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_a_strategy_decides_the_engine(kind: str) -> None:
     strategy, expected = STRATEGIES[kind]
     setup = of_yaml(strategy=strategy, devices=2, precision="bf16-mixed")
-    read = {name: getattr(setup.ask, name) if isinstance(expected[name], bool) else setup.value(name) for name in expected}
+    read = {name: setup.ask.value(name) if isinstance(expected[name], bool) else setup.value(name) for name in expected}
     assert read == expected
     assert (setup.value("gpus"), setup.ask.micro_batch, setup.ask.seq_len, setup.ask.dtype, setup.ask.model_dtype) == (
         2,
@@ -147,7 +147,7 @@ def test_a_script_is_read_with_its_module(tmp_path: Path) -> None:
         "n = 2\ntrainer = L.Trainer(devices=n, strategy='deepspeed_stage_2', precision='bf16-mixed', accumulate_grad_batches=8)"
     )
     setup = of_script(tmp_path, trainer)
-    assert (setup.program, setup.ask.model, setup.ask.micro_batch, setup.ask.eval_batch) == (
+    assert (setup.program, setup.ask.model, setup.ask.micro_batch, setup.ask.value("eval_batch")) == (
         "lightning",
         "openai-community/gpt2",
         4,

@@ -184,7 +184,7 @@ def test_a_script_of_its_own_is_read_as_one_on_the_trainer(kind: str) -> None:
     keys, expected, left_out = SCRIPTS_OF_THEIR_OWN[kind]
     plain = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1, "bf16": True}
     setup = read_setup({**plain, **keys})
-    assert (setup.program, setup.method, setup.ask.lora_rank) == ("hf-trainer", *expected)
+    assert (setup.program, setup.method, setup.ask.value("lora_rank")) == ("hf-trainer", *expected)
     assert left_out <= {one.key for one in setup.unmodelled}
 
 

@@ -37,15 +37,18 @@ def test_a_file_belongs_to_the_program_that_alone_has_its_keys(program: str) -> 
 
 def test_a_recipe_of_trl_is_full_fine_tuning_unless_it_says_otherwise() -> None:
     full = read_setup(RECIPE)
-    assert (full.task, full.method, full.ask.lora_rank) == ("sft", "full", None)
+    assert (full.task, full.method, full.ask.value("lora_rank")) == ("sft", "full", None)
     ask = full.ask
     assert (ask.micro_batch, ask.grad_accum, ask.seq_len, full.value("gradient_checkpointing")) == (2, 8, 512, True)
     assert full.ask.dtype == "bf16"  # TRL's default where neither bf16 nor fp16 is set
     lora = read_setup({**RECIPE, "use_peft": True, "lora_r": 64, "lora_target_modules": ["q_proj", "v_proj"]})
-    assert (lora.method, lora.ask.lora_rank, lora.ask.lora_targets) == ("lora", 64, ("q_proj", "v_proj"))
+    assert (lora.method, lora.ask.value("lora_rank"), lora.ask.value("lora_targets")) == ("lora", 64, ("q_proj", "v_proj"))
     quantised = read_setup({**RECIPE, "use_peft": True, "load_in_4bit": True})
-    assert (quantised.method, quantised.ask.lora_rank) == ("qlora", 16)
-    assert (quantised.ask.quantize, quantised.unmodelled) == ("nf4-single", ())  # TRL nests quantisation only when asked to
+    assert (quantised.method, quantised.ask.value("lora_rank")) == ("qlora", 16)
+    assert (quantised.ask.value("quantize"), quantised.unmodelled) == (
+        "nf4-single",
+        (),
+    )  # TRL nests quantisation only when asked to
     assert read_setup({**RECIPE, "beta": 0.1}).task == "dpo"
 
 

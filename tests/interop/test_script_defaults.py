@@ -92,5 +92,5 @@ def test_a_rank_alone_switches_no_adapters_on(tmp_path: Path) -> None:
     assert setup.method in (None, "full")
     assert [one.key for one in setup.unmodelled] == ["lora"]
     switched = setup_of(tmp_path, model="    lora_r: int = 64\n    use_lora: bool = True")
-    assert (switched.method, switched.ask.lora_rank) == ("lora", 64)
+    assert (switched.method, switched.ask.value("lora_rank")) == ("lora", 64)
     assert setup_of(tmp_path, model="    lora_r: int = 64\n    use_lora: bool = False").method in (None, "full")

@@ -107,9 +107,7 @@ SURE: dict[str, tuple[str, dict[str, Any]]] = {
 def test_what_a_loop_tells(kind: str, tmp_path: Path) -> None:
     source, expected = SURE[kind]
     setup = setup_of(tmp_path, source)
-    assert {
-        key: getattr(setup.ask, key) if isinstance(expected[key], bool) else setup.value(key) for key in expected
-    } == expected
+    assert {key: setup.ask.value(key) if isinstance(expected[key], bool) else setup.value(key) for key in expected} == expected
     assert not setup.unmodelled
 
 

@@ -140,8 +140,8 @@ LORA = "import peft\nc = peft.LoraConfig(r=16, target_modules=['c_attn'], lora_d
 )
 def test_adapters(lines: str, rank: int | None, said: set[str], tmp_path: Path) -> None:
     setup = setup_of(tmp_path, HEAD + LORA + lines + BUILD.format(4))
-    assert (setup.ask.lora_rank, {one.key for one in setup.unmodelled}) == (rank, said)
-    assert setup.ask.lora_targets == (("c_attn",) if rank else ())
+    assert (setup.ask.value("lora_rank"), {one.key for one in setup.unmodelled}) == (rank, said)
+    assert setup.ask.value("lora_targets") == (("c_attn",) if rank else ())
 
 
 def test_qlora_with_trls_trainer(tmp_path: Path) -> None:
@@ -153,14 +153,14 @@ def test_qlora_with_trls_trainer(tmp_path: Path) -> None:
         "SFTTrainer(model=m, args=SFTConfig(max_length=256), peft_config=peft.LoraConfig(r=4, target_modules='all-linear'))\n"
     )
     setup = setup_of(tmp_path, source)
-    assert (setup.program, setup.task, setup.ask.quantize, setup.ask.lora_rank, setup.ask.seq_len) == (
+    assert (setup.program, setup.task, setup.ask.value("quantize"), setup.ask.value("lora_rank"), setup.ask.seq_len) == (
         "trl",
         "sft",
         "nf4",
         4,
         256,
     )
-    assert (setup.value("attn"), setup.ask.lora_targets, setup.value("gradient_checkpointing")) == ("eager", (), True)
+    assert (setup.value("attn"), setup.ask.value("lora_targets"), setup.value("gradient_checkpointing")) == ("eager", (), True)
 
 
 REFUSED = {

@@ -70,22 +70,22 @@ def test_axolotl(write: Callable[[str, str], str]) -> None:
         "flash",
         True,
     )
-    assert (setup.ask.lora_rank, setup.ask.lora_targets, setup.ds_config) == (32, (), ZERO2)
+    assert (setup.ask.value("lora_rank"), setup.ask.value("lora_targets"), setup.ds_config) == (32, (), ZERO2)
     assert (setup.method, setup.ask.model_dtype, setup.unmodelled) == ("lora", "bf16", ())
 
 
 def test_llama_factory(write: Callable[[str, str], str]) -> None:
     setup = read_setup(write("l.yml", LLAMA_FACTORY))
-    assert (setup.program, setup.ask.lora_rank, setup.value("gradient_checkpointing"), setup.ask.seq_len) == (
+    assert (setup.program, setup.ask.value("lora_rank"), setup.value("gradient_checkpointing"), setup.ask.seq_len) == (
         "llama-factory",
         None,
         True,
         1024,
     )
     lora = read_setup(write("m.yml", LLAMA_FACTORY.replace("full", "lora") + "lora_target: q_proj,v_proj\n"))
-    assert (lora.ask.lora_rank, lora.ask.lora_targets) == (8, ("q_proj", "v_proj"))
+    assert (lora.ask.value("lora_rank"), lora.ask.value("lora_targets")) == (8, ("q_proj", "v_proj"))
     quantised = read_setup(write("n.yml", LLAMA_FACTORY.replace("full", "lora") + "quantization_bit: 4\n"))
-    assert (quantised.method, quantised.ask.quantize, quantised.unmodelled) == ("qlora", "nf4", ())
+    assert (quantised.method, quantised.ask.value("quantize"), quantised.unmodelled) == ("qlora", "nf4", ())
 
 
 def test_training_arguments_as_yaml_and_json(write: Callable[[str, str], str]) -> None:
@@ -311,13 +311,13 @@ def test_a_script_quantises_by_the_names_of_peft(write: Callable[[str, str], str
     """The Trainer's scripts have names of their own: peft's examples, LLaVA's bits; GPTQ's adapters stay out."""
     said = {"output_dir": "out", "per_device_train_batch_size": 1, "bf16": True, "use_peft": True, "lora_r": 8}
     plain = read_setup(said | {"use_4bit_quantization": True}, program="hf-trainer")
-    assert (plain.ask.quantize, plain.ask.whole_base) == ("nf4-single", False)
+    assert (plain.ask.value("quantize"), plain.ask.value("whole_base")) == ("nf4-single", False)
     nested = said | {"use_4bit_quantization": True, "use_nested_quant": True, "bnb_4bit_quant_storage_dtype": "uint8"}
     setup = read_setup(nested, program="hf-trainer")
-    assert (setup.ask.quantize, setup.ask.whole_base) == ("nf4", True)
-    assert read_setup(said | {"bits": 8}, program="hf-trainer").ask.quantize == "int8"
+    assert (setup.ask.value("quantize"), setup.ask.value("whole_base")) == ("nf4", True)
+    assert read_setup(said | {"bits": 8}, program="hf-trainer").ask.value("quantize") == "int8"
     gptq = read_setup(said | {"q_lora": True}, program="hf-trainer")
-    assert (gptq.ask.quantize, [one.key for one in gptq.unmodelled]) == (None, ["quantisation"])
+    assert (gptq.ask.value("quantize"), [one.key for one in gptq.unmodelled]) == (None, ["quantisation"])
 
 
 @pytest.mark.parametrize(

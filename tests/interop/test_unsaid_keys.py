@@ -34,13 +34,13 @@ def in_script(folder: Path, line: str) -> str:
     ],
 )
 def test_axolotl_evaluates_as_often_as_it_is_told(keys: dict[str, Any], batch: int | None) -> None:
-    assert read_setup({**AXOLOTL, **keys}).ask.eval_batch == batch
+    assert read_setup({**AXOLOTL, **keys}).ask.value("eval_batch") == batch
 
 
 def test_axolotls_checkpoints_are_reentrant_where_it_says_so() -> None:
     on = {**AXOLOTL, "gradient_checkpointing": True}
-    assert read_setup({**on, "gradient_checkpointing_kwargs": {"use_reentrant": True}}).ask.reentrant is True
-    assert read_setup(on).ask.reentrant is False
+    assert read_setup({**on, "gradient_checkpointing_kwargs": {"use_reentrant": True}}).ask.value("reentrant") is True
+    assert read_setup(on).ask.value("reentrant") is False
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def test_axolotls_checkpoints_are_reentrant_where_it_says_so() -> None:
     ],
 )
 def test_ms_swift_evaluates_where_there_is_data_for_it(flags: str, batch: int | None, tmp_path: Path) -> None:
-    assert read_setup(in_script(tmp_path, f"swift sft --model m --max_length 512 {flags}")).ask.eval_batch == batch
+    assert read_setup(in_script(tmp_path, f"swift sft --model m --max_length 512 {flags}")).ask.value("eval_batch") == batch
 
 
 def test_arguments_of_checkpoints_are_read_from_a_command_line(tmp_path: Path) -> None:
     line = f"python t.py {FLAGS} --gradient_checkpointing --gradient_checkpointing_kwargs '{{\"use_reentrant\": true}}'"
-    assert read_setup(in_script(tmp_path, line)).ask.reentrant is True
+    assert read_setup(in_script(tmp_path, line)).ask.value("reentrant") is True
 
 
 def test_adapters_beside_all_linear_layers_are_said(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ def read(tmp_path: Path, command: str = COMMAND) -> Any:
 def test_what_the_arguments_say(tmp_path: Path) -> None:
     """Its loop never switches checkpointing on, and its evaluation generates."""
     _, setup = read(tmp_path)
-    assert (setup.task, setup.ask.model, setup.value("gradient_checkpointing"), setup.ask.eval_batch) == (
+    assert (setup.task, setup.ask.model, setup.value("gradient_checkpointing"), setup.ask.value("eval_batch")) == (
         "ppo",
         "EleutherAI/pythia-14m",
         False,

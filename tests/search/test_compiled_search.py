@@ -179,7 +179,7 @@ def test_files_and_sentences_say_what_is_compiled() -> None:
         written(best_of("fsdp2", "blocks"), **accelerate)
     for how in ("checkpointed-blocks", "model"):
         files = written(best_of("fsdp2", how), **accelerate)
-        assert read_setup(yaml.safe_load(files.texts["run/accelerate.yaml"])).ask.compile == how
+        assert read_setup(yaml.safe_load(files.texts["run/accelerate.yaml"])).ask.value("compile") == how
         assert "compile()" not in files.texts["run/train.py"]  # the file does
     for how, call in (
         ("blocks", "block.compile()"),

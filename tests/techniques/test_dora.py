@@ -108,4 +108,4 @@ def test_what_it_conflicts_with_is_said(asked: dict[str, Any], says: str) -> Non
 def test_tables_leave_out_stages_that_it_has_not() -> None:
     cases = resolve(Ask(model=CONFIG, engine="deepspeed", gpus=2, dora=True, lora_rank=4, seq_len=64)).cases
     assert {case.zero.stage for case in cases} == {0, 1, 2}
-    assert [value for _, value in techniques_of(cases[0].workload)] == [Dora()]
+    assert Dora() in [value for _, value in techniques_of(cases[0].workload)]

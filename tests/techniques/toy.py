@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, WORK, Option
-from zeroplan.techniques.base import Asked, Facts, Technique
+from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.models.spec import ModelSpec
@@ -32,9 +32,8 @@ class SoftPromptTechnique(Technique[SoftPrompt]):
     engines = ("ddp",)
     refusal = "a soft prompt is not modelled under {engine}"
     remedy = "use --engine ddp"
-    searched = True
 
-    def value(self, asked: Asked) -> SoftPrompt | None:
+    def value(self, asked: Asked, engine: TakesTechniques) -> SoftPrompt | None:
         """Return the prompt that the option asks for."""
         tokens = asked[SoftPromptTechnique.soft_prompt]
         return None if tokens is None else SoftPrompt(tokens)

@@ -33,10 +33,10 @@ from zeroplan.core.workload import (
     Workload,
 )
 from zeroplan.engines.registry import find_engine
-from zeroplan.planner.describe import values_of
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
-from zeroplan.validate.job import LOOP, VerifyJob, job_of
+from zeroplan.techniques.table import TABLE
+from zeroplan.validate.job import VerifyJob, job_of
 
 Cli = Callable[..., tuple[int, str, str]]
 #: A value of each field that is not its default. Those of fields that a job does not hold are refused.
@@ -78,46 +78,65 @@ BY_CONFIG = {
     *("precision", "optimizer_kind", "torch_adam", "decays", "checkpoint_interval", "sparse_attention"),
     *("quantize_training", "local_steps", "from_scratch"),
 }
-#: Fields of a quantised base, which is refused as a whole.
-OF_BASE = {"adapter_dtype", "whole_base", "linear_experts", "base_on_host"}
 #: What a field is a part of.
 PARTS: dict[str, dict[str, Any]] = {
     **{key: {"gradient_checkpointing": True} for key in ("reentrant", "checkpoint_policy", "offload_checkpoints")},
     **{key: {"lora_rank": 4} for key in ("lora_targets", "lora_dropout")},
 }
-NAMES = tuple(values_of(Workload()))
+PARTS_FIELDS = tuple(
+    one.name for part in ("batch", "numerics", "loop", "objective") for one in fields(getattr(Workload(), part))
+)
+OF_TECHNIQUES = ("gradient_checkpointing", "reentrant", "checkpoint_policy", "offload_checkpoints", "lora_rank", "lora_targets")
+OF_TECHNIQUES += ("lora_dropout", "quantize", "chunked_head", "evaluation", "saving", "fp8", "tiled_mlp", "tiled_loss")
+OF_TECHNIQUES += ("curriculum", "layer_drop", "generation", "colocated", "compile")
+NAMES = (*PARTS_FIELDS, *OF_TECHNIQUES)
+#: What the job holds; everything else is refused.
+HELD = {
+    *("micro_batch", "seq_len", "grad_accum", "dtype", "optimizer", "attn", "gradient_checkpointing", "lora_rank"),
+    *("lora_targets", "labelled_share", "target_len", "compile", "reentrant"),
+}
 
 
-def test_every_field_is_held_refused_or_read_from_the_config() -> None:
-    held = set(OTHERS) - set(LOOP)
-    assert set(NAMES) == held | set(LOOP) | BY_CONFIG | OF_BASE
-    assert not held & BY_CONFIG
+def changed(base: Workload, name: str) -> Workload:
+    """Return the workload with another value of one field."""
+    value = OTHERS.get(name, not base.leaf(name) if name in PARTS_FIELDS else True)
+    return with_flat(base, **PARTS.get(name, {}), **{name: value})
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_CONFIG | OF_BASE])
+def test_every_technique_has_a_field_here() -> None:
+    """Whatever options make the workload carry; values of a technique's own file have tests of their own."""
+    tried = {type(one) for name in OF_TECHNIQUES for one in changed(Workload(), name).techniques}
+    made = {technique.kind for technique in TABLE if "value" in vars(type(technique))}
+    assert not {kind for kind in made - tried if not kind.__module__.startswith("zeroplan.techniques")}
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in BY_CONFIG])
 def test_a_field_reaches_the_job_or_is_refused(name: str) -> None:
     resolved = resolve(Ask(model=CONFIG, engine="ddp", gpus=2))
     (case,) = resolved.cases
-    plain = values_of(case.workload)[name]
-    value = OTHERS.get(name, not plain)
-    assert value != plain
-    changed = replace(case, workload=with_flat(case.workload, **PARTS.get(name, {}), **{name: value}))
-    if name in LOOP:
+    other = changed(case.workload, name)
+    assert other != case.workload
+    case = replace(case, workload=other)
+    if name not in HELD:
         with pytest.raises(BadInput) as caught:
-            job_of(changed, resolved.engine)
-        assert caught.value.where == LOOP[name][0]
+            job_of(case, resolved.engine)
+        assert caught.value.where
         return
-    job = job_of(changed, resolved.engine)
+    job = job_of(case, resolved.engine)
     assert VerifyJob.from_json(json.loads(json.dumps(job.to_json()))) == job
-    assert values_of(job.workload)[name] == value
+    assert job.workload == other
 
 
 def test_a_job_crosses_to_another_process_with_every_field() -> None:
     """Whatever a workload and a job hold, each field by itself and each technique."""
     layout = ParallelLayout(gpus=8, tp=2, pp=2)
-    named = {name: OTHERS.get(name, not plain) for name, plain in values_of(Workload()).items() if name in (*OTHERS, *LOOP)}
-    made = {"generation": Generation(8, 8), "colocated": Colocated(0.5), "curriculum": None, "layer_drop": None}
-    work = with_flat(Workload(), **{**named, **made})
+    work = Workload()
+    made = {"generation": Generation(8, 8), "colocated": Colocated(0.5)}
+    for name in NAMES:
+        if name in made:
+            work = with_flat(work, **{name: made[name]})
+        elif name not in ("curriculum", "layer_drop", *BY_CONFIG):
+            work = changed(work, name)
     assert {type(one) for one in work.techniques} >= {Lora, GradientCheckpointing, QuantizedBase, Evaluation, Generation}
     job = VerifyJob("x", "a:B", 3, {"n": [1]}, "Auto", work, 2, 3.5, layout, "gpipe", "uniform", {"bf16": {"enabled": True}})
     read = VerifyJob.from_json(json.loads(json.dumps(job.to_json())))

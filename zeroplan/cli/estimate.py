@@ -71,12 +71,13 @@ def estimate(
     if as_json:
         show(_json(answer, peak=peak))
     else:
-        from zeroplan.planner.describe import UNSEARCHED
         from zeroplan.report.plans import report_text
         from zeroplan.report.terminal import Terminal
+        from zeroplan.techniques.table import TABLE
 
         terminal = Terminal.here(wide=wide, why=why)
-        following = [] if any(name in report.workload for name in UNSEARCHED) else flags.recommend_words(request)
+        unsearched = any(one.unsearched and one.shown in report.workload for one in TABLE)
+        following = [] if unsearched else flags.recommend_words(request)
         show(report_text(report, style, terminal=terminal, quiet=quiet, next_command=following))
         if peak and not quiet:
             show("\n" + _peaks(answer, style, terminal.width))

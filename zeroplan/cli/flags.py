@@ -182,7 +182,7 @@ def recommend_words(request: Ask) -> list[str]:
 def _is_another_run(option: Option[Any], request: Ask) -> bool:
     """Return whether ``recommend`` searches no run that has another value of the option than its default."""
     if option.name == "checkpoint_policy":
-        return request.gradient_checkpointing
+        return "gradient_checkpointing" in request.chosen
     return option.panel == WORK and bool(option.help) and not option.taken_by("recommend")
 
 

@@ -109,6 +109,6 @@ def _words_of_the_peak(found: Scaling, request: Ask, global_batch: int | None) -
         request.replace(gpu=name, gpus=cluster.gpus, nodes=cluster.nodes, micro_batch=None, grad_accum=None)
     )
     for field in ("stage", "offload_optimizer", "offload_param", "micro_batch", "grad_accum"):
-        if (value := getattr(request, field)) is not None:
+        if (value := request.value(field)) is not None:
             words += [f"--{field.replace('_', '-')}", str(value)]
     return words if global_batch is None else [*words, "--global-batch", str(global_batch)]

@@ -43,13 +43,15 @@ class Option(Generic[T]):
         without: verbs that do not take it.
         found: whether a search finds it out itself, so that the command of a search does not repeat it.
         page: whether a question of the page may hold it.
+        merges: whether what files say of it is taken as it stands; else its technique decides (``Technique.filled``), or
+            ``planner/merge.py``.
         wins: whether the flag stands where files say otherwise: the question may be of another machine, or of a copy of the
             model. Else a contradiction is bad input.
     """
 
     __slots__ = (
-        *("complete", "default", "flag", "found", "help", "kind", "least", "metavar", "name", "page", "panel", "read"),
-        *("text", "wins", "without", "__orig_class__"),
+        *("complete", "default", "flag", "found", "help", "kind", "least", "merges", "metavar", "name", "page", "panel"),
+        *("read", "text", "wins", "without", "__orig_class__"),
     )
 
     def __init__(
@@ -68,12 +70,13 @@ class Option(Generic[T]):
         without: Sequence[str] = (),
         found: bool = False,
         page: bool = False,
+        merges: bool = True,
         wins: bool = False,
     ) -> None:
         self.name = ""
         self.kind, self.default, self.help, self.panel, self.flag = kind, default, help, panel, flag
         self.metavar, self.complete, self.read, self.text = metavar, complete, read, text or kind
-        self.least, self.without, self.found, self.page, self.wins = least, without, found, page, wins
+        self.least, self.without, self.found, self.page, self.merges, self.wins = least, without, found, page, merges, wins
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name

@@ -330,6 +330,11 @@ class Workload:
             changed.setdefault(_PART_OF[name], {})[name] = value
         return replace(self, **{part: replace(getattr(self, part), **values) for part, values in changed.items()})
 
+    @staticmethod
+    def has_leaf(name: str) -> bool:
+        """Return whether a part has a field of this name."""
+        return name in _PART_OF
+
     def leaf(self, name: str) -> Any:
         """Return a field of one of the parts, by its name."""
         return getattr(getattr(self, _PART_OF[name]), name)

@@ -20,6 +20,7 @@ from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named, version_of
 from zeroplan.interop.programs.shell import RECIPE_FLAGS, RECIPES, Command
 from zeroplan.interop.setups import Setup
+from zeroplan.techniques.checkpointing import CheckpointingTechnique
 
 #: Programs that decide the engine and the machine, and leave the rest to another file.
 _LAUNCHERS = ("accelerate", "ds_config")
@@ -87,7 +88,7 @@ def _read(owner: Program, document: Document) -> Setup:
     setup = owner.read(replace(document, data={**beneath, **given}))
     told = (f"the defaults of {defaults.name}: {', '.join(sorted(beneath)[:6])}",) if beneath else ()
     unsure = list(defaults.unsure(given))
-    if setup.ask.lora_rank is not None:
+    if "lora_rank" in setup.ask:
         unsure += defaults.adapters
     if not setup.value("gradient_checkpointing"):
         unsure += defaults.checkpoints
@@ -237,7 +238,7 @@ def _with_launcher(run: Setup, launcher: Setup) -> Setup:
     changes = {name: theirs.said[name] for name in taken}
     if theirs.dtype in ("bf16", "fp16") and not own.autocast and not own.source("autocast"):
         changes["autocast"] = True  # accelerate's mixed precision, over weights in 16 bits
-    if theirs.gradient_checkpointing:
+    if theirs[CheckpointingTechnique.gradient_checkpointing]:
         changes["gradient_checkpointing"] = True
     keys = {name: key for name in theirs.said if not own.source(name) and (key := theirs.source(name))}
     return replace(

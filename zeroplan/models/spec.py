@@ -187,6 +187,11 @@ class ModelSpec:
         return self.params - self.trainable
 
     @property
+    def ties(self) -> bool:
+        """Whether a tensor is another one's."""
+        return any(tensor.tied_to is not None for unit in self.units for tensor in unit.tensors)
+
+    @property
     def has_shapes(self) -> bool:
         """False for a bare count, whose units are a stand-in."""
         return self.source != "params"

@@ -15,6 +15,7 @@ from zeroplan.planner.describe import describe_cluster, describe_setup, describe
 from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate
 from zeroplan.planner.resolve import Resolved, resolve
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
 
 if TYPE_CHECKING:
     from zeroplan.interop.setups import Setup
@@ -130,7 +131,9 @@ def _tapes(engine: Engine, request: Ask) -> ExpandedTapes:
     if request.inputs is not None:
         from zeroplan.planner.live_module import ModuleTapes
 
-        return ModuleTapes(engine, request.model, request.inputs, cut=request.built, rollout=request.rollout)
+        return ModuleTapes(
+            engine, request.model, request.inputs, cut=request[QuantizedBaseTechnique.built], rollout=request.rollout
+        )
     if request.recorded is not None:
         from zeroplan.planner.recorded import RecordedTapes
 

@@ -88,7 +88,7 @@ def plan_of_log(
         )
         differs.append(f"logits of {tokens:,} tokens a GPU, {planned}")
     for name, words in (("micro_batch", "micro batch"), ("grad_accum", "accumulation"), ("dtype", "precision")):
-        logged, planned = getattr(stated, name), getattr(filled, name)
+        logged, planned = getattr(stated, name), filled.value(name)
         if logged is None or (request.ds_config is not None and setup is None):
             continue
         if planned is None or (setup is not None and name not in request):
@@ -188,7 +188,7 @@ def _engine_and_machine(
         changes["stage"] = stated.stage
         taken.append(f"stage {stated.stage}")
         for name in ("offload_optimizer", "offload_param"):
-            if getattr(filled, name) is None:
+            if filled.value(name) is None:
                 changes[name] = OffloadDevice.NONE.value
     if stated.deepspeed is not None and filled.engine == DEFAULT_ENGINE and filled.deepspeed_version is None:
         changes["deepspeed_version"] = stated.deepspeed

@@ -134,8 +134,8 @@ def _auto_ep(
     keys = sorted(
         key for key, value in section.items() if key not in NO_BYTES and value not in (None, *_AS_PLANNED.get(key, ()))
     )
-    if spec.model_type not in SHARED or not spec.has_shapes or request.lora_rank is not None:
-        what = "AutoEP with LoRA" if request.lora_rank is not None else f"AutoEP of {spec.model_type or 'this model'}"
+    if spec.model_type not in SHARED or not spec.has_shapes or "lora_rank" in request:
+        what = "AutoEP with LoRA" if "lora_rank" in request else f"AutoEP of {spec.model_type or 'this model'}"
         return 0, (*others, Unmodelled(_EP, Effect.UNKNOWN, f"{what}; every rank's own experts are counted"))
     says = "changes AutoEP's layer; the one without is planned"
     return size, (*others, *(Unmodelled(f"{_EP}.{key}", Effect.UNKNOWN, says) for key in keys))
@@ -231,9 +231,9 @@ def _beyond_auto_tp(request: Ask, spec: ModelSpec, config: DsConfig) -> str:
         raise BadInput(why, where=f"{config.source}: {_TP}.autotp_size", remedy="write a partition_config, or remove the key")
     if spec.model_type not in AUTO_TP_PLANS or not spec.has_shapes:
         return f"AutoTP of {spec.model_type or 'this model'}; data parallelism alone is counted"
-    if any(tensor.tied_to is not None for unit in spec.units for tensor in unit.tensors):
+    if spec.ties:
         return "AutoTP of a vocabulary that embedding and head share; data parallelism alone is counted"
-    return "AutoTP with LoRA; data parallelism alone is counted" if request.lora_rank is not None else ""
+    return "AutoTP with LoRA; data parallelism alone is counted" if "lora_rank" in request else ""
 
 
 def _fill(request: Ask, base: Workload) -> dict[str, Any]:

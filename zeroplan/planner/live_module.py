@@ -17,6 +17,7 @@ from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tape.sizes import KernelDevice
+from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
 
 
 def with_shape(request: Ask) -> Ask:
@@ -27,7 +28,7 @@ def with_shape(request: Ask) -> Ask:
     """
     if not hasattr(request.model, "named_parameters"):
         raise BadInput("inputs are an example batch for a live module", where="inputs", remedy="give the module as the model")
-    if (request.lora_rank is not None or request.quantize is not None) and not request.built:
+    if ("lora_rank" in request or "quantize" in request) and not request[QuantizedBaseTechnique.built]:
         raise BadInput(
             "an example batch is traced through the module as it is", where="inputs", remedy="give the module with its adapters"
         )
@@ -111,7 +112,12 @@ def with_own_code(request: Ask, setup: Setup) -> Ask:
     A model that the command line names in place of the file's stays.
     """
     lit = setup.ask.lit_model
-    if lit is None or request.model != setup.ask.model or request.seq_len is None or request.quantize != setup.ask.quantize:
+    if (
+        lit is None
+        or request.model != setup.ask.model
+        or request.seq_len is None
+        or request[QuantizedBaseTechnique.quantize] != setup.ask[QuantizedBaseTechnique.quantize]
+    ):
         return request
     if find_spec("litgpt") is None or find_spec("torch") is None:
         return request

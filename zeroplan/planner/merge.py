@@ -9,28 +9,21 @@ from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.quantization import Quantization
+from zeroplan.core.option import MESH
 from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import CheckpointPolicy, DType, Precision
+from zeroplan.core.workload import DType, Precision
+from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
-from zeroplan.run.ask import MESH_OPTIONS, OPTIONS, Ask
+from zeroplan.run.ask import OPTIONS, Ask
 from zeroplan.run.options import DEFAULT_ENGINE
 from zeroplan.simulate.allocator.config import AllocatorConfig
-from zeroplan.techniques.compiled import COMPILED
-from zeroplan.techniques.float8 import FLOAT8, Float8Technique
-from zeroplan.techniques.quantized_base import QUANTIZED_BASE
-from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
+from zeroplan.techniques.base import FileFacts
+from zeroplan.techniques.lora import LoraTechnique
+from zeroplan.techniques.table import TABLE
 
-#: Options of files of which more than their value decides what is taken: each has a function below, or a line of :func:`merge`.
-_DECIDED_BELOW = (
-    *("model", "gpus", "nodes", "engine", "alloc_conf", "ds_config", "reduce_dtype", "deepspeed_version", "pads", "one_unit"),
-    *("model_dtype", "autocast", "fsdp_version", "dp_shard", "replicates", "global_batch", "lit_model", "ppo", "head"),
-    *("saves", "state_dict", "saver", "save_only_model", "reference", "quantize", "adapter_dtype", "whole_base", "fp8"),
-    *("compile", *MESH_OPTIONS),
-)
 #: Options whose flag stands without a word of it: the question is of such a model, or of such a machine.
 _UNREPORTED = ("model", "params", "task")
 _ONE = "change one of the two"
@@ -82,7 +75,7 @@ def merge(request: Ask, setup: Setup, usual: str = DEFAULT_ENGINE, *, search: bo
     values: dict[str, Any] = {}
     for name, said in setup.ask.said.items():
         option = OPTIONS[name]
-        if name in _DECIDED_BELOW or (option.wins and request.said.get(name) not in (None, ())):
+        if not option.merges or option.panel == MESH or (option.wins and request.said.get(name) not in (None, ())):
             continue
         if name in request and _plain(name, request.said[name]) != said:
             _contradict(files, setup, name, said, request.said[name])
@@ -100,7 +93,7 @@ def merge(request: Ask, setup: Setup, usual: str = DEFAULT_ENGINE, *, search: bo
         merged = merged.replace(engine=usual)
     merged = merged.replace(**_of_engine(merged, request, setup))
     for name, says in setup.open.items():
-        if getattr(merged, name) is None:
+        if merged.value(name) is None:
             merged = _leaving_out(merged, Unmodelled(OPTIONS[name].where, Effect.UNKNOWN, says))
     if setup.ask.alloc_conf:
         merged = _with_allocator(merged, request, setup)
@@ -164,34 +157,13 @@ def _of_engine(merged: Ask, request: Ask, setup: Setup) -> dict[str, Any]:
     """What of the files' values depends on the engine, or on other values."""
     files, engine = setup.ask, find_engine(merged.engine)
     found: dict[str, Any] = {"precision": _precision(setup), "torch_adam": True if files.optimizer_kind is not None else None}
-    if found["precision"] is None and request.base_dtype is None and _frozen_in_fp32(setup, merged):
+    if found["precision"] is None and request[LoraTechnique.base_dtype] is None and _frozen_in_fp32(setup, merged):
         found["base_dtype"] = "fp32"
-    found["one_unit"] = files.one_unit and files.lora_rank is None  # peft's policy takes the place of every other
-    found["pads"] = files.pads and request.lengths is None
-    if files.reduce_dtype is not None and REDUCED_GRADIENTS.taken_by(engine):
-        own = merged.dtype or "bf16"
-        found["reduce_dtype"] = request.reduce_dtype or (own if files.reduce_dtype == "products" else files.reduce_dtype)
+    found["one_unit"] = files.one_unit and "lora_rank" not in files  # peft's policy takes the place of every other
     if files.deepspeed_version is not None and merged.engine == DEFAULT_ENGINE:
         found["deepspeed_version"] = request.deepspeed_version or files.deepspeed_version
-    if files.saves:
-        found |= _saving(request, setup)
-    left_out: list[Unmodelled] = []
-    if files.reference is not None:
-        if files.quantize is None:
-            found["reference"] = files.reference
-        else:
-            says = "the forward of the quantised model without adapters"
-            left_out.append(Unmodelled(f"task {setup.task}", Effect.MORE, says))
-    for name, planned in _PLANNED.items():
-        if name not in files or (name != "quantize" and name in request):
-            continue
-        if name in request and request.said[name] != files.said[name]:
-            _contradict(setup.files[0], setup, name, files.said[name], request.said[name])
-        taken = planned(setup, merged.engine)
-        if isinstance(taken, Unmodelled):
-            left_out.append(taken)
-        else:
-            found |= taken
+    filled, left_out = _of_techniques(setup, request, engine)
+    found |= filled
     if setup.ds_config is not None:
         if request.ds_config not in (None, setup.ds_config):
             what = f"{setup.files[0]} brings a ds_config of its own ({setup.key('ds_config')})"
@@ -221,79 +193,36 @@ def _with_allocator(merged: Ask, request: Ask, setup: Setup) -> Ask:
     return merged.replace(alloc_conf=theirs)
 
 
-def _saving(request: Ask, setup: Setup) -> dict[str, Any]:
-    """Saving by the setup's program, in the form that FSDP has there; a flag decides the form where the file leaves it open.
+# --- what an engine may not plan --------------------------------------------------------------------------------------------
+
+
+def _of_techniques(setup: Setup, request: Ask, engine: Engine) -> tuple[dict[str, Any], list[Unmodelled]]:
+    """Return the options that techniques make of the files', and what the figures then leave out.
 
     Raises:
-        BadInput: a flag that contradicts the setup.
+        BadInput: a flag that contradicts the files.
     """
-    files = setup.ask
-    for name, value in (("save", files.state_dict), ("save_by", files.saver)):
-        asked = request.said.get(name)
-        if value is not None and asked not in (None, value):
-            raise BadInput(f"the file says {value}, the flag {asked}", where=OPTIONS[name].where, remedy=_ONE)
-    return {
-        "save": request.save or files.state_dict or "full",
-        "save_by": request.save_by or files.saver,
-        "save_only_model": request.save_only_model or files.save_only_model,
-    }
-
-
-# --- what an engine may not plan --------------------------------------------------------------------------------------------
+    facts = FileFacts(setup.ask, request, engine, degrees=bool(setup.degrees), task=setup.task)
+    found: dict[str, Any] = {}
+    left_out: list[Unmodelled] = []
+    for technique in TABLE:
+        name = technique.decides
+        if name not in setup.ask or (OPTIONS[name].wins and name in request):
+            continue
+        said = setup.ask.said[name]
+        if name in request and request.said[name] != said:
+            _contradict(setup.files[0], setup, name, said, request.said[name])
+        filled = technique.filled(said, facts)
+        if isinstance(filled, Unmodelled):
+            left_out.append(filled)
+        else:
+            found |= filled
+    return found, left_out
 
 
 def left_out(setup: Setup) -> tuple[Unmodelled, ...]:
     """Return what plans of a setup leave out: what its program's reader says, and what its own engine does not model."""
-    engine = setup.ask.engine
-    found = [planned(setup, engine) for name, planned in _PLANNED.items() if name in setup.ask]
-    return (*setup.unmodelled, *(one for one in found if isinstance(one, Unmodelled)))
-
-
-def _quantized(setup: Setup, engine: str) -> dict[str, Any] | Unmodelled:
-    """The quantised base under an engine that plans it; under another, or offloaded, it stands among what is left out."""
-    files, key = setup.ask, setup.key("quantize")
-    if QUANTIZED_BASE.taken_by(find_engine(engine)) and files.lora_rank is not None and _plans_base(setup):
-        adapters = {"adapter_dtype": files.adapter_dtype, "whole_base": files.whole_base}
-        return {"quantize": files.quantize, "quantized_by": key, **adapters}
-    says = f"base weights in {files.quantize} are counted in 16 bits, and their dequantised copies are not"
-    return Unmodelled(key, Effect.UNKNOWN, says)
-
-
-def _plans_base(setup: Setup) -> bool:
-    """Whether a quantised base is planned as the setup shards it: on the GPU, by data parallelism, and at stage 3 in 4 bits."""
-    zero = (setup.ds_config or {}).get("zero_optimization")
-    zero = zero if isinstance(zero, Mapping) else {}
-    said = zero.get("offload_param")
-    device = said.get("device") if isinstance(said, Mapping) else said
-    offloads = setup.ask.offload_param not in (None, "none") or device not in (None, "none", False)
-    return not (offloads or setup.degrees or (setup.ask.quantize == Quantization.INT8 and zero.get("stage") == 3))
-
-
-def _float8(setup: Setup, engine: str) -> dict[str, Any] | Unmodelled:
-    """8-bit products under an engine that plans them; under another, or beside adapters, they stand among what is left out."""
-    if FLOAT8.taken_by(find_engine(engine)) and setup.ask.lora_rank is None and not setup.degrees:
-        return {"fp8": setup.ask[Float8Technique.fp8]}
-    return Unmodelled(setup.key("fp8"), Effect.UNKNOWN, "fp8 products; bf16 ones are counted")
-
-
-def _compiled(setup: Setup, engine: str) -> dict[str, Any] | Unmodelled:
-    """Compiled graphs under an engine that plans them; under another, or beside what no graph is traced with, they stand among
-    what is left out.
-    """
-    selective = CheckpointPolicy.parse(setup.ask.checkpoint_policy).selective
-    others = selective or setup.ask.quantize is not None or setup.ask[Float8Technique.fp8] is not None or bool(setup.degrees)
-    if COMPILED.taken_by(find_engine(engine)) and not others:
-        return {"compile": setup.ask.compile}
-    return without_graphs(setup)
-
-
-_PLANNED = {"quantize": _quantized, "fp8": _float8, "compile": _compiled}
-
-
-def without_graphs(setup: Setup) -> Unmodelled:
-    """What a plan of a compiled run leaves out that counts its eager graphs."""
-    says = "compiled graphs keep other tensors than eager ones, which are counted"
-    return Unmodelled(setup.key("compile"), Effect.UNKNOWN, says)
+    return (*setup.unmodelled, *_of_techniques(setup, Ask(), find_engine(setup.ask.engine))[1])
 
 
 # --- precision and ds_config ------------------------------------------------------------------------------------------------
@@ -302,7 +231,7 @@ def without_graphs(setup: Setup) -> Unmodelled:
 def _frozen_in_fp32(setup: Setup, merged: Ask) -> bool:
     """Return whether frozen weights under adapters are fp32, as the files leave them where their engine keeps them so."""
     files = setup.ask
-    if files.lora_rank is None or files.quantize is not None or files.dtype not in ("bf16", "fp16"):
+    if "lora_rank" not in files or "quantize" in files or files.dtype not in ("bf16", "fp16"):
         return False
     engine, dtype = find_engine(merged.engine), DType(files.dtype)
     return engine.base_precision(dtype, None) is not engine.precision(dtype)
@@ -319,7 +248,7 @@ def _precision(setup: Setup) -> Precision | None:
         return None
     if not files.autocast:
         return Precision.PURE
-    return None if files.stage is not None and files.lora_rank is None else Precision.HALF_AUTOCAST
+    return None if files.stage is not None and "lora_rank" not in files else Precision.HALF_AUTOCAST
 
 
 def _with_ds_config(found: Mapping[str, Any], dtype: str | None) -> dict[str, Any]:
@@ -358,7 +287,7 @@ def _with_layout(request: Ask, setup: Setup) -> Ask:
         BadInput: a flag that contradicts the setup, or degrees that are not those of the ranks.
     """
     for name, said in setup.degrees.items():
-        asked = getattr(request, name)
+        asked = request.value(name)
         if asked not in (OPTIONS[name].default, said):
             _contradict(setup.files[0], setup, name, said, asked)
     planned = {setup.key(name) for name in (*setup.degrees, *(("dp_shard",) if setup.ask.replicates else ()))}
@@ -377,7 +306,7 @@ def _require_ranks(request: Ask, setup: Setup) -> None:
     Raises:
         BadInput: naming the product that the ranks are not, or that the number of GPUs is missing.
     """
-    degrees = {name: getattr(request, name) for name in ("dp_replicate", "cp", "ulysses", "tp", "pp")}
+    degrees = {name: request.value(name) for name in ("dp_replicate", "cp", "ulysses", "tp", "pp")}
     if setup.ask.dp_shard is not None:
         degrees["dp_shard"] = setup.ask.dp_shard
     product = math.prod(degrees.values())

@@ -34,7 +34,7 @@ def with_ppo(request: Ask, setup: Setup) -> Ask:
     torch and transformers are not installed.
     """
     ppo, micro_batch = setup.ask.ppo, request.micro_batch or 1
-    plain = request.lora_rank is None and request.quantize is None and not setup.degrees and request.images == 0
+    plain = not setup.degrees and not {"lora_rank", "quantize", "images"} & request.chosen.keys()
     if ppo is None or not plain or request.model is None or find_spec("torch") is None or find_spec("transformers") is None:
         return request
     policy = load_model(request.model)

@@ -6,25 +6,24 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.parallel import DEGREES
 from zeroplan.core.preferences import PLAIN_TASKS, PLANNED, PairLoss, passes_of
 from zeroplan.core.tasks import parse_task, training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import Attention, Lora, QuantizedBase, Reference, TiledMlp, Workload
+from zeroplan.core.workload import Attention, Reference, TiledMlp, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.layout import layout_of, unmeasured, without_degrees
+from zeroplan.planner.layout import facts_of, layout_of, unmeasured
 from zeroplan.planner.quantized_checkpoint import KEY, base_of
 from zeroplan.planner.workload import beyond_positions, workload_of
 from zeroplan.run.ask import Ask
-from zeroplan.techniques.base import Facts
 from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.experts import AUTO_EP, OWN_EXPERTS
+from zeroplan.techniques.images import ImagesTechnique
+from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
 from zeroplan.techniques.table import techniques_of
 
 #: Sections of a config whose models take images or sound beside tokens.
@@ -71,16 +70,16 @@ def resolve(request: Ask) -> Resolved:
         network=request.network,
     )
     spec = _model(request)
-    checkpoint = base_of(spec, request.quantize, engine, adapters=request.lora_rank is not None)
+    checkpoint = base_of(spec, request[QuantizedBaseTechnique.quantize], engine, adapters="lora_rank" in request)
     unmodelled = request.unmodelled
     auto_ep = AUTO_EP.taken_by(engine) and request.ep > 1
     if checkpoint is not None:
         unmodelled += checkpoint.left_out
         quantize = None if checkpoint.quantize is None else str(checkpoint.quantize)
-        named = request.quantized_by if request.quantize is not None else KEY
-        whole = request.whole_base or checkpoint.in_bytes
+        named = request[QuantizedBaseTechnique.quantized_by] if "quantize" in request else KEY
+        whole = request[QuantizedBaseTechnique.whole_base] or checkpoint.in_bytes
         request = request.replace(quantize=quantize, quantized_by=named, whole_base=whole)
-    if request.told_by_file and not request.images and (towers := _TOWERS & spec.config.keys()):
+    if request.told_by_file and not request[ImagesTechnique.images] and (towers := _TOWERS & spec.config.keys()):
         says = f"the model has a {min(towers)}, and no key tells of images or sound; text alone is counted (--images)"
         unmodelled += (Unmodelled("images", Effect.UNKNOWN, says),)
     if request.ds_config is None:
@@ -101,7 +100,6 @@ def resolve(request: Ask) -> Resolved:
         technique.require(value, facts)
     spec, workload = _as_trained(spec, workload)
     OWN_EXPERTS.require_model(facts)
-    require_buildable(engine, workload)
     if workload.numerics.attn is Attention.SDPA and (missing := eager_only(spec.model_type)):
         warnings.append(missing)
     if said := beyond_positions(workload, spec):
@@ -109,18 +107,7 @@ def resolve(request: Ask) -> Resolved:
     if workload.compile is not None and COMPILED.starts_eager(engine) and request.pp == 1:  # no plan of stages has peaks
         warnings.append("the first micro batch of a compiled model runs uncompiled; the peaks hold it")
     zero_init = request.zero_init is not False and workload.quantize is None  # transformers makes no quantised model under it
-    require_partition(request, engine)
-    partition = request.partition or engine.partition
-    layout = layout_of(
-        request,
-        cluster,
-        spec,
-        workload,
-        whole_vocabulary=engine.whole_vocabulary,
-        own_layers=engine.own_layers,
-        partition=partition,
-        auto_ep=auto_ep,
-    )
+    layout = layout_of(request, engine, replace(facts, spec=spec, workload=workload), auto_ep=auto_ep)
     for technique, value in techniques_of(workload):
         technique.require_degrees(value, replace(facts, shared=layout is not None))
     if workload.has(TiledMlp):
@@ -137,7 +124,7 @@ def resolve(request: Ask) -> Resolved:
             zero_init=zero_init,
             unmodelled=unmodelled,
             pipeline=request.schedule,
-            partition=partition,
+            partition=facts.partition,
         )
         for zero in zeros
     ]
@@ -147,21 +134,12 @@ def resolve(request: Ask) -> Resolved:
 
 
 def _as_trained(spec: ModelSpec, workload: Workload) -> tuple[ModelSpec, Workload]:
-    """Return the model with its quantised base and its adapters, and the workload with the adapted layers' names."""
-    base, lora = workload.technique(QuantizedBase), workload.technique(Lora)
-    if base is not None:
-        from zeroplan.models.quantized import with_quantized_base
-
-        spec = with_quantized_base(spec, linear_experts=base.linear_experts)
-    if lora is not None:
-        from zeroplan.models.lora import with_lora
-        from zeroplan.models.lora_targets import named_targets
-
-        if spec.has_shapes:
-            lora = replace(lora, targets=named_targets(spec, lora.targets))
-        spec, workload = with_lora(spec, lora.rank, lora.targets), workload.with_techniques(lora)
+    """Return the model as the techniques train it, and the workload with the names that they find in the model."""
     for technique, value in techniques_of(workload):
-        spec = technique.trained(value, spec)
+        named = technique.named(value, spec)
+        if named is not value:
+            workload = workload.with_techniques(named)
+        spec = technique.trained(named, spec)
     return spec, workload
 
 
@@ -241,36 +219,9 @@ def with_training_task(request: Ask) -> Ask:
             where="--task",
             remedy=f"use one of {', '.join((*PLANNED, *PLAIN_TASKS))}, or give the run's file by --from",
         )
-    passes = passes_of(task, adapters=request.lora_rank is not None)
+    passes = passes_of(task, adapters="lora_rank" in request)
     if "pair_loss" in passes:
         passes["pair_loss"] = PairLoss(passes["pair_loss"])
     if "reference" in passes:
         passes["reference"] = Reference(passes["reference"])
     return request.replace(task=passes.pop("head", None), **passes)
-
-
-def facts_of(request: Ask, engine: Engine, workload: Workload, cluster: Cluster, spec: ModelSpec) -> Facts:
-    """Return what rules of techniques read of a run."""
-    degrees = {name: int(getattr(request, name)) for name in (*DEGREES, "vpp")} | {"sp": 1 + request.sp}
-    return Facts(engine, workload, spec, cluster, degrees, task=request.task, alone=without_degrees(request))
-
-
-def require_buildable(engine: Engine, workload: Workload) -> None:
-    """Refuse optimizers that a ds_config alone makes, under an engine that reads none."""
-    row = find_optimizer(workload.numerics.optimizer)
-    if row.until is not None and engine.dialect is None:
-        raise BadInput(
-            f"{row.name} is built from a ds_config alone, and {engine.name} reads none",
-            where="--optimizer",
-            remedy="use --engine zeroplan, or adamw",
-        )
-
-
-def require_partition(request: Ask, engine: Engine) -> None:
-    """Refuse a way to divide layers that the engine does not have."""
-    if request.partition is not None and not (engine.partition and request.pp > 1):
-        raise BadInput(
-            "layers are divided by a method on stages of DeepSpeed's PipelineModule",
-            where="--partition",
-            remedy="use --engine deepspeed --pp 2, or leave it out",
-        )

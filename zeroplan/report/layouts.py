@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from zeroplan.core.parallel import DEFAULT_SCHEDULE
 from zeroplan.core.sizes import format_bytes
 from zeroplan.planner.describe import describe_layout
-from zeroplan.planner.layout import DEFAULT_SCHEDULE
 from zeroplan.report.terminal import Terminal
 from zeroplan.report.verdict import unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
@@ -163,7 +163,7 @@ def _named(one: LaidOut) -> str:
     text = f"{gpus_text(request.nodes, request.gpus)} as {degrees_text(describe_layout(one.layout))}"
     text += f", {request.schedule}" if request.schedule != DEFAULT_SCHEDULE else ""
     text += f", ZeRO-{one.plan.stage}"
-    return text + (", checkpointing" if request.gradient_checkpointing else "")
+    return text + (", checkpointing" if request.value("gradient_checkpointing") else "")
 
 
 def _need(one: LaidOut) -> str:

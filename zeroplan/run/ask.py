@@ -57,6 +57,10 @@ class Ask(ModelOptions, WorkloadOptions, ClusterOptions, MeshOptions, ShardingOp
         """Return the value of an option that a technique's own file declares."""
         return option.__get__(self, Ask)
 
+    def value(self, name: str) -> Any:
+        """Return an option's value by its name."""
+        return OPTIONS[name].__get__(self, Ask)
+
     def source(self, name: str) -> str:
         """Return who said an option: a flag, or a file's key; empty where nobody is known."""
         return self._sources.get(name, "")
@@ -104,10 +108,15 @@ def _made(said: dict[str, Any], sources: dict[str, str]) -> Ask:
     return Ask(**said).by(sources)
 
 
-_GROUPS = (ModelOptions, WorkloadOptions, ClusterOptions, MeshOptions, ShardingOptions, ProgramOptions)
+def _declared(*groups: type) -> dict[str, Option[Any]]:
+    return {name: option for group in groups for name, option in vars(group).items() if isinstance(option, Option)}
+
+
 #: Every option by its name, in the order of the help.
 OPTIONS: dict[str, Option[Any]] = {
-    name: option for group in _GROUPS for name, option in vars(group).items() if isinstance(option, Option)
-} | {option.name: option for technique in TABLE for option in technique.options}
+    **_declared(ModelOptions, WorkloadOptions),
+    **{option.name: option for technique in TABLE for option in technique.options},
+    **_declared(ClusterOptions, MeshOptions, ShardingOptions, ProgramOptions),
+}
 #: Options of the degrees of parallelism, and of how stages are made.
 MESH_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.panel == MESH)

@@ -9,14 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.lit_model import LitModel
 from zeroplan.core.option import CLUSTER, FILES, MESH, RUNS, SEARCHES, SHARDING, WORK, Option
 from zeroplan.core.ppo import Ppo, Rollout
-from zeroplan.core.preferences import PairLoss
 from zeroplan.core.sizes import parse_count, parse_tokens
 from zeroplan.core.unmodelled import Unmodelled
-from zeroplan.core.workload import OptimizerKind, Precision, Reference
+from zeroplan.core.workload import OptimizerKind, Precision
 
 #: The engine of ``estimate``, ``explain`` and ``recommend`` unless the user names another.
 DEFAULT_ENGINE = "deepspeed"
@@ -32,10 +30,6 @@ def _count(text: str, where: str) -> int:
 
 def _tokens(text: str, where: str) -> int:
     return parse_tokens(text, where=where)
-
-
-def _names(text: str, where: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 def _paths(paths: Sequence[str], where: str) -> tuple[str, ...]:
@@ -57,6 +51,7 @@ class ModelOptions:
         without=("check",),
         page=True,
         wins=True,
+        merges=False,
     )
     params = Option[int | None](
         int,
@@ -114,134 +109,8 @@ class WorkloadOptions:
     )
     grad_accum = Option[int | None](int, None, "Passes a step. [1]", WORK, least=1, found=True, page=True)
     dtype = Option[str | None](str, None, "bf16, fp16 or fp32. [bf16]", WORK, page=True)
-    reduce_dtype = Option[str | None](
-        str,
-        None,
-        "In which gradients are reduced: fp32, or that of --dtype (--engine fsdp2). [fp32]",
-        WORK,
-        without=_NOT_SEARCHED,
-        wins=True,
-    )
     optimizer = Option[str | None](str, None, "adamw, lion, sgd, … [adamw]", WORK, complete="optimizers", page=True)
-    transformers_version = Option[str | None](
-        str,
-        None,
-        "Before 5 --quantize took experts, too, FSDP 1 found the base on the host, and checkpoints were reentrant. [5.17.0]",
-        WORK,
-        metavar="VERSION",
-        wins=True,
-    )
-    set_to_none = Option(
-        bool,
-        True,
-        "zero_grad frees gradients, or keeps them as zeros (--engine ddp).",
-        WORK,
-        flag="--set-to-none/--no-set-to-none",
-        without=RUNS,
-    )
-    gradient_checkpointing = Option(
-        bool,
-        False,
-        "Recompute blocks.",
-        WORK,
-        flag="--gradient-checkpointing/--no-gradient-checkpointing",
-        found=True,
-        page=True,
-    )
-    checkpoint_policy = Option(
-        str,
-        "full",
-        "What that recomputes: full, selective (not products, attention), op or every:K. [full]",
-        WORK,
-        without=_NOT_SEARCHED,
-        page=True,
-        wins=True,
-    )
     attn = Option(str, "sdpa", "sdpa, flash or eager. [sdpa]", WORK, page=True, wins=True)
-    lora_rank = Option[int | None](int, None, "Train LoRA adapters of this rank only.", WORK, least=1, page=True)
-    lora_targets = Option[Sequence[str]](
-        object, (), "Layers to adapt, by comma. [all linear layers]", WORK, read=_names, text=str, wins=True
-    )
-    base_dtype = Option[str | None](
-        str,
-        None,
-        "Of frozen weights under adapters: that of --dtype, or fp32 (--engine ddp or fsdp2). [that of --dtype]",
-        WORK,
-        page=True,
-        wins=True,
-    )
-    quantize = Option[str | None](
-        str,
-        None,
-        "Keep the frozen base in nf4, fp4 (or nf4-single, fp4-single), int8, gptq-4-128 or torchao-8-row.",
-        WORK,
-        page=True,
-    )
-    offload_checkpoints = Option(
-        bool,
-        False,
-        "Inputs of recomputed blocks wait on the host (DeepSpeed's CheckpointHiddenStatesOffload; --engine deepspeed).",
-        WORK,
-        without=_NOT_SEARCHED,
-    )
-    compile = Option[str | None](
-        str,
-        None,
-        "Parts of the model that torch.compile makes graphs of: blocks, checkpointed-blocks (which recompute within their "
-        "graphs) or model (--engine zeroplan, fsdp2 or ddp).",
-        WORK,
-        metavar="PARTS",
-        wins=True,
-    )
-    adapter_dtype = Option[str | None](str, None)
-    images = Option(int, 0, "Images of each sample, for vision-language models. [0]", WORK, least=1, without=RUNS)
-    image_size = Option[int | None](
-        int, None, "Pixels of an image's side. [by the config]", WORK, metavar="PIXELS", least=1, without=RUNS
-    )
-    labelled_share = Option[float | None](
-        float,
-        None,
-        "Share of tokens with a label, if the head computes those alone (--engine zeroplan, TRL): 0.15.",
-        WORK,
-        wins=True,
-    )
-    lengths = Option[str | Sequence[int] | None](
-        object,
-        None,
-        "Samples' lengths, padded batch by batch: a file, or mean,max.",
-        WORK,
-        metavar="FILE|MEAN,MAX",
-        text=str,
-        without=RUNS,
-    )
-    eval_batch = Option[int | None](
-        int, None, "Evaluate between steps, with so many samples a GPU and pass.", WORK, least=1, without=RUNS
-    )
-    eval_logits = Option(
-        int,
-        0,
-        "Batches whose logits the evaluation keeps on the GPU (eval_accumulation_steps). [0]",
-        WORK,
-        least=1,
-        without=RUNS,
-    )
-    save = Option[str | None](
-        str,
-        None,
-        "Save between steps: sharded, full (gathered on the first rank), or full-gpu (FSDP 1, on every GPU).",
-        WORK,
-        metavar="FORM",
-        without=RUNS,
-    )
-    save_by = Option[str | None](
-        str,
-        None,
-        "Whose code saves: loop (your own), accelerate, trainer or lightning. [loop]",
-        WORK,
-        metavar="WHO",
-        without=RUNS,
-    )
-    save_only_model = Option(bool, False, "Save no optimizer states.", WORK, without=RUNS)
     from_scratch = Option(
         bool, False, "Weights are initialised: no host reads pretrained ones.", WORK, without=_HERE, page=True
     )
@@ -251,16 +120,12 @@ class ClusterOptions:
     """On what it runs."""
 
     __slots__ = ()
-    gpus = Option(int, 1, "GPUs a node. [1, or as the file says]", CLUSTER, page=True, wins=True)
-    nodes = Option(int, 1, "Nodes. [1, or as the file says]", CLUSTER, without=("scale", *RUNS), page=True, wins=True)
+    gpus = Option(int, 1, "GPUs a node. [1, or as the file says]", CLUSTER, page=True, wins=True, merges=False)
+    nodes = Option(
+        int, 1, "Nodes. [1, or as the file says]", CLUSTER, without=("scale", *RUNS), page=True, wins=True, merges=False
+    )
     gpu = Option[str | None](
-        str,
-        None,
-        "A preset, with a count if you like: H100, 4xA100-80G, …",
-        CLUSTER,
-        complete="gpus",
-        without=RUNS,
-        page=True,
+        str, None, "A preset, with a count if you like: H100, 4xA100-80G, …", CLUSTER, complete="gpus", without=RUNS, page=True
     )
     vram = Option[str | int | None](
         object, None, "Memory of one GPU: 24G, or 24 (GiB).", CLUSTER, text=str, without=RUNS, page=True
@@ -273,12 +138,7 @@ class ClusterOptions:
         str, None, "Between nodes: 8x400G, 25G, 4x100G:efa, aws-p5, … [as usual for the GPU]", CLUSTER, without=RUNS
     )
     host = Option[str | None](
-        str,
-        None,
-        "server or desktop: what its system keeps of --cpu-ram. [by the GPU]",
-        CLUSTER,
-        without=_HERE,
-        page=True,
+        str, None, "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", CLUSTER, without=_HERE, page=True
     )
 
 
@@ -354,12 +214,7 @@ class ShardingOptions:
 
     __slots__ = ()
     engine = Option(
-        str,
-        DEFAULT_ENGINE,
-        "{engines}, or one of your own. [{default}]",
-        SHARDING,
-        complete="engines",
-        page=True,
+        str, DEFAULT_ENGINE, "{engines}, or one of your own. [{default}]", SHARDING, complete="engines", page=True, merges=False
     )
     deepspeed_version = Option[str | None](
         str,
@@ -368,6 +223,7 @@ class ShardingOptions:
         SHARDING,
         metavar="VERSION",
         wins=True,
+        merges=False,
     )
     stage = Option[int | None](int, None, "0 to 3. [all]", SHARDING, without=("check",), found=True)
     offload_optimizer = Option[str | None](str, None, "none, cpu or nvme. [all]", SHARDING, without=("check",), found=True)
@@ -383,7 +239,7 @@ class ShardingOptions:
         wins=True,
     )
     ds_config = Option[str | Path | dict[str, Any] | None](
-        object, None, "A ds_config.json: exactly one plan.", SHARDING, text=str, without=("check", *SEARCHES)
+        object, None, "A ds_config.json: exactly one plan.", SHARDING, text=str, without=("check", *SEARCHES), merges=False
     )
     files = Option[Sequence[Any]](
         object,
@@ -400,14 +256,9 @@ class ShardingOptions:
         str, None, "The program that owns the file, where two could.", FILES, without=SEARCHES, found=True, page=True
     )
     depth = Option[str | None](
-        str,
-        None,
-        "formula or simulated. [simulated where a tape is at hand]",
-        without=RUNS,
-        found=True,
-        page=True,
+        str, None, "formula or simulated. [simulated where a tape is at hand]", without=RUNS, found=True, page=True
     )
-    alloc_conf = Option(str, "", "PYTORCH_ALLOC_CONF: expandable_segments:True,…", without=_HERE, page=True)
+    alloc_conf = Option(str, "", "PYTORCH_ALLOC_CONF: expandable_segments:True,…", without=_HERE, page=True, merges=False)
     token = Option[str | None](str, None, "The hub's token, for gated models.", without=("doctor",), found=True)
     trust_remote_code = Option(bool, False, "Let an unknown architecture run its own code.", without=("doctor",))
 
@@ -421,10 +272,6 @@ class ProgramOptions:
         precision: the division of dtypes where no ds_config says it.
         optimizer_kind: how the optimizer walks its tensors.
         torch_adam: whether the optimizer is a class of torch's where DeepSpeed would build one of its own.
-        reentrant: whether checkpoints are reentrant.
-        lora_dropout: whether adapters drop some of their input.
-        quantized_by: the flag or key that says `quantize`.
-        whole_base: whether 4-bit weights are stored in bytes, which FSDP does not shard.
         whole_embedding_states: whether an 8-bit optimizer keeps the embeddings' states in fp32.
         accelerate_units: whether accelerate applies ``fully_shard``, with units of its own for embedding, norm and head.
         one_unit: whether FSDP 1 wraps the model as a whole.
@@ -433,65 +280,35 @@ class ProgramOptions:
         dp_shard: data-parallel ranks that shard, where the program asks that all degrees together are the ranks.
         replicates: whether ranks beyond `dp_shard` are replicas; else the program refuses them.
         global_batch: samples a step of all ranks together, where accumulation follows from it.
-        chunked_head: whether TRL computes head and loss together in tiles.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
-        pads: whether the program pads each batch to its longest sample, at most `seq_len`.
-        longest_first: whether the first micro batch holds the longest of the samples.
         head: the task whose head the model has, where it is not the one of its own checkpoint.
-        pairs: whether a chosen and a rejected sample pass together.
-        reference: what is asked beside the trained model.
-        kl_batch: whether a second batch passes for KTO's KL term.
-        pair_loss: how pairs meet in a loss over all their logits.
-        generation: what the model generates before each step.
-        colocated: vLLM's engine on the GPUs that train.
         ppo: what PPO's four models pass.
         rollout: the same, with its sizes.
-        saves: whether the run saves between steps.
-        state_dict: the form of what FSDP saves: ``sharded`` or ``full``; None for the program's default.
-        saver: whose code saves.
         moved: whether the model is made on the host and then moved to its GPU.
         lit_model: the model of LitGPT's own code that the run trains.
-        built: whether a live module came with its adapters and quantised layers.
         told_by_file: whether files describe the run.
         unmodelled: keys that no option holds.
     """
 
     __slots__ = ()
-    model_dtype = Option[str | None](str, None)
-    autocast = Option(bool, True)
+    model_dtype = Option[str | None](str, None, merges=False)
+    autocast = Option(bool, True, merges=False)
     precision = Option[Precision | None](Precision, None)
     optimizer_kind = Option[OptimizerKind | None](OptimizerKind, None)
     torch_adam = Option(bool, False)
-    reentrant = Option[bool | None](bool, None)
-    lora_dropout = Option(bool, False)
-    quantized_by = Option(str, "--quantize")
-    whole_base = Option(bool, False)
     whole_embedding_states = Option(bool, False)
     accelerate_units = Option(bool, False)
-    one_unit = Option(bool, False)
+    one_unit = Option(bool, False, merges=False)
     mixed_units = Option(bool, False)
-    fsdp_version = Option[int | None](int, None)
-    dp_shard = Option[int | None](int, None)
-    replicates = Option(bool, False)
-    global_batch = Option[int | None](int, None)
-    chunked_head = Option(bool, False)
+    fsdp_version = Option[int | None](int, None, merges=False)
+    dp_shard = Option[int | None](int, None, merges=False)
+    replicates = Option(bool, False, merges=False)
+    global_batch = Option[int | None](int, None, merges=False)
     detached_loss = Option(bool, False)
-    pads = Option(bool, False)
-    longest_first = Option(bool, False)
-    head = Option[str | None](str, None)
-    pairs = Option(bool, False)
-    reference = Option[Reference | None](Reference, None)
-    kl_batch = Option(bool, False)
-    pair_loss = Option[PairLoss | None](PairLoss, None)
-    generation = Option[Generation | None](object, None)
-    colocated = Option[Colocated | None](object, None)
-    ppo = Option[Ppo | None](object, None)
+    head = Option[str | None](str, None, merges=False)
+    ppo = Option[Ppo | None](object, None, merges=False)
     rollout = Option[Rollout | None](object, None)
-    saves = Option(bool, False)
-    state_dict = Option[str | None](str, None)
-    saver = Option[str | None](str, None)
     moved = Option(bool, False)
-    lit_model = Option[LitModel | None](object, None)
-    built = Option(bool, False)
+    lit_model = Option[LitModel | None](object, None, merges=False)
     told_by_file = Option(bool, False)
     unmodelled = Option[tuple[Unmodelled, ...]](object, ())

@@ -19,6 +19,7 @@ from zeroplan.search.results import Recommendation, SearchResult, Suggestion, re
 from zeroplan.search.search_options import AUTO, ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
 from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
+from zeroplan.techniques.compiled import CompiledTechnique
 
 if TYPE_CHECKING:
     from zeroplan.interop.edits.written import ChangedFiles
@@ -35,7 +36,7 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
     """
     options = options or SearchOptions()
     current, sourced = None, (request, options)
-    if request.compile == AUTO and (options.candidates is not None or options.source is not None):
+    if request[CompiledTechnique.compile] == AUTO and (options.candidates is not None or options.source is not None):
         raise BadInput("is a choice of the search's own", where="--compile auto", remedy="write blocks, or leave it out")
     if options.source is not None:
         from zeroplan.search.from_setup import with_source

@@ -86,7 +86,7 @@ def candidate_of(
     Raises:
         BadInput: what DeepSpeed refuses, or a flag that contradicts it.
     """
-    again = request.gradient_checkpointing if gradient_checkpointing is None else gradient_checkpointing
+    again = request.value("gradient_checkpointing") if gradient_checkpointing is None else gradient_checkpointing
     asked = request.replace(ds_config=ds_config, gradient_checkpointing=again)
     run = read_run(asked, resolved.engine, resolved.cluster, resolved.spec)
     resolved.warnings.extend(f"candidate {index}: {text}" for text in run.warnings)

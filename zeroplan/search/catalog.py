@@ -21,6 +21,7 @@ from zeroplan.search.recommend import Ranked
 from zeroplan.search.results import Recommendation, SearchResult, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
+from zeroplan.techniques.lora import LoraTechnique
 
 #: Models that a method shows, and simulations that each may take.
 _SHOWN = 3
@@ -88,9 +89,9 @@ def overview(request: Ask, options: SearchOptions | None = None) -> Overview:
     Raises:
         BadInput: a value that cannot be used.
     """
-    if request.quantize is not None:
+    if "quantize" in request:
         raise BadInput("is the base of one model", where="--quantize", remedy="name the model")
-    if request.compile is not None:
+    if "compile" in request:
         raise BadInput("makes graphs of one model", where="--compile", remedy="name the model")
     options = options or SearchOptions()
     entries = sorted((entry for entry in catalog.entries() if entry.pretrained), key=lambda e: -e.params)
@@ -143,7 +144,7 @@ def _resolved(
     asked = request.replace(
         model=entry.id,
         micro_batch=request.micro_batch or 1,
-        lora_rank=(request.lora_rank or _LORA_RANK) if method.lora else None,
+        lora_rank=(request[LoraTechnique.lora_rank] or _LORA_RANK) if method.lora else None,
         quantize=method.quantize,
         engine=engine_of(method, request),
     )

@@ -13,8 +13,7 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import Training, read_training
-from zeroplan.planner.describe import UNSEARCHED, describe_workload
-from zeroplan.planner.merge import merge, reported, without_graphs
+from zeroplan.planner.merge import merge, reported
 from zeroplan.run.ask import OPTIONS, Ask
 from zeroplan.search.candidates_file import SHARED_KEYS
 from zeroplan.search.cost import CostModel
@@ -24,8 +23,10 @@ from zeroplan.search.recommend import rank_all
 from zeroplan.search.results import Recommendation, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, resolve_search
 from zeroplan.search.space import Candidate
-from zeroplan.techniques.compiled import COMPILED
+from zeroplan.techniques.checkpointing import CheckpointingTechnique
+from zeroplan.techniques.compiled import COMPILED, CompiledTechnique
 from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
+from zeroplan.techniques.table import techniques_of
 
 
 def with_source(request: Ask, options: SearchOptions) -> tuple[Ask, SearchOptions, Recommendation | None]:
@@ -59,10 +60,10 @@ def _free_search(
     plain = replace(options, source=None, candidates=None)
     resolved = resolve_search(asked, plain)
     candidate = _candidate(setup, asked, resolved)
-    described = describe_workload(candidate.workload)
-    for name, (key, says) in UNSEARCHED.items():
-        if name in described:
-            raise BadInput(says, where=key, remedy="plan it by zeroplan estimate --ds-config FILE, or leave the section out")
+    for technique, _ in techniques_of(candidate.workload):
+        if technique.unsearched:
+            remedy = "plan it by zeroplan estimate --ds-config FILE, or leave the section out"
+            raise BadInput(technique.unsearched, where=technique.where, remedy=remedy)
     engine = candidate.engine or resolved.engine
     memory = Memory(engine, resolved.spec, resolved.cluster, depth=request.depth)
     cost = CostModel(engine, resolved.spec, resolved.cluster, resolved.rates)
@@ -99,13 +100,13 @@ def _free_search(
         gradient_checkpointing=False,
         checkpoint_policy="full",
         unmodelled=_beside_degrees(asked, setup),
-        reduce_dtype=asked.reduce_dtype if REDUCED_GRADIENTS.taken_by(find_engine(kept)) else None,
+        reduce_dtype=asked.value("reduce_dtype") if REDUCED_GRADIENTS.taken_by(find_engine(kept)) else None,
     )
-    if request.compile is not None:
-        free = free.replace(compile=request.compile)
-    elif asked.compile is not None and not COMPILED.taken_by(find_engine(kept)):
-        free = free.replace(compile=None, unmodelled=(*free.unmodelled, without_graphs(setup)))
-    if asked.checkpoint_policy != free.checkpoint_policy:
+    if "compile" in request:
+        free = free.replace(compile=request[CompiledTechnique.compile])
+    elif "compile" in asked and not COMPILED.taken_by(find_engine(kept)):
+        free = free.replace(compile=None, unmodelled=(*free.unmodelled, COMPILED.without_graphs(setup.key("compile"))))
+    if asked[CheckpointingTechnique.checkpoint_policy] != free[CheckpointingTechnique.checkpoint_policy]:
         key = setup.ask.source("checkpoint_policy") or "--checkpoint-policy"
         laid_out.append(f"{key}: what is recomputed is not searched; blocks are, whole, or nothing")
     left_out = (one for one in setup.unmodelled if one.key not in map(setup.key, setup.degrees))

@@ -58,7 +58,7 @@ class LaidOut:
         words = [f"--gpus {request.gpus}"] + ([f"--nodes {request.nodes}"] if request.nodes > 1 else [])
         words += [flags_of(one)] if (one := {name: request.said[name] for name in FIXED if name in request.chosen}) else []
         words += [f"--grad-accum {request.grad_accum}"] if request.grad_accum and request.grad_accum > 1 else []
-        words += ["--gradient-checkpointing"] if request.gradient_checkpointing else []
+        words += ["--gradient-checkpointing"] if request.value("gradient_checkpointing") else []
         return " ".join([*words, f"--engine {request.engine}", f"--stage {self.plan.stage}"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class LaidOut:
             "schedule": self.request.schedule if self.request.pp > 1 else None,
             "stage": self.plan.stage,
             "grad_accum": self.request.grad_accum or 1,
-            "gradient_checkpointing": self.request.gradient_checkpointing,
+            "gradient_checkpointing": self.request.value("gradient_checkpointing"),
             "model_states": gpu.model_states,
             "total": gpu.total,
             "interval": gpu.interval,

@@ -86,7 +86,11 @@ class LayoutFloors:
         """Return whether a layout probably exceeds the card: with the 34 bytes for each token and channel that a block keeps
         which is not recomputed, its input included (Korthikanti et al. 2022, equation 2), on the mean rank.
         """
-        within = 0.0 if request.gradient_checkpointing else _WITHIN * self._inputs(request) / (1 if request.sp else request.tp)
+        within = (
+            0.0
+            if request.value("gradient_checkpointing")
+            else _WITHIN * self._inputs(request) / (1 if request.sp else request.tp)
+        )
         return self.of(request) + within > usable
 
     def interleaved_inputs(self, request: Ask) -> int:

@@ -26,11 +26,11 @@ from math import lcm
 from typing import Any
 
 from zeroplan.core.expert_parallel import GROUPED, experts_of
+from zeroplan.core.parallel import DEFAULT_SCHEDULE
 from zeroplan.core.pipeline_order import PipelineSchedule
 from zeroplan.core.tensor_parallel import MIXTURES, PLANS
 from zeroplan.engines.base import SearchedLayouts
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.layout import DEFAULT_SCHEDULE
 from zeroplan.run.ask import Ask
 from zeroplan.search.policy import EQUALLY_FAST
 

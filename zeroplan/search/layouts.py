@@ -245,7 +245,9 @@ class _Search:
         found.sort(key=lambda one: -one.time.tokens_per_second)
         answer = LayoutAnswer(None, (), (), too_large, flags_of(fixed_degrees(asked)))
         if doubtful and len(self._choices) > 1:
-            least = self._first_that_fits(asked, [one for one in found if one.request.gradient_checkpointing], what, answer)
+            least = self._first_that_fits(
+                asked, [one for one in found if one.request.value("gradient_checkpointing")], what, answer
+            )
             if least.chosen is None:
                 return least
         return self._first_that_fits(asked, found, what, answer)
@@ -447,7 +449,7 @@ class _Timed:
         """The order of equally fast layouts: stages, shared experts, rings, shared matrices, replicas, recomputation."""
         ask = self.request
         degrees = (ask.pp > 1, ask.ep > 1, ask.cp > 1, ask.tp > 1, ask.dp_replicate > 1)
-        return (*degrees, ask.pp * ask.cp * ask.tp * ask.vpp + ask.gradient_checkpointing)
+        return (*degrees, ask.pp * ask.cp * ask.tp * ask.vpp + ask.value("gradient_checkpointing"))
 
     @property
     def leaves_out(self) -> bool:

@@ -23,6 +23,7 @@ from zeroplan.run.ask import Ask
 from zeroplan.search.machine_rates import machine_rates
 from zeroplan.search.policy import SHOWN
 from zeroplan.search.space import NVME_PATH, Candidate, all_candidates, batch_splits
+from zeroplan.techniques.compiled import CompiledTechnique
 
 GOALS = ("throughput", "memory")
 #: The value of ``--compile`` that searches with compiled blocks and without.
@@ -121,7 +122,8 @@ def resolve_search(request: Ask, options: SearchOptions) -> ResolvedSearch:
     if options.goal not in GOALS:
         raise BadInput(f"unknown goal {options.goal[:40]!r}", where="--goal", remedy=f"use one of {', '.join(GOALS)}")
     free = request.replace(stage=None, offload_optimizer=None, offload_param=None, ds_config=None)
-    compiled = None if request.compile is None else _compilation(request.compile)
+    said = request[CompiledTechnique.compile]
+    compiled = None if said is None else _compilation(said)
     if compiled == AUTO:
         free = free.replace(compile=Compilation.BLOCKS.value)
     elif compiled is Compilation.CHECKPOINTED:
@@ -164,14 +166,14 @@ def _compilations(request: Ask, case: Case, engine: Engine, warnings: list[str])
     if request.depth == FORMULA or not case.spec.config:
         where = "at formula depth" if request.depth == FORMULA else "of a bare count"
         raise BadInput(f"no compiled graph is known {where}", where="--compile", remedy="leave it out, or name the model")
-    if request.compile == AUTO:
+    if request[CompiledTechnique.compile] == AUTO:
         try:
             expanded_tape_of(engine, case)
         except NoTapeError as error:
             warnings.append(f"nothing is compiled: {error}")
             return (None,)
     warnings.append("compilation itself takes a minute or more before the first steps, which no time here holds")
-    return (None, case.workload.compile) if request.compile == AUTO else (case.workload.compile,)
+    return (None, case.workload.compile) if request[CompiledTechnique.compile] == AUTO else (case.workload.compile,)
 
 
 def _compilation(text: str) -> Compilation | str:

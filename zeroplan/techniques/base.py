@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.option import Option
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Unmodelled
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import ChunkedHead, Compilation, DType, Lora, Precision, QuantizedBase, Workload
 from zeroplan.core.zero_config import ZeroConfig
 
 if TYPE_CHECKING:
+    from zeroplan.core.quantization import Base
     from zeroplan.models.spec import ModelSpec
     from zeroplan.tape.expanded import ExpandedTape
 
 V = TypeVar("V")
+_USUAL = Workload()
 
 
 class TakesTechniques(Protocol):
@@ -39,12 +43,56 @@ class TakesTechniques(Protocol):
     def techniques(self) -> frozenset[str]:
         """Names of techniques, by :attr:`Technique.name`."""
 
+    @property
+    def dialect(self) -> object | None:
+        """How it reads a ds_config; None if it reads none."""
+
+    @property
+    def casts_outputs(self) -> bool:
+        """Whether the wrapper around the model makes what it returns fp32."""
+
+    def precision(self, dtype: DType) -> Precision:
+        """Return the division of dtypes for `dtype`."""
+
+    def base_precision(self, dtype: DType, base: Base | None) -> Precision:
+        """Return the same for adapters beside a base that is kept as `base` says."""
+
 
 class Asked(Protocol):
     """Where a technique reads its options."""
 
+    @property
+    def said(self) -> Mapping[str, Any]:
+        """The options that somebody said, by name."""
+
     def __getitem__(self, option: Option[V]) -> V:
         """Return an option's value, its default where nobody said one."""
+
+    def source(self, name: str) -> str:
+        """Return who said an option; empty where nobody is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileFacts:
+    """What a technique reads of a run that files describe, where flags may say more.
+
+    Attributes:
+        files: what the files say.
+        flags: what the flags say.
+        engine: who trains.
+        degrees: whether files ask for degrees of parallelism.
+        task: what is trained for, in the files' words.
+    """
+
+    files: Asked
+    flags: Asked
+    engine: TakesTechniques
+    degrees: bool
+    task: str
+
+    def key(self, option: Option[Any]) -> str:
+        """Return the key that said an option."""
+        return self.files.source(option.name) or option.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +108,8 @@ class Facts:
         shared: whether ranks share more than samples.
         task: what ``--task`` says; None where it says nothing.
         alone: the way out where data parallelism alone is modelled: which options to leave out.
+        schedule: of a pipeline's micro batches.
+        partition: how layers are divided over pipeline stages (:class:`~zeroplan.engines.base.Case`).
     """
 
     engine: TakesTechniques
@@ -70,6 +120,26 @@ class Facts:
     shared: bool = False
     task: str | None = None
     alone: str = ""
+    schedule: str = ""
+    partition: str = ""
+
+    def has(self, flag: str) -> bool:
+        """Return whether a run has what a flag asks for; ``loss`` stands for one that reads no whole logits at once."""
+        work, degree = self.workload, self.degrees.get(flag[2:])
+        if degree is not None:
+            return degree > 1
+        again = work.recomputation
+        return {
+            "--task": self.task is not None,
+            "--lora-rank": work.has(Lora),
+            "--quantize": work.has(QuantizedBase),
+            "--compile": work.has(Compilation),
+            "--fp8": work.has(Float8Recipe),
+            "--images": work.batch.images > 0,
+            "--lengths": bool(work.batch.lengths),
+            "--checkpoint-policy": again is not None and again.selective,
+            "loss": work.has(ChunkedHead) or work.objective.pair_loss is not None,
+        }[flag]
 
 
 class Technique(Generic[V]):
@@ -83,29 +153,42 @@ class Technique(Generic[V]):
         kind: the class of the value.
         where: the flag that refusals name.
         keys: how files say it: a program, or ``peft`` for ``LoraConfig``, then its key, then the option's name.
+        leaf: the field of a workload's part that carries it, if no value among its techniques does.
         engines: names of the engines that take it; None where all do.
-        refusal: what is said under another engine; ``{engine}`` stands for its name.
+        refusal: what is said under another engine; ``{engine}`` stands for its name. Empty where it is not refused there, but
+            the plan says what no figure holds.
         remedy: the way out.
+        apart: flags of what it is not modelled beside.
+        because: what is said of those; ``{flag}`` stands for the flag.
+        decides: the option of files that is not taken as it is: :meth:`filled` decides; empty for none.
         looped: whether the training loops of ``verify`` and ``tune`` do it.
-        searched: whether searches know its time and memory.
+        unsearched: why no search knows its time and memory; empty where searches do.
+        shown: the name by which a report's JSON shows the value; empty where :meth:`described` shows more.
+        off: what a report's JSON shows where the technique is off.
     """
 
     name: ClassVar[str]
     kind: ClassVar[type[Any]]
     where: ClassVar[str] = ""
+    leaf: ClassVar[str] = ""
     keys: ClassVar[Mapping[str, Mapping[str, str]]] = {}
     engines: ClassVar[Sequence[str] | None] = None
     refusal: ClassVar[str] = ""
     remedy: ClassVar[str] = ""
+    apart: ClassVar[Sequence[str]] = ()
+    because: ClassVar[str] = ""
+    decides: ClassVar[str] = ""
     looped: ClassVar[bool] = False
-    searched: ClassVar[bool] = False
+    unsearched: ClassVar[str] = ""
+    shown: ClassVar[str] = ""
+    off: ClassVar[Mapping[str, Any]] = {}
 
     @property
     def options(self) -> tuple[Option[Any], ...]:
         """Its options, in the order of the help."""
         return tuple(one for one in vars(type(self)).values() if isinstance(one, Option))
 
-    def value(self, asked: Asked) -> V | None:
+    def value(self, asked: Asked, engine: TakesTechniques) -> V | None:
         """Return the value that its own options ask for; None where the technique is off.
 
         Raises:
@@ -113,8 +196,27 @@ class Technique(Generic[V]):
         """
         return None
 
+    def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
+        """Return the fields of a workload's parts that its own options decide: by default those of an option's name.
+
+        Raises:
+            BadInput: options that contradict each other.
+        """
+        return {option.name: asked[option] for option in self.options if Workload.has_leaf(option.name)}
+
+    def filled(self, value: Any, facts: FileFacts) -> Mapping[str, Any] | Unmodelled:
+        """Return the options that stand where files say `value` for :attr:`decides`, or what the figures then leave out.
+
+        Raises:
+            BadInput: a flag that contradicts the files.
+        """
+        return {}
+
     def of(self, workload: Workload) -> V | None:
         """Return the value that a workload carries; None where the technique is off."""
+        if self.leaf:
+            carried: V = workload.leaf(self.leaf)
+            return None if carried == _USUAL.leaf(self.leaf) else carried
         found: V | None = workload.technique(self.kind)
         return found
 
@@ -123,13 +225,26 @@ class Technique(Generic[V]):
         return self.engines is None or engine.name in self.engines or self.name in engine.techniques
 
     def require(self, value: V, facts: Facts) -> None:
-        """Refuse what the technique does not go together with. The default refuses engines that do not take it.
+        """Refuse what the technique does not go together with. The default refuses engines that do not take it, and what it is
+        to stay apart from.
 
         Raises:
             BadInput: naming the flag, with the reason and a way out.
         """
-        if not self.taken_by(facts.engine):
+        if self.refusal and not self.taken_by(facts.engine):
             raise BadInput(self.refusal.format(engine=facts.engine.name), where=self.where, remedy=self.remedy)
+        self.require_apart(facts)
+
+    def require_apart(self, facts: Facts) -> None:
+        """Refuse what the technique is to stay apart from.
+
+        Raises:
+            BadInput: naming the flag.
+        """
+        flag = next((one for one in self.apart if facts.has(one)), None)
+        if flag is not None:
+            named = (facts.workload.quantized_by if flag == "--quantize" else "") or flag
+            raise BadInput(self.because.format(flag=named), where=named, remedy=f"leave it or {self.where} out")
 
     def require_degrees(self, value: V, facts: Facts) -> None:
         """Refuse degrees of parallelism that the technique does not go together with.
@@ -145,6 +260,10 @@ class Technique(Generic[V]):
             BadInput: naming the conflict.
         """
 
+    def named(self, value: V, spec: ModelSpec) -> V:
+        """Return the value with what the model's own names make of it."""
+        return value
+
     def trained(self, value: V, spec: ModelSpec) -> ModelSpec:
         """Return the model with the parameters that the technique adds: ledger lines, gradients and states follow from them."""
         return spec
@@ -157,10 +276,53 @@ class Technique(Generic[V]):
         """Return what no figure holds of the technique; `tape` is what the figures were simulated with."""
         return ()
 
+    def unlooped(self, value: V) -> str:
+        """Return why the training loops of ``verify`` and ``tune`` are none of such a run; empty where they are."""
+        return "" if self.looped else f"verify's loop has no {self.name}"
+
     def written(self, value: V, program: str) -> Mapping[str, Any]:
         """Return the keys of a program, or of ``peft``'s ``adapter_config.json``, that ask for the technique."""
         return {}
 
     def described(self, value: V) -> Mapping[str, Any]:
         """Return what a report's JSON shows of the technique, by names that no other technique has."""
-        return {}
+        return {self.shown: value} if self.shown else {}
+
+
+class Degree(Technique[ParallelLayout]):
+    """Ranks that share more than samples, which a layout carries in place of a workload.
+
+    Attributes:
+        of_layout: the degrees of a layout that are above 1 where the technique is on.
+    """
+
+    kind = ParallelLayout
+    of_layout: ClassVar[Sequence[str]] = ()
+
+    def divides(self, layout: ParallelLayout) -> bool:
+        """Return whether the technique is on."""
+        return any(getattr(layout, name) > 1 for name in self.of_layout)
+
+    def require_layout(self, layout: ParallelLayout, facts: Facts) -> None:
+        """Refuse what the degree does not divide, and what it does not go together with.
+
+        Raises:
+            BadInput: naming the flag.
+        """
+
+    def require_apart(self, facts: Facts) -> None:
+        """Refuse what the degree is not modelled with."""
+        flag = next((one for one in self.apart if facts.has(one)), None)
+        if flag is not None:
+            what = f"{self.name} with {_WORDS.get(flag, flag)} is not modelled"
+            raise BadInput(what, where=self.where, remedy=f"leave {flag} out")
+
+    def require_half(self, facts: Facts, what: str) -> None:
+        """Refuse other arithmetic than that of 16 bits."""
+        numerics = facts.workload.numerics
+        if numerics.dtype.bytes != 2 or numerics.param_bytes == 4:
+            raise BadInput(what, where="--dtype", remedy=f"use --dtype bf16, or {self.where} 1")
+
+
+#: What flags ask for.
+_WORDS = {"--lora-rank": "LoRA"}

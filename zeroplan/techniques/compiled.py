@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from zeroplan.core.errors import BadInput
+from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.model_config import SEQ2SEQ_LM
+from zeroplan.core.option import WORK, Option
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import Compilation, Lora
-from zeroplan.techniques.base import Facts, TakesTechniques, Technique
+from zeroplan.core.workload import CheckpointPolicy, Compilation, Lora
+from zeroplan.techniques.base import Asked, Facts, FileFacts, TakesTechniques, Technique
+from zeroplan.techniques.checkpointing import CheckpointingTechnique
+from zeroplan.techniques.float8 import Float8Technique
+from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
@@ -36,11 +40,24 @@ class CompiledTechnique(Technique[Compilation]):
     name = "compile"
     kind = Compilation
     where = "--compile"
+    shown = "compile"
+    decides = "compile"
+    compile = Option[str | None](
+        str,
+        None,
+        "Parts of the model that torch.compile makes graphs of: blocks, checkpointed-blocks (which recompute within their "
+        "graphs) or model (--engine zeroplan, fsdp2 or ddp).",
+        WORK,
+        metavar="PARTS",
+        wins=True,
+        merges=False,
+    )
     engines = ("zeroplan", "fsdp2", "ddp")
     refusal = "compiled models are not planned under {engine}"
     remedy = "use --engine zeroplan, fsdp2 or ddp"
+    apart = ("--quantize", "--fp8", "--images", "--lengths", "--checkpoint-policy")
+    because = "compiled graphs with {flag} are not modelled"
     looped = True
-    searched = True
     degrees: ClassVar[Mapping[str, tuple[str, ...]]] = {"zeroplan": ("pp",)}
     whole: ClassVar[Mapping[str, tuple[Effect, str]]] = {
         "fsdp2": (Effect.MORE, "no GPU has measured a model that is compiled as a whole"),
@@ -48,16 +65,48 @@ class CompiledTechnique(Technique[Compilation]):
     }
     eager_first = ("zeroplan",)
 
+    def value(self, asked: Asked, engine: TakesTechniques) -> Compilation | None:
+        """Return what is compiled."""
+        said = asked[CompiledTechnique.compile]
+        if said is not None and hasattr(asked.said.get("model"), "named_parameters"):
+            raise BadInput("live modules are planned as written", where="compile", remedy="leave it out")
+        return None if said is None else member_named(Compilation, said, where=self.where)
+
+    def filled(self, value: str, facts: FileFacts) -> Mapping[str, Any] | Unmodelled:
+        """Return compiled graphs under an engine that plans them; under another, or beside what no graph is traced with, they
+        stand among what is left out.
+        """
+        said = facts.files
+        selective = CheckpointPolicy.parse(said[CheckpointingTechnique.checkpoint_policy]).selective
+        eight = said[Float8Technique.fp8] is not None
+        others = selective or eight or said[QuantizedBaseTechnique.quantize] is not None or facts.degrees
+        if self.taken_by(facts.engine) and not others:
+            return {"compile": value}
+        return self.without_graphs(facts.key(CompiledTechnique.compile))
+
+    def without_graphs(self, key: str) -> Unmodelled:
+        """Return what a plan of a compiled run leaves out that counts its eager graphs."""
+        return Unmodelled(key, Effect.UNKNOWN, "compiled graphs keep other tensors than eager ones, which are counted")
+
+    def require(self, value: Compilation, facts: Facts) -> None:
+        """Refuse other engines, and what no compiled graph is traced with."""
+        super().require(value, facts)
+        if value is Compilation.CHECKPOINTED and facts.workload.recomputation is None:
+            raise BadInput(
+                "the checkpoints of checkpointed-blocks are those of gradient checkpointing, which is off",
+                where=self.where,
+                remedy="give --gradient-checkpointing, or use blocks",
+            )
+        if facts.workload.objective.pair_loss is not None:
+            what = "compiled blocks below a loss over pairs are not modelled"
+            raise BadInput(what, where=self.where, remedy="leave it out")
+
     def starts_eager(self, engine: TakesTechniques) -> bool:
         """Return whether the first micro batch of a compiled model runs as written."""
         return engine.name in self.eager_first
 
     def require_degrees(self, value: Compilation, facts: Facts) -> None:
-        """Refuse sparse attention, and degrees beside which the engine trains no compiled models.
-
-        Raises:
-            BadInput: naming what may be compiled.
-        """
+        """Refuse sparse attention, and degrees beside which the engine trains no compiled models."""
         if facts.workload.has(SparseAttention):
             raise BadInput("compiled blocks with sparse attention are not planned", where=self.where, remedy="leave it out")
         beside = self.degrees.get(facts.engine.name, ())

@@ -13,7 +13,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.workload import ChunkedHead
-from zeroplan.techniques.base import Asked, Facts, Technique
+from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 from zeroplan.techniques.liger import Liger
 
 
@@ -47,18 +47,13 @@ class CutCrossEntropyTechnique(Technique[CutCrossEntropy]):
     engines = ("ddp", "fsdp", "fsdp2", "deepspeed")
     refusal = "cut cross-entropy is not modelled under {engine}"
     remedy = "use --engine ddp, fsdp2, fsdp or deepspeed"
-    searched = True
 
-    def value(self, asked: Asked) -> CutCrossEntropy | None:
+    def value(self, asked: Asked, engine: TakesTechniques) -> CutCrossEntropy | None:
         """Return it where ``--cut-cross-entropy`` asks for it."""
         return CutCrossEntropy() if asked[CutCrossEntropyTechnique.cut_cross_entropy] else None
 
     def require(self, value: CutCrossEntropy, facts: Facts) -> None:
-        """Refuse other heads and losses, and what nothing here models.
-
-        Raises:
-            BadInput: naming the flag.
-        """
+        """Refuse other heads and losses, and what nothing here models."""
         super().require(value, facts)
         work = facts.workload
         liger = work.technique(Liger)
@@ -73,11 +68,7 @@ class CutCrossEntropyTechnique(Technique[CutCrossEntropy]):
                 )
 
     def require_degrees(self, value: CutCrossEntropy, facts: Facts) -> None:
-        """Refuse ranks that share a model.
-
-        Raises:
-            BadInput: naming the degree.
-        """
+        """Refuse ranks that share a model."""
         shared = next((name for name, degree in facts.degrees.items() if degree > 1), "")
         if shared:
             what = "cut cross-entropy over ranks that share a model is not modelled"

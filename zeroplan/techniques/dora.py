@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import WORK, Option
-from zeroplan.core.workload import Compilation, Lora, QuantizedBase
+from zeroplan.core.workload import Lora, QuantizedBase
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 
@@ -54,19 +54,16 @@ class DoraTechnique(Technique[Dora]):
     engines = ("ddp", "fsdp2", "deepspeed")
     refusal = "DoRA is not modelled under {engine}"
     remedy = "use --engine ddp, fsdp2 or deepspeed"
+    apart = ("--compile",)
+    because = "compiled blocks with DoRA are not modelled"
     looped = True
-    searched = True
 
-    def value(self, asked: Asked) -> Dora | None:
+    def value(self, asked: Asked, engine: TakesTechniques) -> Dora | None:
         """Return DoRA where ``--dora`` asks for it."""
         return Dora() if asked[DoraTechnique.dora] else None
 
     def require(self, value: Dora, facts: Facts) -> None:
-        """Refuse DoRA without adapters, and beside what peft does not run it with or nothing here models.
-
-        Raises:
-            BadInput: naming the flag.
-        """
+        """Refuse DoRA without adapters, and beside what peft does not run it with or nothing here models."""
         super().require(value, facts)
         work, where = facts.workload, self.where
         if not work.has(Lora):
@@ -74,15 +71,9 @@ class DoraTechnique(Technique[Dora]):
         if work.has(QuantizedBase):
             what = "its norms read the base's weights in 16 bits again and again, which is not modelled"
             raise BadInput(what, where=work.quantized_by, remedy=f"leave it or {where} out")
-        if work.has(Compilation):
-            raise BadInput("compiled blocks with DoRA are not modelled", where="--compile", remedy=f"leave it or {where} out")
 
     def require_sharding(self, value: Dora, engine: TakesTechniques, zero: ZeroConfig) -> None:
-        """Refuse DeepSpeed's stage 3, which has released the base's weights where DoRA reads them outside of their layer.
-
-        Raises:
-            BadInput: stage 3 under DeepSpeed.
-        """
+        """Refuse DeepSpeed's stage 3, which has released the base's weights where DoRA reads them outside of their layer."""
         if engine.name == "deepspeed" and zero.stage == 3:
             raise BadInput(
                 "DoRA reads weights of the base outside of their layers, where stage 3 has released them",
@@ -91,11 +82,7 @@ class DoraTechnique(Technique[Dora]):
             )
 
     def trained(self, value: Dora, spec: ModelSpec) -> ModelSpec:
-        """Return the model with a vector of magnitudes behind each pair of adapters.
-
-        Raises:
-            BadInput: adapters on stacked experts, which peft refuses (``tuners/lora/layer.py``: ParamWrapper).
-        """
+        """Return the model with a vector of magnitudes behind each pair of adapters."""
         from zeroplan.models.spec import Tensor
 
         units = []

@@ -1,41 +1,18 @@
-"""An evaluation between two steps, and batches of samples that differ in length: what runs with other shapes than a step."""
+"""An evaluation between two steps (:mod:`zeroplan.core.evaluation`)."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
+from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import Workload
-from zeroplan.techniques.base import Facts, Technique
+from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
-
-_ENGINES = ("fsdp2", "ddp", "deepspeed", "fsdp")
-
-
-class LengthsTechnique(Technique[tuple[int, ...]]):
-    """Samples that differ in length, padded batch by batch."""
-
-    name = "lengths"
-    kind = tuple
-    where = "--lengths"
-    engines = _ENGINES
-    searched = True
-
-    def of(self, workload: Workload) -> tuple[int, ...] | None:
-        """Return the lengths."""
-        return workload.batch.lengths or None
-
-    def require(self, value: tuple[int, ...], facts: Facts) -> None:
-        """Refuse nothing: under other engines the plan says what no figure holds."""
-
-    def left_out(self, value: tuple[int, ...], facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
-        """Return what batches of other lengths reserve, where the tape has none of them or the engine does not play them."""
-        if self.taken_by(facts.engine) and tape is not None and tape.shapes:
-            return ()
-        return (Unmodelled("lengths", Effect.MORE, "what is reserved when batches differ in length"),)
 
 
 class EvaluationTechnique(Technique[Evaluation]):
@@ -44,11 +21,27 @@ class EvaluationTechnique(Technique[Evaluation]):
     name = "evaluation"
     kind = Evaluation
     where = "--eval-batch"
-    engines = _ENGINES
-    searched = True
+    eval_batch = Option[int | None](
+        int, None, "Evaluate between steps, with so many samples a GPU and pass.", WORK, least=1, without=RUNS
+    )
+    eval_logits = Option(
+        int,
+        0,
+        "Batches whose logits the evaluation keeps on the GPU (eval_accumulation_steps). [0]",
+        WORK,
+        least=1,
+        without=RUNS,
+    )
+    engines = ("fsdp2", "ddp", "deepspeed", "fsdp")
 
-    def require(self, value: Evaluation, facts: Facts) -> None:
-        """Refuse nothing: under other engines the plan says what no figure holds."""
+    def value(self, asked: Asked, engine: TakesTechniques) -> Evaluation | None:
+        """Return the evaluation between steps."""
+        batch, kept = asked[EvaluationTechnique.eval_batch], asked[EvaluationTechnique.eval_logits]
+        if batch is None:
+            if kept:
+                raise BadInput("logits without an evaluation", where="--eval-logits", remedy="give --eval-batch 8 as well")
+            return None
+        return Evaluation(batch, kept, casts=engine.casts_outputs)
 
     def left_out(self, value: Evaluation, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
         """Return that it is in no figure, where its forward may need more than the training's: with more samples, with logits
@@ -61,3 +54,7 @@ class EvaluationTechnique(Technique[Evaluation]):
             return ()
         says = f"an evaluation with {value.batch} samples a GPU is in no figure"
         return (Unmodelled("evaluation", Effect.MORE, says),)
+
+    def described(self, value: Evaluation) -> Mapping[str, Any]:
+        """Return samples of a pass, and batches whose logits stay."""
+        return {"evaluation": {"batch": value.batch, "kept": value.kept}}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import FLOAT8_CAPABILITY, RUNTIME_RECIPES, TORCHAO_RECIPES, Float8Recipe, parse_recipe
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
-from zeroplan.core.workload import DType, Lora
-from zeroplan.techniques.base import Asked, Facts, Technique
+from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.workload import DType
+from zeroplan.techniques.base import Asked, Facts, FileFacts, TakesTechniques, Technique
 
 
 class Float8Technique(Technique[Float8Recipe]):
@@ -18,6 +19,8 @@ class Float8Technique(Technique[Float8Recipe]):
     name = "fp8"
     kind = Float8Recipe
     where = "--fp8"
+    shown = "fp8"
+    decides = "fp8"
     fp8 = Option[str | None](
         str,
         None,
@@ -26,35 +29,32 @@ class Float8Technique(Technique[Float8Recipe]):
         metavar="RECIPE",
         without=(*(verb for verb in SEARCHES if verb != "recommend"), *RUNS),
         wins=True,
+        merges=False,
     )
     engines = ("fsdp2", "ddp", "zeroplan")
     recipes: ClassVar[Mapping[str, tuple[Float8Recipe, ...]]] = {"zeroplan": RUNTIME_RECIPES}  # others run torchao's
     refusal = "8-bit products are not modelled under {engine}"
     remedy = "use --engine fsdp2, ddp or zeroplan"
-    searched = True
+    apart = ("--lora-rank",)
+    because = "adapters beside 8-bit products are not modelled"
 
-    def value(self, asked: Asked) -> Float8Recipe | None:
-        """Return the recipe of the products.
-
-        Raises:
-            BadInput: an unknown name.
-        """
+    def value(self, asked: Asked, engine: TakesTechniques) -> Float8Recipe | None:
+        """Return the recipe of the products."""
         name = asked[Float8Technique.fp8]
         return None if name is None else parse_recipe(name)
 
-    def require(self, value: Float8Recipe, facts: Facts) -> None:
-        """Refuse other engines and arithmetic, adapters, which are not modelled beside them, and cards without such products.
+    def filled(self, value: str, facts: FileFacts) -> Mapping[str, Any] | Unmodelled:
+        """Return 8-bit products under an engine that plans them; elsewhere, and beside adapters, they are left out."""
+        if self.taken_by(facts.engine) and "lora_rank" not in facts.files.said and not facts.degrees:
+            return {"fp8": value}
+        return Unmodelled(facts.key(Float8Technique.fp8), Effect.UNKNOWN, "fp8 products; bf16 ones are counted")
 
-        Raises:
-            BadInput: naming the flag.
-        """
+    def require(self, value: Float8Recipe, facts: Facts) -> None:
+        """Refuse other arithmetic, and cards without such products."""
         work = facts.workload
         if work.numerics.dtype is not DType.BF16:
             what = f"8-bit products stand in for bf16's, not {work.numerics.dtype}'s"
             raise BadInput(what, where=self.where, remedy="use --dtype bf16")
-        if work.has(Lora):
-            what = "adapters beside 8-bit products are not modelled"
-            raise BadInput(what, where=self.where, remedy="leave --lora-rank out")
         super().require(value, facts)
         known = self.recipes.get(facts.engine.name, TORCHAO_RECIPES)
         if value not in known:
@@ -65,11 +65,7 @@ class Float8Technique(Technique[Float8Recipe]):
             raise BadInput(what, where=self.where, remedy="leave it out, or name an H100")
 
     def require_degrees(self, value: Float8Recipe, facts: Facts) -> None:
-        """Refuse ranks that share more than samples.
-
-        Raises:
-            BadInput: naming the flag.
-        """
+        """Refuse ranks that share more than samples."""
         if facts.shared:
             raise BadInput("8-bit products are modelled for data parallelism alone", where=self.where, remedy=facts.alone)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.generation import Colocated, Generation
+from zeroplan.core.option import Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.techniques.base import Facts, Technique
+from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
@@ -20,11 +23,13 @@ class GenerationTechnique(Technique[Generation]):
     name = "generation"
     kind = Generation
     where = "--from"
+    generation = Option[Generation | None](object, None)
     engines = ("ddp", "deepspeed")
-    searched = True
 
-    def require(self, value: Generation, facts: Facts) -> None:
-        """Refuse nothing: under other engines the plan says what no figure holds."""
+    def value(self, asked: Asked, engine: TakesTechniques) -> Generation | None:
+        """Return what files say is generated."""
+        found = asked[GenerationTechnique.generation]
+        return None if found is None else replace(found, casts=engine.casts_outputs)
 
     def left_out(self, value: Generation, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
         """Return how sure the figures of completions and their cache are."""
@@ -33,6 +38,10 @@ class GenerationTechnique(Technique[Generation]):
         says = "the completions that are generated before a step, and their cache, are in no figure"
         return (Unmodelled("generation", Effect.MORE, says),)
 
+    def described(self, value: Generation) -> Mapping[str, Any]:
+        """Return the tokens of a prompt and of a completion."""
+        return {"generation": {"prompt": value.prompt, "completion": value.completion}}
+
 
 class ColocatedTechnique(Technique[Colocated]):
     """vLLM on the GPUs that train."""
@@ -40,7 +49,11 @@ class ColocatedTechnique(Technique[Colocated]):
     name = "colocated vLLM"
     kind = Colocated
     where = "--from"
-    searched = True
+    colocated = Option[Colocated | None](object, None)
+
+    def value(self, asked: Asked, engine: TakesTechniques) -> Colocated | None:
+        """Return what files say of vLLM."""
+        return asked[ColocatedTechnique.colocated]
 
     def left_out(self, value: Colocated, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
         """Return what of vLLM's memory is counted."""
@@ -49,5 +62,6 @@ class ColocatedTechnique(Technique[Colocated]):
         counted = tape is not None and facts.cluster.vram is not None
         return (Unmodelled("use_vllm", Effect.MORE, says if counted else taken),)
 
-
-GENERATION = GenerationTechnique()
+    def described(self, value: Colocated) -> Mapping[str, Any]:
+        """Return its share, and whether it sleeps."""
+        return {"colocated": {"share": value.share, "sleeps": value.sleeps}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.workload import Workload
+from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.techniques.base import Technique
 
 
@@ -12,11 +12,15 @@ class KeptGradientsTechnique(Technique[bool]):
     name = "kept gradients"
     kind = bool
     where = "--no-set-to-none"
+    leaf = "set_to_none"
+    set_to_none = Option(
+        bool,
+        True,
+        "zero_grad frees gradients, or keeps them as zeros (--engine ddp).",
+        WORK,
+        flag="--set-to-none/--no-set-to-none",
+        without=RUNS,
+    )
     engines = ("ddp",)
     refusal = "{engine} frees gradients after each step"
     remedy = "leave it out"
-    searched = True
-
-    def of(self, workload: Workload) -> bool | None:
-        """Return True where ``zero_grad`` keeps them."""
-        return None if workload.loop.set_to_none else True

@@ -19,7 +19,7 @@ from zeroplan.core.generation import Generation
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Compilation
-from zeroplan.techniques.base import Asked, Facts, Technique
+from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
@@ -134,9 +134,8 @@ class LigerTechnique(Technique[Liger]):
     engines = ("ddp", "fsdp", "fsdp2", "deepspeed")
     refusal = "Liger's kernels are not modelled under {engine}"
     remedy = "use --engine ddp, fsdp2, fsdp or deepspeed"
-    searched = True
 
-    def value(self, asked: Asked) -> Liger | None:
+    def value(self, asked: Asked, engine: TakesTechniques) -> Liger | None:
         """Return the kernels that the options ask for."""
         parts = tuple(filter(None, asked[LigerTechnique.liger_parts].split(",")))
         if parts:
@@ -144,11 +143,7 @@ class LigerTechnique(Technique[Liger]):
         return Liger() if asked[LigerTechnique.liger] else None
 
     def require(self, value: Liger, facts: Facts) -> None:
-        """Refuse the fused loss where a program has another one.
-
-        Raises:
-            BadInput: pairs, a reference model, or generated samples.
-        """
+        """Refuse the fused loss where a program has another one."""
         super().require(value, facts)
         work = facts.workload
         objective = work.objective
@@ -158,11 +153,7 @@ class LigerTechnique(Technique[Liger]):
             raise BadInput(what, where=self.where, remedy="leave it out: what is counted then is more")
 
     def require_degrees(self, value: Liger, facts: Facts) -> None:
-        """Refuse ranks that share a model.
-
-        Raises:
-            BadInput: naming the degree.
-        """
+        """Refuse ranks that share a model."""
         shared = next((name for name, degree in facts.degrees.items() if degree > 1), "")
         if shared:
             raise BadInput(

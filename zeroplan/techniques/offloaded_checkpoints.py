@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.workload import Compilation, GradientCheckpointing, Lora, Workload
+from zeroplan.core.workload import GradientCheckpointing, Workload
 from zeroplan.techniques.base import Facts, Technique
 
 
@@ -16,32 +16,16 @@ class OffloadedCheckpointsTechnique(Technique[GradientCheckpointing]):
     engines = ("deepspeed",)
     refusal = "checkpoints on the host by DeepSpeed's context are planned under DeepSpeed alone"
     remedy = "use --engine deepspeed, or zeroplan with activation_checkpointing"
+    apart = ("--task", "--lora-rank", "--pp", "--tp", "--compile", "--images", "--lengths")
+    because = "checkpoints on the host are not modelled beside it"
 
     def of(self, workload: Workload) -> GradientCheckpointing | None:
         """Return the checkpointing whose inputs wait on the host."""
         return workload.technique(GradientCheckpointing) if workload.checkpoints_on_host else None
 
     def require(self, value: GradientCheckpointing, facts: Facts) -> None:
-        """Refuse what the context does not do, and what is not modelled beside it.
-
-        Raises:
-            BadInput: naming it.
-        """
+        """Refuse what the context does not do, and what is not modelled beside it."""
         super().require(value, facts)
         if value.policy.selective or value.policy.every > 1:
             what = "every block's input is offloaded where every block is recomputed as a whole"
             raise BadInput(what, where=self.where, remedy="use --gradient-checkpointing with --checkpoint-policy full")
-        work = facts.workload
-        others = (
-            ("--task", facts.task is not None),
-            ("--lora-rank", work.has(Lora)),
-            ("--pp", facts.degrees["pp"] > 1),
-            ("--tp", facts.degrees["tp"] > 1),
-            ("--compile", work.has(Compilation)),
-            ("--images", bool(work.batch.images)),
-            ("--lengths", bool(work.batch.lengths)),
-        )
-        for flag, asked in others:
-            if asked:
-                what, remedy = "checkpoints on the host are not modelled beside it", f"leave it or {self.where} out"
-                raise BadInput(what, where=flag, remedy=remedy)

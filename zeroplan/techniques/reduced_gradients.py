@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from zeroplan.core.workload import DType, Workload
-from zeroplan.techniques.base import Technique
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.core.errors import BadInput, member_named
+from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
+from zeroplan.core.workload import DType
+from zeroplan.techniques.base import Asked, FileFacts, TakesTechniques, Technique
+
+_NOT_SEARCHED = (*SEARCHES, *RUNS)
 
 
 class ReducedGradientsTechnique(Technique[DType]):
@@ -12,14 +19,36 @@ class ReducedGradientsTechnique(Technique[DType]):
     name = "reduce dtype"
     kind = DType
     where = "--reduce-dtype"
+    leaf = "reduce_dtype"
+    decides = "reduce_dtype"
+    reduce_dtype = Option[str | None](
+        str,
+        None,
+        "In which gradients are reduced: fp32, or that of --dtype (--engine fsdp2). [fp32]",
+        WORK,
+        without=_NOT_SEARCHED,
+        wins=True,
+        merges=False,
+    )
     engines = ("fsdp2",)
     refusal = "{engine} has no such policy"
     remedy = "leave it out, or use --engine fsdp2"
-    searched = True
 
-    def of(self, workload: Workload) -> DType | None:
-        """Return the dtype."""
-        return workload.numerics.reduce_dtype
+    def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
+        """Return the dtype in which gradients are reduced, where it is not the engine's own."""
+        said = asked[ReducedGradientsTechnique.reduce_dtype]
+        if said is None:
+            return {}
+        found, dtype = member_named(DType, said, where=self.where), DType(asked.said.get("dtype", DType.BF16))
+        if found not in (DType.FP32, dtype):
+            what = f"gradients made in {dtype} are not reduced in {found}"
+            raise BadInput(what, where=self.where, remedy=f"use fp32 or {dtype}")
+        return {"reduce_dtype": found}
+
+    def filled(self, value: str, facts: FileFacts) -> Mapping[str, Any]:
+        """Return the files' dtype under an engine that has such a policy; ``products`` stands for that of the arithmetic."""
+        dtype = facts.flags.said.get("dtype") or facts.files.said.get("dtype") or "bf16"
+        return {"reduce_dtype": dtype if value == "products" else value} if self.taken_by(facts.engine) else {}
 
 
 REDUCED_GRADIENTS = ReducedGradientsTechnique()

@@ -7,17 +7,30 @@ from typing import Any
 
 from zeroplan.core.workload import Workload
 from zeroplan.techniques.base import Technique
+from zeroplan.techniques.checkpointing import CheckpointingTechnique
+from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.cut_cross_entropy import CutCrossEntropyTechnique
+from zeroplan.techniques.deepspeed_sections import (
+    CurriculumTechnique,
+    LayerDropTechnique,
+    LocalStepsTechnique,
+    QuantizeTrainingTechnique,
+    SparseAttentionTechnique,
+)
 from zeroplan.techniques.dora import DoraTechnique
-from zeroplan.techniques.evaluation import EvaluationTechnique, LengthsTechnique
+from zeroplan.techniques.evaluation import EvaluationTechnique
 from zeroplan.techniques.float8 import FLOAT8
-from zeroplan.techniques.generation import GENERATION, ColocatedTechnique
+from zeroplan.techniques.generation import ColocatedTechnique, GenerationTechnique
+from zeroplan.techniques.images import ImagesTechnique
 from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
+from zeroplan.techniques.lengths import LengthsTechnique
 from zeroplan.techniques.liger import LigerTechnique
+from zeroplan.techniques.lora import LoraTechnique
 from zeroplan.techniques.offloaded_checkpoints import OffloadedCheckpointsTechnique
-from zeroplan.techniques.optimizers import RUNTIME_OPTIMIZERS
-from zeroplan.techniques.pair_loss import PairLossTechnique
+from zeroplan.techniques.older_transformers import OlderTransformersTechnique
+from zeroplan.techniques.optimizers import RUNTIME_OPTIMIZERS, ConfiguredOptimizersTechnique
+from zeroplan.techniques.pair_loss import PairLossTechnique, ReferenceTechnique
 from zeroplan.techniques.quantized_base import QUANTIZED_BASE
 from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
 from zeroplan.techniques.saving import SavingTechnique
@@ -26,25 +39,37 @@ from zeroplan.techniques.tiles import TiledLossTechnique, TiledMlpTechnique
 
 #: The techniques.
 TABLE: list[Technique[Any]] = [
+    OlderTransformersTechnique(),
+    REDUCED_GRADIENTS,
     KeptGradientsTechnique(),
+    CheckpointingTechnique(),
+    QUANTIZED_BASE,
+    LoraTechnique(),
     FLOAT8,
     PairLossTechnique(),
+    ReferenceTechnique(),
     COMPILED,
+    ImagesTechnique(),
+    ChunkedHeadTechnique(),
+    LengthsTechnique(),
     TiledMlpTechnique(),
     TiledLossTechnique(),
     OffloadedCheckpointsTechnique(),
-    QUANTIZED_BASE,
-    LengthsTechnique(),
     EvaluationTechnique(),
-    GENERATION,
+    GenerationTechnique(),
     ColocatedTechnique(),
     SavingTechnique(),
-    REDUCED_GRADIENTS,
     RUNTIME_OPTIMIZERS,
+    ConfiguredOptimizersTechnique(),
     DoraTechnique(),
     LigerTechnique(),
     CutCrossEntropyTechnique(),
     SyncedPassesTechnique(),
+    SparseAttentionTechnique(),
+    CurriculumTechnique(),
+    LayerDropTechnique(),
+    QuantizeTrainingTechnique(),
+    LocalStepsTechnique(),
 ]
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
-from zeroplan.core.workload import CheckpointPolicy, ChunkedHead, Lora, TiledLoss, TiledMlp, Workload
-from zeroplan.techniques.base import Asked, Facts, Technique
+from zeroplan.core.workload import CheckpointPolicy, TiledLoss, TiledMlp, Workload
+from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 
 _ENGINES, _REFUSAL, _REMEDY = ("deepspeed",), "tiles are DeepSpeed's, and {engine} has none", "use --engine deepspeed"
 
@@ -45,21 +48,17 @@ class TiledMlpTechnique(Technique[TiledMlp]):
         without=(*SEARCHES, *RUNS),
     )
 
-    def value(self, asked: Asked) -> TiledMlp | None:
-        """Return the tiles that the option asks for.
-
-        Raises:
-            BadInput: a number below zero.
-        """
+    def value(self, asked: Asked, engine: TakesTechniques) -> TiledMlp | None:
+        """Return the tiles that the option asks for."""
         tiles = _read(asked[TiledMlpTechnique.tiled_mlp], self.where)
         return TiledMlp(tiles) if tiles else None
 
-    def require(self, value: TiledMlp, facts: Facts) -> None:
-        """Refuse more tiles than a rank has tokens of a sample.
+    def described(self, value: TiledMlp) -> Mapping[str, Any]:
+        """Return the tiles."""
+        return {"tiled_mlp": value.tiles}
 
-        Raises:
-            BadInput: naming the flag.
-        """
+    def require(self, value: TiledMlp, facts: Facts) -> None:
+        """Refuse more tiles than a rank has tokens of a sample."""
         super().require(value, facts)
         _require_tiles(value.tiles, _tokens(facts), self.where, facts.workload)
 
@@ -71,6 +70,8 @@ class TiledLossTechnique(Technique[TiledLoss]):
     kind = TiledLoss
     where = "--tiled-loss"
     engines, refusal, remedy = _ENGINES, _REFUSAL, _REMEDY
+    apart = ("--task", "--lora-rank", "--pp", "--tp", "--ulysses", "loss")
+    because = "a loss in tiles is not modelled beside it"
     tiled_loss = Option(
         int,
         0,
@@ -80,39 +81,25 @@ class TiledLossTechnique(Technique[TiledLoss]):
         without=(*SEARCHES, *RUNS),
     )
 
-    def value(self, asked: Asked) -> TiledLoss | None:
-        """Return the tiles that the option asks for.
-
-        Raises:
-            BadInput: a number below zero.
-        """
+    def value(self, asked: Asked, engine: TakesTechniques) -> TiledLoss | None:
+        """Return the tiles that the option asks for."""
         tiles = _read(asked[TiledLossTechnique.tiled_loss], self.where)
         return TiledLoss(tiles) if tiles else None
+
+    def described(self, value: TiledLoss) -> Mapping[str, Any]:
+        """Return the tiles."""
+        return {"tiled_loss": value.tiles}
 
     def require(self, value: TiledLoss, facts: Facts) -> None:
         """Refuse more tiles than tokens, what is not modelled beside a loss in tiles, and a head whose gradient is not
         complete with the loss.
-
-        Raises:
-            BadInput: naming it.
         """
         super().require(value, facts)
         work = facts.workload
         _require_tiles(value.tiles, _tokens(facts) * work.batch.rows, self.where, work)
-        if any(tensor.tied_to is not None for unit in facts.spec.units for tensor in unit.tensors):
+        if facts.spec.ties:
             raise BadInput(
                 "the head is tied to the embedding, and DeepSpeed would reduce their gradient twice in a step",
                 where=self.where,
                 remedy="leave it out",
             )
-        others = (
-            ("--task", facts.task is not None),
-            ("--lora-rank", work.has(Lora)),
-            ("--pp", facts.degrees["pp"] > 1),
-            ("--tp", facts.degrees["tp"] > 1),
-            ("--ulysses", facts.degrees["ulysses"] > 1),
-            ("loss", work.has(ChunkedHead) or work.objective.pair_loss is not None),
-        )
-        for where, asked in others:
-            if asked:
-                raise BadInput("a loss in tiles is not modelled beside it", where=where, remedy="leave one of the two out")

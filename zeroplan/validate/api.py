@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
-from zeroplan.core.curriculum import CURRICULUM_LEARNING, Curriculum
 from zeroplan.core.errors import BadInput
-from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 from zeroplan.core.parallel import DEGREES, least_ranks
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.preferences import PLAIN_TASKS
@@ -23,6 +21,7 @@ from zeroplan.planner.options import VerifyOptions, require_known
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.compiled import CompiledTechnique
 from zeroplan.validate.installed import at_installed, builtin_request
 from zeroplan.validate.job import STEPS, job_of
 from zeroplan.validate.machine import VerifyMachine, find_machine, ranks_to_use
@@ -95,7 +94,7 @@ def verify(
 
         request, setup, asked = with_runnable_files(request, asked or machine.ranks or None)
         say(setup.line)
-    if request.quantize is not None:
+    if "quantize" in request:
         raise BadInput("verify's loop trains no quantised base", where="--quantize", remedy="leave it out")
     task = training_of(request.task)
     if task not in (None, *PLAIN_TASKS):
@@ -105,15 +104,6 @@ def verify(
     cluster = machine.cluster(ranks)
     _require_compilable(request, machine)
     resolved = resolve(at_installed(request).replace(gpus=cluster.gpus, nodes=cluster.nodes))
-    if resolved.workload.has(Curriculum):
-        raise BadInput(
-            "a few steps of a curriculum are its shortest, and plans are of its longest",
-            where=CURRICULUM_LEARNING,
-            remedy=f"leave the section out, with --seq-len {resolved.workload.batch.seq_len}",
-        )
-    if resolved.workload.has(ProgressiveLayerDrop):
-        what = "steps may leave layers out, and plans are of all layers"
-        raise BadInput(what, where=LAYER_DROP, remedy="leave the section out")
     cases = [replace(case, cluster=cluster) for case in resolved.cases if not _lacks_path(case)]
     if not cases:
         raise BadInput("NVMe without a folder", where="--offload-optimizer", remedy="give nvme_path in a --ds-config")
@@ -143,12 +133,14 @@ def verify(
 
 
 def _require_compilable(request: Ask, machine: VerifyMachine) -> None:
-    if request.compile is None:
+    if "compile" not in request:
         return
     if machine.device == "cpu":
         raise BadInput("compiled plans are of a GPU's graphs", where="--compile", remedy="leave it out on a CPU")
-    if request.compile == Compilation.MODEL:
-        raise BadInput(f"verify compiles blocks, no {request.compile}", where="--compile", remedy="use --compile blocks")
+    if request[CompiledTechnique.compile] == Compilation.MODEL:
+        raise BadInput(
+            f"verify compiles blocks, no {request[CompiledTechnique.compile]}", where="--compile", remedy="use --compile blocks"
+        )
 
 
 def _live(model: Any, inputs: Any, options: VerifyOptions) -> LiveModule | None:

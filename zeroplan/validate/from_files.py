@@ -14,7 +14,9 @@ from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.merge import with_files
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 from zeroplan.techniques.float8 import Float8Technique
+from zeroplan.techniques.lora import LoraTechnique
 
 #: Options of a file that change neither the model nor its sharding: the loop does as its engine does, and neither evaluates nor
 #: saves. FSDP2 shards blocks and the root there, and reduces in fp32.
@@ -59,15 +61,15 @@ def with_runnable_files(request: Ask, ranks: int | None) -> tuple[Ask, Setup, in
 def _not_run(filled: Ask, setup: Setup) -> Iterator[str]:
     if setup.task not in ("", *PLAIN_TASKS):
         yield f"step of {setup.task}"
-    if filled.quantize is not None or setup.ask.quantize is not None:
+    if "quantize" in filled or "quantize" in setup.ask:
         yield f"quantised base ({setup.key('quantize')})"
     if filled[Float8Technique.fp8] is not None or setup.ask[Float8Technique.fp8] is not None:
         yield f"8-bit products ({setup.key('fp8')})"
-    if setup.ask.compile is not None:
+    if "compile" in setup.ask:
         yield f"compiled graphs ({setup.key('compile')})"
-    if setup.ask.chunked_head and filled.ds_config is None:
+    if setup.ask[ChunkedHeadTechnique.chunked_head] and filled.ds_config is None:
         yield "tiled head of TRL"
-    if setup.ask.lora_dropout:
+    if setup.ask[LoraTechnique.lora_dropout]:
         yield f"dropout of adapters ({setup.ask.source('lora_dropout') or 'by default'})"
     if filled.precision is not None:
         yield f"weights in {setup.ask.model_dtype} ({setup.ask.source('model_dtype') or 'by default'})"

@@ -9,6 +9,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.versions import parse_version, version_text
 from zeroplan.engines.registry import find_engine
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.older_transformers import OlderTransformersTechnique
 from zeroplan.validate.machine import VerifyMachine
 
 
@@ -18,7 +19,7 @@ def at_installed(request: Ask) -> Ask:
     Raises:
         BadInput: another version is asked for, or the package is not installed.
     """
-    _require_installed("transformers", request.transformers_version, "--transformers-version")
+    _require_installed("transformers", request[OlderTransformersTechnique.transformers_version], "--transformers-version")
     package, where = find_engine(request.engine).package, "--deepspeed-version"
     if not package:
         return request

@@ -15,7 +15,9 @@ from zeroplan.core.parallel import DEGREES, ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.registry import engine_path
-from zeroplan.planner.describe import values_of
+from zeroplan.techniques.images import ImagesTechnique
+from zeroplan.techniques.lengths import LengthsTechnique
+from zeroplan.techniques.pair_loss import PairLossTechnique
 from zeroplan.techniques.table import techniques_of
 
 if TYPE_CHECKING:
@@ -175,53 +177,32 @@ def job_of(
 
 #: The way out of what the loop does not do.
 _WATCH = "leave it out, or put zeroplan.callback.ZeroplanCallback into a run of your own"
-#: Fields of a workload that the loop does not have, each as it is in every run of it, with the flag or key that says otherwise.
-LOOP: dict[str, tuple[str, Any]] = {
-    "checkpoint_policy": ("--checkpoint-policy", "full"),
-    "quantize": ("--quantize", None),
-    "set_to_none": ("--no-set-to-none", True),
-    "chunked_head": ("--from", False),
-    "lora_dropout": ("--from", False),
-    "detached_loss": ("--from", False),
-    "whole_embedding_states": ("--from", False),
-    "accelerate_units": ("--from", False),
-    "one_unit": ("--from", False),
-    "mixed_units": ("--from", False),
-    "pairs": ("--task", False),
-    "reference": ("--task", None),
-    "kl_batch": ("--task", False),
-    "pair_loss": ("--task", None),
-    "wide_logits": ("--task", False),
-    "images": ("--images", 0),
-    "image_size": ("--image-size", None),
-    "evaluation": ("--eval-batch", None),
-    "saving": ("--save", None),
-    "lengths": ("--lengths", ()),
-    "pads": ("--lengths", False),
-    "longest_first": ("--lengths", False),
-    "fp8": ("--fp8", None),
-    "tiled_mlp": ("--tiled-mlp", 0),
-    "tiled_loss": ("--tiled-loss", 0),
-    "offload_checkpoints": ("--offload-checkpoints", False),
-    "curriculum": ("curriculum_learning", None),
-    "layer_drop": ("progressive_layer_drop", None),
-    "generation": ("--from", None),
-    "colocated": ("--from", None),
-    "moved": ("--from", False),
-    "reduce_dtype": ("--reduce-dtype", None),
+#: Fields of a workload's parts that no technique holds and the loop has as a plain run does, with the flag or key that says
+#: otherwise.
+PLAIN = {
+    **dict.fromkeys(
+        ("detached_loss", "whole_embedding_states", "accelerate_units", "one_unit", "mixed_units", "moved"), "--from"
+    ),
+    "pads": LengthsTechnique.where,
+    "longest_first": LengthsTechnique.where,
+    "image_size": ImagesTechnique.where,
+    **dict.fromkeys(("pairs", "wide_logits"), PairLossTechnique.where),
 }
 
 
 def _require_loop(work: Workload) -> None:
-    """Refuse what the loop would leave out, so that no run is held against the plan of another."""
-    for technique, _ in techniques_of(work):
-        if not technique.looped:
-            raise BadInput(f"verify's loop has no {technique.name}", where=technique.where, remedy=_WATCH)
-    values = values_of(work)
-    for name, (where, value) in LOOP.items():
-        if values[name] != value:
-            what = f"verify's loop has no {name.replace('_', ' ')}"
-            raise BadInput(what, where=where, remedy=_WATCH)
+    """Refuse what the loop would leave out, so that no run is held against the plan of another.
+
+    Raises:
+        BadInput: naming the flag of the first such field.
+    """
+    for technique, value in techniques_of(work):
+        if what := technique.unlooped(value):
+            raise BadInput(what, where=technique.where, remedy=_WATCH)
+    usual = Workload()
+    for name, where in PLAIN.items():
+        if work.leaf(name) != usual.leaf(name):
+            raise BadInput(f"verify's loop has no {name.replace('_', ' ')}", where=where, remedy=_WATCH)
 
 
 def _require_verified(engine: Engine, layout: ParallelLayout) -> None:

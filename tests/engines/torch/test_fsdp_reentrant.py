@@ -131,7 +131,7 @@ def test_of_older_and_newer_versions_nothing_is_known() -> None:
 
 def test_files_say_which_way_of_checkpointing() -> None:
     file = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "gradient_checkpointing": True, "bf16": True}
-    assert read_setup(file, "hf-trainer").ask.reentrant is None
-    assert read_setup({**file, "use_reentrant": True}, "hf-trainer").ask.reentrant is True
+    assert read_setup(file, "hf-trainer").ask.value("reentrant") is None
+    assert read_setup({**file, "use_reentrant": True}, "hf-trainer").ask.value("reentrant") is True
     kwargs = {"gradient_checkpointing_kwargs": {"use_reentrant": False}}
-    assert read_setup({**file, **kwargs}, "hf-trainer").ask.reentrant is False
+    assert read_setup({**file, **kwargs}, "hf-trainer").ask.value("reentrant") is False

@@ -1,0 +1,37 @@
+"""Images that come with each sample of a vision-language model (:mod:`zeroplan.core.images`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.images import require_images
+from zeroplan.core.option import RUNS, WORK, Option
+from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+
+
+class ImagesTechnique(Technique[int]):
+    """So many images with each sample."""
+
+    name = "images"
+    kind = int
+    where = "--images"
+    leaf = "images"
+    images = Option(int, 0, "Images of each sample, for vision-language models. [0]", WORK, least=1, without=RUNS)
+    image_size = Option[int | None](
+        int, None, "Pixels of an image's side. [by the config]", WORK, metavar="PIXELS", least=1, without=RUNS
+    )
+
+    def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
+        """Return the images and their size."""
+        images, size = asked[ImagesTechnique.images], asked[ImagesTechnique.image_size]
+        if size is not None and not images:
+            raise BadInput("a size without images", where="--image-size", remedy="give --images 1 as well")
+        if images and asked.said.get("depth") == "formula":
+            raise BadInput("images are known to a trace alone", where=self.where, remedy="leave --depth out")
+        return super().leaves(asked, engine)
+
+    def require(self, value: int, facts: Facts) -> None:
+        """Refuse models whose images are not known."""
+        require_images(facts.spec.model_type)

@@ -1,0 +1,61 @@
+"""Pipeline parallelism (``--pp``, ``--vpp``, ``--schedule``, ``--partition``): stages of consecutive blocks, whose part of the
+tape is cut at block boundaries (:mod:`zeroplan.engines.pipeline_cut`).
+"""
+
+from __future__ import annotations
+
+from zeroplan.core.errors import BadInput
+from zeroplan.core.expert_parallel import GROUPED
+from zeroplan.core.parallel import DEFAULT_SCHEDULE, ParallelLayout
+from zeroplan.core.pipeline import layer_stages, stages_of
+from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
+from zeroplan.core.tensor_parallel import PLANS
+from zeroplan.techniques.base import Degree, Facts
+
+
+class PipelineTechnique(Degree):
+    """Stages of consecutive blocks."""
+
+    name, where, of_layout = "pipeline stages", "--pp", ("pp",)
+    apart = ("--lora-rank",)
+
+    def require_layout(self, layout: ParallelLayout, facts: Facts) -> None:
+        """Refuse models that are not cut, and orders of micro batches that the stages do not run."""
+        spec, partition, order = facts.spec, facts.partition, schedule_of(facts.schedule)
+        if not spec.has_shapes:
+            what, remedy = "a count of parameters does not tell the blocks", "give the model's id or config.json"
+            raise BadInput(what, where=self.where, remedy=remedy)
+        known = (*PLANS, *GROUPED)
+        if spec.model_type not in known:
+            what = f"pipeline stages of {spec.model_type or 'this model'} are not modelled"
+            raise BadInput(what, where=self.where, remedy=f"of {', '.join(known)} they are")
+        if not partition and spec.ties:
+            what = "the head is tied to the embedding, which is on another pipeline stage"
+            raise BadInput(what, where=self.where, remedy="use --pp 1")
+        self.require_apart(facts)
+        if order.halves:
+            _require_halves(layout, facts)
+        if not partition:
+            stages_of(len({block for block in spec.parameters.blocks if block}), layout.pp * layout.vpp)
+            PipelineOrder(order, 0, layout.pp, layout.vpp, facts.workload.batch.grad_accum)
+            return
+        if facts.schedule != DEFAULT_SCHEDULE or layout.vpp > 1:
+            where = "--vpp" if layout.vpp > 1 else "--schedule"
+            raise BadInput("DeepSpeed's PipelineModule runs 1f1b with one chunk a rank", where=where, remedy="leave it out")
+        layer_stages(spec.parameters, layout.pp, partition)
+
+
+def _require_halves(layout: ParallelLayout, facts: Facts) -> None:
+    """Refuse where the halves of a backward are not known, or run otherwise than anyone wants."""
+    where, remedy, work = "--schedule", "use 1f1b", facts.workload
+    if work.recomputation is not None:
+        what = "the second half of a zero-bubble backward recomputes a block once for each of its weights"
+        raise BadInput(f"{what}, which is not modelled", where=where, remedy="use 1f1b, or --no-gradient-checkpointing")
+    if work.compile is not None:
+        raise BadInput("torch runs no zero-bubble schedule of compiled models", where=where, remedy="use 1f1b, or no --compile")
+    shared = next((name for name in ("tp", "cp", "ep") if getattr(layout, name) > 1), None)
+    if shared is not None:
+        what = f"a backward in two halves is not modelled with --{shared}"
+        raise BadInput(what, where=where, remedy=f"{remedy}, or leave --{shared} at 1")
+    if facts.spec.model_type not in PLANS:
+        raise BadInput(f"a backward of {facts.spec.model_type} in two halves is not modelled", where=where, remedy=remedy)

@@ -120,7 +120,7 @@ class TorchEngine(Engine, Generic[R]):
         host = self.host(rank)
         beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
         read = rank.original_bytes * rank.trainable + rank.frozen_bytes * rank.frozen
-        if case.workload.quantize is not None and not case.workload.base_on_host:
+        if case.workload.quantize is not None and not (case.workload.base_on_host or case.zero.offloads_param):
             read = read_at_once(case.spec.parameters.numel)
         if self.made_on_host and case.workload.loop.from_scratch:
             again = Counter(rank.parameters.entries)

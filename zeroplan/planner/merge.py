@@ -150,7 +150,7 @@ def _engine(request: Ask, setup: Setup, usual: str, *, search: bool) -> str | No
 
 
 def _is_fsdp_1(setup: Setup) -> bool:
-    return setup.ask.fsdp_version == 1 and setup.ask.offload_param is None
+    return setup.ask.fsdp_version == 1
 
 
 def _of_engine(merged: Ask, request: Ask, setup: Setup) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saver, Saving, StateDict
-from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp.lines import LEDGER
 from zeroplan.engines.fsdp.rank import FsdpRank
@@ -21,6 +21,7 @@ from zeroplan.ledger.line import Ledger
 if TYPE_CHECKING:
     from zeroplan.core.saving import Saving
     from zeroplan.engines.saved_files import Written
+    from zeroplan.engines.simulation import HostPhase
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
     from zeroplan.tape.expanded import ExpandedTape
@@ -44,14 +45,21 @@ class Fsdp(TorchEngine[FsdpRank]):
         return ZeroConfig.of(3)
 
     def require_runnable(self, zero: ZeroConfig) -> None:
-        """Refuse what FSDP 1 has not, and its CPU offload, which is not modelled."""
+        """Refuse what FSDP 1 has not: stage 1, and offload of parameters or states alone or to NVMe.
+
+        Raises:
+            BadInput: naming the flag.
+        """
         if zero.stage == 1:
             raise BadInput(
                 "fsdp has no stage 1", where="--stage", remedy="use 3 (FULL_SHARD), 2 (SHARD_GRAD_OP) or 0 (NO_SHARD)"
             )
-        if zero.offload_optimizer or zero.offload_param:
+        moved = {zero.offload_optimizer.device, zero.offload_param.device}
+        if moved not in ({OffloadDevice.NONE}, {OffloadDevice.CPU}):
             raise BadInput(
-                "FSDP 1's CPUOffload is not modelled", where="--offload-param", remedy="use --engine fsdp2, or leave it out"
+                "CPUOffload moves parameters and the optimizer to the CPU together",
+                where="--offload-optimizer",
+                remedy="use --offload-optimizer cpu --offload-param cpu, or --engine deepspeed",
             )
 
     def require_workload(self, case: Case) -> None:
@@ -61,6 +69,12 @@ class Fsdp(TorchEngine[FsdpRank]):
             BadInput: Muon, an int8 base, or one that is stored in bytes.
         """
         require_stored(case.workload, "FSDP 1")
+        if case.zero.offloads_param and case.layout.shard_group == 1:
+            raise BadInput(
+                "one rank shards nothing, and offload without shards is not modelled",
+                where="--offload-param",
+                remedy="use --gpus 2 or more, or leave it out",
+            )
         if case.workload.quantize is not None and case.workload.whole_base:
             raise BadInput(
                 "FSDP 1 flattens no integers, in which the base's 4-bit weights are stored",
@@ -83,11 +97,13 @@ class Fsdp(TorchEngine[FsdpRank]):
         if case.workload.lora_rank is None or not self.rank(case, case.parameters).sharded:
             return found
         says = "reported runs with adapters, of older versions of torch, took up to 15 % more in all than the figure"
-        return (*found, Unmodelled("--engine fsdp", Effect.MORE, says))
+        return (*found, Unmodelled(UNMEASURED, Effect.MORE, says))
 
     def unsaved(self, case: Case) -> str:
         """Return what is not modelled of saving: also Lightning's way."""
         saving = case.workload.technique(Saving)
+        if case.zero.offloads_param:
+            return "a save of parts on the host is in no figure"
         if saving is not None and saving.saver is Saver.LIGHTNING:
             return "Lightning's way of saving shards is in no figure"
         if saving is not None and saving.state_dict is StateDict.SHARDED and not self.rank(case, case.parameters).sharded:
@@ -107,7 +123,14 @@ class Fsdp(TorchEngine[FsdpRank]):
             cublas_workspace=case.cluster.gpu.workspace,
             sharded=case.zero.stage > 0 and case.layout.shard_group > 1,
             reshard=case.zero.stage == 3,
+            offload=case.zero.offloads_param,
         )
+
+    def host(self, rank: FsdpRank) -> tuple[HostPhase, ...]:
+        """See :func:`zeroplan.engines.fsdp.host.host_phases`."""
+        from zeroplan.engines.fsdp.host import host_phases
+
+        return host_phases(rank)
 
     def graded(self, case: Case) -> frozenset[str]:
         """Return what lies frozen in a unit that is trained. See Note [Units that mix trained and frozen weights]."""

@@ -19,7 +19,43 @@ _COMPUTING = (Phase.FORWARD, Phase.BACKWARD)
 @_add(Buffer.PARAM_SHARD, Place.HBM, ALWAYS, state=True)
 def param_shard(c: FsdpRank) -> int:
     """This rank's parts, the masters themselves. Source: _flat_param.py, FlatParamHandle.shard"""
-    return c.original_bytes * c.part_trained + c.frozen_bytes * c.part_frozen
+    return 0 if c.offload else c.original_bytes * c.part_trained + c.frozen_bytes * c.part_frozen
+
+
+@_add(Buffer.PARAM_SHARD, Place.PINNED, ALWAYS, state=True)
+def param_shard_host(c: FsdpRank) -> int:
+    """This rank's parts on the host, each pinned. See Note [CPUOffload of FSDP 1].
+
+    Source: _flat_param.py, init_flat_param_attributes
+    """
+    return c.host_blocks
+
+
+@_add(Buffer.GRAD_SHARD, Place.PINNED, FROM_FIRST_STEP, state=True)
+def grad_shard_host(c: FsdpRank) -> int:
+    """A gradient on the host for each part, frozen ones included.
+
+    Source: _flat_param.py, init_flat_param_attributes (_cpu_grad)
+    """
+    return c.host_blocks
+
+
+@_add(Buffer.GRAD_SHARD, Place.HBM, (Phase.BACKWARD,), state=True)
+def grad_shard_backward(c: FsdpRank) -> int:
+    """Reduced gradients on the GPU until the backward's end, where they are copied to the host.
+
+    Source: _runtime_utils.py, _accumulate_sharded_grad
+    """
+    return c.original_bytes * c.part_trained if c.offload else 0
+
+
+@_add(Buffer.STAGE_H2D, Place.HBM, _COMPUTING)
+def part_from_host(c: FsdpRank) -> int:
+    """A part's copy from the host: of the largest unit.
+
+    Source: _flat_param.py, pre_unshard
+    """
+    return c.largest_part if c.offload else 0
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
@@ -37,7 +73,7 @@ def grad_shard(c: FsdpRank) -> int:
 
     Source: _runtime_utils.py, _cast_grad_to_param_dtype and _root_pre_forward
     """
-    return c.original_bytes * c.part_trained
+    return 0 if c.offload else c.original_bytes * c.part_trained
 
 
 @_add(Buffer.GRAD_FULL, Place.HBM, _COMPUTING)
@@ -49,7 +85,8 @@ def grad_accumulated(c: FsdpRank) -> int:
     return c.param_bytes * c.trained_whole if c.leaves_whole_gradients else 0
 
 
-add_state_lines(_lines, Place.HBM, lambda c: c.stepped_part)
+add_state_lines(_lines, Place.HBM, lambda c: 0 if c.offload else c.stepped_part)
+add_state_lines(_lines, Place.DRAM, lambda c: c.stepped_part if c.offload else 0, suffix="_host")
 
 
 @_add(Buffer.PARAM_FULL, Place.HBM, _COMPUTING)

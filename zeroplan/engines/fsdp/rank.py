@@ -12,6 +12,14 @@ Note [Units that mix trained and frozen weights]
     adapters alone.
     Source: torch 2.13 (2.1 is alike), fsdp/_flat_param.py (_validate_tensors_to_flatten, _use_unsharded_views,
     _use_sharded_grad_views)
+
+Note [CPUOffload of FSDP 1]
+    Each unit's part is pinned on the host, and with it a gradient of the same size, for frozen units, too. To unshard a unit
+    its part is copied to the GPU, and cast there where the arithmetic has another dtype. Reduced gradients stay on the GPU
+    until the backward's end, beside their copies on the host, where the optimizer steps. A quantised base waits on the host
+    until its units are sharded, since whole it is what the GPU has no room for.
+    Source: torch 2.11, fsdp/_flat_param.py (init_flat_param_attributes, pre_unshard, _use_low_precision_shard,
+    prepare_gradient_for_optim), fsdp/_runtime_utils.py (_accumulate_sharded_grad, _offload_grad)
 Source: torch/distributed/fsdp/_flat_param.py of torch 2.11, _init_flat_param_and_metadata and shard
 """
 
@@ -23,6 +31,7 @@ from itertools import accumulate
 
 from zeroplan.core.optimizer_row import Domain
 from zeroplan.engines.torch_rank import TorchRank
+from zeroplan.ledger.derive import pow2
 
 #: With ``use_orig_params`` each parameter begins at a multiple of so many bytes of the flat parameter.
 _ALIGNMENT = 16
@@ -35,10 +44,12 @@ class FsdpRank(TorchRank):
     Attributes:
         sharded: parameters, gradients and states are sharded; not so under NO_SHARD, nor with one rank.
         reshard: blocks are freed after their forward (FULL_SHARD).
+        offload: shards, their gradients and optimizer states are on the host (CPUOffload).
     """
 
     sharded: bool = True
     reshard: bool = True
+    offload: bool = False
 
     @cached_property
     def param_bytes(self) -> int:
@@ -154,6 +165,16 @@ class FsdpRank(TorchRank):
     def part_frozen(self) -> int:
         """Elements of this rank's parts of frozen flat parameters, padding included."""
         return sum(self.shard(unit) for unit in self.units) - self.part_trained
+
+    @cached_property
+    def host_blocks(self) -> int:
+        """Bytes of the pinned blocks of this rank's parts on the host, each rounded to a power of two."""
+        return sum(pow2(self.bytes_of(unit) * self.shard(unit)) for unit in self.units) if self.offload else 0
+
+    @cached_property
+    def largest_part(self) -> int:
+        """Bytes of this rank's part of the largest unit."""
+        return max((self.bytes_of(unit) * self.shard(unit) for unit in self.units), default=0)
 
     @cached_property
     def trained_whole(self) -> int:

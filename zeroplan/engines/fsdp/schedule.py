@@ -111,7 +111,7 @@ class FsdpSchedule(EngineSchedule):
         rank = self.rank
         there = {}
         if rank.quant_states:  # a quantised base is on the GPU already, with all that stands beside it
-            away = rank.parameters.packed if rank.workload.base_on_host else ()
+            away = rank.parameters.packed if rank.workload.base_on_host or rank.offload else ()
             counts = {p: count for p, count in enumerate(rank.numel) if p not in set(away)}
             there = {p: self.alloc(rank.width(p) * count, Buffer.PARAM_FULL) for p, count in counts.items()}
             for nbytes in rank.quant_states:
@@ -121,8 +121,10 @@ class FsdpSchedule(EngineSchedule):
             moved = [there[p] if p in there else self.alloc(width * rank.numel[p], Buffer.PARAM_FULL) for p in params]
             flat = self.alloc(width * rank.flat(unit.name), Buffer.PARAM_SHARD)
             if rank.sharded:
-                self.alloc(width * rank.shard(unit.name), Buffer.PARAM_SHARD)
+                part = self.alloc(width * rank.shard(unit.name), Buffer.PARAM_SHARD)
                 self.free(flat)
+                if rank.offload:
+                    self.free(part)
             for handle in moved:
                 self.free(handle)
 
@@ -156,6 +158,12 @@ class FsdpSchedule(EngineSchedule):
         cast = _NONE
         if casts:
             cast = self.alloc(rank.param_bytes * rank.shard(unit.name), Buffer.COMM_ALL_GATHER, stream=CAST)
+        if rank.offload:  # See Note [CPUOffload of FSDP 1]
+            copied = self.alloc(rank.bytes_of(unit.name) * rank.shard(unit.name), Buffer.STAGE_H2D, stream=CAST)
+            if casts:
+                self.free(copied)
+            else:
+                cast = copied
         unit.whole = self.alloc(rank.param_bytes * rank.padded(unit.name), Buffer.PARAM_FULL, stream=GATHER)
         if cast >= 0:
             self.free(cast)
@@ -319,10 +327,15 @@ class FsdpSchedule(EngineSchedule):
                 self._post_backward(unit)
             if boundary or self.rank.reshard or not self.rank.sharded:
                 self._reshard(unit)
+        if self.rank.offload and self.reduces:
+            self._complete_reductions()
+            self._free_stepped()
 
     def step(self, applied: bool) -> None:
         """Clip and step this rank's parts. Their gradients stay: ``zero_grad`` frees the views that the optimizer has."""
         self._complete_reductions()
+        if self.rank.offload:
+            return
         optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
         self.stepped |= applied
         self.over = True

@@ -104,7 +104,9 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         require_stored(case.workload, "FSDP2")
         if case.workload.quantize is not None and case.zero.offloads_param:
             raise BadInput(
-                "a quantised base that is offloaded is not modelled", where="--offload-param", remedy="leave it on the GPU"
+                "a quantised base that is offloaded is not modelled",
+                where="--offload-param",
+                remedy="use --engine fsdp, or leave it on the GPU",
             )
         if case.layout.pp > 1 and case.zero.stage == 3:
             raise BadInput(

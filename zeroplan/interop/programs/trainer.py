@@ -320,7 +320,7 @@ def set_fsdp(
     wraps: str = "",
     state_dict: str = "",
 ) -> None:
-    """Set FSDP as the engine. Where FSDP 1 is not modelled (offload), FSDP 2's figures stand in, and say so.
+    """Set FSDP as the engine.
 
     Args:
         key: the key that chose FSDP.

@@ -95,12 +95,12 @@ def make(wanted: Sequence[Words], *, jobs: int = 1) -> Answers:
 
 
 def _run(wanted: Sequence[Words]) -> Answers:
-    with _alone() as folder:
-        return {shlex.join(words): _answer(words, folder) for words in wanted}
+    with apart() as folder:
+        return {shlex.join(words): answer_to(words, folder) for words in wanted}
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[Path]:
+def apart() -> Iterator[Path]:
     """An empty home and the files that requests read, as the working folder. Restores what it changes."""
     modules, before = {name: sys.modules.get(name, _ABSENT) for name in _OPTIONAL}, os.getcwd()
     # A program that runs as `python -m package.program` is named so in messages on its flags.
@@ -127,7 +127,7 @@ def _alone() -> Iterator[Path]:
                     sys.modules[name] = module  # type: ignore[assignment]
 
 
-def _answer(words: Words, folder: Path) -> Answer:
+def answer_to(words: Words, folder: Path) -> Answer:
     """What the command line prints, its exit code, and the files that it writes under ``out``."""
     from zeroplan.cli.main import run
 

@@ -18,6 +18,8 @@ from zeroplan.tapes import find_tape
 
 #: An option that saves less than this part of the total is not listed.
 LEAST = 0.02
+#: What a higher stage is called where it is not ZeRO's.
+_SHARDED = {"fsdp": "full shard", "fsdp2": "reshard after forward", "megatron": "distributed optimizer"}
 _EXPANDABLE = "expandable_segments:True"
 
 
@@ -83,7 +85,8 @@ def _changes(engine: Engine, case: Case, config: AllocatorConfig | None) -> Iter
     stages = sorted({option.stage for option in engine.options() if option.stage > zero.stage})
     for stage in stages if case.layout.world_size > 1 else ():
         sharded = engine.for_optimizer(replace(zero, stage=stage), work.numerics.optimizer)
-        yield _Change(f"ZeRO-{stage}", f"--stage {stage}{offload}", replace(case, zero=sharded), config)
+        name = _SHARDED.get(engine.name, f"ZeRO-{stage}")
+        yield _Change(name, f"--stage {stage}{offload}", replace(case, zero=sharded), config)
     if not work.gradient_checkpointing:
         again = work.checkpointed()
         yield _Change("gradient checkpointing", "--gradient-checkpointing", replace(case, workload=again), config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from zeroplan.core.buffers import Buffer
@@ -46,9 +46,16 @@ def report_text(
     one = len(report.plans) == 1
     said = list(dict.fromkeys(report_notes(report)))
     if not terminal.full:
+        hidden = 0
         if not one:
-            blocks += [(0, ["", *_table(report.plans, style, terminal)]), (5, ["", *_legend(report, style, terminal)])]
-        there = [what for what, has in (("tables", one), (counted_notes(said), said)) if has]
+            table = _table(report.plans, style, terminal)
+            held = sum(len(lines) for rank, lines in blocks if rank == 0) + 2
+            some = [plan for plan in report.plans if plan.fits is not False]
+            if held + len(table) > LIST and some:
+                hidden, table = len(report.plans) - len(some), _table(some, style, terminal)
+            blocks += [(0, ["", *table]), (5, ["", *_legend(report, style, terminal)])]
+        there = [f"{hidden} that do not fit"] if hidden else []
+        there += [what for what, has in (("tables", one), (counted_notes(said), said)) if has]
         more = [terminal.dim(f"{' and '.join(there).capitalize()}: --why")] if there else []
         return "\n".join(first_screen([*blocks, (0, more)], ONE if one else LIST))
     lines = [line for _, part in blocks for line in part] + [""]
@@ -157,13 +164,30 @@ def narrow_table(plans: Sequence[MemoryPlan], width: int = 80) -> str:
     return render(*narrow_rows(plans), "plain", width=width)
 
 
+def stage_header(engines: Set[str]) -> str:
+    """The header of the stage: ZeRO's, or what another engine calls sharding."""
+    return "ZeRO" if engines <= {"deepspeed", "zeroplan"} else "reshard" if engines == {"fsdp2"} else "stage"
+
+
+def stage_text(plan: MemoryPlan) -> str:
+    """A row's cell below :func:`stage_header`."""
+    return ("yes" if plan.stage == 3 else "no") if plan.engine == "fsdp2" else str(plan.stage)
+
+
 def narrow_rows(plans: Sequence[MemoryPlan]) -> tuple[list[str], list[list[str]]]:
     """Return the headers and the rows of :func:`narrow_table`."""
     simulated = any(plan.gpu.at_peak for plan in plans)
-    headers = ["ZeRO", "offload", "GPU", "host", "largest at the peak" if simulated else "largest", "fits"]
+    headers = [
+        stage_header({plan.engine for plan in plans}),
+        "offload",
+        "GPU",
+        "host",
+        "largest at the peak" if simulated else "largest",
+        "fits",
+    ]
     rows = [
         [
-            str(plan.stage),
+            stage_text(plan),
             offload_text(plan),
             format_gib(plan.gpu.needed, digits=1),
             format_gib(plan.cpu.per_node, digits=1),

@@ -12,7 +12,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ENGINE_TITLES
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.planner.describe import describe_cluster
-from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, unmodelled_notes
+from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, stage_header, stage_text, unmodelled_notes
 from zeroplan.report.screen import LIST, counted_notes, first_screen
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
@@ -21,7 +21,7 @@ from zeroplan.report.verdict import name_of as plan_name
 from zeroplan.report.words import gpus_text, host_text, model_text
 from zeroplan.search.files import Files
 from zeroplan.search.policy import EQUAL
-from zeroplan.search.reasons import name_of
+from zeroplan.search.reasons import CHOICES, name_of
 from zeroplan.search.results import Recommendation, SearchResult
 
 _LEGEND = "GiB per GPU; host per node. up to: the upper end of the interval. Speeds within 0.1 % are equal."
@@ -86,13 +86,15 @@ def answer_text(
     more = [what for what, there in (("reasons", reasons), (counted_notes(said), said)) if there]
     end = terminal.wrap(f"{counted} {' and '.join(more).capitalize()}: --why" if more else counted)
     of_files = answer.current is not None and best is not None
+    plainer = [text for text in (best.reasons if best is not None else ()) if text.startswith(CHOICES)]
     blocks = [
         (0, lines),
-        (4, peak),
+        (5, peak),
         (0, following),
-        (2 if of_files else 1, asked),
-        (3 if of_files else 0, table),
-        (5, legend),
+        (3 if of_files else 2, asked),
+        (4 if of_files else 0, table),
+        (1, ["", *terminal.items(plainer)] if plainer else []),
+        (6, legend),
         (1, other),
         (0, difference),
         (0, started),
@@ -173,7 +175,7 @@ def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[lis
         rows.append(
             [
                 str(place),
-                stage_text(one),
+                stage_text(one.plan),
                 offload_text(one.plan),
                 f"{work.batch.micro_batch} × {work.batch.grad_accum}",
                 "yes" if work.gradient_checkpointing else "no",
@@ -184,21 +186,8 @@ def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[lis
                 fits_text(one.plan),
             ]
         )
-    header = ["", stage_header(ranking), "offload", "batch", "ckpt", *compiled_header(ranking)]
+    header = ["", stage_header({one.plan.engine for one in ranking}), "offload", "batch", "ckpt", *compiled_header(ranking)]
     return [*header, "tokens/s", "GPU", "host", "fits"], rows
-
-
-def stage_header(ranking: Sequence[Recommendation]) -> str:
-    """The header of the stage: ZeRO's, or what another engine calls sharding."""
-    engines = {one.plan.engine for one in ranking}
-    return "ZeRO" if engines <= {"deepspeed", "zeroplan"} else "reshard" if engines == {"fsdp2"} else "stage"
-
-
-def stage_text(one: Recommendation) -> str:
-    """A row's cell below :func:`stage_header`."""
-    if one.plan.engine == "fsdp2":
-        return "yes" if one.zero.stage == 3 else "no"
-    return str(one.zero.stage)
 
 
 def compiled_header(ranking: Iterable[Recommendation]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from zeroplan.core.sizes import format_bytes, format_count
+from zeroplan.core.sizes import TIB, format_bytes, format_count
 
 
 def model_text(name: str, params: int, trainable: int) -> str:
@@ -24,7 +24,8 @@ def gpus_text(nodes: int, gpus: int) -> str:
 def host_text(memory: int, usable: int, kind: str, assumed: bool) -> str:
     """Return ``"512 GiB host (502.0 GiB usable, as a server)"``, or ``assumed`` in place of its kind; sizes are bytes."""
     how = "assumed: --cpu-ram" if assumed else f"as a {kind}"
-    return f"{format_bytes(memory, digits=0)} host ({format_bytes(usable, digits=1)} usable, {how})"
+    digits = 1 if memory > TIB and memory % TIB else 0
+    return f"{format_bytes(memory, digits=digits)} host ({format_bytes(usable, digits=1)} usable, {how})"
 
 
 def degrees_text(layout: Mapping[str, Any]) -> str:

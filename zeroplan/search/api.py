@@ -63,6 +63,8 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         miss = nearest_miss(space, memory, cost)
         nearest = recommendation(resolved.engine, miss, 0, layout)
         changes = tuple(cheapest_suggestions(resolved, request, options, nearest, memory))
+        if (other := _beside(request, options, None)) is not None:
+            changes = (Suggestion(f"--engine {other.engine.name}", other), *changes)
     elif options.explain:
         said = [*choice(outcome.ranking), *reasons_for(outcome.ranking[0], space, memory, cost)]
         if options.goal == "throughput":
@@ -75,7 +77,7 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         _answer(resolved, request, options, tuple(ranking), memory, considered=outcome.considered),
         changed=changed[0],
         changed_run=changed[1],
-        beside=_beside(request, options, ranking[0] if ranking else None),
+        beside=_beside(request, options, ranking[0]) if ranking else None,
         nearest=nearest,
         changes=changes,
         current=current,

@@ -47,6 +47,10 @@ def name_of(engine: str, zero: ZeroConfig, workload: Workload | None = None) -> 
     return text
 
 
+#: How sentences begin that bear on which one to take.
+CHOICES = ("at most", "the plainest as fast")
+
+
 def choice(ranking: Sequence[Ranked]) -> list[str]:
     """Say how little of the card is left, if it is little, and which simpler one is nearly as fast."""
     best, said = ranking[0], []

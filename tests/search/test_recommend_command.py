@@ -480,7 +480,8 @@ def test_without_a_model_it_says_what_the_card_can_train_here_and_from_python(
     assert methods["full"][0] < methods["full, offload"][0] <= methods["LoRA, offload"][0]
     assert 14 * methods["full"][0] < 12 << 30
     assert read_ds_config(tmp_path / "ds.json").runs_alone
-    code, out, _ = cli("recommend", "--vram", "12G")
+    assert cli("recommend", "--vram", "12G")[1].count("\n") <= 20
+    code, out, _ = cli("recommend", "--vram", "12G", "--why")
     assert code == 0
     before, _, after = out.partition("\nNext: ")
     assert f"{before}\n\n{after.partition(chr(10) * 2)[2]}".rstrip() == str(found)

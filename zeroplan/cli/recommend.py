@@ -166,7 +166,7 @@ def recommend(
     if request.model is None and request.params is None and not source:
         if html is not None:
             raise BadInput("draws the configurations of one model", where="--html", remedy="name the model")
-        _catalog(request, options, target, as_json=as_json, style=style, wide=wide, quiet=quiet)
+        _catalog(request, options, target, as_json=as_json, style=style, wide=wide, why=why, quiet=quiet)
         return
     if candidates is not None and source:
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
@@ -322,7 +322,15 @@ def _files_json(files: Files | None) -> dict[str, Any]:
 
 
 def _catalog(
-    request: Ask, options: SearchOptions, target: Target | None, *, as_json: bool, style: str, wide: bool, quiet: bool
+    request: Ask,
+    options: SearchOptions,
+    target: Target | None,
+    *,
+    as_json: bool,
+    style: str,
+    wide: bool,
+    why: bool,
+    quiet: bool,
 ) -> None:
     """Print the largest models that the machine can train; with -o, write the config of the largest full fine-tune."""
     from zeroplan.report.overview import overview_json, overview_text
@@ -339,7 +347,7 @@ def _catalog(
         following: list[str] = []
         if found.best is not None:
             following = flags.recommend_words(request.replace(model=found.best.model["name"]))
-        terminal = Terminal.here(wide=wide)
+        terminal = Terminal.here(wide=wide, why=why)
         show(overview_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

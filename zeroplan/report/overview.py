@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.plan import MemoryPlan
@@ -10,6 +11,7 @@ from zeroplan.core.sizes import format_count, format_gib
 from zeroplan.report.plans import notes, offload_text
 from zeroplan.report.recommendation import files_text
 from zeroplan.report.recommendation import verdict as best_verdict
+from zeroplan.report.screen import LIST, first_screen
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.words import machine_text
@@ -52,6 +54,8 @@ def overview_text(
     if quiet:
         return "\n".join(lines)
     lines += terminal.command("Next: ", next_command) if next_command and found.best is not None else []
+    if not terminal.full:
+        return "\n".join(_first_screen(found, files, terminal, lines))
     lines += ["", *terminal.wrap(machine_text(found.cluster)), ""]
     if any(row.found for row in found.rows):
         wide = style != "plain" or terminal.width is None
@@ -62,6 +66,24 @@ def overview_text(
     if files is not None:
         lines += ["", *files_text(files, terminal)]
     return "\n".join([*lines, *notes((*found.warnings, *(files.notes if files is not None else ())), terminal)])
+
+
+def _first_screen(found: Overview, files: Files | None, terminal: Terminal, lines: list[str]) -> list[str]:
+    """Return the verdict's lines with the largest model of each method."""
+    largest = tuple(replace(row, found=row.found[:1]) for row in found.rows)
+    table = (
+        overview_table(replace(found, rows=largest), width=terminal.width).splitlines() if any(r.found for r in largest) else []
+    )
+    best = f"{found.best.model['name']} in full. {best_verdict(found.best)}" if found.best is not None else ""
+    blocks = [
+        (0, lines),
+        (2, ["", *terminal.wrap(machine_text(found.cluster))]),
+        (0, ["", *table]),
+        (1, ["", *terminal.wrap(best)] if best else []),
+        (0, ["", *files_text(files, terminal)] if files is not None else []),
+        (0, [terminal.dim("More models, and what the columns mean: --why")]),
+    ]
+    return first_screen(blocks, LIST)
 
 
 def _legend(found: Overview) -> str:

@@ -93,7 +93,7 @@ class Engine(EngineGetters):
         )
         self._undo.append(self.state_dict_hooks.remove)
         self._undo.append(allow_copies(model, self.model_states, self.schedule.handles + self.state_dict_hooks.handles))
-        self.writes = ParameterWrites(self.model_states)
+        self.writes = ParameterWrites(self.model_states, before=self._protect_snapshot)
         self.schedule.keep_writes, self.schedule.exported = self.writes.keep_unit, self.writes.exported
         self.activity = Activity(self.schedule, device, lambda: progress.global_steps)
         self.schedule.reading = self.activity.alone
@@ -302,6 +302,7 @@ class Engine(EngineGetters):
         if self.optimizer is not None and hooked:
             self.optimizer.run_step_hooks(before=True)
         self.optimizer_step.read_hyperparameters()
+        self._protect_snapshot()
         with self.checks.during_step(), self.activity.inside():
             result = self.optimizer_step.step(self.progress.applied + 1, self.scaler.scale)
             self.writes.stepped()
@@ -347,6 +348,11 @@ class Engine(EngineGetters):
             self.optimizer.was_stepped(self.progress.applied)
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def _protect_snapshot(self) -> None:
+        """Lets nothing change what a save in the background has not copied yet."""
+        if self.background_save is not None:
+            self.background_save.protect(self.schedule.compute_stream)
 
     def drain(self) -> None:
         """Blocks until every update, on the host or the device, has been applied to the masters and its parameters are sent.
@@ -453,6 +459,17 @@ class Engine(EngineGetters):
             exclude_frozen_parameters=exclude_frozen_parameters,
         )
 
+    def wait_for_checkpoint(self) -> None:
+        """Blocks until the checkpoint that ``async_checkpoints`` lets threads write is complete. Every rank must call it.
+
+        Raises:
+            BadInput: on every rank, when one could not write; what was saved before stays.
+        """
+        pending, self.background_save = self.background_save, None
+        if pending is not None:
+            with self.activity.inside("waiting for a checkpoint"):
+                pending.wait(self)
+
     def load_checkpoint(
         self, load_dir: str | Path, tag: str | None = None, **options: bool
     ) -> tuple[str | None, dict[str, Any]]:
@@ -460,6 +477,7 @@ class Engine(EngineGetters):
         from zeroplan_runtime.checkpoint.load import load_checkpoint
 
         self.checks.require_usable("engine.load_checkpoint", allow_failed_step=True)
+        self.wait_for_checkpoint()
         return load_checkpoint(self, load_dir, tag, **options)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
@@ -483,6 +501,7 @@ class Engine(EngineGetters):
         """
         if self.checks.is_destroyed:
             return
+        self.wait_for_checkpoint()
         kept = self._parameters_on_host() if keep_parameters else {}
         self.checks.give_up_parameters(emptied=not keep_parameters)
         with suppress(BadInput):  # an overflow at the least loss scale does not matter any more

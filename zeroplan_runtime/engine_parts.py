@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,6 +23,9 @@ from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.techniques.attached import Techniques
+
+if TYPE_CHECKING:
+    from zeroplan_runtime.checkpoint.background import BackgroundSave
 
 
 class EngineParts(nn.Module):
@@ -49,6 +52,7 @@ class EngineParts(nn.Module):
         flops_profiler: counts a step's FLOPs; None where the config asks for none, and on all ranks but the first.
         techniques: what the config asks for beside ZeRO.
         last_step: the result of the last step; None before it.
+        background_save: a checkpoint whose files are being written; None for none.
     """
 
     module: nn.Module
@@ -71,9 +75,14 @@ class EngineParts(nn.Module):
     flops_profiler: FlopsProfiler | None = None
     techniques: Techniques
     last_step: StepResult | None
+    background_save: BackgroundSave | None = None
 
     def finish_step(self) -> None:
         """Updates loss scale, step count and learning rate from the last step's result."""
+        raise NotImplementedError
+
+    def wait_for_checkpoint(self) -> None:
+        """Blocks until the checkpoint that is being written is complete."""
         raise NotImplementedError
 
     def drain(self) -> None:

@@ -66,6 +66,7 @@ class ModelStates:
         maps: the tables on the device by which states are quantised in blocks; None where they are not, or all offloaded.
         quantiser: rounds the weights where they are unsharded; None where the setup asks for none.
         float8_gathers: gathers blocks in 8 bits; None where the setup asks for none.
+        snapshot: pinned memory to which a checkpoint is copied before it is written; None where it is written at once.
         coefficients: what the optimizer keeps of each tensor, all in one; None where it keeps nothing.
         messages: what is sent and what is received of a unit's momentum, fp32 words; none unless the optimizer compresses.
         staging: memory in which parts of large gradients are cast before their reduction.
@@ -109,6 +110,7 @@ class ModelStates:
             workspace = carved.get((Buffer.PARAM_TEMP, "quantize_training"))
             if workspace is not None:
                 self.quantiser = WeightQuantiser(setup.quantize_training, self.units, workspace)
+        self.snapshot = carved.get((Buffer.HOST_CHECKPOINT, "snapshot"))
         self.float8_gathers: Float8Gathers | None = None
         if (messages := carved.get((Buffer.COMM_ALL_GATHER, "float8"))) is not None:
             self.float8_gathers = Float8Gathers(self.units, messages, self.comm)

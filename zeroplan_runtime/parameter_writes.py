@@ -8,7 +8,7 @@ that have their old value keep their masters in full precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -31,10 +31,13 @@ class _Place(NamedTuple):
 
 
 class ParameterWrites:
-    """Finds the user's writes to the parameters of `model_states`. Every rank must write the same values."""
+    """Finds the user's writes to the parameters of `model_states`. Every rank must write the same values.
 
-    def __init__(self, model_states: ModelStates) -> None:
-        self._model_states = model_states
+    `before` is called before masters or shards change.
+    """
+
+    def __init__(self, model_states: ModelStates, before: Callable[[], None]) -> None:
+        self._model_states, self._before = model_states, before
         units = model_states.units
         self._trained = [p for unit in units if unit.trainable is not None for p in unit.trainable.params]
         self._places = [place for unit in units for place in _places(unit)]
@@ -139,6 +142,7 @@ class ParameterWrites:
                 where="offload",
                 remedy="write before initialize(), or use engine.load_checkpoint()",
             )
+        self._before()
         for copy in place.copies:
             self._model_states.fill_shard(copy, place.flat.layout, place.position, local_of(place.param), changed=True)
 

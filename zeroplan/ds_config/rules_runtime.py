@@ -209,6 +209,18 @@ OFFLOAD_REFUSALS: tuple[Rule, ...] = (
     ),
 )
 
+_ASYNC = Rule(
+    "runtime.async_checkpoints",
+    Severity.ERROR,
+    At.ENGINE,
+    "zeroplan.async_checkpoints",
+    "",
+    lambda v: v.runtime_options.async_checkpoints and v.uses_files,
+    "what is in swap files is not copied to memory for a checkpoint",
+    "leave the key out, or offload to host memory",
+    _OF_RUNTIME,
+)
+
 #: What 8-bit products and gathers do not go together with.
 FLOAT8_REFUSALS: tuple[Rule, ...] = (
     Rule(
@@ -253,6 +265,7 @@ FLOAT8_REFUSALS: tuple[Rule, ...] = (
 RUNTIME_REFUSALS: tuple[Rule, ...] = (
     *OFFLOAD_REFUSALS,
     *FLOAT8_REFUSALS,
+    _ASYNC,
     Rule(
         "runtime.folder",
         Severity.ERROR,

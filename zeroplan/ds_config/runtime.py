@@ -66,4 +66,5 @@ def runtime_setup(
         quantize_training=quantize_training,
         local_steps=local_steps,
         float8_gathers=runtime_options.float8_gathers,
+        async_checkpoints=runtime_options.async_checkpoints,
     )

@@ -25,6 +25,7 @@ class RuntimeOptions:
             computed together; 0 for all logits at once.
         float8: the recipe by which linear layers of the blocks multiply in 8-bit floats; empty for 16 bits.
         float8_gathers: blocks' matrices are gathered in 8 bits at stage 3.
+        async_checkpoints: checkpoints are copied to pinned memory and written while training goes on.
         audit_steps: in the first this many micro batches at stage 3, the runtime checks that every use of a parameter is
             within the forward of its unit.
         timeout: seconds without progress after which a rank names the rank that it waits for, and ends.
@@ -40,6 +41,7 @@ class RuntimeOptions:
     chunked_cross_entropy: int = 0
     float8: str = ""
     float8_gathers: bool = False
+    async_checkpoints: bool = False
     audit_steps: int = 1
     timeout: float = 600.0
     delayed_update: int = 0

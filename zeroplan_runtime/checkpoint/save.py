@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import by_torch, on_all_ranks
+from zeroplan_runtime.checkpoint.background import BackgroundSave, plan_writes, snapshot
 from zeroplan_runtime.checkpoint.manifest import Manifest, SaveId, write_manifest
 from zeroplan_runtime.checkpoint.parameter_shapes import parameter_groups, parts_held
-from zeroplan_runtime.checkpoint.planners import ShardSavePlanner, buffer_shards, error_shards, state_shards
+from zeroplan_runtime.checkpoint.planners import ShardSavePlanner, StateShard, buffer_shards, error_shards, state_shards
 from zeroplan_runtime.checkpoint.typed_json import encode
-from zeroplan_runtime.checkpoint.writer import ShardWriter
+from zeroplan_runtime.checkpoint.writer import ShardWriter, Unwatched
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.full_tensors import other_entries
+from zeroplan_runtime.streams import Event, Stream
 from zeroplan_runtime.units import modules_with_extra_state, plain_named
 
 
@@ -45,7 +48,7 @@ def save_checkpoint(
         exclude_frozen_parameters: leave out parameters that are not trained; on loading they keep the values that they have.
 
     Returns:
-        The checkpoint's folder.
+        The checkpoint's folder; with ``async_checkpoints`` it is there once :meth:`Engine.wait_for_checkpoint` returns.
 
     Raises:
         BadInput: on every rank, when one cannot save: for a tag that is no plain name, a state that JSON cannot hold, a full
@@ -53,6 +56,7 @@ def save_checkpoint(
         RankLost: when a rank died.
     """
     comm, where = engine.ranks.world, "engine.save_checkpoint"
+    engine.wait_for_checkpoint()
     folder, tag = Path(folder), f"global_step{engine.progress.global_steps}" if tag is None else tag
     first = comm.rank == 0
     with engine.activity.inside(f"saving {str(tag)[:80]!r}"):
@@ -82,23 +86,28 @@ def save_checkpoint(
                 remedy = "give a folder on a file system that all ranks share"
                 raise BadInput("this rank does not see the folder that rank 0 has made", where=str(path), remedy=remedy)
 
-        on_all_ranks(engine, make_folder, where)
         try:
+            on_all_ranks(engine, make_folder, where)
             on_all_ranks(engine, require_same_folder, where)
-            manifest = _write(engine, atomic_files.unfinished(folder, tag), save, frozen=not exclude_frozen_parameters)
+
+            def complete(manifest: Manifest) -> None:
+                (path / save.name).unlink()
+                write_manifest(path, manifest, {"save": save.name, "step": save.step, **state})
+                atomic_files.finish(folder, tag)
+                if latest:
+                    atomic_files.write_durably(folder / atomic_files.LATEST, tag.encode())
+
+            if engine.model_states.snapshot is not None:
+
+                def abandon() -> None:
+                    atomic_files.abandon(folder, tag)
+
+                frozen = not exclude_frozen_parameters
+                engine.background_save = _begin(engine, path, save, complete, abandon, frozen=frozen)
+                return folder / tag
+            manifest = _write(engine, path, save, frozen=not exclude_frozen_parameters)
             engine.activity.begin(f"completing {tag!r}")
-
-            def finish() -> None:
-                if manifest is not None:
-                    (path / save.name).unlink()
-                    write_manifest(
-                        atomic_files.unfinished(folder, tag), manifest, {"save": save.name, "step": save.step, **state}
-                    )
-                    atomic_files.finish(folder, tag)
-                    if latest:
-                        atomic_files.write_durably(folder / atomic_files.LATEST, tag.encode())
-
-            on_all_ranks(engine, finish, where)
+            on_all_ranks(engine, lambda: None if manifest is None else complete(manifest), where)
         except BadInput:
             if first:  # what is left of it would keep a full disk full
                 atomic_files.abandon(folder, tag)
@@ -120,9 +129,7 @@ def _write(engine: EngineParts, path: Path, save: SaveId, *, frozen: bool) -> Ma
     """Writes every rank's file and the metadata; returns the checksums on the first rank."""
     comm = engine.ranks.world
     engine.arena.phase = Phase.SAVE
-    shards = state_shards(engine.model_states, loading=False, frozen=frozen)
-    errors = error_shards(engine.model_states) if _has_errors(engine) else ()
-    wanted = [*shards, *errors, *(buffer_shards(engine.module, engine.ranks.part) if engine.comm.rank == 0 else ())]
+    wanted = _shards(engine, frozen=frozen)
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
     writer = ShardWriter(path, save, comm.rank, engine.activity)
@@ -136,6 +143,36 @@ def _write(engine: EngineParts, path: Path, save: SaveId, *, frozen: bool) -> Ma
             no_dist=comm.world_size == 1,
         )
     return writer.manifest
+
+
+def _shards(engine: EngineParts, *, frozen: bool) -> list[StateShard]:
+    shards = state_shards(engine.model_states, loading=False, frozen=frozen)
+    errors = error_shards(engine.model_states) if _has_errors(engine) else ()
+    return [*shards, *errors, *(buffer_shards(engine.module, engine.ranks.part) if engine.comm.rank == 0 else ())]
+
+
+def _begin(
+    engine: EngineParts,
+    path: Path,
+    save: SaveId,
+    complete: Callable[[Manifest], None],
+    abandon: Callable[[], None],
+    *,
+    frozen: bool,
+) -> BackgroundSave:
+    """Copies every rank's shards to the host, and lets threads write them. See Note [A save in the background]."""
+    comm, memory = engine.ranks.world, engine.model_states.snapshot
+    assert memory is not None
+    engine.arena.phase = Phase.SAVE
+    stream, begun, copied = Stream(engine.device), Event(engine.device), Event(engine.device)
+    begun.record(engine.schedule.compute_stream)
+    planner = ShardSavePlanner(snapshot(_shards(engine, frozen=frozen), memory, stream, begun))
+    copied.record(stream)
+    if engine.host is not None or not engine.model_states.setup.has_masters:
+        copied.synchronize()  # the host, or the user's own writes, may change them at once
+    writer = ShardWriter(path, save, comm.rank, Unwatched())
+    plans, metadata = plan_writes(engine, writer, planner)
+    return BackgroundSave(path, writer, planner, plans, metadata, comm.rank, copied, complete, abandon)
 
 
 def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Protocol, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import DEFAULT_SUFFIX, FileSystemWriter, _StorageInfo
@@ -18,14 +18,33 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from zeroplan_runtime.activity import Activity
 from zeroplan_runtime.checkpoint.agreement import as_line
 from zeroplan_runtime.checkpoint.checksums import SummedStream, without_torchs_checksums
 from zeroplan_runtime.checkpoint.manifest import METADATA, Manifest, RankFile, SaveId
 
 
+class Watch(Protocol):
+    """Where to say what is being done."""
+
+    def begin(self, doing: str) -> None:
+        """Is called when a part of the work begins."""
+
+    def piece(self, doing: str) -> None:
+        """Is called after each piece of it."""
+
+
+class Unwatched:
+    """Says it to nobody: a thread's work is no progress of the rank's."""
+
+    def begin(self, doing: str) -> None:
+        """Does nothing."""
+
+    def piece(self, doing: str) -> None:
+        """Does nothing."""
+
+
 @dataclass(frozen=True)
-class _Piece:
+class WrittenPiece:
     """A rank's message to the first rank about a piece that it wrote: where it is, and its checksum."""
 
     place: _StorageInfo
@@ -46,7 +65,7 @@ class ShardWriter(FileSystemWriter):
         manifest: the checksums of all files, on the first rank when all is written.
     """
 
-    def __init__(self, folder: Path, save: SaveId, rank: int, activity: Activity) -> None:
+    def __init__(self, folder: Path, save: SaveId, rank: int, activity: Watch) -> None:
         super().__init__(folder, sync_files=True)
         self._folder, self._save, self._own_rank, self._activity = folder, save, rank, activity
         self.manifest: Manifest | None = None
@@ -74,7 +93,7 @@ class ShardWriter(FileSystemWriter):
                             raise
                         raise stream.fault from None
                     length = file.tell() - begin
-                    piece = _Piece(_StorageInfo(path.name, begin, length), self._own_rank, stream.checksum)
+                    piece = WrittenPiece(_StorageInfo(path.name, begin, length), self._own_rank, stream.checksum)
                     results.append(WriteResult(item.index, length, piece))
                 stream.sync()
         except OSError as fault:

@@ -334,6 +334,21 @@ class ArenaLayout:
         return unit.trainable.full if whole else self.share(unit)
 
     @cached_property
+    def snapshot(self) -> int:
+        """Bytes of pinned memory to which this rank's masters and states are copied for a checkpoint that is written while
+        training goes on: the part of each parameter and state begins on a multiple of 64.
+        """
+        if not self.setup.async_checkpoints:
+            return 0
+        total = 0
+        for unit in self.units:
+            if unit.trainable is not None:
+                sizes = [self.setup.state_elements(state, unit.trainable.shard) for state in self.setup.states]
+                sizes.append((unit.trainable.shard, DType.FP32))
+                total += sum(numel * dtype.bytes for numel, dtype in sizes) + len(sizes) * 64 * len(unit.trainable.params)
+        return total
+
+    @cached_property
     def float8_gather(self) -> int:
         """Bytes of the messages of all ranks by which the largest unit is gathered in 8 bits; 0 without."""
         largest = max((unit.float8_message for unit in self.units), default=0)

@@ -35,7 +35,7 @@ class RuntimeSetup:
     `optimizer` is one of :data:`~zeroplan.core.optimizers.RUNTIME_NAMES`.
     `params_in_host` are the elements of parameters in files that stay in host memory.
     `quantize_training` rounds the unsharded weights; `float8_gathers`: blocks' matrices are gathered in 8 bits. With
-    `local_steps` ranks may step alone (0/1 Adam).
+    `async_checkpoints` a checkpoint is copied to pinned memory first. With `local_steps` ranks may step alone (0/1 Adam).
     `ep` ranks share a block's experts, and an expert's parameters have :attr:`expert_ranks`; `across` of the `ep` see the same
     tokens, as tensor-parallel ranks that have different experts do, and are one of the `ranks` each time.
     """
@@ -61,6 +61,7 @@ class RuntimeSetup:
     ep: int = 1
     across: int = 1
     float8_gathers: bool = False
+    async_checkpoints: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):

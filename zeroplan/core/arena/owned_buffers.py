@@ -92,6 +92,8 @@ def _step_rows(layout: ArenaLayout) -> list[OwnedBuffer]:
     if setup.quantize_training is not None and units:
         words = setup.quantize_training.words(max(unit.shape.params[i].numel for unit in units for i in _trained(unit)))
         rows.append(OwnedBuffer(Buffer.PARAM_TEMP, "quantize_training", words, DType.FP32))
+    if layout.snapshot:
+        rows.append(OwnedBuffer(Buffer.HOST_CHECKPOINT, "snapshot", layout.snapshot, StateDType.UINT8, Place.PINNED))
     if layout.float8_gather:
         rows.append(OwnedBuffer(Buffer.COMM_ALL_GATHER, "float8", layout.float8_gather, StateDType.UINT8))
     if setup.takes_norms:

@@ -148,6 +148,12 @@ _row("anchor", Buffer.OPTIM_ANCHOR, Place.HBM, "anchored", "master_bytes", state
 )
 
 
+@_add(Buffer.HOST_CHECKPOINT, Place.PINNED, ALWAYS)
+def checkpoint_snapshot(c: RuntimeRank) -> int:
+    """Masters and states as a checkpoint that is being written has them (``async_checkpoints``)."""
+    return c.snapshot_bytes
+
+
 @_add(Buffer.COMM_ALL_GATHER, Place.HBM, ALWAYS)
 def float8_messages(c: RuntimeRank) -> int:
     """The messages of all ranks by which one unit's matrices are gathered in 8 bits."""

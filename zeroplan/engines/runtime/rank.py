@@ -137,6 +137,9 @@ class RuntimeRank:
         "elements of the slots that gathered units share: two blocks, the widest layer, the root",
         lambda r: sum(r.layout.param_slots.values()),
     )
+    snapshot_bytes = fact(
+        "bytes of pinned memory to which masters and states are copied for a checkpoint", lambda r: r.layout.snapshot
+    )
     float8_gathered = fact(
         "bytes of the messages, one a rank, that the largest unit is gathered by in 8 bits", lambda r: r.layout.float8_gather
     )

@@ -1,4 +1,4 @@
-"""Checkpoints that are written while training goes on: what they hold, and kills and full disks at every operation on files."""
+"""Checkpoints that are written while training goes on: what they hold, and kills and full disks at operations on files."""
 
 from __future__ import annotations
 
@@ -152,8 +152,13 @@ def count_operations(engine: Any, folder: Path) -> int:
     return operations.count
 
 
+def places(total: int) -> list[int]:
+    """The operations that are tried: all at the beginning and the end, and some of torch.save's many small writes between."""
+    return sorted({*range(min(12, total)), *range(0, total, 211), *range(max(total - 28, 0), total)})
+
+
 @pytest.mark.long
-def test_a_full_disk_at_every_operation_loses_no_checkpoint(tmp_path: Path) -> None:
+def test_a_full_disk_at_any_operation_loses_no_checkpoint(tmp_path: Path) -> None:
     engine = engine_of()
     go_on(engine, 0, 1)
     engine.save_checkpoint(tmp_path, tag="good")
@@ -162,7 +167,7 @@ def test_a_full_disk_at_every_operation_loses_no_checkpoint(tmp_path: Path) -> N
     total = count_operations(engine, tmp_path / "other")
     assert total > 20
     failed, there = 0, engine_of(background=False)
-    for number in range(total):
+    for number in places(total):
         go_on(engine, 1, 1)
         operations = Operations(number, full)
         with operations.counted():
@@ -179,14 +184,14 @@ def test_a_full_disk_at_every_operation_loses_no_checkpoint(tmp_path: Path) -> N
         if (tmp_path / "next").exists():  # complete, whatever failed after its name
             there.load_checkpoint(tmp_path, "next")
         assert not atomic_files.unfinished(tmp_path, "next").exists(), number
-    assert failed >= total - 3
+    assert failed >= len(places(total)) - 3
     engine.save_checkpoint(tmp_path, tag="next")
     engine.destroy()
     assert atomic_files.find(tmp_path, None) == tmp_path / "next"
 
 
 @pytest.mark.long
-def test_a_kill_at_every_operation_loses_no_checkpoint(tmp_path: Path) -> None:
+def test_a_kill_at_any_operation_loses_no_checkpoint(tmp_path: Path) -> None:
     """The process ends at once, in whichever thread; the checkpoint of the same tag, too, stays until the new one is whole."""
     engine = engine_of()
     go_on(engine, 0, 1)
@@ -197,7 +202,7 @@ def test_a_kill_at_every_operation_loses_no_checkpoint(tmp_path: Path) -> None:
     go_on(engine, 1, 1)
     new = states(engine)
     seen, there = set(), engine_of(background=False)
-    for number in range(total):
+    for number in places(total):
         child = os.fork()
         if not child:
             try:

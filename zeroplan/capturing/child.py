@@ -18,6 +18,7 @@ def _job(path: str) -> Job:
     held = json.loads(Path(path).read_text(encoding="utf-8"))
     card, world = held.pop("card"), held.pop("world")
     card["capability"] = tuple(card["capability"])
+    held["samples"] = None if held.get("samples") is None else tuple(held["samples"])
     held["arguments"], held["launch_words"] = tuple(held["arguments"]), tuple(held["launch_words"])
     return Job(card=PlannedCard(**card), world=World(**world), **held)
 

@@ -210,6 +210,14 @@ def _values(mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     return func(value.detach(), *args[1:], **kwargs)
 
 
+def _format(_mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> str:
+    """A number in a text, as ``f"{loss:.3f}"`` has it, which torch reads of no tensor without memory."""
+    tensor = args[0]
+    if not without_memory(tensor) or tensor.dim() or device_of(tensor).type == "meta":
+        return str(func(*args, **kwargs))
+    return format(tensor.item(), *args[1:])
+
+
 def _tensor(mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.tensor`` and ``as_tensor`` of numbers: made on the host, then copied, so that values are known."""
     device = kwargs.get("device")
@@ -255,6 +263,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _Tensor.tolist: _values,
     _Tensor.__array__: _values,
     _Tensor.data_ptr: _data_ptr,
+    _Tensor.__format__: _format,
     torch.tensor: _tensor,
     torch.as_tensor: _tensor,
 }

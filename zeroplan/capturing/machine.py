@@ -45,6 +45,7 @@ class Job:
         answer: the file for what was captured, within the folder.
         launcher: its name; empty for plain python.
         launch_words: what stands behind its name.
+        samples: rows and their length in tokens, which stand for data that is missing.
     """
 
     target: str
@@ -61,3 +62,4 @@ class Job:
     answer: str
     launcher: str = ""
     launch_words: tuple[str, ...] = ()
+    samples: tuple[int, int] | None = None

@@ -39,7 +39,7 @@ def _homes() -> list[Any]:
         "torch.nn.utils.clip_grad", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.modules.module",
     )  # fmt: skip
     modules = [sys.modules[name] for name in named if name in sys.modules]
-    classes = [torch.utils.data.DataLoader, torch.nn.Parameter, socket.socket]
+    classes = [torch.utils.data.DataLoader, torch.nn.Parameter, torch.nn.RNNBase, socket.socket]
     return [builtins, io, os, shutil, socket, subprocess, *modules, *classes]
 
 

@@ -34,6 +34,7 @@ def capture_command(
     steps: int = 3,
     rank: int = 0,
     seconds: float = 600.0,
+    samples: tuple[int, int] | None = None,
 ) -> tuple[Captured, Cluster]:
     """Run a command without its GPUs; returns what was captured, and the machine with the launcher's ranks.
 
@@ -41,6 +42,7 @@ def capture_command(
         said_gpus: whether the number of GPUs is the user's word, which the launcher may not contradict.
         steps: optimizer steps.
         seconds: the longest that the script may take.
+        samples: rows and their length in tokens, which stand for data that is missing.
 
     Raises:
         BadInput: a command that starts no Python program, or contradicts the machine.
@@ -57,7 +59,7 @@ def capture_command(
         job = Job(
             start.target, start.module, start.arguments, start.launcher in ("torchrun", "deepspeed"), dict(start.environment),
             planned_card(cluster.gpu, cluster), cluster.gpus, world, steps, seconds, folder, answer,
-            start.launcher, start.launch_words,
+            start.launcher, start.launch_words, samples,
         )  # fmt: skip
         path = os.path.join(folder, "job.json")
         Path(path).write_text(json.dumps(asdict(job)), encoding="utf-8")

@@ -44,6 +44,7 @@ class Capture:
         self.in_trainer = False
         self.workload: dict[str, Any] = {}
         self.process_group = False
+        self.invented: dict[str, str] = {}
 
     def stop(self, line: CodeLine | None, why: str) -> None:
         """Note where the script cannot go on, and why."""
@@ -85,7 +86,7 @@ class Capture:
             steps=self.spans.steps or self.spans.backwards,  # a loop may update by hand
             stopped=self.stopped,
             ended=self.ended,
-            notes=[f"{line}: {what}" for line, what in self.recorder.invented_reads.items()],
+            notes=[*self.invented.values(), *(f"{line}: {what}" for line, what in self.recorder.invented_reads.items())],
             unmodelled=list(self.unmodelled.values()),
             engine=engine,
             model=self.model,

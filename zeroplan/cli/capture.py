@@ -18,6 +18,9 @@ Vram = Annotated[str | None, typer.Option("--vram", metavar="SIZE", rich_help_pa
 CpuRam = Annotated[str | None, typer.Option("--cpu-ram", metavar="SIZE", rich_help_panel=_MACHINE, help="A node's memory.")]
 Rank = Annotated[int, typer.Option("--rank", metavar="K", rich_help_panel=_MACHINE, help="The rank that is captured.")]
 Steps = Annotated[int, typer.Option("--steps", min=1, max=1000, metavar="N", help="Optimizer steps to go through.")]
+Samples = Annotated[
+    str | None, typer.Option("--samples", metavar="N,LENGTH", help="Invent data and tokenizers that are missing: rows, tokens.")
+]
 Seconds = Annotated[float, typer.Option("--seconds", min=1, metavar="S", help="The longest that the script may take.")]
 Output = Annotated[
     str | None,
@@ -41,6 +44,7 @@ def capture(
     cpu_ram: CpuRam = None,
     rank: Rank = 0,
     steps: Steps = 3,
+    samples: Samples = None,
     seconds: Seconds = 600.0,
     alloc_conf: AllocConf = "",
     output: Output = None,
@@ -63,7 +67,9 @@ def capture(
             "no command to run", where="capture", remedy="give it behind --, as in: zeroplan capture -- python train.py"
         )
     cluster = Cluster.of(gpus=gpus or 1, nodes=nodes or 1, gpu=gpu, vram=vram, cpu_ram=cpu_ram)
-    captured, cluster = capture_command(command, cluster, said_gpus=gpus is not None, steps=steps, rank=rank, seconds=seconds)
+    captured, cluster = capture_command(
+        command, cluster, said_gpus=gpus is not None, steps=steps, rank=rank, seconds=seconds, samples=_samples(samples)
+    )
     run = answer(captured, cluster, allocator_config(alloc_conf or captured.machine["alloc_conf"]))
     if output is not None:
         from zeroplan.capturing.kept import keep
@@ -74,3 +80,17 @@ def capture(
     show_captured(run, as_json=as_json, quiet=quiet)
     if check and not any(plan.fits for plan in run.report.plans):
         raise typer.Exit(EXIT_DOES_NOT_FIT)
+
+
+def _samples(text: str | None) -> tuple[int, int] | None:
+    """Return rows and their length.
+
+    Raises:
+        BadInput: no two numbers of at least 1.
+    """
+    if text is None:
+        return None
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdecimal() and int(part) > 0 for part in parts):
+        raise BadInput(f"{text[:40]!r} is not N,LENGTH", where="--samples", remedy="give rows and tokens, as 64,512")
+    return int(parts[0]), int(parts[1])

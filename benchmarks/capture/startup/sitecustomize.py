@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from typing import Any
 
 _BEGAN = time.time()
 
@@ -46,7 +47,7 @@ def _follow_history() -> None:
             if fullname != "torch":
                 return None
             sys.meta_path.remove(self)
-            spec = importlib.util.find_spec("torch")
+            spec: Any = importlib.util.find_spec("torch")
             own = spec.loader.exec_module
 
             def run(module):  # type: ignore[no-untyped-def]
@@ -78,7 +79,7 @@ def _write_history() -> None:
             alive[event["addr"]] = event
         elif event["action"] == "free_completed":
             alive.pop(event["addr"], None)
-    found = {}
+    found: dict[str, tuple[int, int]] = {}
     for event in alive.values():
         frames = [one for one in event.get("frames", []) if one["filename"].endswith(".py")]
         outside = next((one for one in frames if "/torch/" not in one["filename"]), None)

@@ -30,6 +30,14 @@ def install(capture: Capture) -> None:
         return (lambda inner: inner) if model is None else model
 
     torch.compile = compiled
+    recurrent: Any = torch.nn.RNNBase
+
+    def flattened(module: Any) -> None:
+        if any(places.on_gpu(weight) for weight in module._flat_weights):
+            says = "cuDNN's recurrent kernels have no rule; figures are of torch's own, which keep every time step"
+            capture.leave_out("recurrent layers", "unknown", says)
+
+    recurrent.flatten_parameters = flattened
     clear = torch.clear_autocast_cache
 
     def cleared() -> None:

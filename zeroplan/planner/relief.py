@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.families import Family
 from zeroplan.core.plan import MemoryPlan, Relief
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.base import Case, Engine
@@ -15,11 +16,14 @@ from zeroplan.planner.tapes import expand_for
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tapes import find_tape
+from zeroplan.techniques.liger import Liger, LigerTechnique
 
 #: An option that saves less than this part of the total is not listed.
 LEAST = 0.02
 #: What a higher stage is called where it is not ZeRO's.
 _SHARDED = {"fsdp": "full shard", "fsdp2": "reshard after forward", "megatron": "distributed optimizer"}
+#: The part of the peak from which logits and loss are worth a knob of their own.
+LARGE = 0.2
 _EXPANDABLE = "expandable_segments:True"
 
 
@@ -38,8 +42,9 @@ def find_reliefs(
 ) -> tuple[Relief, ...]:
     """Find the options that lower a plan's total, in the order of their cost in speed, the cheapest first.
 
-    The order is: expandable segments, a higher stage, gradient checkpointing, a smaller micro batch, the optimizer in host
-    memory. An option that needs a tape which is neither shipped nor cached is left out; nothing is traced for it.
+    The order is: a fused head and loss where these are large, expandable segments, a higher stage, gradient checkpointing, a
+    smaller micro batch, the optimizer in host memory. An option that needs a tape which is neither shipped nor cached is left
+    out; nothing is traced for it.
 
     Args:
         config: the plan's allocator settings.
@@ -47,7 +52,7 @@ def find_reliefs(
     """
     before = run.plan.gpu.total or 0
     found = []
-    for change in _changes(engine, case, config):
+    for change in (*_fused_head(engine, case, run, config), *_changes(engine, case, config)):
         plan = listed.get(change.case.zero) if (change.case.workload, change.config) == (case.workload, config) else None
         plan = plan or _plan(engine, change, case, run.tape)
         if plan is None or plan.gpu.total is None or before - plan.gpu.total < LEAST * before:
@@ -75,6 +80,16 @@ def _plan(engine: Engine, change: _Change, case: Case, tape: ExpandedTape) -> Me
         except BadInput:  # the tape was traced for other numbers
             return None
     return simulated_plan(formula_plan(engine, change.case), engine, change.case, tape, change.config).plan
+
+
+def _fused_head(engine: Engine, case: Case, run: Simulated, config: AllocatorConfig | None) -> Iterator[_Change]:
+    """Yield Liger's kernels where logits and loss are a large part of the peak; no other knob has them in chunks."""
+    peak = run.plan.gpu.at_peak
+    logits = sum(one.bytes for one in peak if one.what == Family.LOSS)
+    if logits < LARGE * sum(one.bytes for one in peak) or not LigerTechnique().taken_by(engine) or case.workload.has(Liger):
+        return
+    fused = case.workload.with_techniques(Liger())
+    yield _Change("Liger's fused head and loss", LigerTechnique.where, replace(case, workload=fused), config)
 
 
 def _changes(engine: Engine, case: Case, config: AllocatorConfig | None) -> Iterator[_Change]:

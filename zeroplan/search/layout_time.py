@@ -15,7 +15,7 @@ Note [Time of a layout]
     NVLink domain, uses the links between its GPUs; any other the adapters of those GPUs of each node that belong to it. Gathers
     and reductions are of one block each. Collectives of different kinds of groups do not slow each other down.
 
-    This is a model: no layout's time was measured here. The page on parallelism holds it against published runs.
+    The page on parallelism holds this model against published runs and two GPUs. DTensor's dispatch on the host is not in it.
     Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 3.2 (bytes of
     tensor parallelism); Korthikanti et al. 2022, section 4.2 (sequence parallelism moves as many).
 """

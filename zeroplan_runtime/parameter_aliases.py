@@ -156,7 +156,7 @@ class ParameterAliases:
                     and one not in self._guard.aliases
                     and has_memory(one)
                     and one.numel()
-                    and one.untyped_storage().data_ptr() in self._storages
+                    and _address(one) in self._storages
                 ):
                     found.append(one)
         return found
@@ -172,6 +172,14 @@ class ParameterAliases:
         address = alias.data_ptr()
         _, unit, name = max((one for one in begins if one[0] <= address), key=lambda one: one[0])
         return unit, name
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Returns where the memory of `tensor` begins; 0 for one that a compiler made without any, which torch will not tell of."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _references(unit: UnitState) -> int:

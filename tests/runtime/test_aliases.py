@@ -17,7 +17,7 @@ from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime import parameter_aliases
-from zeroplan_runtime.parameter_aliases import ParameterAliases
+from zeroplan_runtime.parameter_aliases import ParameterAliases, _address
 
 CPU = {"offload_optimizer": {"device": "cpu"}}
 CONFIGS = [
@@ -225,3 +225,12 @@ def test_a_view_that_is_read_and_dropped_before_the_step_is_refused(pool: RankPo
         for said, searches in pool.run(2, peek, grads):
             assert "parameter 'blocks.0.weight' is read while its unit 'blocks.0' is not gathered" in said, grads
             assert not searches
+
+
+def test_tensors_that_a_compiler_made_without_memory_are_no_aliases() -> None:
+    """torch refuses to tell where their memory begins; the search for aliases sees them among all objects."""
+    hollow = torch.empty(0).set_(torch._C._construct_storage_from_data_pointer(0, torch.device("cpu"), 64))
+    with pytest.raises(RuntimeError, match="invalid python storage"):
+        hollow.untyped_storage().data_ptr()
+    assert _address(hollow) == 0
+    assert _address(torch.ones(3)) > 0

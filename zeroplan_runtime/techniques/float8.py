@@ -193,7 +193,11 @@ class Float8Product(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Float8Recipe
     ) -> torch.Tensor:
         """Returns [..., out], bf16, for `x` [..., in], `weight` [out, in] and `bias` [out]."""
-        ctx.save_for_backward(x, weight)
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(x, weight)
+        else:  # a saved parameter would look like an alias of it; its address is constant
+            ctx.save_for_backward(x)
+            ctx.weight, ctx.version = weight, weight._version
         ctx.recipe = recipe
         how = _FACTORS[recipe]
         out = product(how.tokens(x.reshape(-1, x.shape[-1])), how.weight(weight), fast=True)
@@ -204,7 +208,10 @@ class Float8Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Returns the gradients of `x`, of the weight and of the bias, in bf16."""
-        x, weight = ctx.saved_tensors
+        x, *saved = ctx.saved_tensors
+        weight = saved[0] if saved else ctx.weight
+        if not saved and weight._version != ctx.version:  # in the words of autograd, which checks what it saves itself
+            raise RuntimeError("a weight needed for gradient computation has been modified by an inplace operation")
         recipe = ctx.recipe
         how = _FACTORS[recipe]
         grad = grads[0].reshape(-1, grads[0].shape[-1])

@@ -28,6 +28,7 @@ class ScriptFunctions(CudaFunctions):
         super().__init__()
         self.recorder = recorder
         self.autocast_seen: torch.dtype | None = None
+        self.on_parameter_shape: Callable[[], None] | None = None  # called where the shape of a parameter is read
 
     def __enter__(self) -> Any:
         return TorchFunctionMode.__enter__(self)
@@ -117,6 +118,12 @@ class ScriptFunctions(CudaFunctions):
             with self.recorder.wanting("host"):
                 return tensor.to(dtype, copy=True)
         return self.recorder.invented(tensor).to(dtype)
+
+
+def _shape(mode: ScriptFunctions, func: Any, args: Any, _kwargs: Any) -> Any:
+    if mode.on_parameter_shape is not None and isinstance(args[0], torch.nn.Parameter):
+        mode.on_parameter_shape()
+    return func(*args)
 
 
 def _device(_mode: ScriptFunctions, _func: Any, args: Any, _kwargs: Any) -> Any:
@@ -248,6 +255,7 @@ def _data_ptr(_mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> int:
 _Properties: Any = torch.Tensor
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     _Properties.device.__get__: _device,
+    _Properties.shape.__get__: _shape,
     _Properties.is_cuda.__get__: _is("cuda"),
     _Properties.is_cpu.__get__: _is("cpu"),
     _Properties.is_meta.__get__: _is("meta"),

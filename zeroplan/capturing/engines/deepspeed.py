@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,14 @@ import torch
 
 from zeroplan.capturing.engines.handed import Handed, optimizer_facts
 from zeroplan.capturing.recorder import StoppedError
-from zeroplan.capturing.source import user_line
+from zeroplan.capturing.source import is_users, user_line
 from zeroplan.capturing.spans import SAVE, STEP
 
 if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
 
+#: The folder of capture's own files.
+_OURS = __file__.rpartition("/")[0].rpartition("/")[0]
 #: Sections by which several ranks share a model's matrices or tokens, or another engine runs.
 _OTHER_WAYS = {
     "tensor_parallel": ("autotp_size", "AutoTP"),
@@ -82,11 +85,24 @@ def _install_contexts(capture: Capture, module: Any) -> None:
     """``zero.Init`` and ``zero.GatheredParameters``: parameters are whole wherever a script looks at them."""
     zero = module.zero
 
+    def read() -> None:
+        """Note a line of the script's own that reads the shape of a parameter, which is empty there."""
+        frame: Any = sys._getframe(1)
+        while frame is not None and not is_users(frame.f_code.co_filename):
+            if frame.f_code.co_filename.startswith(_OURS) or "/torch/" in frame.f_code.co_filename:
+                frame = frame.f_back
+                continue
+            return
+        if frame is not None and capture.handed is None:
+            at = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+            capture.leave_out("zero.Init", "unknown", f"{at} reads the shape of a sharded parameter, which is empty on a GPU")
+
     class ShardedInit:
         """Notes that a model is made sharded."""
 
         def __init__(self, *_: Any, **__: Any) -> None:
             capture.engine_notes["zero_init"] = True
+            capture.functions.on_parameter_shape = read
 
         def __enter__(self) -> None:
             return None
@@ -96,7 +112,11 @@ def _install_contexts(capture: Capture, module: Any) -> None:
 
     @contextlib.contextmanager
     def gathered(*_: Any, **__: Any) -> Iterator[None]:
-        yield
+        before, capture.functions.on_parameter_shape = capture.functions.on_parameter_shape, None
+        try:
+            yield
+        finally:
+            capture.functions.on_parameter_shape = before
 
     for home in (zero, zero.partition_parameters):
         home.Init, home.GatheredParameters = ShardedInit, gathered

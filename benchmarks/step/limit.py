@@ -27,7 +27,7 @@ PRODUCTS, ATTENTION, COMMUNICATION, GAP = "products", "attention", "communicatio
 #: Words in the names of kernels, in the order in which they decide; names of fused kernels list the operations in them.
 _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", ("nccl",)),
-    (ATTENTION, ("flash", "fmha", "sdpa")),
+    (ATTENTION, ("flash", "fmha", "sdpa", "dot_do_o", "convert_dq")),  # the last two of cuDNN's backward
     (PRODUCTS, ("gemm", "nvjet", "xmma", "cutlass", "splitkreduce")),
     ("loss", ("zp_cross_entropy", "cross_entropy", "nll_loss", "softmax")),
     ("optimizer", ("zp_adam", "zp_lion", "zp_sgd", "zp_lamb", "adam")),
@@ -37,7 +37,7 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("rotary", ("_cat_", "_neg_", "_cos", "_sin", "catarray")),
     ("norms, residuals", ("rsqrt", "_pow_", "layer_norm", "_mean_")),
     ("embedding", ("embedding", "indexselect", "gather", "scatter", "index_put", "indexing")),
-    ("casts for gathers", ("zp_cast",)),
+    ("casts for gathers", ("zp_cast", "bfloat16_copy_kernel")),
     ("copies", ("memcpy", "direct_copy", "copy_kernel", "_clone_")),
     ("fills", ("memset", "fillfunctor", "fill_")),
 )

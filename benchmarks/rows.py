@@ -21,6 +21,8 @@ TASKS = HERE / "ground_truth" / "tasks.jsonl"
 DRAWN = HERE / "ground_truth" / "drawn.jsonl"
 #: Classes of transformers drawn at random (measure/classes.py), predicted before they ran.
 CLASSES = HERE / "ground_truth" / "classes.jsonl"
+#: Liger, cut cross-entropy, and parameters without gradient, predicted before they ran.
+KERNELS = HERE / "ground_truth" / "kernels.jsonl"
 #: The recommendation's grids: each candidate alone on its host, timed without marks. Failures are rows, too.
 GRID = HERE / "ground_truth" / "grid.jsonl"
 #: The linear layers that the measured LoRA runs adapt.

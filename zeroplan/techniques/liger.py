@@ -56,9 +56,8 @@ _OLMO = {"norm": True, "post_attention_layernorm": False, "post_feedforward_laye
 _EXAONE = dict.fromkeys(("norm", "post_attention_layernorm", "post_feedforward_layernorm", *_HEADS), False)
 #: Families by ``model_type``.
 FAMILIES: dict[str, Kernels] = {
-    **dict.fromkeys(
-        ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "phi3", "gemma", "hunyuan_v1_dense"), _LLAMA
-    ),
+    **dict.fromkeys(("llama", "mistral", "ministral", "qwen2", "smollm3", "phi3", "gemma", "hunyuan_v1_dense"), _LLAMA),
+    "qwen3": replace(_LLAMA, norms={**_BEFORE, **dict.fromkeys(_HEADS, True)}),
     "granite": replace(_LLAMA, head=False, loss=True),
     "gemma2": Kernels(dict.fromkeys(_AROUND, False)),
     "gemma3_text": Kernels(dict.fromkeys((*_AROUND, *_HEADS), False)),
@@ -69,10 +68,11 @@ FAMILIES: dict[str, Kernels] = {
 }
 #: Families that Liger lists and nothing here models: experts, images, gates of other kinds.
 _OTHERS = frozenset(
-    ("deepseek_v4", "falcon_h1", "gemma3", "gemma4", "gemma4_text", "glm4v", "glm4v_moe", "gpt_oss", "hunyuan_v1_moe",
-     "internvl", "llama4", "llama4_text", "llava", "mixtral", "mllama", "mllama_text_model", "nemotron", "paligemma", "pixtral",
-     "qwen2_5_vl", "qwen2_5_vl_text", "qwen2_vl", "qwen2_vl_text", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text",
-     "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smolvlm")
+    ("deepseek_v2", "deepseek_v3", "deepseek_v4", "falcon_h1", "gemma3", "gemma4", "gemma4_text", "glm4v", "glm4v_moe",
+     "gpt_oss", "hunyuan_v1_moe", "internvl", "llama4", "llama4_text", "llava", "mixtral", "mllama",
+     "mllama_text_model", "muse_glimmer", "nemotron", "paligemma", "pixtral", "qwen2_5_vl", "qwen2_5_vl_text",
+     "qwen2_vl", "qwen2_vl_text", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+     "qwen3_next", "qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smolvlm")
 )  # fmt: skip
 #: The parts that programs switch one by one.
 PARTS = ("rope", "rms_norm", "glu", "fused_loss", "loss")
@@ -88,7 +88,7 @@ class Liger:
     @property
     def key(self) -> str:
         """A short name for tapes."""
-        return "liger" + ("" if self.parts == _USUAL else "".join(f"+{part}" for part in self.parts))
+        return "liger-0.8.5" + ("" if self.parts == _USUAL else "".join(f"+{part}" for part in self.parts))
 
     def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of peft's ``LoraConfig`` as they are."""

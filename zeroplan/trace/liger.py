@@ -118,7 +118,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Make loss and gradients chunk by chunk; every chunk is as the first."""
+        """Make loss and gradients chunk by chunk; chunks are alike from the second on, which meets autocast's kept cast."""
         (tokens, width), words = hidden.shape, weight.shape[0]
         autocasts = torch.is_autocast_enabled("meta") and weight.dtype == torch.float32
         compute = 2 if autocasts else weight.element_size()
@@ -132,18 +132,20 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         def chunk(row: int) -> torch.Tensor:
             return block(("token_chunk", tokens, parts, row))
 
-        casts = [chunk(width * compute), block(words * width * compute)] if autocasts else []
-        logits = chunk(words * compute)
-        casts.clear()
-        if autocasts:
-            torch.mm(weight.new_empty(1, words), weight)  # whose cast autocast keeps until its region ends
-            product = chunk(width * compute)
-            del product
-        if grad_weight is not None and autocasts:
-            casts.append(chunk(width * compute))
-        elif grad_weight is not None and compute == _WIDE:
-            casts.append(block(words * width * compute))
-        del logits, mask, casts
+        for _ in range(min(parts, 2)):
+            casts = [chunk(width * compute), block(words * width * compute)] if autocasts else []
+            logits = chunk(words * compute)
+            casts.clear()
+            if autocasts:
+                torch.mm(weight.new_empty(1, words), weight)  # whose cast autocast keeps until its region ends
+                product = chunk(width * compute)
+                del product
+            if grad_weight is not None and autocasts:
+                casts.append(chunk(width * compute))
+            elif grad_weight is not None and compute == _WIDE:
+                casts.append(block(words * width * compute))
+            del logits, casts
+        del mask
         ctx.save_for_backward(grad_hidden, grad_weight)
         return losses.sum()
 

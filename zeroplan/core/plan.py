@@ -106,6 +106,11 @@ class GpuMemory(Frozen):
         """The total; at formula depth the largest phase, which is without activations."""
         return self.total if self.total is not None else max([self.live_after_step, *self.phases.values()])
 
+    @property
+    def at_most(self) -> int:
+        """The upper end of the total's interval; what is needed, where it has none."""
+        return self.interval[1] if self.interval else self.needed
+
 
 class HostBuffer(Frozen):
     """Bytes of one buffer in a node's host memory, summed over the node's ranks. `place` is ``dram`` or ``pinned``."""

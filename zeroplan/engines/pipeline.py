@@ -132,7 +132,7 @@ def play_pipeline(
     for step in range(run.steps):
         batch = recorder.alloc(inputs * count, Buffer.INPUT) if inputs else -1
         for player in players:
-            player.drop_received()
+            player.drop(player.received)
         if not step:  # static buffers, for the whole run
             received = [_receive(chunk, count, recorder) for chunk in chunks]
             for at, (before, behind) in enumerate(pairwise(players)):
@@ -146,8 +146,8 @@ def play_pipeline(
             if not looped:
                 player.schedule.reduce()
             player.drop_sent()
-            player.drop_handed()
-            player.drop_held()
+            player.drop(player.handed)
+            player.drop(player.held)
         recorder.mark("bwd")
         step_optimizer()
         for chunk in chunks:
@@ -272,7 +272,7 @@ class _StagePlayer(CuePlayer):
         self.schedule.wait_for_unshard()
         self.schedule.forward_begin()
         self.run(cues.forwards[slot])
-        self.drop_held()
+        self.drop(self.held)
         self.latest = number
         self.run(cues.losses[slot])
         if self.outputs:
@@ -294,7 +294,7 @@ class _StagePlayer(CuePlayer):
         self.schedule.backward_end(False)
         self.held += [self.recorder.handle_of(storage + cues.bases[slot]) for storage in cues.part.held]
         if number != self.latest:
-            self.drop_held()
+            self.drop(self.held)
         self.drop_sent()
         if cues.part.sent >= 0:
             handle = self.recorder.handle_of(cues.part.sent + cues.bases[slot])
@@ -328,17 +328,10 @@ class _StagePlayer(CuePlayer):
             self.run(cues.weights[slot])
             self.schedule.weights_end()
 
-    def drop_received(self) -> None:
-        """Free the gradients of the inputs of a step's micro batches."""
-        for handle in self.received:
-            self.recorder.free(handle)
-        self.received.clear()
-
-    def drop_held(self) -> None:
-        """Free the outputs that the schedule's variables no longer name."""
-        for handle in self.held:
-            self.recorder.free(handle)
-        self.held.clear()
+    def drop(self, handles: list[int]) -> None:
+        """Free gradients that stayed on inputs of a step's micro batches, outputs that no variable names, or what was sent."""
+        self.recorder.free_all(handles)
+        handles.clear()
 
     def hand_over(self) -> None:
         """Free the gradient that was sent, or let its send hold it."""
@@ -347,12 +340,6 @@ class _StagePlayer(CuePlayer):
         elif self.sent >= 0:
             self.handed.append(self.sent)
             self.sent = -1
-
-    def drop_handed(self) -> None:
-        """Free what sends held; the step has waited for them."""
-        for handle in self.handed:
-            self.recorder.free(handle)
-        self.handed.clear()
 
     def drop_sent(self) -> None:
         """Free the gradient that was sent last."""

@@ -333,8 +333,7 @@ class _Player(CuePlayer):
 
     def drop(self, kept: _Kept) -> None:
         """Frees what an earlier loss kept."""
-        for handle in kept.blocks:
-            self.recorder.free(handle)
+        self.recorder.free_all(kept.blocks)
         kept.blocks.clear()
         if kept.held is not None:
             self.schedule.graph_gone(kept.held)

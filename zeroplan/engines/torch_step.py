@@ -56,8 +56,7 @@ def _norms(recorder: Recorder, tensors: int) -> None:
     (_foreach_norm).
     """
     norms = [recorder.alloc(_SCALAR, Buffer.OPTIM_NORM) for _ in range(tensors)]
-    for handle in norms:
-        recorder.free(handle)
+    recorder.free_all(norms)
 
 
 def _make_states(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Domain, int]]) -> None:
@@ -101,8 +100,7 @@ def _temporaries(recorder: Recorder, rank: TorchRank, stepped: Sequence[tuple[Do
         ]
         for _, p in stepped if kind.selects else ():
             chosen = [recorder.alloc(width * rank.chunks[p], Buffer.OPTIM_TEMP) for width in (1, rank.original_bytes)]
-            for handle in chosen:
-                recorder.free(handle)
+            recorder.free_all(chosen)
         for handle in lists:
             recorder.free(handle)
     update = -1
@@ -207,11 +205,9 @@ def _orthogonalize(recorder: Recorder, rank: TorchRank, param: int, previous: in
         polynomial = following
         gathered = [alloc(_BF16 * whole, Buffer.OPTIM_TEMP)] if wide else []
         following = alloc(_BF16 * held, Buffer.OPTIM_TEMP)
-        for handle in (iterate, *gathered):
-            free(handle)
+        recorder.free_all((iterate, *gathered))
         iterate = following
-    for handle in (gram, polynomial, update):
-        free(handle)
+    recorder.free_all((gram, polynomial, update))
     return iterate
 
 

@@ -68,30 +68,20 @@ def torch_loop(
         passes: what a micro batch's forward and backward run in.
         reduced: called when a step's gradients are reduced, before they are clipped.
     """
-    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizers = make_optimizers(run.optimizer, trainable)
-    run.mark("init", "forward")
 
-    def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def micro_batches(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         for micro in range(run.grad_accum):
+            if micro:
+                run.mark("backward", "step")
             _sync_gradients(model, micro + 1 == run.grad_accum)
             with passes(batch) as given:
                 with torch.autocast(run.device.type, dtype=run.dtype, enabled=autocast):
                     loss = run.loss_of(model(**given))
                 run.mark("forward", "backward")
                 torch.autograd.backward(loss)
-            run.mark("backward", "step")
-        reduced()
-        clip([p for _, p in trainable], 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
         return whole_loss(loss)
 
-    def rows() -> list[Row]:
-        return [tensors_row(kept, list(model.parameters())), *state_rows(*optimizers)]
-
-    return Trainer(step, rows)
+    return staged_loop(run, [model], kept, micro_batches, None, reduced)
 
 
 def staged_loop(
@@ -99,7 +89,7 @@ def staged_loop(
     models: Sequence[Any],
     kept: Buffer,
     micro_batches: Step,
-    pipeline: ProcessGroup,
+    pipeline: ProcessGroup | None,
     reduced: Callable[[], None],
 ) -> Trainer:
     """Return the loop of plain torch around a rank's pipeline stages: one optimizer of all of them, and their norm clipped.
@@ -109,7 +99,7 @@ def staged_loop(
         models: the rank's stages, wrapped.
         kept: what the models' parameters are between two steps.
         micro_batches: runs the forwards and backwards of a step.
-        pipeline: the ranks that have the other stages, over which the norm is the whole model's.
+        pipeline: the ranks that have the other stages, which share the norm; None for a whole model.
         reduced: called when a step's gradients are reduced, before they are clipped.
     """
     parameters = [p for model in models for p in model.parameters()]

@@ -78,7 +78,7 @@ def gauge(plan: MemoryPlan, scale: int) -> str:
         scale: bytes at the right end.
     """
     gpu = plan.gpu
-    low, high = gpu.needed, gpu.interval[1] if gpu.interval else gpu.needed
+    low, high = gpu.needed, gpu.at_most
     doubt = f"<i class='doubt' style='width:{100 * min(1, high / scale):.1f}%'></i>" if high > low else ""
     limit = f"<b style='left:{100 * gpu.usable / scale:.1f}%'></b>" if gpu.usable and gpu.usable < scale else ""
     over = " over" if "gpu" in plan.misfits else ""

@@ -51,7 +51,7 @@ def _chosen(report: Report) -> int | None:
 
 def _scale(report: Report) -> int:
     """Return the bytes at the right end of every bar: those of the largest plan, but at most two and a half cards."""
-    most = max((plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed for plan in report.plans), default=1)
+    most = max((plan.gpu.at_most for plan in report.plans), default=1)
     usable = next((plan.gpu.usable for plan in report.plans if plan.gpu.usable), None)
     return max(usable, min(most, 5 * usable // 2)) if usable else max(most, 1)
 
@@ -60,7 +60,7 @@ def _verdict(report: Report, at: int | None) -> str:
     plan = None if at is None else report.plans[at]
     bar = ""
     if plan is not None and plan.gpu.usable:  # without a limit a single bar says nothing
-        most = plan.gpu.interval[1] if plan.gpu.interval else plan.gpu.needed
+        most = plan.gpu.at_most
         bar = gauge(plan, round(1.06 * max(most, plan.gpu.usable)))
     sentences = [relief_sentence(report.reliefs)]
     if plan is not None:

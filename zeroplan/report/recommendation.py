@@ -181,7 +181,7 @@ def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[lis
                 "yes" if work.gradient_checkpointing else "no",
                 *compiled_cells(work, ranking),
                 f"{one.tokens_per_second:,.0f}",
-                format_gib(gpu.interval[1] if gpu.interval else gpu.needed, digits=1),
+                format_gib(gpu.at_most, digits=1),
                 format_gib(one.plan.cpu.per_node, digits=0),
                 fits_text(one.plan),
             ]

@@ -161,7 +161,7 @@ def _row(found: Scaling, point: ScalePoint) -> list[str]:
         str(work.batch.micro_batch) + (f" × {work.batch.grad_accum}" if work.batch.grad_accum > 1 else ""),
         "-" if point.largest_micro_batch is None else str(point.largest_micro_batch),
         format_gib(gpu.model_states, digits=1),
-        format_gib(gpu.interval[1] if gpu.interval else gpu.needed, digits=1),
+        format_gib(gpu.at_most, digits=1),
         "does not fit" if point.rank_tokens_per_second is None else f"{point.rank_tokens_per_second:,.0f}",
         "-" if efficiency is None else f"{efficiency:.2f}",
         *_training_cells(found, point),

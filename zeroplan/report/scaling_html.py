@@ -74,7 +74,7 @@ def _speed_panel(found: Scaling, top: int) -> list[str]:
 def _memory_panel(found: Scaling, top: int) -> list[str]:
     """Bars of one GPU's memory, its model states below, and the line of what is usable."""
     usable = found.points[-1].cluster.usable_vram or 0
-    most = max(usable, *(_high(point) for point in found.points if point.best is not None), 1)
+    most = max(usable, *(point.shown.plan.gpu.at_most for point in found.points if point.best is not None), 1)
     scale = _round_top(1.12 * most / GIB)
     parts = [
         svg.text(_LEFT, top - 14, "GiB of one GPU", size=13, weight=600),
@@ -86,7 +86,7 @@ def _memory_panel(found: Scaling, top: int) -> list[str]:
     parts += _axis(top, scale, "{:g}")
     for at, point in enumerate(found.points):
         x, width = _place(at, len(found.points))
-        states, high = point.shown.plan.gpu.model_states / GIB, _high(point) / GIB
+        states, high = point.shown.plan.gpu.model_states / GIB, point.shown.plan.gpu.at_most / GIB
         for value, color in ((high, _REST), (states, _STATES)):
             height = _PANEL * min(value / scale, 1.0)
             parts.append(_bar(x, top + _PANEL - height, width, height, color, _what(point)))
@@ -98,11 +98,6 @@ def _memory_panel(found: Scaling, top: int) -> list[str]:
         parts.append(_rule(y, "bad"))
         parts.append(_said(y, f"usable {usable / GIB:.1f}", "bad"))
     return parts
-
-
-def _high(point: ScalePoint) -> int:
-    gpu = point.shown.plan.gpu
-    return gpu.interval[1] if gpu.interval else gpu.needed
 
 
 def _what(point: ScalePoint) -> str:

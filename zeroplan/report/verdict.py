@@ -111,7 +111,7 @@ def lacks_of(plan: MemoryPlan, cluster: Mapping[str, Any]) -> list[str]:
     """Return what is short, each with what is needed and what there is, for a cluster as the report's JSON holds it."""
     gpu, found = plan.gpu, []
     if "gpu" in plan.misfits and gpu.usable is not None:
-        over = (gpu.interval[1] if gpu.interval else gpu.needed) - gpu.usable
+        over = gpu.at_most - gpu.usable
         found.append(f"{_of_usable(plan)}, {_size(over)} too much")
     for key, held, what in (("cpu", plan.cpu.per_node, "host memory"), ("nvme", plan.nvme.per_node, "disk")):
         if key in plan.misfits:

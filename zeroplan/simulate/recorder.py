@@ -142,6 +142,11 @@ class Recorder:
         self._code.append(_FREE)
         self._value.append(handle)
 
+    def free_all(self, handles: Iterable[int]) -> None:
+        """Record the free of each."""
+        for handle in handles:
+            self.free(handle)
+
     def play(self, event_block: int) -> None:
         """Record an event block by its number."""
         self._code.append(PLAY)

@@ -49,8 +49,7 @@ class DdpSchedule(EngineSchedule):
                     continue
                 blocks = [self.alloc(nbytes, Buffer.PARAM_FULL, note=p) for nbytes in self.rank.kept(p)]
                 if p in made:
-                    for block in blocks:
-                        self.free(block)
+                    self.recorder.free_all(blocks)
                 made.add(p)
         if self.rank.reference:
             for count in self.rank.numel:
@@ -67,8 +66,7 @@ class DdpSchedule(EngineSchedule):
         """Rebuild the reducer's buckets before the second forward."""
         if self.arrived and not self.rebuilt and self.rank.ranks > 1:
             self.rebuilt = True
-            for block in self.buckets:
-                self.free(block)
+            self.recorder.free_all(self.buckets)
             self.buckets = [self.alloc(nbytes, Buffer.COMM_ALL_REDUCE) for nbytes in self._bucket_sizes(self.arrived)]
 
     def _bucket_sizes(self, order: Sequence[int]) -> list[int]:
@@ -95,8 +93,7 @@ class DdpSchedule(EngineSchedule):
         self.stepped |= applied
         if not self.rank.workload.loop.set_to_none:
             return
-        for handle in self.grads.values():
-            self.free(handle)
+        self.recorder.free_all(self.grads.values())
         self.grads.clear()
 
 

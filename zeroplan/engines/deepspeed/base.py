@@ -93,8 +93,7 @@ class DeepSpeedSchedule(EngineSchedule):
 
     def free_all(self, handles: Iterable[int]) -> None:
         """Free the blocks in the given order."""
-        for handle in handles:
-            self.free(handle)
+        self.recorder.free_all(handles)
 
     def optimizer_step(self, first: bool, places: Sequence[int] | None = None, kind: OptimizerKind | None = None) -> None:
         """Step the groups at these places in ``stepped_at_once`` (all, if None): states if `first`, temporaries.

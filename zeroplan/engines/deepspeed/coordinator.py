@@ -289,8 +289,7 @@ class Coordinator:
                 self.blocks[p] = (self.alloc(whole, Buffer.PARAM_FULL, note=p), COMPUTE)
             self.status[p] = _AVAILABLE
         if self.on_host:
-            for copy in copies:
-                self.recorder.free(copy)
+            self.recorder.free_all(copies)
 
     def forget_trace(self) -> None:
         """Void the trace: the next forward records another, and the one after it uses that (_invalidate_trace)."""
@@ -356,8 +355,7 @@ class Coordinator:
                 parts = sum([rank.shards[p] for p in alike])
                 flats.append(alloc(travel * parts * ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=alike[0]))
                 if self.copies_shards:
-                    for handle in [copy for p in alike for copy in self._shard_copies(p)]:
-                        self.recorder.free(handle)
+                    self.recorder.free_all([copy for p in alike for copy in self._shard_copies(p)])
         gather = _Gather(params, flats, temps, cut=cut)
         for p in params:
             self.status[p] = _IN_FLIGHT
@@ -372,7 +370,7 @@ class Coordinator:
 
     def _wait(self, gather: _Gather) -> None:
         """Cut the flat buffers into parameters, once a parameter (``AllGatherCoalescedHandle.wait``)."""
-        free, w = self.recorder.free, self.rank.param_bytes
+        w = self.rank.param_bytes
         in_place = self.rank.zero.stage3.use_all_reduce_for_fetch_params
         if not gather.waited:
             gather.waited = True
@@ -383,20 +381,17 @@ class Coordinator:
                     count, travel = self.rank.numel[p], self.rank.gather_of[p]
                     widths = [travel] * gather.cut + [w] * (travel != w)  # cut out, then cast
                     whole = [self.alloc(width * count, Buffer.PARAM_FULL, stream=self.stream, note=p) for width in widths]
-                    for handle in whole[:-1]:
-                        free(handle)
+                    self.recorder.free_all(whole[:-1])
                     self.blocks[p] = (whole[-1], self.stream)
                 self.status[p] = _AVAILABLE
-            for handle in gather.temps:
-                free(handle)
+            self.recorder.free_all(gather.temps)
         if not (gather.flats and in_place):
             self._drop_reference(gather)
 
     def _drop_reference(self, gather: _Gather) -> None:
         gather.wanted -= 1
         if gather.wanted == 0:
-            for handle in gather.flats:
-                self.recorder.free(handle)
+            self.recorder.free_all(gather.flats)
 
     def _release(self, param: int) -> None:
         """Free a parameter; its block waits until the compute stream is done with it (free_param)."""

@@ -49,10 +49,9 @@ def parts_of_save(rank: FsdpRank, saving: Saving) -> tuple[Written, ...]:
 
 def record_save(rank: FsdpRank, saving: Saving, recorder: Recorder) -> None:
     """Record what saving allocates and frees on the first rank's GPU. See Note [FSDP 1's saves]."""
-    alloc, free = recorder.alloc, recorder.free
+    alloc = recorder.alloc
     if not rank.sharded:
-        for handle in [alloc(rank.width(p) * rank.numel[p], Buffer.PARAM_FULL, note=p) for p in rank.parameters.entries]:
-            free(handle)
+        recorder.free_all([alloc(rank.width(p) * rank.numel[p], Buffer.PARAM_FULL, note=p) for p in rank.parameters.entries])
         return
     full = saving.state_dict is StateDict.FULL
     clones: list[int] = []
@@ -61,8 +60,7 @@ def record_save(rank: FsdpRank, saving: Saving, recorder: Recorder) -> None:
             _clone(rank, unit, recorder, clones)
         else:
             _unshard(rank, unit, recorder, full=full)
-    for handle in clones:
-        free(handle)
+    recorder.free_all(clones)
     if saving.optimizer:
         for unit in rank.trained_units:
             _gather_states(rank, unit, recorder, chunks=not full)

@@ -125,8 +125,7 @@ class FsdpSchedule(EngineSchedule):
                 self.free(flat)
                 if rank.offload:
                     self.free(part)
-            for handle in moved:
-                self.free(handle)
+            self.recorder.free_all(moved)
 
     def _make_attributes(self) -> None:
         """Make and free, at the first forward, what each flat parameter is to be cast and gathered into: storages of those
@@ -257,8 +256,7 @@ class FsdpSchedule(EngineSchedule):
         lasts = not rank.sharded and not rank.casts(unit.name)  # reduced in place
         what = Buffer.GRAD_SHARD if lasts else Buffer.GRAD_FULL
         joined = self.alloc(rank.param_bytes * rank.flat(unit.name), what, stream=GATHER)
-        for handle in unit.grads.values():
-            self.free(handle)
+        self.recorder.free_all(unit.grads.values())
         unit.grads.clear()
         unit.arrived = 0
         if unit.flat_grad >= 0:  # AccumulateGrad adds in place
@@ -319,8 +317,7 @@ class FsdpSchedule(EngineSchedule):
 
     def backward_end(self, boundary: bool) -> None:
         """Finish units of which not every parameter had a gradient; free what is still unsharded."""
-        for handle in self.held:
-            self.free(handle)
+        self.recorder.free_all(self.held)
         self.held.clear()
         for unit in self.units.values():
             if unit.grads:

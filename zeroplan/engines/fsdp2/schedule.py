@@ -182,8 +182,7 @@ class Fsdp2Schedule(EngineSchedule):
         group.output = self.alloc(
             width * group.input_numel * group.ranks, Buffer.COMM_ALL_GATHER, stream=stream, note=group.module
         )
-        for handle in source:
-            self.free(handle)
+        self.recorder.free_all(source)
 
     def _from_host(self, p: int, *, stream: int = COMPUTE) -> int:
         """Allocate a chunk's copy from the host, in the gather's dtype (_fsdp_param.py, all_gather_inputs)."""
@@ -214,8 +213,7 @@ class Fsdp2Schedule(EngineSchedule):
             group.parameters.append(self.alloc(width * rank.padded(p), Buffer.PARAM_FULL, note=p))
             if group.ranks > 1 and not group.rows:  # _fsdp_collectives.py, foreach_all_gather_copy_out
                 copies.append(self.alloc(width * rank.padded(p), Buffer.COMM_ALL_GATHER, note=p))
-        for copied in copies:
-            self.free(copied)
+        self.recorder.free_all(copies)
         if cast >= 0:
             self.free(cast)
         if self.in_backward:
@@ -232,8 +230,7 @@ class Fsdp2Schedule(EngineSchedule):
 
     def _reshard(self, group: Group) -> None:
         """Free the unsharded parameters (FSDPParamGroup.reshard)."""
-        for block in group.parameters:
-            self.free(block)
+        self.recorder.free_all(group.parameters)
         group.parameters.clear()
 
     def forward_begin(self) -> None:
@@ -393,8 +390,7 @@ class Fsdp2Schedule(EngineSchedule):
         return self.alloc(width * self.rank.numel[p], Buffer.COMM_REDUCE_SCATTER, note=p)
 
     def _free_reduce_inputs(self) -> None:
-        for handle in self.reduce_inputs:
-            self.free(handle)
+        self.recorder.free_all(self.reduce_inputs)
         self.reduce_inputs.clear()
 
     def backward_end(self, boundary: bool) -> None:
@@ -410,8 +406,7 @@ class Fsdp2Schedule(EngineSchedule):
     def _finalize_backward(self) -> None:
         """Free what reductions that are under way need (FSDPState._root_post_backward_final_callback)."""
         self._free_reduce_inputs()
-        for handle in self.all_reduced:
-            self.free(handle)
+        self.recorder.free_all(self.all_reduced)
         self.all_reduced.clear()
 
     def step(self, applied: bool) -> None:

@@ -64,8 +64,7 @@ class MegatronSchedule(EngineSchedule):
                 self.alloc(rank.element * buffer.numel, Buffer.PARAM_FULL)
             self.alloc(rank.grad_element * buffer.numel, Buffer.GRAD_ACCUM)
         if rank.distributed:
-            for handle in self.params:
-                self.free(handle)
+            self.recorder.free_all(self.params)
         for shard in self._shards() if rank.masters else ():
             copied = self.alloc(rank.element * shard, Buffer.INIT_TEMP)
             self.alloc(_FP32 * shard, Buffer.PARAM_MASTER)
@@ -95,8 +94,7 @@ class MegatronSchedule(EngineSchedule):
 
     def drop(self, place: int) -> None:
         """The layer's forward has come."""
-        for handle in self.held.pop(place, ()):
-            self.free(handle)
+        self.recorder.free_all(self.held.pop(place, ()))
 
     def step(self, applied: bool) -> None:
         """Copy 16-bit gradients to fp32, and step Adam, whose states are made by the first step."""
@@ -106,8 +104,7 @@ class MegatronSchedule(EngineSchedule):
             for shard in self._shards():
                 for state in self.rank.optimizer.states:
                     self.alloc(state.bytes_of(shard, _FP32), state.buffer)
-        for handle in copies:
-            self.free(handle)
+        self.recorder.free_all(copies)
 
 
 def record_megatron(rank: MegatronRank, tape: ExpandedTape) -> Recorder:

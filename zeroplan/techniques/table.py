@@ -27,6 +27,7 @@ from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
 from zeroplan.techniques.lengths import LengthsTechnique
 from zeroplan.techniques.liger import LigerTechnique
 from zeroplan.techniques.lora import LoraTechnique
+from zeroplan.techniques.neftune import NeftuneTechnique
 from zeroplan.techniques.offloaded_checkpoints import OffloadedCheckpointsTechnique
 from zeroplan.techniques.older_transformers import OlderTransformersTechnique
 from zeroplan.techniques.optimizers import RUNTIME_OPTIMIZERS, ConfiguredOptimizersTechnique
@@ -64,6 +65,7 @@ TABLE: list[Technique[Any]] = [
     DoraTechnique(),
     LigerTechnique(),
     CutCrossEntropyTechnique(),
+    NeftuneTechnique(),
     SyncedPassesTechnique(),
     SparseAttentionTechnique(),
     CurriculumTechnique(),

@@ -34,7 +34,6 @@ _NOT_MODELLED = {
     "relora_steps": (NONE, "adapters are merged and begun anew"),
     "relora": (UNKNOWN, "adapters are merged into the base and begun anew"),
     "freeze_mm_modules": (LESS, "vision and sound towers are frozen; all are counted as trained"),
-    "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
     "noisy_embedding_alpha": (MORE, "noise as large as the embedded batch"),
     "gptq": (UNKNOWN, "base weights quantised by GPTQ"),
     "quantization": (UNKNOWN, "quantised base weights"),

@@ -100,7 +100,6 @@ MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 _NOT_MODELLED: dict[str, tuple[Effect, str]] = {
     "auto_find_batch_size": (LESS, "lowers the batch when memory runs out"),
     "label_smoothing_factor": (MORE, "the Trainer's label smoother makes log-probabilities of its own"),
-    "neftune_noise_alpha": (MORE, "noise as large as the embedded batch"),
     "parallelism_config": (UNKNOWN, "tensor and context parallelism are not planned"),
     "optim_target_modules": (UNKNOWN, "which layers a low-rank optimizer projects"),
     "torch_empty_cache_steps": (LESS, "cached blocks are given back every so many steps"),

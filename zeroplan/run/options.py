@@ -111,15 +111,15 @@ class WorkloadOptions:
     dtype = Option[str | None](str, None, "bf16, fp16 or fp32. [bf16]", WORK, page=True)
     optimizer = Option[str | None](str, None, "adamw, lion, sgd, … [adamw]", WORK, complete="optimizers", page=True)
     attn = Option(str, "sdpa", "sdpa, flash or eager. [sdpa]", WORK, page=True, wins=True)
-    from_scratch = Option(
-        bool, False, "Weights are initialised: no host reads pretrained ones.", WORK, without=_HERE, page=True
-    )
 
 
 class ClusterOptions:
-    """On what it runs."""
+    """On what it runs, and what a host loads first."""
 
     __slots__ = ()
+    from_scratch = Option(
+        bool, False, "Weights are initialised: no host reads pretrained ones.", WORK, without=_HERE, page=True
+    )
     gpus = Option(int, 1, "GPUs a node. [1, or as the file says]", CLUSTER, page=True, wins=True, merges=False)
     nodes = Option(
         int, 1, "Nodes. [1, or as the file says]", CLUSTER, without=("scale", *RUNS), page=True, wins=True, merges=False

@@ -46,7 +46,7 @@ def measured(program: dict[str, Any], work: Path, caches: Path, card: str, *, li
     """Run one program; returns its figures as a row."""
     began = time.time()
     used: Callable[[], int | None] = Nvml(int(card)).used if alone else lambda: None
-    words = ["sh", "-c", f"cd {shlex.quote(str(work / program['cwd']))} && exec {program['command']}"]
+    words = ["sh", "-c", f"cd {shlex.quote(str(work / program['cwd']))} && exec env {program['command']}"]
     steps = STEPS.get(program["name"], 3)
     found = measure_command(words, used, steps=steps, seconds=200, limit=limit, environment=environment(program, caches, card))
     return {"name": program["name"], "limit": limit, "alone": alone, "wall": round(time.time() - began, 1), **asdict(found)}
@@ -58,7 +58,7 @@ def history(program: dict[str, Any], work: Path, caches: Path, path: Path) -> No
         "CAPTURE_HISTORY": str(path.resolve()),
         "PYTHONPATH": os.pathsep.join((str(HERE / "startup"), os.environ.get("PYTHONPATH", ""))),
     }
-    words = ["sh", "-c", f"cd {shlex.quote(str(work / program['cwd']))} && exec {program['command']}"]
+    words = ["sh", "-c", f"cd {shlex.quote(str(work / program['cwd']))} && exec env {program['command']}"]
     found = environment(program, caches, "0") | more
     measure_command(words, lambda: None, steps=STEPS.get(program["name"], 3), seconds=120, environment=found)
 

@@ -340,3 +340,20 @@ assert sum("eval_loss" in entry for entry in trainer.state.log_history) == 1
     assert {"forward", "backward", "step", "evaluation", "save"} <= run.report.plans[0].gpu.phases.keys()
     assert not (tmp_path / "out").exists()
     assert captured.model["params"] == 2 * 512 * 64 + 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
+
+
+def test_weights_loaded_onto_a_gpu_lie_in_one_block(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from transformers import LlamaConfig
+
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 1, "num_attention_heads": 16}
+    LlamaConfig(vocab_size=512, architectures=["LlamaForCausalLM"], **sizes).save_pretrained(tmp_path / "model")
+    code = """
+from pathlib import Path
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(str(Path(__file__).parent / "model"), device_map="auto")
+"""
+    _, run = capture(tmp_path, code)
+    params = 2 * 512 * 1024 + 4 * 1024 * 1024 + 3 * 1024 * 2816 + 3 * 1024
+    # One by one, each of the three matrices of 11 MiB would take a segment of 12.
+    assert 4 * params <= run.timeline.peak_allocated < 4 * params + 2 * MIB

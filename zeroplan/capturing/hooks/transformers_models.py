@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,11 +115,25 @@ def _without_weights(capture: Capture, cls: Any, name: Any, config: Any, args: A
     device_map = kwargs.get("device_map")
     if device_map is not None:
         device = _one_device(device_map)
+        _warm_up(model, torch.device(device) if not isinstance(device, int) else torch.device("cuda", device))
         model.to(device)
         model.hf_device_map = {"": device}
     if kwargs.get("output_loading_info"):
         return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
     return model
+
+
+def _warm_up(model: Any, device: torch.device) -> None:
+    """Take one block for all weights and free it, as transformers does before it loads them onto a GPU, by its own code.
+
+    Weights then lie in that block side by side, without what the allocator would round up of each.
+    """
+    from transformers import modeling_utils
+
+    warm_up = getattr(modeling_utils, "caching_allocator_warmup", None)
+    if warm_up is not None and device.type == "cuda":
+        quantizer = {"hf_quantizer": None} if "hf_quantizer" in inspect.signature(warm_up).parameters else {}
+        warm_up(model, dict.fromkeys(model.state_dict(), device), **quantizer)
 
 
 def _one_device(device_map: Any) -> Any:

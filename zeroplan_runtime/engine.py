@@ -351,8 +351,8 @@ class Engine(EngineGetters):
 
     def _protect_snapshot(self) -> None:
         """Lets nothing change what a save in the background has not copied yet."""
-        if self.background_save is not None:
-            self.background_save.protect(self.schedule.compute_stream)
+        if self.model_states.pending_save is not None:
+            self.model_states.pending_save.protect(self.schedule.compute_stream)
 
     def drain(self) -> None:
         """Blocks until every update, on the host or the device, has been applied to the masters and its parameters are sent.
@@ -465,7 +465,7 @@ class Engine(EngineGetters):
         Raises:
             BadInput: on every rank, when one could not write; what was saved before stays.
         """
-        pending, self.background_save = self.background_save, None
+        pending, self.model_states.pending_save = self.model_states.pending_save, None
         if pending is not None:
             with self.activity.inside("waiting for a checkpoint"):
                 pending.wait(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,9 +23,6 @@ from zeroplan_runtime.parameter_writes import ParameterWrites
 from zeroplan_runtime.progress import TrainingProgress
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.techniques.attached import Techniques
-
-if TYPE_CHECKING:
-    from zeroplan_runtime.checkpoint.background import BackgroundSave
 
 
 class EngineParts(nn.Module):
@@ -52,7 +49,6 @@ class EngineParts(nn.Module):
         flops_profiler: counts a step's FLOPs; None where the config asks for none, and on all ranks but the first.
         techniques: what the config asks for beside ZeRO.
         last_step: the result of the last step; None before it.
-        background_save: a checkpoint whose files are being written; None for none.
     """
 
     module: nn.Module
@@ -75,7 +71,6 @@ class EngineParts(nn.Module):
     flops_profiler: FlopsProfiler | None = None
     techniques: Techniques
     last_step: StepResult | None
-    background_save: BackgroundSave | None = None
 
     def finish_step(self) -> None:
         """Updates loss scale, step count and learning rate from the last step's result."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -45,6 +46,16 @@ from zeroplan_runtime.units import Unit, reads_params_in_backward
 _Carved = dict[tuple[Buffer, str], torch.Tensor]
 
 
+class PendingSave(Protocol):
+    """A checkpoint on its way to the disk."""
+
+    def protect(self, stream: Stream) -> None:
+        """Makes `stream` wait until what the checkpoint holds may change."""
+
+    def wait(self, engine: Any) -> None:
+        """Blocks until the checkpoint is complete on every rank."""
+
+
 class ModelStates:
     """The units of one model on one rank. The constructor moves the parameters into the Arena, one after another.
 
@@ -67,6 +78,7 @@ class ModelStates:
         quantiser: rounds the weights where they are unsharded; None where the setup asks for none.
         float8_gathers: gathers blocks in 8 bits; None where the setup asks for none.
         snapshot: pinned memory to which a checkpoint is copied before it is written; None where it is written at once.
+        pending_save: the checkpoint that is being written from it; None for none.
         coefficients: what the optimizer keeps of each tensor, all in one; None where it keeps nothing.
         messages: what is sent and what is received of a unit's momentum, fp32 words; none unless the optimizer compresses.
         staging: memory in which parts of large gradients are cast before their reduction.
@@ -111,6 +123,7 @@ class ModelStates:
             if workspace is not None:
                 self.quantiser = WeightQuantiser(setup.quantize_training, self.units, workspace)
         self.snapshot = carved.get((Buffer.HOST_CHECKPOINT, "snapshot"))
+        self.pending_save: PendingSave | None = None
         self.float8_gathers: Float8Gathers | None = None
         if (messages := carved.get((Buffer.COMM_ALL_GATHER, "float8"))) is not None:
             self.float8_gathers = Float8Gathers(self.units, messages, self.comm)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.core.arena.layout_setup import RuntimeSetup
+from zeroplan.core.arena.layout_setup import Feature, RuntimeSetup
 from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import ZeroConfig
@@ -44,6 +44,11 @@ def runtime_setup(
     """
     reduce = zero.step.communication_data_type or dtype
     states, params = zero.offload_optimizer, zero.offload_param
+    features = {
+        Feature.LOCAL_STEPS: local_steps,
+        Feature.FLOAT8_GATHERS: runtime_options.float8_gathers,
+        Feature.ASYNC_CHECKPOINTS: runtime_options.async_checkpoints,
+    }
     return RuntimeSetup(
         ranks=ranks,
         ep=ep,
@@ -64,7 +69,5 @@ def runtime_setup(
         params_in_host=params.max_in_cpu,
         delayed_update=runtime_options.delayed_update > 0,
         quantize_training=quantize_training,
-        local_steps=local_steps,
-        float8_gathers=runtime_options.float8_gathers,
-        async_checkpoints=runtime_options.async_checkpoints,
+        features=frozenset(feature for feature, is_on in features.items() if is_on),
     )

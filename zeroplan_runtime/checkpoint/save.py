@@ -103,7 +103,7 @@ def save_checkpoint(
                     atomic_files.abandon(folder, tag)
 
                 frozen = not exclude_frozen_parameters
-                engine.background_save = _begin(engine, path, save, complete, abandon, frozen=frozen)
+                engine.model_states.pending_save = _begin(engine, path, save, complete, abandon, frozen=frozen)
                 return folder / tag
             manifest = _write(engine, path, save, frozen=not exclude_frozen_parameters)
             engine.activity.begin(f"completing {tag!r}")

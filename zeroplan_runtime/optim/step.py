@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.arena.layout import Flat, UnitKind
+from zeroplan.core.arena.layout_setup import Feature
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
@@ -103,7 +104,7 @@ class OptimizerStep:
             if self.optimizer.kernel.coefficients:
                 self.exchange = ScaledExchange(self.model_states, self.slices)
             else:
-                alone = self.model_states.setup.local_steps
+                alone = Feature.LOCAL_STEPS in self.model_states.setup.features
                 self.exchange = (LocalSteps if alone else MomentumExchange)(self.model_states)
         if clip or may_skip:
             schedule.grads.measure = self.measure

@@ -67,7 +67,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
 
-from zeroplan.core.arena.layout_setup import RuntimeSetup
+from zeroplan.core.arena.layout_setup import Feature, RuntimeSetup
 from zeroplan.core.arena.segments import SegmentTable
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.one_bit import message_words
@@ -338,7 +338,7 @@ class ArenaLayout:
         """Bytes of pinned memory to which this rank's masters and states are copied for a checkpoint that is written while
         training goes on: the part of each parameter and state begins on a multiple of 64.
         """
-        if not self.setup.async_checkpoints:
+        if Feature.ASYNC_CHECKPOINTS not in self.setup.features:
             return 0
         total = 0
         for unit in self.units:

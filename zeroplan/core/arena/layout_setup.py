@@ -26,6 +26,14 @@ class StateDType(StrEnum):
         return 1
 
 
+class Feature(StrEnum):
+    """What is on or off, and needs buffers."""
+
+    LOCAL_STEPS = "local_steps"  # ranks may step alone (0/1 Adam)
+    FLOAT8_GATHERS = "float8_gathers"  # blocks' matrices are gathered in 8 bits
+    ASYNC_CHECKPOINTS = "async_checkpoints"  # a checkpoint is copied to pinned memory first
+
+
 @dataclass(frozen=True, slots=True)
 class RuntimeSetup:
     """Settings that decide the runtime's own buffers, beside the shapes.
@@ -34,8 +42,7 @@ class RuntimeSetup:
     `accum_dtype` that of the reduced shard.
     `optimizer` is one of :data:`~zeroplan.core.optimizers.RUNTIME_NAMES`.
     `params_in_host` are the elements of parameters in files that stay in host memory.
-    `quantize_training` rounds the unsharded weights; `float8_gathers`: blocks' matrices are gathered in 8 bits. With
-    `async_checkpoints` a checkpoint is copied to pinned memory first. With `local_steps` ranks may step alone (0/1 Adam).
+    `quantize_training` rounds the unsharded weights; `features` are what else is on.
     `ep` ranks share a block's experts, and an expert's parameters have :attr:`expert_ranks`; `across` of the `ep` see the same
     tokens, as tensor-parallel ranks that have different experts do, and are one of the `ranks` each time.
     """
@@ -57,11 +64,9 @@ class RuntimeSetup:
     params_in_host: int = 0
     delayed_update: bool = False
     quantize_training: QuantizeTraining | None = None
-    local_steps: bool = False
+    features: frozenset[Feature] = frozenset()
     ep: int = 1
     across: int = 1
-    float8_gathers: bool = False
-    async_checkpoints: bool = False
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -191,7 +196,7 @@ class RuntimeSetup:
     @property
     def gathers_float8(self) -> bool:
         """Blocks' matrices pass between ranks in 8 bits: see Note [Gathers in 8 bits] in layout."""
-        return self.float8_gathers and self.casts_masters and self.ranks > 1
+        return Feature.FLOAT8_GATHERS in self.features and self.casts_masters and self.ranks > 1
 
     @property
     def wide_grad_dtype(self) -> DType:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.arena.layout import NORM_WORKSPACE, STEP_SCALARS, SWAP_SLOTS, UPDATE_CHUNK, ArenaLayout, UnitLayout, align
-from zeroplan.core.arena.layout_setup import StateDType
+from zeroplan.core.arena.layout_setup import Feature, StateDType
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.core.workload import DType
 
@@ -79,7 +79,7 @@ def _one_bit_rows(layout: ArenaLayout) -> list[OwnedBuffer]:
     flats = [(unit.shape.name, unit.trainable) for unit in layout.units if unit.trainable]
     rows = [OwnedBuffer(Buffer.OPTIM_ERROR_FEEDBACK, name, flat.full, DType.FP32) for name, flat in flats]
     rows += [OwnedBuffer(Buffer.OPTIM_SERVER_ERROR, name, flat.shard, DType.FP32) for name, flat in flats]
-    if setup.local_steps:
+    if Feature.LOCAL_STEPS in setup.features:
         rows += [OwnedBuffer(Buffer.OPTIM_ANCHOR, name, flat.full, DType.FP32) for name, flat in flats]
     words = layout.message_words
     return rows + [OwnedBuffer(Buffer.COMM_ALL_REDUCE, what, words, DType.FP32) for what in ("sent", "received")]

@@ -18,7 +18,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -63,7 +62,7 @@ def snapshot(shards: Iterable[StateShard], memory: torch.Tensor, stream: Stream,
                 begin = -(-end // _ALIGN) * _ALIGN
             else:
                 copy = tensor.to("cpu", copy=True)
-            found.append(replace(shard, tensor=lambda copy=copy: copy))
+            found.append(StateShard.of(shard.name, shard.numel, shard.offset, copy))
     return found
 
 

@@ -42,7 +42,7 @@ def _model(name: str, folder: Path) -> str:
     """Write the config of a model, as changed here, and return the folder's path."""
     path = folder / name.rpartition("/")[2] / "config.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(dict(load_model(name).config) | _CHANGED[name]))
+    path.write_text(json.dumps({**load_model(name).config, **_CHANGED[name]}))
     return str(path.parent)
 
 

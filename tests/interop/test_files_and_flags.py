@@ -49,6 +49,7 @@ def test_one_gpu_is_one_where_it_is_asked_for(cli: Cli, tmp_path: Path, verb: st
     path.write_text("distributed_type: FSDP\nnum_processes: 4\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n")
     words = ("check", str(path), *ASKED[:-2]) if verb == "check" else (verb, *ASKED[:-2], "--from", str(path))
     engine = ("--engine", "fsdp2") if verb == "recommend" else ()
+    why = () if verb == "check" else ("--why",)
 
     def gpus(*more: str) -> int:
         answer = json.loads(cli(*words, *engine, *more, "--json")[1])
@@ -56,7 +57,7 @@ def test_one_gpu_is_one_where_it_is_asked_for(cli: Cli, tmp_path: Path, verb: st
 
     assert (gpus(), gpus("--gpus", "1"), gpus("--gpus", "2")) == (4, 1, 2)
     assert "1 GPUs a node by the flags, where num_processes makes it 4" in " ".join(
-        cli(*words, *engine, "--gpus", "1")[1].split()
+        cli(*words, *engine, "--gpus", "1", *why)[1].split()
     )
     following = cli(*words, *engine, "--gpus", "1")[1].partition("Next: ")[2].replace("\\\n", " ")
     assert verb == "recommend" or " --gpus 1 " in following

@@ -43,7 +43,6 @@ class Captured:
         buffers: what storages are, where known; by number.
         lines, line_of: lines of code, and of each storage the one that asked for it.
         phases: of each storage the phase in which it was made: 0 none, 1 a forward, 2 a backward.
-        way: ``engine`` or ``loop``.
         steps: optimizer steps taken.
         stopped: where the script could not go on; None where it came through.
         ended: the line at which a loop was ended after its steps; empty where the script ended by itself.
@@ -62,7 +61,6 @@ class Captured:
     sizes: list[Any] = field(default_factory=list)
     buffers: dict[int, str] = field(default_factory=dict)
     phases: bytes = b""
-    way: str = "loop"
     steps: int = 0
     stopped: Stop | None = None
     ended: str = ""
@@ -77,6 +75,11 @@ class Captured:
     machine: dict[str, Any] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     line_of: array[int] = field(default_factory=lambda: array("q"))
+
+    @property
+    def way(self) -> str:
+        """``engine`` where the script called one, else ``loop``."""
+        return "engine" if self.engine else "loop"
 
 
 def _packed(values: Iterable[int], kind: str) -> str:
@@ -136,7 +139,6 @@ def of_data(data: Any, where: str) -> Captured:
             sizes,
             {int(key): str(value) for key, value in data["buffers"].items()},
             zlib.decompress(base64.b85decode(data["phases"])),
-            str(data["way"]),
             int(data["steps"]),
             None if stopped is None else Stop(str(stopped["file"]), int(stopped["line"]), str(stopped["why"])),
             str(data["ended"]),

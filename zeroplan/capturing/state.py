@@ -82,7 +82,6 @@ class Capture:
             sizes=[alloc.size for alloc in out.allocs],
             buffers=self.recorder.labels,
             phases=bytes(alloc.phase for alloc in out.allocs),
-            way="engine" if engine else "loop",
             steps=self.spans.steps or self.spans.backwards,  # a loop may update by hand
             stopped=self.stopped,
             ended=self.ended,

@@ -106,9 +106,9 @@ def _changed_files(
 
 def _beside(request: Ask, options: SearchOptions, best: Recommendation | None) -> Recommendation | None:
     """Return the best configuration of the other engine, where that is at least :data:`NOTABLE` faster or alone fits."""
-    if not options.beside or options.goal == "memory":
+    if not options.other_engine or options.goal == "memory":
         return None
-    other = request.replace(engine=options.beside, optimizer_kind=None, precision=None)
+    other = request.replace(engine=options.other_engine, optimizer_kind=None, precision=None)
     try:
         resolved = resolve_search(other, options)
         space = candidates_of(resolved, other, options)

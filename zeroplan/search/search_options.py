@@ -50,7 +50,7 @@ class SearchOptions:
         training: what the source says of training, beside what a plan holds.
         layouts: whether degrees of parallelism are searched, too (search/layouts.py).
         smallest: whether they are, on the fewest nodes.
-        beside: an engine that is searched, too, to say what it gains over the request's.
+        other_engine: an engine that is searched, too, to say what it gains over the request's.
     """
 
     global_batch: int | None = None
@@ -67,7 +67,7 @@ class SearchOptions:
     training: Training = NO_TRAINING
     layouts: bool = False
     smallest: bool = False
-    beside: str = ""
+    other_engine: str = ""
 
 
 class RecommendOptions(MachineOptions, MeshArguments, total=False):

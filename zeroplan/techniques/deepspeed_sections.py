@@ -17,7 +17,7 @@ from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.techniques.base import Technique
 
 
-class Section(Technique[Any]):
+class SectionTechnique(Technique[Any]):
     """A technique of a section, named `where`, which the engine that reads the section holds against the run itself."""
 
     def described(self, value: Any) -> Mapping[str, Any]:
@@ -25,7 +25,7 @@ class Section(Technique[Any]):
         return {self.shown: value.as_section() if hasattr(value, "as_section") else value}
 
 
-class SparseAttentionTechnique(Section):
+class SparseAttentionTechnique(SectionTechnique):
     """Attention that leaves out blocks of scores."""
 
     name = shown = where = "sparse_attention"
@@ -34,7 +34,7 @@ class SparseAttentionTechnique(Section):
     unsearched = "the time that block-sparse attention takes is in no figure"
 
 
-class CurriculumTechnique(Section):
+class CurriculumTechnique(SectionTechnique):
     """Sequences that grow."""
 
     name = shown = "curriculum"
@@ -47,7 +47,7 @@ class CurriculumTechnique(Section):
         return "a few steps of a curriculum are its shortest, and plans are of its longest"
 
 
-class LayerDropTechnique(Section):
+class LayerDropTechnique(SectionTechnique):
     """Layers that are dropped by chance."""
 
     name, shown = "layer drop", "layer_drop"
@@ -60,7 +60,7 @@ class LayerDropTechnique(Section):
         return "steps may leave layers out, and plans are of all layers"
 
 
-class QuantizeTrainingTechnique(Section):
+class QuantizeTrainingTechnique(SectionTechnique):
     """Weights that are rounded."""
 
     name = shown = "quantize_training"
@@ -70,7 +70,7 @@ class QuantizeTrainingTechnique(Section):
     unsearched = "the time that rounding the weights takes is in no figure"
 
 
-class LocalStepsTechnique(Section):
+class LocalStepsTechnique(SectionTechnique):
     """Steps that ranks take alone, between 0/1 Adam's synchronisations."""
 
     name = shown = "local_steps"

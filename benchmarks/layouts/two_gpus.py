@@ -24,7 +24,7 @@ from zeroplan.search.layout_time import LayoutCost
 
 DENSE, MIXTURE = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 #: What is unlike the models of these names: a head of its own, for stages, and as many blocks as two cards of 80 GB train.
-_CHANGED = {DENSE: {"tie_word_embeddings": False}, MIXTURE: {"num_hidden_layers": 6}}
+_CHANGED: dict[str, dict[str, Any]] = {DENSE: {"tie_word_embeddings": False}, MIXTURE: {"num_hidden_layers": 6}}
 _SHARED: dict[str, Any] = {"engine": "fsdp2", "gpus": 2, "seq_len": 4096}
 CASES: dict[str, dict[str, Any]] = {
     "1B, dp 2, ZeRO-3": {"model": DENSE, "micro_batch": 2, "stage": 3},

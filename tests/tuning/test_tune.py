@@ -12,10 +12,14 @@ import pytest
 
 import zeroplan
 from zeroplan.core.errors import BadInput
+from zeroplan.core.sizes import GIB
 from zeroplan.ledger.traffic import Executor
+from zeroplan.report.tuning import tuning_text
 from zeroplan.search.results import Recommendation
+from zeroplan.tuning import api
 from zeroplan.tuning.api import expected, measure, ranked
 from zeroplan.tuning.results import Outcome, Trial, Trials, key_of
+from zeroplan.validate.machine import VerifyMachine
 
 Cli = Callable[..., tuple[int, str, str]]
 LLAMA = "meta-llama/Llama-3.2-1B"
@@ -130,6 +134,33 @@ def test_a_folder_of_another_question_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tune.json").write_text('{"trials": 3}')
     with pytest.raises(BadInput, match="holds no trials"):
         Trials.of(tmp_path, {"model": 1, "machine": "a"})
+
+
+def test_only_a_machine_with_known_rates_is_compared_with_predictions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A CPU is not, nor a GPU that no preset describes. Progress names the verb."""
+
+    def refuse(model: object, *, progress: Callable[[str], None], **options: object) -> None:
+        progress("starting")
+        raise BadInput("does not run here")
+
+    monkeypatch.setattr(api, "verify", refuse)
+    for name, known in (("cpu", False), ("NVIDIA Unheard-of", False), ("NVIDIA A100-SXM4-80GB", True)):
+        device, memory = ("cpu", None) if name == "cpu" else ("cuda", 80 * GIB)
+        machine = VerifyMachine(device, 2, name, memory, (9, 0))
+        monkeypatch.setattr(api, "find_machine", lambda machine=machine: machine)
+        found = zeroplan.tune("openai-community/gpt2", runs=1, candidates=1, seq_len=128)
+        assert capsys.readouterr().err == "zeroplan tune: starting\n"
+        measured = replace(found.ranking[0], trial=Trial(Outcome.MEASURED, 1.0))
+        text = " ".join(tuning_text(replace(found, ranking=(measured,))).split())
+        assert found.predicted is known
+        assert found.warnings == ()  # none names a flag that tune has not
+        assert ("predicted, measured" in text, "It was predicted" in text) == (known, known)
+        assert ("No speed is predicted for this machine" in text) is not known
+        (row,) = found.to_dict()["ranking"]
+        for key in ("tokens_per_second", "step_seconds", "time", "expected_step_seconds"):
+            assert (row[key] is not None) is known
 
 
 @pytest.mark.torch

@@ -19,10 +19,13 @@ def tuning_text(found: Tuning, terminal: Terminal = PLAIN, *, quiet: bool = Fals
     machine, params = found.machine, found.model["params"]
     lines += ["", *terminal.wrap(f"{found.model['name']}: {params:,} parameters · {machine['ranks']} × {machine['name']}"), ""]
     chosen = [one.recommendation for one in found.ranking]
-    headers = ["ZeRO", "offload", "batch", "ckpt", *compiled_header(chosen), "predicted", "measured", "GPU", "run"]
-    table = render(headers, [_row(one, chosen) for one in found.ranking], "plain", width=terminal.width).splitlines()
+    headers = ["ZeRO", "offload", "batch", "ckpt", *compiled_header(chosen)]
+    headers += [*(["predicted"] if found.predicted else []), "measured", "GPU", "run"]
+    rows = [_row(one, chosen, predicted=found.predicted) for one in found.ranking]
+    table = render(headers, rows, "plain", width=terminal.width).splitlines()
     lines += [terminal.bold(table[0]), *table[1:], ""]
-    lines += map(terminal.dim, terminal.wrap("predicted, measured: tokens/s. GPU: GiB that the process held."))
+    begin = "predicted, " if found.predicted else "No speed is predicted for this machine: its rates are not known. "
+    lines += map(terminal.dim, terminal.wrap(f"{begin}measured: tokens/s. GPU: GiB that the process held."))
     died = [f"{described(one.recommendation)}: {one.trial.says}" for one in found.ranking if one.trial and one.trial.says]
     return "\n".join([*lines, *notes((*died, *found.warnings), terminal)])
 
@@ -33,6 +36,8 @@ def verdict(found: Tuning) -> str:
     if best is None or best.tokens_per_second is None:
         return f"Nothing ran: none of {found.runs} configurations came to its end."
     text = f"Best measured: {described(best.recommendation)}, {best.tokens_per_second:,.0f} tokens/s, of {found.runs} runs."
+    if not found.predicted:
+        return text
     first = max(found.ranking, key=lambda one: one.recommendation.tokens_per_second)
     if first is best:
         return f"{text} It was predicted to be."
@@ -42,7 +47,7 @@ def verdict(found: Tuning) -> str:
     return f"{text} {gain:.2f} × as fast as the one predicted to be."
 
 
-def _row(one: Tuned, ranking: list[Recommendation]) -> list[str]:
+def _row(one: Tuned, ranking: list[Recommendation], *, predicted: bool) -> list[str]:
     chosen, trial, measured = one.recommendation, one.trial, one.tokens_per_second
     return [
         str(chosen.zero.stage),
@@ -50,7 +55,7 @@ def _row(one: Tuned, ranking: list[Recommendation]) -> list[str]:
         f"{chosen.workload.batch.micro_batch} × {chosen.workload.batch.grad_accum}",
         "yes" if chosen.workload.gradient_checkpointing else "no",
         *compiled_cells(chosen.workload, ranking),
-        f"{chosen.tokens_per_second:,.0f}",
+        *([f"{chosen.tokens_per_second:,.0f}"] if predicted else []),
         "" if measured is None else f"{measured:,.0f}",
         "" if trial is None or trial.total is None else format_gib(trial.total, digits=1),
         "not run" if trial is None else trial.outcome.value,

@@ -13,17 +13,18 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Unpack
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.gpus import GPUS
+from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.sizes import GIB
 from zeroplan.core.workload import Compilation
 from zeroplan.engines.registry import DEFAULT_VERIFIED
 from zeroplan.planner.options import TuneOptions, require_known
 from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
-from zeroplan.search.machine import look
+from zeroplan.search.machine import look, preset_of
 from zeroplan.search.policy import HOPE
 from zeroplan.search.results import Recommendation
 from zeroplan.search.search_options import SearchOptions
@@ -32,6 +33,7 @@ from zeroplan.tuning.results import Outcome, Trial, Trials, Tuned, Tuning, key_o
 from zeroplan.validate.api import verify
 from zeroplan.validate.machine import VerifyMachine, find_machine, ranks_to_use
 from zeroplan.validate.results import Comparison
+from zeroplan.validate.runs import to_stderr
 
 #: Runs that a tuning takes, steps of each, and candidates that it chooses from.
 RUNS, STEPS, CANDIDATES = 5, 6, 10
@@ -62,7 +64,7 @@ def tune(
         global_batch: sequences an optimizer step; None lets the batch follow from the micro batch.
         candidates: configurations to choose from: the best predicted of each stage, offload and checkpointing.
         hope: a candidate is run while it is expected to take less than this many times the best measured.
-        progress: called with a line of text for each thing that begins; None as for :func:`zeroplan.verify`.
+        progress: called with a line of text for each thing that begins; None prints the lines to stderr.
         options: :class:`zeroplan.planner.options.TuneOptions`.
 
     Returns:
@@ -100,20 +102,20 @@ def tune(
 
     def run(one: Recommendation) -> Trial:
         with _alloc_conf(one.alloc_conf):
-            return _measured(model, one, ranks, steps, given, progress)
+            return _measured(model, one, ranks, steps, given, progress or partial(to_stderr, verb="tune"))
 
     measure(found.ranking, trials, run, runs, hope)
     ranking = ranked(found.ranking, trials)
-    return Tuning(found.model, question["machine"], ranking, len(trials.found), found.warnings)
+    return Tuning(
+        found.model, question["machine"], ranking, len(trials.found), found.warnings, predicted=bool(preset_of(machine.name))
+    )
 
 
 def _described(machine: VerifyMachine, ranks: int) -> dict[str, Any]:
-    """Return the fields of a request for this machine. A CPU's ranks share its memory."""
-    cluster = machine.cluster(ranks)
+    """Return the fields of a request for this machine. A CPU's ranks share its memory, unknown rates are the default's."""
     host = look(".").memory
     vram = machine.memory or max(GIB, host // (2 * ranks))
-    gpu = cluster.gpu.name if cluster.gpu.name in GPUS else None
-    return {"gpus": ranks, "gpu": gpu, "vram": vram, "cpu_ram": host}
+    return {"gpus": ranks, "gpu": preset_of(machine.name) or DEFAULT_GPU.name, "vram": vram, "cpu_ram": host}
 
 
 @contextmanager
@@ -133,7 +135,7 @@ def _alloc_conf(text: str) -> Iterator[None]:
 
 
 def _measured(
-    model: Any, one: Recommendation, ranks: int, steps: int, given: dict[str, Any], progress: Callable[[str], None] | None
+    model: Any, one: Recommendation, ranks: int, steps: int, given: dict[str, Any], progress: Callable[[str], None]
 ) -> Trial:
     """Run one configuration by :func:`zeroplan.verify`. Its memory is not judged here: a tuning asks for the time."""
     work, config = one.workload, one.ds_config()

@@ -140,13 +140,17 @@ class Tuned:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """The answer of ``tune``: candidates by what they measured, fastest first, then those that were not run or ended early."""
+    """The answer of ``tune``: candidates by what they measured, fastest first, then those that were not run or ended early.
+
+    `predicted` is whether the rates are this machine's. Else no speed is predicted for it: a preset's rates choose what is run.
+    """
 
     model: dict[str, Any]
     machine: dict[str, Any]
     ranking: tuple[Tuned, ...]
     runs: int
     warnings: tuple[str, ...] = ()
+    predicted: bool = True
 
     @property
     def best(self) -> Tuned | None:
@@ -161,12 +165,14 @@ class Tuning:
             "machine": self.machine,
             "runs": self.runs,
             "warnings": list(self.warnings),
+            "predicted": self.predicted,
             "ranking": [
                 {
                     **one.recommendation.to_dict(),
+                    **({} if self.predicted else dict.fromkeys(("tokens_per_second", "step_seconds", "time"))),
                     "measured": None if one.trial is None else asdict(one.trial),
                     "measured_tokens_per_second": one.tokens_per_second,
-                    "expected_step_seconds": one.expected,
+                    "expected_step_seconds": one.expected if self.predicted or self.best else None,
                 }
                 for one in self.ranking
             ],

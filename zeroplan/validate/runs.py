@@ -22,12 +22,12 @@ from zeroplan.validate.results import Comparison
 Say = Callable[[str], None]
 
 
-def to_stderr(text: str) -> None:
-    """Say what is being done: to whoever watches this process's work, else in a line of its own."""
+def to_stderr(text: str, verb: str = "verify") -> None:
+    """Say what is being done: to whoever watches this process's work, else in a line of its own that names the verb."""
     if watched():
         working(text)
         return
-    print(f"zeroplan verify: {text}", file=sys.stderr, flush=True)
+    print(f"zeroplan {verb}: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass(slots=True)

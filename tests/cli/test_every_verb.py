@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -15,6 +16,8 @@ from threading import Timer
 import pytest
 
 from tests.patience import PATIENCE
+from zeroplan import __version__
+from zeroplan.cli import main
 from zeroplan.cli.help import VERBS
 from zeroplan.cli.progress import ProgressLine
 from zeroplan.core.plumbing.progress import watch, working
@@ -181,3 +184,27 @@ def test_the_line_of_progress_appears_late_renews_itself_and_goes(monkeypatch: p
 def test_json_holds_no_progress_and_no_colour(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     assert json.loads(cli("recommend", GPT2, "--vram", "8", "--depth", "formula", "--json")[1])["schema"] == 1
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    "words",
+    [
+        *{words[0]: words for words, _ in reversed(ASKED) if "--time" not in words and "--peak" not in words}.values(),
+        ("estimate", LLAMA, "--stage", "2", "--vram", "24", "--peak"),
+        ("explain", GPT2, "--stage", "2", "--time"),
+    ],
+    ids=" ".join,
+)
+def test_json_tells_the_version_and_the_command(words: tuple[str, ...], cli: Cli) -> None:
+    found = json.loads(cli(*words, "--json")[1])
+    assert found["zeroplan"] == {"version": __version__, "command": shlex.join(["zeroplan", *words, "--json"])}
+
+
+def test_every_verb_prints_json_by_the_one_function_that_adds_them() -> None:
+    """Among them `capture`, `verify` and `tune`, which run programs."""
+    folder = Path(main.__file__).parent
+    texts = {path.name: path.read_text() for path in folder.glob("*.py") if path.name != "main.py"}
+    printed = re.compile(r"\bshow\([^\n]*(json|to_dict)|typer\.echo\([^\n]*json|print\([^\n]*json")
+    assert not [name for name, text in texts.items() if printed.search(text)]
+    assert sum("show_json(" in text for text in texts.values()) >= 12

@@ -148,7 +148,7 @@ def answer_to(words: Words, folder: Path) -> Answer:
     shutil.rmtree(written)
     answer = {
         "code": code,
-        "out": _data(out.getvalue()),
+        "out": _printed(out.getvalue()),
         "err": err.getvalue(),
         "files": {k: _data(v) for k, v in files.items()},
     }
@@ -161,6 +161,12 @@ def _data(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _printed(text: str) -> Any:
+    """What was printed, without the version and the command that made it."""
+    data = _data(text)
+    return {key: value for key, value in data.items() if key != "zeroplan"} if isinstance(data, dict) else data
 
 
 def packed(answers: Answers) -> bytes:

@@ -33,6 +33,7 @@ def _printed(cli: Cli, command: str) -> dict[str, Any]:
     code, out, err = cli(*shlex.split(command)[1:], "--json")
     assert code in (0, 1), err
     found: dict[str, Any] = json.loads(out)
+    del found["zeroplan"]  # the version and this command
     return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from zeroplan.capturing.kept import kept_capture, kept_run, recorded, refuse_captured
-from zeroplan.cli.main import show
+from zeroplan.cli.main import show, show_json
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT, EXIT_OK, BadInput
 from zeroplan.report.terminal import Terminal
 from zeroplan.run.ask import Ask
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 def show_captured(run: CapturedRun, *, as_json: bool, quiet: bool) -> None:
     """Print the answer of ``capture`` and ``estimate``."""
     if as_json:
-        show(run.report.to_json())
+        show_json(run.report.to_json())
         return
     from zeroplan.report.captured import captured_text
 
@@ -52,7 +51,7 @@ def explained(request: Ask, line: str | None, *, time: bool, quiet: bool, as_jso
         plan = run.report.plans[0]
         figures = {"phase": plan.gpu.peak_phase, "peak_allocated": plan.gpu.peak_allocated}
         held = {"plan": "the script as it runs", **figures, "lines": peak_rows(run.timeline, line)}
-        show(json.dumps({"schema": 1, "plans": [held]}, indent=2))
+        show_json({"schema": 1, "plans": [held]})
     else:
         show(peak_lines_text(run.report, run.timeline, Terminal.here(), buffer=line, quiet=quiet))
     return True
@@ -64,7 +63,7 @@ def checked(request: Ask, files: list[str], *, quiet: bool, as_json: bool) -> bo
     if run is None:
         return False
     if as_json:
-        show(run.report.to_json())
+        show_json(run.report.to_json())
     else:
         from zeroplan.report.captured import captured_text
 
@@ -98,7 +97,10 @@ def recommended(request: Ask, source: list[str] | None, given: dict[str, Any], *
     captured, cluster = recorded(held, request, str(request.files[0]))
     conf = request.alloc_conf or captured.machine.get("alloc_conf", "")
     found = fitting_cards(captured, cluster, AllocatorConfig.parse(conf) if conf else None)
-    show(json.dumps(cards_json(found), indent=2) if as_json else cards_text(found, Terminal.here(), quiet=quiet))
+    if as_json:
+        show_json(cards_json(found))
+    else:
+        show(cards_text(found, Terminal.here(), quiet=quiet))
     plan = found.run.report.plans[0]
     if found.first is None or (plan.gpu.usable is not None and not plan.fits):
         raise typer.Exit(EXIT_DOES_NOT_FIT)

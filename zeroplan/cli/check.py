@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_OK, BadInput
 from zeroplan.core.plumbing.files import is_capture
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
@@ -85,7 +85,7 @@ def check(
         setup = reported(setup, request)
     report = _planned(request, setup) if starts else None
     if as_json:
-        show(json.dumps(_json(setup, found, report, _version(request.engine, version)), indent=2))
+        show_json(_json(setup, found, report, _version(request.engine, version)))
     else:
         following: list[str] = []
         if report is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.progress import watched, working
 from zeroplan.run.ask import Ask
@@ -69,7 +68,10 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool) -> None:
 
         snapshot = read_snapshot(path)
         text = snapshot_text(snapshot, terminal)
-        show(json.dumps(snapshot_json(snapshot), indent=2) if as_json else text.partition("\n\n")[0] if quiet else text)
+        if as_json:
+            show_json(snapshot_json(snapshot))
+        else:
+            show(text.partition("\n\n")[0] if quiet else text)
         return
     from zeroplan.logs.diagnose import diagnose
     from zeroplan.logs.reader import read_log
@@ -90,9 +92,10 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool) -> None:
         following = flags.recommend_words(planned.request) if found.failed else []
     elif found.about_gpu_memory:
         following = ["zeroplan", "doctor", path, "MODEL"]
-    show(
-        json.dumps(diagnosis_json(found, planned), indent=2) if as_json else diagnosis_text(found, planned, following, terminal)
-    )
+    if as_json:
+        show_json(diagnosis_json(found, planned))
+    else:
+        show(diagnosis_text(found, planned, following, terminal))
 
 
 def _captured(request: Ask, found: Diagnosis) -> FailedRunPlan | None:
@@ -150,7 +153,10 @@ def _of_machine(*, calibrate: bool, output: str | None, folder: str, as_json: bo
 
         show(issue_text(found, __version__, os.environ, os.path.expanduser("~")))
     else:
-        show(json.dumps(machine_json(found), indent=2) if as_json else machine_text(found, Terminal.here(), quiet=quiet))
+        if as_json:
+            show_json(machine_json(found))
+        else:
+            show(machine_text(found, Terminal.here(), quiet=quiet))
 
 
 def _say(text: str) -> None:

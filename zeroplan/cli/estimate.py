@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.run.ask import Ask
 
@@ -69,7 +69,7 @@ def estimate(
     if timeline is not None:
         _write_timeline(answer, timeline)
     if as_json:
-        show(_json(answer, peak=peak))
+        show_json(_json(answer, peak=peak))
     else:
         from zeroplan.report.plans import report_text
         from zeroplan.report.terminal import Terminal

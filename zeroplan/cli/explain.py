@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 from zeroplan.core.errors import BadInput
 from zeroplan.run.ask import Ask
 
@@ -43,7 +42,15 @@ def explain(
         if not (as_json or quiet):
             show(setup.line)
     if time:
-        show(_time(request, as_json=as_json, quiet=quiet))
+        from zeroplan.report.step_time import time_json, time_text
+        from zeroplan.report.terminal import Terminal
+        from zeroplan.search.explain_time import explain_time
+
+        times = explain_time(request)
+        if as_json:
+            show_json({"schema": 1, "plans": time_json(times)})
+        else:
+            show(time_text(times, Terminal.here(), quiet=quiet))
         return
     from zeroplan.planner.explain import explain as derive
 
@@ -51,20 +58,9 @@ def explain(
     if as_json:
         from zeroplan.report.explanation import explanation_json
 
-        show(json.dumps({"schema": 1, "plans": explanation_json(explanations)}, indent=2))
+        show_json({"schema": 1, "plans": explanation_json(explanations)})
     else:
         from zeroplan.report.explanation import explanation_text
         from zeroplan.report.terminal import Terminal
 
         show(explanation_text(explanations, Terminal.here(), quiet=quiet))
-
-
-def _time(request: Ask, *, as_json: bool, quiet: bool) -> str:
-    from zeroplan.report.step_time import time_json, time_text
-    from zeroplan.report.terminal import Terminal
-    from zeroplan.search.explain_time import explain_time
-
-    found = explain_time(request)
-    if as_json:
-        return json.dumps({"schema": 1, "plans": time_json(found)}, indent=2)
-    return time_text(found, Terminal.here(), quiet=quiet)

@@ -6,12 +6,13 @@ import atexit
 import contextlib
 import errno
 import gc
+import json
 import os
 import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -41,6 +42,15 @@ def show(text: str) -> None:
     """Print an answer, or part of one; the line of progress makes way."""
     progress.pause()
     typer.echo(text)
+
+
+def show_json(data: Mapping[str, Any] | str) -> None:
+    """Print an answer, an object or its JSON text, with the version and the command that made it."""
+    from zeroplan import __version__
+
+    found = json.loads(data) if isinstance(data, str) else data
+    made = {"version": __version__, "command": shlex.join(["zeroplan", *sys.argv[1:]])}
+    show(json.dumps({**found, "zeroplan": made}, indent=2))
 
 
 def _version(asked: bool) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 
 Search = Annotated[list[str] | None, typer.Argument(metavar="WORDS", help="Only names that hold all of these words.")]
 
@@ -23,7 +23,11 @@ def models(words: Search = None, style: flags.Style = "plain", as_json: flags.Js
     from zeroplan.report.names import models_json, models_table
 
     found = [entry for entry in entries() if _holds([entry.id, *entry.also], words)]
-    _show(json.dumps(models_json(found), indent=2) if as_json else models_table(found, style), bool(found), words)
+    if as_json:
+        show_json(models_json(found))
+    else:
+        show(models_table(found, style))
+    _require(found, words)
 
 
 @verb("zeroplan gpus", "zeroplan gpus a100")
@@ -36,7 +40,11 @@ def gpus(words: Search = None, style: flags.Style = "plain", as_json: flags.Json
     from zeroplan.report.names import gpus_json, gpus_table
 
     found = [gpu for gpu in GPUS.values() if _holds([gpu.name], words)]
-    _show(json.dumps(gpus_json(found), indent=2) if as_json else gpus_table(found, style), bool(found), words)
+    if as_json:
+        show_json(gpus_json(found))
+    else:
+        show(gpus_table(found, style))
+    _require(found, words)
 
 
 def _holds(names: list[str], words: list[str] | None) -> bool:
@@ -44,9 +52,8 @@ def _holds(names: list[str], words: list[str] | None) -> bool:
     return any(all(word.lower() in name.lower() for word in words or ()) for name in names)
 
 
-def _show(text: str, found: bool, words: list[str] | None) -> None:
-    """Print the list; where nothing was found, say so and exit with 1."""
-    show(text)
+def _require(found: Sequence[object], words: list[str] | None) -> None:
+    """Where nothing was found, say so and exit with 1."""
     if not found:
         typer.echo(f"zeroplan: no name holds {' and '.join(map(repr, words or ()))}", err=True)
         raise typer.Exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from dataclasses import replace
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.run.ask import MESH_OPTIONS, Ask
 
@@ -173,7 +172,7 @@ def recommend(
     found = run_search(request, options)
     written = _write(found, target, html)
     if as_json:
-        show(json.dumps(found.to_dict() | _files_json(written), indent=2))
+        show_json(found.to_dict() | _files_json(written))
     else:
         following = _words_that_write(found)
         terminal = Terminal.here(wide=wide, why=why)
@@ -207,7 +206,7 @@ def _layouts(request: Ask, options: SearchOptions, *, smallest: bool, as_json: b
     search = smallest_cluster if smallest else search_layouts
     found = search(request, options.gradient_checkpointing, options.global_batch, options.profile)
     if as_json:
-        show(json.dumps(found.to_dict(), indent=2))
+        show_json(found.to_dict())
     else:
         shown = found.chosen
         words = [] if shown is None else flags.estimate_words(shown.request, shown.plan.stage)
@@ -342,7 +341,7 @@ def _catalog(
     found = overview(request, options if as_json else replace(options, explain=False))  # the text has the verdict alone
     written = None if found.best is None else _write(found.best, target)
     if as_json:
-        show(json.dumps(overview_json(found) | _files_json(written), indent=2))
+        show_json(overview_json(found) | _files_json(written))
     else:
         following: list[str] = []
         if found.best is not None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.run.ask import Ask
 
@@ -90,7 +89,7 @@ def scale(
             if path is not None:
                 write_atomic(path, draw(found))
     if as_json:
-        show(json.dumps(found.to_dict(), indent=2))
+        show_json(found.to_dict())
     else:
         words = _words_of_the_peak(found, request, global_batch)
         show(scaling_text(found, style, terminal=Terminal.here(wide=wide), quiet=quiet, next_command=words))

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.files import write_atomic
 from zeroplan.engines.registry import find_engine
@@ -65,7 +65,10 @@ def trace_command(
     traced = TracedBatch(spec.name, source, seconds, workload.batch.micro_batch, workload.batch.seq_len, summary)
     if output is not None:
         _write(output, tape)
-    show(json.dumps(tape_json(traced), indent=2) if as_json else tape_text(traced, Terminal.here(), quiet=quiet))
+    if as_json:
+        show_json(tape_json(traced))
+    else:
+        show(tape_text(traced, Terminal.here(), quiet=quiet))
 
 
 def _write(path: str, tape: Any) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.run.ask import Ask
 
@@ -81,6 +80,9 @@ def tune(
     if output is not None and found.best is not None:
         assert config is not None
         write_atomic(output, dump_ds_config(config))
-    show(json.dumps(found.to_dict(), indent=2) if as_json else tuning_text(found, Terminal.here(), quiet=quiet))
+    if as_json:
+        show_json(found.to_dict())
+    else:
+        show(tuning_text(found, Terminal.here(), quiet=quiet))
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)

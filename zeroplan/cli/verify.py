@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, verb
+from zeroplan.cli.main import show, show_json, verb
 from zeroplan.core.errors import EXIT_OUT_OF_TOLERANCE, BadInput
 from zeroplan.run.ask import Ask
 
@@ -91,7 +91,7 @@ def verify(
     drift = run(tolerance=tolerance, steps=steps, timeout=timeout, progress=silent, **options)
     if _first_rank():
         if as_json:
-            show(drift.to_json())
+            show_json(drift.to_json())
         else:
             from zeroplan.report.drift import drift_text
             from zeroplan.report.terminal import Terminal

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import typer
 
-from zeroplan.cli.main import show
+from zeroplan.cli.main import show, show_json
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import EXIT_OUT_OF_TOLERANCE, BadInput
 from zeroplan.run.ask import Ask
@@ -72,7 +71,10 @@ def verify_command(
     limit = 0 if vram is None else max(0, (cluster.usable_vram or 0) - (plan.gpu.outside_torch or 0))
     measured = measure_command(words, Nvml(0).used, steps=steps, seconds=seconds, limit=limit)
     drift = ScriptDrift(run.report, measured, tolerance)
-    show(json.dumps(drift.to_dict(), indent=2) if as_json else script_drift_text(drift, Terminal.here(), quiet=quiet))
+    if as_json:
+        show_json(drift.to_dict())
+    else:
+        show(script_drift_text(drift, Terminal.here(), quiet=quiet))
     if not drift.within:
         raise typer.Exit(EXIT_OUT_OF_TOLERANCE)
 

@@ -281,7 +281,8 @@ class Report(Frozen):
     plans: tuple[MemoryPlan, ...] = ()
     reliefs: tuple[Relief, ...] = ()
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    # The command line adds its version and command.
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
     @property
     def decisive(self) -> MemoryPlan | None:

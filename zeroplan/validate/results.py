@@ -134,7 +134,8 @@ class Drift(Printable, Frozen):
     within: bool
     comparisons: tuple[Comparison, ...]
 
-    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    # The command line adds its version and command.
+    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
     def to_json(self) -> str:
         """Return the report as one JSON object, indented."""

@@ -78,6 +78,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_all_verbs_are_asked() -> None:
     assert {words[0] for words, _ in ASKED} == {verb for verbs in VERBS.values() for verb in verbs} - {
         "capture",
+        "diff",
         "verify",
         "tune",
         "ui",

@@ -10,7 +10,7 @@ from zeroplan.core.errors import did_you_mean
 
 #: Every verb, by what it is for, in the order of the help.
 VERBS = {
-    "Plan": ("capture", "estimate", "recommend", "scale", "explain", "ui"),
+    "Plan": ("capture", "estimate", "recommend", "scale", "explain", "diff", "ui"),
     "Check": ("check", "verify", "tune", "doctor"),
     "Look up": ("trace", "models", "gpus"),
 }

@@ -1,0 +1,72 @@
+"""``zeroplan diff``: the lines that moved, and the options that differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zeroplan.report.diff import diff_answers
+
+Cli = Callable[..., tuple[int, str, str]]
+ASKED = ("estimate", "openai-community/gpt2", "--gpus", "2", "--vram", "24G", "--stage", "2", "--json")
+
+
+@pytest.fixture
+def answers(cli: Cli, tmp_path: Path) -> dict[str, Path]:
+    """An answer, and two whose micro batch and whose stage are others."""
+    found = {}
+    for name, more in (("a", ()), ("batch", ("--micro-batch", "4")), ("stage", ("--stage", "3"))):
+        found[name] = tmp_path / f"{name}.json"
+        found[name].write_text(cli(*ASKED, *more)[1])
+    return found
+
+
+def test_lines_and_figures_move_by_what_the_plans_say(answers: dict[str, Path], cli: Cli) -> None:
+    code, out, err = cli("diff", str(answers["a"]), str(answers["batch"]), "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["options"] == [{"name": "workload.micro_batch", "a": 1, "b": 4}]
+    a, b = (json.loads(answers[name].read_text())["plans"][0] for name in ("a", "batch"))
+    figures = {one["name"]: (one["a"], one["b"]) for one in found["figures"]}
+    assert figures["GPU: total"] == (a["gpu"]["total"], b["gpu"]["total"])
+    largest = found["lines"][0]
+    of = [next(one["bytes"] for one in plan["lines"] if one["buffer"] == "activation.temp") for plan in (a, b)]
+    assert (largest["name"], largest["a"], largest["b"]) == ("activation.temp (hbm)", *of)
+    assert not [one for one in found["lines"] if one["name"].startswith("optim.exp_avg")]
+    text = cli("diff", str(answers["a"]), str(answers["batch"]))[1]
+    assert text.startswith("stage 2: the GPU's total ")
+    assert "by micro batch 1 → 4." in text
+    assert cli("diff", str(answers["a"]), str(answers["batch"]), "--quiet")[1].count("\n") == 1
+
+
+def test_another_stage_is_named_and_copies_that_follow_each_other_add_up_in_their_phase(answers: dict[str, Path]) -> None:
+    found = diff_answers(str(answers["a"]), str(answers["stage"]))
+    assert [(one.name, one.a, one.b) for one in found.options] == [("plan.stage", 2, 3)]
+    (held,) = (one for one in found.lines if one.name == "grad.shard (hbm)")
+    in_step = [line.bytes for line in found.a.plan.lines if line.buffer == "grad.shard" and "step" in line.phases]
+    assert len(in_step) == 2
+    assert held.a == sum(in_step)
+
+
+def test_an_answer_beside_itself_and_files_that_are_none(answers: dict[str, Path], cli: Cli, tmp_path: Path) -> None:
+    same = diff_answers(str(answers["a"]), str(answers["a"]))
+    assert (same.options, same.figures, same.lines) == ((), (), ())
+    assert "no option differs" in cli("diff", str(answers["a"]), str(answers["a"]))[1]
+    for text in ("{}", "[]", "3", '{"plans": [{}]}', '{"ranking": [], "model": {}, "workload": {}, "cluster": {}}', "no"):
+        (tmp_path / "other.json").write_text(text)
+        code, out, err = cli("diff", str(answers["a"]), str(tmp_path / "other.json"))
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert "other.json" in err
+
+
+def test_the_best_of_a_ranking_is_compared(answers: dict[str, Path], cli: Cli, tmp_path: Path) -> None:
+    ranked = cli("recommend", "openai-community/gpt2", "--gpus", "2", "--vram", "24G", "--depth", "formula", "--json")[1]
+    (tmp_path / "ranked.json").write_text(ranked)
+    best = json.loads(ranked)["ranking"][0]
+    found = diff_answers(str(answers["a"]), str(tmp_path / "ranked.json"))
+    named = {one.name: (one.a, one.b) for one in found.options}
+    assert named["workload.micro_batch"] == (1, best["micro_batch"])
+    assert found.b.plan.gpu.total == best["plan"]["gpu"]["total"]

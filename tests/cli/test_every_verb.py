@@ -20,6 +20,7 @@ from zeroplan import __version__
 from zeroplan.cli import main
 from zeroplan.cli.help import VERBS
 from zeroplan.cli.progress import ProgressLine
+from zeroplan.core.plan import Report
 from zeroplan.core.plumbing.progress import watch, working
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -200,6 +201,8 @@ def test_json_holds_no_progress_and_no_colour(cli: Cli, monkeypatch: pytest.Monk
 def test_json_tells_the_version_and_the_command(words: tuple[str, ...], cli: Cli) -> None:
     found = json.loads(cli(*words, "--json")[1])
     assert found["zeroplan"] == {"version": __version__, "command": shlex.join(["zeroplan", *words, "--json"])}
+    if words[0] == "estimate" and "--peak" not in words:
+        assert Report.model_validate(found).plans
 
 
 def test_every_verb_prints_json_by_the_one_function_that_adds_them() -> None:

@@ -41,7 +41,7 @@ def test_tokens(text: str | int, expected: int) -> None:
     assert parse_tokens(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "k", "0", "-4k", "4.5k", "4m", "1e3", "9" * 30])
+@pytest.mark.parametrize("text", ["", "k", "0", "-4k", "4.5k", "4g", "1e3", "9" * 30])
 def test_no_tokens(text: str) -> None:
     with pytest.raises(BadInput, match="--seq-len"):
         parse_tokens(text, where="--seq-len")

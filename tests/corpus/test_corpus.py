@@ -96,6 +96,7 @@ RIGHTLY_REFUSED = (
     "no key decides",
     "nothing says how many",
     "use divisors of",
+    "offload without shards is not modelled",
     "do not divide the global batch",
 )
 

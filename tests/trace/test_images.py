@@ -140,11 +140,8 @@ def test_images_are_planned_by_a_trace_alone() -> None:
 
     config = {"model_type": "qwen2_vl", **MODELS["qwen2_vl"]}
     batch = image_batch(_config("qwen2_vl").to_dict(), 1, 1, 112)
-    text, seen = (
-        zeroplan.estimate(config, stage=2, seq_len=64, images=images, image_size=112 if images else None, gpus=1)
-        for images in (0, 1)
-    )
-    more = seen[0].gpu.peak_allocated - text[0].gpu.peak_allocated
+    one, two = (zeroplan.estimate(config, stage=2, seq_len=64, images=images, image_size=112, gpus=1) for images in (1, 2))
+    more = two[0].gpu.peak_allocated - one[0].gpu.peak_allocated
     assert more > 4 * batch.pixels[0] * 64  # at least one activation of the tower
     with pytest.raises(BadInput, match="--depth"):
         zeroplan.estimate(config, images=1, depth="formula")

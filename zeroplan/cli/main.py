@@ -48,9 +48,9 @@ def show_json(data: Mapping[str, Any] | str) -> None:
     """Print an answer, an object or its JSON text, with the version and the command that made it."""
     from zeroplan import __version__
 
-    found = json.loads(data) if isinstance(data, str) else data
-    made = {"version": __version__, "command": shlex.join(["zeroplan", *sys.argv[1:]])}
-    show(json.dumps({**found, "zeroplan": made}, indent=2))
+    found = json.loads(data) if isinstance(data, str) else dict(data)
+    found["zeroplan"] = {"version": __version__, "command": shlex.join(["zeroplan", *sys.argv[1:]])}
+    show(json.dumps(found, indent=2))
 
 
 def _version(asked: bool) -> None:

@@ -336,34 +336,6 @@ def sharding_label(stage: int, offload_optimizer: str, offload_param: str) -> st
     return ", ".join([f"stage {stage}", *(f"{what} {device}" for what, device in parts if device != OffloadDevice.NONE)])
 
 
-#: Engines by the words of their users; of what shards, by stage.
-ENGINE_TITLES = {
-    "deepspeed": "DeepSpeed",
-    "zeroplan": "zeroplan's runtime",
-    "fsdp": "FSDP1",
-    "fsdp2": "FSDP2",
-    "ddp": "DDP",
-    "megatron": "Megatron-LM",
-}
-_SHARDINGS = {
-    "fsdp": {0: "FSDP1 no shard", 2: "FSDP1 shard grad op", 3: "FSDP1 full shard"},
-    "fsdp2": {2: "FSDP2 without reshard after forward", 3: "FSDP2"},
-    "ddp": {0: "DDP"},
-    "megatron": {0: "Megatron-LM", 1: "Megatron-LM distributed optimizer"},
-}
-
-
-def sharding_text(engine: str, stage: int, offload_optimizer: str, offload_param: str) -> str:
-    """Return ``"ZeRO-3, optimizer and parameters on cpu"``; what is not ZeRO has its engine's own words."""
-    name = _SHARDINGS.get(engine, {}).get(stage, f"ZeRO-{stage}")
-    away = {"optimizer": offload_optimizer, "parameters": offload_param}
-    places: dict[str, list[str]] = {}
-    for what, where in away.items():
-        if where != "none":
-            places.setdefault(where, []).append(what)
-    return ", ".join([name, *(f"{' and '.join(names)} on {where}" for where, names in places.items())])
-
-
 def _device(text: str, where: str) -> OffloadDevice:
     try:
         return OffloadDevice(text)

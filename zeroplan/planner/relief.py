@@ -10,6 +10,7 @@ from zeroplan.core.families import Family
 from zeroplan.core.plan import MemoryPlan, Relief
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.words import higher_stage
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import Simulated, simulated_plan
 from zeroplan.planner.tapes import expand_for
@@ -20,8 +21,6 @@ from zeroplan.techniques.liger import Liger, LigerTechnique
 
 #: An option that saves less than this part of the total is not listed.
 LEAST = 0.02
-#: What a higher stage is called where it is not ZeRO's.
-_SHARDED = {"fsdp": "full shard", "fsdp2": "reshard after forward", "megatron": "distributed optimizer"}
 #: The part of the peak from which logits and loss are worth a knob of their own.
 LARGE = 0.2
 _EXPANDABLE = "expandable_segments:True"
@@ -100,7 +99,7 @@ def _changes(engine: Engine, case: Case, config: AllocatorConfig | None) -> Iter
     stages = sorted({option.stage for option in engine.options() if option.stage > zero.stage})
     for stage in stages if case.layout.world_size > 1 else ():
         sharded = engine.for_optimizer(replace(zero, stage=stage), work.numerics.optimizer)
-        name = _SHARDED.get(engine.name, f"ZeRO-{stage}")
+        name = higher_stage(engine.name, stage)
         yield _Change(name, f"--stage {stage}{offload}", replace(case, zero=sharded), config)
     if not work.gradient_checkpointing:
         again = work.checkpointed()

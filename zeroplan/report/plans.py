@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 from zeroplan.core.buffers import Buffer
@@ -10,6 +10,7 @@ from zeroplan.core.gpus import GPUS
 from zeroplan.core.plan import MemoryPlan, Report, Verdict
 from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.core.unmodelled import Effect
+from zeroplan.engines.words import stage_header, stage_text
 from zeroplan.report.host import host_table
 from zeroplan.report.screen import LIST, ONE, counted_notes, first_screen
 from zeroplan.report.table import render
@@ -162,16 +163,6 @@ def _table(plans: Sequence[MemoryPlan], style: str, terminal: Terminal) -> list[
 def narrow_table(plans: Sequence[MemoryPlan], width: int = 80) -> str:
     """Return one row a plan in six columns, sizes in GiB."""
     return render(*narrow_rows(plans), "plain", width=width)
-
-
-def stage_header(engines: Set[str]) -> str:
-    """The header of the stage: ZeRO's, or what another engine calls sharding."""
-    return "ZeRO" if engines <= {"deepspeed", "zeroplan"} else "reshard" if engines == {"fsdp2"} else "stage"
-
-
-def stage_text(plan: MemoryPlan) -> str:
-    """A row's cell below :func:`stage_header`."""
-    return ("yes" if plan.stage == 3 else "no") if plan.engine == "fsdp2" else str(plan.stage)
 
 
 def narrow_rows(plans: Sequence[MemoryPlan]) -> tuple[list[str], list[list[str]]]:

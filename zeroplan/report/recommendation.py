@@ -9,10 +9,10 @@ from typing import Any
 from zeroplan.core.plan import Verdict
 from zeroplan.core.sizes import format_bytes, format_count, format_gib
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import ENGINE_TITLES
 from zeroplan.ds_config.writer import dump_ds_config
+from zeroplan.engines.words import engine_title, stage_header, stage_text
 from zeroplan.planner.describe import describe_cluster
-from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, stage_header, stage_text, unmodelled_notes
+from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, unmodelled_notes
 from zeroplan.report.screen import LIST, counted_notes, first_screen
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
@@ -113,7 +113,7 @@ def verdict(answer: SearchResult) -> str:
         lacks = " and ".join(lacks_of(plan, describe_cluster(answer.cluster))) or "which lacks memory"
         cheapest = f" Cheapest change: {answer.changes[0].what}." if answer.changes else ""
         return f"Nothing fits: nearest is {described(answer.nearest)}, {lacks}.{cheapest}"
-    engine = ENGINE_TITLES.get(best.plan.engine, best.plan.engine)
+    engine = engine_title(best.plan.engine)
     name = described(best)
     name = name if name.startswith(engine) else f"{engine} {name}"
     text = f"{name}, {best.tokens_per_second:,.0f} tokens/s, {fit_text(best.plan)}"
@@ -132,7 +132,7 @@ def verdict(answer: SearchResult) -> str:
 
 def _of_the_other(answer: SearchResult, other: Recommendation) -> str:
     """Say what the other engine gains over the one that is kept."""
-    best, title = answer.best, ENGINE_TITLES.get(other.plan.engine, other.plan.engine)
+    best, title = answer.best, engine_title(other.plan.engine)
     gain = ""
     if best is not None and other.plan.verdict is best.plan.verdict:
         gain = f", {other.tokens_per_second / best.tokens_per_second:.2f} × as fast"

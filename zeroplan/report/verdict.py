@@ -8,7 +8,7 @@ from typing import Any
 from zeroplan.core.plan import MemoryPlan, Relief, Report, Verdict
 from zeroplan.core.sizes import GIB, MIB, format_bytes
 from zeroplan.core.unmodelled import Effect
-from zeroplan.core.zero_config import sharding_text
+from zeroplan.engines.words import sharding_text
 
 #: Parts of the peak and knobs that a sentence names.
 _PARTS, _KNOBS = 3, 3

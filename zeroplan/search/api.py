@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.words import may_become
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
@@ -23,9 +24,6 @@ from zeroplan.techniques.compiled import CompiledTechnique
 
 if TYPE_CHECKING:
     from zeroplan.interop.edits.written import ChangedFiles
-
-#: Engines that files without one of their own are changed to.
-_ADDED = {"ddp": "deepspeed"}
 
 
 def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResult:
@@ -71,7 +69,7 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
             said += what_more_buys(resolved, request, options, outcome.ranking[0], memory)
         ranking[0] = replace(ranking[0], reasons=tuple(said))
     changed: tuple[ChangedFiles, Recommendation] | tuple[None, None] = (None, None)
-    if ranking and current is not None and resolved.engine.name in (current.engine.name, _ADDED.get(current.engine.name)):
+    if ranking and current is not None and resolved.engine.name in may_become(current.engine.name):
         changed = _changed_files(*sourced, ranking[0], current) or changed
     return replace(
         _answer(resolved, request, options, tuple(ranking), memory, considered=outcome.considered),

@@ -10,6 +10,7 @@ from zeroplan.core.tasks import training_of
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.registry import find_engine
+from zeroplan.engines.words import other_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import Training, read_training
@@ -112,13 +113,12 @@ def _free_search(
     left_out = (one for one in setup.unmodelled if one.key not in map(setup.key, setup.degrees))
     said = [setup.line, *laid_out, *(f"{one.key}: {one.says}" for one in left_out)]
     notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
-    beside = "" if "engine" in request or setup.program not in _OF_BOTH else _BESIDE.get(kept, "")
+    beside = "" if "engine" in request or setup.program not in _OF_BOTH else other_engine(kept)
     found = replace(plain, global_batch=batch, notes=notes, training=training_said(setup), other_engine=beside)
     return free, found, current
 
 
-#: The engine that is offered beside the one that files have, and programs that run both.
-_BESIDE = {"ddp": "deepspeed", "fsdp": "deepspeed", "fsdp2": "deepspeed", "deepspeed": "fsdp2"}
+#: Programs that run several engines.
 _OF_BOTH = ("hf-trainer", "trl", "llama-factory", "axolotl", "accelerate", "lightning", "loop")
 
 

@@ -9,7 +9,8 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sizes import format_bytes
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig, sharding_text
+from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
+from zeroplan.engines.words import sharding_text
 from zeroplan.ledger.traffic import Executor
 from zeroplan.planner.limit import RESERVED_SPREAD
 from zeroplan.run.ask import Ask

@@ -314,7 +314,8 @@ class Degree(Technique[ParallelLayout]):
         """Refuse what the degree is not modelled with."""
         flag = next((one for one in self.apart if facts.has(one)), None)
         if flag is not None:
-            what = f"{self.name} with {_WORDS.get(flag, flag)} is not modelled"
+            verb = "are" if self.name.endswith("s") else "is"
+            what = f"{self.name} with {_WORDS.get(flag, flag)} {verb} not modelled"
             raise BadInput(what, where=self.where, remedy=f"leave {flag} out")
 
     def require_half(self, facts: Facts, what: str) -> None:

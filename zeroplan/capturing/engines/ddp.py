@@ -41,7 +41,7 @@ def install(capture: Capture) -> None:
             capture.leave_out("bucket_cap_mb", "unknown", f"buckets of {bucket_cap_mb} MiB; those of {_BUCKET_MIB} are counted")
         if capture.job.world.size == 1:
             capture.leave_out("DDP", "more", "over one rank DDP makes its buckets, too, which are as large as all gradients")
-        self.handed = Handed(capture, "ddp", module, {"stage": 0})
+        self.handed = Handed(capture, "ddp", module, {"stage": 0}, as_made=True)
         self.handed.ready()
         watch_optimizers(capture, self.handed)
 

@@ -40,6 +40,7 @@ class Handed:
         said: options of an ask that the engine's own arguments decide.
         zero3, both, keeps_grads: as :class:`MicroBatches` has them.
         since: the event from which the engine has it; None for this one.
+        as_made: whether the engine leaves parameters as the script has made them.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Handed:
         both: bool = False,
         keeps_grads: bool = True,
         since: int | None = None,
+        as_made: bool = False,
     ) -> None:
         line = user_line()
         if capture.handed is not None:
@@ -61,6 +63,7 @@ class Handed:
         capture.handed, capture.engine_notes["line"] = self, line
         self.capture, self.engine, self.module, self.said, self.line = capture, engine, module, said, line
         self.optimizer: Any = None
+        self.as_made = as_made
         self.notes: list[Any] = []
         self.made_on_host = not any(on_gpu(p) for p in module.parameters())
         self.before = len(capture.recorder.out.op) if since is None else since
@@ -122,7 +125,7 @@ class Handed:
             said["micro_batch"] = max(1, sizes[0][0] if sizes else 1)
             said["grad_accum"] = batches.accumulates
         said["seq_len"] = max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
-        if self.engine == "ddp":
+        if self.as_made:
             self._precision(said, one)
         said["detached_loss"] = capture.in_trainer or not batches.keeps_after(len(batches.slices) - 1)
         if any(each.backwards > 1 for each in batches.slices):

@@ -73,7 +73,7 @@ def test_a_lightning_run_is_planned_and_warned_before_it_runs_out(tmp_path: Path
     )
     batches = torch.utils.data.DataLoader([torch.arange(16)] * 8, batch_size=2)
     trainer.fit(Module(), batches)
-    assert said[0].startswith("zeroplan: This run is about to run out of memory.\nzeroplan: Does not fit: ZeRO-0, ")
+    assert said[0].startswith("zeroplan: This run is about to run out of memory.\nzeroplan: Does not fit: DDP, ")
     assert callback.report is not None
     assert (callback.report.workload["grad_accum"], callback.report.workload["dtype"]) == (2, "fp32")
     assert callback.report.plans[0].engine == "ddp"

@@ -58,7 +58,7 @@ def test_each_has_a_figure_and_a_request() -> None:
 )
 def test_what_a_spec_says_is_asked_for(changes: dict, field: str, value: object) -> None:
     spec = Spec.from_dict({"id": "t", "model": "tiny/llama", "engine": "ddp", **changes})
-    assert getattr(request_of(row_to_be(spec, "NVIDIA H200")), field) == value
+    assert request_of(row_to_be(spec, "NVIDIA H200")).value(field) == value
 
 
 def test_a_section_of_the_config_stays_as_it_was_given() -> None:

@@ -254,7 +254,7 @@ def _made(engine: Any, optimizer: Any, parameters: Any) -> Any:
         engine.handed.said |= optimizer_facts(optimizer)
     elif engine.optimizer_name():
         held = [p for p in engine.module.parameters() if p.requires_grad] if parameters is None else list(parameters)
-        optimizer = _stand_in("FusedAdam")(held, lr=dict(engine.optimizer_params() or {}).get("lr", 1e-3))
+        optimizer = _stand_in(engine.optimizer_name())(held, lr=dict(engine.optimizer_params() or {}).get("lr", 1e-3))
     return optimizer
 
 

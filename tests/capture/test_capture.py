@@ -88,7 +88,8 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 LOG = Path(__file__).parents[1] / "logs" / "real" / "oom_trainer.log"
 
 
-def test_explain_names_the_lines_of_code(kept: Path, cli: Any) -> None:
+def test_explain_names_the_lines_of_code(kept: Path, cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")  # however long the path is, it stays on its line
     code, out, _ = cli("explain", "--from", str(kept), "--json")
     lines = json.loads(out)["plans"][0]["lines"]
     assert code == 0

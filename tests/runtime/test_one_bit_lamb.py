@@ -237,6 +237,7 @@ def resume(group: dist.ProcessGroup, folder: Path, stage: int, at: int) -> tuple
     return [torch.equal(a[key], b[key]) for a, b in pairs for key in a], coefficients(engine) == coefficients(other)
 
 
+@pytest.mark.long
 def test_overflows_change_nothing_and_checkpoints_resume_all(pool: RankPool, tmp_path: Path) -> None:
     for stage in (0, 1):
         assert pool.run(2, skip_one, stage) == [(1, True, True)] * 2

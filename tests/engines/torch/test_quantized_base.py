@@ -110,7 +110,7 @@ def test_fsdp2_gathers_a_16_bit_base_without_a_copy_of_its_parts() -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("engine", ["fsdp", "fsdp2", "deepspeed"])
+@pytest.mark.parametrize("engine", [pytest.param("fsdp", marks=pytest.mark.long), "fsdp2", "deepspeed"])
 def test_the_whole_quantised_model_is_there_before_it_is_sharded(engine: str) -> None:
     (run,) = estimate_runs(Ask(**ASKED, engine=engine, depth="simulated")).runs
     assert run is not None

@@ -62,6 +62,25 @@ def test_a_block_is_captured_and_all_is_put_back() -> None:
     assert again.peak_allocated == plan.peak_allocated
 
 
+def test_engines_of_torch_are_put_back() -> None:
+    """The stand-ins set attributes of torch's own classes, and of every module that hands ``fully_shard`` on."""
+    import torch.distributed.fsdp as fsdp
+    from torch.nn.parallel import DistributedDataParallel
+
+    def engines() -> list[dict[str, Any]]:
+        kinds = (DistributedDataParallel, fsdp.FullyShardedDataParallel, fsdp.FSDPModule, torch.Tensor)
+        return [dict(vars(kind)) for kind in kinds]
+
+    before, shard = engines(), fsdp.fully_shard
+    with zeroplan.capture("H100"):
+        assert fsdp.fully_shard is not shard
+        assert engines()[:3] != before[:3]
+        fsdp.fully_shard(torch.nn.Linear(8, 8))
+        train()
+    assert fsdp.fully_shard is shard
+    assert engines() == before
+
+
 def test_fits_is_an_assertion_that_says_why() -> None:
     with zeroplan.capture() as plan:
         train()

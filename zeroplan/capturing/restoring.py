@@ -3,7 +3,8 @@
 Note [What a capture replaces]
     A capture sets attributes of modules and classes, adds entries to torch's registries of hooks, and lets libraries believe
     in a GPU, which some of them remember. Of every home whose attributes it sets these are noted before, and those that differ
-    afterwards are set back: of those here, and of each library for which a hook waits, with its classes, as it runs.
+    afterwards are set back: of those here, of each library for which a hook waits, with its classes, as it runs, and of what
+    a stand-in names (:func:`zeroplan.capturing.hooks.imports.changes`).
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class Restoring:
             for name, value in dict(vars(home)).items():
                 if before.get(name, _MISSING) is not value and name in before:
                     setattr(home, name, before[name])
-                elif name not in before and getattr(value, "__module__", "").startswith("zeroplan.capturing"):
+                elif name not in before and _is_of_a_capture(value):
                     delattr(home, name)
         for registry, entries in self._registries:
             for key in [key for key in registry if key not in entries]:
@@ -109,6 +110,11 @@ class Restoring:
         if state is not None:
             state.AcceleratorState._reset_state(reset_partial_state=True)
             state.GradientState._reset_state()
+
+
+def _is_of_a_capture(value: Any) -> bool:
+    made = value.fget if isinstance(value, property) else value
+    return str(getattr(made, "__module__", "")).startswith("zeroplan.capturing")
 
 
 def _waiting() -> dict[str, Any]:

@@ -38,7 +38,7 @@ class CaptureBlock:
         name, gpus = sys.argv[0] if sys.argv else "", self._cluster.gpus
         job = Job(name, False, (), False, {}, card, gpus, World(), self._steps, self._seconds, self._folder, "")
         self._restoring = Restoring()
-        imports.on_hook = self._restoring.note
+        imports.on_change = self._restoring.note
         self._capture = Capture(job)
         os.environ.update(guards.ENVIRONMENT)
         session.install(self._capture)
@@ -57,7 +57,7 @@ class CaptureBlock:
             if overlay is not None:
                 overlay.clearing = True  # its guard stays in the process, and refuses nothing any more
             _leave_group(self._capture)
-            imports.on_hook = None
+            imports.on_change = None
             self._restoring.restore()
             shutil.rmtree(self._folder, ignore_errors=True)
         captured.command = "with zeroplan.capture()"

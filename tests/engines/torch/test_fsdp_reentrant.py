@@ -32,7 +32,6 @@ ASKED: dict[str, Any] = {
 
 @pytest.mark.torch
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.long
 def test_torch_holds_the_inputs_of_reentrant_blocks(reentrant: bool, tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist

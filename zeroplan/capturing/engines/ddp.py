@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroplan.capturing.engines.handed import Handed, watch_optimizers
+from zeroplan.capturing.hooks.imports import changes
 
 if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
@@ -22,6 +23,7 @@ _BUCKET_MIB = 25
 def install(capture: Capture) -> None:
     """Let the class itself keep the whole model and reduce nothing, so that what derives from it does the same."""
     kind: Any = torch.nn.parallel.DistributedDataParallel
+    changes(kind)
 
     def init(
         self: Any, module: Any, device_ids: Any = None, output_device: Any = None, dim: int = 0, broadcast_buffers: bool = True,

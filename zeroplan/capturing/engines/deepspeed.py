@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zeroplan.capturing.engines.handed import Handed, optimizer_facts
+from zeroplan.capturing.hooks.imports import changes
 from zeroplan.capturing.recorder import StoppedError
 from zeroplan.capturing.source import is_users, user_line
 from zeroplan.capturing.spans import SAVE, STEP
@@ -63,6 +64,7 @@ def install(capture: Capture, module: Any) -> None:
 def _install_optimizers(module: Any) -> None:
     """Let DeepSpeed's optimizers be made without their compiled operators."""
     for home in (module.ops.adam, module.ops.lion, module.ops.lamb, module.ops.adagrad):
+        changes(home)
         for name, kind in list(vars(home).items()):
             if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer):
                 setattr(home, name, _stand_in(name))
@@ -118,6 +120,7 @@ def _install_contexts(capture: Capture, module: Any) -> None:
             capture.functions.on_parameter_shape = before
 
     for home in (zero, zero.partition_parameters):
+        changes(home)
         home.Init, home.GatheredParameters = ShardedInit, gathered
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from zeroplan.capturing.engines.fsdp2 import Sharding
+from zeroplan.capturing.hooks.imports import changes
 
 if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
@@ -64,6 +65,7 @@ class FlatSharding(Sharding):
 def install(capture: Capture, module: Any) -> None:
     """Let the class itself keep the whole model, so that what derives from it does the same."""
     kind: Any = module.FullyShardedDataParallel
+    changes(kind)
     sharding = FlatSharding(capture)
 
     def init(

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from zeroplan.capturing.engines.handed import Handed, dtype_name, watch_optimizers
+from zeroplan.capturing.hooks.imports import changes
 from zeroplan.capturing.places import device_of, gpu, on_gpu
 from zeroplan.capturing.recorder import StoppedError
 from zeroplan.capturing.source import user_line
@@ -237,6 +238,8 @@ def install(capture: Capture, module: Any) -> None:
     """Replace ``fully_shard`` in the file that defines it."""
     sharding = Sharding(capture)
     base = module.FSDPModule
+    homes = (module, *(sys.modules[name] for name in _HOMES if name in sys.modules))
+    changes(base, torch.Tensor, *homes)
 
     class Handle:
         """Nothing to wait for."""
@@ -282,7 +285,7 @@ def install(capture: Capture, module: Any) -> None:
         return one
 
     fully_shard.state = lambda _: None  # type: ignore[attr-defined]
-    for home in (module, *(sys.modules[name] for name in _HOMES if name in sys.modules)):
+    for home in homes:
         home.fully_shard = fully_shard
 
 

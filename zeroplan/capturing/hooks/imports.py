@@ -12,8 +12,8 @@ from typing import Any
 
 Hook = Callable[[Any], None]
 _waiting: dict[str, list[Hook]] = {}
-#: Called with a module before its hooks.
-on_hook: Hook | None = None
+#: Called with a module or class before attributes of it are set.
+on_change: Hook | None = None
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -54,7 +54,16 @@ def when_imported(name: str, hook: Hook) -> None:
     _waiting.setdefault(name, []).append(hook)
 
 
+def changes(*homes: Any) -> None:
+    """Say of which modules and classes attributes are about to be set, so that a capture within a process can put them back.
+
+    A module for which a hook waits is one of them already, and its classes, where it is none of torch's.
+    """
+    if on_change is not None:
+        for home in homes:
+            on_change(home)
+
+
 def _call(hook: Hook, module: Any) -> None:
-    if on_hook is not None:
-        on_hook(module)
+    changes(module)
     hook(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import zeroplan
-from tests.engines.deepspeed.llama_tape import llama_tape
+from tests.engines.deepspeed.llama_tape import CONFIG, llama_tape
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -14,17 +14,6 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.tape.expanded import ExpandedTape, Op
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": True,
-}
 #: A matrix of the second block, and the whole block.
 MATRIX, BLOCK = "model.layers.1.mlp.up_proj.weight", "model.layers.1."
 ELEMENTS = 2048 * 8192

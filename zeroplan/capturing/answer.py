@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.capturing.replay import replayed
-from zeroplan.capturing.result import Captured
+from zeroplan.capturing.result import Captured, info_of
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.families import family_of
 from zeroplan.core.plan import (
-    CaptureInfo,
     CpuMemory,
     GpuMemory,
     MemoryPlan,
@@ -77,15 +76,7 @@ def answer(
         cpu=CpuMemory(per_node=0, pinned=0),
         nvme=NvmeMemory(per_node=0),
         lines=_lines(timeline, outside, str(gpu.peak_phase)),
-        capture=CaptureInfo(
-            way=captured.way,
-            command=captured.command,
-            steps=captured.steps,
-            stopped=None
-            if captured.stopped is None
-            else {"file": captured.stopped.file, "line": captured.stopped.line, "why": captured.stopped.why},
-            ended=captured.ended,
-        ),
+        capture=info_of(captured),
         **fields,
     )
     model = captured.model or {"name": "the script's tensors", "params": 0, "trainable": 0}

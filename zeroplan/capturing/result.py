@@ -15,9 +15,12 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from zeroplan.core.plan import CaptureInfo
 
 #: A thread's first call of cuBLAS (arg 0: the forward's, 1: the backward's) or of cuBLASLt (2, 3).
 WORKSPACE = 50
@@ -80,6 +83,14 @@ class Captured:
     def way(self) -> str:
         """``engine`` where the script called one, else ``loop``."""
         return "engine" if self.engine else "loop"
+
+
+def info_of(captured: Captured) -> CaptureInfo:
+    """Return what a plan says of its capture."""
+    from zeroplan.core.plan import CaptureInfo
+
+    stopped = None if captured.stopped is None else asdict(captured.stopped)
+    return CaptureInfo(way=captured.way, command=captured.command, steps=captured.steps, stopped=stopped, ended=captured.ended)
 
 
 def _packed(values: Iterable[int], kind: str) -> str:

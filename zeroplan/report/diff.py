@@ -48,7 +48,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """What differs between two plans."""
+    """Two plans, and the options, figures and ledger lines in which they differ."""
 
     a: PrintedPlan
     b: PrintedPlan

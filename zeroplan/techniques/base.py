@@ -253,6 +253,12 @@ class Technique(Generic[V]):
             BadInput: naming the conflict.
         """
 
+    def require_unshared(self, facts: Facts, what: str) -> None:
+        """Refuse ranks that share a model, naming their flag."""
+        shared = next((name for name, degree in facts.degrees.items() if degree > 1), "")
+        if shared:
+            raise BadInput(what, where=f"--{shared}", remedy=f"leave it or {self.where} out")
+
     def require_sharding(self, value: V, engine: TakesTechniques, zero: ZeroConfig) -> None:
         """Refuse a stage or an offload that the technique does not go together with; tables leave out what is refused.
 

@@ -69,10 +69,7 @@ class CutCrossEntropyTechnique(Technique[CutCrossEntropy]):
 
     def require_degrees(self, value: CutCrossEntropy, facts: Facts) -> None:
         """Refuse ranks that share a model."""
-        shared = next((name for name, degree in facts.degrees.items() if degree > 1), "")
-        if shared:
-            what = "cut cross-entropy over ranks that share a model is not modelled"
-            raise BadInput(what, where=f"--{shared}", remedy=f"leave it or {self.where} out")
+        self.require_unshared(facts, "cut cross-entropy over ranks that share a model is not modelled")
 
     def described(self, value: CutCrossEntropy) -> Mapping[str, Any]:
         """Return what a report's JSON shows."""

@@ -154,13 +154,7 @@ class LigerTechnique(Technique[Liger]):
 
     def require_degrees(self, value: Liger, facts: Facts) -> None:
         """Refuse ranks that share a model."""
-        shared = next((name for name, degree in facts.degrees.items() if degree > 1), "")
-        if shared:
-            raise BadInput(
-                "Liger's kernels over ranks that share a model are not modelled",
-                where=f"--{shared}",
-                remedy=f"leave it or {self.where} out",
-            )
+        self.require_unshared(facts, "Liger's kernels over ranks that share a model are not modelled")
 
     def left_out(self, value: Liger, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
         """Return what is counted as the model's own."""

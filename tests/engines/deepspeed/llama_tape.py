@@ -7,6 +7,18 @@ from dataclasses import replace
 
 from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
 
+#: The config of that model, with two layers.
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "tie_word_embeddings": True,
+}
 _IN_ORDER = {
     "LlamaModel": ("embed_tokens", "rotary_emb", "layers", "norm"),
     "LlamaDecoderLayer": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import zeroplan
-from tests.engines.deepspeed.llama_tape import llama_tape
+from tests.engines.deepspeed.llama_tape import CONFIG, llama_tape
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -16,17 +16,6 @@ from zeroplan.engines.registry import find_engine
 from zeroplan.engines.simulation import Simulation
 from zeroplan.models.load import load_model
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": True,
-}
 TAPE = llama_tape(2)
 TOTAL, RANKS = TAPE.parameters.total, 2
 CPU = {"offload_optimizer": "cpu", "offload_param": "cpu"}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import zeroplan
-from tests.engines.deepspeed.llama_tape import llama_tape
+from tests.engines.deepspeed.llama_tape import CONFIG, llama_tape
 from tests.workloads import with_flat
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
@@ -20,17 +20,6 @@ from zeroplan.interop.readers import read_setups
 from zeroplan.models.load import load_model
 from zeroplan.techniques.synced_passes import SyncedPasses, SyncedPassesTechnique
 
-CONFIG = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "tie_word_embeddings": True,
-}
 TAPE = llama_tape(2)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from zeroplan.capturing.result import Captured
+from zeroplan.capturing.result import Captured, info_of
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.plan import CaptureInfo, MemoryPlan
+from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.engines.registry import find_engine
@@ -77,16 +77,7 @@ def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple
             "the script's own step makes no tape", where=captured.command, remedy="zeroplan estimate plans the model"
         )
     plan = _beyond(found.report.plans[0], captured, run.tape.activation_peak)
-    info = CaptureInfo(
-        way=captured.way,
-        command=captured.command,
-        steps=captured.steps,
-        stopped=None
-        if captured.stopped is None
-        else {"file": captured.stopped.file, "line": captured.stopped.line, "why": captured.stopped.why},
-        ended=captured.ended,
-    )
-    first = plan.model_copy(update={"capture": info})
+    first = plan.model_copy(update={"capture": info_of(captured)})
     plans = (first, *(one.report.plans[0] for one in _others(ask, captured, first)))
     report = found.report.model_copy(
         update={

@@ -106,7 +106,7 @@ class RuntimeFacts:
 
     @property
     def setup(self) -> RuntimeSetup:
-        """What the layout was made for."""
+        """The settings that decide the buffers of the rank."""
         return self.rank.setup
 
     @property

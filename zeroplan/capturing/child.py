@@ -69,6 +69,7 @@ class Session:
 
     def run(self) -> result.Captured:
         """Set up, run the script, and return what was captured."""
+        from zeroplan.capturing.hooks import data_files
         from zeroplan.capturing.session import install, running
         from zeroplan.capturing.state import Capture
 
@@ -82,6 +83,7 @@ class Session:
         else:
             sys.path[0] = os.getcwd()
         sys.argv = [name, *self.job.arguments]
+        data_files.install(capture)
         with running(capture):
             if self.job.module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)

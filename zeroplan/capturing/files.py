@@ -46,6 +46,7 @@ class Overlay:
         self.gone: set[str] = set()
         self.busy = False
         self.clearing = False  # a folder of ours is removed, by names within it
+        self.missing: Callable[[str], bool] = lambda _: False  # makes a file that is opened and not there, or does not
 
     def own(self, path: Any) -> bool:
         """Return whether a path needs no redirection: an open file's number, the system's, or one in the folder."""
@@ -161,6 +162,8 @@ def install(folder: str) -> Overlay:
             flags = os.O_RDONLY if not writes else os.O_RDWR | os.O_CREAT if "+" in mode else os.O_WRONLY | os.O_CREAT
             return _open(opener(file, flags), mode, *args, **kwargs)
         place = overlay.writing(file, fresh="w" in mode or "x" in mode) if writes else overlay.reading(file)
+        if place is file and not writes and not overlay.own(file) and not os.path.lexists(file):
+            place = overlay.reading(file) if overlay.missing(os.fsdecode(file)) else file
         return _open(place, mode, *args, **kwargs)
 
     replaced(builtins, "open")(opened)

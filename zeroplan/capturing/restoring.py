@@ -64,6 +64,7 @@ class Restoring:
             self.note(home)
         self._registries = [(one, dict(one)) for one in _registries()]
         self._waiting = _waiting()
+        self._finders = list(sys.meta_path)
         self._forget()
 
     def note(self, home: Any) -> None:
@@ -89,6 +90,9 @@ class Restoring:
             for key in [key for key in registry if key not in entries]:
                 del registry[key]
             registry.update(entries)
+        for name in [name for name, one in sys.modules.items() if _is_of_a_capture(type(one))]:
+            del sys.modules[name]
+        sys.meta_path[:] = [one for one in sys.meta_path if one in self._finders or not _is_of_a_capture(type(one))]
         waiting = _waiting()
         for name in [name for name in waiting if name not in self._waiting]:
             del waiting[name]

@@ -55,8 +55,12 @@ def running(capture: Capture, *, raises: bool = False) -> Iterator[None]:
 def _failed(capture: Capture, error: BaseException) -> None:
     """Note that a script ended by an exception."""
     if isinstance(error, SystemExit):
-        if error.code not in (None, 0):
-            capture.stop(trouble_line(error), f"the script exits with {str(error.code)[:160]}")
+        if error.code not in (None, 0) or not capture.recorder.out.op:
+            said = "the script exits" + (f" with {str(error.code)[:160]}" if error.code not in (None, 0) else " by itself")
+            capture.stop(trouble_line(error), capture.last_words or said)
+        return
+    if isinstance(error, StopIteration) and capture.ending.done:  # an iterator over a loader that gives no more batches
+        capture.ended = str(trouble_line(error) or "")
         return
     cause: BaseException = error
     while isinstance(cause.__cause__, StoppedError):

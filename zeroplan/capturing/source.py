@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 _HERE = __file__.rpartition("/")[0].rpartition("/")[0]
 _LIBRARIES = tuple(sorted({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}, key=len, reverse=True))
+_PYTHON = sysconfig.get_path("stdlib")
 #: Parts of the paths of torch's own files that stand between a script and an operator.
 _WAYS_TO_OPERATORS = ("/torch/_", "/torch/overrides.py", "/torch/utils/_")
 
@@ -30,6 +31,17 @@ class CodeLine(NamedTuple):
 def is_users(file: str) -> bool:
     """Return whether a file is neither an installed package's, nor Python's, nor ours."""
     return not file.startswith(("<", _HERE, *_LIBRARIES)) and "site-packages" not in file
+
+
+def callers_file() -> str:
+    """The file of the innermost code, the person's or an installed package's: of an ``import`` or an ``open``, its caller."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file: str = frame.f_code.co_filename
+        if not file.startswith(("<", _HERE)) and ("site-packages" in file or not file.startswith(_PYTHON)):
+            return file
+        frame = frame.f_back
+    return ""
 
 
 def user_line() -> CodeLine | None:

@@ -45,6 +45,7 @@ class Capture:
         self.workload: dict[str, Any] = {}
         self.process_group = False
         self.invented: dict[str, str] = {}
+        self.last_words = ""  # what the script said as it ended itself
 
     def stop(self, line: CodeLine | None, why: str) -> None:
         """Note where the script cannot go on, and why."""

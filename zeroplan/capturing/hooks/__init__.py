@@ -11,12 +11,24 @@ if TYPE_CHECKING:
 def install(capture: Capture) -> None:
     """Attach every hook."""
     from zeroplan.capturing import engines as stand_ins
-    from zeroplan.capturing.hooks import engines, native_files, samples, torch_itself, transformers_models
+    from zeroplan.capturing.hooks import (
+        engines,
+        exits,
+        native_files,
+        pretrained,
+        reporters,
+        samples,
+        torch_itself,
+        transformers_models,
+    )  # fmt: skip
     from zeroplan.capturing.hooks.imports import when_imported
 
     torch_itself.install(capture)
     stand_ins.install(capture)
     samples.install(capture)
+    pretrained.install(capture)
+    reporters.install(capture)
+    exits.install(capture)
     when_imported("transformers.modeling_utils", lambda module: transformers_models.install(capture, module))
     when_imported("transformers.trainer", lambda module: transformers_models.install_trainer(capture, module))
     when_imported("transformers.tokenization_utils_base", lambda module: native_files.install_tokenizers(capture, module))

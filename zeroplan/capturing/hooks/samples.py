@@ -36,6 +36,13 @@ def _turns(length: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": _text(length - half)}, {"role": "assistant", "content": _text(half)}]
 
 
+def _said(length: int) -> list[dict[str, str]]:
+    """ShareGPT's turns; the speakers' names are those that the script has."""
+    names = ("human", "gpt") if "human" in program_text() else ("user", "assistant")
+    half = max(1, length // 2)
+    return [{"from": names[0], "value": _text(length - half)}, {"from": names[1], "value": _text(half)}]
+
+
 def _span(length: int) -> dict[str, Any]:
     return {"text": [WORD], "answer_start": [0]}
 
@@ -66,9 +73,7 @@ COLUMNS: dict[str, Callable[[int], Any]] = {
     ),
     "input": lambda _: "",
     **dict.fromkeys(("messages", "conversation"), _turns),
-    "conversations": lambda n: [
-        {"from": "human", "value": _text(n - n // 2)}, {"from": "gpt", "value": _text(n // 2)},
-    ],
+    "conversations": _said,
     **dict.fromkeys(("label", "labels", "idx"), lambda _: 0),
     "tokens": lambda n: [WORD] * n,
     **dict.fromkeys(("ner_tags", "pos_tags", "chunk_tags"), lambda n: [0] * n),
@@ -164,10 +169,11 @@ def invented_rows(columns: Sequence[str], count: int, length: int, config: str |
     return rows
 
 
-def _program() -> str:
+def program_text() -> str:
     """The text of the script, or of the module that is run."""
-    main = sys.modules.get("__main__")
-    path = getattr(main, "__file__", None) or (sys.argv[0] if sys.argv else "")
+    path = sys.argv[0] if sys.argv else ""
+    if not path.endswith((".py", ".ipynb")):
+        path = getattr(sys.modules.get("__main__"), "__file__", None) or path
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except (OSError, ValueError):
@@ -191,7 +197,7 @@ def install_datasets(capture: Capture, module: Any) -> None:
             if capture.job.samples is None:
                 raise _refused(f"the data set {path}", error) from None
         count, length = capture.job.samples
-        columns = columns_of(str(path), name if isinstance(name, str) else None, _program())
+        columns = columns_of(str(path), name if isinstance(name, str) else None, program_text())
         says = f"the data set {path} is invented: {count} rows of {length} tokens, columns {', '.join(columns)}"
         capture.invented[str(path)] = says
         made = _dataset(module, invented_rows(columns, count, length, name if isinstance(name, str) else None))
@@ -208,6 +214,15 @@ def install_datasets(capture: Capture, module: Any) -> None:
         return kind(dict.fromkeys(splits, made))
 
     module.load_dataset = load_dataset
+    select = module.Dataset.select
+
+    def within(self: Any, indices: Any, *args: Any, **kwargs: Any) -> Any:
+        """Take those rows of an invented data set that there are, where a script names rows of the real one."""
+        if capture.invented and isinstance(indices, range) and len(indices) and indices[-1] >= len(self):
+            indices = [at for at in indices if at < len(self)]
+        return select(self, indices, *args, **kwargs)
+
+    module.Dataset.select = within
     load: Any = sys.modules.get("datasets.load")
     if load is not None:
         load.load_dataset = load_dataset

@@ -11,6 +11,9 @@ import torch.utils.checkpoint
 from torch.utils._pytree import tree_map_only
 
 from zeroplan.capturing import places
+from zeroplan.capturing.hooks.imports import changes
+from zeroplan.capturing.recorder import StoppedError
+from zeroplan.capturing.source import user_line
 from zeroplan.capturing.spans import SAVE
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ def install(capture: Capture) -> None:
             capture.leave_out("recurrent layers", "unknown", says)
 
     recurrent.flatten_parameters = flattened
+    _data_parallel()
     clear = torch.clear_autocast_cache
 
     def cleared() -> None:
@@ -77,6 +81,23 @@ def install(capture: Capture) -> None:
 
     torch.save, torch.load = save, loaded
     torch.serialization.save, torch.serialization.load = save, loaded
+
+
+def _data_parallel() -> None:
+    """``nn.DataParallel`` over one GPU calls the model as it is; over several it copies it in every step, by no rule here."""
+    plain: Any = torch.nn.DataParallel
+    changes(plain)
+
+    def forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        if len(self.device_ids) > 1:
+            says = f"nn.DataParallel over {len(self.device_ids)} GPUs has no rule: start one process a GPU, or give --gpus 1"
+            raise StoppedError(says, user_line())
+        device = torch.device("cuda", self.device_ids[0]) if self.device_ids else None
+        if device is not None:
+            inputs, kwargs = tree_map_only(torch.Tensor, lambda one: one.to(device), (inputs, kwargs))
+        return self.module(*inputs, **kwargs)
+
+    plain.forward = forward
 
 
 #: Bytes from which a checkpoint's tensor is taken for a weight, of which the shape alone is read.

@@ -1,0 +1,96 @@
+"""Packages that only report (plots, logs, uploads): where one is missing, the script gets a stand-in that does nothing.
+
+They hold nothing on a GPU, so that a script is captured on a machine where nobody has installed them. Only a script's own
+``import`` finds the stand-in: a library that asks whether the package is there is told that it is not.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.capturing.source import callers_file, is_users
+
+if TYPE_CHECKING:
+    from zeroplan.capturing.state import Capture
+
+PACKAGES = frozenset(
+    ("matplotlib", "seaborn", "plotly", "visdom", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "swanlab", "aim",
+     "trackio", "tensorboard", "tensorboardX", "tensorboard_logger", "dvclive", "sacred", "boto3", "gpustat", "GPUtil",
+     "loguru", "colorlog", "torchinfo", "torchsummary", "codecarbon")
+)  # fmt: skip
+
+
+class Nothing:
+    """Whatever it is asked for is another of it; it is empty, and ends with success."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the function where one is decorated, else nothing."""
+        return args[0] if len(args) == 1 and not kwargs and callable(args[0]) else Nothing()
+
+    def __getitem__(self, _key: Any) -> Any:
+        return Nothing()
+
+    def __setitem__(self, _key: Any, _value: Any) -> None:
+        return None
+
+    def __iter__(self) -> Iterator[Any]:
+        yield Nothing()  # as of plt.subplots(): figure, axes
+        yield Nothing()
+
+    def __enter__(self) -> Nothing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class _Module(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Nothing if name[:1].isupper() else Nothing()
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def __init__(self, capture: Capture) -> None:
+        self._capture = capture
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        root = fullname.partition(".")[0]
+        if root not in PACKAGES or (root != fullname and not isinstance(sys.modules.get(root), _Module)):
+            return None
+        file = callers_file()
+        if root == fullname and not (is_users(file) or "/torch/utils/tensorboard/" in file):
+            return None
+        self._capture.invented[root] = f"the package {root} is not installed: its calls do nothing"
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        """Make the module."""
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Nothing is run."""
+
+
+def install(capture: Capture) -> None:
+    """Find them behind all that are there."""
+    sys.meta_path.append(_Finder(capture))

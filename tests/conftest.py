@@ -76,6 +76,23 @@ def seeded() -> None:
         sys.modules["torch"].manual_seed(0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def surroundings_of_a_file() -> Iterator[None]:
+    """A file leaves the environment and torch.distributed as they were: Lightning sets LOCAL_RANK, by which the Trainer of
+    another file would start a process group, beside which no mesh can be traced.
+    """
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+    if "torch" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All workers' folder of this session."""

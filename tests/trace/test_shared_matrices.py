@@ -143,6 +143,16 @@ def test_a_rank_traces_the_parts_that_the_ledger_counts(ep: int, sp: bool, acros
     assert not ledger_and_schedule_differ(case, find_engine("fsdp2"), tape)
 
 
+@needs_torch
+def test_a_mesh_computes_in_its_own_groups_after_another_of_the_same_ranks() -> None:
+    """torch takes the two for one mesh, whose groups have other names: DTensor remembers the names of the first."""
+    from zeroplan.trace.api import trace_model
+
+    for mesh in (TracedMesh(2, True, cp=2), TracedMesh(2, True, ep=2)):
+        tape = trace_model(CONFIG, "AutoModelForCausalLM", TraceOptions(mesh=mesh))
+        assert tape.expand(2, 32).activation_peak > 0
+
+
 @pytest.mark.parametrize(
     ("asked", "said"),
     [

@@ -102,7 +102,9 @@ def test_ranks_that_hold_inputs_alike_keep_parts_of_them() -> None:
                 gradient_checkpointing=True,
             )
         )
-        return predict(resolved.engine, resolved.cases[0], ExpandedTapes(resolved.engine)).plan
+        planned = predict(resolved.engine, resolved.cases[0], ExpandedTapes(resolved.engine))
+        assert not planned.not_simulated
+        return planned.plan
 
     one = batch * length * int(SPLIT["hidden_size"]) * 2
     whole, parts = plan(), plan(partition_activations=True)

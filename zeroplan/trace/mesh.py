@@ -42,11 +42,24 @@ def fake_mesh(ep: int, cp: int, tp: int) -> Iterator[DeviceMesh]:
 
     if dist.is_initialized():
         raise BadInput("a rank of a run cannot trace a mesh", where="--tp", remedy="estimate in a process of its own")
+    _forget_layouts()
     dist.init_process_group("fake", store=FakeStore(), rank=(cp - 1) * tp, world_size=ep * cp * tp)
     try:
         yield init_device_mesh("cpu", (ep, cp, tp), mesh_dim_names=("ep", "cp", "tp"))
     finally:
         dist.destroy_process_group()
+        _forget_layouts()
+
+
+def _forget_layouts() -> None:
+    """Clear what DTensor remembers of operators' layouts: it names groups, and takes meshes of the same ranks for the same
+    mesh, so that a mesh would compute in groups of an earlier one that are gone.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # torch 2.10 and later have it
+    if clear is not None:
+        clear()
 
 
 class MeshRank(Ranks):

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 Rows = Sequence[dict[str, Any]]
 _WRITES = re.compile(r"out|save|log|checkpoint|ckpt|config|cache|resume|model|tokenizer|deepspeed|result")
-_FOLDER = re.compile(r"(^|_)(dir|folder|root|images|imgs)$|(dir|folder|root|path)$")
+_FOLDER = re.compile(r"(^|[_.])(images|imgs)$|(dir|folder|root|path)$")
+_DATA = re.compile(r"data|train|valid|images")
 _READS_PICTURES = ("ImageFolder", "Image.open", ".jpg", ".png", "read_image", "imread")
 _PICTURES = (".jpg", ".jpeg", ".png")
 _SIDE = 256
@@ -92,7 +93,7 @@ class _Maker:
         end = os.path.splitext(path)[1].lower()
         if end in _WRITERS or end in _PICTURES:
             self._file(path, end)
-        elif not end and (_FOLDER.search(option) or "ImageFolder" in program_text()) and not path.endswith("/"):
+        elif not end and (_FOLDER.search(option) or (_DATA.search(option) and "ImageFolder" in program_text())):
             self._folder(path)
 
     def opened(self, path: str) -> bool:

@@ -261,7 +261,9 @@ def install_configs(capture: Capture, module: Any) -> None:
             for key in ("cache_dir", "revision", "token", "local_files_only", "force_download", "subfolder", "_from_auto",
                         "trust_remote_code", "proxies", "_commit_hash", "code_revision"):  # fmt: skip
                 kwargs.pop(key, None)
-            return {**known.config, "_name_or_path": str(name)}, kwargs
+            # What decides no memory the catalog leaves out; of it, scripts ask for the token that decoders begin with.
+            begins = {"decoder_start_token_id": 0} if known.config.get("is_encoder_decoder") else {}
+            return {**begins, **known.config, "_name_or_path": str(name)}, kwargs
 
     base.get_config_dict = classmethod(get_config_dict)
 

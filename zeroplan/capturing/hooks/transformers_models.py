@@ -45,6 +45,13 @@ def install(capture: Capture, module: Any) -> None:
     del own_save
 
 
+def _dtype_word() -> str:
+    """The argument of ``_from_config`` for the dtype of the weights, which transformers renamed in 4.56."""
+    import transformers
+
+    return "dtype" if tuple(int(one) for one in transformers.__version__.split(".")[:2]) >= (4, 56) else "torch_dtype"
+
+
 def _saved(capture: Capture, model: Any, folder: Any, kwargs: Mapping[str, Any]) -> None:
     """Write a model's config, and its weights as shapes."""
     import os
@@ -106,7 +113,7 @@ def _without_weights(capture: Capture, cls: Any, name: Any, config: Any, args: A
     found, rest = _config_of(cls, name, config, kwargs)
     implementation = kwargs.get("attn_implementation")
     dtype = _dtype(name, found, kwargs)
-    options: dict[str, Any] = {"dtype": dtype} if dtype is not None else {}
+    options: dict[str, Any] = {_dtype_word(): dtype} if dtype is not None else {}
     if implementation is not None:
         options["attn_implementation"] = implementation
     model = cls._from_config(found, **options, **rest)

@@ -38,6 +38,8 @@ _ALL = frozenset((_aten.all.default, _aten.all.dim, _aten.all.dims))
 #: Operators of logic, and the operand that alone decides the result.
 _DECISIVE = {_aten.bitwise_or.Tensor: True, _aten.logical_or.default: True, _aten.bitwise_and.Tensor: False,
              _aten.logical_and.default: False, _aten.mul.Tensor: False}  # fmt: skip
+#: Blocks are whole multiples of this.
+_GRAIN = 512
 #: Bytes up to which invented floats are written.
 _MOST_ONES = 1 << 20
 #: Operators that change their arguments alone, with no result and nothing allocated on CUDA (``AmpKernels.cu``,
@@ -72,8 +74,16 @@ class ScriptRecorder(StorageRecorder):
         self.lines: dict[CodeLine | None, int] = {}
         self.line_of = array("q")
         self._workspaces: set[int] = set()
-        self.live = 0
         self.bf16 = False
+
+    @property
+    def live(self) -> int:
+        """Bytes that the script has on the GPU now, as torch counts them; blocks whose size the GPU decides aside."""
+        sizes, alive = [alloc.size for alloc in self.out.allocs], 0
+        for op, arg in zip(self.out.op, self.out.arg, strict=True):
+            if op in (Op.ALLOC, Op.FREE) and isinstance(size := sizes[arg], int):
+                alive += (1 if op == Op.ALLOC else -1) * (-(-size // _GRAIN) * _GRAIN)
+        return alive
 
     # ---- where results go --------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -172,6 +182,7 @@ class ScriptRecorder(StorageRecorder):
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
+        self._last = func
         place = META if self._wanted == "meta" else places.CPU
 
         def tagged(tensor: torch.Tensor) -> torch.Tensor:

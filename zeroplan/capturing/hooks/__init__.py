@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 def install(capture: Capture) -> None:
     """Attach every hook."""
     from zeroplan.capturing import engines as stand_ins
+    from zeroplan.capturing import kernels
     from zeroplan.capturing.hooks import (
         engines,
         exits,
@@ -28,6 +29,7 @@ def install(capture: Capture) -> None:
     samples.install(capture)
     pretrained.install(capture)
     reporters.install(capture)
+    kernels.install(capture)
     exits.install(capture)
     when_imported("transformers.modeling_utils", lambda module: transformers_models.install(capture, module))
     when_imported("transformers.trainer", lambda module: transformers_models.install_trainer(capture, module))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroplan.capturing.hooks.samples import columns_of, invented_rows, program_text
+from zeroplan.capturing.hooks.samples import columns_of, invented_rows, literals_of, program_text
 from zeroplan.capturing.source import callers_file, is_users
 
 if TYPE_CHECKING:
@@ -93,7 +93,9 @@ class _Maker:
         end = os.path.splitext(path)[1].lower()
         if end in _WRITERS or end in _PICTURES:
             self._file(path, end)
-        elif not end and (_FOLDER.search(option) or (_DATA.search(option) and "ImageFolder" in program_text())):
+        elif end or path in literals_of(program_text()):  # a kind that the script knows, as --dataset fake
+            return
+        elif _FOLDER.search(option) or (_DATA.search(option) and "ImageFolder" in program_text()):
             self._folder(path)
 
     def opened(self, path: str) -> bool:

@@ -136,12 +136,16 @@ def columns_of(name: str, config: str | None, program: str) -> tuple[str, ...]:
     for trainer, columns in _TRL:
         if trainer in program:
             return columns
+    literals = literals_of(program)
+    return tuple(column for column in COLUMNS if column in literals) or ("text", "label")
+
+
+def literals_of(program: str) -> set[Any]:
+    """The constants of a program's text."""
     try:
-        literals = {one.value for one in ast.walk(ast.parse(program)) if isinstance(one, ast.Constant)}
+        return {one.value for one in ast.walk(ast.parse(program)) if isinstance(one, ast.Constant)}
     except (SyntaxError, ValueError):
-        literals = set()
-    found = tuple(column for column in COLUMNS if column in literals)
-    return found or ("text", "label")
+        return set()
 
 
 def invented_rows(columns: Sequence[str], count: int, length: int, config: str | None = None) -> dict[str, list[Any]]:
@@ -408,11 +412,15 @@ def install_image_processors(capture: Capture, module: Any) -> None:
 
 
 def install_torchvision(capture: Capture, module: Any) -> None:
-    """Let torchvision's data sets that are missing hold blank pictures; `module` is ``torchvision.datasets``."""
-    shapes = {**dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST", "EMNIST", "QMNIST"), (28, 28)),
-              **dict.fromkeys(("CIFAR10", "CIFAR100"), (32, 32, 3))}  # fmt: skip
+    """Let torchvision's data sets that are missing hold blank pictures, as many as published; `module` is its ``datasets``."""
+    shapes = {**dict.fromkeys(("MNIST", "FashionMNIST", "KMNIST", "QMNIST"), (60_000, 28, 28)),
+              **dict.fromkeys(("CIFAR10", "CIFAR100"), (50_000, 32, 32, 3))}  # fmt: skip
     for name, shape in shapes.items():
         _blank(capture, getattr(module, name), name, shape)
+
+
+#: Pictures of the part for tests, in each of these data sets.
+_TESTED = 10_000
 
 
 def _blank(capture: Capture, kind: Any, name: str, shape: tuple[int, ...]) -> None:
@@ -431,11 +439,11 @@ def _blank(capture: Capture, kind: Any, name: str, shape: tuple[int, ...]) -> No
         from torchvision.datasets.vision import VisionDataset
 
         VisionDataset.__init__(self, root, transform=transform, target_transform=target_transform)
-        count = capture.job.samples[0]
+        count = shape[0] if train else _TESTED
         self.train, self.classes = train, [str(at) for at in range(10)]
-        blank = numpy.zeros((count, *shape), dtype="uint8")
+        blank = numpy.zeros((count, *shape[1:]), dtype="uint8")
         labels = [at % 10 for at in range(count)]
-        self.data, self.targets = (torch.from_numpy(blank), torch.tensor(labels)) if len(shape) == 2 else (blank, labels)
+        self.data, self.targets = (torch.from_numpy(blank), torch.tensor(labels)) if len(shape) == 3 else (blank, labels)
         capture.invented[name] = f"torchvision's data set {name} is invented: {count} blank pictures"
 
     kind.__init__ = init

@@ -107,11 +107,10 @@ def _config_of(cls: Any, name: Any, config: Any, kwargs: dict[str, Any]) -> tupl
 
 
 def _without_weights(capture: Capture, cls: Any, name: Any, config: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    quantized = kwargs.get("quantization_config") or kwargs.get("load_in_4bit") or kwargs.get("load_in_8bit")
-    if quantized:
-        raise StoppedError("a quantised model is loaded, and no rule holds its packed weights under capture", user_line())
     found, rest = _config_of(cls, name, config, kwargs)
+    quantized = _quantization(found, kwargs)
     implementation = kwargs.get("attn_implementation")
+    _provide_attention(implementation or getattr(found, "_attn_implementation", None))
     dtype = _dtype(name, found, kwargs)
     options: dict[str, Any] = {_dtype_word(): dtype} if dtype is not None else {}
     if implementation is not None:
@@ -120,14 +119,70 @@ def _without_weights(capture: Capture, cls: Any, name: Any, config: Any, args: A
     model.name_or_path = str(name or "")
     model.eval()
     device_map = kwargs.get("device_map")
+    if quantized is not None:
+        _quantise(model, quantized)
+        device_map = device_map if device_map is not None else "auto"  # as transformers lays it
     if device_map is not None:
         device = _one_device(device_map)
-        _warm_up(model, torch.device(device) if not isinstance(device, int) else torch.device("cuda", device))
+        if quantized is None:
+            _warm_up(model, torch.device(device) if not isinstance(device, int) else torch.device("cuda", device))
         model.to(device)
         model.hf_device_map = {"": device}
     if kwargs.get("output_loading_info"):
         return model, {"missing_keys": set(), "unexpected_keys": set(), "mismatched_keys": set(), "error_msgs": []}
     return model
+
+
+def _quantization(config: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a model's weights are to be quantised by, None where they stay whole.
+
+    Raises:
+        StoppedError: by another package than bitsandbytes.
+    """
+    from transformers import BitsAndBytesConfig
+
+    asked = kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
+    if asked is None and (kwargs.get("load_in_4bit") or kwargs.get("load_in_8bit")):
+        asked = {key: kwargs[key] for key in ("load_in_4bit", "load_in_8bit") if kwargs.get(key)}
+    if asked is None:
+        return None
+    if isinstance(asked, Mapping) and (asked.get("load_in_4bit") or asked.get("load_in_8bit")):
+        asked = BitsAndBytesConfig.from_dict(dict(asked))
+    if not isinstance(asked, BitsAndBytesConfig):
+        raise StoppedError("the model is quantised by another package than bitsandbytes, and no rule knows it", user_line())
+    return asked
+
+
+def _quantise(model: Any, config: Any) -> None:
+    """Quantise a model's linear layers, and say of it what transformers does."""
+    from zeroplan.capturing.kernels.bitsandbytes import quantise
+
+    quantise(model, config)
+    model.is_loaded_in_4bit, model.is_loaded_in_8bit = config.load_in_4bit, config.load_in_8bit
+    model.config.quantization_config = config
+
+
+#: Implementations of attention in transformers, and the package of each.
+_ATTENTION = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def _provide_attention(implementation: Any) -> None:
+    """Let transformers find the package of an attention that a script asks for."""
+    package = _ATTENTION.get(str(implementation))
+    if package is None:
+        return
+    from transformers.utils import import_utils
+
+    from zeroplan.capturing.kernels import provide
+
+    provide(package)
+    known: Any = getattr(import_utils, "PACKAGE_DISTRIBUTION_MAPPING", None)
+    if known is not None:
+        known[package] = ["flash-attn" if package == "flash_attn" else "flash-attn-3"]
+    for name in ("is_flash_attn_2_available", "is_flash_attn_3_available"):
+        function: Any = getattr(import_utils, name, None)
+        if hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def _warm_up(model: Any, device: torch.device) -> None:

@@ -1,0 +1,181 @@
+"""Stand-ins for packages of kernels: what their rules allocate, counted by hand from each package's source."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+import zeroplan
+from zeroplan.core.sizes import MIB
+
+torch = pytest.importorskip("torch")
+KIB = 1 << 10
+
+
+def gpu(*shape: int, dtype: Any = None, grad: bool = True) -> Any:
+    return torch.empty(shape, dtype=dtype or torch.bfloat16, device="cuda", requires_grad=grad)
+
+
+def test_flash_attention_keeps_a_number_a_row() -> None:
+    with zeroplan.capture("H100") as plan:
+        from flash_attn import flash_attn_func
+
+        q, k, v = (gpu(2, 1024, 8, 64) for _ in range(3))
+        out = flash_attn_func(q, k, v, causal=True)
+        held = torch.cuda.memory_allocated()
+    assert "flash_attn" not in sys.modules
+    assert out.shape == (2, 1024, 8, 64)
+    assert held == plan.peak_allocated == 4 * 2 * MIB + 4 * 2 * 8 * 1024 + 512  # with the generator's state
+
+
+def test_packed_rows_take_128_more_a_sample() -> None:
+    with zeroplan.capture("H100") as plan:
+        from flash_attn import flash_attn_varlen_func
+
+        q, k, v = gpu(2048, 8, 64), gpu(2048, 2, 64), gpu(2048, 2, 64)
+        begins = torch.tensor([0, 1024, 2048], dtype=torch.int32, device="cuda")
+        out = flash_attn_varlen_func(q, k, v, begins, begins, 1024, 1024)
+        before = torch.cuda.memory_allocated()
+        out.backward(torch.empty_like(out))
+    wide = 2048 + 2 * 128
+    inside = 2 * MIB + 2 * MIB // 2 + 4 * 8 * wide + 4 * 8 * wide * 64 + 2 * 2 * MIB  # gradients, sums, whole gradients of keys
+    assert plan.peak_allocated == before + 2 * MIB + inside
+
+
+def test_the_third_sums_shared_keys_in_fp32() -> None:
+    with zeroplan.capture("H100") as plan:
+        from flash_attn_interface import flash_attn_func
+
+        q, k, v = gpu(1, 1000, 8, 128), gpu(1, 1000, 2, 128), gpu(1, 1000, 2, 128)
+        out = flash_attn_func(q, k, v, causal=True)
+        before = torch.cuda.memory_allocated()
+        out.backward(torch.empty_like(out))
+    rows = 1024  # whole blocks of 64 queries, and of 128 keys
+    sums = 2 * 4 * 8 * rows + 4 * 8 * rows * 128 + 2 * 4 * 2 * rows * 128 + 512
+    grads = 2 * 1000 * 128 * (8 + 2 + 2)
+    assert plan.peak_allocated == before + 2 * 1000 * 8 * 128 + grads + sums
+
+
+def test_xformers_runs_flash_or_cutlass_or_stops() -> None:
+    with zeroplan.capture("H100") as plan:
+        import xformers.ops as xops
+
+        q = gpu(2, 256, 4, 64)
+        assert xops.memory_efficient_attention(q, q, q, attn_bias=xops.LowerTriangularMask()).shape == q.shape
+        wide = gpu(2, 256, 4, 64, dtype=torch.float32)
+        assert xops.memory_efficient_attention(wide, wide, wide).shape == q.shape
+        xops.SwiGLU(64, 64)
+    assert plan.plan.capture is not None
+    assert "no rule knows what xformers.ops.SwiGLU allocates" in str(plan.plan.capture.stopped)
+
+
+def test_bitsandbytes_states_and_overrides() -> None:
+    with zeroplan.capture("H100"):
+        import bitsandbytes as bnb
+
+        large, small, kept = (torch.nn.Parameter(gpu(n, grad=False)) for n in (1 << 20, 1024, 1 << 20))
+        bnb.optim.GlobalOptimManager.get_instance().override_config(kept, "optim_bits", 32)
+        before = torch.cuda.memory_allocated()
+        optimizer = bnb.optim.AdamW8bit([large, small, kept])
+        for one in (large, small, kept):
+            one.grad = torch.empty_like(one)
+        grads = torch.cuda.memory_allocated()
+        optimizer.step()
+        states = torch.cuda.memory_allocated() - grads
+        paged = bnb.optim.PagedAdamW32bit([large])
+        paged.step()
+        assert torch.cuda.memory_allocated() - grads == states
+    assert grads - before == 2 * 2 * MIB + 2 * KIB
+    assert states == 2 * (MIB + 4 * 4 * KIB) + 2 * 4 * KIB + 2 * 4 * MIB + 2 * KIB  # 8 bits and scales, small, whole, two codes
+
+
+@pytest.mark.parametrize(("nested", "scales"), [(True, 16 * KIB + 512 + 256 + 1024), (False, 64 * KIB)])
+def test_a_weight_in_4_bits(nested: bool, scales: int) -> None:
+    with zeroplan.capture("H100") as plan:
+        import bitsandbytes as bnb
+
+        layer = bnb.nn.Linear4bit(1024, 1024, bias=False, compute_dtype=torch.bfloat16, compress_statistics=nested).cuda()
+        held = torch.cuda.memory_allocated()
+        x = gpu(16, 1024)
+        layer(x).sum().backward()
+        assert x.grad.shape == x.shape
+    assert 0 <= held - (MIB // 2 + scales + 64) < 4 * 512  # each of its tensors in whole 512s
+    assert plan.plan.capture is not None
+    assert plan.plan.capture.stopped is None
+
+
+def test_a_model_of_transformers_in_4_bits_under_lora() -> None:
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    with zeroplan.capture("H100") as plan:
+        config = transformers.LlamaConfig(
+            hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            vocab_size=512, max_position_embeddings=128,
+        )  # fmt: skip
+        four = transformers.BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+        )
+        model = transformers.LlamaForCausalLM.from_pretrained(
+            "nowhere", config=config, dtype=torch.bfloat16, quantization_config=four, attn_implementation="flash_attention_2"
+        )
+        model = peft.prepare_model_for_kbit_training(model)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+        kinds = {type(one).__name__ for one in model.modules()}
+        tokens = torch.zeros((2, 64), dtype=torch.long, device="cuda")
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+        graded = [name for name, one in model.named_parameters() if one.grad is not None]
+    assert plan.plan.capture is not None
+    assert plan.plan.capture.stopped is None
+    assert "Linear4bit" in kinds
+    assert graded
+    assert all("lora_" in name for name in graded)
+
+
+def test_apex_norms_and_adam() -> None:
+    with zeroplan.capture("H100"):
+        from apex.normalization import FusedRMSNorm, MixedFusedLayerNorm
+        from apex.optimizers import FusedAdam
+
+        x = gpu(64, 1024)
+        assert MixedFusedLayerNorm(1024).cuda()(x).dtype is torch.float32
+        norm = FusedRMSNorm(1024).cuda()
+        before = torch.cuda.memory_allocated()
+        out = norm(x)
+        assert torch.cuda.memory_allocated() - before == 64 * 1024 * 2 + 512
+        out.sum().backward()
+        grads = torch.cuda.memory_allocated()
+        optimizer = FusedAdam(norm.parameters())
+        optimizer.step()
+        states = torch.cuda.memory_allocated() - grads
+    assert states == 2 * 4 * KIB
+
+
+def test_torchao_and_grouped_products() -> None:
+    with zeroplan.capture("H100"):
+        import grouped_gemm as gg
+        from torchao.float8 import convert_to_float8_training
+        from torchao.optim import AdamW8bit
+
+        model = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))).to("cuda", torch.bfloat16)
+        model(gpu(32, 64)).sum().backward()
+        grads = torch.cuda.memory_allocated()
+        optimizer = AdamW8bit(model.parameters())
+        optimizer.step()
+        states = torch.cuda.memory_allocated() - grads
+        rows, matrices = gpu(32, 64), gpu(4, 64, 128)
+        out = gg.ops.gmm(rows, matrices, torch.tensor([8, 8, 8, 8]))
+        out.sum().backward()
+    assert states == 2 * (4 * KIB + 512 + KIB)
+    assert out.shape == (32, 128)
+    assert matrices.grad.shape == matrices.shape
+
+
+def test_compiled_flex_attention_makes_no_scores() -> None:
+    with zeroplan.capture("H100") as plan:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        q = gpu(1, 4, 2048, 64)
+        torch.compile(flex_attention)(q, q, q).sum().backward()
+    assert plan.peak_allocated < 8 * MIB  # scores would be 32

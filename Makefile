@@ -53,8 +53,14 @@ docs: $(VENV)/.dev
 	$(BIN)/mkdocs build --strict
 
 # The page for any static host, with Python in the browser. Needs npm. `make page docs` puts it into the documentation.
-page: $(VENV)/.dev
+page: $(VENV)/.page
 	$(BIN)/python docs/make_page.py build/page
+
+# It packs the package's files as they are: nothing is built but the allocator, and no package that runs is installed.
+$(VENV)/.page: requirements-dev.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $$(grep -E '^(ziglang|PyYAML)==' requirements-dev.txt)
+	touch $@
 
 bench: $(VENV)/.dev
 	$(BIN)/python -m benchmarks.cold_start

@@ -20,11 +20,10 @@ from zeroplan.core.families import Family, family_of
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.sizes import GIB, format_bytes
 from zeroplan.planner.estimate import Estimate, estimate_runs
-from zeroplan.planner.peak import family_at_peak
 from zeroplan.planner.simulated import Simulated
 from zeroplan.report import svg
 from zeroplan.report.palette import FAMILY_COLORS
-from zeroplan.report.timeline import phase_name, ticks
+from zeroplan.report.timeline import drawn, layers, phase_name, ticks
 from zeroplan.report.verdict import peak_sentence, relief_sentence, sizes_text, verdict
 from zeroplan.run.ask import Ask
 from zeroplan.simulate.timeline import Curve
@@ -149,9 +148,7 @@ def zero_stages() -> str:
 
 def by_family(run: Simulated, curve: Curve) -> dict[str, tuple[int, ...]]:
     """Return the bytes of each family at each point of a run's curve, in the palette's order."""
-    family = family_at_peak(run.tape, sharded=run.plan.stage == 3)
-    found = run.simulation.timeline.stacked(curve.events, family)
-    return {one.value: found[one] for one in FAMILY_COLORS if one in found}
+    return {one.name: one.bytes for one in layers(drawn(run), curve)}
 
 
 def stacked(

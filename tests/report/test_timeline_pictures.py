@@ -14,9 +14,8 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import family_of
 from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, ModelInfo, NvmeMemory, PlanLine, Report
 from zeroplan.core.sizes import GIB, MIB
-from zeroplan.report.chart_html import DrawnRun
 from zeroplan.report.plans_html import html_report
-from zeroplan.report.timeline import Frame, layers, timeline_svg
+from zeroplan.report.timeline import DrawnRun, Frame, layers, timeline_svg
 from zeroplan.report.verdict import verdict
 from zeroplan.simulate.recorder import Recorder, simulate
 from zeroplan.simulate.timeline import Timeline
@@ -77,7 +76,7 @@ def test_the_curve_adds_up_and_holds_the_peak(timeline):
     assert max(curve.allocated) == timeline.peak_allocated == 7 * GIB
     assert max(curve.reserved) == timeline.peak_reserved
     for at, allocated in enumerate(curve.allocated):
-        assert sum(values[at] for values in curve.by_buffer.values()) == allocated <= curve.reserved[at]
+        assert sum(one.bytes[at] for one in layers(run_of(timeline), curve)) == allocated <= curve.reserved[at]
     assert max(timeline.allocated_by_event()) == timeline.peak_allocated
     assert list(curve.positions) == sorted(curve.positions)
     assert [name for _, name in curve.marks] == ["init", "fwd", "bwd", "fwd", "bwd"]
@@ -93,10 +92,10 @@ def test_the_contents_of_the_peak(timeline):
 
 
 def test_the_picture_is_to_scale(timeline):
-    curve, frame = timeline.curve(), Frame()
-    root = ElementTree.fromstring(timeline_svg(curve, title="A & B", limit=8 * GIB))
+    run, frame = run_of(timeline), Frame()
+    root = ElementTree.fromstring(timeline_svg(run, title="A & B", limit=8 * GIB))
     polygons = root.findall(f"{SVG}polygon")
-    assert [polygon.find(f"{SVG}title").text for polygon in polygons] == [name for name, _, _ in layers(curve)]
+    assert [polygon.find(f"{SVG}title").text for polygon in polygons] == [one.name for one in layers(run, timeline.curve())]
     heights = [float(point.split(",")[1]) for polygon in polygons for point in polygon.get("points").split()]
     top = 8 * GIB * 1.04
     assert min(heights) == pytest.approx(frame.y(7 * GIB, top), abs=0.1)
@@ -106,21 +105,11 @@ def test_the_picture_is_to_scale(timeline):
 
 
 def test_a_limit_out_of_reach_does_not_squash_the_picture(timeline):
-    assert "usable" not in timeline_svg(timeline.curve(), limit=80 * GIB)
-
-
-def test_small_buffers_become_one_layer():
-    recorder = Recorder()
-    for size, buffer in enumerate(list(Buffer)[:20], start=1):
-        recorder.alloc(size * 1024, buffer)
-    stack = layers(simulate(recorder).curve(), most=5)
-    assert len(stack) == 6
-    assert stack[-1][0] == "15 smaller"
-    assert stack[-1][2][-1] == sum(range(1, 16)) * 1024
+    assert "usable" not in timeline_svg(run_of(timeline), limit=80 * GIB)
 
 
 def test_an_empty_run_can_be_drawn():
-    root = ElementTree.fromstring(timeline_svg(simulate(Recorder()).curve()))
+    root = ElementTree.fromstring(timeline_svg(run_of(simulate(Recorder()))))
     assert root.tag == f"{SVG}svg"
 
 
@@ -175,10 +164,11 @@ def test_the_points_beside_the_chart_are_the_curve(timeline):
 
     assert data["unit"] <= timeline.peak_reserved / 2**16
     assert sizes(data["allocated"]) == pytest.approx(list(curve.allocated), abs=data["unit"])
-    layers = {name: sizes(text) for name, _, text in data["layers"]}
-    assert layers["logits and loss"] == pytest.approx(list(curve.by_buffer[Buffer.LOGITS]), abs=data["unit"])
-    sums = [sum(column) for column in zip(*layers.values(), strict=True)]
-    assert sums == pytest.approx(list(curve.allocated), abs=len(layers) * data["unit"])
+    shown = {name: sizes(text) for name, _, text in data["layers"]}
+    for name, _, values in layers(run_of(timeline), curve):
+        assert shown[name] == pytest.approx(list(values), abs=data["unit"])
+    sums = [sum(column) for column in zip(*shown.values(), strict=True)]
+    assert sums == pytest.approx(list(curve.allocated), abs=len(shown) * data["unit"])
 
 
 def test_a_plan_of_formulas_alone_has_a_page():

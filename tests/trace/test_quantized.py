@@ -70,7 +70,6 @@ def test_each_product_takes_the_whole_weight_for_a_while() -> None:
     ("changes", "says"),
     [
         ({"engine": "zeroplan"}, "not modelled under zeroplan"),
-        ({"lora_rank": None}, "a quantised base is frozen"),
         ({"quantize": "nf3"}, "'nf3' is not modelled"),
         ({"model": "openai-community/gpt2"}, "transposed linear layers"),
         ({"model": "google-t5/t5-small", "seq_len": 512}, "causal language models"),

@@ -8,12 +8,27 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Starts a server with these options and returns its port.
-Serve = Callable[..., int]
+
+
+class Served(NamedTuple):
+    """Where a server is, and the token that it asks for."""
+
+    port: int
+    token: str
+
+    @property
+    def address(self) -> str:
+        """What the terminal shows."""
+        return f"http://127.0.0.1:{self.port}/?token={self.token}"
+
+
+#: Starts a server with these options.
+Serve = Callable[..., Served]
 
 
 @pytest.fixture(scope="session")
@@ -23,20 +38,20 @@ def serve() -> Iterator[Serve]:
     pytest.importorskip("uvicorn")
     with contextlib.ExitStack() as stack:
 
-        def start(*options: str) -> int:
+        def start(*options: str) -> Served:
             words = [sys.executable, "-m", "zeroplan", "ui", "--port", "0", "--no-browser", *options]
             process = stack.enter_context(subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True))
             stack.callback(process.terminate)
             assert process.stdout is not None
             said = process.stdout.readline()
-            found = re.fullmatch(r"The page is at http://127\.0\.0\.1:(\d+)/ \(Ctrl-C ends it\)\.\n", said)
+            found = re.fullmatch(r"The page is at http://127\.0\.0\.1:(\d+)/\?token=(\S{32}) \(Ctrl-C ends it\)\.\n", said)
             assert found is not None, said
-            return int(found[1])
+            return Served(int(found[1]), found[2])
 
         yield start
 
 
 @pytest.fixture(scope="session")
-def port(serve: Serve) -> int:
-    """The port of a server with the usual options."""
+def served(serve: Serve) -> Served:
+    """A server with the usual options."""
     return serve()

@@ -19,6 +19,7 @@ from zeroplan.core.digests import DIGESTS
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.programs.registry import PROGRAMS
 from zeroplan.simulate.allocator import native
+from zeroplan.tapes import shipped
 from zeroplan.ui.answers import answer, answer_text, names
 from zeroplan.ui.asked import PLAN_KEYS
 
@@ -96,6 +97,50 @@ def test_a_knob_turned_gives_the_total_it_promised() -> None:
         show = now | {key: change.pop(key) for key in PLAN_KEYS if key in change}
         turned = answer({**question, **change, "show": show})
         assert turned["report"]["plans"][turned["chosen"]]["gpu"]["total"] == knob["total"], knob
+
+
+@pytest.mark.parametrize("show", [(3, "cpu", "cpu"), (7, "x", "y")])
+def test_a_plan_that_no_row_has_is_said(show: tuple[int, str, str]) -> None:
+    """No other plan answers in its place."""
+    question = {"model": GPT2, "gpus": 2, "gpu": "T4", "engine": "ddp"}
+    told: list[dict[str, Any]] = []
+    found = answer({**question, "show": dict(zip(PLAN_KEYS, show, strict=True))}, told.append)
+    assert (found["verdict"], found["chosen"]) == ("No such plan", None)
+    assert found["figures"].startswith(f"DDP has no row for ZeRO-{show[0]}, optimizer")
+    assert found["report"]["plans"] == answer(question)["report"]["plans"]
+    assert not [one for one in told if "so_far" in one]
+
+
+@pytest.mark.parametrize("row", [{"seq_len": 256}, {"gpus": 2, "nodes": 2}])
+def test_a_row_of_the_map_is_what_each_question_answers(row: dict[str, int]) -> None:
+    show = {"stage": 2, "offload_optimizer": "cpu", "offload_param": "none"}
+    question = {"model": GPT2, "gpu": "T4", **row}
+    cells = answer({**question, "verb": "map", "show": show, "batches": [1, 64, 512]})["cells"]
+    assert {cell["verdict"] for cell in cells} == {"fits", "does not fit"}
+    for cell in cells:
+        found = answer({**question, "micro_batch": cell["batch"], "show": show})
+        plan = found["report"]["plans"][found["chosen"]]
+        assert (cell["bytes"], cell["verdict"]) == (plan["gpu"]["interval"][1], plan["verdict"])
+
+
+def test_what_the_line_and_the_verdict_show_is_said_in_words() -> None:
+    found = answer({"model": GPT2, "gpus": 2, "gpu": "T4"})
+    gpu = found["report"]["plans"][found["chosen"]]["gpu"]
+    sizes = (gpu["peak_reserved"], gpu["outside_torch"], gpu["total"])
+    assert re.findall(r"([\d.]+) GiB", found["reserved"]) == [f"{size / 2**30:.1f}" for size in sizes]
+    # Every layer of the picture has its name in the legend, which is made of these.
+    assert {layer["name"] for layer in found["timeline"]["layers"]} > {"activations", "parameters", "optimizer states"}
+
+
+def test_a_base_in_4_bits_brings_its_adapters() -> None:
+    """It is frozen: without adapters nothing would be trained. The engine stays."""
+    question = {"model": LLAMA, "gpus": 2, "gpu": "H100", "depth": "formula"}
+    found, said = answer({**question, "quantize": "nf4"}), answer({**question, "quantize": "nf4", "lora_rank": 16})
+    assert found["report"]["workload"]["lora_rank"] == 16
+    assert found["report"]["plans"] == said["report"]["plans"]
+    assert {plan["engine"] for plan in found["report"]["plans"]} == {"deepspeed"}
+    assert "LoRA adapters of rank 16 are trained beside it" in " ".join(found["report"]["warnings"])
+    assert "LoRA" not in " ".join(said["report"]["warnings"])
 
 
 @pytest.mark.parametrize("show", [None, {"stage": 2, "offload_optimizer": "none", "offload_param": "none"}])
@@ -181,6 +226,8 @@ def test_a_model_comes_as_its_config(cli: Cli, tmp_path: Path, monkeypatch: pyte
         ('{"model": "gpt2", "trust_remote_code": true}', "there is no field 'trust_remote_code'"),
         ('{"model": "gpt2", "verb": "verify"}', "verb: there is no verb 'verify'"),
         ('{"model": "gpt2", "show": {"stage": 1}}', "show: does not name a plan"),
+        ('{"model": "gpt2", "verb": "map", "gpu": "T4"}', "map: names no plan or no micro batches"),
+        ('{"model": "gpt2", "verb": "map", "batches": 3}', "batches: is no list"),
         ('{"model": "gpt2", "vram": "12Q"}', "--vram: '12Q' is not a size"),
         ('{"model": "nobody/nothing", "gpus": 2}', "offline"),
         ('{"model": "gpt2", "files": [{"name": "a"}]}', "files: has a file without a name and a text"),
@@ -194,6 +241,19 @@ def test_bad_input_is_one_line(question: str, says: str) -> None:
     assert says in found["error"]["text"]
     assert "\n" not in found["error"]["text"]
     assert "/tmp" not in found["error"]["text"]
+
+
+def test_a_tape_that_is_to_be_fetched_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The page in a browser has no tape before a question needs it: never are formulas alone the answer for want of one."""
+    monkeypatch.setattr(shipped, "DATA", str(tmp_path))
+    monkeypatch.setattr(shipped, "FETCHABLE", {"openai-community--gpt2.json.xz"})
+    monkeypatch.setattr(shipped.file_of, "__defaults__", (str(tmp_path),))
+    monkeypatch.setattr(shipped.path_of, "__defaults__", (str(tmp_path),))
+    question = json.dumps({"model": GPT2, "gpus": 2, "gpu": "T4"}).encode()
+    assert json.loads(answer_text(question)) == {"fetch": "openai-community--gpt2.json.xz"}
+    assert json.loads(answer_text(question.replace(b'"T4"', b'"T4", "verb": "recommend"'))) == {
+        "fetch": "openai-community--gpt2.json.xz"
+    }
 
 
 @pytest.mark.parametrize(

@@ -114,22 +114,16 @@ def _peaks(answer: Estimate, style: str, width: int | None) -> str:
 
 def _write_html(answer: Estimate, path: str) -> None:
     from zeroplan.core.plumbing.files import write_atomic
-    from zeroplan.planner.peak import family_at_peak
-    from zeroplan.report.chart_html import DrawnRun
-    from zeroplan.report.peak import origin_in
     from zeroplan.report.plans_html import html_report
+    from zeroplan.report.timeline import drawn
 
-    runs = {
-        index: DrawnRun(run.simulation.timeline, origin_in(run.tape), family_at_peak(run.tape, sharded=run.plan.stage == 3))
-        for index, run in enumerate(answer.runs)
-        if run is not None
-    }
+    runs = {index: drawn(run) for index, run in enumerate(answer.runs) if run is not None}
     write_atomic(path, html_report(answer.report, runs))
 
 
 def _write_timeline(answer: Estimate, path: str) -> None:
     from zeroplan.core.plumbing.files import write_atomic
-    from zeroplan.report.timeline import timeline_svg
+    from zeroplan.report.timeline import drawn, timeline_svg
 
     runs = [(plan, run) for plan, run in zip(answer.report.plans, answer.runs, strict=True) if run is not None]
     if not runs:
@@ -140,4 +134,4 @@ def _write_timeline(answer: Estimate, path: str) -> None:
         raise BadInput(f"{len(runs)} simulated plans", where="--timeline", remedy="name one by --stage and --offload-optimizer")
     plan, run = runs[0]
     title = f"{answer.report.model.name}, {plan.engine} {plan.label}"
-    write_atomic(path, timeline_svg(run.simulation.timeline.curve(), title=title, limit=plan.gpu.usable))
+    write_atomic(path, timeline_svg(drawn(run), title=title, limit=plan.gpu.usable))

@@ -37,12 +37,13 @@ def estimate_report(request: Ask) -> Report:
     return estimate_runs(request).report
 
 
-def estimate_runs(request: Ask, each: Callable[[Estimate, int], None] | None = None) -> Estimate:
+def estimate_runs(request: Ask, each: Callable[[Estimate, int], None] | None = None, *, relief: bool = True) -> Estimate:
     """Return the report of :func:`estimate_report`, and the simulated run behind each plan.
 
     Args:
         each: called as each plan is done, in the order of the report: with the estimate so far, which has no reliefs yet, and
             the number of plans that it will have.
+        relief: whether to look for what would lower the decisive plan, which takes most of the time of a single plan.
 
     Raises:
         BadInput: a value that cannot be used; or ``--depth simulated`` where a model cannot be traced.
@@ -79,7 +80,7 @@ def estimate_runs(request: Ask, each: Callable[[Estimate, int], None] | None = N
         if each is not None:
             each(Estimate(_report(resolved, setup, shallow, plans), tuple(runs)), len(resolved.cases))
     report = _report(resolved, setup, shallow, plans)
-    return Estimate(_with_reliefs(report, resolved, runs, config), tuple(runs))
+    return Estimate(_with_reliefs(report, resolved, runs, config) if relief else report, tuple(runs))
 
 
 def _report(resolved: Resolved, setup: Setup | None, shallow: list[str], plans: list[MemoryPlan]) -> Report:

@@ -23,7 +23,7 @@ from zeroplan.run.ask import Ask
 from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.experts import AUTO_EP, OWN_EXPERTS
 from zeroplan.techniques.images import ImagesTechnique
-from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
+from zeroplan.techniques.quantized_base import ADAPTERS_RANK, QuantizedBaseTechnique, lacks_adapters
 from zeroplan.techniques.table import techniques_of
 
 #: Sections of a config whose models take images or sound beside tokens.
@@ -53,6 +53,11 @@ def resolve(request: Ask) -> Resolved:
         raise BadInput(f"unknown depth {request.depth!r}", where="--depth", remedy=f"use one of {', '.join(DEPTHS)}")
     engine = find_engine(request.engine)
     warnings: list[str] = []
+    if lacks_adapters(request):
+        request = request.replace(lora_rank=ADAPTERS_RANK)
+        warnings.append(
+            f"a quantised base is frozen, so LoRA adapters of rank {ADAPTERS_RANK} are trained beside it (--lora-rank)"
+        )
     if request.deepspeed_version is not None:
         from zeroplan.interop.deepspeed_version import asked_version
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from html import escape
 
-from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import Family
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.sizes import format_bytes
 from zeroplan.report.html_parts import folded, table
 from zeroplan.report.palette import FAMILY_COLORS, OTHER_COLOR
 from zeroplan.report.plans import peak_parts
-from zeroplan.report.timeline import phase_name
-from zeroplan.simulate.timeline import Note, Timeline
+from zeroplan.report.timeline import DrawnRun, layers, phase_name
 
 #: Points of a curve. A phone has about as many pixels.
 _POINTS = 320
@@ -24,15 +21,6 @@ _PARTS = 1 << 16
 _NAMES = frozenset(Family)
 #: Most rows in the table of what is alive at the peak.
 _MOST_ROWS = 14
-
-
-@dataclass(frozen=True, slots=True)
-class DrawnRun:
-    """The run behind a plan: its timeline, and functions that name the origin and the family of an allocation."""
-
-    timeline: Timeline
-    origin: Callable[[Buffer, Note], str]
-    family: Callable[[Buffer, Note], Family]
 
 
 def chart(plan: MemoryPlan, run: DrawnRun, name: str) -> str:
@@ -47,14 +35,13 @@ def chart(plan: MemoryPlan, run: DrawnRun, name: str) -> str:
         whole = [round(size / unit) for size in sizes]
         return ",".join(str(now) if at == 0 or now != whole[at - 1] else "" for at, now in enumerate(whole))
 
-    stack = run.timeline.stacked(curve.events, run.family)
     data = {
         "unit": unit,
         "usable": plan.gpu.usable,
         "positions": ",".join(f"{position:.4f}".lstrip("0") for position in curve.positions),
         "allocated": packed(curve.allocated),
         "reserved": packed(curve.reserved),
-        "layers": [[family.value, FAMILY_COLORS[family], packed(stack[family])] for family in FAMILY_COLORS if family in stack],
+        "layers": [[one.name, one.color, packed(one.bytes)] for one in layers(run, curve)],
         "marks": [[round(position, 4), phase_name(mark)] for position, mark in curve.marks],
     }
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")

@@ -9,10 +9,11 @@ from typing import Any
 
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.sizes import format_bytes, format_gib
-from zeroplan.report.chart_html import DrawnRun, at_peak, by_origin, chart
+from zeroplan.report.chart_html import at_peak, by_origin, chart
 from zeroplan.report.html_parts import card, folded, gauge, items, mark_of, paragraphs, table, verdict_card
 from zeroplan.report.page import page
 from zeroplan.report.plans import asked_text, figures, fits_text, report_notes
+from zeroplan.report.timeline import DrawnRun
 from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, stages_sentence, verdict
 
 _FITS = {True: "fits", False: "does not fit", None: ""}

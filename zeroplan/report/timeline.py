@@ -1,16 +1,46 @@
-"""A run's GPU memory as an SVG: allocated bytes stacked by buffer, with the reserved bytes as a line above."""
+"""A run's GPU memory as a picture: allocated bytes stacked by family, with the reserved bytes as a line above."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
+from zeroplan.core.buffers import Buffer
+from zeroplan.core.families import Family
 from zeroplan.core.sizes import GIB, MIB, format_bytes
+from zeroplan.planner.peak import family_at_peak
 from zeroplan.report import svg
-from zeroplan.report.palette import COLORS, OTHER_COLOR, palette
-from zeroplan.simulate.timeline import Curve
+from zeroplan.report.palette import FAMILY_COLORS, palette
+from zeroplan.report.peak import origin_in
+from zeroplan.simulate.timeline import Curve, Note, Timeline
+
+if TYPE_CHECKING:
+    from zeroplan.planner.simulated import Simulated
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnRun:
+    """The run behind a plan: its timeline, and functions that name the origin and the family of an allocation."""
+
+    timeline: Timeline
+    origin: Callable[[Buffer, Note], str]
+    family: Callable[[Buffer, Note], Family]
+
+
+class Layer(NamedTuple):
+    """A family of buffers in a picture: its name, its colour, and its bytes at each point of the curve."""
+
+    name: str
+    color: str
+    bytes: tuple[int, ...]
+
+
+def drawn(run: Simulated) -> DrawnRun:
+    """Return what a picture needs of a simulated run."""
+    return DrawnRun(run.simulation.timeline, origin_in(run.tape), family_at_peak(run.tape, sharded=run.plan.stage == 3))
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,38 +73,29 @@ class Frame:
         return self.top + self.plot_height * (1 - value / top)
 
 
-def layers(curve: Curve, most: int = 11) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return (name, colour, bytes at each point) for each layer, lowest first. All but the `most` largest are one layer."""
-    largest = sorted(curve.by_buffer, key=lambda buffer: max(curve.by_buffer[buffer], default=0), reverse=True)
-    shown = [buffer for buffer in largest if any(curve.by_buffer[buffer])]
-    rest = shown[most:] if len(shown) > most + 1 else []
-    shown = [buffer for buffer in shown if buffer not in rest]
-    order = {buffer: place for place, buffer in enumerate(COLORS)}
-    shown.sort(key=lambda buffer: order.get(buffer, len(order)))
-    stack = [(buffer.value, COLORS.get(buffer, OTHER_COLOR), curve.by_buffer[buffer]) for buffer in shown]
-    if rest:
-        sums = tuple(sum(column) for column in zip(*(curve.by_buffer[buffer] for buffer in rest), strict=True))
-        stack.append((f"{len(rest)} smaller", OTHER_COLOR, sums))
-    return stack
+def layers(run: DrawnRun, curve: Curve) -> list[Layer]:
+    """Return the families of what is alive, the lowest first; they add up to what is allocated."""
+    stack = run.timeline.stacked(curve.events, run.family)
+    return [Layer(family, color, stack[family]) for family, color in FAMILY_COLORS.items() if any(stack.get(family, ()))]
 
 
 def timeline_svg(
-    curve: Curve, *, title: str = "", subtitle: str = "", limit: int | None = None, frame: Frame | None = None
+    run: DrawnRun, *, title: str = "", subtitle: str = "", limit: int | None = None, frame: Frame | None = None
 ) -> str:
     """Return the picture as SVG text.
 
     Args:
-        curve: from :meth:`Timeline.curve`.
+        run: what is drawn.
         title, subtitle: the two lines above the picture.
         limit: usable bytes of the GPU. A line is drawn if it is below 1.6 times the highest value.
         frame: sizes and margins.
     """
-    frame = frame or Frame()
+    frame, curve = frame or Frame(), run.timeline.curve()
     highest = max((*curve.reserved, *curve.allocated, 1))
     show_limit = limit is not None and limit < 1.6 * highest
     top = max(highest, limit if show_limit and limit is not None else 0) * 1.04
     peak = max(range(len(curve.allocated)), key=curve.allocated.__getitem__, default=-1)
-    stack = layers(curve)
+    stack = layers(run, curve)
     parts = [
         svg.text(frame.left, 24, title, size=16, weight=600),
         svg.text(frame.left, 43, subtitle, size=12, color="faint"),
@@ -109,7 +130,7 @@ def _grid(frame: Frame, top: float) -> list[str]:
     return parts
 
 
-def _areas(frame: Frame, curve: Curve, stack: Sequence[tuple[str, str, tuple[int, ...]]], top: float) -> list[str]:
+def _areas(frame: Frame, curve: Curve, stack: Sequence[Layer], top: float) -> list[str]:
     below = [0] * len(curve.events)
     xs = [frame.x(position) for position in curve.positions]
     parts = []
@@ -173,7 +194,7 @@ def _peak(frame: Frame, curve: Curve, peak: int, top: float) -> list[str]:
     ]
 
 
-def _legend(frame: Frame, curve: Curve, stack: Sequence[tuple[str, str, tuple[int, ...]]], peak: int) -> list[str]:
+def _legend(frame: Frame, curve: Curve, stack: Sequence[Layer], peak: int) -> list[str]:
     x, right, y = frame.x(1) + 22, frame.width - 14, frame.top + 4
     parts = [svg.text(x, y, "alive at the peak", weight=600)]
     rows = [(name, color, heights[peak]) for name, color, heights in reversed(stack)] if peak >= 0 else []

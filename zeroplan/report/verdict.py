@@ -160,6 +160,18 @@ def _size(count: int) -> str:
     return format_bytes(count, digits=1)
 
 
+def reserved_sentence(plan: MemoryPlan) -> str:
+    """Return how the verdict's figure follows from what a timeline's line shows; empty where no peak is known."""
+    gpu = plan.gpu
+    if gpu.peak_reserved is None or gpu.total is None:
+        return ""
+    beside = gpu.total - gpu.peak_reserved
+    return (
+        f"The line is what torch's allocator reserves, its cache included: {_size(gpu.peak_reserved)} at most. With"
+        f" {_size(beside)} of CUDA context, kernels and NCCL beside it, nvidia-smi shows the verdict's {_size(gpu.total)}."
+    )
+
+
 def stages_sentence(plan: MemoryPlan) -> str:
     """Return what each pipeline stage needs, the worst first: ``"Stages: 0 needs 7.7 GiB, 1 7.2, …"``; empty without stages."""
     if not plan.stages:

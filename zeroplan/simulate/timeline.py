@@ -57,7 +57,6 @@ class Curve:
         events: the index of the event at each point.
         positions: where to draw each point, from 0 (the first event) to 1 (the last).
         allocated, reserved: bytes at each point; `reserved` is the most within the slice.
-        by_buffer: each buffer's bytes at each point; they add up to `allocated`.
         marks: each mark's position and name, in order.
     """
 
@@ -65,7 +64,6 @@ class Curve:
     positions: tuple[float, ...]
     allocated: tuple[int, ...]
     reserved: tuple[int, ...]
-    by_buffer: dict[Buffer, tuple[int, ...]]
     marks: tuple[tuple[float, str], ...]
 
 
@@ -187,7 +185,6 @@ class Timeline:
             tuple(positions),
             tuple(allocated[event] for event in chosen),
             tuple(self._reserved(slices)),
-            self.stacked(chosen, lambda buffer, _: buffer),
             tuple(marks),
         )
 
@@ -267,7 +264,7 @@ class Timeline:
 
     def stacked(self, chosen: Sequence[int], group: Callable[[Buffer, Note], _Key]) -> dict[_Key, tuple[int, ...]]:
         """Return for each group of allocations its bytes after each of the chosen events, which ascend; `group` names an
-        allocation's group by its label.
+        allocation's group by its label. They add up to what is allocated.
         """
         sizes, free, alloc = self.result.block_sizes, int(AllocatorOp.FREE), int(AllocatorOp.ALLOC)
         groups = [group(buffer, note) for buffer, note in self._labels.labels_of(range(len(sizes)))]

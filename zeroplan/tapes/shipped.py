@@ -28,6 +28,18 @@ DATA = os.path.join(os.path.dirname(__file__), "data")
 
 
 SOFTWARE, FAILED = "software", "failed"
+#: Names of files that can be fetched into ``data/`` when a question needs them: the page in a browser has none before.
+FETCHABLE: set[str] = set()
+
+
+class NotFetchedError(BaseException):
+    """A file of tapes that can be fetched is not here yet: `name`. No ``except Exception`` around a model's code holds it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
 #: The file that names, for a model without a file, the model with equal tapes that has one.
 _SAME = "same.json"
 
@@ -95,6 +107,8 @@ def write_file(path: str, content: dict[str, Any]) -> None:
 @lru_cache(maxsize=4)
 def _text(path: str) -> str:
     if not os.path.exists(path):
+        if os.path.basename(path) in FETCHABLE:
+            raise NotFetchedError(os.path.basename(path))
         return ""
     with lzma.open(path, "rt", encoding="utf-8") as stream:
         return stream.read()
@@ -109,7 +123,11 @@ def _tape(path: str, key: str) -> Tape | None:
 
 
 def find(spec: ModelSpec, options: TraceOptions) -> Tape | None:
-    """Find the shipped tape of a model that the catalog holds, under its own name or with the same config facts."""
+    """Find the shipped tape of a model that the catalog holds, under its own name or with the same config facts.
+
+    Raises:
+        NotFetchedError: where tapes are fetched, its file has not been.
+    """
     entry = _entry(spec)
     if entry is None:
         return None

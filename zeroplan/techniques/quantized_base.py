@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from zeroplan.models.spec import ModelSpec
 
 
+#: The rank of the adapters that come with ``--quantize`` where nobody says one.
+ADAPTERS_RANK = 16
+
+
+def lacks_adapters(asked: Asked) -> bool:
+    """Return whether a quantised base is asked for without adapters: it is frozen, so nothing would be trained."""
+    base = asked[QuantizedBaseTechnique.quantize] is not None and not asked[QuantizedBaseTechnique.built]
+    return base and "lora_rank" not in asked.said
+
+
 class QuantizedBaseTechnique(Technique[QuantizedBase]):
     """A quantised base. `packed`: methods of packed weights that an engine's plans know.
 
@@ -56,8 +66,8 @@ class QuantizedBaseTechnique(Technique[QuantizedBase]):
                 raise BadInput("adapters without a quantised base", where="adapter_dtype", remedy="give quantize as well")
             return None
         kept, named_by = parse_quantization(quantize), asked[QuantizedBaseTechnique.quantized_by]
-        if "lora_rank" not in asked.said and not asked[QuantizedBaseTechnique.built]:
-            remedy = "give --lora-rank 16 to train adapters beside it"
+        if lacks_adapters(asked):
+            remedy = f"give --lora-rank {ADAPTERS_RANK} to train adapters beside it"
             raise BadInput("a quantised base is frozen", where=named_by, remedy=remedy)
         older = before_5(asked)
         return QuantizedBase(

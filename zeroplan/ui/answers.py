@@ -21,11 +21,12 @@ from zeroplan.core.plan import MemoryPlan, Relief, Report
 from zeroplan.core.plumbing.documents import parse_json, text_of
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import dump_ds_config
+from zeroplan.engines.words import engine_title, sharding_text
 from zeroplan.planner.estimate import Estimate, estimate_runs
-from zeroplan.report.timeline import layers
-from zeroplan.report.verdict import largest_item, name_of, peak_sentence, stages_sentence, verdict
+from zeroplan.report.timeline import DrawnRun, drawn, layers
+from zeroplan.report.verdict import largest_item, name_of, peak_sentence, reserved_sentence, stages_sentence, verdict
 from zeroplan.run.ask import Ask
-from zeroplan.simulate.timeline import Timeline
+from zeroplan.tapes.shipped import NotFetchedError
 from zeroplan.ui.asked import PLAN_KEYS, Question, plan_words, read_question
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ Say = Callable[[dict[str, Any]], None]
 
 
 def answer_text(data: bytes, say: Say | None = None, *, hub: bool = False) -> str:
-    """Return the answer to one question as JSON text; bad input is an answer, too: ``{"error": {…}}``.
+    """Return the answer to one question as JSON text; bad input is an answer, too: ``{"error": {…}}``. Where tapes are
+    fetched, ``{"fetch": "NAME"}`` names a file that is to be put into ``tapes/data`` before the question is asked again.
 
     Args:
         data: the question as UTF-8, an object of :func:`zeroplan.ui.asked.read_question`.
@@ -48,6 +50,8 @@ def answer_text(data: bytes, say: Say | None = None, *, hub: bool = False) -> st
     """
     try:
         found = answer(parse_json(text_of(data, "the question"), "the question"), say, hub=hub)
+    except NotFetchedError as missing:
+        found = {"fetch": missing.name}
     except BadInput as error:
         found = {"error": {"text": str(error), "what": error.what, "where": error.where, "remedy": error.remedy}}
     return json.dumps(found, separators=(",", ":"))
@@ -98,17 +102,23 @@ def _estimate(asked: Question, say: Say | None) -> dict[str, Any]:
         if request.depth is None:  # the formulas answer at once; each row's own figures take its place as it is done
             estimate_runs(request.replace(depth="formula"), lambda so_far, total: say(_told(so_far, total)))
         found = estimate_runs(request, _teller(asked, say, charts))
+    keys = [_key(plan) for plan in found.report.plans]
+    if asked.show is not None and keys and asked.show not in keys:
+        engine = found.report.plans[0].engine
+        missing = f"{engine_title(engine)} has no row for {sharding_text(engine, *asked.show)}"
+        says = f"No such plan: {missing}. Choose one of the table, or auto."
+        return _without_a_plan(asked, found.report, says)
     at = _chosen(found.report, asked.show)
     if at is None:  # an engine that runs none of these
-        return {
-            "report": json.loads(found.report.to_json()),
-            "chosen": None,
-            **_words_of(verdict(found.report)),
-            "command": _command(asked),
-        }
+        return _without_a_plan(asked, found.report, verdict(found.report))
     several = len(found.report.plans) > 1
     reliefs = _reliefs(found, at, request) if asked.show is not None and several else found.report.reliefs
     return _shown(asked, found, at, reliefs, charts, several=several)
+
+
+def _without_a_plan(asked: Question, report: Report, says: str) -> dict[str, Any]:
+    """Return an answer that is about no plan."""
+    return {"report": json.loads(report.to_json()), "chosen": None, **_words_of(says), "command": _command(asked)}
 
 
 def _teller(asked: Question, say: Say, charts: dict[int, dict[str, Any] | None]) -> Callable[[Estimate, int], None]:
@@ -137,7 +147,7 @@ def _settled(report: Report, show: tuple[int, str, str] | None, total: int) -> i
     if show is None and report.plans[-1].fits:
         return len(report.plans) - 1  # the first that fits, since it is asked until one does
     keys = [_key(plan) for plan in report.plans]
-    if show in keys or len(keys) == total:
+    if show in keys or (show is None and len(keys) == total):
         return _chosen(report, show)
     return None
 
@@ -163,7 +173,7 @@ def _shown(
     report, plan, run = found.report, found.report.plans[at], found.runs[at]
     pinned = asked.show is not None and several
     if at not in charts:
-        charts[at] = None if run is None else timeline_data(run.simulation.timeline)
+        charts[at] = None if run is None else timeline_data(drawn(run))
     return {
         "report": json.loads(report.to_json()),
         "chosen": at,
@@ -172,6 +182,7 @@ def _shown(
         **_words_of(verdict(report.model_copy(update={"plans": (plan,)}) if pinned else report)),
         "peak": peak_sentence(plan) or largest_item(plan),
         "stages": stages_sentence(plan),
+        "reserved": reserved_sentence(plan),
         "knobs": None if reliefs is None else [_knob(one) for one in reliefs],
         "timeline": charts[at],
         "command": _command(asked, plan_words(_key(plan)) if pinned else ()),
@@ -230,17 +241,32 @@ def _changed_by(flags: str) -> dict[str, Any]:
     return found
 
 
-def timeline_data(timeline: Timeline) -> dict[str, Any]:
+def timeline_data(run: DrawnRun) -> dict[str, Any]:
     """Return a run's curve as plain data: positions from 0 to 1 and, lowest first, layers of bytes that add up to allocated."""
-    curve = timeline.curve(_POINTS)
+    curve = run.timeline.curve(_POINTS)
     return {
         "positions": [round(position, 5) for position in curve.positions],
         "allocated": list(curve.allocated),
         "reserved": list(curve.reserved),
-        "layers": [{"name": name, "color": color, "bytes": list(sizes)} for name, color, sizes in layers(curve)],
+        "layers": [{"name": one.name, "color": one.color, "bytes": list(one.bytes)} for one in layers(run, curve)],
         "marks": [[round(position, 5), name] for position, name in curve.marks],
         "peak": max(range(len(curve.allocated)), key=curve.allocated.__getitem__),
     }
+
+
+def _map(asked: Question, say: Say | None) -> dict[str, Any]:
+    """Return one row of a map: what the plan `show` needs at each of the micro batches asked for, and whether it fits."""
+    if asked.show is None or not asked.batches:
+        raise BadInput("names no plan or no micro batches", where="map", remedy="give show and batches")
+    stage, optimizer, param = asked.show
+    request = asked.request.replace(files=asked.sources)
+    if not asked.sources:  # a file says which plan it is
+        request = request.replace(stage=stage, offload_optimizer=optimizer, offload_param=param)
+    cells = []
+    for batch in asked.batches:
+        (plan,) = estimate_runs(request.replace(micro_batch=batch), relief=False).report.plans
+        cells.append({"batch": batch, "bytes": plan.gpu.at_most, "depth": plan.depth, "verdict": plan.verdict.value})
+    return {"cells": cells}
 
 
 def _recommend(asked: Question, say: Say | None) -> dict[str, Any]:
@@ -342,6 +368,7 @@ def _read(asked: Question, say: Say | None) -> dict[str, Any]:
 
 _VERBS: dict[str, Callable[[Question, Say | None], dict[str, Any]]] = {
     "estimate": _estimate,
+    "map": _map,
     "recommend": _recommend,
     "files": _files,
     "read": _read,

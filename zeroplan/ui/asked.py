@@ -21,10 +21,12 @@ PLAN_KEYS = ("stage", "offload_optimizer", "offload_param")
 _FOR_SEARCH = frozenset(
     name for name, option in _TAKEN.items() if option.taken_by("recommend") and not option.found and option.panel != MESH
 ) | {"depth", "program"}
-VERBS = ("estimate", "recommend", "files", "read")
+VERBS = ("estimate", "map", "recommend", "files", "read")
 #: Longest text of a field, in characters; most files; and characters of a file's name that are kept.
 _MOST_TEXT, _MOST_FILES, _MOST_NAME = 4096, 8, 80
-_KNOWN = (*_TAKEN, "verb", "files", "show", "form", "global_batch")
+#: Micro batches of a map's row, at most.
+_MOST_BATCHES = 16
+_KNOWN = (*_TAKEN, "verb", "files", "show", "form", "global_batch", "batches")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class Question:
     """One question.
 
     Attributes:
-        verb: estimate, recommend, files (write a plan's) or read (which fields the question's files say).
+        verb: estimate, map (what one plan needs at several micro batches), recommend, files (write a plan's) or read (which
+            fields the question's files say).
         request: what to plan; every stage and offload is left open.
         show: stage and offloads of the plan that the answer is about; None lets the answer choose.
         words: the command that asks the same, without `show`.
@@ -40,6 +43,7 @@ class Question:
         read: of each file that came with it, its name and whether it is the ``model`` or a ``run``.
         form: of the files to write; None for the usual one.
         global_batch: for a search: sequences a step.
+        batches: for a map: its micro batches.
     """
 
     verb: str
@@ -50,6 +54,7 @@ class Question:
     read: tuple[dict[str, str], ...]
     form: str | None = None
     global_batch: int | None = None
+    batches: tuple[int, ...] = ()
 
 
 def read_question(data: Any, folder: str) -> Question:
@@ -57,7 +62,8 @@ def read_question(data: Any, folder: str) -> Question:
 
     Args:
         data: the question as JSON gives it: options of a run under their names; ``files``, a list of ``name`` and
-            ``text``; ``show``, an object of ``stage``, ``offload_optimizer`` and ``offload_param``; ``verb``; ``form``.
+            ``text``; ``show``, an object of ``stage``, ``offload_optimizer`` and ``offload_param``; ``verb``; ``form``;
+            ``batches``, a list.
         folder: an empty folder.
 
     Raises:
@@ -99,6 +105,7 @@ def read_question(data: Any, folder: str) -> Question:
         tuple(read),
         None if data.get("form") is None else _typed("form", data["form"], str),
         batch,
+        _batches(data.get("batches")),
     )
 
 
@@ -129,6 +136,14 @@ def _shown(data: Any) -> tuple[int, str, str] | None:
         raise BadInput("does not name a plan", where="show", remedy=f"give {', '.join(PLAN_KEYS)}")
     stage, optimizer, param = (_typed(key, data[key], int if key == "stage" else str) for key in PLAN_KEYS)
     return stage, optimizer, param
+
+
+def _batches(data: Any) -> tuple[int, ...]:
+    if data is None:
+        return ()
+    if not isinstance(data, list) or len(data) > _MOST_BATCHES:
+        raise BadInput(f"is no list of at most {_MOST_BATCHES} numbers", where="batches")
+    return tuple(_typed("batches", one, int) for one in data)
 
 
 def _write_files(data: Any, folder: str) -> list[dict[str, str]]:

@@ -1,7 +1,8 @@
 """``zeroplan ui``: the page's files and its questions on 127.0.0.1, for pages of this server alone.
 
 A page from anywhere else can neither read an answer nor ask for one: the Host of a request must be this machine's own name,
-which stops names that others let resolve to it, and a question must come from this origin as JSON.
+which stops names that others let resolve to it, and a question must come from this origin as JSON. Nor can another user of this
+machine, who reaches 127.0.0.1 as well: a question carries the token of the address that the terminal shows.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import contextlib
 import json
 import mimetypes
 import os
+import secrets
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -25,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zeroplan.core.errors import BadInput
 from zeroplan.report.page import asset
@@ -33,6 +36,8 @@ from zeroplan.ui.worker import HUB
 
 #: Bytes of a question at most, files included: those of a configuration's own limit.
 MOST_BYTES = 1 << 20
+#: Seconds in which a request must have come: its head, and then its body.
+REQUEST_SECONDS = 20.0
 #: Bytes of one line of the worker. The answer of a search with every plan's lines has about a tenth of it.
 _MOST_LINE = 64 << 20
 #: The page loads nothing from anywhere else and sends nothing there; a browser holds it to that.
@@ -119,29 +124,71 @@ class _Headers:
         await self._app(scope, receive, with_headers)
 
 
-def application(*, timeout: float = 60.0, hub: bool = False) -> Starlette:
+class _Prompt(H11Protocol):  # type: ignore[misc]
+    """Ends a connection on which a request's head has begun, or should have, and does not end in time."""
+
+    _late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._late is not None:
+            self._late.cancel()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:  # the head has come
+            if self._late is not None:
+                self._late.cancel()
+            self._late = None
+        elif self._late is None:  # what trickles in does not begin anew
+            self._late = self.loop.call_later(REQUEST_SECONDS, self.transport.close)
+
+
+def application(token: str, *, timeout: float = 60.0, hub: bool = False) -> Starlette:
     """Return the ASGI application.
 
     Args:
+        token: what a question must carry.
         timeout: seconds that a question may take.
         hub: whether a model that is not shipped may be asked of the hub.
     """
     answerer = Answerer(timeout, hub=hub)
 
+    def stranger(request: Request) -> Response | None:
+        given = request.headers.get("x-zeroplan-token", "")
+        if secrets.compare_digest(given.encode(), token.encode()):
+            return None
+        return _error(403, "open the address that zeroplan ui prints in its terminal: it ends in this server's token")
+
     async def ask(request: Request) -> Response:
+        if (refused := stranger(request)) is not None:
+            return refused
         if request.headers.get("origin") != f"http://{request.headers['host']}":
             return _error(403, "a question of another page is not answered")
         if request.headers.get("content-type", "").partition(";")[0] != "application/json":
             return _error(415, "a question is application/json")
         body = b""
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > MOST_BYTES:
-                return _error(413, f"a question has at most {MOST_BYTES >> 20} MiB, files included")
+        try:
+            async with asyncio.timeout(REQUEST_SECONDS):
+                async for chunk in request.stream():
+                    body += chunk
+                    if len(body) > MOST_BYTES:
+                        return _error(413, f"a question has at most {MOST_BYTES >> 20} MiB, files included")
+        except TimeoutError:
+            return _error(408, f"a question must have come within {REQUEST_SECONDS:g} s")
         question = b" ".join(body.split(b"\n"))  # in JSON a line break stands between values only
         return StreamingResponse(answerer.ask(question), media_type="application/x-ndjson")
 
     async def offered(request: Request) -> Response:
+        if (refused := stranger(request)) is not None:
+            return refused
         return JSONResponse(names(hub=hub))
 
     async def colours(request: Request) -> Response:
@@ -184,10 +231,13 @@ def listen(port: int) -> socket.socket:
     return listening
 
 
-def serve(listening: socket.socket, *, timeout: float, hub: bool) -> None:
-    """Serve the page on a socket until the process is interrupted."""
-    config = uvicorn.Config(
-        application(timeout=timeout, hub=hub), log_level="warning", access_log=False, server_header=False, lifespan="on"
-    )
+def serve(listening: socket.socket, token: str, *, timeout: float, hub: bool) -> None:
+    """Serve the page on a socket, for those who have the token, until the process is interrupted."""
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
+        server_of(application(token, timeout=timeout, hub=hub)).run(sockets=[listening])
+
+
+def server_of(app: Starlette) -> uvicorn.Server:
+    """Return the server of an application; it waits for no request that does not come."""
+    config = uvicorn.Config(app, http=_Prompt, log_level="warning", access_log=False, server_header=False, lifespan="on")
+    return uvicorn.Server(config)

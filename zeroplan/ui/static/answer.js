@@ -1,8 +1,16 @@
 // An answer on the page: the verdict, what would lower it, every row, and the lines of the plan that is shown.
 
+import { labelsOf, named } from "./labels.js";
 import { by, count, fits, gib, make, most, needed, offload, shade, size } from "./words.js";
 
-const KIND = { Fits: "yes", "Does not fit": "no", "Nothing fits": "no", Unknown: "unsure" };
+const KIND = { Fits: "yes", "May fit": "unsure", "Does not fit": "no", "Nothing fits": "no", Unknown: "unsure", "No such plan": "no" };
+
+// A message of the command line in the page's own words.
+let labels = null;
+export function worded(text) {
+  labels ??= labelsOf(document);
+  return named(text, labels);
+}
 
 export function gauge(plan, scale) {
   const [low, high] = plan.gpu.interval ?? [needed(plan), needed(plan)];
@@ -25,7 +33,7 @@ export function verdict(answer) {
   const place = by("verdict");
   place.className = `card verdict ${KIND[answer.verdict] ?? ""}`;
   const plan = answer.chosen === null ? null : answer.report.plans[answer.chosen];
-  place.replaceChildren(make("h2", {}, answer.verdict), make("p", {}, answer.figures));
+  place.replaceChildren(make("h2", {}, answer.verdict), make("p", {}, worded(answer.figures)));
   if (!plan) return;
   place.append(gauge(plan, Math.max(1.25 * (plan.gpu.usable ?? 0), 1.02 * most(plan))));
   for (const text of [answer.peak, answer.stages]) if (text) place.append(make("p", { class: "hint" }, text));
@@ -41,14 +49,15 @@ export function progress(done, of) {
 }
 
 // Says why there is no answer, and marks the field that is to blame: "--micro-batch" names micro_batch.
-export function failed(error) {
+export function failed(error, again = null) {
   const blamed = (error?.where ?? "").replace(/^--/, "").replaceAll("-", "_").toLowerCase().replace(/^params$/, "model");
   for (const input of document.querySelectorAll("[data-field], [data-box]")) {
     if (blamed && (input.dataset.field ?? input.dataset.box) === blamed) input.setAttribute("aria-invalid", "true");
     else input.removeAttribute("aria-invalid");
   }
   by("error").hidden = !error;
-  by("error").replaceChildren(...(error ? [make("p", {}, make("strong", {}, "Not planned: "), error.text)] : []));
+  const retry = again && make("button", { type: "button", onclick: again }, "Try again");
+  by("error").replaceChildren(...(error ? [make("p", {}, make("strong", {}, "Not planned: "), worded(error.text)), ...(retry ? [retry] : [])] : []));
 }
 
 export function notes(answer) {
@@ -62,7 +71,7 @@ export function notes(answer) {
     ...(plan?.settle ? [`To settle whether it fits, ${plan.settle}.`] : []),
   ];
   by("notes").hidden = !texts.length;
-  by("notes").replaceChildren(make("ul", {}, ...[...new Set(texts)].map((text) => make("li", {}, text))));
+  by("notes").replaceChildren(make("ul", {}, ...[...new Set(texts)].map((text) => make("li", {}, worded(text)))));
 }
 
 export function knobs(answer, turn) {
@@ -72,7 +81,7 @@ export function knobs(answer, turn) {
     ...(answer.knobs ?? []).map((knob) =>
       make(
         "button",
-        { type: "button", onclick: () => turn(knob), title: knob.flags },
+        { type: "button", onclick: () => turn(knob) },
         knob.what,
         make("small", {}, `−${size(knob.saves)} → ${size(knob.total)}${knob.fits === true ? ", fits" : knob.fits === false ? ", does not fit" : ""}`),
       ),
@@ -106,7 +115,7 @@ export function rows(plans, chosen, choose, { done = true } = {}) {
     });
     return row;
   });
-  const cells = head.map((text, at) => make("th", { scope: "col", "aria-label": text ? null : "share of the card", class: [at === 2 || at === 4 || at === 5 ? "figure" : "", hide.includes(at) ? "narrow-hide" : ""].join(" ").trim() || null }, text));
+  const cells = head.map((text, at) => make(text ? "th" : "td", { scope: text ? "col" : null, class: [at === 2 || at === 4 || at === 5 ? "figure" : "", hide.includes(at) ? "narrow-hide" : ""].join(" ").trim() || null }, text));
   by("rows").replaceChildren(make("thead", {}, make("tr", {}, ...cells.filter((_, at) => shown[at]))), make("tbody", {}, ...body));
 }
 
@@ -123,11 +132,15 @@ export function legend(timeline, at, where) {
   if (!timeline) return place.replaceChildren();
   const point = at ?? timeline.peak;
   const item = (name, bytes, color) => make("li", {}, color ? swatch(color) : "", `${name} `, make("b", {}, size(bytes)));
+  const least = 2 ** 20;
+  // A layer that is not there at this point is in the picture all the same.
+  const elsewhere = (layer, most) => make("li", {}, swatch(layer.color), `${layer.name} `, make("b", {}, "0"), ` (elsewhere up to ${size(most)})`);
+  const layers = timeline.layers.map((layer) => [layer.bytes[point], Math.max(...layer.bytes), layer]).filter(([, most]) => most >= least);
   place.replaceChildren(
     make("li", {}, make("b", {}, at === null ? "At the peak:" : where)),
-    ...timeline.layers.map((layer) => [layer.bytes[point], layer]).filter(([bytes]) => bytes >= 2 ** 20).sort(([one], [two]) => two - one).map(([bytes, layer]) => item(layer.name, bytes, layer.color)),
+    ...layers.sort(([one, ones], [two, twos]) => two - one || twos - ones).map(([bytes, most, layer]) => (bytes >= least ? item(layer.name, bytes, layer.color) : elsewhere(layer, most))),
     item("allocated", timeline.allocated[point]),
-    item("reserved (line)", timeline.reserved[point]),
+    item("reserved, the line,", timeline.reserved[point]),
   );
 }
 
@@ -149,18 +162,22 @@ const COMPARED = [
   ["disk a node", (plan) => plan.nvme.per_node],
 ];
 
-export function difference(here, held) {
+// The shown plan's figures beside those of the held ones, each with what it has more or less.
+export function difference(answer, held) {
   const place = by("difference");
-  place.hidden = !held;
-  if (!held) return;
-  const figures = COMPARED.map(([name, of]) => [name, of(held) ?? null, of(here) ?? null]).filter(([, one, two]) => one || two);
-  const change = (one, two) => (one === null || two === null ? make("td", {}, "") : make("td", { class: `figure ${two < one ? "less" : two > one ? "more" : ""}` }, two === one ? "same" : `${two > one ? "+" : "−"}${gib(Math.abs(two - one))}`));
+  const shown = (of) => of.report.plans[of.chosen];
+  const plans = [answer, ...held].map(shown).filter(Boolean);
+  place.hidden = plans.length < 2 || !shown(answer);
+  if (place.hidden) return;
+  const figures = COMPARED.map(([name, of]) => [name, ...plans.map((plan) => of(plan) ?? null)]).filter(([, ...values]) => values.some(Boolean));
+  const less = (now, other) => make("small", { class: other < now ? "less" : "more" }, ` ${other > now ? "+" : "−"}${gib(Math.abs(other - now))}`);
+  const cell = (now, other) => make("td", { class: "figure" }, gib(other), now === null || other === null || now === other ? null : less(now, other));
   place.replaceChildren(
     make(
       "table",
       {},
-      make("thead", {}, make("tr", {}, ...["GiB", "held", "now", "change"].map((text, at) => make("th", { scope: "col", class: at ? "figure" : null }, text)))),
-      make("tbody", {}, ...figures.map(([name, one, two]) => make("tr", {}, make("td", {}, name), make("td", { class: "figure" }, gib(one)), make("td", { class: "figure" }, gib(two)), change(one, two)))),
+      make("thead", {}, make("tr", {}, ...["GiB", "now", ...held.map((_, at) => `held ${at + 1}`)].map((text, at) => make("th", { scope: "col", class: at ? "figure" : null }, text)))),
+      make("tbody", {}, ...figures.map(([name, now, ...others]) => make("tr", {}, make("td", {}, name), cell(now, now), ...others.map((other) => cell(now, other))))),
     ),
   );
 }
@@ -168,8 +185,8 @@ export function difference(here, held) {
 // What a search found; `apply` shows one of them, and is null where the question's files say what no field does.
 export function found(answer, apply) {
   const place = by("found");
-  const mark = { Best: "yes", "Least memory": "yes", "Nothing fits": "no", Unknown: "unsure" }[answer.verdict] ?? "";
-  const head = make("p", { class: mark }, make("strong", {}, `${answer.verdict}: `), answer.figures);
+  const mark = { Best: "yes", "Least memory": "yes", "Nothing fits": "no", Unknown: "unsure", "May fit": "unsure" }[answer.verdict] ?? "";
+  const head = make("p", { class: mark }, make("strong", {}, `${answer.verdict}: `), worded(answer.figures));
   const rows = answer.report.ranking.map((one, at) => {
     const choice = answer.choices[at];
     return make(
@@ -183,5 +200,5 @@ export function found(answer, apply) {
   });
   const table = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "What the search found" }, make("table", {}, make("thead", {}, make("tr", {}, ...["show", "tokens/s", "GPU at most", "fits"].map((text, at) => make("th", { scope: "col", class: at === 1 || at === 2 ? "figure" : null }, text)))), make("tbody", {}, ...rows)));
   const said = [...(answer.report.ranking[0]?.reasons ?? []), ...answer.report.changes.map((one) => `It would fit with ${one.what}.`), ...answer.report.warnings];
-  place.replaceChildren(head, ...(rows.length ? [table] : []), make("ul", {}, ...said.map((text) => make("li", {}, text))), make("p", { class: "hint" }, make("code", {}, answer.command)));
+  place.replaceChildren(head, ...(rows.length ? [table] : []), make("ul", {}, ...said.map((text) => make("li", {}, worded(text)))), make("p", { class: "hint" }, make("code", {}, answer.command)));
 }

@@ -9,11 +9,28 @@ async function sent(path, options) {
   }
 }
 
-const GONE = "the server of this page does not answer; start zeroplan ui again, then change anything";
+const GONE = "the server of this page does not answer; start zeroplan ui again, and open the address that it prints";
+
+// What tells the server that this is its own user. It comes with the address that the terminal shows, and is kept for this
+// server's pages, so that it need not stand in the address, nor in a link that is passed on.
+function token() {
+  const given = new URLSearchParams(location.search).get("token");
+  try {
+    if (!given) return localStorage.getItem("token") ?? "";
+    localStorage.setItem("token", given);
+    history.replaceState(history.state, "", location.pathname + location.hash);
+  } catch {
+    // A page without storage keeps it in its address.
+  }
+  return given ?? "";
+}
 
 class Server {
+  #token = token();
+
   async names() {
-    const answer = await sent("api/names");
+    const answer = await sent("api/names", { headers: { "X-Zeroplan-Token": this.#token } });
+    if (answer.status === 403) throw new Error((await answer.json()).error.text);
     if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
     return answer.json();
   }
@@ -23,7 +40,7 @@ class Server {
     const answer = await sent("api/ask", {
       signal,
       method: "POST",
-      headers: { "Content-Type": "application/json" },
+      headers: { "Content-Type": "application/json", "X-Zeroplan-Token": this.#token },
       body: JSON.stringify(question),
     });
     if (!answer.ok) {
@@ -48,17 +65,20 @@ class Server {
         else say(message);
       }
     }
-    return last ?? { error: { text: "the server ended its answer halfway" } };
+    return last ?? { error: { text: "the server ended its answer halfway", again: true } };
   }
 }
 
 export class InThePage {
-  #worker = new Worker(new URL("python.js", import.meta.url), { type: "module" });
+  #worker = null;
   #waiting = new Map();
   #next = 0;
 
-  constructor() {
-    this.#worker.onmessage = ({ data }) => {
+  // A worker that cannot be started is given up, and the next question starts another.
+  #started() {
+    if (this.#worker) return this.#worker;
+    const worker = new Worker(new URL("python.js", import.meta.url), { type: "module" });
+    worker.onmessage = ({ data }) => {
       const one = this.#waiting.get(data.id);
       if (!one) return;
       if ("answer" in data || "fault" in data) {
@@ -67,17 +87,20 @@ export class InThePage {
         else one.resolve(data.answer);
       } else one.say(data);
     };
-    this.#worker.onerror = (event) => {
+    worker.onerror = (event) => {
+      worker.terminate();
+      this.#worker = null;
       for (const one of this.#waiting.values()) one.reject(new Error(event.message || "the worker could not be started"));
       this.#waiting.clear();
     };
+    return (this.#worker = worker);
   }
 
   #send(message, say) {
     const id = this.#next++;
     return new Promise((resolve, reject) => {
       this.#waiting.set(id, { resolve, reject, say });
-      this.#worker.postMessage({ id, ...message });
+      this.#started().postMessage({ id, ...message });
     });
   }
 

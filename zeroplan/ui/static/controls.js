@@ -23,21 +23,18 @@ export function build(names, change) {
       return input.value.trim() || null;
     };
     const moment = input.tagName === "SELECT" || input.type === "checkbox" ? "change" : "input";
-    input.addEventListener(moment, () => change({ [field]: read(), ...(field === "gpu" && !input.value ? { vram: "24G" } : {}) }));
+    // Another engine has other rows, so none of this one's stays chosen.
+    const more = () => ({ ...(field === "gpu" && !input.value ? { vram: "24G" } : {}), ...(field === "engine" ? { show: null } : {}) });
+    input.addEventListener(moment, () => change({ [field]: read(), ...more() }));
   }
   for (const input of all("[data-toggle]")) {
     input.addEventListener("change", () => {
       const on = /^\d+$/.test(input.dataset.on) ? Number(input.dataset.on) : input.dataset.on;
-      change({ [input.dataset.toggle]: input.checked ? on : null, ...together(input.dataset.toggle, input.checked) }, { push: true });
+      const field = input.dataset.toggle;
+      const base = field === "lora_rank" && !input.checked ? { quantize: null } : {}; // a base in 4 bits comes with adapters
+      change({ [field]: input.checked ? on : null, ...base }, { push: true });
     });
   }
-}
-
-// A base in 4 bits is frozen, so adapters come with it, and ddp is the engine that plans it.
-function together(field, on) {
-  if (field === "quantize") return on ? { lora_rank: 16, engine: "ddp", show: null } : { engine: null };
-  if (field === "lora_rank" && !on) return { quantize: null };
-  return {};
 }
 
 // The number in a box. What is none is asked as it stands, and refused by name, so that no other run is answered for it.
@@ -114,7 +111,7 @@ export function sync(state, answer, names, { typed = false } = {}) {
     else if (input.tagName === "SELECT") select(input, state[field], field === "gpu" ? undefined : said[field]);
     else set(input, state[field] ?? (field === "model" ? said.model : undefined));
   }
-  for (const input of all("[data-toggle]")) input.checked = Boolean(state[input.dataset.toggle] ?? (input.dataset.toggle !== "alloc_conf" && said[input.dataset.toggle]));
+  for (const input of all("[data-toggle]")) input.checked = Boolean(state[input.dataset.toggle] ?? (input.dataset.toggle === "lora_rank" ? effective.lora_rank : input.dataset.toggle === "quantize" && said.quantize));
   for (const place of all("[data-slider]")) {
     const field = place.dataset.slider;
     const value = state[field] ?? effective[field] ?? (report ? 1 : ""); // nothing is known before the first answer
@@ -126,7 +123,7 @@ export function sync(state, answer, names, { typed = false } = {}) {
     spoken(range, value);
   }
   by("program-row").hidden = !state.files?.length;
-  by("rank").hidden = !(state.lora_rank ?? said.lora_rank);
+  by("rank").hidden = !(state.lora_rank ?? effective.lora_rank);
   by("vram-row").hidden = Boolean(state.gpu);
   const plan = report && answer.chosen !== null && answer.chosen !== undefined ? report.plans[answer.chosen] : null;
   for (const input of all("[data-plan] input")) {

@@ -3,8 +3,10 @@
 import * as view from "./answer.js";
 import { backend } from "./backend.js";
 import { Chart, ceiling } from "./chart.js";
+import { Held } from "./held.js";
 import { build, listFiles, pick, sync, takeFiles } from "./controls.js";
-import { FIRST, PLAN, changed, fromHash, question, toHash } from "./state.js";
+import { CardMap } from "./map.js";
+import { FIRST, MOST_HELD, changed, fromHash, question, toHash } from "./state.js";
 import { by, copy, dark, make, save, toast } from "./words.js";
 
 // Milliseconds between the last change and the question: a slider that is dragged asks once it rests.
@@ -15,9 +17,8 @@ const LONG = 3000;
 const planner = backend();
 let names = null;
 // A history entry keeps the whole state, files too long for a link included; a link has what stands in it.
-let { state, held } = history.state?.state ? history.state : fromHash(location.hash);
+let { state, held } = history.state?.state ? history.state : fromHash(location.hash); // held: the states of held plans
 let answer = null; // the last one without an error
-let heldAnswer = null;
 let asking = null; // ends the question that is being answered
 let since = 0;
 let others = {}; // model and machine before files said them
@@ -28,8 +29,17 @@ let reading = 0; // files that are looked into before they are asked about
 
 // The legend is of the plan under the cursor, and without one of the plan that is shown.
 const chart = new Chart(by("chart"), (at) => view.legend(answer?.timeline, at, "Here:"));
-const heldChart = new Chart(by("held-chart"), (at) =>
-  at === null ? view.legend(answer?.timeline, null) : view.legend(heldAnswer?.timeline, at, "In the held plan, here:"),
+const beside = new Held(
+  (of, at, place) => (at === null ? view.legend(answer?.timeline, null) : view.legend(of?.timeline, at, `In held plan ${place + 1}, here:`)),
+  (of) => go({ ...of }, true),
+  (of) => hold(held.filter((one) => one !== of)),
+);
+const fitted = new CardMap(
+  (of, more) => planner.ask(question(of, more)).catch((fault) => ({ error: { text: fault.message } })),
+  (fields) => {
+    const plan = answer.report.plans[answer.chosen];
+    go({ ...state, ...fields, show: { stage: plan.stage, offload_optimizer: plan.offload_optimizer, offload_param: plan.offload_param } }, true);
+  },
 );
 
 function change(fields, { push = false } = {}) {
@@ -95,7 +105,7 @@ async function ask() {
     const got = await planner.ask(question(state), told, asking.signal);
     if (!again) await show(got);
   } catch (fault) {
-    if (!again) refuse({ text: fault.message });
+    if (!again) refuse({ text: fault.message, again: true });
   } finally {
     asking = null;
     if (again) {
@@ -118,7 +128,7 @@ function soon(found, rows) {
 }
 
 function refuse(error) {
-  view.failed(error);
+  view.failed(error, error.again ? ask : null);
   by("verdict").className = "card verdict";
   by("verdict").replaceChildren(make("h2", {}, "No answer"), make("p", {}, "The figures below are of the question before."));
   if (!answer) by("verdict").lastChild.remove();
@@ -128,17 +138,13 @@ async function show(got) {
   if (got.error) return refuse(got.error);
   view.failed(null);
   answer = got;
-  const plan = got.report.plans[got.chosen];
-  if (state.show && !PLAN.every((key) => plan?.[key] === state.show[key])) {
-    delete state.show; // no row of this engine or file, so the answer has chosen
-    remember();
-  }
-  if (held && !heldAnswer) {
-    const of = await planner.ask(question(held));
-    if (of.error) held = null;
-    else heldAnswer = of;
-  }
   draw();
+  for (const one of held.filter((other) => !beside.of(other))) {
+    const of = await planner.ask(question(one));
+    if (of.error) held = held.filter((other) => other !== one);
+    else beside.keep(one, of);
+    charts();
+  }
 }
 
 function drawPlan() {
@@ -148,7 +154,9 @@ function drawPlan() {
   view.lines(answer.report.plans[answer.chosen]);
   by("command").textContent = answer.command;
   document.title = `${answer.verdict}: ${answer.report.model.name}, zeroplan`;
-  for (const button of [by("hold"), by("make-files"), document.querySelector("[data-copy=command]")]) button.disabled = false;
+  document.querySelector("[data-copy=command]").disabled = false;
+  for (const id of ["make-files", "draw-map"]) by(id).disabled = answer.chosen === null;
+  fitted.settle(state, answer);
   by("save-answer").disabled = answer.knobs === null;
   by("made").replaceChildren();
   by("form-row").hidden = true;
@@ -164,8 +172,8 @@ function draw() {
 
 function charts() {
   if (!answer) return;
-  const plan = answer.report.plans[answer.chosen];
-  const both = [answer, heldAnswer].filter((one) => one?.timeline);
+  const shown = held.map((one) => beside.of(one)).filter(Boolean);
+  const both = [answer, ...shown].filter((one) => one.timeline);
   const top = Math.max(...both.map((one) => ceiling(one.timeline, one.report.plans[one.chosen].gpu.usable)), 1);
   const draw = (on, of) => {
     const one = of.report.plans[of.chosen];
@@ -173,20 +181,22 @@ function charts() {
       usable: one?.gpu.usable,
       top,
       label: `Timeline. ${of.peak ?? ""}`,
-      none: "No timeline: at formula depth only the parts are known. The lines of the plan stand below.",
+      none: one ? "No timeline: at formula depth only the parts are known. The lines of the plan stand below." : "No plan is shown: choose a row below.",
     });
   };
-  by("held").hidden = !heldAnswer;
-  by("pair").classList.toggle("two", Boolean(heldAnswer));
-  by("here-name").textContent = heldAnswer ? `Now: ${title(answer)}` : title(answer);
+  by("here-name").textContent = shown.length ? `Now: ${title(answer)}` : title(answer);
   draw(chart, answer);
-  if (heldAnswer) {
-    by("held-name").textContent = `Held: ${title(heldAnswer)}`;
-    draw(heldChart, heldAnswer);
-  }
-  for (const id of ["swap", "release"]) by(id).hidden = !heldAnswer;
+  beside.show(held, title, draw);
+  by("hold").disabled = answer.chosen === null || held.length === MOST_HELD;
   view.legend(answer.timeline, null);
-  view.difference(plan, heldAnswer?.report.plans[heldAnswer.chosen]);
+  by("reserved").textContent = answer.timeline ? answer.reserved : "";
+  view.difference(answer, shown);
+}
+
+function hold(next) {
+  held = next;
+  remember(true);
+  charts();
 }
 
 function title(of) {
@@ -255,7 +265,7 @@ async function search() {
     const got = await planner.ask(searchQuestion());
     if (key !== searchKey()) return forget();
     sought = key;
-    if (got.error) by("found").replaceChildren(make("p", { class: "no" }, got.error.text));
+    if (got.error) by("found").replaceChildren(make("p", { class: "no" }, view.worded(got.error.text)));
     else view.found(got, answer?.read.some((one) => one.as === "run") ? null : apply);
   } catch (fault) {
     by("found").replaceChildren(make("p", { class: "no" }, fault.message));
@@ -286,14 +296,14 @@ async function makeFiles() {
   const got = await planner.ask({ ...question(state, { verb: "files", ...(form ? { form } : {}) }), show: at }).catch((fault) => ({ error: { text: fault.message } }));
   by("make-files").disabled = false;
   if (of !== answer) return; // another plan is shown by now
-  if (got.error) return by("made").replaceChildren(make("p", { class: "no" }, got.error.text));
+  if (got.error) return by("made").replaceChildren(make("p", { class: "no" }, view.worded(got.error.text)));
   by("form-row").hidden = got.forms.length < 2;
   by("form").replaceChildren(...got.forms.map((name) => make("option", { value: name, selected: name === got.form }, name)));
   const archive = Uint8Array.from(atob(got.archive), (letter) => letter.charCodeAt(0));
   by("made").replaceChildren(
     make("section", {}, make("h3", {}, "Start it"), make("div", { class: "copy" }, make("code", {}, got.start), make("button", { type: "button", onclick: () => copy(got.start) }, "Copy"))),
     make("div", { class: "buttons" }, make("button", { type: "button", class: "primary", onclick: () => save("zeroplan.zip", archive, "application/zip") }, `Download ${got.files.length === 1 ? "it" : `all ${got.files.length}`} as zeroplan.zip`)),
-    ...[...got.must, ...got.notes].map((text) => make("p", { class: "hint" }, text)),
+    ...[...got.must, ...got.notes].map((text) => make("p", { class: "hint" }, view.worded(text))),
     ...got.files.map((file) =>
       make(
         "section",
@@ -340,7 +350,7 @@ function wire() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
   by("share").addEventListener("click", () => {
     const { hash, whole } = toHash(state, held);
-    copy(new URL(hash, location.href).href, whole ? "Copied" : "Copied, without the files: they are too long for a link");
+    copy(new URL(hash, location.origin + location.pathname).href, whole ? "Copied" : "Copied, without the files: they are too long for a link");
   });
   by("reset").addEventListener("click", () => go({ ...FIRST }, true));
   by("search").addEventListener("click", search);
@@ -349,27 +359,18 @@ function wire() {
   by("save-answer").addEventListener("click", () => save("zeroplan.json", `${JSON.stringify(answer.report, null, 2)}\n`, "application/json"));
   for (const button of document.querySelectorAll("[data-copy]")) button.addEventListener("click", () => copy(by(button.dataset.copy).textContent));
   by("hold").addEventListener("click", () => {
-    if (!answer) return;
     const plan = answer.report.plans[answer.chosen];
-    held = { ...state, show: { stage: plan.stage, offload_optimizer: plan.offload_optimizer, offload_param: plan.offload_param } };
-    heldAnswer = answer;
-    remember(true);
-    charts();
+    const one = { ...state, show: { stage: plan.stage, offload_optimizer: plan.offload_optimizer, offload_param: plan.offload_param } };
+    beside.keep(one, answer);
+    if (!held.some((other) => JSON.stringify(other) === JSON.stringify(one))) hold([...held, one]);
   });
-  by("release").addEventListener("click", () => {
-    held = heldAnswer = null;
-    remember(true);
-    charts();
-  });
-  by("swap").addEventListener("click", () => go({ ...held }, true));
+  by("draw-map").addEventListener("click", () => fitted.draw(state, answer, by("map-rows").value));
   addEventListener("beforeprint", () => onPaper(true));
   addEventListener("afterprint", () => onPaper(false));
   addEventListener("popstate", (event) => {
-    const was = JSON.stringify(held);
     clearTimeout(timer);
     timer = 0;
     ({ state, held } = event.state?.state ? event.state : fromHash(location.hash));
-    if (JSON.stringify(held) !== was) heldAnswer = null;
     if (sought && sought !== searchKey()) forget();
     sync(state, answer, names, { typed: true });
     listFiles(state.files, answer?.read, removeFile);
@@ -385,12 +386,13 @@ async function start() {
     // As above.
   }
   const loading = by("verdict");
+  loading.replaceChildren(make("p", { class: "wait" }, "Planning…"));
   try {
     names = await planner.names((message) => {
       if (message.loading) loading.replaceChildren(make("p", { class: "wait" }, message.loading));
     });
   } catch (fault) {
-    loading.replaceChildren(make("h2", {}, "Cannot start"), make("p", {}, fault.message));
+    loading.replaceChildren(make("h2", {}, "Cannot start"), make("p", {}, fault.message), make("button", { type: "button", onclick: start }, "Try again"));
     return;
   }
   if (names.hub) by("private").textContent = "Only names of models that are not shipped are asked of the hub; nothing else leaves this machine.";

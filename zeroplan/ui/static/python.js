@@ -1,5 +1,5 @@
 // Python in a worker: the page's back end where no server runs. `make page` puts what it loads beside it: pyodide/,
-// packages.zip, and the shipped tapes, each of which is fetched when a question first needs it.
+// packages.zip, and the shipped tapes: a file of them is fetched once a question needs it, and then the question is asked again.
 
 import { loadPyodide } from "./pyodide/pyodide.mjs";
 
@@ -16,14 +16,33 @@ def ask(question, say):
 
 def offered():
     return json.dumps(names())
+
+def fetchable(names):
+    from zeroplan.tapes import shipped
+    shipped.FETCHABLE.update(names)
+    return shipped.DATA
+
+def settled(name):
+    from zeroplan.tapes import shipped
+    shipped.FETCHABLE.discard(name)
 `;
+
+// Milliseconds after which a file that does not come is given up, and so is the start.
+const PATIENCE = { tape: 30_000, start: 240_000 };
 
 let tell = () => {};
 
-async function fetched(name) {
-  const got = await fetch(beside(name));
-  if (!got.ok) throw new Error(`${name} is missing: ${got.status}`);
+async function fetched(name, patience = PATIENCE.start) {
+  const got = await fetch(beside(name), { signal: AbortSignal.timeout(patience) }).catch((fault) => {
+    throw new Error(`${name} cannot be fetched: ${fault.name === "TimeoutError" ? "nothing came in time" : "the network or the server does not answer"}`);
+  });
+  if (!got.ok) throw new Error(`${name} cannot be fetched: the server answered ${got.status}`);
   return got;
+}
+
+// What never ends is given up, too.
+function inTime(promise, text) {
+  return Promise.race([promise, new Promise((_, reject) => setTimeout(() => reject(new Error(text)), PATIENCE.start))]);
 }
 
 async function load() {
@@ -36,11 +55,30 @@ async function load() {
   tell("Starting Python…");
   const site = python.runPython("import site; site.getsitepackages()[0]");
   python.unpackArchive(new Uint8Array(packages), "zip", { extractDir: site });
-  const folder = `${site}/zeroplan/tapes/data`;
-  python.FS.mkdirTree(folder);
-  for (const name of tapes) python.FS.createLazyFile(folder, name, beside(`tapes/${name}`), true, false);
   python.runPython(GLUE);
-  return { ask: python.globals.get("ask"), offered: python.globals.get("offered") };
+  const offer = python.globals.get("fetchable");
+  const folder = offer(python.toPy(tapes));
+  python.FS.mkdirTree(folder);
+  const put = (name, data) => {
+    python.FS.writeFile(`${folder}/${name}`, data);
+    python.globals.get("settled")(name);
+  };
+  put("same.json", new Uint8Array(await (await fetched("tapes/same.json")).arrayBuffer()));
+  return { ask: python.globals.get("ask"), offered: python.globals.get("offered"), put };
+}
+
+// Ask until every tape that the question needs is here; one that cannot be fetched is an answer, and what is loaded goes on.
+async function answered(python, question, say) {
+  for (;;) {
+    const found = JSON.parse(python.ask(question, say));
+    if (!found.fetch) return found;
+    try {
+      const got = await fetched(`tapes/${found.fetch}`, PATIENCE.tape);
+      python.put(found.fetch, new Uint8Array(await got.arrayBuffer()));
+    } catch (fault) {
+      return { error: { text: `this model's tape is not loaded: ${fault.message}`, where: "", again: true } };
+    }
+  }
 }
 
 let loading = null;
@@ -49,10 +87,10 @@ onmessage = async ({ data }) => {
   const say = (message) => postMessage({ id: data.id, ...message });
   tell = (text) => say({ loading: text });
   try {
-    loading ??= load();
+    loading ??= inTime(load(), "loading Python took too long");
     const python = await loading;
     if (data.names) return say({ answer: JSON.parse(python.offered()) });
-    say({ answer: JSON.parse(python.ask(JSON.stringify(data.question), (text) => say(JSON.parse(text)))) });
+    say({ answer: await answered(python, JSON.stringify(data.question), (text) => say(JSON.parse(text))) });
   } catch (fault) {
     if (fault.name !== "PythonError") loading = null; // nothing was loaded, or Python has ended: the next question starts anew
     say({ fault: String(fault.message).trim().split("\n").at(-1) });

@@ -7,6 +7,8 @@ const SWITCHES = ["gradient_checkpointing", "from_scratch", "sp"];
 export const PLAN = ["stage", "offload_optimizer", "offload_param"];
 // A link with more than this many characters of files is cut by mail programs and chats.
 const MOST_FILES = 6000;
+// Plans that are held beside the one shown, at most.
+export const MOST_HELD = 3;
 
 export const FIRST = { model: "meta-llama/Llama-3.1-8B", gpu: "H100", gpus: 8 };
 
@@ -28,9 +30,9 @@ export function fromText(text) {
     if (given.get(name)) state[name] = Number.isSafeInteger(value) ? value : given.get(name).slice(0, 40); // refused by name
   }
   for (const name of SWITCHES) if (given.get(name) === "1") state[name] = true;
-  const show = (given.get("show") ?? "").split(".");
-  if (show.length === 3 && /^[0-3]$/.test(show[0])) {
-    state.show = { stage: Number(show[0]), offload_optimizer: show[1], offload_param: show[2] };
+  if (given.get("show")) {
+    const [stage, optimizer, param] = given.get("show").slice(0, 40).split(".");
+    state.show = { stage: /^\d+$/.test(stage) ? Number(stage) : stage, offload_optimizer: optimizer ?? "", offload_param: param ?? "" }; // what is no plan is refused
   }
   const files = given.getAll("file").map((one) => {
     const [name, ...text] = one.split("\n");
@@ -40,19 +42,18 @@ export function fromText(text) {
   return state;
 }
 
-// The address's part after "#": this state, and the held plan's under "held".
+// The address's part after "#": this state, and each held plan's under "held".
 export function toHash(state, held) {
   const big = (state.files ?? []).reduce((sum, file) => sum + file.text.length, 0) > MOST_FILES;
   const text = toText(big ? { ...state, files: [] } : state);
-  return { hash: `#${text}${held ? `&held=${encodeURIComponent(toText({ ...held, files: [] }))}` : ""}`, whole: !big };
+  return { hash: `#${text}${held.map((one) => `&held=${encodeURIComponent(toText({ ...one, files: [] }))}`).join("")}`, whole: !big };
 }
 
 export function fromHash(hash) {
   const text = hash.replace(/^#/, "");
-  if (!text) return { state: { ...FIRST }, held: null };
-  const held = new URLSearchParams(text).get("held");
+  const held = new URLSearchParams(text).getAll("held").slice(0, MOST_HELD).map(fromText);
   const state = fromText(text);
-  return { state: Object.keys(state).length ? state : { ...FIRST }, held: held ? fromText(held) : null };
+  return { state: Object.keys(state).length ? state : { ...FIRST }, held };
 }
 
 // A bare count stands where a model's name would: 7.5B.

@@ -37,9 +37,10 @@ export function most(plan) {
 }
 
 export function fits(plan) {
-  if (plan.settle) return { kind: "unsure", text: "unknown" };
+  const misses = plan.misfits.length ? ` (${plan.misfits.join(", ")})` : "";
+  if (plan.settle) return { kind: "unsure", text: `${plan.verdict === "may fit" ? "may" : "unknown"}${misses}` };
   if (plan.fits === true) return { kind: "yes", text: "yes" };
-  if (plan.fits === false) return { kind: "no", text: `no (${plan.misfits.join(", ")})` };
+  if (plan.fits === false) return { kind: "no", text: `no${misses}` };
   return { kind: "", text: "" };
 }
 

@@ -78,17 +78,17 @@ class View:
 class Rule:
     """A rule says `what` (formatted with the view as ``v``) about `where`, with the `remedy`, when `applies` holds.
 
-    `dialects` are those of the programs of which it holds.
+    It is an error of ``deepspeed.initialize`` unless it says otherwise. `dialects` are those of the programs of which it holds.
     """
 
     id: str
-    severity: Severity
-    at: At
     where: str
-    source: str
     applies: Callable[[View], bool]
     what: str
     remedy: str = ""
+    source: str = ""
+    severity: Severity = Severity.ERROR
+    at: At = At.ENGINE
     dialects: tuple[Dialect, ...] = (Dialect.DEEPSPEED,)
 
     def finding(self, view: View) -> Finding:

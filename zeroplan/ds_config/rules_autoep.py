@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from zeroplan.core.zero_config import NEWEST_DEEPSPEED
-from zeroplan.ds_config.findings import At, Severity
+from zeroplan.ds_config.findings import At
 from zeroplan.ds_config.rules import Rule, View
 
-_E = Severity.ERROR
 _AE, _FOLD, _EN = "module_inject/auto_ep_config.py", "module_inject/auto_ep_folding.py", "runtime/engine.py"
 _EP = "expert_parallel"
 _USE_ONE = "use one of them"
@@ -51,14 +50,7 @@ def _groups(v: View) -> bool:
 def _must(key: str, default: Any, takes: Callable[[Any], bool], what: str, remedy: str) -> Rule:
     """Return the rule of one key, whose value an enabled section has to take."""
     return Rule(
-        f"autoep.{key}",
-        _E,
-        At.ENGINE,
-        f"{_EP}.{key}",
-        _AE,
-        lambda v: _on(v) and not takes(_said(v, key, default)),
-        what,
-        remedy,
+        f"autoep.{key}", f"{_EP}.{key}", lambda v: _on(v) and not takes(_said(v, key, default)), what, remedy, source=_AE
     )
 
 
@@ -110,10 +102,7 @@ AUTOEP_REFUSALS = (
     *(_switch(key) for key in ("validate_folding_routing", "async_split_plan")),
     Rule(
         "autoep.fused_sum",
-        _E,
-        At.ENGINE,
         f"{_EP}.combine_impl",
-        _AE,
         lambda v: (
             _on(v)
             and _said(v, "combine_impl") == "fused_weighted_sum"
@@ -122,99 +111,84 @@ AUTOEP_REFUSALS = (
         ),
         "DeepEP adds a token's rows itself, so that nothing is left to fuse",
         'set comm_backend to "comm", or remove it',
+        source=_AE,
     ),
     Rule(
         "autoep.limited_groups",
-        _E,
-        At.ENGINE,
         f"{_EP}.num_limited_groups",
-        _AE,
         lambda v: _on(v) and not _groups(v),
         "groups of experts are at least one, and of them no more are chosen than there are",
         "mend num_expert_groups and num_limited_groups",
+        source=_AE,
     ),
     Rule(
         "autoep.load_balance",
-        _E,
-        At.CONFIG,
         f"{_EP}.load_balance_coeff",
-        _AE,
         lambda v: _said(v, "load_balance_coeff") is not None and v.zero.deepspeed == NEWEST_DEEPSPEED,
         "AutoEP adds no loss that balances the experts",
         "remove it",
+        source=_AE,
+        at=At.CONFIG,
     ),
     Rule(
         "autoep.expert_tp",
-        _E,
-        At.ENGINE,
         f"{_EP}.expert_tensor_parallel_size",
-        _FOLD,
         lambda v: _on(v) and _said(v, "expert_tensor_parallel_size", 1) != 1,
         "AutoEP shares no matrix of an expert yet",
         "use 1",
+        source=_FOLD,
     ),
     Rule(
         "autoep.tp_alone",
-        _E,
-        At.ENGINE,
         f"{_EP}.autoep_size",
-        _FOLD,
         lambda v: _on(v) and _tp(v) > 1 and _size(v) == 1,
         "AutoTP beside AutoEP needs ranks that share experts: with 1, each of them would count the experts' gradients",
         "use 2 or more, or autotp_size 1",
+        source=_FOLD,
     ),
     Rule(
         "autoep.tp_offload",
-        _E,
-        At.ENGINE,
         "zero_optimization",
-        _FOLD,
         lambda v: _on(v) and _tp(v) > 1 and bool(v.zero.offload_optimizer or v.zero.offload_param),
         "AutoEP with AutoTP does not offload",
         "remove the offload, or use autotp_size 1",
+        source=_FOLD,
     ),
     Rule(
         "autoep.deepep_tokens",
-        _E,
-        At.ENGINE,
         f"{_EP}.comm_max_tokens_per_rank",
-        _AE,
         lambda v: _on(v) and _said(v, "comm_backend") == "deepep" and not _said(v, "comm_max_tokens_per_rank", 0),
         "comm_backend deepep makes its buffers for a number of tokens, which is missing",
         "set it to micro batch × longest sequence",
+        source=_AE,
     ),
     Rule(
         "autoep.fused_rows",
-        _E,
-        At.ENGINE,
         f"{_EP}.row_weighting_impl",
-        _AE,
         lambda v: (
             _on(v) and _said(v, "row_weighting_impl") == "fused" and (_said(v, "comm_backend") != "deepep" or _size(v) == 1)
         ),
         "fused runs within DeepEP's exchange alone",
         'set comm_backend to "deepep" and autoep_size above 1, or remove it',
+        source=_AE,
     ),
     Rule(
         "autoep.fused_gate",
-        _E,
-        At.ENGINE,
         f"{_EP}.gate_up_impl",
-        _AE,
         lambda v: _on(v) and _said(v, "gate_up_impl") == "fused" and _said(v, "use_grouped_mm", True) is False,
         "fused is one grouped product, and use_grouped_mm is false",
         "set use_grouped_mm to true",
+        source=_AE,
     ),
     *(
         Rule(
             f"autoep.stage3.{name}",
-            _E,
-            At.RUN,
             where,
-            f"{_EN}, _validate_zero3_moe_compatibility",
             lambda v, holds=holds: _on(v) and v.zero.stage == 3 and holds(v),  # type: ignore[misc]
             f"AutoEP's experts at stage 3 go with no {what}",
             remedy,
+            source=f"{_EN}, _validate_zero3_moe_compatibility",
+            at=At.RUN,
         )
         for name, where, holds, what, remedy in (
             ("sequence", "sequence_parallel_size", lambda v: (v.says("sequence_parallel_size") or 1) > 1, "Ulysses", "use 1"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from zeroplan.ds_config.findings import At, Severity
+from zeroplan.ds_config.findings import At
 from zeroplan.ds_config.rules import BOTH, Rule, View
 
-_E = Severity.ERROR
+_refused = partial(Rule, at=At.CONFIG)
 _ZC, _RC = "runtime/zero/config.py", "runtime/config.py"
 _ZERO, _OFF = "zero_optimization", "zero_optimization.offload_optimizer"
 
@@ -31,66 +31,53 @@ def _sums_with(uses: Callable[[View], bool], v: View) -> bool:
 
 #: Refused while the config is parsed.
 CONFIG_REFUSALS: tuple[Rule, ...] = (
-    Rule(
+    _refused(
         "precision.both",
-        _E,
-        At.CONFIG,
         "fp16",
-        _RC,
         lambda v: bool(v.says("fp16.enabled")) and bool(v.says("bf16.enabled")),
         "fp16 and bf16 are both enabled",
         "disable one of the two",
-        BOTH,
+        source=_RC,
+        dialects=BOTH,
     ),
-    Rule(
+    _refused(
         "offload.ratio",
-        _E,
-        At.CONFIG,
         f"{_OFF}.ratio",
-        _ZC,
         lambda v: v.zero.offload_optimizer.ratio < 1.0 and v.zero.stage != 3,
         "partial offload (ratio {v.zero.offload_optimizer.ratio:g}) needs stage 3, not {v.zero.stage}",
         "use stage 3, or leave ratio out",
+        source=_ZC,
     ),
-    Rule(
+    _refused(
         "norm.stage",
-        _E,
-        At.CONFIG,
         f"{_ZERO}.compute_grad_norm",
-        _ZC,
         lambda v: not v.zero.buckets.compute_grad_norm and v.zero.stage not in (1, 2),
         "compute_grad_norm false needs stage 1 or 2, not {v.zero.stage}",
         "leave it out",
+        source=_ZC,
     ),
-    Rule(
+    _refused(
         "reduce.op",
-        _E,
-        At.CONFIG,
         "gradient_allreduce_op",
-        _RC,
         lambda v: str(v.says("gradient_allreduce_op", "mean")).lower() not in ("mean", "sum"),
         "the operation must be mean or sum",
         "write mean or sum",
+        source=_RC,
     ),
     *(
-        Rule(
+        _refused(
             "reduce.sum",
-            _E,
-            At.CONFIG,
             "gradient_allreduce_op",
-            _RC,
             partial(_sums_with, uses),
             f"sum is not supported with {name}",
             "use mean",
+            source=_RC,
         )
         for name, uses in _CANNOT_SUM
     ),
-    Rule(
+    _refused(
         "masters.stage",
-        _E,
-        At.CONFIG,
         _ZERO,
-        _RC,
         lambda v: (
             v.zero.stage == 0
             and (
@@ -101,55 +88,45 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         ),
         "16-bit master weights or optimizer states need stage 1, 2 or 3",
         "raise the stage, or leave them out",
+        source=_RC,
     ),
-    Rule(
+    _refused(
         "masters.states",
-        _E,
-        At.CONFIG,
         "bf16.bf16_optimizer_states",
-        _RC,
         lambda v: v.zero.stage > 0 and v.zero.step.bf16_optimizer_states and not v.zero.step.bf16_master_weights_and_grads,
         "bf16_optimizer_states needs bf16_master_weights_and_grads",
         "set both",
+        source=_RC,
     ),
-    Rule(
+    _refused(
         "fp16.window",
-        _E,
-        At.CONFIG,
         "fp16.loss_scale_window",
-        "runtime/precision_config.py",
         lambda v: _dynamic_fp16(v) and v.says("fp16.loss_scale_window", 1000) <= 0,
         "must be above 0 with a dynamic loss scale",
         "use 1000",
-        BOTH,
+        source="runtime/precision_config.py",
+        dialects=BOTH,
     ),
-    Rule(
+    _refused(
         "fp16.min_scale",
-        _E,
-        At.CONFIG,
         "fp16.min_loss_scale",
-        "runtime/precision_config.py",
         lambda v: _dynamic_fp16(v) and v.says("fp16.min_loss_scale", 1) <= 0,
         "must be above 0 with a dynamic loss scale",
         "use 1",
-        BOTH,
+        source="runtime/precision_config.py",
+        dialects=BOTH,
     ),
-    Rule(
+    _refused(
         "zenflow.strategy",
-        _E,
-        At.CONFIG,
         f"{_ZERO}.zenflow.select_strategy",
-        "runtime/zenflow/zenflow_config.py",
         lambda v: v.zero.zenflow is not None and v.zero.zenflow.select_strategy not in ("auto", "step", "epoch"),
         "{v.zero.zenflow.select_strategy!r} is no strategy",
         "use auto, step or epoch",
+        source="runtime/zenflow/zenflow_config.py",
     ),
-    Rule(
+    _refused(
         "zenflow.word",
-        _E,
-        At.CONFIG,
         f"{_ZERO}.zenflow",
-        "runtime/zenflow/zenflow_config.py",
         lambda v: (
             v.zero.zenflow is not None
             and any(
@@ -158,13 +135,11 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         ),
         'select_interval and update_interval are integers or "auto"',
         "write an integer",
+        source="runtime/zenflow/zenflow_config.py",
     ),
-    Rule(
+    _refused(
         "zenflow.update",
-        _E,
-        At.CONFIG,
         f"{_ZERO}.zenflow.update_interval",
-        "runtime/zenflow/zenflow_config.py",
         lambda v: (
             v.zero.zenflow is not None
             and isinstance(v.zero.zenflow.update_interval, int)
@@ -172,5 +147,6 @@ CONFIG_REFUSALS: tuple[Rule, ...] = (
         ),
         "must be at least 1",
         "use 1 or more",
+        source="runtime/zenflow/zenflow_config.py",
     ),
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import partial
 
 from zeroplan.core.arena.layout import PAGE, PAGE_NUMEL, ArenaLayout
 from zeroplan.core.errors import BadInput
@@ -16,7 +17,6 @@ from zeroplan.core.optimizers import find_optimizer, optimizer_of_type
 from zeroplan.core.workload import DType
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
-from zeroplan.ds_config.findings import At, Severity
 from zeroplan.ds_config.rules import Rule, View
 from zeroplan.ds_config.runtime_options import FLOAT8, RuntimeOptions
 from zeroplan.ds_config.training import TrainingSettings
@@ -32,7 +32,7 @@ _MOST_SCALE_POWER = 1023
 _ZERO = "zero_optimization"
 _OFF, _PAR = f"{_ZERO}.offload_optimizer", f"{_ZERO}.offload_param"
 _NVME = OffloadDevice.NVME
-_OF_RUNTIME = (Dialect.RUNTIME,)
+_runtime = partial(Rule, dialects=(Dialect.RUNTIME,))
 
 
 def _params_in_files(v: View) -> bool:
@@ -59,205 +59,137 @@ def _nameless(v: View, section: str) -> bool:
 
 #: What reads and writes of files cannot go by.
 IO_REFUSALS: tuple[Rule, ...] = (
-    Rule(
+    _runtime(
         "runtime.gds",
-        Severity.ERROR,
-        At.ENGINE,
         "aio.use_gds",
-        "",
         lambda v: v.uses_files and v.zero.aio.use_gds,
         "GPUDirect Storage is not supported",
         "set it to false",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.block_size",
-        Severity.ERROR,
-        At.ENGINE,
         "aio.block_size",
-        "",
         lambda v: v.uses_files and not (PAGE <= v.zero.aio.block_size <= MOST_BLOCK and v.zero.aio.block_size % PAGE == 0),
         "{v.zero.aio.block_size} is not a block size",
         f"give a multiple of {PAGE} up to 1 GiB",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.queue_depth",
-        Severity.ERROR,
-        At.ENGINE,
         "aio.queue_depth",
-        "",
         lambda v: v.uses_files and not 1 <= v.zero.aio.queue_depth <= MOST_DEPTH,
         "{v.zero.aio.queue_depth} is out of range",
         f"give 1 to {MOST_DEPTH}",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.queues",
-        Severity.ERROR,
-        At.ENGINE,
         "aio.intra_op_parallelism",
-        "",
         lambda v: v.uses_files and not 1 <= v.zero.aio.intra_op_parallelism <= MOST_QUEUES,
         "{v.zero.aio.intra_op_parallelism} is out of range",
         f"give 1 to {MOST_QUEUES}",
-        _OF_RUNTIME,
     ),
 )
 
 #: What the runtime cannot offload, by whatever way it is asked for.
 OFFLOAD_REFUSALS: tuple[Rule, ...] = (
-    Rule(
+    _runtime(
         "runtime.super_offload",
-        Severity.ERROR,
-        At.ENGINE,
         _OFF,
-        "",
         lambda v: v.zero.offload_optimizer.super_offload,
         "super_offload is not supported by this runtime",
         "leave it out",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.ratio",
-        Severity.ERROR,
-        At.ENGINE,
         _OFF,
-        "",
         lambda v: not 0.0 <= v.zero.offload_optimizer.ratio <= 1.0,
         "ratio {v.zero.offload_optimizer.ratio} is not between 0 and 1",
         "1 offloads all, 0.5 half of the parameters' states",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.cores",
-        Severity.ERROR,
-        At.ENGINE,
         _OFF,
-        "",
         lambda v: not 0.0 < v.zero.offload_optimizer.cpuadam_cores_perc <= 1.0,
         "cpuadam_cores_perc {v.zero.offload_optimizer.cpuadam_cores_perc} is not above 0 and at most 1",
         f"use {OffloadOptimizer().cpuadam_cores_perc} for that part of the cores",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.state_buffers",
-        Severity.ERROR,
-        At.ENGINE,
         _OFF,
-        "",
         lambda v: v.uses_files and v.zero.offload_optimizer.buffer_count < 1,
         "buffer_count {v.zero.offload_optimizer.buffer_count} is not above 0",
         f"use {OffloadOptimizer().buffer_count}, or leave it out",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.param_buffers",
-        Severity.ERROR,
-        At.ENGINE,
         _PAR,
-        "",
         lambda v: _params_in_files(v) and v.zero.offload_param.buffer_count < 1,
         "buffer_count {v.zero.offload_param.buffer_count} is not above 0",
         f"use {OffloadParam().buffer_count}, or leave it out",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.param_pages",
-        Severity.ERROR,
-        At.ENGINE,
         _PAR,
-        "",
         lambda v: _params_in_files(v) and v.zero.offload_param.buffer_size < PAGE_NUMEL,
         "buffer_size {v.zero.offload_param.buffer_size:,} holds no page of a file",
         f"use {PAGE_NUMEL:,} elements or more",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.params_in_cpu",
-        Severity.ERROR,
-        At.ENGINE,
         _PAR,
-        "",
         lambda v: _params_in_files(v) and v.zero.offload_param.max_in_cpu < 0,
         "max_in_cpu {v.zero.offload_param.max_in_cpu} is negative",
         "use 0 to keep none there",
-        _OF_RUNTIME,
     ),
     *IO_REFUSALS,
-    Rule(
+    _runtime(
         "runtime.params_alone",
-        Severity.ERROR,
-        At.ENGINE,
         _PAR,
-        "",
         lambda v: bool(v.zero.offload_param) and (not v.zero.offload_optimizer or v.zero.offload_optimizer.ratio < 1.0),
         "parameters can leave the device only where their whole optimizer does",
         "add offload_optimizer with ratio 1",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.delayed",
-        Severity.ERROR,
-        At.ENGINE,
         "zeroplan.delayed_update",
-        "",
         lambda v: v.runtime_options.delayed_update > 0 and (v.offload is not OffloadDevice.CPU or bool(v.zero.offload_param)),
         "the delayed update is for an optimizer in host memory and parameters on the device",
         'use offload_optimizer.device "cpu" without offload_param',
-        _OF_RUNTIME,
     ),
 )
 
-_ASYNC = Rule(
+_ASYNC = _runtime(
     "runtime.async_checkpoints",
-    Severity.ERROR,
-    At.ENGINE,
     "zeroplan.async_checkpoints",
-    "",
     lambda v: v.runtime_options.async_checkpoints and v.uses_files,
     "what is in swap files is not copied to memory for a checkpoint",
     "leave the key out, or offload to host memory",
-    _OF_RUNTIME,
 )
 
 #: What 8-bit products and gathers do not go together with.
 FLOAT8_REFUSALS: tuple[Rule, ...] = (
-    Rule(
+    _runtime(
         "runtime.float8_recipe",
-        Severity.ERROR,
-        At.ENGINE,
         FLOAT8,
-        "",
         lambda v: bool(v.runtime_options.float8) and v.runtime_options.float8 not in RUNTIME_RECIPES,
         "no recipe is called {v.runtime_options.float8!r}",
         f"use {', '.join(RUNTIME_RECIPES[:-1])} or {RUNTIME_RECIPES[-1]}",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.float8_dtype",
-        Severity.ERROR,
-        At.ENGINE,
         FLOAT8,
-        "",
         lambda v: bool(v.runtime_options.float8) and v.training.dtype not in (DType.BF16, None),
         "8-bit products stand in for bf16's, not {v.dtype}'s",
         "enable bf16",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.float8_gathers",
-        Severity.ERROR,
-        At.ENGINE,
         f"{FLOAT8}_gathers",
-        "",
         lambda v: (
             v.runtime_options.float8_gathers
             and (v.runtime_options.float8 != Float8Recipe.TENSORWISE or v.zero.stage != 3 or bool(v.zero.offload_optimizer))
         ),
         "gathers in 8 bits are of tensorwise products at stage 3, with the optimizer on the device",
         "leave the key out",
-        _OF_RUNTIME,
     ),
 )
 
@@ -266,93 +198,53 @@ RUNTIME_REFUSALS: tuple[Rule, ...] = (
     *OFFLOAD_REFUSALS,
     *FLOAT8_REFUSALS,
     _ASYNC,
-    Rule(
+    _runtime(
         "runtime.folder",
-        Severity.ERROR,
-        At.ENGINE,
         "nvme_path",
-        "",
         _no_folder,
         "the path of a folder on the disk is empty",
         'write it, or set device to "cpu"',
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.clipping",
-        Severity.ERROR,
-        At.ENGINE,
         "gradient_clipping",
-        "",
         lambda v: not 0 <= v.zero.step.gradient_clipping < math.inf,
         "{v.zero.step.gradient_clipping:g} is not a number of zero or more",
         "use 0 to clip nothing",
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.one_bit_stage",
-        Severity.ERROR,
-        At.ENGINE,
         f"{_ZERO}.stage",
-        "",
         lambda v: _compresses(v) and v.zero.stage >= 2,
         NOT_SHARDED.what,
         NOT_SHARDED.remedy,
-        _OF_RUNTIME,
     ),
-    Rule(
-        "runtime.local_steps",
-        Severity.ERROR,
-        At.ENGINE,
-        "optimizer.params.local_step_clipper",
-        "",
-        _steps_locally,
-        LOCAL_ALONE.what,
-        LOCAL_ALONE.remedy,
-        _OF_RUNTIME,
+    _runtime(
+        "runtime.local_steps", "optimizer.params.local_step_clipper", _steps_locally, LOCAL_ALONE.what, LOCAL_ALONE.remedy
     ),
-    Rule(
+    _runtime(
         "runtime.one_bit_offload",
-        Severity.ERROR,
-        At.ENGINE,
         _OFF,
-        "",
         lambda v: _compresses(v) and v.zero.stage < 2 and v.offload is not OffloadDevice.NONE,
         NOT_OFFLOADED.what,
         NOT_OFFLOADED.remedy,
-        _OF_RUNTIME,
     ),
-    Rule(
+    _runtime(
         "runtime.scale_power",
-        Severity.ERROR,
-        At.ENGINE,
         "fp16.initial_scale_power",
-        "",
         lambda v: not 0 <= v.says("fp16.initial_scale_power", 16) <= _MOST_SCALE_POWER,
         "{v.values[fp16.initial_scale_power]} is out of range",
         f"give 0 to {_MOST_SCALE_POWER}",
-        _OF_RUNTIME,
     ),
-    Rule(
-        "runtime.optimizer_type",
-        Severity.ERROR,
-        At.ENGINE,
-        "optimizer",
-        "",
-        lambda v: _nameless(v, "optimizer"),
-        "'type' is missing",
-        'write "type": "AdamW"',
-        _OF_RUNTIME,
+    _runtime(
+        "runtime.optimizer_type", "optimizer", lambda v: _nameless(v, "optimizer"), "'type' is missing", 'write "type": "AdamW"'
     ),
-    Rule(
+    _runtime(
         "runtime.scheduler_type",
-        Severity.ERROR,
-        At.ENGINE,
         "scheduler",
-        "",
         lambda v: _nameless(v, "scheduler"),
         "'type' is missing",
         'write "type": "WarmupLR"',
-        _OF_RUNTIME,
     ),
 )
 

@@ -45,8 +45,8 @@ from zeroplan.trace.api import trace_at  # noqa: E402
 from zeroplan.trace.build import build_model, full_config  # noqa: E402
 from zeroplan.trace.fit import TracePoint  # noqa: E402
 from zeroplan.trace.functions import CudaFunctions  # noqa: E402
-from zeroplan.trace.halves import copied_gradients  # noqa: E402
 from zeroplan.trace.recorder import StorageRecorder  # noqa: E402
+from zeroplan.trace.run import copied_gradients  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

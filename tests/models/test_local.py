@@ -12,7 +12,7 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.models.grouping import group_units
 from zeroplan.models.load import load_model
-from zeroplan.models.safetensors import read_header
+from zeroplan.models.local import read_header
 
 LLAMA = {
     "model_type": "llama",

@@ -134,7 +134,7 @@ class ExpandedTape:
     A tape is equal to itself alone: caches hold it as a key without comparing its columns.
     `evaluation` is the forward of another batch, which the same modules run between two steps; `generation` what they generate
     before each. `shapes` are the micro batches of the first steps where batches differ in length; this tape is the last of
-    them. `halves` is the same micro batch with its backward in two halves (:mod:`zeroplan.trace.halves`), for pipelines that
+    them. `halves` is the same micro batch with its backward in two halves (:mod:`zeroplan.trace.run`), for pipelines that
     run them apart. `buffers` are bytes of the model's registered buffers, which lie beside its parameters all the time.
     """
 

@@ -173,7 +173,7 @@ class TraceOptions:
     LoRA, empty all linear layers of the blocks, else names of the layers; `lora_dropout`: adapters drop some of their input.
     `every` is k where only each k-th block is checkpointed: blocks k, 2k, … counted from 1. `grouped`: so many blocks are
     recomputed together, from one block on to before another; others are not recomputed. `halves`: the backward makes the
-    gradients of activations first, and those of weights behind all of them (:mod:`zeroplan.trace.halves`). `evaluation`: the
+    gradients of activations first, and those of weights behind all of them (:mod:`zeroplan.trace.run`). `evaluation`: the
     forward alone, in evaluation mode and without gradients. `target_len` is the length of an encoder-decoder's targets,
     whatever the sources'; 0 where it is theirs. `fp8`: how linear layers multiply in 8-bit floats
     (:mod:`zeroplan.trace.float8`). `sparse`: block-sparse attention, whatever `attn` says

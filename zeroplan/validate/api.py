@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, Unpack
 
 from zeroplan.core.errors import BadInput
@@ -11,6 +12,7 @@ from zeroplan.core.parallel import DEGREES, least_ranks
 from zeroplan.core.plan import ModelInfo
 from zeroplan.core.preferences import PLAIN_TASKS
 from zeroplan.core.tasks import training_of
+from zeroplan.core.versions import parse_version, version_text
 from zeroplan.core.workload import Compilation
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.source import load_source
@@ -22,7 +24,7 @@ from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.run.ask import Ask
 from zeroplan.techniques.compiled import CompiledTechnique
-from zeroplan.validate.installed import at_installed, builtin_request
+from zeroplan.techniques.older_transformers import OlderTransformersTechnique
 from zeroplan.validate.job import STEPS, job_of
 from zeroplan.validate.machine import VerifyMachine, find_machine, ranks_to_use
 from zeroplan.validate.results import Drift
@@ -30,6 +32,72 @@ from zeroplan.validate.runs import Runs, Say, to_stderr
 
 if TYPE_CHECKING:
     from zeroplan.validate.live import LiveModule
+
+
+def at_installed(request: Ask) -> Ask:
+    """Return the request with the version of the engine's package that is installed here, by which it is then planned.
+
+    Raises:
+        BadInput: another version is asked for, or the package is not installed.
+    """
+    _require_installed("transformers", request[OlderTransformersTechnique.transformers_version], "--transformers-version")
+    package, where = find_engine(request.engine).package, "--deepspeed-version"
+    if not package:
+        return request
+    asked = request.deepspeed_version
+    if asked is not None:
+        from zeroplan.interop.deepspeed_version import asked_version
+
+        asked, _ = asked_version(asked)
+    return request.replace(deepspeed_version=_require_installed(package, asked, where))
+
+
+def _require_installed(package: str, asked: str | None, where: str) -> str | None:
+    """Return the installed version of a package; None where the package is missing and no version is asked for.
+
+    Raises:
+        BadInput: another version is asked for.
+    """
+    try:
+        here = version_text(parse_version(version(package), where))
+    except PackageNotFoundError:
+        here = None  # whoever imports it says so
+    if asked is not None and here != version_text(parse_version(asked, where)):
+        what = f"{package} {here} is installed here and would run" if here else f"{package} is not installed here"
+        raise BadInput(what, where=where, remedy=f"leave it out, or install {package} {asked}")
+    return here
+
+
+#: On GPUs: every stage of this shape that the machine holds.
+GPU_MODEL = "meta-llama/Llama-3.2-1B"
+GPU_WORKLOAD = {"micro_batch": 1, "seq_len": 1024}
+
+#: On a CPU: a Llama of 10 M parameters, of an odd width and vocabulary. Heads and lengths are such that CUDA's attention, for
+#: which the plan is made, pads nothing, so that a CPU's tensors can be held against it.
+CPU_MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "_name_or_path": "Llama, 10 M parameters",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 256,
+    "intermediate_size": 717,
+    "num_hidden_layers": 10,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "vocab_size": 4997,
+    "max_position_embeddings": 512,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+CPU_WORKLOAD = {"micro_batch": 2, "seq_len": 128}
+
+
+def builtin_request(machine: VerifyMachine) -> dict[str, Any]:
+    """Return the request's fields for this machine."""
+    if machine.device == "cuda":
+        return {"model": GPU_MODEL, **GPU_WORKLOAD}
+    return {"model": dict(CPU_MODEL), **CPU_WORKLOAD}
+
 
 #: The largest error of the total, as a fraction of the plan.
 TOLERANCE = 0.02

@@ -10,10 +10,9 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import Aio, OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
-from zeroplan.engines.deepspeed.host_recorder import HostMark
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
-from zeroplan.engines.deepspeed.schedule_host import record_host
+from zeroplan.engines.deepspeed.schedule_host import HostMark, record_host
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 from zeroplan.tape.expanded import ExpandedTape, TapeModule, TapeParam

@@ -1,22 +1,21 @@
 """The kinds of values that a ds_config holds, and the functions that turn a value into each kind.
 
 DeepSpeed's config blocks are pydantic models in lax mode: ``2e8`` and ``"200000000"`` are integers there, ``1`` and ``"yes"``
-are booleans. The functions here take what pydantic takes; a test compares each of them with pydantic itself.
+are booleans.
 """
 
 from __future__ import annotations
 
 import math
-import re
-import sys
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.workload import DType
 
-_TRUE = frozenset({"1", "on", "t", "true", "y", "yes"})
-_FALSE = frozenset({"0", "off", "f", "false", "n", "no"})
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 
 class ValueKind(StrEnum):
@@ -38,28 +37,27 @@ class ValueKind(StrEnum):
     ANY = "any value"
 
 
+def _lax(kind: type, value: Any) -> Any:
+    """Return the value as pydantic's lax mode makes it of a kind. Raises ValueError: where it refuses it."""
+    if type(value) is kind:
+        return value
+    return _adapter(kind).validate_python(value)
+
+
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter  # files of plain values need none
+
+    return TypeAdapter(kind)
+
+
 def to_int(value: Any) -> int:
     """Read an integer from an integer, a boolean, an integral float or a string of digits.
 
     Raises:
         ValueError: for anything else.
     """
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float) and value.is_integer() and abs(value) < sys.maxsize:
-        return int(value)
-    if isinstance(value, str):
-        match = re.fullmatch(r"([+-]?[0-9]+(?:_[0-9]+)*)(?:\.0+)?", _trimmed(value), re.ASCII)
-        if match and len(value) < 64:
-            return int(match[1])
-    raise ValueError
-
-
-def _trimmed(text: str) -> str:
-    """The text without white space around it. Python counts four separators as white space that pydantic does not."""
-    if any("\x1c" <= ch <= "\x1f" for ch in text):
-        raise ValueError
-    return text.strip()
+    return int(_lax(int, value))
 
 
 def to_float(value: Any) -> float:
@@ -68,32 +66,12 @@ def to_float(value: Any) -> float:
     Raises:
         ValueError: for anything else, or a number too large for a float.
     """
-    if isinstance(value, int | float) or (isinstance(value, str) and value.isascii()):
-        if isinstance(value, str):
-            inner = _trimmed(value)
-            if "_" in inner and (inner != value or "__" in inner or inner.startswith("_") or inner.endswith("_")):
-                raise ValueError
-            value = inner.replace("_", "")  # pydantic drops single underscores wherever they stand
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError from None
-    raise ValueError
+    return float(_lax(float, value))
 
 
 def to_bool(value: Any) -> bool:
     """Read a boolean from a boolean, 0 or 1, or one of pydantic's twelve words. Raises ValueError: for anything else."""
-    if isinstance(value, bool):
-        return value
-    if isinstance(value, int | float) and value in (0, 1):
-        return bool(value)
-    if isinstance(value, str):
-        word = value.lower()
-        if word in _TRUE:
-            return True
-        if word in _FALSE:
-            return False
-    raise ValueError
+    return bool(_lax(bool, value))
 
 
 def to_str(value: Any) -> str:

@@ -96,7 +96,8 @@ def read_run(request: Ask, engine: Engine, cluster: Cluster, spec: ModelSpec) ->
         ep, unmodelled = _auto_ep(request, cluster, spec, config, unmodelled)
         auto_ep = ep > 0
     if engine.whole_vocabulary and _SP in config.raw:
-        ulysses = _sequence_ranks(request, cluster, config)
+        ulysses = int(config.values.get(_SP) or 1)  # by which DeepSpeed makes its groups
+        _require_degree(ulysses, _SP, "ulysses", request, cluster, config)
         unmodelled = tuple(one for one in unmodelled if one.key not in (_SP, _DATA))
     if engine.partition and request.pp > 1 and isinstance(config.raw.get(_PP), Mapping):
         interval = config.raw[_PP].get("activation_checkpoint_interval") or 0
@@ -162,29 +163,22 @@ def _reading_ranks(request: Ask, cluster: Cluster) -> int:
     return ranks // shared
 
 
-def _sequence_ranks(request: Ask, cluster: Cluster, config: DsConfig) -> int:
-    """Return the file's ``sequence_parallel_size``, by which DeepSpeed makes its groups.
+def _require_degree(size: int, key: str, flag: str, request: Ask, cluster: Cluster, config: DsConfig) -> None:
+    """Hold a degree of the file against the ranks and the flag.
 
     Raises:
         BadInput: one that does not divide the ranks, or another than the flag's.
     """
-    size, ranks = int(config.values.get(_SP) or 1), cluster.layout.world_size
-    where = f"{config.source}: {_SP}"
+    ranks, name, asked = cluster.layout.world_size, key.rpartition(".")[2], getattr(request, flag)
+    where = f"{config.source}: {key}"
     if size > 1 and ranks == 1:
-        raise BadInput(
-            f"{_SP} {size} needs that many ranks, and nothing says how many there are",
-            where=where,
-            remedy="give --gpus and --nodes",
-        )
+        what = f"{name} {size} needs that many ranks, and nothing says how many there are"
+        raise BadInput(what, where=where, remedy="give --gpus and --nodes")
     if size > 1 and ranks % size:
-        raise BadInput(
-            f"{_SP} {size} does not divide the {ranks} ranks",
-            where=where,
-            remedy=f"use a divisor of {ranks}, or change --gpus and --nodes",
-        )
-    if request.ulysses not in (1, size):
-        raise BadInput(f"{config.source} says {size} ({_SP}), the flag {request.ulysses}", where="--ulysses", remedy=_ONE)
-    return size
+        remedy = f"use a divisor of {ranks}, or change --gpus and --nodes"
+        raise BadInput(f"{name} {size} does not divide the {ranks} ranks", where=where, remedy=remedy)
+    if asked not in (1, size):
+        raise BadInput(f"{config.source} says {size} ({name}), the flag {asked}", where=f"--{flag}", remedy=_ONE)
 
 
 def _auto_tp(request: Ask, cluster: Cluster, spec: ModelSpec, config: DsConfig) -> tuple[int, tuple[Unmodelled, ...]]:
@@ -193,24 +187,11 @@ def _auto_tp(request: Ask, cluster: Cluster, spec: ModelSpec, config: DsConfig) 
     Raises:
         BadInput: a degree that does not divide the ranks, or another than the flag's.
     """
-    size, ranks = int(config.values.get(f"{_TP}.autotp_size") or 0), cluster.layout.world_size
+    size = int(config.values.get(f"{_TP}.autotp_size") or 0)
     others = tuple(one for one in config.unmodelled if one.key != _TP)
     if size <= 1:
         return request.tp, config.unmodelled if config.raw[_TP].get("partition_config") else others
-    if ranks == 1:
-        raise BadInput(
-            f"autotp_size {size} needs that many ranks, and nothing says how many there are",
-            where=f"{config.source}: {_TP}.autotp_size",
-            remedy="give --gpus and --nodes",
-        )
-    if ranks % size:
-        raise BadInput(
-            f"autotp_size {size} does not divide the {ranks} ranks",
-            where=f"{config.source}: {_TP}.autotp_size",
-            remedy=f"use a divisor of {ranks}, or change --gpus and --nodes",
-        )
-    if request.tp not in (1, size):
-        raise BadInput(f"{config.source} says {size} (autotp_size), the flag {request.tp}", where="--tp", remedy=_ONE)
+    _require_degree(size, f"{_TP}.autotp_size", "tp", request, cluster, config)
     why = _beyond_auto_tp(request, spec, config)
     return (request.tp, (*others, Unmodelled(_TP, Effect.UNKNOWN, why))) if why else (size, others)
 

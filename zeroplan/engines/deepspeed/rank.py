@@ -27,6 +27,8 @@ from zeroplan.ledger.line import means
 
 #: The first version with ``bf16.check_grad_overflow``.
 CHECK_GRAD_OVERFLOW = (0, 17, 1)
+#: Cached properties that differ among the ranks of a job.
+OF_ONE_RANK = frozenset({"accum_blocks", "momentum", "touched_matrices"})
 
 if TYPE_CHECKING:
     from zeroplan.core.pipeline import Stage
@@ -58,8 +60,12 @@ class DeepSpeedRank(SteppedGroups):
     fetches_wrapper: bool = True
 
     def at(self, rank: int) -> DeepSpeedRank:
-        """Return another rank of the same job."""
-        return self if rank == self.rank else replace(self, rank=rank)
+        """Return another rank of the same job, with what was derived for this one and is the same on all."""
+        if rank == self.rank:
+            return self
+        other = replace(self, rank=rank)
+        vars(other).update({name: value for name, value in vars(self).items() if name not in OF_ONE_RANK | vars(other).keys()})
+        return other
 
     # --- the configuration ------------------------------------------------------------------------------------------------
 

@@ -16,8 +16,7 @@ from zeroplan.core.rates import rates_of
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadParam, ZeroConfig
 from zeroplan.engines import torch_traffic
-from zeroplan.engines.compute_traffic import COMPUTE
-from zeroplan.engines.contention import MEMORY_PER_BYTE
+from zeroplan.engines.compute_traffic import COMPUTE, MEMORY_PER_BYTE
 from zeroplan.engines.deepspeed import traffic
 from zeroplan.engines.registry import find_engine
 from zeroplan.engines.runtime import traffic as runtime_traffic

@@ -13,7 +13,7 @@ import pytest
 from tests.validate.small import CONFIG
 from zeroplan.core.errors import BadInput
 from zeroplan.run.ask import Ask
-from zeroplan.validate.from_files import with_runnable_files
+from zeroplan.validate.api import with_runnable_files
 
 Cli = Callable[..., tuple[int, str, str]]
 ARGUMENTS = {

@@ -32,11 +32,9 @@ from zeroplan.core.zero_config import (
     ZeroConfig,
 )
 from zeroplan.ds_config.batch import Batch, resolve_batch
-from zeroplan.ds_config.curriculum import read_curriculum
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.findings import At, Finding, Severity
 from zeroplan.ds_config.optimizer_params import check_optimizer_params
-from zeroplan.ds_config.quantize_training import read_quantize_training
 from zeroplan.ds_config.reading import KeyReport, Reading
 from zeroplan.ds_config.rules import View
 from zeroplan.ds_config.rules_autoep import AUTOEP_REFUSALS
@@ -45,6 +43,7 @@ from zeroplan.ds_config.rules_engine import ENGINE_REFUSALS
 from zeroplan.ds_config.rules_notes import REMARKS
 from zeroplan.ds_config.rules_runtime import RUNTIME_REFUSALS
 from zeroplan.ds_config.runtime_options import RuntimeOptions
+from zeroplan.ds_config.runtime_sections import read_curriculum, read_quantize_training
 from zeroplan.ds_config.schema import MemoryEffect
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.ds_config.source import load_source

@@ -131,7 +131,7 @@ SPARSE_ATTENTION = section(
     holder=SparseAttention,
 )
 
-#: DeepSpeed removed it in 0.19.8; the included runtime has it (:mod:`zeroplan.ds_config.curriculum`).
+#: DeepSpeed removed it in 0.19.8; the included runtime has it (:mod:`zeroplan.ds_config.runtime_sections`).
 CURRICULUM = section(
     "curriculum_learning",
     Mode.PLAIN,
@@ -166,7 +166,7 @@ PROGRESSIVE_LAYER_DROP = section(
 )
 
 _MOQ = {"deepspeed": REFUSED, "runtime": HONOURED}
-#: DeepSpeed removed it in 0.19.7; the included runtime has it (:mod:`zeroplan.ds_config.quantize_training`).
+#: DeepSpeed removed it in 0.19.7; the included runtime has it (:mod:`zeroplan.ds_config.runtime_sections`).
 QUANTIZE = (
     section(
         QUANTIZE_TRAINING,

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from zeroplan.core.buffers import Phase
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.compute_traffic import ComputeFacts
-from zeroplan.engines.contention import MEMORY_PER_BYTE
+from zeroplan.engines.compute_traffic import MEMORY_PER_BYTE, ComputeFacts
 from zeroplan.engines.rank_traffic import RankTraffic
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import fraction

@@ -16,7 +16,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS, find_optimizer
 from zeroplan.engines.torch_mesh import Passes, by_mesh, clip, whole_loss
-from zeroplan.engines.torch_optimizer import muon_takes
+from zeroplan.engines.torch_rank import muon_takes
 from zeroplan.engines.verification import LEARNING_RATE, Row, Trainer, TrainingRun
 
 #: The optimizers' states by their keys.

@@ -1,14 +1,35 @@
-"""The lines of optimizer states, which all engines share: one line for each kind of state."""
+"""The lines that all engines share: cuBLAS's workspaces, and one line for each kind of optimizer state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Place
+from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.optimizer_row import Domain, Optimizer
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import LedgerBuilder
+
+
+class MultiplyingRank(Protocol):
+    """The fact that the line reads."""
+
+    @property
+    def cublas_workspace(self) -> int:
+        """Bytes of one cuBLAS workspace on this GPU."""
+        ...
+
+
+def add_workspace_line(lines: LedgerBuilder, phases: tuple[Phase, ...] = FROM_FIRST_STEP) -> None:
+    """Register it; `phases` are those in which an engine's process has them."""
+
+    @lines.add(Buffer.WORKSPACE, Place.HBM, phases)
+    def cublas_workspace(c: MultiplyingRank) -> int:
+        """cuBLAS's workspaces: one for the forward's thread, one for the backward's.
+
+        Source: aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize
+        """
+        return 2 * c.cublas_workspace
 
 
 class SteppedRank(Protocol):

@@ -7,7 +7,7 @@ Note [Overlap]
     loop does that prints each loss or a measurement with marks, each half takes the longer of its two by itself. On the
     device, collectives run beside the computation where the engine overlaps them (stage 3, `overlap_comm`, FSDP2, DDP) and
     after it where it does not (stages 1 and 2 by default). Copies to pinned host memory overlap likewise. What a collective
-    takes from the kernels beside it is a line of its own (engines/contention.py). An optimizer step reads on the host whether
+    takes from the kernels beside it is a line (engines/compute_traffic.py). An optimizer step reads on the host whether
     gradients overflowed, and their norm, so its parts follow each other; but what the host issues before it first waits, as
     stage 1's reduction, it issues while the device still runs the backward. What a full card's allocator returns and takes
     again stops everything.

@@ -10,8 +10,8 @@ from zeroplan.core.gpus import find_gpu
 from zeroplan.core.rates import rates_of
 from zeroplan.core.sizes import GIB
 from zeroplan.engines.compute_traffic import PASSES
-from zeroplan.engines.deepspeed import device_lag
-from zeroplan.engines.deepspeed.device_lag import device_lag_of
+from zeroplan.engines.deepspeed import simulation
+from zeroplan.engines.deepspeed.simulation import device_lag_of
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Kind, Mark, Op, TapeModule, TapeParam
@@ -84,7 +84,7 @@ def test_modules_inside_a_leaf_fetch_nothing() -> None:
 def test_a_full_queue_holds_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for one kernel the host issues the third fetch's when the second is done: never further than two behind."""
     free = device_lag_of(_stream(*[20] * 9), 1, RATES, fp32=False, unhooked=[False] * 9)
-    monkeypatch.setattr(device_lag, "QUEUE", 1)
+    monkeypatch.setattr(simulation, "QUEUE", 1)
     held = device_lag_of(_stream(*[20] * 9), 1, RATES, fp32=False, unhooked=[False] * 9)
     assert free.furthest > 4
     assert held.furthest <= 2

@@ -12,7 +12,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
-from zeroplan.engines.torch_optimizer import muon_takes
+from zeroplan.engines.torch_rank import muon_takes
 from zeroplan.engines.torch_step import optimizer_step
 from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.simulate.recorder import Recorder

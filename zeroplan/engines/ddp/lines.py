@@ -8,8 +8,7 @@ from __future__ import annotations
 from zeroplan.core.buffers import ALWAYS, Buffer, Phase, Place
 from zeroplan.engines.ddp.rank import DdpRank
 from zeroplan.ledger.line import LedgerBuilder
-from zeroplan.ledger.optimizer_lines import add_state_lines
-from zeroplan.ledger.workspace_line import add_workspace_line
+from zeroplan.ledger.optimizer_lines import add_state_lines, add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add

@@ -14,7 +14,7 @@ Note [Lag]
     than the kernels between them, so the device mostly follows closely. In recorded histories a gradient's block is back in
     the pool one allocation after the next one, and a parameter's at once, or with several ranks a few modules later. Behind
     the head and the loss, and wherever kernels take longer than hooks, parameters are back tens of fetches later: as far as
-    device_lag.py says at most. Which it is decides how the gathers' stream is fragmented.
+    simulation.py says at most. Which it is decides how the gathers' stream is fragmented.
     Gradients that wait for a reduce-scatter are back up to three buckets later (stage3.py, max_param_reduce_events), which adds
     nothing to reserved memory: what the forward saved is being freed beside them.
 """

@@ -13,7 +13,7 @@ from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.ledger.derive import pow2
 from zeroplan.ledger.line import LedgerBuilder
-from zeroplan.ledger.workspace_line import add_workspace_line
+from zeroplan.ledger.optimizer_lines import add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add

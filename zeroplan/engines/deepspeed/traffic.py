@@ -10,8 +10,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.compute_traffic import ComputeFacts
-from zeroplan.engines.contention import MEMORY_PER_BYTE, MEMORY_PER_BYTE_REDUCED
+from zeroplan.engines.compute_traffic import MEMORY_PER_BYTE, MEMORY_PER_BYTE_REDUCED, ComputeFacts
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.traffic_facts import Sizes, TrafficFacts
 from zeroplan.engines.traffic import Traffic

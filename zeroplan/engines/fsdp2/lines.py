@@ -9,8 +9,7 @@ from __future__ import annotations
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.ledger.line import LedgerBuilder
-from zeroplan.ledger.optimizer_lines import add_state_lines
-from zeroplan.ledger.workspace_line import add_workspace_line
+from zeroplan.ledger.optimizer_lines import add_state_lines, add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add

@@ -13,8 +13,7 @@ from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
 from zeroplan.engines.runtime.rank import RuntimeRank
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import LedgerBuilder
-from zeroplan.ledger.optimizer_lines import STATE_DOCS
-from zeroplan.ledger.workspace_line import add_workspace_line
+from zeroplan.ledger.optimizer_lines import STATE_DOCS, add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add

@@ -22,8 +22,7 @@ from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.runtime_options import RuntimeOptions
-from zeroplan.engines.compute_traffic import ComputeFacts
-from zeroplan.engines.contention import MEMORY_PER_BYTE
+from zeroplan.engines.compute_traffic import MEMORY_PER_BYTE, ComputeFacts
 from zeroplan.engines.runtime.layouts import layout_of
 from zeroplan.engines.runtime.rank import RuntimeRank
 from zeroplan.engines.traffic import Traffic

@@ -1,8 +1,20 @@
-"""Keys of a model that programs share: adapters, quantised base weights, and the attention implementation."""
+"""Keys that programs share: adapters, quantised base weights, the attention implementation, optimizers, and 8-bit products.
+
+For 8-bit products (``fp8``) axolotl and LLaMA-Factory give accelerate a ``Float8LinearConfig`` without padding. axolotl
+scales by tensor, and accelerate picks the layers. LLaMA-Factory scales by row, and its own filter takes the first linear
+layer as well, which is counted in 16 bits: its copies come and go where little else is held.
+
+Source: axolotl, ``utils/fp8.py`` (``build_fp8_linear_config``), ``monkeypatch/trainer_accelerator_args.py``; LLaMA-Factory,
+``train/fp8_utils.py`` (``create_fp8_kwargs``).
+"""
 
 from __future__ import annotations
 
+from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.unmodelled import Effect
+from zeroplan.core.unmodelled_optimizers import unmodelled_optimizer
+from zeroplan.core.workload import OptimizerKind
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.models.lora_targets import PEFT_DEFAULT, is_pattern
 
@@ -117,3 +129,71 @@ def set_targets(run: Builder, key: str, *, everywhere: bool) -> None:
             run.leave_out(key, Effect.MORE, says)
     else:
         run.set("lora_targets", found, key)
+
+
+#: Names for which the Trainer, and programs on it, have a class of their own.
+_TRAINERS = {"adafactor": "adafactor_transformers"}
+#: transformers' and others' names that ask for torch's multi-tensor loops and for its fused kernel.
+_FOREACH, _FUSED = ("adamw_torch", "adamw"), ("adamw_torch_fused",)
+
+
+def set_optimizer(run: Builder, key: str, *, default: str, note: str = "") -> None:
+    """Set the run's optimizer from a key, else the program's default; one without a row stands among what is left out.
+
+    Args:
+        note: where the default comes from, for the list of what is assumed.
+    """
+    name = run.word(key)
+    if name is None:
+        run.assume(f"{key} {default}{note}")
+        name = default
+    else:
+        run.keys["optimizer"] = key
+    row, kind = optimizer_of(run, key, name)
+    run.set("optimizer", row)
+    run.set("optimizer_kind", kind)
+
+
+def optimizer_of(run: Builder, key: str, name: str) -> tuple[str, str | None]:
+    """Return the row that stands for an optimizer of that name, and how it walks its tensors where the name says.
+
+    Raises:
+        BadInput: a name that no program has.
+    """
+    plain = name.strip().lower().removeprefix("optimizernames.")
+    other = unmodelled_optimizer(plain)
+    if other is not None and other.stands_in:
+        run.leave_out(key, other.effect, f"{plain} is planned as {other.stands_in}: {other.why}")
+        return other.stands_in, None
+    row = find_optimizer(_TRAINERS.get(plain, plain), where=f"{run.name}: {key}")
+    if row.rest:
+        run.leave_out(key, Effect.UNKNOWN, f"{plain}: which parameters the program gives to it is its own choice")
+    if plain.startswith("paged"):
+        run.leave_out(key, Effect.LESS, "paged states may move to the host; they are counted on the GPU")
+    kind = OptimizerKind.FUSED if plain in _FUSED else OptimizerKind.FOREACH if plain in _FOREACH else None
+    return row.name, None if kind is None else kind.value
+
+
+_GATHER = "fp8_enable_fsdp_float8_all_gather"
+_PADDING = "operands in 8 bits are counted with the copies that padding makes"
+
+
+def set_float8(run: Builder, recipe: Float8Recipe) -> None:
+    """Set 8-bit products where ``fp8`` is on; what other packages do, and weights that are gathered in 8 bits, are left out.
+
+    Args:
+        run: the builder, whose engine and arithmetic are known.
+        recipe: of the program's own config.
+    """
+    if not run.flag("fp8"):
+        return
+    backend = run.word("fp8_backend") or "auto"
+    if backend not in ("auto", "torchao"):
+        run.leave_out("fp8_backend", Effect.UNKNOWN, f"fp8 products by {backend[:20]}; bf16 ones are counted")
+    elif run.fields.get("dtype") != "bf16":
+        run.leave_out("fp8", Effect.UNKNOWN, "fp8 products beside another arithmetic than bf16")
+    else:
+        run.set("fp8", recipe.value, "fp8")
+        run.leave_out("fp8", Effect.LESS, _PADDING)
+        if run.flag(_GATHER) and recipe is Float8Recipe.TENSORWISE:
+            run.leave_out(_GATHER, Effect.UNKNOWN, "weights are gathered in 8 bits; 16 are counted")

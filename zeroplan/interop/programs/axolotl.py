@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
+from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_float8, set_optimizer, set_quantisation
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
-from zeroplan.interop.programs.float8 import set_float8
 from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.machine import take_machine
-from zeroplan.interop.programs.optimizers import set_optimizer
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_compile, set_fsdp, set_saving
 from zeroplan.interop.setups import Setup

@@ -16,10 +16,9 @@ from __future__ import annotations
 from zeroplan.core.lit_model import LitModel
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.versions import parse_version, version_text
-from zeroplan.interop.programs.adapters import set_dropout
+from zeroplan.interop.programs.adapters import optimizer_of, set_dropout
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
-from zeroplan.interop.programs.optimizers import optimizer_of
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import set_fsdp
 from zeroplan.interop.setups import Setup

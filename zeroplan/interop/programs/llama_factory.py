@@ -11,10 +11,9 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_quantisation
+from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_float8, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
-from zeroplan.interop.programs.float8 import set_float8
 from zeroplan.interop.programs.known import arguments_of, telling_of_others
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import read_trainer

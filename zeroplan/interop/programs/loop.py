@@ -15,11 +15,10 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.ds_config.source import load_source
 from zeroplan.interop.programs.accelerate import plugin_config
-from zeroplan.interop.programs.adapters import set_attention
+from zeroplan.interop.programs.adapters import optimizer_of, set_attention
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.machine import take_machine
-from zeroplan.interop.programs.optimizers import optimizer_of
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import set_fsdp, set_script_adapters
 from zeroplan.interop.setups import Setup

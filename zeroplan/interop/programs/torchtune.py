@@ -11,10 +11,10 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.programs.adapters import optimizer_of
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.machine import take_machine
-from zeroplan.interop.programs.optimizers import optimizer_of
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.setups import Setup
 

@@ -18,6 +18,7 @@ from zeroplan.interop.programs.adapters import (
     BYTES,
     set_attention,
     set_dropout,
+    set_optimizer,
     set_quantisation,
     set_targets,
     set_weights_dtype,
@@ -27,7 +28,6 @@ from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.examples import is_example, read_example, read_script_name
 from zeroplan.interop.programs.known import arguments_of, names_in, telling_of_others
 from zeroplan.interop.programs.machine import take_machine
-from zeroplan.interop.programs.optimizers import set_optimizer
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.setups import Setup
 

@@ -42,7 +42,7 @@ FAMILIES: dict[str, tuple[str, str]] = {
     "gpt2": ("gpt.gpt2", CAUSAL_LM),
     "gptj": ("gpt.gptj", CAUSAL_LM),
     "gpt_neox": ("gpt.gpt_neox", CAUSAL_LM),
-    "opt": ("opt.opt", CAUSAL_LM),
+    "opt": ("gpt.opt", CAUSAL_LM),
     "bloom": ("falcon.bloom", CAUSAL_LM),
     "falcon": ("falcon.falcon", CAUSAL_LM),
     "bert": ("bert.bert", MASKED_LM),

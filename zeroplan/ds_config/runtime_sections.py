@@ -1,8 +1,9 @@
-"""A curriculum by sequence length in a ds_config, in both of DeepSpeed's spellings, for the included runtime.
+"""Sections of a ds_config that the included runtime reads: a curriculum by sequence length, and ``quantize_training``.
 
-The legacy section is ``curriculum_learning``. Later ones are ``data_efficiency.data_sampling.curriculum_learning``, with a
-schedule for each of its ``curriculum_metrics``: ``seqlen`` or ``seqlen_truncate`` with ``single_cluster`` cuts samples and
-needs no index of them (DeepSpeed 0.19.8, ``runtime/data_pipeline``). What else that section can ask for is refused by name.
+A curriculum has two of DeepSpeed's spellings. The legacy section is ``curriculum_learning``. Later ones are
+``data_efficiency.data_sampling.curriculum_learning``, with a schedule for each of its ``curriculum_metrics``: ``seqlen`` or
+``seqlen_truncate`` with ``single_cluster`` cuts samples and needs no index of them (DeepSpeed 0.19.8,
+``runtime/data_pipeline``). What else that section can ask for is refused by name.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from zeroplan.core.curriculum import CURRICULUM_LEARNING as LEGACY
 from zeroplan.core.curriculum import Curriculum
 from zeroplan.core.errors import BadInput
+from zeroplan.core.quantize_training import QUANTIZE_TRAINING as NAME
+from zeroplan.core.quantize_training import QuantizeTraining
 from zeroplan.ds_config.findings import Severity
 from zeroplan.ds_config.reading import Reading
 
@@ -133,3 +136,35 @@ def _made(given: Mapping[str, Any], where: str) -> Curriculum:
         return Curriculum(**made)
     except BadInput as fault:
         raise BadInput(fault.what, where=f"{where}.{fault.where}", remedy=fault.remedy) from None
+
+
+_KEYS = (
+    "quantize_groups",
+    "quantize_bits.start_bits",
+    "quantize_bits.target_bits",
+    "quantize_schedule.quantize_period",
+    "quantize_schedule.schedule_offset",
+    "quantize_algo.q_type",
+    "quantize_algo.rounding",
+)
+
+
+def read_quantize_training(reading: Reading) -> QuantizeTraining | None:
+    """Return what the runtime is asked for; None for nothing, and for something impossible: an error."""
+    values = {path.removeprefix(f"{NAME}."): value for path, value in reading.values.items() if path.startswith(f"{NAME}.")}
+    if not (reading.for_runtime and values.get("enabled")):
+        return None
+    given: dict[str, Any] = {key.rpartition(".")[2]: values[key] for key in _KEYS if key in values}
+    try:
+        if values.get("eigenvalue.enabled"):
+            what = "periods by the eigenvalues of layers are not supported"
+            raise BadInput(what, where="eigenvalue", remedy="remove it")
+        kind = values.get("quantize_type")  # as the tutorial has it
+        if kind is not None and given.setdefault("q_type", kind) != kind:
+            raise BadInput(f"{kind!r} is not quantize_algo.q_type", where="quantize_type", remedy="remove one of the two")
+        if values.get("fp16_mixed_quantize.enabled"):
+            given["quantize_change_ratio"] = values.get("fp16_mixed_quantize.quantize_change_ratio", 0.001)
+        return QuantizeTraining(**given)
+    except BadInput as fault:
+        reading.add(f"{NAME}.impossible", Severity.ERROR, f"{NAME}.{fault.where}", fault.what, fault.remedy)
+        return None

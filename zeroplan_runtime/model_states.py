@@ -5,7 +5,7 @@ Note [Addresses]
     What autograd saved in the forward (the weight, or a transposed view of it) is therefore valid in the backward as soon as
     the unit is unsharded into the same slot again: no saved tensor needs a hook and no storage is resized. The price is that
     the memory of a parameter whose unit is sharded holds another unit's bytes. :mod:`zeroplan_runtime.parameter_guard` keeps
-    Python code from them; what autograd's own C++ code reads, :mod:`zeroplan_runtime.audit` checks in the first micro batches.
+    Python code from them; what autograd's own C++ code reads, :mod:`zeroplan_runtime.first_batches` checks.
 
 Note [Places]
     Where a buffer lies (device, host or file) is a column of the layout's rows, and the Arena follows it. A unit's gradients

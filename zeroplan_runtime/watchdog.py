@@ -13,19 +13,130 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import json
 import os
+import queue
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from zeroplan_runtime.local_process import Identity, identity, is_gone, is_stopped
-from zeroplan_runtime.rendezvous_store import ANSWERS_IN, RendezvousStore
+#: Seconds after which a store that does not answer is taken for lost.
+ANSWERS_IN = 10.0
+
+
+class RendezvousStore:
+    """Values in JSON under keys with a prefix. Every method raises RuntimeError where the store does not answer.
+
+    Args:
+        store: a connection that nothing else uses, as one that waits blocks all its users.
+        prefix: of all keys.
+    """
+
+    def __init__(self, store: Any, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+        self._turn = threading.Lock()  # the store serves one request at a time
+        self._requests: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._is_closed = False
+        self._overdue: Future[Any] | None = None
+        self._thread = threading.Thread(target=self._serve, name="zeroplan-store", daemon=True)
+
+    def set(self, key: str, value: Any) -> None:
+        """Sets a value."""
+        self._ask(lambda: self._store.set(f"{self._prefix}/{key}", json.dumps(value)))
+
+    def get(self, key: str) -> Any:
+        """The value that was set; None if none was."""
+        return (self.get_all([key]) or [None])[0]
+
+    def get_all(self, keys: Sequence[str]) -> list[Any]:
+        """The values of all keys; empty until each of them is set."""
+        full = [f"{self._prefix}/{key}" for key in keys]
+        found: list[Any] = self._ask(lambda: self._store.multi_get(full) if self._store.check(full) else [])
+        return [json.loads(text) for text in found]
+
+    def close(self) -> None:
+        """Ends the thread, after which no request is answered."""
+        self._is_closed = True
+        self._requests.put(None)
+
+    def _ask(self, act: Callable[[], Any]) -> Any:
+        with self._turn:
+            if self._is_closed or (self._overdue is not None and not self._overdue.done()):
+                raise RuntimeError("the rendezvous store does not answer")
+            if not self._thread.is_alive():
+                self._thread.start()
+            answer: Future[Any] = Future()
+            self._requests.put((act, answer))
+            try:
+                return answer.result(ANSWERS_IN)
+            except TimeoutError:
+                self._overdue = answer
+                raise RuntimeError("the rendezvous store does not answer") from None
+
+    def _serve(self) -> None:
+        while (request := self._requests.get()) is not None:
+            act, answer = request
+            try:
+                answer.set_result(act())
+            except BaseException as fault:  # the asking thread raises it
+                answer.set_exception(fault)
+            del request, act, answer
+
+
+#: What tells one process from all others: the machine's boot, the namespace of process numbers, the number, when it began.
+Identity = tuple[str, str, int, str]
+
+
+def identity() -> Identity | None:
+    """This process's; None where the system has no ``/proc``."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return boot, os.readlink("/proc/self/ns/pid"), os.getpid(), _state(os.getpid())[1]
+    except (OSError, ValueError):
+        return None
+
+
+def is_gone(other: Identity) -> bool:
+    """Returns whether that process has ended. False for one of another machine or container, of which nothing is known."""
+    own = identity()
+    if own is None or own[:2] != tuple(other[:2]):
+        return False
+    try:
+        state, began = _state(other[2])
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError):
+        return False
+    return state in "ZX" or began != other[3]  # ended and not yet waited for, or its number was given to another
+
+
+def is_stopped(other: Identity) -> bool:
+    """Returns whether that process is stopped by a signal or a debugger. False where nothing is known of it."""
+    own = identity()
+    if own is None or own[:2] != tuple(other[:2]):
+        return False
+    try:
+        state, began = _state(other[2])
+    except (OSError, ValueError):
+        return False
+    return state in "Tt" and began == other[3]
+
+
+def _state(pid: int) -> tuple[str, str]:
+    """Returns the state (a letter) and the start time of a process: fields 3 and 22 of proc_pid_stat(5)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    if len(fields) < 20:
+        raise ValueError("not what proc_pid_stat(5) describes")
+    return fields[0], fields[19]
+
 
 #: The exit code of a process that its watchdog ends: EX_TEMPFAIL of sysexits.h, "try again".
 EXIT_STALLED = 75

@@ -10,12 +10,13 @@ import pytest
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Precision, Workload
-from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.core.zero_config import ZeroConfig, stages_and_offloads
 from zeroplan.ds_config.reader import inspect_ds_config
-from zeroplan.engines.deepspeed.engine import OPTIONS, DeepSpeed
+from zeroplan.engines.deepspeed.engine import DeepSpeed
 
 Oracle = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
+OPTIONS = [(z.stage, z.offload_optimizer.device.value, z.offload_param.device.value) for z in stages_and_offloads()]
 #: The optimizers that DeepSpeed combines with ZeRO. The program brings those without a type of DeepSpeed's.
 NAMES = [row.name for row in OPTIMIZERS.values() if row.zero]
 WRITTEN = [name for name in NAMES if OPTIMIZERS[name].written is not None]

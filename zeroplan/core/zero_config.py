@@ -341,3 +341,25 @@ def _device(text: str, where: str) -> OffloadDevice:
         return OffloadDevice(text)
     except ValueError:
         raise BadInput(f"{text!r} is not a device", where=where, remedy="use none, cpu or nvme") from None
+
+
+#: Where the optimizer and the parameters may lie, by stage.
+_OFFLOADS: dict[int, tuple[tuple[str, str], ...]] = {
+    0: (("none", "none"),),
+    1: (("none", "none"), ("cpu", "none")),
+    2: (("none", "none"), ("cpu", "none")),
+    3: (
+        *(("none", "none"), ("cpu", "none"), ("cpu", "cpu"), ("nvme", "none")),
+        *(("cpu", "nvme"), ("nvme", "cpu"), ("nvme", "nvme")),
+    ),
+}
+
+
+def stages_and_offloads(*, apart: bool = False) -> list[ZeroConfig]:
+    """Return every stage with each offload that it allows.
+
+    Args:
+        apart: also those of the optimizer to one device and of the parameters to another.
+    """
+    rows = [(stage, optimizer, param) for stage, pairs in _OFFLOADS.items() for optimizer, param in pairs]
+    return [ZeroConfig.of(*row) for row in rows if apart or row[2] in ("none", row[1])]

@@ -14,7 +14,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import parse_version, version_text
 from zeroplan.core.workload import ChunkedHead, GradientCheckpointing, Reference, TiledLoss, TiledMlp, Workload
-from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig
+from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig, stages_and_offloads
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.deepspeed.job import rank_of, require_pipeline
@@ -33,21 +33,6 @@ if TYPE_CHECKING:
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.tape.expanded import ExpandedTape
     from zeroplan.tape.options import TraceOptions
-
-
-#: Every stage with each offload it allows: (stage, optimizer, parameters).
-OPTIONS = (
-    (0, "none", "none"),
-    (1, "none", "none"),
-    (1, "cpu", "none"),
-    (2, "none", "none"),
-    (2, "cpu", "none"),
-    (3, "none", "none"),
-    (3, "cpu", "none"),
-    (3, "cpu", "cpu"),
-    (3, "nvme", "none"),
-    (3, "nvme", "nvme"),
-)
 
 
 #: Keys of quantized communication (ZeRO++), with their effect on memory. Source: runtime/zero/partition_parameters.py,
@@ -104,7 +89,7 @@ class DeepSpeed(Engine):
 
     def options(self) -> list[ZeroConfig]:
         """Return stages 0 to 3, each with the offloads that it allows."""
-        return [self.configured(ZeroConfig.of(stage, optimizer, param)) for stage, optimizer, param in OPTIONS]
+        return [self.configured(zero) for zero in stages_and_offloads()]
 
     def require_runnable(self, zero: ZeroConfig) -> None:
         """Refuse impossible combinations."""

@@ -22,7 +22,7 @@ from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Workload
-from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
+from zeroplan.core.zero_config import OffloadDevice, ZeroConfig, stages_and_offloads
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.rules_runtime import remark, require_offloadable, require_runnable
 from zeroplan.ds_config.runtime_options import RuntimeOptions
@@ -59,22 +59,6 @@ if TYPE_CHECKING:
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.tape.expanded import ExpandedTape
     from zeroplan.tape.options import TraceOptions
-
-#: Stages with optimizer and parameter offload, in the order in which they are shown.
-OPTIONS = (
-    (0, "none", "none"),
-    (1, "none", "none"),
-    (1, "cpu", "none"),
-    (2, "none", "none"),
-    (2, "cpu", "none"),
-    (3, "none", "none"),
-    (3, "cpu", "none"),
-    (3, "cpu", "cpu"),
-    (3, "nvme", "none"),
-    (3, "cpu", "nvme"),
-    (3, "nvme", "cpu"),
-    (3, "nvme", "nvme"),
-)
 
 #: The runtime's memory model; it changes when `zeroplan.core.arena.layout` does.
 VERSION = "0.1.0"
@@ -119,7 +103,7 @@ class Runtime(Engine):
 
     def options(self) -> list[ZeroConfig]:
         """Return the four stages, each with the offloads that it allows."""
-        return [ZeroConfig.of(stage, optimizer, param) for stage, optimizer, param in OPTIONS]
+        return stages_and_offloads(apart=True)
 
     def require_runnable(self, zero: ZeroConfig) -> None:
         """Refuse what the runtime does not do."""

@@ -14,10 +14,10 @@ from zeroplan.core.plumbing.documents import CONFIG, parse_json, read_document, 
 from zeroplan.core.plumbing.files import file_kind, is_capture, is_file, read_bytes
 from zeroplan.interop.programs.lightning_script import read_script
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
+from zeroplan.interop.programs.refused_files import refuse_other_program
 from zeroplan.interop.programs.script_defaults import ScriptDefaults, imported, parses_arguments, script_defaults
 from zeroplan.interop.programs.script_reader import RunScript
 from zeroplan.interop.programs.shell import Command, training_command
-from zeroplan.interop.programs.strangers import refuse_other_program
 
 #: Names that end so hold a command line.
 _SCRIPTS = ("sh", "bash", "zsh", "slurm", "sbatch", "txt", "job", "pbs")

@@ -22,7 +22,7 @@ from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.strangers import refuse_megatron_deepspeed
+from zeroplan.interop.programs.refused_files import refuse_megatron_deepspeed
 from zeroplan.interop.setups import Setup
 from zeroplan.models.megatron import MODEL_TYPE, MegatronModel
 

@@ -17,7 +17,7 @@ from zeroplan.interop.programs.megatron_lm import MegatronLm
 from zeroplan.interop.programs.ms_swift import MsSwift
 from zeroplan.interop.programs.open_instruct import OpenInstruct
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.strangers import MEGATRON, refuse_diffusers, refuse_megatron_deepspeed, refuse_stranger
+from zeroplan.interop.programs.refused_files import MEGATRON, refuse_diffusers, refuse_megatron_deepspeed, refuse_other_file
 from zeroplan.interop.programs.torchtitan import Torchtitan
 from zeroplan.interop.programs.torchtune import Torchtune
 from zeroplan.interop.programs.trainer import HfTrainer
@@ -85,7 +85,7 @@ def owner_of(document: Document) -> Program:
     if document.script is not None:
         return PROGRAMS[document.script.program]
     if document.command is None:
-        refuse_stranger(document.data, document.name)
+        refuse_other_file(document.data, document.name)
     else:
         refuse_megatron_deepspeed(document.data, document.name, document.command.launcher)
         refuse_diffusers(document.data, document.name)

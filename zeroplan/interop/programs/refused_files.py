@@ -54,7 +54,7 @@ _OF_A_RUN = (
 )
 
 
-def refuse_stranger(data: Mapping[str, Any], name: str) -> None:
+def refuse_other_file(data: Mapping[str, Any], name: str) -> None:
     """Refuse a file that describes no run."""
     plain = {str(key).replace("-", "_") for key in data}
     for own, title in _ENGINES:

@@ -11,8 +11,6 @@ Note [Parts of a sample]
     Context-parallel ranks have the same samples, and of each a part of the tokens. What is split, and how, is torch's
     ``context_parallel``; labels are shifted before it, and positions told, as transformers' Trainer does it. Each rank takes
     the mean over its own tokens, and the step is the mean over ranks.
-
-Imports torch: only trainers import this module, and only a rank's process imports those.
 """
 
 from __future__ import annotations

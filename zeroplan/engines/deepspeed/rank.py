@@ -41,11 +41,7 @@ class DeepSpeedRank(SteppedGroups):
 
     Attributes:
         device_memory: bytes of the GPU, which decides whether stages 1 and 2 flatten parameters there; None for enough.
-        saved_weights: elements of linear layers' weights that autograd keeps until their backward, as far as a formula tells.
         pipeline_stage: the stage of a ``PipelineModule`` that it has; None without one.
-        hidden: bytes of the hidden states that pipeline stages send each other.
-        checkpoint: bytes of the input of a recomputed block, where inputs wait on the host.
-        offloaded_inputs: how many wait there.
         fetches_wrapper: peft's wrapper is fetched by itself, as any module; see ``passed_through`` in outside_reads.py.
     """
 

@@ -1,11 +1,11 @@
-"""The lines that all engines share: cuBLAS's workspaces, and one line for each kind of optimizer state."""
+"""The lines that engines share: cuBLAS's workspaces, a quantised base's scales, and one for each kind of optimizer state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from zeroplan.core.buffers import FROM_FIRST_STEP, Buffer, Phase, Place
+from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.optimizer_row import Domain, Optimizer
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import LedgerBuilder
@@ -30,6 +30,27 @@ def add_workspace_line(lines: LedgerBuilder, phases: tuple[Phase, ...] = FROM_FI
         Source: aten/src/ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize
         """
         return 2 * c.cublas_workspace
+
+
+class QuantizedRank(Protocol):
+    """The fact that the line of a quantised base's scales reads."""
+
+    @property
+    def quant_states_bytes(self) -> int:
+        """Bytes of the scales of a quantised base's weights, and of the tables of their levels."""
+        ...
+
+
+def add_quant_states_line(lines: LedgerBuilder, buffer: Buffer) -> None:
+    """Register it; `buffer` is the kind of the weights that the scales stand beside."""
+
+    @lines.add(buffer, Place.HBM, ALWAYS, state=True)
+    def quant_states(c: QuantizedRank) -> int:
+        """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded].
+
+        Source: bitsandbytes 0.50, functional.py, QuantState (an attribute of its layer, so that no engine divides it)
+        """
+        return c.quant_states_bytes
 
 
 class SteppedRank(Protocol):

@@ -19,7 +19,7 @@ from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import Ledger, LedgerBuilder
-from zeroplan.ledger.optimizer_lines import add_state_lines
+from zeroplan.ledger.optimizer_lines import add_quant_states_line, add_state_lines
 
 
 def add_muon_lines(lines: LedgerBuilder) -> None:
@@ -179,13 +179,7 @@ def param_frozen(c: DeepSpeedRank) -> int:
     return c.param_bytes * c.frozen_sharded if c.param_device is OffloadDevice.NONE else 0
 
 
-@_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
-def quant_states(c: DeepSpeedRank) -> int:
-    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded].
-
-    Source: bitsandbytes 0.50, functional.py, QuantState (an attribute of its layer, so that no engine divides it)
-    """
-    return c.quant_states_bytes
+add_quant_states_line(_lines, Buffer.PARAM_FROZEN)
 
 
 @_add(Buffer.PARAM_FROZEN, Place.PINNED, ALWAYS, state=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.ledger.line import LedgerBuilder
-from zeroplan.ledger.optimizer_lines import add_state_lines, add_workspace_line
+from zeroplan.ledger.optimizer_lines import add_quant_states_line, add_state_lines, add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add
@@ -57,13 +57,7 @@ def part_from_host(c: FsdpRank) -> int:
     return c.largest_part if c.offload else 0
 
 
-@_add(Buffer.PARAM_FULL, Place.HBM, ALWAYS, state=True)
-def quant_states(c: FsdpRank) -> int:
-    """Scales of a quantised base's weights, whole on every rank. See Note [Quantised bases that are sharded].
-
-    Source: bitsandbytes 0.50, functional.py, QuantState (an attribute of its layer, so that no engine divides it)
-    """
-    return c.quant_states_bytes
+add_quant_states_line(_lines, Buffer.PARAM_FULL)
 
 
 @_add(Buffer.GRAD_SHARD, Place.HBM, FROM_FIRST_STEP, state=True)

@@ -176,10 +176,10 @@ def test_another_version_than_the_installed_one_is_refused(
 
 @pytest.mark.torch
 def test_the_installed_deepspeed_is_the_one_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    import zeroplan.validate.installed as installed
+    from zeroplan.validate import api
 
-    monkeypatch.setattr(installed, "version", lambda package: "0.14.2+local")
-    request = installed.at_installed(Ask(model=CONFIG, engine="deepspeed", stage=2))
+    monkeypatch.setattr(api, "version", lambda package: "0.14.2+local")
+    request = api.at_installed(Ask(model=CONFIG, engine="deepspeed", stage=2))
     assert request.deepspeed_version == "0.14.2"
-    assert installed.at_installed(Ask(model=CONFIG, engine="fsdp2")).deepspeed_version is None
+    assert api.at_installed(Ask(model=CONFIG, engine="fsdp2")).deepspeed_version is None
     assert find_engine("deepspeed").package == "deepspeed"

@@ -89,6 +89,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
         "set_to_none": row.get("set_to_none", True),
         "target_len": row.get("target_len"),
         "save": row.get("save"),
+        "one_unit": row.get("one_unit", False),
         **({} if row.get("kernels") is None else {row["kernels"]: True}),
     }
     if row["engine"] != "deepspeed":

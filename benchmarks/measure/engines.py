@@ -24,7 +24,6 @@ from benchmarks.measure.spec import FUSED, Spec
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-_BLOCKS = ("DecoderLayer", "GPT2Block", "Block", "RobertaLayer", "BertLayer", "GPTNeoXLayer")
 
 
 class Trained:
@@ -166,9 +165,8 @@ def _fsdp2(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     if spec.offload:
         options["offload_policy"] = CPUOffloadPolicy()
     _compile(spec, model)
-    for module in model.modules():
-        if type(module).__name__.endswith(_BLOCKS):
-            fully_shard(module, **options)
+    for block in _blocks(model):
+        fully_shard(block, **options)
     fully_shard(model, **options)
     if spec.quantize is not None:
         return _torch_loop(spec, probe, device, model)
@@ -188,7 +186,7 @@ def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
 
     _init_process_group(device)
     model = _prepare(spec, _from_config(spec, torch.float32) if spec.quantize is None else _quantized(spec, device))
-    blocks = {type(module) for module in model.modules() if type(module).__name__.endswith(_BLOCKS)}
+    blocks = {type(block) for block in _blocks(model)}
     dtype = DTYPES[spec.dtype]
     policy: Any = ModuleWrapPolicy(blocks)
     if spec.lora_rank is not None:  # as the HF Trainer sets it for adapters
@@ -277,14 +275,19 @@ def _parameters(spec: Spec) -> torch.dtype:
     return DTYPES[spec.dtype] if spec.precision == "pure" else torch.float32
 
 
+def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The entries of module lists that no other such entry holds: what a plan counts as blocks."""
+    numbered = {name: module for name, module in model.named_modules() if name.rpartition(".")[2].isdigit()}
+    return [module for name, module in numbered.items() if not any(name.startswith(f"{other}.") for other in numbered)]
+
+
 def _compile(spec: Spec, model: torch.nn.Module) -> None:
     """Compile each block, within its checkpoint, or the model as a whole."""
     if spec.compile == "model":
         model.compile()
     elif spec.compile == "blocks":
-        for module in model.modules():
-            if type(module).__name__.endswith(_BLOCKS):
-                module.compile()
+        for block in _blocks(model):
+            block.compile()
 
 
 def _optimizer(spec: Spec, trained: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

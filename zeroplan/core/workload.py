@@ -257,8 +257,8 @@ class Loop:
     made on the GPU, its second owner's goes when the tie is made. `set_to_none` is what ``zero_grad`` does: without it
     gradients stay between steps (torch's default before 2.0). `detached_loss` that the loop keeps the loss without its graph,
     as the HF Trainer does. `accelerate_units` means that accelerate applies ``fully_shard``: to the embedding, and to the
-    final norm with the head, too. `one_unit` means that FSDP 1 wraps the model as a whole, without units in it, and
-    `mixed_units` that it wraps blocks with the adapters in them.
+    final norm with the head, too. `one_unit` means that FSDP wraps the model as a whole, without units in it, and
+    `mixed_units` that FSDP 1 wraps blocks with the adapters in them.
     """
 
     from_scratch: bool = False

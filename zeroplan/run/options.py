@@ -274,7 +274,7 @@ class ProgramOptions:
         torch_adam: whether the optimizer is a class of torch's where DeepSpeed would build one of its own.
         whole_embedding_states: whether an 8-bit optimizer keeps the embeddings' states in fp32.
         accelerate_units: whether accelerate applies ``fully_shard``, with units of its own for embedding, norm and head.
-        one_unit: whether FSDP 1 wraps the model as a whole.
+        one_unit: whether FSDP wraps the model as a whole.
         mixed_units: whether FSDP 1 wraps blocks with the adapters in them.
         fsdp_version: 1 where FSDP is the older one.
         dp_shard: data-parallel ranks that shard, where the program asks that all degrees together are the ranks.

@@ -159,7 +159,7 @@ class Sharding:
         return {"offload_optimizer": "cpu", "offload_param": "cpu"} if offloads else {}
 
     def _units(self, root: nn.Module) -> dict[str, Any]:
-        """Return whether units are accelerate's; those that are neither blocks nor accelerate's are said."""
+        """Return whether units are accelerate's, or the model is one; those that are neither blocks nor accelerate's are said."""
         names = {id(module): name for name, module in root.named_modules()}
         blocks = {name for name, module in root.named_modules() if name.rpartition(".")[2].isdigit()}
         outer = {name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)}
@@ -172,7 +172,9 @@ class Sharding:
             return {}
         if others and of_blocks == expected and of_blocks and any(len(unit) > 1 for unit in others) and len(others) <= 2:
             return {"accelerate_units": True}
-        said = ", ".join("+".join(unit) for unit in (others or sharded))[:80] or "the whole model as one"
+        if not sharded:
+            return {"one_unit": True}
+        said = ", ".join("+".join(unit) for unit in (others or sharded))[:80]
         self._leave_out(
             "fully_shard", "unknown", f"units beside the blocks ({said}); each block and the rest are counted as units"
         )

@@ -156,6 +156,8 @@ class Fsdp2Rank(TorchRank):
         """Elements of each block, and of the root under an empty name."""
         found: dict[str, int] = {}
         for p, block in enumerate(self.parameters.blocks):
+            if self.workload.loop.one_unit:
+                block = ""
             if p not in self.ignored:
                 found[block] = found.get(block, 0) + self.numel[p]
         return found

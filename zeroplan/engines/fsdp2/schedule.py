@@ -102,8 +102,9 @@ class Fsdp2Schedule(EngineSchedule):
         self._group(tape)
 
     def _group(self, tape: ExpandedTape) -> None:
-        self.home = block_of_each(tape.modules, len(tape.params))
         rank = self.rank
+        one = rank.workload.loop.one_unit
+        self.home = [-1] * len(tape.params) if one else block_of_each(tape.modules, len(tape.params))
         for p, home in enumerate(self.home):
             if p in rank.ignored:
                 continue

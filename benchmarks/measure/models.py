@@ -152,12 +152,16 @@ def auto_class(model_type: str, task: str | None = None) -> Any:
 
 def image_batch(spec: Spec, dtype: Any, device: Any) -> dict[str, Any]:
     """Return one micro batch of the spec's samples, each with its images."""
-    from zeroplan.core.images import image_batch as shapes_of
-    from zeroplan.trace.vision import image_inputs
+    import torch
+    import transformers
 
-    config = build_config(spec.model, spec.model_overrides).to_dict()
-    shapes = shapes_of(config, spec.micro_batch, spec.images, spec.image_size)
-    made = image_inputs(shapes, spec.micro_batch, spec.seq_len, spec.images, dtype)
+    from zeroplan.trace.vision import image_inputs, picture_of
+
+    config = build_config(spec.model, spec.model_overrides)
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    picture = picture_of(model, config.to_dict(), spec.image_size)
+    made = image_inputs(picture, spec.micro_batch, spec.seq_len, spec.images, dtype)
     return {name: tensor.to(device) for name, tensor in made.items()}
 
 

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.images import SQUARE_TYPES, ImageBatch, image_batch
 from zeroplan.core.workload import Attention
 from zeroplan.tape.expanded import Mark, Op
 from zeroplan.tape.options import Arithmetic, TracedImages, TraceOptions
 from zeroplan.trace.api import trace_at
 from zeroplan.trace.fit import TracePoint
-from zeroplan.trace.vision import image_inputs
+from zeroplan.trace.vision import Picture, image_inputs, picture_of
 
 _TEXT = {
     "hidden_size": 64,
@@ -56,7 +55,20 @@ MODELS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "model_type": "qwen2", "vocab_size": 151700},
         "vision_config": {**_SQUARE, "image_size": [56, 56], "patch_size": [14, 14]},
     },
+    "idefics3": {  # images of each sample in a dimension of their own
+        "text_config": {**_TEXT, "model_type": "llama", "vocab_size": 33000},
+        "vision_config": {**_SQUARE, "image_size": 64, "patch_size": 16},
+        "image_token_id": 32000,
+        "scale_factor": 2,
+    },
+    "mistral3": {  # whole sizes of images
+        "text_config": {**_TEXT, "model_type": "mistral", "vocab_size": 33000},
+        "vision_config": {**_SQUARE, "model_type": "pixtral", "head_dim": 16, "image_size": 56, "patch_size": 14},
+        "spatial_merge_size": 2,
+    },
 }
+#: Models whose towers cut an image into patches of its own size.
+GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v")
 _SAMPLES, _IMAGES = 2, 2
 
 
@@ -69,10 +81,18 @@ def _config(kind: str) -> Any:
 
 
 def _size(kind: str) -> int | None:
-    return None if kind in SQUARE_TYPES else 112
+    return 112 if kind in GRIDS else None
 
 
-def _saved_by_the_cpu(kind: str, batch: ImageBatch, length: int) -> Counter[int]:
+def _picture(kind: str, size: int | None) -> Picture:
+    from transformers import AutoModelForImageTextToText
+
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(_config(kind))
+    return picture_of(model, _config(kind).to_dict(), size)
+
+
+def _saved_by_the_cpu(kind: str, picture: Picture, length: int) -> Counter[int]:
     """Bytes of the storages that a real forward keeps for its backward, weights left out."""
     from transformers import AutoModelForImageTextToText
 
@@ -84,7 +104,7 @@ def _saved_by_the_cpu(kind: str, batch: ImageBatch, length: int) -> Counter[int]
         kept.append(weakref.ref(tensor.untyped_storage()))
         return tensor.detach()  # an output that saved itself would never go
 
-    inputs = image_inputs(batch, _SAMPLES, length, _IMAGES, torch.float32)
+    inputs = image_inputs(picture, _SAMPLES, length, _IMAGES, torch.float32)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(**inputs).loss
     assert torch.isfinite(loss)
@@ -114,35 +134,34 @@ def _alive_in_the_trace(kind: str, length: int) -> Counter[int]:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_trace_keeps_what_a_real_forward_saves(kind: str) -> None:
-    batch = image_batch(_config(kind).to_dict(), _SAMPLES, _IMAGES, _size(kind))
-    length = _IMAGES * (batch.tokens + 1) + 20
-    real, traced = _saved_by_the_cpu(kind, batch, length), _alive_in_the_trace(kind, length)
+    picture = _picture(kind, _size(kind))
+    length = _IMAGES * (picture.tokens + 1) + 20
+    real, traced = _saved_by_the_cpu(kind, picture, length), _alive_in_the_trace(kind, length)
     assert not real - traced
     # Alive and not saved: the loss, and the positions' offsets that models with grids note for generation.
-    assert sorted((traced - real).elements()) == ([4] if kind in SQUARE_TYPES else [4, 8 * _SAMPLES])
+    assert sorted((traced - real).elements()) == ([4, 8 * _SAMPLES] if kind in GRIDS else [4])
 
 
 def test_images_that_leave_no_room_are_refused() -> None:
-    batch = image_batch(_config("qwen2_vl").to_dict(), 1, 2, 112)
     with pytest.raises(BadInput, match="at least 34"):
-        image_inputs(batch, 1, 33, 2, torch.float32)
+        image_inputs(_picture("qwen2_vl", 112), 1, 33, 2, torch.float32)
 
 
 def test_models_whose_images_are_unknown_are_refused_by_name() -> None:
-    with pytest.raises(BadInput, match="images of bert"):
-        image_batch({"model_type": "bert"}, 1, 1, None)
+    with pytest.raises(BadInput, match="images of  are not known"):
+        picture_of(torch.nn.Linear(2, 2), {"model_type": ""}, None)
     with pytest.raises(BadInput, match="56 pixels"):
-        image_batch(_config("llava").to_dict(), 1, 1, 112)
+        _picture("llava", 112)
 
 
 def test_images_are_planned_by_a_trace_alone() -> None:
     import zeroplan
 
     config = {"model_type": "qwen2_vl", **MODELS["qwen2_vl"]}
-    batch = image_batch(_config("qwen2_vl").to_dict(), 1, 1, 112)
+    patches = _picture("qwen2_vl", 112).pixels[0]
     one, two = (zeroplan.estimate(config, stage=2, seq_len=64, images=images, image_size=112, gpus=1) for images in (1, 2))
     more = two[0].gpu.peak_allocated - one[0].gpu.peak_allocated
-    assert more > 4 * batch.pixels[0] * 64  # at least one activation of the tower
+    assert more > 4 * patches * 64  # at least one activation of the tower
     with pytest.raises(BadInput, match="--depth"):
         zeroplan.estimate(config, images=1, depth="formula")
     with pytest.raises(BadInput, match="images of llama"):

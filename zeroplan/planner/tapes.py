@@ -170,6 +170,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
             tape = _traced(spec, workload, zero3, case.parallel)
         expanded = expand_for(tape, case, trace=True, zero3=zero3)
+        _require_all_parameters(expanded, case)
         if case.halves:
             expanded = replace(expanded, halves=_halves(case))
         return (
@@ -183,6 +184,21 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         if workload.batch.images:
             raise
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
+
+
+def _require_all_parameters(tape: ExpandedTape, case: Case) -> None:
+    """Refuse a tape of another model: one on which a stack of blocks is deeper or shallower than the config says.
+
+    Raises:
+        NoTapeError: when the tape's parameters are not the model's.
+    """
+    have, want = tape.parameters, case.spec.parameters
+    whole = case.layout.tp == case.layout.ep == 1  # ranks have other shapes else
+    if whole and not want.stand_in and have.total != want.total:
+        raise NoTapeError(
+            f"{case.spec.name}: the traced model has {have.total:,} parameters, the config says {want.total:,}",
+            remedy="report it with the config",
+        )
 
 
 def _as_asked(case: Case, asked: TraceOptions) -> Tape | None:

@@ -1,4 +1,4 @@
-"""Images that come with each sample of a vision-language model (:mod:`zeroplan.core.images`)."""
+"""Images that come with each sample of a vision-language model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.images import require_images
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 
@@ -33,5 +32,7 @@ class ImagesTechnique(Technique[int]):
         return super().leaves(asked, engine)
 
     def require(self, value: int, facts: Facts) -> None:
-        """Refuse models whose images are not known."""
-        require_images(facts.spec.model_type)
+        """Refuse models that have no vision tower; a trace says what the others take."""
+        if "vision_config" not in facts.spec.config:
+            what = f"images of {facts.spec.model_type} are not known: its config has no vision_config"
+            raise BadInput(what, where=self.where, remedy="leave it out")

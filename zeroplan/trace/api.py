@@ -29,6 +29,7 @@ from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording
 from zeroplan.trace.run import record
 from zeroplan.trace.tiled import MOST_TRACED
+from zeroplan.trace.vision import Picture, picture_of
 
 #: Offsets of the traced sequence lengths from the begin of a range. They are no multiples of 128, so that padding shows.
 _STEPS = (192, 320, 448)
@@ -260,6 +261,7 @@ class _Attempt:
         self._ranks = lora if options.lora is not None else (0,)
         self._on = on
         self._models: dict[int, nn.Module] = {}
+        self._picture: Picture | None = None
         self._traces: dict[TracePoint, Recording] = {}
         model = self._model(self._ranks[0])
         self._assembler = Assembler(
@@ -283,11 +285,18 @@ class _Attempt:
             whole = point._replace(seq=point.seq * self._options.split_tokens)
 
             def inputs() -> dict[str, Any]:
-                return self._on.inputs(build_inputs(self._config, self._auto_class, self._options, whole))
+                return self._on.inputs(build_inputs(self._config, self._auto_class, self._options, whole, picture))
 
             model, headless = self._model(point.rank), self._auto_class in HEADLESS
+            picture = self._picture_of(model)
             self._traces[point] = record(model, inputs, self._options, self._on, needs_loss=not headless)
         return self._traces[point]
+
+    def _picture_of(self, model: nn.Module) -> Picture | None:
+        """How the model takes an image, if the options have any; derived once."""
+        if self._options.images and self._picture is None:
+            self._picture = picture_of(model, self._config, self._options.images.size)
+        return self._picture
 
     # ---- ranges of sequence lengths ------------------------------------------------------------------------------------
     def _cuts(self) -> list[int]:

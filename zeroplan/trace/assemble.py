@@ -28,17 +28,16 @@ def find_blocks(model: nn.Module, depths: Sequence[tuple[int, int]]) -> list[Blo
     """The outermost module lists whose length is one of the traced depths, and which hold no module twice or another's.
 
     Args:
-        depths: pairs of a traced and a real depth. Of two with one traced depth, encoders take the first, decoders the last.
+        depths: pairs of a traced and a real depth; no traced one has two real ones.
     """
     found: list[Blocks] = []
     named = dict(model.named_modules())
     for name, module in named.items():
         if not isinstance(module, nn.ModuleList) or any(name.startswith(b.prefix + ".") for b in found):
             continue
-        real = [d for d in depths if d[0] == len(module)]
+        real = next((real for traced, real in depths if traced == len(module)), 0)
         if len(module) > 1 and real and all(f"{name}.{i}" in named for i in range(len(module))):
-            pick = real[-1] if "decoder" in name else real[0]
-            found.append(Blocks(name, pick[0], pick[1]))
+            found.append(Blocks(name, len(module), real))
     return found
 
 

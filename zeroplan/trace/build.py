@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.images import image_batch
 from zeroplan.core.model_config import (
     AUDIO_CLASSIFICATION,
     CTC,
@@ -37,7 +36,7 @@ from zeroplan.trace.quiet import errors_alone
 from zeroplan.trace.sparse_attention import register_sparse
 from zeroplan.trace.tiled import tile_mlps
 from zeroplan.trace.tiled_loss import tile_loss
-from zeroplan.trace.vision import image_inputs
+from zeroplan.trace.vision import Picture, image_inputs
 
 #: Config keys that hold a number of blocks.
 _DEPTHS = (
@@ -65,17 +64,20 @@ _PREFIXES = ("first_k_dense_replace", "first_dense_layers", "num_dense_layers", 
 _ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: FLASH}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Depth:
-    """One number of blocks in a config: the keys that lead to it, its real value, and the number of blocks to trace."""
+    """One number of blocks in a config: the keys that lead to it, its real value, the number of blocks to trace, and after how
+    many their pattern comes again.
+    """
 
     path: tuple[str, ...]
     real: int
     traced: int
+    period: int = 1
 
 
 def depths_of(config: Mapping[str, Any], *, extra: int = 0, every: int = 1) -> list[Depth]:
-    """Return the number of blocks to trace in each stack.
+    """Return the number of blocks to trace in each stack: another in each that is really of another depth.
 
     Args:
         config: the config, with transformers' defaults.
@@ -84,6 +86,10 @@ def depths_of(config: Mapping[str, Any], *, extra: int = 0, every: int = 1) -> l
     """
     found: list[Depth] = []
     _find_depths(config, (), extra, every, found)
+    lengths: dict[int, int] = {}  # what stack a traced length tells of, by its real depth
+    for depth in sorted(found, key=lambda depth: depth.real):
+        while lengths.setdefault(depth.traced, depth.real) != depth.real:
+            depth.traced = min(depth.real, depth.traced + depth.period)
     return found
 
 
@@ -95,7 +101,7 @@ def _find_depths(config: Mapping[str, Any], path: tuple[str, ...], extra: int, e
             period = math.lcm(period, every)
             traced = prefix + 2 + (2 + extra) * period
             traced += (real - traced) % period
-            found.append(Depth((*path, key), real, min(real, traced)))
+            found.append(Depth((*path, key), real, min(real, traced), period))
     for key, value in config.items():
         if isinstance(value, Mapping) and key.endswith("config"):
             _find_depths(value, (*path, key), extra, every, found)
@@ -319,8 +325,10 @@ def vocabulary_of(config: Mapping[str, Any]) -> int:
     return int(config.get("vocab_size") or text_config(config).get("vocab_size") or 0)
 
 
-def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint) -> dict[str, Any]:
-    """Make one micro batch on the meta device. A language model's labels are its input ids."""
+def build_inputs(
+    config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint, picture: Picture | None = None
+) -> dict[str, Any]:
+    """Make one micro batch on the meta device, with the options' images of that kind. A language model's labels are its ids."""
     dtype = torch.bfloat16 if options.arithmetic.half_model else torch.float32
 
     def tokens(*shape: int) -> torch.Tensor:
@@ -336,8 +344,8 @@ def build_inputs(config: Mapping[str, Any], auto_class: str, options: TraceOptio
         features = torch.empty(point.batch, config.get("num_mel_bins", 80), frames, dtype=dtype, device="meta")
         return {"input_features": features, "labels": tokens(point.batch, point.seq)}
     if options.images:
-        shapes = image_batch(config, point.batch, options.images.count, options.images.size)
-        made = image_inputs(shapes, point.batch, point.seq, options.images.count, dtype)
+        assert picture is not None, "a batch of images needs the model that takes them"
+        made = image_inputs(picture, point.batch, point.seq, options.images.count, dtype)
         return {name: tensor.to("meta") for name, tensor in made.items()}
     if auto_class in (CTC, AUDIO_CLASSIFICATION):
         return _audio(config, auto_class, point, dtype)

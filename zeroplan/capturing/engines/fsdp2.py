@@ -159,7 +159,7 @@ class Sharding:
         return {"offload_optimizer": "cpu", "offload_param": "cpu"} if offloads else {}
 
     def _units(self, root: nn.Module) -> dict[str, Any]:
-        """Return whether units are accelerate's, or the model is one; those that are neither blocks nor accelerate's are said."""
+        """Return whether units are accelerate's, or the model is one; those that are neither blocks nor such are said."""
         names = {id(module): name for name, module in root.named_modules()}
         blocks = {name for name, module in root.named_modules() if name.rpartition(".")[2].isdigit()}
         outer = {name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)}

@@ -1,4 +1,4 @@
-// Blocks, pools and the rounding of sizes: the twin of zeroplan/simulate/allocator/blocks.py.
+// Blocks, pools and the rounding of sizes: the twin of zeroplan/simulate/allocator/segments.py.
 #pragma once
 #include <algorithm>
 #include <set>

@@ -10,7 +10,7 @@ from tests.workloads import with_flat
 from zeroplan.core.workload import Attention, Workload
 from zeroplan.models import catalog
 from zeroplan.models.load import load_model
-from zeroplan.planner.bound import SPREAD, activation_estimate, usual_activations
+from zeroplan.planner.formula import SPREAD, activation_estimate, usual_activations
 from zeroplan.tapes import find_tape
 
 WORK = Workload.of(micro_batch=2, seq_len=1024)

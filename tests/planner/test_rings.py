@@ -10,7 +10,7 @@ from benchmarks.mesh.cases import TWO_GPUS
 from benchmarks.mesh.compare import MEASURED
 from benchmarks.mesh.predict import request_of
 from zeroplan.planner.resolve import resolve
-from zeroplan.planner.rings import beyond_last_rank
+from zeroplan.planner.simulated import beyond_last_rank
 
 
 @pytest.mark.parametrize("number", ["R04", "R05", "R25", "R00"])

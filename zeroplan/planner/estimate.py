@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.plan import MemoryPlan, ModelInfo, Report
+from zeroplan.core.plan import MemoryPlan, ModelInfo, Report, StageMemory
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
@@ -136,7 +136,7 @@ def _tapes(engine: Engine, request: Ask) -> ExpandedTapes:
             engine, request.model, request.inputs, cut=request[QuantizedBaseTechnique.built], rollout=request.rollout
         )
     if request.recorded is not None:
-        from zeroplan.planner.recorded import RecordedTapes
+        from zeroplan.planner.tapes import RecordedTapes
 
         return RecordedTapes(engine, request.recorded)
     from zeroplan.planner.tapes import ExpandedTapes
@@ -171,7 +171,6 @@ def plan_case(
     """
     if case.layout.pp == 1:
         return _simulated(plan, case, resolved, tapes, config, shallow)
-    from zeroplan.planner.stages import plan_stages
 
     def planned(stage: Case) -> tuple[MemoryPlan, Simulated | None]:
         return _simulated(formula_plan(resolved.engine, stage), stage, resolved, tapes, config, shallow)
@@ -211,3 +210,48 @@ def _simulated(
             shallow.append(text)
         return plan.model_copy(update={"settle": plan.settle.replace(how_to_simulate(case), error.remedy)}), None
     return run.plan, run
+
+
+Planned = tuple[MemoryPlan, "Simulated | None"]
+
+
+def plan_stages(
+    engine: Engine,
+    case: Case,
+    plan_one: Callable[[Case], Planned],
+    *,
+    to_first_miss: bool = False,
+    most: int | None = None,
+) -> Planned:
+    """Plan each pipeline stage; return the plan of the one that needs the most, with what all of them need.
+
+    Args:
+        engine: says which blocks a stage has.
+        case: the run; its `pp_rank` does not matter.
+        to_first_miss: plan no further stage once one does not fit.
+        most: plan so many stages, from the first on; None plans all.
+    """
+    planned: list[tuple[Planned, StageMemory]] = []
+    for index in range(min(case.layout.pp, most or case.layout.pp)):
+        one = replace(case, pp_rank=index)
+        plan, run = plan_one(one)
+        planned.append(((plan, run), _memory(engine, one, plan)))
+        if to_first_miss and plan.fits is False:
+            break
+    planned.sort(key=lambda item: item[0][0].gpu.needed, reverse=True)
+    (worst, run), _ = planned[0]
+    return worst.model_copy(update={"stages": tuple(memory for _, memory in planned)}), run
+
+
+def _memory(engine: Engine, case: Case, plan: MemoryPlan) -> StageMemory:
+    gpu = plan.gpu
+    return StageMemory(
+        stage=case.pp_rank,
+        blocks=engine.blocks(case),
+        model_states=gpu.model_states,
+        peak_allocated=gpu.peak_allocated,
+        peak_reserved=gpu.peak_reserved,
+        total=gpu.total,
+        verdict=plan.verdict,
+        fits=plan.fits,
+    )

@@ -9,23 +9,32 @@ Note [Uneven routing]
 
 Asleep it holds next to nothing. TRL empties torch's cache before it wakes vLLM, so between two steps there are what a step
 leaves allocated, the process's own memory, and the share.
+
+Note [Ranks of a ring]
+    The last rank merges whole results of attention, the others halves: torch's ring puts these together by a concatenation
+    (``_partial_update``), which is laid out by heads, where the next product takes channels, and so keeps a copy. A block holds
+    it until its backward, also where the ring has saved the output itself. The last rank has the larger temporaries.
+
+    Measured on two H200s (benchmarks/results/mesh.jsonl): the first rank of R04 and R25 had exactly one such copy for each of
+    its 12 blocks more, that of R05, whose blocks are recomputed, exactly one.
+    Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py (``_SDPAMerger._merge_one``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
+from zeroplan.core.families import Family, family_of
 from zeroplan.core.generation import Colocated
-from zeroplan.core.plan import MemoryPlan, PlanLine
+from zeroplan.core.plan import MemoryPlan, PeakShare, PlanLine
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation, phase_of_mark
 from zeroplan.planner.fit import judged, left_out, unsure_at_limit, unsure_of_fragments
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import at_its_limit, run_on_card
-from zeroplan.planner.peak import peak_shares
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.timeline import Note
 from zeroplan.tape.expanded import ExpandedTape, Kind, Op
@@ -86,8 +95,6 @@ def simulated_plan(
     if case.layout.ep > 1:
         high += uneven(alive, tape, outside=case.layout.auto_ep)
     if case.layout.cp > 1:
-        from zeroplan.planner.rings import beyond_last_rank
-
         high += beyond_last_rank(case)
     live = simulation.held_after(Phase.STEP)
     gpu = formula.gpu.model_copy(
@@ -246,3 +253,67 @@ def rollout_lines(case: Case, share: int, *, asleep: bool) -> list[PlanLine]:
     phases = (Phase.GENERATION.value,) if asleep else tuple(phase.value for phase in (*ALWAYS, Phase.GENERATION))
     how = f"{asked.share:.0%} of the card: vLLM's weights, its forward and its cache"
     return [PlanLine(buffer=Buffer.ROLLOUT.value, place="hbm", bytes=share, phases=phases, formula=how)]
+
+
+_COMPUTED = frozenset({Buffer.ACTIVATION, Buffer.ACTIVATION_TEMP})
+
+
+def peak_shares(alive: Mapping[tuple[Buffer, Note], int], tape: ExpandedTape, *, sharded: bool) -> tuple[PeakShare, ...]:
+    """Bytes by family of the buffers that are alive, largest first; they add up to what is alive.
+
+    Args:
+        alive: bytes by buffer and note (:meth:`Timeline.alive_by_buffer_and_note`).
+        tape: the model's tape that the run was laid over, whose modules the notes count.
+        sharded: whether parameters are sharded (stage 3); whole parameters are then gathered ones.
+    """
+    found: dict[Family, int] = {}
+    family = family_at_peak(tape, sharded=sharded)
+    for (buffer, note), count in alive.items():
+        name = family(buffer, note)
+        found[name] = found.get(name, 0) + count
+    return tuple(PeakShare(what=what.value, bytes=count) for what, count in sorted(found.items(), key=lambda one: -one[1]))
+
+
+def family_at_peak(tape: ExpandedTape, *, sharded: bool) -> Callable[[Buffer, Note], Family]:
+    """Return a function that tells the family of a buffer by its note; what the loss's own modules compute is the loss's."""
+    loss = _loss_modules(tape)
+
+    def family(buffer: Buffer, note: Note) -> Family:
+        return Family.LOSS if buffer in _COMPUTED and note in loss else family_of(buffer, sharded=sharded)
+
+    return family
+
+
+def _loss_modules(tape: ExpandedTape) -> frozenset[int]:
+    """Indices of the modules whose own tensors are the logits and the loss.
+
+    They are the module that computes the loss (from the root down, the first that has several children: the root itself, or
+    with adapters the model that they wrap), the modules around it, and its own linear layers without children.
+    """
+    children: dict[int, list[int]] = {}
+    for index, module in enumerate(tape.modules):
+        children.setdefault(module.parent, []).append(index)
+    found, below = [], children.get(-1, [])
+    while len(below) == 1:
+        found += below
+        below = children.get(below[0], [])
+    heads = [index for index in below if tape.modules[index].type == "Linear" and index not in children]
+    return frozenset([*found, *heads])
+
+
+def beyond_last_rank(case: Case) -> int:
+    """Return how many bytes more than planned the first ranks that share a sample may have. See Note [Ranks of a ring]."""
+    layout, work, config = case.layout, case.workload, case.spec.config
+    heads = int(config.get("num_attention_heads") or 0)
+    if layout.cp == 1 or not heads:
+        return 0
+    channels = heads * int(config.get("head_dim") or int(config["hidden_size"]) // heads)
+    copy = (
+        work.batch.micro_batch * ((work.batch.seq_len or 0) // layout.cp) * (channels // layout.tp) * work.numerics.dtype.bytes
+    )
+    if work.recomputation is not None:
+        return copy
+    blocks = len({block for block in case.spec.parameters.blocks if block})
+    if layout.pp == 1:
+        return copy * blocks
+    return copy * -(-blocks // layout.pp) * min(work.batch.grad_accum, layout.pp * layout.vpp)

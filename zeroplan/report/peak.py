@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.sizes import format_bytes
-from zeroplan.planner.peak import family_at_peak
+from zeroplan.planner.simulated import family_at_peak
 from zeroplan.report.table import render
 from zeroplan.simulate.timeline import Note, Timeline
 from zeroplan.tape.expanded import ExpandedTape

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import Family
 from zeroplan.core.sizes import GIB, MIB, format_bytes
-from zeroplan.planner.peak import family_at_peak
+from zeroplan.planner.simulated import family_at_peak
 from zeroplan.report import svg
 from zeroplan.report.palette import FAMILY_COLORS, palette
 from zeroplan.report.peak import origin_in

@@ -25,9 +25,15 @@ from zeroplan.engines.process import Outside
 from zeroplan.ledger.line import evaluate
 from zeroplan.ledger.work import Counts, Matrices, count_tape, guess_counts, matrices, scale_counts
 from zeroplan.models.spec import ModelSpec
-from zeroplan.planner.bound import activation_estimate, usual_activations
 from zeroplan.planner.fit import judged
-from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate, lives_between_steps
+from zeroplan.planner.formula import (
+    FORMULA,
+    activation_estimate,
+    formula_plan,
+    how_to_simulate,
+    lives_between_steps,
+    usual_activations,
+)
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.simulated import simulated_plan
 from zeroplan.planner.tapes import NoTapeError, expand_for, expanded_tape_of

@@ -51,7 +51,7 @@ MOST_TOKENS = 15_360 * 4_096
 #: leave out what fits (tests/search hold floors against plans).
 FLOOR_SLACK = 0.98
 #: Without a tape, how far the analytic estimate of activations may be from the truth, either way, when a search asks what may
-#: fit. A judgement, narrower than what traced runs show (planner/bound.py, SPREAD): a plan without a tape says so.
+#: fit. A judgement, narrower than what traced runs show (planner/formula.py, SPREAD): a plan without a tape says so.
 ANALYTIC_SPREAD = 0.25
 
 # --- what is run --------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ Note [What is judged]
     only where a CPU's kernels keep the tensors that CUDA's keep: not for fp32 attention and dropout. A run that ends out of
     memory agrees with a plan that does not fit.
     What the worst rank has for a known reason beyond the planned one is allowed (Note [Ranks of a ring] in
-    zeroplan/planner/rings.py).
+    zeroplan/planner/simulated.py).
 """
 
 from __future__ import annotations

@@ -9,10 +9,9 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.engines.verification import OwnedBuffers
+from zeroplan.planner.estimate import plan_stages
 from zeroplan.planner.formula import formula_plan
-from zeroplan.planner.rings import beyond_last_rank
-from zeroplan.planner.simulated import simulated_plan
-from zeroplan.planner.stages import plan_stages
+from zeroplan.planner.simulated import beyond_last_rank, simulated_plan
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.simulate.timeline import Timeline
 

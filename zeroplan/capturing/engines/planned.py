@@ -14,7 +14,7 @@ from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.stored import of_data as spec_of_data
 from zeroplan.planner.estimate import Estimate, estimate_runs
-from zeroplan.planner.recorded import PLAIN, ZERO3, RecordedRun
+from zeroplan.planner.tapes import PLAIN, ZERO3, RecordedRun
 from zeroplan.run.ask import Ask
 from zeroplan.tape.codec import from_json
 

@@ -10,7 +10,6 @@ from array import array
 from collections import deque
 from collections.abc import Sequence
 
-from zeroplan.simulate.allocator.blocks import Block
 from zeroplan.simulate.allocator.config import MIN_BLOCK, SMALL_SIZE, UNLIMITED, AllocatorConfig
 from zeroplan.simulate.allocator.events import (
     OP_BITS,
@@ -21,7 +20,7 @@ from zeroplan.simulate.allocator.events import (
     OutOfMemory,
 )
 from zeroplan.simulate.allocator.rules import round_size, segment_size
-from zeroplan.simulate.allocator.segments import Segments
+from zeroplan.simulate.allocator.segments import Block, Segments
 
 _OP_MASK = (1 << OP_BITS) - 1
 

@@ -74,7 +74,8 @@ def make(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
     shutil.copytree(ROOT / "zeroplan" / "ui" / "static", folder)
-    shutil.copy(ROOT / "zeroplan" / "report" / "assets" / "palette.css", folder)
+    assets = ROOT / "zeroplan" / "report" / "assets"
+    (folder / "look.css").write_text("".join((assets / name).read_text() for name in ("palette.css", "parts.css")))
     page = folder / "index.html"
     text = page.read_text()
     if _SERVER not in text:

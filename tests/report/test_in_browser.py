@@ -57,6 +57,7 @@ def visit(browser: Browser, path: Path, colours: str, width: int) -> tuple[Page,
     return page, said
 
 
+@pytest.mark.long  # it takes a browser
 def test_reports_are_legible_everywhere(cli: Cli, browser: Browser, tmp_path: Path) -> None:
     estimate, recommend = tmp_path / "estimate.html", tmp_path / "recommend.html"
     words = ("openai-community/gpt2", "--gpus", "8", "--gpu", "T4", "--cpu-ram", "64G")
@@ -72,6 +73,13 @@ def test_reports_are_legible_everywhere(cli: Cli, browser: Browser, tmp_path: Pa
             assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") != colours
             assert page.evaluate(FAINT, CONTRAST) == []
             assert said == []
+            # On paper the colours stay, and the open plan follows the verdict on its page instead of beginning a new one.
+            page.emulate_media(media="print")
+            how = "one => [getComputedStyle(one).breakInside, getComputedStyle(one).printColorAdjust]"
+            assert {tuple(page.eval_on_selector(".card.verdict", how)), ("avoid", "exact")} == {("avoid", "exact")}
+            assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light"
+            if path is estimate:
+                assert page.eval_on_selector("details.plan[open]", how) == ["auto", "exact"]
             page.context.close()
     page, said = visit(browser, estimate, "light", 390)
     assert page.locator(".plot svg").count() == page.locator("details.plan").count() == 10

@@ -131,7 +131,7 @@ def test_knobs_rows_and_two_plans_side_by_side(visit: Callable[..., Visit]) -> N
     assert "total on the GPU" in one.text("difference")
     peak = one.page.inner_text("#difference tr:has-text('peak allocated') td:nth-child(2)")
     assert f"allocated {peak} GiB" in one.text("legend")
-    assert one.page.locator("#difference .more").count() >= 3
+    assert one.page.locator("#difference .more-than").count() >= 3
     # A third plan stands beside the two.
     one.page.click("#hold")
     one.page.click("#rows tr:has-text('optimizer, params cpu')")

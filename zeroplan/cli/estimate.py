@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, show_json, verb
+from zeroplan.cli.main import made_by, show, show_json, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.run.ask import Ask
 
@@ -118,7 +118,7 @@ def _write_html(answer: Estimate, path: str) -> None:
     from zeroplan.report.timeline import drawn
 
     runs = {index: drawn(run) for index, run in enumerate(answer.runs) if run is not None}
-    write_atomic(path, html_report(answer.report, runs))
+    write_atomic(path, html_report(answer.report, runs, made=made_by()))
 
 
 def _write_timeline(answer: Estimate, path: str) -> None:

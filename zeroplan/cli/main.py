@@ -46,11 +46,16 @@ def show(text: str) -> None:
 
 def show_json(data: Mapping[str, Any] | str) -> None:
     """Print an answer, an object or its JSON text, with the version and the command that made it."""
+    found = json.loads(data) if isinstance(data, str) else dict(data)
+    found["zeroplan"] = made_by()
+    show(json.dumps(found, indent=2))
+
+
+def made_by() -> dict[str, str]:
+    """Return the version, and the command that runs as it is typed in a shell."""
     from zeroplan import __version__
 
-    found = json.loads(data) if isinstance(data, str) else dict(data)
-    found["zeroplan"] = {"version": __version__, "command": shlex.join(["zeroplan", *sys.argv[1:]])}
-    show(json.dumps(found, indent=2))
+    return {"version": __version__, "command": shlex.join(["zeroplan", *sys.argv[1:]])}
 
 
 def _version(asked: bool) -> None:

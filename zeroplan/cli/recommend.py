@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, show_json, verb
+from zeroplan.cli.main import made_by, show, show_json, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.run.ask import MESH_OPTIONS, Ask
 
@@ -301,7 +301,7 @@ def _write(found: SearchResult, target: Target | None, html: str | None = None) 
     if html is not None:
         from zeroplan.report.recommendation_html import answer_html
 
-        write_atomic(html, answer_html(found))
+        write_atomic(html, answer_html(found, made=made_by()))
     return files
 
 

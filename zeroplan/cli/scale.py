@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from zeroplan.cli import flags
-from zeroplan.cli.main import show, show_json, verb
+from zeroplan.cli.main import made_by, show, show_json, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.run.ask import Ask
 
@@ -85,9 +85,10 @@ def scale(
     if html is not None or svg is not None:
         from zeroplan.report.scaling_html import scaling_page, scaling_svg
 
-        for path, draw in ((html, scaling_page), (svg, scaling_svg)):
-            if path is not None:
-                write_atomic(path, draw(found))
+        if html is not None:
+            write_atomic(html, scaling_page(found, made=made_by()))
+        if svg is not None:
+            write_atomic(svg, scaling_svg(found))
     if as_json:
         show_json(found.to_dict())
     else:

@@ -12,6 +12,7 @@ from zeroplan.core.sizes import format_bytes
 from zeroplan.report.html_parts import folded, table
 from zeroplan.report.palette import FAMILY_COLORS, OTHER_COLOR
 from zeroplan.report.plans import peak_parts
+from zeroplan.report.table import Table
 from zeroplan.report.timeline import DrawnRun, layers, phase_name
 
 #: Points of a curve. A phone has about as many pixels.
@@ -57,15 +58,17 @@ def at_peak(plan: MemoryPlan) -> str:
     parts = peak_parts(plan)
     if not parts:
         return ""
-    rows = []
-    for what, size, share in parts:
-        color = FAMILY_COLORS[Family(what)] if what in _NAMES else OTHER_COLOR
-        chip = f"<i class='chip' style='--c:{color}'></i>{escape(what)}"
-        bar = f"<div class='share'><i style='--c:{color};width:{100 * share:.1f}%'></i></div>"
-        rows.append([chip, format_bytes(size, digits=1), f"{100 * share:.0f} %", bar])
+    colors = [FAMILY_COLORS[Family(what)] if what in _NAMES else OTHER_COLOR for what, _, _ in parts]
+    rows = [[what, format_bytes(size, digits=1), f"{100 * share:.0f} %"] for what, size, share in parts]
+    chips = [f"<i class='chip' style='--c:{color}'></i>{escape(row[0])}" for color, row in zip(colors, rows, strict=True)]
+    bars = [
+        f"<div class='share'><i style='--c:{color};width:{100 * share:.1f}%'></i></div>"
+        for color, (_, _, share) in zip(colors, parts, strict=True)
+    ]
     whole = format_bytes(sum(size for _, size, _ in parts), digits=1)
     where = f", in the {plan.gpu.peak_phase}" if plan.gpu.peak_phase else ""
-    return f"<h3>Alive at the peak of {whole}{escape(where)}</h3>" + table(["", "bytes", "share", ""], rows, figures=(1, 2))
+    found = table("Alive at the peak", Table(["family", "bytes", "share"], rows), {"family": chips, "bar": bars})
+    return f"<h3>Alive at the peak of {whole}{escape(where)}</h3>{found}"
 
 
 def by_origin(run: DrawnRun) -> str:
@@ -74,7 +77,10 @@ def by_origin(run: DrawnRun) -> str:
     for (buffer, note), size in run.timeline.alive_by_buffer_and_note().items():
         name = f"{buffer.value} of {run.origin(buffer, note)}"
         totals[name] = totals.get(name, 0) + size
-    return folded("At the peak, by module and parameter", table(["", "bytes", "share"], _largest(totals), figures=(1, 2)))
+    return folded(
+        "At the peak, by module and parameter",
+        table("By module and parameter", Table(["buffer", "bytes", "share"], _largest(totals))),
+    )
 
 
 def _largest(totals: Mapping[str, int]) -> list[list[str]]:
@@ -83,4 +89,4 @@ def _largest(totals: Mapping[str, int]) -> list[list[str]]:
     shown, others = ranked[:_MOST_ROWS], ranked[_MOST_ROWS:]
     if others:
         shown.append((f"{len(others)} smaller", sum(size for _, size in others)))
-    return [[escape(name), format_bytes(size), f"{100 * size / whole:.1f} %"] for name, size in shown]
+    return [[name, format_bytes(size), f"{100 * size / whole:.1f} %"] for name, size in shown]

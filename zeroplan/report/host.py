@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zeroplan.core.plan import HostPeak, MemoryPlan
 from zeroplan.core.sizes import format_bytes, format_gib
-from zeroplan.report.table import render
+from zeroplan.report.table import Table
 
 #: A row names this many buffers and gives the sum of the others.
 MOST_NAMED = 4
@@ -14,14 +14,17 @@ _OTHER_COLUMNS, _NAME = 28, 26
 
 def host_table(plan: MemoryPlan, style: str = "plain", *, width: int | None = None) -> str:
     """Return one row for each phase, in the order of a run, sizes in GiB. Empty at formula depth, which has no host phases."""
-    if not plan.cpu.peaks:
-        return ""
     named = MOST_NAMED if width is None else max(1, (width - _OTHER_COLUMNS) // _NAME)
+    return host_rows(plan, named).text(style, width=width)
+
+
+def host_rows(plan: MemoryPlan, named: int) -> Table:
+    """Return the table before it is text; a row names `named` buffers."""
     rows = [
         [peak.phase, format_gib(peak.bytes), format_gib(peak.pinned) if peak.pinned else "-", alive_text(peak, named)]
         for peak in plan.cpu.peaks
     ]
-    return render(["host in", "most", "pinned", "alive there"], rows, style, width=width)
+    return Table(["host in", "most", "pinned", "alive there"], rows)
 
 
 def alive_text(peak: HostPeak, most: int = MOST_NAMED) -> str:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 
 from zeroplan.core.plan import MemoryPlan
+from zeroplan.report.table import Table, is_figure
 
-_MARKS = {True: "yes", False: "no", None: ""}
+#: The class of what is said of whether something fits.
+MARKS = {True: "yes", False: "no", None: ""}
 
 
 def mark_of(plan: MemoryPlan | None) -> str:
     """Return the class of a plan's verdict: yes, no, unsure, or none where no limit was given."""
     if plan is None:
         return ""
-    return "unsure" if plan.undecided else _MARKS[plan.fits]
+    return "unsure" if plan.undecided else MARKS[plan.fits]
 
 
 def card(title: str, *parts: str, mark: str = "") -> str:
@@ -47,20 +50,48 @@ def items(texts: Sequence[str]) -> str:
 
 
 def table(
-    headers: Sequence[str], rows: Iterable[Sequence[str]], *, figures: Sequence[int] = (), rows_named: Sequence[str] = ()
+    name: str, found: Table, html: Mapping[str, Sequence[str]] = MappingProxyType({}), *, rows_named: Sequence[str] = ()
 ) -> str:
-    """Return a table. The cells are HTML already; the columns whose indices are in `figures` align right, and a row has its
-    name of `rows_named`, if there are any, as its id.
+    """Return a table in a box that scrolls; empty without rows.
+
+    Args:
+        name: what the box is to a screen reader.
+        found: its headers and rows, as plain text. Columns of figures align right.
+        html: HTML in place of a column's cells, by the column's header; a header that the table has not is a further column,
+            which has no name on the page.
+        rows_named: the id of each row.
     """
+    if not found.rows:
+        return ""
+    headers = [*found.headers, *(header for header in html if header not in found.headers)]
+    columns = [html[header] if header in html else [escape(row[at]) for row in found.rows] for at, header in enumerate(headers)]
+    align = [" class=figure" if is_figure(header) else "" for header in headers]
+    shown = [header if header in found.headers else "" for header in headers]
+    head = "".join(f"<th{how}>{escape(one)}</th>" if one else "<td></td>" for one, how in zip(shown, align, strict=True))
+    names = [f" id='{one}'" for one in rows_named] or [""] * len(found.rows)
+    body = "".join(
+        f"<tr{one}>{''.join(f'<td{how}>{cell}</td>' for cell, how in zip(cells, align, strict=True))}</tr>"
+        for one, *cells in zip(names, *columns, strict=True)
+    )
+    box = f"<div class='scroll' tabindex='0' role='group' aria-label='{escape(name)}'>"
+    return f"{box}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
-    def cell(tag: str, at: int, content: str) -> str:
-        return f"<{tag}{' class=figure' if at in figures else ''}>{content}</{tag}>"
 
-    head = "".join(cell("th", at, escape(header)) for at, header in enumerate(headers))
-    lines = ["".join(cell("td", at, content) for at, content in enumerate(row)) for row in rows]
-    names = [f" id='{name}'" for name in rows_named] or [""] * len(lines)
-    body = "".join(f"<tr{name}>{line}</tr>" for name, line in zip(names, lines, strict=True))
-    return f"<div class='scroll'><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+def scrolling(name: str, picture: str, below: str = "") -> str:
+    """Return a picture in a box that scrolls, `name` to a screen reader, with HTML below it; empty without a picture."""
+    box = f"<div class='scatter' tabindex='0' role='group' aria-label='{escape(name)}'>{picture}</div>"
+    return box + below if picture else ""
+
+
+def classed(kind: str, texts: Iterable[str], tag: str = "span") -> list[str]:
+    """Return each plain text in a tag of a class; an empty one as nothing."""
+    how = f" class='{kind}'" if kind else ""
+    return [f"<{tag}{how}>{escape(text)}</{tag}>" if text else "" for text in texts]
+
+
+def judged(plans: Iterable[MemoryPlan], words: Iterable[str]) -> list[str]:
+    """Return what is said of whether each plan fits, in the colour of its verdict."""
+    return [f"<span class='{mark_of(plan)}'>{escape(text)}</span>" for plan, text in zip(plans, words, strict=True)]
 
 
 def verdict_card(sentence: str, mark: str, *others: str) -> str:

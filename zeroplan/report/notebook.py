@@ -6,16 +6,17 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from zeroplan.core.plan import MemoryPlan, Report
+from zeroplan.report.html_parts import MARKS, items, judged, table
 from zeroplan.report.page import asset
-from zeroplan.report.plans import fits_text, narrow_rows, report_notes
+from zeroplan.report.palette import palette
+from zeroplan.report.plans import narrow_rows, report_notes
 from zeroplan.report.recommendation import answer_text, ranking_rows
 from zeroplan.report.recommendation import verdict as best_verdict
-from zeroplan.report.table import is_figure
+from zeroplan.report.table import Table
 from zeroplan.report.terminal import Terminal
 from zeroplan.report.verdict import peak_sentence, relief_sentence, verdict
 from zeroplan.search.results import SearchResult
 
-_MARKS = {True: "yes", False: "no", None: ""}
 #: What a fragment's ``pre`` holds is as wide as in a terminal.
 _TERMINAL = Terminal()
 
@@ -25,8 +26,7 @@ def plans_html(report: Report) -> str:
     plan = report.decisive or (report.plans[0] if report.plans else None)
     parts = [_verdict(verdict(report), None if report.decisive is None else report.decisive.fits)]
     parts += [_line(text) for text in (peak_sentence(plan) if plan else "", relief_sentence(report.reliefs)) if text]
-    headers, rows = narrow_rows(report.plans)
-    parts.append(_table(headers, rows, report.plans))
+    parts.append(_table(narrow_rows(report.plans), report.plans))
     parts += [_line(f"note: {text}") for text in report_notes(report)]
     return _fragment(parts)
 
@@ -37,10 +37,9 @@ def answer_html(answer: SearchResult) -> str:
     good = None if best is not None and best.fits is None else best is not None
     parts = [_verdict(best_verdict(answer), good)]
     if answer.ranking:
-        headers, rows = ranking_rows(answer.ranking)
-        parts.append(_table(headers, rows, [one.plan for one in answer.ranking]))
+        parts.append(_table(ranking_rows(answer.ranking), [one.plan for one in answer.ranking]))
     if best is not None and best.reasons:
-        parts.append(f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in best.reasons)}</ul>")
+        parts.append(items(best.reasons))
     return _fragment([*parts, folded("All of it", answer_text(answer, terminal=_TERMINAL))])
 
 
@@ -55,24 +54,19 @@ def folded(title: str, text: str) -> str:
 
 
 def _fragment(parts: Iterable[str]) -> str:
-    return f"<div class='zeroplan'><style>{asset('notebook.css')}</style>{''.join(parts)}</div>"
+    inks = "".join(f"--{name}:light-dark({','.join(palette()[name])});" for name in ("good", "bad", "unsure", "line"))
+    return f"<div class='zeroplan'><style>.zeroplan{{{inks}}}{asset('notebook.css')}</style>{''.join(parts)}</div>"
 
 
 def _verdict(text: str, good: bool | None) -> str:
     head, colon, rest = text.partition(":")
-    return f"<p><b class='{_MARKS[good]}'>{escape(head + colon)}</b>{escape(rest)}</p>"
+    return f"<p><b class='{MARKS[good]}'>{escape(head + colon)}</b>{escape(rest)}</p>"
 
 
 def _line(text: str) -> str:
     return f"<p class='faint'>{escape(text)}</p>"
 
 
-def _table(headers: Sequence[str], rows: Sequence[Sequence[str]], plans: Sequence[MemoryPlan]) -> str:
+def _table(found: Table, plans: Sequence[MemoryPlan]) -> str:
     """Draw a table with a row for each plan, whose last cell says whether it fits."""
-    align = [" class='figure'" if is_figure(header) else "" for header in headers]
-    head = "".join(f"<th{how}>{escape(header)}</th>" for header, how in zip(headers, align, strict=True))
-    body = []
-    for row, plan in zip(rows, plans, strict=True):
-        cells = [f"<td{how}>{escape(cell)}</td>" for cell, how in zip(row[:-1], align[:-1], strict=True)]
-        body.append(f"<tr>{''.join(cells)}<td class='{_MARKS[plan.fits]}'>{escape(fits_text(plan))}</td></tr>")
-    return f"<table><tr>{head}</tr>{''.join(body)}</table>"
+    return table("Plans", found, {"fits": judged(plans, [row[-1] for row in found.rows])})

@@ -13,7 +13,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.engines.words import stage_header, stage_text
 from zeroplan.report.host import host_table
 from zeroplan.report.screen import LIST, ONE, counted_notes, first_screen
-from zeroplan.report.table import render
+from zeroplan.report.table import Table, render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, stages_sentence, verdict
 from zeroplan.report.words import machine_text, model_text, work_text
@@ -106,12 +106,17 @@ def knobs(report: Report, terminal: Terminal) -> list[str]:
     """Return a table of the options that lower the plan's memory, the cheapest in speed first; nothing if there is none."""
     if not report.reliefs:
         return []
+    head, *others = knob_rows(report).text(width=terminal.width).splitlines()
+    return ["", terminal.bold(head), *others]
+
+
+def knob_rows(report: Report) -> Table:
+    """Return the rows of :func:`knobs`."""
     rows = [
         [one.what, format_gib(one.saves, digits=1), format_gib(one.total, digits=1), _FITS[one.fits], one.flags]
         for one in report.reliefs
     ]
-    head, *others = render(["knob", "saves", "then GPU", "fits", "flags"], rows, "plain", width=terminal.width).splitlines()
-    return ["", terminal.bold(head), *others]
+    return Table(["knob", "saves", "then GPU", "fits", "flags"], rows)
 
 
 def notes(warnings: Sequence[str], terminal: Terminal) -> list[str]:
@@ -162,10 +167,10 @@ def _table(plans: Sequence[MemoryPlan], style: str, terminal: Terminal) -> list[
 
 def narrow_table(plans: Sequence[MemoryPlan], width: int = 80) -> str:
     """Return one row a plan in six columns, sizes in GiB."""
-    return render(*narrow_rows(plans), "plain", width=width)
+    return narrow_rows(plans).text(width=width)
 
 
-def narrow_rows(plans: Sequence[MemoryPlan]) -> tuple[list[str], list[list[str]]]:
+def narrow_rows(plans: Sequence[MemoryPlan]) -> Table:
     """Return the headers and the rows of :func:`narrow_table`."""
     simulated = any(plan.gpu.at_peak for plan in plans)
     headers = [
@@ -187,7 +192,7 @@ def narrow_rows(plans: Sequence[MemoryPlan]) -> tuple[list[str], list[list[str]]
         ]
         for plan in plans
     ]
-    return headers, rows
+    return Table(headers, rows)
 
 
 def plan_record(plan: MemoryPlan) -> dict[str, Any]:
@@ -359,10 +364,15 @@ def _peak(plan: MemoryPlan, terminal: Terminal) -> list[str]:
 
 def lines_table(plan: MemoryPlan, style: str = "plain", *, width: int | None = None) -> str:
     """Return one row a buffer, largest first within its place."""
+    return line_rows(plan).text(style, width=width)
+
+
+def line_rows(plan: MemoryPlan) -> Table:
+    """Return the rows of :func:`lines_table`."""
     order = {"hbm": 0, "pinned": 1, "dram": 2, "nvme": 3}
     lines = sorted(plan.lines, key=lambda line: (order.get(line.place, 9), -line.bytes))
     rows = [[line.buffer, line.place, format_bytes(line.bytes), _phases(line.phases), line.formula] for line in lines]
-    return render(["buffer", "place", "bytes", "phases", "formula"], rows, style, width=width)
+    return Table(["buffer", "place", "bytes", "phases", "formula"], rows)
 
 
 def _phases(phases: tuple[str, ...]) -> str:

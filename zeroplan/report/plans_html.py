@@ -10,21 +10,36 @@ from typing import Any
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.report.chart_html import at_peak, by_origin, chart
-from zeroplan.report.html_parts import card, folded, gauge, items, mark_of, paragraphs, table, verdict_card
+from zeroplan.report.host import host_rows
+from zeroplan.report.html_parts import (
+    MARKS,
+    card,
+    classed,
+    folded,
+    gauge,
+    items,
+    judged,
+    mark_of,
+    paragraphs,
+    table,
+    verdict_card,
+)
 from zeroplan.report.page import page
-from zeroplan.report.plans import asked_text, figures, fits_text, report_notes
+from zeroplan.report.plans import asked_text, figures, fits_text, knob_rows, line_rows, narrow_rows, report_notes
+from zeroplan.report.table import Table
 from zeroplan.report.timeline import DrawnRun
-from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, stages_sentence, verdict
+from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, reserved_sentence, stages_sentence, verdict
 
 _FITS = {True: "fits", False: "does not fit", None: ""}
 
 
-def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None) -> str:
+def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None, *, made: Mapping[str, str] | None = None) -> str:
     """Return the page.
 
     Args:
         report: the answer.
         runs: the run behind each simulated plan, by the plan's index among the report's.
+        made: of :func:`~zeroplan.report.page.page`.
     """
     runs, plans = runs or {}, report.plans
     at = _chosen(report)
@@ -39,7 +54,7 @@ def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None) -> s
         body += [_details(plan, index, runs.get(index), opened=False) for index, plan in enumerate(plans) if index != at]
     body.append(card("Notes", items(list(dict.fromkeys(report_notes(report)))), mark="notes"))
     lead = asked_text(report).removeprefix(f"{report.model.name}: ")
-    return page(report.model.name, lead, body, scripts=("timeline.js", "beside.js"))
+    return page(report.model.name, lead, body, made=made, scripts=("timeline.js", "beside.js"))
 
 
 def _chosen(report: Report) -> int | None:
@@ -71,18 +86,10 @@ def _verdict(report: Report, at: int | None) -> str:
 
 def _knobs(report: Report) -> str:
     """Return the options that lower the plan's memory, the cheapest in speed first."""
-    rows = [
-        [
-            escape(one.what),
-            f"−{format_gib(one.saves, digits=1)}",
-            format_gib(one.total, digits=1),
-            f"<span class='{'yes' if one.fits else 'no'}'>{_FITS[one.fits]}</span>" if one.fits is not None else "",
-            f"<code>{escape(one.flags)}</code>",
-        ]
-        for one in report.reliefs
-    ]
-    head = ["knob", "saves GiB", "then GPU", "", "flags"]
-    return card("What lowers it, the cheapest in speed first", table(head, rows, figures=(1, 2)) if rows else "")
+    found = knob_rows(report)
+    fits = [f"<span class='{MARKS[one.fits]}'>{row[3]}</span>" for one, row in zip(report.reliefs, found.rows, strict=True)]
+    flags = classed("", [row[4] for row in found.rows], "code")
+    return card("What lowers it, the cheapest in speed first", table("Knobs", found, {"fits": fits, "flags": flags}))
 
 
 def _fits(plan: MemoryPlan) -> str:
@@ -91,15 +98,14 @@ def _fits(plan: MemoryPlan) -> str:
 
 
 def _overview(report: Report, at: int | None, scale: int) -> str:
-    rows = []
-    for index, plan in enumerate(report.plans):
-        name = f"<a href='#plan-{index}'>{escape(name_of(plan))}</a>"
-        says = f"<span class='{mark_of(plan)}'>{escape(fits_text(plan))}</span>"
-        host, disk = (format_gib(size, digits=1) if size else "-" for size in (plan.cpu.per_node, plan.nvme.per_node))
-        shown = f"<b>{name}</b>" if index == at else name
-        rows.append([shown, format_gib(plan.gpu.needed, digits=1), says, gauge(plan, scale), host, disk])
-    head = ["plan", "GPU", "fits", "", "host", "disk"]
-    return table(head, rows, figures=(1, 4, 5)) + "<p class='words'>GiB a GPU, and of a node's host and disk.</p>"
+    plans, found = report.plans, narrow_rows(report.plans)
+    links = [f"<a href='#plan-{index}'>{escape(name_of(plan))}</a>" for index, plan in enumerate(plans)]
+    links = [f"<b>{link}</b>" if index == at else link for index, link in enumerate(links)]
+    disks = [format_gib(plan.nvme.per_node, digits=1) if plan.nvme.per_node else "-" for plan in plans]
+    rows = [["", gpu, fits, host, disk] for (_, _, gpu, host, _, fits), disk in zip(found.rows, disks, strict=True)]
+    cells = {"plan": links, "fits": judged(plans, [row[2] for row in rows]), "bar": [gauge(plan, scale) for plan in plans]}
+    legend = "<p class='words'>GiB a GPU, and of a node's host and disk.</p>"
+    return table("All plans", Table(["plan", "GPU", "fits", "host", "disk"], rows), cells) + legend
 
 
 def _beside(report: Report, at: int | None) -> str:
@@ -114,12 +120,12 @@ def _beside(report: Report, at: int | None) -> str:
             f"<option value='{index}'{' selected' if index == chosen else ''}>{escape(plan['name'])}</option>"
             for index, plan in enumerate(data)
         ]
-        return f"<select id='{name}' aria-label='plan'>{''.join(options)}</select>"
+        return f"<select id='{name}' aria-label='{name} plan'>{''.join(options)}</select>"
 
     return (
         "<details class='card' id='beside'><summary><h2>Plan beside plan</h2></summary>"
         f"<div class='choices'>{choice('left', first)}{choice('right', second)}</div>"
-        "<div class='scroll' id='differences'></div>"
+        "<div class='scroll' id='differences' tabindex='0' role='group' aria-label='Differences'></div>"
         f"<script type='application/json'>{text}</script></details>"
     )
 
@@ -133,10 +139,11 @@ def _compared(plan: MemoryPlan) -> dict[str, Any]:
 def _details(plan: MemoryPlan, index: int, run: DrawnRun | None, *, opened: bool) -> str:
     parts = [] if run is None else [chart(plan, run, name_of(plan))]
     parts.append(at_peak(plan))
-    rows = [
-        [escape(name), format_gib(size), f"<span class='words'>{escape(what)}</span>"] for name, size, what in figures(plan)
-    ]
-    parts.append("<h3>Figures of one GPU, GiB</h3>" + table(["", "GiB", ""], rows, figures=(1,)))
+    rows = [[name, format_gib(size), what] for name, size, what in figures(plan)]
+    words = classed("words", [row[2] for row in rows])
+    found = table("Figures", Table(["figure", "GiB", "what it is"], rows), {"what it is": words})
+    parts.append(f"<h3>Figures of one GPU</h3>{found}")
+    parts.append(paragraphs(reserved_sentence(plan) if run is not None else ""))
     parts.append(items(list(dict.fromkeys(plan.warnings))))
     if run is not None:
         parts.append(by_origin(run))
@@ -149,35 +156,19 @@ def _details(plan: MemoryPlan, index: int, run: DrawnRun | None, *, opened: bool
 
 def _host(plan: MemoryPlan) -> str:
     """Return a table of host memory by phase, with a bar for each phase's peak and the buffers alive there."""
-    cpu = plan.cpu
-    if not cpu.peaks:
-        return ""
-    most = max(peak.bytes for peak in cpu.peaks) or 1
-    rows = []
-    for peak in cpu.peaks:
-        parts = [f"{one.buffer} ({one.place}) {format_bytes(one.bytes)}" for one in peak.alive]
-        over = " class='most'" if peak.phase == cpu.peak_phase else ""
-        rows.append(
-            [
-                escape(peak.phase),
-                format_bytes(peak.bytes),
-                format_bytes(peak.pinned or None),
-                f"<div class='share'><i{over} style='width:{100 * peak.bytes / most:.1f}%'></i></div>",
-                f"<span class='words'>{escape(', '.join(parts))}</span>",
-            ]
-        )
-    return table(["phase", "most", "pinned", "", "alive there"], rows, figures=(1, 2))
+    peaks = plan.cpu.peaks
+    found = host_rows(plan, max((len(peak.alive) for peak in peaks), default=0))
+    most = max((peak.bytes for peak in peaks), default=0) or 1
+    kinds = ["most" if peak.phase == plan.cpu.peak_phase else "" for peak in peaks]
+    widths = [100 * peak.bytes / most for peak in peaks]
+    bars = [
+        f"<div class='share'><i class='{kind}' style='width:{width:.1f}%'></i></div>"
+        for kind, width in zip(kinds, widths, strict=True)
+    ]
+    return table("Host by phase", found, {"alive there": classed("words", [row[3] for row in found.rows]), "bar": bars})
 
 
 def _lines(plan: MemoryPlan) -> str:
-    rows = [
-        [
-            escape(line.buffer),
-            escape(line.place),
-            format_bytes(line.bytes),
-            f"<code>{escape(line.formula)}</code>" if line.formula else "",
-            f"<span class='words'>{escape(', '.join(line.phases))}</span>",
-        ]
-        for line in sorted(plan.lines, key=lambda line: -line.bytes)
-    ]
-    return table(["buffer", "place", "bytes", "formula", "alive during"], rows, figures=(2,)) if rows else ""
+    found = line_rows(plan)
+    phases, formulas = classed("words", [row[3] for row in found.rows]), classed("", [row[4] for row in found.rows], "code")
+    return table("Every line", found, {"phases": phases, "formula": formulas})

@@ -14,7 +14,7 @@ from zeroplan.engines.words import engine_title, stage_header, stage_text
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, unmodelled_notes
 from zeroplan.report.screen import LIST, counted_notes, first_screen
-from zeroplan.report.table import render
+from zeroplan.report.table import Table, render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import edge_text, fit_text, host_share, lacks_of, peak_sentence, unknown_text
 from zeroplan.report.verdict import name_of as plan_name
@@ -163,11 +163,11 @@ def files_text(files: Files, terminal: Terminal = PLAIN) -> list[str]:
 
 def narrow_ranking(ranking: tuple[Recommendation, ...], terminal: Terminal) -> str:
     """Return one row a configuration, best first, in columns that fit the terminal."""
-    table = render(*ranking_rows(ranking), "plain", width=terminal.width)
+    table = ranking_rows(ranking).text(width=terminal.width)
     return terminal.judged(table, [(fits_text(one.plan), one.fits) for one in ranking])
 
 
-def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[list[str]]]:
+def ranking_rows(ranking: Sequence[Recommendation]) -> Table:
     """Return the headers and the rows of :func:`narrow_ranking`."""
     rows = []
     for place, one in enumerate(ranking, 1):
@@ -187,7 +187,7 @@ def ranking_rows(ranking: Sequence[Recommendation]) -> tuple[list[str], list[lis
             ]
         )
     header = ["", stage_header({one.plan.engine for one in ranking}), "offload", "batch", "ckpt", *compiled_header(ranking)]
-    return [*header, "tokens/s", "GPU", "host", "fits"], rows
+    return Table([*header, "tokens/s", "GPU", "host", "fits"], rows)
 
 
 def compiled_header(ranking: Iterable[Recommendation]) -> list[str]:

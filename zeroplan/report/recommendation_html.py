@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
 from zeroplan.core.sizes import GIB, format_bytes
 from zeroplan.report import svg
-from zeroplan.report.html_parts import card, items, mark_of, paragraphs, table, verdict_card
+from zeroplan.report.html_parts import card, items, judged, mark_of, paragraphs, scrolling, table, verdict_card
 from zeroplan.report.page import page
 from zeroplan.report.plans import unmodelled_notes
 from zeroplan.report.recommendation import asked_text, change_texts, ranking_rows, verdict
-from zeroplan.report.table import is_figure
 from zeroplan.report.verdict import peak_sentence
-from zeroplan.search.reasons import label_of, name_of
+from zeroplan.search.reasons import label_of
 from zeroplan.search.results import Point, Recommendation, SearchResult
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP, _RIGHT = 960, 460, 78, 46, 34, 24
@@ -23,8 +22,8 @@ _LEGEND = (
 )
 
 
-def answer_html(answer: SearchResult) -> str:
-    """Return the page."""
+def answer_html(answer: SearchResult, *, made: Mapping[str, str] | None = None) -> str:
+    """Return the page; `made` is of :func:`~zeroplan.report.page.page`."""
     best, ranking = answer.best, answer.ranking
     peak = "" if best is None else peak_sentence(best.plan)
     rows = rows_of(answer.points, ranking)
@@ -36,29 +35,23 @@ def answer_html(answer: SearchResult) -> str:
     body = [
         verdict_card(verdict(answer), mark_of(plan), paragraphs(peak)),
         card("Ranking", _ranking(ranking, rows)),
-        card("Memory against speed", f"<div class='scatter'>{picture}</div><p class='words'>{_LEGEND}</p>" if picture else ""),
+        card("Memory against speed", scrolling("Memory against speed", picture, f"<p class='words'>{_LEGEND}</p>")),
         card(title, why),
         card("Notes", items(list(dict.fromkeys((*left_out, *answer.warnings)))), mark="notes"),
     ]
     lead = asked_text(answer).removeprefix(f"{answer.model['name']}: ")
-    return page(str(answer.model["name"]), lead, body)
+    return page(str(answer.model["name"]), lead, body, made=made)
 
 
 def _ranking(ranking: Sequence[Recommendation], rows: dict[int, int]) -> str:
     if not ranking:
         return ""
-    headers, cells = ranking_rows(ranking)
-    pointed = set(rows.values())
-    shown = []
-    for place, (one, line) in enumerate(zip(ranking, cells, strict=True)):
-        number = f"<a href='#point-{place}'>{line[0]}</a>" if place in pointed else line[0]
-        name = f"<span title='{escape(name_of(one.plan.engine, one.zero, one.workload))}'>"
-        says = f"<span class='{mark_of(one.plan)}'>{escape(line[-1])}</span>"
-        shown.append([number, *(f"{name}{escape(cell)}</span>" for cell in line[1:-1]), says])
-    figures = [at for at, header in enumerate(headers) if is_figure(header)]
-    names = [f"row-{place}" for place in range(len(ranking))]
-    legend = "<p class='words'>GPU at most, and host of a node: GiB.</p>"
-    return table(headers, shown, figures=figures, rows_named=names) + legend
+    found, pointed = ranking_rows(ranking), set(rows.values())
+    places = range(len(ranking))
+    numbers = [f"<a href='#point-{at}'>{at + 1}</a>" if at in pointed else str(at + 1) for at in places]
+    cells = {"": numbers, "fits": judged([one.plan for one in ranking], [line[-1] for line in found.rows])}
+    names = [f"row-{place}" for place in places]
+    return table("Ranking", found, cells, rows_named=names) + "<p class='words'>GPU at most, and host of a node: GiB.</p>"
 
 
 def rows_of(points: Sequence[Point], ranking: Sequence[Recommendation]) -> dict[int, int]:
@@ -131,7 +124,7 @@ def pareto_svg(points: Sequence[Point], limit: int | None, rows: dict[int, int] 
     labels = dict(zip((at for at, _ in wanted), _labels(spots, names, others), strict=True))
     for at, p in sorted(shown, key=lambda one: one[0] in labels):
         parts.append(_point(p, x(p.bytes), y(p.tokens_per_second), rows.get(at), labels.get(at, "")))
-    head = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='img' aria-label='memory and speed of each configuration'>"
+    head = f"<svg viewBox='0 0 {_WIDTH} {_HEIGHT}' role='group' aria-label='memory and speed of each configuration'>"
     return "".join([head, *parts, "</svg>"])
 
 

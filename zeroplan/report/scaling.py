@@ -9,7 +9,7 @@ from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import notes, offload_text, unmodelled_notes
 from zeroplan.report.recommendation import compiled_cells, compiled_header, described
-from zeroplan.report.table import render
+from zeroplan.report.table import Table
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import edge_text, fit_text, lacks_of, unknown_text
 from zeroplan.report.words import gpus_text, model_text
@@ -142,11 +142,16 @@ def _gpus(point: ScalePoint) -> str:
 
 def scaling_table(found: Scaling, style: str = "plain", *, width: int | None = None) -> str:
     """Return one row for each number of GPUs, sizes in GiB. Raises BadInput: an unknown `style`."""
+    return scaling_rows(found).text(style, width=width)
+
+
+def scaling_rows(found: Scaling) -> Table:
+    """Return the rows of :func:`scaling_table`."""
     compiled = compiled_header([point.shown for point in found.points])
     headers = ["GPUs", "ZeRO", "offload", "ckpt", *compiled, "batch", "most", "states", "GPU", "tokens/s", "speed"]
     if found.budget is not None:
         headers += ["days", "GPU hours", "goodput", "MWh", *(["price"] if found.budget.prices else [])]
-    return render(headers, [_row(found, point) for point in found.points], style, width=width)
+    return Table(headers, [_row(found, point) for point in found.points])
 
 
 def _row(found: Scaling, point: ScalePoint) -> list[str]:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from html import escape
 
+from zeroplan.core.families import Family
 from zeroplan.core.sizes import GIB
 from zeroplan.report import svg
-from zeroplan.report.html_parts import card, items, paragraphs, verdict_card
+from zeroplan.report.html_parts import card, items, paragraphs, scrolling, table, verdict_card
 from zeroplan.report.page import page
+from zeroplan.report.palette import FAMILY_COLORS
 from zeroplan.report.plans import offload_text
-from zeroplan.report.scaling import growth_sentence, heading, scaling_table, scaling_verdict
+from zeroplan.report.scaling import growth_sentence, heading, scaling_rows, scaling_verdict
 from zeroplan.search.scaling import ScalePoint, Scaling
 
 _WIDTH, _PANEL, _LEFT, _RIGHT = 760, 230, 64, 16
 _TITLE, _GAP, _FOOT = 40, 58, 44
-_STATES, _REST = "#1d4f91", "#f2a65e"
+_STATES, _REST = FAMILY_COLORS[Family.PARAMETERS], FAMILY_COLORS[Family.ACTIVATIONS]
 
 
-def scaling_page(found: Scaling) -> str:
-    """Return the whole page."""
+def scaling_page(found: Scaling, *, made: Mapping[str, str] | None = None) -> str:
+    """Return the whole page; `made` is of :func:`~zeroplan.report.page.page`."""
     name = str(found.model["name"])
     body = [
         verdict_card(scaling_verdict(found), "", paragraphs(growth_sentence(found))),
-        card("Speed and memory of one GPU", f"<div class='scatter'>{scaling_svg(found, alone=False)}</div>"),
-        card("By number of GPUs", f"<div class='scroll'>{scaling_table(found, 'html')}</div>"),
+        card("Speed and memory of one GPU", scrolling("Pictures", scaling_svg(found, alone=False))),
+        card("By number of GPUs", table("By number of GPUs", scaling_rows(found))),
         card("Notes", items(list(dict.fromkeys(found.warnings))), mark="notes"),
     ]
-    return page(name, heading(found).removeprefix(f"{name}: "), body)
+    return page(name, heading(found).removeprefix(f"{name}: "), body, made=made)
 
 
 def scaling_svg(found: Scaling, *, alone: bool = True) -> str:

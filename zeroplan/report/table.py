@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from typing import NamedTuple
 
 from zeroplan.core.errors import BadInput
 from zeroplan.report.wrap import wrap
@@ -13,7 +14,7 @@ FORMATS = ("plain", "github", "html", "csv")
 _FIGURES = frozenset(
     [
         *("stage", "states", "fixed", "activations", "allocated", "reserved", "total", "host (pinned)", "disk"),
-        *("DeepSpeed says", "bytes", "parameters", "short", "memory", "usable"),
+        *("DeepSpeed says", "bytes", "share", "parameters", "short", "memory", "usable"),
         *("most", "pinned"),
         *("memory GB/s", "link GB/s", "host link GB/s", "GiB", "usable GiB", "TFLOP/s", "host GB/s"),
         *("GPUs", "states", "speed"),
@@ -22,6 +23,17 @@ _FIGURES = frozenset(
 )
 _BETWEEN = "  "
 _NARROWEST = 8
+
+
+class Table(NamedTuple):
+    """A table before it is text or HTML: a header for each column, and rows with a cell for each, formatted already."""
+
+    headers: list[str]
+    rows: list[list[str]]
+
+    def text(self, style: str = "plain", *, width: int | None = None) -> str:
+        """Return it as :func:`render` does; empty without rows."""
+        return render(self.headers, self.rows, style, width=width) if self.rows else ""
 
 
 def is_figure(header: str) -> bool:

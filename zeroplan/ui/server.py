@@ -30,7 +30,7 @@ from starlette.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zeroplan.core.errors import BadInput
-from zeroplan.report.page import asset
+from zeroplan.report.page import look
 from zeroplan.ui.answers import names
 from zeroplan.ui.worker import HUB
 
@@ -192,7 +192,7 @@ def application(token: str, *, timeout: float = 60.0, hub: bool = False) -> Star
         return JSONResponse(names(hub=hub))
 
     async def colours(request: Request) -> Response:
-        return Response(asset("palette.css"), media_type="text/css")
+        return Response(look(), media_type="text/css")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -205,7 +205,7 @@ def application(token: str, *, timeout: float = 60.0, hub: bool = False) -> Star
         routes=[
             Route("/api/ask", ask, methods=["POST"]),
             Route("/api/names", offered),
-            Route("/palette.css", colours),
+            Route("/look.css", colours),
             Mount("/", StaticFiles(directory=folder, html=True)),
         ],
         middleware=[Middleware(_Headers), Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],

@@ -170,7 +170,7 @@ export function difference(answer, held) {
   place.hidden = plans.length < 2 || !shown(answer);
   if (place.hidden) return;
   const figures = COMPARED.map(([name, of]) => [name, ...plans.map((plan) => of(plan) ?? null)]).filter(([, ...values]) => values.some(Boolean));
-  const less = (now, other) => make("small", { class: other < now ? "less" : "more" }, ` ${other > now ? "+" : "−"}${gib(Math.abs(other - now))}`);
+  const less = (now, other) => make("small", { class: other < now ? "less" : "more-than" }, ` ${other > now ? "+" : "−"}${gib(Math.abs(other - now))}`);
   const cell = (now, other) => make("td", { class: "figure" }, gib(other), now === null || other === null || now === other ? null : less(now, other));
   place.replaceChildren(
     make(

@@ -232,6 +232,14 @@ def test_a_repository_ends_where_git_says(tmp_path: Path) -> None:
     assert read_setup(str(tmp_path / "repo/scripts/run.sh")).unmodelled[0].key == "train.py"
 
 
+def test_neither_a_home_nor_a_temporary_folder_is_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    laid_out(tmp_path, {"train.py": ARGUMENTS, "own/scripts/run.sh": f"torchrun train.py {FLAGS}\n"})
+    script = str(tmp_path / "own/scripts/run.sh")
+    assert not [one for one in read_setup(script).unmodelled if one.key == "train.py"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [one for one in read_setup(script).unmodelled if one.key == "train.py"]
+
+
 def test_a_config_of_fms_hf_tuning_has_defaults_of_its_own(tmp_path: Path) -> None:
     laid_out(
         tmp_path, {"c.yaml": "model_name_or_path: gpt2\ntraining_data_path: t.json\noutput_dir: o\ndataset_text_field: x\n"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -253,8 +254,9 @@ def _places(value: str, folder: Path | None, run_in: str | None) -> list[Path]:
     if folder is None or Path(value).is_absolute():
         return [Path(value)]
     starts, above = [folder, Path()], folder.absolute()
+    of_nobody = {Path.home(), Path(tempfile.gettempdir()), Path(above.anchor)}  # a file there belongs to something else
     for _ in range(_FOLDERS_ABOVE):
-        if (above / ".git").exists() or above == above.parent:
+        if (above / ".git").exists() or above.parent in of_nobody | {above}:
             break
         above = above.parent
         starts.append(above)

@@ -1,7 +1,7 @@
 """A ModelSpec from what lies on disk: a folder, a ``config.json``, a safetensors file or the index of many.
 
-The format: 8 bytes, the header's length N as a little-endian unsigned integer; N bytes of JSON that map each tensor to
-``dtype``, ``shape`` and ``data_offsets`` relative to the end of the header; the data.
+Of safetensors files the headers alone are read: 8 bytes, the header's length N as a little-endian unsigned integer; N bytes of
+JSON that map each tensor to ``dtype``, ``shape`` and ``data_offsets`` relative to the end of the header; the data.
 Source: https://github.com/huggingface/safetensors, README, "Format".
 """
 

@@ -7,8 +7,8 @@ Note [Uneven routing]
     within a tenth of the mean, a balancing loss within about its double. Source: Wang et al. 2024, "Auxiliary-Loss-Free Load
     Balancing Strategy for Mixture-of-Experts" (arXiv 2408.15664), section 4 (MaxVio).
 
-Asleep it holds next to nothing. TRL empties torch's cache before it wakes vLLM, so between two steps there are what a step
-leaves allocated, the process's own memory, and the share.
+A colocated vLLM that sleeps holds next to nothing. TRL empties torch's cache before it wakes vLLM, so between two steps there
+are what a step leaves allocated, the process's own memory, and the share.
 
 Note [Ranks of a ring]
     The last rank merges whole results of attention, the others halves: torch's ring puts these together by a concatenation

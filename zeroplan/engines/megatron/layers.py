@@ -5,7 +5,7 @@ Sources: Megatron-Core 0.16.1, ``megatron/core/models/gpt/gpt_model.py``, ``mega
 ``transformer_layer.py``, ``attention.py``, ``dot_product_attention.py``, ``mlp.py``,
 ``megatron/core/models/common/embeddings``; ``pretrain_gpt.py`` (``loss_func``).
 
-Sources: Megatron-Core 0.16.1, ``megatron/core/transformer/multi_latent_attention.py`` (``MLASelfAttention``),
+Of multi-head latent attention: ``megatron/core/transformer/multi_latent_attention.py`` (``MLASelfAttention``),
 ``megatron/core/fusions/fused_mla_yarn_rope_apply.py``; TransformerEngine of 22 August 2026, ``pytorch/module/base.py``
 (``prepare_forward``, which makes inputs contiguous).
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import Compilation, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import dump_ds_config, write_ds_config
 from zeroplan.interop.forms.accelerate_config import accelerate_deepspeed, accelerate_ranks
@@ -22,7 +22,27 @@ from zeroplan.interop.forms.program import (
 )
 from zeroplan.interop.forms.scripts.accelerate import deepspeed_script as accelerate_script
 from zeroplan.interop.forms.scripts.parts import TRAIN_BY_ENGINE, require_optimizer_of_deepspeed, script
-from zeroplan.interop.forms.scripts.runtime import runtime_script
+
+_RUNTIME_LOOP = (
+    """
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deepspeed_config", required=True)
+    config = json.loads(Path(parser.parse_args().deepspeed_config).read_text())
+    model = build_model()
+    data = Tokens(STEPS * config["train_batch_size"], model.config.get_text_config().vocab_size)
+    engine, _, loader, _ = zeroplan_runtime.initialize(model=model, config=config, training_data=data)
+"""
+    + TRAIN_BY_ENGINE
+)
+
+
+def runtime_script(one: Configuration) -> str:
+    """Write the script for ``zeroplan_runtime.initialize``. Raises BadInput: a model that no script can be written for."""
+    whole = _RUNTIME_LOOP.replace(TRAIN_BY_ENGINE, "    engine.compile()\n" + TRAIN_BY_ENGINE)
+    loop = whole if one.workload.compile is Compilation.MODEL else _RUNTIME_LOOP
+    return script(one, loop, standard=("import argparse", "import json"), others=("import zeroplan_runtime",))
+
 
 _LOOP = (
     """

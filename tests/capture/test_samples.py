@@ -28,6 +28,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.long
 def test_a_tokenizer_and_a_config_that_are_missing(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     captured, _ = capture(tmp_path, SCRIPT, samples=(8, 32))

@@ -55,6 +55,7 @@ def test_each_part_of_an_unchanged_loop_is_measured(tmp_path: Path) -> None:
     assert (tmp_path / "train.py.written").exists()
 
 
+@pytest.mark.long
 def test_a_loop_without_end_is_ended_after_its_steps_and_not_a_failure(tmp_path: Path) -> None:
     found = run(tmp_path, ON_CPU.replace("for step in range(3):", "while True:"))
     assert (found.code, found.steps) == (0, 4)
@@ -67,6 +68,7 @@ def test_a_run_out_of_memory_is_one(tmp_path: Path) -> None:
     assert found.out_of_memory
 
 
+@pytest.mark.long
 def test_a_sitecustomize_of_the_users_own_still_runs(tmp_path: Path) -> None:
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "sitecustomize.py").write_text("import builtins\nbuiltins.theirs = 7\n")

@@ -206,10 +206,10 @@ def _run_by_torch(order: PipelineOrder) -> Iterator[int]:
     ("schedule", "rank", "ranks", "chunks", "count"),
     [
         (ZERO_BUBBLE, 1, 3, 1, 4),
-        (ZERO_BUBBLE, 2, 3, 1, 4),
-        (ZERO_BUBBLE, 1, 2, 2, 2),
+        pytest.param(ZERO_BUBBLE, 2, 3, 1, 4, marks=pytest.mark.long),
+        pytest.param(ZERO_BUBBLE, 1, 2, 2, 2, marks=pytest.mark.long),
         (ZBV, 0, 2, 2, 4),
-        (ZBV, 1, 2, 2, 4),
+        pytest.param(ZBV, 1, 2, 2, 4, marks=pytest.mark.long),
         (DUALPIPE_V, 0, 2, 2, 5),
         (DUALPIPE_V, 1, 2, 2, 5),
     ],

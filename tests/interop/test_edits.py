@@ -134,7 +134,9 @@ RUNS: dict[str, tuple[dict[str, str], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ("ddp", "llama-factory") else name for name in RUNS]
+)
 def test_the_users_files_with_what_changes_are_what_was_predicted(
     cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -140,7 +140,10 @@ def test_peft_reads_the_adapters(cli: Cli, tmp_path: Path) -> None:
         ("deepspeed", "accelerate", ("gradient_checkpointing_enable", "batch_size=4", "DummyOptim")),
         ("deepspeed", "lightning", ("gradient_checkpointing_enable", "batch_size=4", "DeepSpeedStrategy")),
         ("deepspeed", "trainer", ("512 tokens", "get_peft_model")),
-        ("fsdp2", "accelerate-fsdp2", ("batch_size=4", "reduce_dtype=torch.float32", "step by adamw")),
+        pytest.param(
+            *("fsdp2", "accelerate-fsdp2", ("batch_size=4", "reduce_dtype=torch.float32", "step by adamw")),
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_what_no_file_says_the_answer_does(cli: Cli, tmp_path: Path, engine: str, form: str, words: tuple[str, ...]) -> None:
@@ -288,6 +291,7 @@ NARROW = {
 }
 
 
+@pytest.mark.long
 def test_scripts_compile_in_every_form(cli: Cli, tmp_path: Path) -> None:
     forms = {
         "deepspeed": ("explicit", "trainer", "trl", "lightning", "accelerate"),

@@ -74,6 +74,7 @@ def test_equals_the_plain_loop(pool: RankPool, ranks: int, dtype: str, first: in
     assert [a == b for a, b in zip(told, expected, strict=True)] == [True] * first + [False] * (STEPS - first)
 
 
+@pytest.mark.long
 def test_clipping_accumulation_and_wider_sums_agree_at_all_stages(pool: RankPool) -> None:
     changes = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "communication_data_type": "bf16"}
     cases = [(delayed_config(stage, "bf16", 2, **changes), {}) for stage in (1, 2, 3)]

@@ -74,6 +74,7 @@ def test_what_no_gpu_has_measured_is_of_unknown_fit() -> None:
         assert [(one.key, one.effect.value) for one in plan.unmodelled] == [("--compile", effect)]
 
 
+@pytest.mark.long
 def test_a_whole_models_blocks_run_as_written_where_fsdp2_checkpoints_them() -> None:
     plans = {
         (how, again): planned(engine="fsdp2", stage=3, gpus=2, compile=how, gradient_checkpointing=again).plans[0]

@@ -132,6 +132,7 @@ def test_of_grpo_the_head_sees_the_completion_alone_behind_what_it_generates() -
     assert (plan.fits, [one.key for one in plan.unmodelled]) == (None, ["generation"])
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_llama_factorys_pairs_keep_a_softmax_of_all_logits_and_ask_the_model_without_adapters() -> None:
     recipe = {"model_name_or_path": LLAMA, "stage": "dpo", "finetuning_type": "lora", "template": "llama3", "dataset": "x"}

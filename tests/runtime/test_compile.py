@@ -89,6 +89,7 @@ def test_compiled_backwards(pool: RankPool, stage: int, how: str, model: dict[st
     pool.run(2, compare, stage, "aot_eager", (how,), {"depth": 2, **model})
 
 
+@pytest.mark.long
 def test_checkpoints_within_graphs(pool: RankPool) -> None:
     """One graph of every kind of block, whose backward recomputes: no hook and no checkpoint breaks it."""
     found = pool.run(2, compare, 3, "aot_eager", ("checkpointed",), {"depth": 4})[0]

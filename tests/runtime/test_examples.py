@@ -64,6 +64,7 @@ def test_causal_lm_on_two_ranks(output: Output, tmp_path: Path) -> None:
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.torch
 def test_tensor_parallel_on_four_ranks(output: Output) -> None:
@@ -121,6 +122,7 @@ def test_the_examples_of_tasks_print_plan_beside_measurement(output: Output) -> 
     assert int(stage3[-5]) > 3 * int(stage3[-2])  # the states alone
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.torch
 def test_lightning_by_an_import_and_a_name(output: Output, tmp_path: Path) -> None:

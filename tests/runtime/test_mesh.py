@@ -114,6 +114,7 @@ def test_the_plan_of_chunks_equals_their_arena(pool: RankPool, every: bool) -> N
             assert rows_of(found[index]) == planned, (rank, name, one)
 
 
+@pytest.mark.long
 def test_compiled_stages_train_as_plain_ones(pool: RankPool) -> None:
     """Their blocks are compiled one by one, and what the engine owns is as without."""
     config = [ds_config(2, gradient_clipping=0.5, gradient_accumulation_steps=2)]

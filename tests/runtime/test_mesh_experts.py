@@ -135,6 +135,7 @@ def plain_run(ranks: int) -> tuple[models.Plain, list[list[float]], list[float]]
     return plain, [losses for losses, _ in steps], [norm for _, norm in steps]
 
 
+@pytest.mark.long
 def test_experts_beside_other_dimensions(pool: RankPool) -> None:
     hold_beside(pool, [(3, 2), (7, 3)])
 
@@ -179,6 +180,7 @@ def test_checkpoints_keep_the_experts(pool: RankPool, tmp_path: Path) -> None:
         get_fp32_state_dict_from_zero_checkpoint(tmp_path)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [{"ep": 2, "tp": 2}, pytest.param({"pp": 2, "ep": 2}, marks=pytest.mark.long)], ids=str)
 def test_checkpoints_keep_the_parts_of_experts(pool: RankPool, tmp_path: Path, sizes: dict[str, int]) -> None:
     """Each place in ep and tp, or in ep and pp, goes on with what it had."""

@@ -245,6 +245,7 @@ def test_zero_one_adam_equals_a_simulation(pool: RankPool) -> None:
             assert torch.equal(result["last"][u]["worker"], plain.worker[u][rank]), (u, rank)
 
 
+@pytest.mark.long
 def test_the_warm_up_is_adam_and_stage_1_equals_stage_0(pool: RankPool) -> None:
     ranks = 2
     whole, adam = (pool.run(ranks, train, config, None, FREEZE) for config in (config_of(0), ds_config(0)))

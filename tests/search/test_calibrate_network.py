@@ -34,6 +34,7 @@ def test_only_ranks_of_several_nodes_measure_the_network(monkeypatch: pytest.Mon
     assert spans_nodes()
 
 
+@pytest.mark.long
 @pytest.mark.torch
 def test_two_ranks_agree_on_what_they_measured(tmp_path: Path) -> None:
     port = str(free_port())

@@ -58,7 +58,8 @@ def test_auto_checkpoints_within_graphs() -> None:
     assert {one.workload.compile for one in found} == {None, Compilation.CHECKPOINTED}
 
 
-@pytest.mark.parametrize("how", [pytest.param("blocks", marks=pytest.mark.long), "model"])
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["blocks", "model"])
 def test_a_fixed_choice_compiles_every_candidate(how: str) -> None:
     found = recommend(TINY, engine="ddp", compile=how, gradient_checkpointing=False, **ASKED)
     assert found.answer is not None

@@ -194,6 +194,7 @@ def inductor_without_kernels() -> Any:
     return aot_autograd(fw_compiler=as_it_is, partition_fn=partition, decompositions=select_decomp_table)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [pytest.param(True, marks=pytest.mark.long), False])
 def test_a_block_of_t5s_decoder_keeps_what_torch_compile_keeps(first: bool) -> None:
     """The first computes the bias of positions, which the others are given."""
@@ -246,6 +247,7 @@ def test_compiled_t5_is_planned_without_its_decoders_cache(tmp_path: Path, monke
     assert "an encoder-decoder" in compiled.unmodelled[0].says
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("checkpoints", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_whole_model_with_hooks_keeps_what_torch_compile_keeps(checkpoints: bool) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM

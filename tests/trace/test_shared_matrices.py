@@ -68,6 +68,7 @@ DEEPSEEK = {
 needs_torch = pytest.mark.skipif(not can_trace(), reason="tracing needs torch and transformers")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @needs_torch
 def test_two_ranks_compute_what_the_whole_model_does(warm_python: Path) -> None:

@@ -73,6 +73,7 @@ def plan(config: dict[str, Any], tmp_path: Path, **asked: Any) -> Any:
     return estimate_report(Ask(model=str(path), engine="ddp", micro_batch=4, **asked))
 
 
+@pytest.mark.long
 def test_lengths_alike_are_the_one_length_and_a_shorter_target_needs_less(tmp_path: Path) -> None:
     both = plan(T5, tmp_path, seq_len=64)
     assert plan(T5, tmp_path, source_len=64, target_len=64).plans == both.plans

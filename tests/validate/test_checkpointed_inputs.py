@@ -39,8 +39,8 @@ T5: dict[str, Any] = {
     ("model", "options", "leaving"),
     [
         (CONFIG, {}, BLOCKS - 1),
-        (CONFIG, {"lora_rank": 4}, BLOCKS - 2),  # the first block's input is a leaf
-        (T5, {}, 5),
+        pytest.param(CONFIG, {"lora_rank": 4}, BLOCKS - 2, marks=pytest.mark.long),  # the first block's input is a leaf
+        pytest.param(T5, {}, 5, marks=pytest.mark.long),
     ],
     ids=["llama", "lora", "t5"],
 )

@@ -62,6 +62,7 @@ def hold(pool: RankPool, cases: list[mesh_runs.Case]) -> None:
         assert mean == pytest.approx(expected, abs=2e-5), (engine, layout, stage)
 
 
+@pytest.mark.long
 def test_training_equals_one_process(pool: RankPool) -> None:
     hold(pool, SOME)
 

@@ -127,6 +127,7 @@ def test_a_pipeline_trains_as_one_process_does(pair: Any) -> None:
         assert told == pytest.approx(trained_by_one(), rel=2e-5), run
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.long)], ids=["some", "every"])
 def test_a_pipeline_of_shared_matrices_or_samples_trains_as_one_process_does(pool: Any, every: bool) -> None:

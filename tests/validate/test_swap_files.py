@@ -12,7 +12,15 @@ from tests.validate.small import CONFIG, compared_here
 pytestmark = pytest.mark.torch
 
 
-@pytest.mark.parametrize("folders", [("states", "params"), ("states", "states"), ("states", "states/params")], ids=str)
+@pytest.mark.parametrize(
+    "folders",
+    [
+        pytest.param(("states", "params"), marks=pytest.mark.long),
+        pytest.param(("states", "states"), marks=pytest.mark.long),
+        ("states", "states/params"),
+    ],
+    ids=str,
+)
 def test_states_and_parameters_in_folders_of_their_own(folders: tuple[str, str], tmp_path: Path) -> None:
     """Each file is counted once, wherever the two folders are; locks are not counted."""
     for name in folders:

@@ -12,7 +12,7 @@ import pytest
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.families import family_of
-from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, ModelInfo, NvmeMemory, PlanLine, Report
+from zeroplan.core.plan import CpuMemory, GpuMemory, MemoryPlan, ModelInfo, NvmeMemory, PeakShare, PlanLine, Report
 from zeroplan.core.sizes import GIB, MIB
 from zeroplan.report.plans_html import html_report
 from zeroplan.report.timeline import DrawnRun, Frame, layers, timeline_svg
@@ -169,6 +169,16 @@ def test_the_points_beside_the_chart_are_the_curve(timeline):
         assert shown[name] == pytest.approx(list(values), abs=data["unit"])
     sums = [sum(column) for column in zip(*shown.values(), strict=True)]
     assert sums == pytest.approx(list(curve.allocated), abs=len(shown) * data["unit"])
+
+
+def test_every_area_of_the_chart_has_a_name_on_the_page(timeline):
+    """Also what is gone at the peak, as activations are where whole gradients make it."""
+    parts = (PeakShare(what="parameters", bytes=4 * GIB), PeakShare(what="activations", bytes=3 * GIB))
+    page = html_report(report(at_peak=parts), {1: run_of(timeline)})
+    (said,) = re.findall(r"Elsewhere in the run: (.*?)</p>", page)
+    assert re.sub(r"<[^>]*>", "", said) == "gradients up to 128.0 MiB, logits and loss up to 1.0 GiB."
+    named = set(re.findall(r"<i class='chip' style='--c:(#\w+)'>", page))
+    assert {color for _, color, _ in layers(run_of(timeline), timeline.curve(320))} <= named
 
 
 def test_a_plan_of_formulas_alone_has_a_page():

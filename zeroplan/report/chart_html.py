@@ -11,9 +11,9 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.sizes import format_bytes
 from zeroplan.report.html_parts import folded, table
 from zeroplan.report.palette import FAMILY_COLORS, OTHER_COLOR
-from zeroplan.report.plans import peak_parts
+from zeroplan.report.plans import LEAST_SHARE, peak_parts
 from zeroplan.report.table import Table
-from zeroplan.report.timeline import DrawnRun, layers, phase_name
+from zeroplan.report.timeline import DrawnRun, Layer, layers, phase_name
 
 #: Points of a curve. A phone has about as many pixels.
 _POINTS = 320
@@ -30,6 +30,7 @@ def chart(plan: MemoryPlan, run: DrawnRun, name: str) -> str:
     A list of sizes is written as text in which a size that equals the one before is left out: ``"5,,,7"``.
     """
     curve = run.timeline.curve(_POINTS)
+    stack = layers(run, curve)
     unit = max(1, max(curve.reserved, default=0) // _PARTS)
 
     def packed(sizes: Sequence[int]) -> str:
@@ -42,15 +43,27 @@ def chart(plan: MemoryPlan, run: DrawnRun, name: str) -> str:
         "positions": ",".join(f"{position:.4f}".lstrip("0") for position in curve.positions),
         "allocated": packed(curve.allocated),
         "reserved": packed(curve.reserved),
-        "layers": [[one.name, one.color, packed(one.bytes)] for one in layers(run, curve)],
+        "layers": [[one.name, one.color, packed(one.bytes)] for one in stack],
         "marks": [[round(position, 4), phase_name(mark)] for position, mark in curve.marks],
     }
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     label = f"GPU memory over the run of {name}: allocated by family, reserved, and the card's line"
     return (
         f"<div class='plot' role='img' tabindex='0' aria-label='{escape(label)}'>"
-        f"<script type='application/json'>{text}</script></div>"
+        f"<script type='application/json'>{text}</script></div>{_elsewhere(plan, stack)}"
     )
+
+
+def _elsewhere(plan: MemoryPlan, stack: Sequence[Layer]) -> str:
+    """Name the families that the picture shows and the table of the peak does not, each with the most that it has."""
+    listed, whole = {what for what, _, _ in peak_parts(plan)}, sum(one.bytes for one in plan.gpu.at_peak)
+    others = [(one, max(one.bytes)) for one in stack if one.name not in listed and max(one.bytes) >= LEAST_SHARE * whole]
+    named = [f"{_chip(one.color)}{escape(one.name)} up to {format_bytes(most, digits=1)}" for one, most in others]
+    return f"<p class='words'>Elsewhere in the run: {', '.join(named)}.</p>" if named else ""
+
+
+def _chip(color: str) -> str:
+    return f"<i class='chip' style='--c:{color}'></i>"
 
 
 def at_peak(plan: MemoryPlan) -> str:
@@ -60,7 +73,7 @@ def at_peak(plan: MemoryPlan) -> str:
         return ""
     colors = [FAMILY_COLORS[Family(what)] if what in _NAMES else OTHER_COLOR for what, _, _ in parts]
     rows = [[what, format_bytes(size, digits=1), f"{100 * share:.0f} %"] for what, size, share in parts]
-    chips = [f"<i class='chip' style='--c:{color}'></i>{escape(row[0])}" for color, row in zip(colors, rows, strict=True)]
+    chips = [f"{_chip(color)}{escape(row[0])}" for color, row in zip(colors, rows, strict=True)]
     bars = [
         f"<div class='share'><i style='--c:{color};width:{100 * share:.1f}%'></i></div>"
         for color, (_, _, share) in zip(colors, parts, strict=True)

@@ -20,7 +20,7 @@ from zeroplan.report.words import machine_text, model_text, work_text
 
 _FITS = {True: "yes", False: "no", None: "-"}
 #: Parts of the peak that are smaller than this part of it are summed up.
-_LEAST_SHARE = 0.005
+LEAST_SHARE = 0.005
 
 
 def report_text(
@@ -350,7 +350,7 @@ def peak_parts(plan: MemoryPlan) -> list[tuple[str, int, float]]:
     whole = sum(one.bytes for one in plan.gpu.at_peak)
     if not whole:
         return []
-    shown = [one for one in plan.gpu.at_peak if one.bytes >= _LEAST_SHARE * whole]
+    shown = [one for one in plan.gpu.at_peak if one.bytes >= LEAST_SHARE * whole]
     rest = whole - sum(one.bytes for one in shown)
     parts = [(one.what, one.bytes) for one in shown] + ([("the rest", rest)] if rest else [])
     return [(what, size, size / whole) for what, size in parts]

@@ -40,7 +40,7 @@
   function draw(plot, data) {
     const [width, height] = [plot.clientWidth, plot.clientHeight];
     const { frame, limit, top, x, y } = scale(data, width, height);
-    const svg = make('svg', { width, height, 'aria-hidden': 'true' });
+    const svg = make('svg', { width, height, viewBox: `0 0 ${width} ${height}`, 'aria-hidden': 'true' });
     const line = (x1, y1, x2, y2, kind, more = {}) => svg.append(make('line', { x1, y1, x2, y2, class: `s-${kind}`, ...more }));
     const text = (tx, ty, words, kind, more = {}) => svg.append(make('text', { x: tx, y: ty, 'font-size': 12, class: `f-${kind}`, ...more }, words));
     for (const [value, label] of ticks(top)) {

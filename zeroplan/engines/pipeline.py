@@ -211,11 +211,11 @@ def _players(
     return players
 
 
-class _Cues:
+class StageCues:
     """A stage's part of the tape, of micro batches in as many slots as are in flight."""
 
-    def __init__(self, part: StageTape, blocks: EventBlocks, slots: int, base: int) -> None:
-        """`base`: what is added to the numbers of its storages."""
+    def __init__(self, part: StageTape, blocks: EventBlocks, slots: int, base: int = 0, *, modules: bool = True) -> None:
+        """`base`: what is added to the numbers of its storages; `modules`: whether cues are made of module hooks."""
         self.part = part
         width = 1 + max(part.tape.arg, default=0)
         self.bases = range(base, base + slots * width, width)
@@ -223,13 +223,15 @@ class _Cues:
         self.losses: list[tuple[Cue, ...]] = []
         self.backwards: list[tuple[Cue, ...]] = []
         self.weights: list[tuple[Cue, ...]] = []
-        threads = ((self.forwards, 0), (self.losses, -1), (self.backwards, 1), (self.weights, -1))  # those of cuBLAS
+        parts = (self.forwards, self.losses, self.backwards, self.weights)
         for slot, begin_of_slot in enumerate(self.bases):
             tape = renumbered(part.tape, begin_of_slot)
             ends = (0, part.returned, part.split, len(tape) if part.weights < 0 else part.weights, len(tape))
-            for (cues, thread), (begin, end) in zip(threads, pairwise(ends), strict=True):
-                taken = workspaces_of(tape, range(begin, end), thread) if not slot and thread >= 0 else []
-                cues.append(cues_of(tape, range(begin, end), taken, cues is not self.weights, blocks))
+            halves = (range(part.split), range(part.split, ends[3])) if not slot else ()  # each has a thread of its own
+            first, second = [workspaces_of(tape, half, thread) for thread, half in enumerate(halves)] or ([], [])
+            taken = [one for one in first if one[0] <= part.returned], [one for one in first if one[0] > part.returned]
+            for cues, own, (begin, end) in zip(parts, (*taken, second, []), pairwise(ends), strict=True):
+                cues.append(cues_of(tape, range(begin, end), own, modules and cues is not self.weights, blocks))
 
 
 class _StagePlayer(CuePlayer):
@@ -247,10 +249,10 @@ class _StagePlayer(CuePlayer):
     ) -> None:
         """`base`: where the numbers of the chunk's storages begin; `whole`: micro batches whose backward is not halved."""
         self.schedule, self.slots, self.end = chunk.schedule, slots, base
-        self.cues: list[_Cues] = []
+        self.cues: list[StageCues] = []
         for part in (chunk.part, chunk.whole):
             if part is not None:
-                self.cues.append(_Cues(part, blocks, slots, self.end))
+                self.cues.append(StageCues(part, blocks, slots, self.end))
                 self.end = self.cues[-1].bases.stop
         self.whole = whole if chunk.whole is not None else frozenset()
         super().__init__(recorder, chunk.schedule, blocks, run.cublas_workspace)
@@ -262,7 +264,7 @@ class _StagePlayer(CuePlayer):
         self.holds_sent = run.holds_sent and run.order.looped
         self.handed: list[int] = []  # what sends hold until the step's end
 
-    def _of(self, number: int) -> tuple[_Cues, int]:
+    def _of(self, number: int) -> tuple[StageCues, int]:
         """Return what a micro batch is played by, and its slot."""
         return self.cues[number in self.whole], number % self.slots
 

@@ -26,12 +26,11 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.engines.deepspeed.base import DeepSpeedSchedule
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.schedule import STEPS_UNTIL_STEADY, stage_schedule
+from zeroplan.engines.pipeline import StageCues
 from zeroplan.engines.pipeline_cut import StageTape, cut
 from zeroplan.engines.player import CuePlayer
-from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
-from zeroplan.tape.edit import renumbered
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tape.tied_gradients import with_gradients_apart
 
@@ -115,22 +114,7 @@ class _Stage(CuePlayer):
         blocks = EventBlocks()
         self.stage, self.part, self.engine = stage, part, schedule
         self.instructions = train_schedule(stage.stages, stage.index, count)
-        self.width = 1 + max(part.tape.arg, default=0)
-        self.forwards: list[tuple[Cue, ...]] = []
-        self.losses: list[tuple[Cue, ...]] = []
-        self.backwards: list[tuple[Cue, ...]] = []
-        for slot in range(slots_of(stage.stages, stage.index, count)):
-            tape = renumbered(part.tape, slot * self.width)
-            whole = workspaces_of(tape, range(part.split), 0) if not slot else []
-            of_loss = [one for one in whole if one[0] > part.returned]
-            for cues, begin, end, taken in (
-                (self.forwards, 0, part.returned, [one for one in whole if one not in of_loss]),
-                (self.losses, part.returned, part.split, of_loss),
-                (self.backwards, part.split, len(tape), None),
-            ):
-                if taken is None:
-                    taken = workspaces_of(tape, range(begin, end), 1) if not slot else []
-                cues.append(cues_of(tape, range(begin, end), taken, False, blocks))
+        self.cues = StageCues(part, blocks, slots_of(stage.stages, stage.index, count), modules=False)
         super().__init__(recorder, schedule, blocks, rank.cublas_workspace)
         self.ids = rank.workload.batch.micro_batch * (rank.workload.batch.seq_len or 1) * _TOKEN
         self.received: dict[int, list[int]] = {}  # by slot: what the stage received, and its gradient
@@ -191,15 +175,15 @@ class _Stage(CuePlayer):
         self.engine.forward_begin()
         if self.stage.is_first:
             self.copies[number] = recorder.alloc(self.ids, Buffer.INPUT)
-        self.run(self.forwards[number])
+        self.run(self.cues.forwards[number])
         if part.logits >= 0:
             old = self.logits.pop(number, None)
-            self.logits[number] = recorder.handle_of(part.logits + number * self.width)
+            self.logits[number] = recorder.handle_of(part.logits + self.cues.bases[number])
             if old is not None:
                 recorder.free(old)
             if number != self.last:
                 self.engine.free_all(self.leaves.pop(number, ()))
-        self.run(self.losses[number])
+        self.run(self.cues.losses[number])
         self.engine.free_all(self.leaves.pop(number, ()))  # the last loss is this slot's, and goes now
         self.last = number
         recorder.mark("fwd")
@@ -208,10 +192,10 @@ class _Stage(CuePlayer):
         """Run a slot's backward."""
         recorder = self.recorder
         self.engine.backward_begin(False)
-        self.run(self.backwards[number])
+        self.run(self.cues.backwards[number])
         self.engine.backward_end(False)
         if self.part.sent >= 0:
-            self.received[number].append(recorder.handle_of(self.part.sent + number * self.width))
+            self.received[number].append(recorder.handle_of(self.part.sent + self.cues.bases[number]))
         if number in self.copies:
             recorder.free(self.copies.pop(number))
         recorder.mark("bwd")

@@ -34,12 +34,13 @@ from itertools import pairwise
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.pipeline import Stage
 from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, in_flight, with_gathers
-from zeroplan.engines.pipeline_cut import StageTape
+from zeroplan.engines.pipeline_cut import StageTape, cut, passing_on
 from zeroplan.engines.player import CuePlayer, EngineSchedule
 from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.edit import renumbered
+from zeroplan.tape.expanded import ExpandedTape
 
 
 class PipelineEngineSchedule(EngineSchedule):
@@ -103,6 +104,48 @@ class ModelChunk:
     part: StageTape
     schedule: PipelineEngineSchedule
     whole: StageTape | None = None
+
+
+def chunks_of(
+    order: PipelineOrder,
+    stages: Sequence[Stage],
+    tape: ExpandedTape,
+    schedule: Callable[[Stage, StageTape], PipelineEngineSchedule],
+    *,
+    token_parts: int,
+    holds_sent: bool,
+) -> list[ModelChunk]:
+    """Return a rank's chunks, each with its part of a tape. Stages behind the first play the tape with halves where the
+    schedule has them, and the whole one as well where it halves some backwards alone.
+
+    Args:
+        order: of the rank's micro batches.
+        stages: of the rank.
+        tape: the whole model's.
+        schedule: makes a chunk's hooks.
+        token_parts: see :func:`~zeroplan.engines.pipeline_cut.cut`.
+        holds_sent: see :class:`PipelineRun`.
+
+    Raises:
+        ValueError: a schedule that halves backwards, and a tape without :attr:`ExpandedTape.halves`.
+    """
+    behind = tape.halves if order.schedule.halves else tape
+    if behind is None:
+        raise ValueError("a schedule that halves backwards needs the tape of one")
+    indices = {stage.index for stage in stages}
+    chunks = []
+    for stage in stages:
+        several = order.schedule.mixed and not stage.is_first
+        parts = [
+            passing_on(
+                cut(of, stage, token_parts=token_parts, holds_output=not order.looped),
+                output=stage.index + 1 in indices or (order.looped and holds_sent and not stage.is_last),
+                gradient=stage.index - 1 in indices,
+            )
+            for of in ((behind, tape) if several else (tape if stage.is_first else behind,))
+        ]
+        chunks.append(ModelChunk(stage, parts[0], schedule(stage, parts[0]), parts[1] if several else None))
+    return chunks
 
 
 def play_pipeline(

@@ -17,7 +17,7 @@ Note [Cutting a tape]
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zeroplan.core.errors import BadInput
@@ -390,37 +390,3 @@ def passing_on(part: StageTape, *, output: bool, gradient: bool) -> StageTape:
         op, arg, aux, _, module = edit.event(edit.made[storage])
         edit.replace(edit.made[storage], (op, arg, aux, int(Kind.PASSED), module))
     return replace(part, tape=edit.result())
-
-
-def parts_on(
-    stage: Stage,
-    stages: Sequence[Stage],
-    tape: ExpandedTape,
-    behind: ExpandedTape,
-    *,
-    token_parts: int,
-    mixed: bool,
-    holds_output: bool,
-    holds_sent: bool = False,
-) -> tuple[StageTape, StageTape | None]:
-    """Return a stage's part of a tape, and the one by which it plays backwards that are not halved, where others are.
-
-    Args:
-        tape: the whole model's.
-        behind: the one that stages behind the first play, with halves where the schedule has them.
-        token_parts: see :func:`cut`.
-        mixed: the schedule halves some backwards alone.
-        holds_output: see :func:`cut`.
-        holds_sent: see :class:`~zeroplan.engines.pipeline.PipelineRun`.
-    """
-    indices = {one.index for one in stages}
-    several = mixed and not stage.is_first
-    parts = [
-        passing_on(
-            cut(of, stage, token_parts=token_parts, holds_output=holds_output),
-            output=stage.index + 1 in indices or (holds_sent and not stage.is_last),
-            gradient=stage.index - 1 in indices,
-        )
-        for of in ((behind, tape) if several else (tape if stage.is_first else behind,))
-    ]
-    return parts[0], parts[1] if several else None

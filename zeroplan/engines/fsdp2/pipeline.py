@@ -23,8 +23,8 @@ from zeroplan.core.pipeline import Stage
 from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.fsdp2.schedule import COMPUTE, Fsdp2Schedule, Group
-from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
-from zeroplan.engines.pipeline_cut import StageTape, parts_on
+from zeroplan.engines.pipeline import PipelineEngineSchedule, PipelineRun, chunks_of, play_pipeline
+from zeroplan.engines.pipeline_cut import StageTape
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape
@@ -91,14 +91,15 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     Raises:
         ValueError: a schedule that halves backwards, and a tape without :attr:`ExpandedTape.halves`.
     """
-    recorder = Recorder()
-    schedule = schedule_of(rank.pipeline)
-    behind = tape.halves if schedule.halves else tape
-    if behind is None:
-        raise ValueError("a schedule that halves backwards needs the tape of one")
-    stages = rank.pipeline_chunks
-    order = PipelineOrder(schedule, rank.pp_rank, rank.layout.pp, len(stages), micro_batches=rank.workload.batch.grad_accum)
-    chunks = [_chunk(rank, stage, tape, behind, recorder, looped=order.looped) for stage in stages]
+    recorder, stages = Recorder(), rank.pipeline_chunks
+    micro_batches = rank.workload.batch.grad_accum
+    order = PipelineOrder(schedule_of(rank.pipeline), rank.pp_rank, rank.layout.pp, len(stages), micro_batches)
+
+    def schedule(stage: Stage, part: StageTape) -> Fsdp2StageSchedule:
+        one = replace(rank, parameters=part.tape.parameters, pipeline_chunks=(stage,))
+        return Fsdp2StageSchedule(one, part, recorder)
+
+    chunks = chunks_of(order, stages, tape, schedule, token_parts=rank.layout.token_parts, holds_sent=rank.holds_sent)
     run = PipelineRun(order, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace, holds_sent=rank.holds_sent)
     stepped = False
 
@@ -110,22 +111,3 @@ def record_fsdp2_stages(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
 
     play_pipeline(run, chunks, recorder, step)
     return recorder
-
-
-def _chunk(
-    rank: Fsdp2Rank, stage: Stage, tape: ExpandedTape, behind: ExpandedTape, recorder: Recorder, *, looped: bool
-) -> ModelChunk:
-    """Return one of a rank's chunks. Stages behind the first play the tape `behind`, and `tape` where not all is halved."""
-    mixed = schedule_of(rank.pipeline).mixed
-    part, whole = parts_on(
-        stage,
-        rank.pipeline_chunks,
-        tape,
-        behind,
-        token_parts=rank.layout.token_parts,
-        mixed=mixed,
-        holds_output=not looped,
-        holds_sent=looped and rank.holds_sent,
-    )
-    one = replace(rank, parameters=part.tape.parameters, pipeline_chunks=(stage,))
-    return ModelChunk(stage, part, Fsdp2StageSchedule(one, part, recorder), whole)

@@ -16,11 +16,12 @@ Note [The runtime on a stage]
 from __future__ import annotations
 
 from zeroplan.core.arena.layout import ArenaLayout, UnitKind
+from zeroplan.core.pipeline import Stage
 from zeroplan.core.pipeline_order import Do, PipelineOrder, schedule_of
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case
-from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
-from zeroplan.engines.pipeline_cut import parts_on
+from zeroplan.engines.pipeline import PipelineEngineSchedule, PipelineRun, chunks_of, play_pipeline
+from zeroplan.engines.pipeline_cut import StageTape
 from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, UnitRun
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape
@@ -113,41 +114,29 @@ def record_stage(case: Case, layout: ArenaLayout, tape: ExpandedTape, *, makes_r
     Raises:
         ValueError: a schedule that halves backwards, and a tape without :attr:`ExpandedTape.halves`.
     """
-    stages, kind = case.pipeline_chunks, schedule_of(case.pipeline)
-    behind = tape.halves if kind.halves else tape
-    if behind is None:
-        raise ValueError("a schedule that halves backwards needs the tape of one")
-    order = PipelineOrder(kind, case.pp_rank, case.layout.pp, len(stages), case.workload.batch.grad_accum)
+    stages, micro_batches = case.pipeline_chunks, case.workload.batch.grad_accum
+    order = PipelineOrder(schedule_of(case.pipeline), case.pp_rank, case.layout.pp, len(stages), micro_batches)
     backwards = sum(action.do in (Do.BACKWARD, Do.WEIGHT) for action in order.shortened())
-    recorder, workspace = Recorder(), case.cluster.gpu.workspace
-    chunks: list[ModelChunk] = []
-    first: RuntimeStageSchedule | None = None
-    for stage in stages:
-        part, whole = parts_on(
-            stage,
-            stages,
-            tape,
-            behind,
-            token_parts=case.layout.token_parts,
-            mixed=kind.mixed,
-            holds_output=not order.looped,
-            holds_sent=order.looped and case.cluster.gpu.holds_sent,
-        )
-        schedule = RuntimeStageSchedule(
+    recorder, gpu = Recorder(), case.cluster.gpu
+    made: list[RuntimeStageSchedule] = []
+
+    def schedule(_: Stage, part: StageTape) -> RuntimeStageSchedule:
+        one = RuntimeStageSchedule(
             layout,
             part.tape,
             recorder,
             backwards,
-            cublas_workspace=workspace,
+            cublas_workspace=gpu.workspace,
             makes_room=makes_room,
             several=len(stages) > 1,
-            beside=first,
+            beside=made[0] if made else None,
         )
-        first = first or schedule
-        chunks.append(ModelChunk(stage, part, schedule, whole))
-    assert first is not None
-    stepped = first.step
+        made.append(one)
+        return one
+
+    chunks = chunks_of(order, stages, tape, schedule, token_parts=case.layout.token_parts, holds_sent=gpu.holds_sent)
+    stepped = made[0].step
     steps = STEPS_UNTIL_STEADY + (case.workload.numerics.dtype is DType.FP16)
-    run = PipelineRun(order, steps, cublas_workspace=workspace, warm=True, holds_sent=case.cluster.gpu.holds_sent)
+    run = PipelineRun(order, steps, cublas_workspace=gpu.workspace, warm=True, holds_sent=gpu.holds_sent)
     play_pipeline(run, chunks, recorder, lambda: stepped(True))
     return recorder

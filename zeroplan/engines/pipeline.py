@@ -257,8 +257,12 @@ def _players(
 class StageCues:
     """A stage's part of the tape, of micro batches in as many slots as are in flight."""
 
-    def __init__(self, part: StageTape, blocks: EventBlocks, slots: int, base: int = 0, *, modules: bool = True) -> None:
-        """`base`: what is added to the numbers of its storages; `modules`: whether cues are made of module hooks."""
+    def __init__(
+        self, part: StageTape, blocks: EventBlocks, slots: int, base: int = 0, *, modules: bool = True, workspaces: bool = True
+    ) -> None:
+        """`base`: what is added to the numbers of its storages; `modules`: whether cues are made of module hooks; `workspaces`:
+        whether its products may be the first that take cuBLAS's.
+        """
         self.part = part
         width = 1 + max(part.tape.arg, default=0)
         self.bases = range(base, base + slots * width, width)
@@ -270,7 +274,7 @@ class StageCues:
         for slot, begin_of_slot in enumerate(self.bases):
             tape = renumbered(part.tape, begin_of_slot)
             ends = (0, part.returned, part.split, len(tape) if part.weights < 0 else part.weights, len(tape))
-            halves = (range(part.split), range(part.split, ends[3])) if not slot else ()  # each has a thread of its own
+            halves = (range(part.split), range(part.split, ends[3])) if workspaces and not slot else ()  # a thread each
             first, second = [workspaces_of(tape, half, thread) for thread, half in enumerate(halves)] or ([], [])
             taken = [one for one in first if one[0] <= part.returned], [one for one in first if one[0] > part.returned]
             for cues, own, (begin, end) in zip(parts, (*taken, second, []), pairwise(ends), strict=True):

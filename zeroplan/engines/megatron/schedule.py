@@ -11,18 +11,17 @@ Note [Megatron's pipeline]
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.pipeline_order import Action, Do, in_flight
 from zeroplan.engines.megatron.chunk import ChunkTape, chunk_tape
 from zeroplan.engines.megatron.rank import MegatronRank
+from zeroplan.engines.pipeline import StageCues
+from zeroplan.engines.pipeline_cut import StageTape
 from zeroplan.engines.player import CuePlayer, EngineSchedule, Run, play
-from zeroplan.engines.script import Cue, cues_of, workspaces_of
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
-from zeroplan.tape.edit import renumbered
 from zeroplan.tape.expanded import ExpandedTape
 
 #: Micro batches beyond those in flight, and rounds of the interleaved schedule, that are played: each is like the one before.
@@ -173,22 +172,12 @@ class _Pipeline:
         self.recorder, self.hidden = recorder, rank.shapes.hidden
         self.parts = rank.parts
         self.ahead = len(rank.parts) > 1  # the interleaved schedule receives ahead
-        self.slots = in_flight(actions, len(tapes))
         blocks, base = EventBlocks(), 0
-        self.chunks: list[list[tuple[ChunkTape, tuple[Cue, ...], tuple[Cue, ...]]]] = []
-        for number, tape in enumerate(tapes):
-            width = 1 + max(tape.tape.arg, default=0)
-            played = []
-            for slot in range(self.slots[number]):
-                moved = replace(tape, tape=renumbered(tape.tape, base), output=_moved(tape.output, base))
-                moved = replace(moved, gradient=_moved(tape.gradient, base))
-                base += width
-                halves = []
-                for half, (begin, end) in enumerate(((0, tape.split), (tape.split, len(tape.tape)))):
-                    taken = workspaces_of(moved.tape, range(begin, end), half) if not (slot or number) else []
-                    halves.append(cues_of(moved.tape, range(begin, end), taken, False, blocks))
-                played.append((moved, halves[0], halves[1]))
-            self.chunks.append(played)
+        self.chunks: list[StageCues] = []
+        for number, (tape, slots) in enumerate(zip(tapes, in_flight(actions, len(tapes)), strict=True)):
+            part = StageTape(tape.tape, tape.split, 0, tape.gradient, self.hidden, tape.split, output=tape.output)
+            self.chunks.append(StageCues(part, blocks, slots, base, modules=False, workspaces=not number))
+            base = self.chunks[-1].bases.stop
         self.player = CuePlayer(recorder, schedule, blocks, rank.cublas_workspace)
         self.inputs: dict[Action, int] = {}
         self.gradients: dict[Action, int] = {}
@@ -216,25 +205,27 @@ class _Pipeline:
         if action not in held and not (part.embeds if forward else part.ends):
             held[action] = self.recorder.alloc(self.hidden, Buffer.COMM_PIPELINE)
 
-    def _in_slot(self, action: Action) -> tuple[ChunkTape, tuple[Cue, ...], tuple[Cue, ...]]:
-        return self.chunks[action.chunk][action.micro_batch % self.slots[action.chunk]]
+    def _in_slot(self, action: Action) -> tuple[StageCues, int]:
+        """Return what an action's chunk is played by, and the micro batch's slot."""
+        cues = self.chunks[action.chunk]
+        return cues, action.micro_batch % len(cues.bases)
 
     def _forward(self, action: Action) -> None:
-        tape, forward, _ = self._in_slot(action)
-        self.player.run(forward)
-        if tape.output >= 0:
-            self.recorder.free(self.recorder.handle_of(tape.output))
+        cues, slot = self._in_slot(action)
+        self.player.run(cues.forwards[slot])
+        if cues.part.output >= 0:
+            self.recorder.free(self.recorder.handle_of(cues.part.output + cues.bases[slot]))
         self.recorder.mark("fwd")
 
     def _backward(self, action: Action) -> None:
-        tape, _, backward = self._in_slot(action)
+        cues, slot = self._in_slot(action)
         if self.arrived >= 0:
             self.recorder.free(self.arrived)
         self.arrived = self.gradients.pop(action, -1)
-        self.player.run(backward)
+        self.player.run(cues.backwards[slot])
         if self.sent >= 0:
             self.recorder.free(self.sent)
-        self.sent = self.recorder.handle_of(tape.gradient) if tape.gradient >= 0 else -1
+        self.sent = self.recorder.handle_of(cues.part.sent + cues.bases[slot]) if cues.part.sent >= 0 else -1
         received = self.inputs.pop(action._replace(do=Do.FORWARD), -1)
         if received >= 0:
             self.recorder.free(received)
@@ -245,7 +236,3 @@ class _Pipeline:
             if handle >= 0:
                 self.recorder.free(handle)
         self.sent = self.arrived = -1
-
-
-def _moved(storage: int, by: int) -> int:
-    return storage + by if storage >= 0 else storage

@@ -58,7 +58,7 @@ short_description: Will it fit? The memory of ZeRO and FSDP training
 The memory of a ZeRO or FSDP training run, before the GPUs are rented. It runs in your browser: nothing leaves your machine.
 
 Python in the browser is [Pyodide](https://pyodide.org) (MPL-2.0); `packages.zip` holds pydantic, tabulate and PyYAML (MIT) with
-their licences; charts are by uPlot (MIT, `vendor/uPlot.LICENSE`).
+their licences.
 """
 _SERVER = '<meta name="zeroplan-backend" content="server">'
 _POLICY = (
@@ -76,6 +76,7 @@ def make(folder: Path) -> None:
     shutil.copytree(ROOT / "zeroplan" / "ui" / "static", folder)
     assets = ROOT / "zeroplan" / "report" / "assets"
     (folder / "look.css").write_text("".join((assets / name).read_text() for name in ("palette.css", "parts.css")))
+    shutil.copy(assets / "plot.js", folder)
     page = folder / "index.html"
     text = page.read_text()
     if _SERVER not in text:

@@ -114,7 +114,7 @@ def test_the_wheel_without_compiled_code(tmp_path: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     files = [path for package in ("zeroplan", "zeroplan_runtime") for path in (ROOT / package).rglob("*") if path.is_file()]
     names = {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".pyc", ".so")}
-    assert {"zeroplan/report/assets/page.css", "zeroplan/report/assets/timeline.js", "zeroplan/py.typed"} <= names
+    assert {"zeroplan/report/assets/page.css", "zeroplan/report/assets/plot.js", "zeroplan/py.typed"} <= names
     kernels = {f"zeroplan_runtime/kernels/cuda/{path.name}" for path in (ROOT / "csrc" / "cuda").iterdir()}
     assert "zeroplan_runtime/kernels/cuda/common.cuh" in kernels
     assert held == names | kernels, held ^ (names | kernels)

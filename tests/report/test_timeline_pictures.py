@@ -136,7 +136,7 @@ def test_the_page_is_whole_and_escapes_what_it_is_given(timeline):
     tags = _Tags()
     tags.feed(page)
     assert tags.open == []
-    assert tags.scripts == 5  # two of data, three that run; none from the model's name
+    assert tags.scripts == 6  # two of data, four that run; none from the model's name
     assert {"<i>", "a < b", "logits of <head>", "fits"} <= {word.strip() for word in tags.words}
     assert not re.search(r"src=|url\(|@import|href='(?!#)", page)
 

@@ -55,7 +55,7 @@ def test_history_keeps_the_files(visit: Callable[..., Visit]) -> None:
     before = one.text("verdict")
     assert "ZeRO-2" in before
     one.page.click("#share")
-    one.page.wait_for_function("document.getElementById('toast').innerText.includes('without the files')")
+    one.page.wait_for_function("() => document.getElementById('toast').innerText.includes('without the files')")
     one.page.check("[data-toggle=alloc_conf]")
     one.settled()
     assert one.text("verdict") != before
@@ -128,7 +128,7 @@ def test_paper_screen_readers_and_no_server(visit: Callable[..., Visit]) -> None
     assert one.page.evaluate("document.documentElement.dataset.theme") == "dark"
     # Zoomed to 200 % nothing is cut off at the side.
     one.page.set_viewport_size({"width": 640, "height": 450})
-    one.page.wait_for_function("document.documentElement.scrollWidth === 640")  # once it is laid out for the new width
+    one.page.wait_for_function("() => document.documentElement.scrollWidth === 640")  # once it is laid out for the new width
     # The server has gone.
     one.page.route("**/api/ask", lambda route: route.abort())
     one.page.fill("#f-micro_batch", "3")

@@ -121,7 +121,7 @@ def test_knobs_rows_and_two_plans_side_by_side(visit: Callable[..., Visit]) -> N
     one = visit().open(f"{FIRST}&micro_batch=4&seq_len=512")
     before = one.text("verdict")
     one.page.click("#hold")
-    assert one.page.is_visible(".held canvas")
+    assert one.page.is_visible(".held svg")
     knob = one.page.get_by_role("button", name="gradient checkpointing")
     total = re.search(r"→ ([\d.]+) GiB", knob.inner_text())
     assert total is not None
@@ -136,7 +136,7 @@ def test_knobs_rows_and_two_plans_side_by_side(visit: Callable[..., Visit]) -> N
     one.page.click("#hold")
     one.page.click("#rows tr:has-text('optimizer, params cpu')")
     one.settled("ZeRO-3, optimizer and parameters on cpu")
-    assert one.page.locator(".held canvas").count() == 2
+    assert one.page.locator(".held svg").count() == 2
     assert one.page.locator("#difference th").all_inner_texts() == ["GiB", "now", "held 1", "held 2"]
     one.page.click("[aria-label='Let it go: held plan 2']")
     one.page.go_back()
@@ -147,7 +147,7 @@ def test_knobs_rows_and_two_plans_side_by_side(visit: Callable[..., Visit]) -> N
     other = visit()
     other.page.goto(f"{other.address}#{one.page.url.partition('#')[2]}")
     other.settled(f"{total[1]} of")
-    other.page.wait_for_selector(".held canvas")
+    other.page.wait_for_selector(".held svg")
     assert other.text("difference") == one.text("difference")
     # Back undoes the knob.
     one.page.go_back()
@@ -237,7 +237,7 @@ def test_phone_dark_and_keyboard(visit: Callable[..., Visit]) -> None:
     one.page.focus("#chart")
     assert one.text("legend").startswith("At the peak:")
     one.page.keyboard.press("Home")
-    one.page.wait_for_function("document.getElementById('legend').innerText.startsWith('Here:')")
+    one.page.wait_for_function("() => document.getElementById('legend').innerText.startsWith('Here:')")
     one.page.focus("#theme")
     one.page.keyboard.press("Tab")
     outline = "getComputedStyle(document.activeElement).outlineStyle + document.activeElement.dataset.field"

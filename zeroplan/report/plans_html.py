@@ -54,7 +54,7 @@ def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None, *, m
         body += [_details(plan, index, runs.get(index), opened=False) for index, plan in enumerate(plans) if index != at]
     body.append(card("Notes", items(list(dict.fromkeys(report_notes(report)))), mark="notes"))
     lead = asked_text(report).removeprefix(f"{report.model.name}: ")
-    return page(report.model.name, lead, body, made=made, scripts=("timeline.js", "beside.js"))
+    return page(report.model.name, lead, body, made=made, scripts=("plot.js", "timeline.js", "beside.js"))
 
 
 def _chosen(report: Report) -> int | None:

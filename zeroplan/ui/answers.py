@@ -23,7 +23,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.engines.words import engine_title, sharding_text
 from zeroplan.planner.estimate import Estimate, estimate_runs
-from zeroplan.report.timeline import DrawnRun, drawn, layers
+from zeroplan.report.timeline import DrawnRun, drawn, layers, phase_name
 from zeroplan.report.verdict import largest_item, name_of, peak_sentence, reserved_sentence, stages_sentence, verdict
 from zeroplan.run.ask import Ask
 from zeroplan.tapes.shipped import NotFetchedError
@@ -249,7 +249,7 @@ def timeline_data(run: DrawnRun) -> dict[str, Any]:
         "allocated": list(curve.allocated),
         "reserved": list(curve.reserved),
         "layers": [{"name": one.name, "color": one.color, "bytes": list(one.bytes)} for one in layers(run, curve)],
-        "marks": [[round(position, 5), name] for position, name in curve.marks],
+        "marks": [[round(position, 5), phase_name(name)] for position, name in curve.marks],
         "peak": max(range(len(curve.allocated)), key=curve.allocated.__getitem__),
     }
 

@@ -30,7 +30,7 @@ from starlette.staticfiles import StaticFiles
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from zeroplan.core.errors import BadInput
-from zeroplan.report.page import look
+from zeroplan.report.page import asset, look
 from zeroplan.ui.answers import names
 from zeroplan.ui.worker import HUB
 
@@ -191,8 +191,11 @@ def application(token: str, *, timeout: float = 60.0, hub: bool = False) -> Star
             return refused
         return JSONResponse(names(hub=hub))
 
-    async def colours(request: Request) -> Response:
+    async def style(request: Request) -> Response:
         return Response(look(), media_type="text/css")
+
+    async def plot(request: Request) -> Response:
+        return Response(asset("plot.js"), media_type="text/javascript")
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -205,7 +208,8 @@ def application(token: str, *, timeout: float = 60.0, hub: bool = False) -> Star
         routes=[
             Route("/api/ask", ask, methods=["POST"]),
             Route("/api/names", offered),
-            Route("/look.css", colours),
+            Route("/look.css", style),
+            Route("/plot.js", plot),
             Mount("/", StaticFiles(directory=folder, html=True)),
         ],
         middleware=[Middleware(_Headers), Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])],

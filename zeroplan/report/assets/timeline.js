@@ -1,14 +1,6 @@
-// Draws each plan's run from the data beside it, as wide as its place is, and tells what is alive under the pointer.
+// Each plan's run in a report: drawn from the data beside it, with what is alive under the cursor.
 {
-  const GIB = 2 ** 30, SVG = 'http://www.w3.org/2000/svg';
-  const SHORT = { forward: 'fwd', backward: 'bwd', initialise: 'init' };
-  const size = bytes => bytes >= GIB ? (bytes / GIB).toFixed(1) + ' GiB' : Math.round(bytes / 2 ** 20) + ' MiB';
-  const make = (tag, attributes, text) => {
-    const element = document.createElementNS(SVG, tag);
-    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
-    if (text !== undefined) element.textContent = text;
-    return element;
-  };
+  const { cursor, draw, moved, pointed, size } = globalThis.zeroplanPlot;
 
   function read(plot) {
     const data = JSON.parse(plot.querySelector('script').textContent);
@@ -19,68 +11,10 @@
     return { ...data, layers, allocated, reserved, peak, positions: data.positions.split(',').map(Number) };
   }
 
-  function scale(data, width, height) {
-    const highest = Math.max(...data.reserved, ...data.allocated, 1);
-    const limit = data.usable && data.usable < 1.6 * highest ? data.usable : 0;
-    const top = 1.06 * Math.max(highest, limit), frame = { left: 58, top: 22, width: width - 66, height: height - 30 };
-    return {
-      frame, limit, top,
-      x: position => frame.left + position * frame.width,
-      y: bytes => frame.top + frame.height * (1 - bytes / top),
-    };
-  }
-
-  function ticks(top) {
-    const [unit, name] = top >= 2 * GIB ? [GIB, 'GiB'] : [2 ** 20, 'MiB'];
-    const rough = top / unit / 5, power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 2.5, 5, 10].map(factor => factor * power).find(one => one >= rough);
-    return Array.from({ length: Math.floor(top / unit / step) + 1 }, (_, at) => [at * step * unit, at ? `${+(at * step).toFixed(2)} ${name}` : '0']);
-  }
-
-  function draw(plot, data) {
-    const [width, height] = [plot.clientWidth, plot.clientHeight];
-    const { frame, limit, top, x, y } = scale(data, width, height);
-    const svg = make('svg', { width, height, viewBox: `0 0 ${width} ${height}`, 'aria-hidden': 'true' });
-    const line = (x1, y1, x2, y2, kind, more = {}) => svg.append(make('line', { x1, y1, x2, y2, class: `s-${kind}`, ...more }));
-    const text = (tx, ty, words, kind, more = {}) => svg.append(make('text', { x: tx, y: ty, 'font-size': 12, class: `f-${kind}`, ...more }, words));
-    for (const [value, label] of ticks(top)) {
-      line(frame.left, y(value), x(1), y(value), 'line');
-      text(frame.left - 8, y(value) + 4, label, 'faint', { 'text-anchor': 'end' });
-    }
-    // The highest sum is drawn first and filled to the ground, the lower ones over it.
-    const sums = data.positions.map(() => 0), areas = [];
-    for (const layer of data.layers) {
-      const edge = data.positions.map((position, at) => `${x(position).toFixed(1)} ${y(sums[at] += layer.bytes[at]).toFixed(1)}`);
-      const ends = [x(data.positions[0]), x(data.positions.at(-1))];
-      areas.unshift(make('path', { d: `M${ends[0]} ${y(0)}L${edge.join('L')}L${ends[1]} ${y(0)}Z`, style: `--c:${layer.color};fill:var(--shade)` }));
-    }
-    svg.append(...areas);
-    const reserved = data.positions.map((position, at) => `${x(position).toFixed(1)} ${y(data.reserved[at]).toFixed(1)}`);
-    svg.append(make('path', { d: `M${reserved.join('L')}`, class: 's-ink', fill: 'none', 'stroke-width': 1.4, 'stroke-dasharray': '5 3' }));
-    let start = 0;
-    for (const [end, name] of data.marks) {
-      line(x(end), frame.top - 6, x(end), frame.top + frame.height, 'line');
-      const shown = [name, SHORT[name] ?? ''].find(words => (end - start) * frame.width > 7 * words.length);
-      if (shown) text(x((start + end) / 2), 13, shown, 'faint', { 'text-anchor': 'middle' });
-      start = end;
-    }
-    if (limit) {
-      line(frame.left, y(limit), x(1), y(limit), 'bad', { 'stroke-width': 1.7, 'stroke-dasharray': '7 4' });
-      text(x(1) - 4, y(limit) + 16, `the card: ${size(limit)}`, 'bad', { 'text-anchor': 'end', 'font-weight': 600, class: 'f-bad rim' });
-    }
-    const [px, py] = [x(data.positions[data.peak]), y(data.allocated[data.peak])];
-    const late = data.positions[data.peak] > 0.6;
-    svg.append(make('circle', { cx: px, cy: py, r: 4, class: 's-ink', style: 'fill:var(--paper)', 'stroke-width': 1.6 }));
-    text(px + (late ? -9 : 9), py - 6, `peak ${size(data.allocated[data.peak])}`, 'ink', { 'text-anchor': late ? 'end' : 'start', 'font-weight': 600, class: 'f-ink rim' });
-    plot.querySelector('svg')?.remove();
-    plot.append(svg);
-  }
-
   function tell(plot, data, at) {
     plot.querySelector('.tip')?.remove();
-    plot.querySelector('.cursor')?.remove();
+    const px = cursor(plot, data, at);
     if (at === null) return;
-    const { frame, x } = scale(data, plot.clientWidth, plot.clientHeight);
     const tip = document.createElement('div'), table = document.createElement('table');
     const head = document.createElement('b'), phase = data.marks.find(mark => mark[0] >= data.positions[at]);
     head.textContent = phase ? phase[1] : '';
@@ -104,9 +38,6 @@
     tip.className = 'tip';
     tip.append(head, table);
     plot.append(tip);
-    const px = x(data.positions[at]);
-    const cursor = make('line', { x1: px, x2: px, y1: frame.top, y2: frame.top + frame.height, class: 's-ink cursor' });
-    plot.querySelector('svg').append(cursor);
     const room = plot.clientWidth - tip.offsetWidth;
     tip.style.left = Math.max(0, Math.min(room, px + 14 < room ? px + 14 : px - 14 - tip.offsetWidth)) + 'px';
   }
@@ -119,19 +50,14 @@
       draw(plot, data);
     }).observe(plot);
     const show = at => { now = at; tell(plot, data, at); };
-    plot.addEventListener('pointermove', event => {
-      if (!data) return;
-      const { frame } = scale(data, plot.clientWidth, plot.clientHeight);
-      const at = (event.clientX - plot.getBoundingClientRect().left - frame.left) / frame.width;
-      show(at < 0 || at > 1 ? null : Math.max(0, data.positions.findLastIndex(position => position <= at)));
-    });
+    plot.addEventListener('pointermove', event => { if (data) show(pointed(plot, data, event)); });
     plot.addEventListener('pointerleave', () => { if (data) show(null); });
     plot.addEventListener('blur', () => { if (data) show(null); });
     plot.addEventListener('keydown', event => {
-      const to = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (!to || !data) return;
+      const to = data && moved(data, now ?? data.peak, event.key);
+      if (to === null) return;
       event.preventDefault();
-      show(Math.max(0, Math.min(data.positions.length - 1, (now ?? data.peak) + (now === null ? 0 : to))));
+      show(to);
     });
   }
 }

@@ -1,7 +1,7 @@
 // An answer on the page: the verdict, what would lower it, every row, and the lines of the plan that is shown.
 
 import { labelsOf, named } from "./labels.js";
-import { by, count, fits, gib, make, most, needed, offload, shade, size } from "./words.js";
+import { by, count, fits, gib, make, most, needed, offload, size } from "./words.js";
 
 const KIND = { Fits: "yes", "May fit": "unsure", "Does not fit": "no", "Nothing fits": "no", Unknown: "unsure", "No such plan": "no" };
 
@@ -145,9 +145,7 @@ export function legend(timeline, at, where) {
 }
 
 function swatch(color) {
-  const square = make("i", { "aria-hidden": "true" });
-  square.style.background = shade(color);
-  return square;
+  return make("i", { class: "chip", style: `--c:${color}`, "aria-hidden": "true" });
 }
 
 const COMPARED = [

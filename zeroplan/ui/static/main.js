@@ -323,17 +323,6 @@ function theme() {
   } catch {
     // A page without storage forgets the choice.
   }
-  charts();
-}
-
-// Paper is light, whatever the screen is.
-let screen = null;
-function onPaper(yes) {
-  const root = document.documentElement;
-  if (yes) screen = root.dataset.theme ?? "";
-  root.dataset.theme = yes ? "light" : screen;
-  if (!root.dataset.theme) delete root.dataset.theme;
-  charts();
 }
 
 function wire() {
@@ -347,7 +336,6 @@ function wire() {
   });
   by("controls").addEventListener("submit", (event) => event.preventDefault());
   by("theme").addEventListener("click", theme);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", charts);
   by("share").addEventListener("click", () => {
     const { hash, whole } = toHash(state, held);
     copy(new URL(hash, location.origin + location.pathname).href, whole ? "Copied" : "Copied, without the files: they are too long for a link");
@@ -365,8 +353,6 @@ function wire() {
     if (!held.some((other) => JSON.stringify(other) === JSON.stringify(one))) hold([...held, one]);
   });
   by("draw-map").addEventListener("click", () => fitted.draw(state, answer, by("map-rows").value));
-  addEventListener("beforeprint", () => onPaper(true));
-  addEventListener("afterprint", () => onPaper(false));
   addEventListener("popstate", (event) => {
     clearTimeout(timer);
     timer = 0;

@@ -85,10 +85,3 @@ export function dark() {
   const theme = document.documentElement.dataset.theme;
   return theme ? theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
-
-// A layer's colour; on a dark page a quarter lighter, so that the darkest stand out.
-export function shade(color) {
-  if (!dark()) return color;
-  const part = (at) => Math.round(parseInt(color.slice(at, at + 2), 16) * 0.75 + 64).toString(16).padStart(2, "0");
-  return `#${part(1)}${part(3)}${part(5)}`;
-}

@@ -41,7 +41,7 @@ class VerifyingReader(FileSystemReader):
     def __init__(self, folder: Path, save: SaveId, manifest: Manifest, activity: Activity) -> None:
         super().__init__(folder)
         self._folder, self._save, self._manifest, self._activity = folder, save, manifest, activity
-        self.metadata = _unpickled(folder / METADATA, read_metadata(folder, manifest))
+        self.metadata = unpickled_metadata(folder / METADATA, read_metadata(folder, manifest))
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Reads the checkpoint's metadata."""
@@ -92,7 +92,12 @@ class VerifyingReader(FileSystemReader):
             self._activity.begin("waiting for what other ranks load")
 
 
-def _unpickled(path: Path, data: bytes) -> Metadata:
+def unpickled_metadata(path: Path, data: bytes) -> Metadata:
+    """Return the metadata in a file that ``torch.distributed.checkpoint`` wrote, without running any code that it names.
+
+    Raises:
+        BadInput: when it holds anything else.
+    """
     try:
         metadata = _RestrictedUnpickler(io.BytesIO(data)).load()
     except Exception as fault:  # a pickle can raise anything

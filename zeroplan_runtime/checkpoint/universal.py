@@ -8,31 +8,26 @@ that of deepspeed/checkpoint/ds_to_universal.py of 0.19.8.
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import pickle
 import shutil
 import zipfile
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.core.optimizer_row import RuntimeKernel
-from zeroplan.core.optimizers import OPTIMIZERS, variant_of
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan_runtime import kernels
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import as_line, on_all_ranks
+from zeroplan_runtime.checkpoint.foreign import Wanted, go_on_from, write_whole
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.optim.lr_schedules import LrSchedule
-from zeroplan_runtime.parameter_states import MASTER, ParameterStates
-from zeroplan_runtime.parameter_values import write_value
-from zeroplan_runtime.units import plain_named
+from zeroplan_runtime.parameter_states import MASTER
 
 LATEST = "latest_universal"
 _MODEL = "mp_rank_00_model_states.pt"
@@ -62,26 +57,15 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
     tag = atomic_files.require_tag(final.name, str(final))
     folder = atomic_files.begin(final.parent, tag)  # a kill leaves no folder of that name, or the one from before
     groups = [{**group, "params": []} for group in checkpoint.typed("groups")]
-    row, progress = OPTIMIZERS.get(checkpoint.state["optimizer"] or ""), checkpoint.state["progress"]
-    if row is not None:  # momentum and other options of any group add states
-        row = variant_of(row, {key: value for group in groups for key, value in group.items() if value})
+    progress = checkpoint.state["progress"]
     step = torch.tensor(float(progress["applied"]))
     module: dict[str, torch.Tensor] = {}
     for name in checkpoint.names("master"):
         place = folder / _STATES / name
         place.mkdir(parents=True, exist_ok=True)
         torch.save({"param": checkpoint.read("master", name)}, place / f"{_FP32}.pt")
-        if row is not None:
-            kernel = row.runtime
-            for state in row.states:
-                kind = state.buffer.value
-                if state.buffer is Buffer.OPTIM_SCALE or name not in set(checkpoint.names(kind)):
-                    continue  # a quantised state is written as the values that it stands for
-                quantised = kernel is not None and kernel.quantised
-                value = (
-                    _decoded(checkpoint, kernel, state.buffer, name) if kernel and quantised else checkpoint.read(kind, name)
-                )
-                torch.save({"param": value}, place / f"{state.state_key}.pt")
+        for key, read in checkpoint.optimizer_states(name):
+            torch.save({"param": read()}, place / f"{key}.pt")
         torch.save(step, place / "step.pt")
     for kind in ("param", "buffer"):
         module |= {name: checkpoint.read(kind, name) for name in checkpoint.names(kind)}
@@ -113,15 +97,6 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
     return final
 
 
-def _decoded(checkpoint: WholeCheckpoint, kernel: RuntimeKernel, buffer: Buffer, name: str) -> torch.Tensor:
-    """The values of a parameter's quantised state: fp32, in its shape."""
-    kept, which = kernels.block_format(kernel.bits, kernel.block), int(buffer is Buffer.OPTIM_EXP_AVG_SQ)
-    shape = checkpoint.shapes[name]
-    codes, scales = (checkpoint.read_flat(kind, name) for kind in (buffer.value, Buffer.OPTIM_SCALE.value))
-    values = kernels.decode(codes, scales.view(-1, 2)[:, which], kept, (kept.first, kept.second)[which])
-    return values[: math.prod(shape)].view(shape)
-
-
 def load_universal_checkpoint(
     engine: EngineParts, folder: str | Path, *, load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True
 ) -> dict[str, Any]:
@@ -144,31 +119,24 @@ def load_universal_checkpoint(
             unless the disk fails in between.
     """
     folder = Path(folder)
-    if engine.ranks.degrees:
-        raise BadInput(
-            "an engine whose ranks hold parts of the model loads no universal checkpoint",
-            where=str(folder),
-            remedy="load it before initialize(), into the whole model",
-        )
-    states, wanted = ParameterStates(engine), dict(plain_named(engine.module.named_parameters()))
-    trained = {name: param for name, param in wanted.items() if states.trains(param)}
-    frozen = {name: param for name, param in wanted.items() if name not in trained and param.numel()}
-    keys = [MASTER, *(states.keys() if load_optimizer_states else ())]
+    wanted = Wanted.of(engine, str(folder), optimizer_states=load_optimizer_states)
     sources = {
-        (name, key): folder / _STATES / name / f"{_FP32 if key == MASTER else key}.pt" for name in trained for key in keys
+        (name, key): folder / _STATES / name / f"{_FP32 if key == MASTER else key}.pt"
+        for name in wanted.trained
+        for key in wanted.keys
     }
 
     def verify() -> None:
-        _require_names(folder / _STATES, set(trained), known=set(wanted))
+        _require_names(folder / _STATES, set(wanted.trained), known=wanted.names)
         for (name, _), file in sources.items():
             engine.activity.piece(f"verifying {folder.name}")
             _require_sums(file)
-            _fitting(_read(file), trained[name], file)
+            _fitting(_read(file), wanted.trained[name], file)
         files = _model_files(folder)
         for file in files:
             _require_sums(file)
         module = _read(files[0]).get("module") or {}
-        if missing := [name for name in frozen if name not in module]:
+        if missing := [name for name in wanted.frozen if name not in module]:
             raise BadInput(f"holds no frozen parameter {missing[0]!r}", where=str(files[0]), remedy="train what was trained")
 
     with engine.activity.inside(f"verifying {folder.name}"):
@@ -177,39 +145,18 @@ def load_universal_checkpoint(
         engine.schedule.grads.drop(anyway=True)
         engine.checks.grads_were_dropped()
         with engine.checks.during_load():
-            return _load(engine, folder, states, sources, frozen, schedule=load_lr_scheduler_states)
+            return _load(engine, folder, wanted, sources, schedule=load_lr_scheduler_states)
 
 
 def _load(
-    engine: EngineParts,
-    folder: Path,
-    states: ParameterStates,
-    sources: Mapping[tuple[str, str], Path],
-    frozen: Mapping[str, torch.nn.Parameter],
-    *,
-    schedule: bool,
+    engine: EngineParts, folder: Path, wanted: Wanted, sources: Mapping[tuple[str, str], Path], *, schedule: bool
 ) -> dict[str, Any]:
     """Loads what has been found to be whole: `sources` are the files of the trained parameters, by name and state."""
-    wanted = dict(plain_named(engine.module.named_parameters()))
     files = _model_files(folder)
     model = _read(files[0])
-    module = model.get("module") or {}
-    for (name, key), file in sources.items():
-        engine.activity.piece(f"loading {folder.name}")
-        states.set_whole(wanted[name], _fitting(_read(file), wanted[name], file), key)
-    engine.model_states.forget_errors()
-    for name, param in frozen.items():
-        write_value(engine, param, _fitting({"param": _frozen(files, model, name)}, param, files[0]))
-    with torch.no_grad():
-        for name, buffer in plain_named(engine.module.named_buffers()):
-            if name in module:
-                buffer.copy_(module[name])
+    write_whole(engine, wanted, _Files(files, model, sources, wanted), doing=f"loading {folder.name}")
     applied = _steps(folder / _STATES, model)
-    if any(key != MASTER for _, key in sources):
-        engine.progress.applied = applied
-    engine.progress.global_steps = int(model.get("global_steps", applied))
-    engine.progress.micro_steps = engine.progress.global_steps * engine.progress.grad_accum
-    engine.techniques.load_state_dict({})
+    go_on_from(engine, wanted, applied=applied, global_steps=int(model.get("global_steps", applied)))
     if schedule and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
         engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
         groups = engine.optimizer.param_groups if engine.optimizer is not None else []
@@ -218,6 +165,26 @@ def _load(
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
     return {key: value for key, value in model.items() if key != "module"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The tensors of a universal checkpoint; see :class:`~zeroplan_runtime.checkpoint.foreign.WholeTensors`."""
+
+    files: list[Path]
+    model: dict[str, Any]
+    sources: Mapping[tuple[str, str], Path]
+    wanted: Wanted
+
+    def state(self, name: str, key: str) -> torch.Tensor:
+        file = self.sources[name, key]
+        return _fitting(_read(file), self.wanted.trained[name], file)
+
+    def frozen(self, name: str) -> torch.Tensor:
+        return _fitting({"param": _frozen(self.files, self.model, name)}, self.wanted.frozen[name], self.files[0])
+
+    def buffer(self, name: str) -> torch.Tensor | None:
+        return (self.model.get("module") or {}).get(name)
 
 
 def _link(file: Path, other: Path) -> None:
@@ -256,7 +223,7 @@ def _steps(states: Path, model: dict[str, Any]) -> int:
         return int(model.get("global_steps", 0)) - int(model.get("skipped_steps", 0))
 
 
-def _require_names(folder: Path, wanted: set[str], *, known: set[str]) -> None:
+def _require_names(folder: Path, wanted: set[str], *, known: frozenset[str]) -> None:
     """Checks that the trained parameters `wanted` are there, and others only if `known` and without states.
 
     DeepSpeed writes frozen parameters there, too, at stages 1 and 2.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizer_row import RuntimeKernel
+from zeroplan.core.optimizers import OPTIMIZERS, variant_of
+from zeroplan_runtime import kernels
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.manifest import SaveId, read_manifest, read_state
 from zeroplan_runtime.checkpoint.planners import ShardLoadPlanner, StateShard
@@ -78,6 +83,11 @@ class WholeCheckpoint:
         """The names of the parameters or buffers of which it has a tensor of `kind`, in the model's order."""
         return (name for name in self.shapes if f"{kind}/{name}" in self._stored or self._is_empty(kind, name))
 
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """The dtype in which a tensor is stored."""
+        stored = self._stored.get(f"{kind}/{name}")
+        return torch.get_default_dtype() if stored is None else stored.properties.dtype
+
     def read(self, kind: str, name: str) -> torch.Tensor:
         """A tensor, whole, in its shape; `kind` is ``master``, ``param``, ``buffer`` or a state such as ``optim.exp_avg``."""
         shape = self.shapes[name]
@@ -100,6 +110,33 @@ class WholeCheckpoint:
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process needs none
             load({}, storage_reader=self._reader, planner=planner, no_dist=True)
         return whole
+
+    def optimizer_states(self, name: str) -> Iterator[tuple[str, Callable[[], torch.Tensor]]]:
+        """Yield each state of a trained parameter: its name in torch's optimizers, and what reads it, whole: fp32, in the
+        parameter's shape. A state that is quantised is read as the values that it stands for.
+        """
+        row = OPTIMIZERS.get(self.state["optimizer"] or "")
+        if row is None:
+            return
+        for group in self.typed("groups"):  # momentum and other options of any group add states
+            row = variant_of(row, {key: value for key, value in group.items() if value})
+        kernel = row.runtime
+        for state in row.states:
+            kind = state.buffer.value
+            if state.buffer is Buffer.OPTIM_SCALE or f"{kind}/{name}" not in self._stored:
+                continue
+            quantised = kernel is not None and kernel.quantised
+            yield (
+                state.state_key,
+                partial(self._decoded, kernel, state.buffer, name) if kernel and quantised else partial(self.read, kind, name),
+            )
+
+    def _decoded(self, kernel: RuntimeKernel, buffer: Buffer, name: str) -> torch.Tensor:
+        kept, which = kernels.block_format(kernel.bits, kernel.block), int(buffer is Buffer.OPTIM_EXP_AVG_SQ)
+        shape = self.shapes[name]
+        codes, scales = (self.read_flat(kind, name) for kind in (buffer.value, Buffer.OPTIM_SCALE.value))
+        values = kernels.decode(codes, scales.view(-1, 2)[:, which], kept, (kept.first, kept.second)[which])
+        return values[: math.prod(shape)].view(shape)
 
     def typed(self, key: str) -> Any:
         """Returns a part of the state that keeps its Python types: ``groups``, ``schedule`` or ``client_state``."""

@@ -353,6 +353,10 @@ def test_a_profile_of_nonsense_is_refused(cli: Cli, tmp_path: Path) -> None:
         ("NVIDIA A100-SXM4-40GB", "A100-40G"),
         ("NVIDIA GeForce RTX 4090", "RTX4090"),
         ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-32GB", "V100-32G"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX6000Ada"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "A100-40G"),
         ("NVIDIA L40S", "L40S"),
         ("Something Else", ""),
     ],
@@ -573,3 +577,18 @@ def test_what_one_configuration_would_surprise_with_is_said_where_it_is_shown(cl
     for offload, said in (((), False), (("--offload-param", "nvme", "--nvme", "1T"), True)):
         _, out, _ = cli(*words, *offload)
         assert any("max_in_cpu" in text for text in json.loads(out)["warnings"]) is said
+
+
+def test_a_full_card_names_the_roomiest_plan_that_is_as_fast(cli: Cli) -> None:
+    words = ("recommend", "Qwen/Qwen2.5-0.5B", "--gpu", "2xRTX4090", "--micro-batch", "4")
+    best = json.loads(cli(*words, "--json")[1])["ranking"][0]
+    assert best["headroom"] < 0.03
+    (said,) = [text for text in best["reasons"] if text.startswith("the roomiest as fast is ")]
+    assert said == (
+        "the roomiest as fast is ZeRO-3, checkpointing, micro batch 4 with expandable_segments:True: it leaves 6 %, and is as fast"
+    )
+    pins = ("--stage", "3", "--gradient-checkpointing", "--alloc-conf", "expandable_segments:True")
+    roomy = json.loads(cli(*words, *pins, "--json")[1])["ranking"][0]
+    assert round(100 * roomy["headroom"]) == 6
+    assert roomy["tokens_per_second"] >= 0.999 * best["tokens_per_second"]
+    assert said in " ".join(cli(*words)[1].split())

@@ -58,7 +58,10 @@ def _flagged(words: list[str]) -> list[str]:
 
 def _is_gpu(word: str) -> bool:
     from zeroplan.core.gpus import find_gpu
+    from zeroplan.core.local_cards import LOCAL
 
+    if word.lower() == LOCAL:
+        return True
     try:
         find_gpu(word)
     except BadInput:

@@ -8,8 +8,10 @@ from functools import lru_cache
 
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, Gpu, find_gpu
+from zeroplan.core.local_cards import LOCAL, LocalCard, require_local
 from zeroplan.core.network import Network, parse_network, usual_network
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.plumbing.host_memory import physical_memory
 from zeroplan.core.sizes import GIB, parse_size
 
 #: More ranks than any cluster has; it keeps arithmetic and loops sane.
@@ -79,7 +81,8 @@ def usual_host(gpu: Gpu | None) -> tuple[int, str]:
 class Cluster:
     """`nodes` × `gpus` of one kind. Sizes are bytes; None means that no limit was given.
 
-    `vram` is the card's memory. `cpu_ram` and `nvme` are those of one node; `host` says what its system keeps of `cpu_ram`,
+    `vram` is the card's memory, `free_vram` what others leave of it where that was measured, and `held` says who holds the
+    rest. `cpu_ram` and `nvme` are those of one node; `host` says what its system keeps of `cpu_ram`,
     and `assumes_host` that `cpu_ram` is a usual node's (:func:`usual_host`), since none was given. `network` is what lies
     between the nodes, where it was named.
     """
@@ -93,6 +96,8 @@ class Cluster:
     host: Host = HOSTS["server"]
     network: Network | None = None
     assumes_host: bool = False
+    free_vram: int | None = None
+    held: str = ""
 
     @property
     def links(self) -> Network:
@@ -111,9 +116,11 @@ class Cluster:
 
     @property
     def usable_vram(self) -> int | None:
-        """Bytes of a card that a process can have: its memory without what the driver keeps for itself."""
-        if self.vram is None:
-            return None
+        """Bytes of a card that a process can have: what is free, where that was measured, else its memory without what the
+        driver keeps for itself.
+        """
+        if self.vram is None or self.free_vram is not None:
+            return self.free_vram
         kept = self.gpu.reserve if self.vram == self.gpu.memory else DRIVER_RESERVE
         return max(0, self.vram - min(kept, self.vram // 16))
 
@@ -139,6 +146,7 @@ class Cluster:
         A card without `cpu_ram` stands in a usual host.
 
         Sizes are bytes, or text that :func:`parse_size` reads. `gpu` may hold the count: ``"4xA100"`` is four in a node.
+        ``"local"`` is this machine's GPU, in this machine's host (:mod:`zeroplan.core.local_cards`).
 
         Raises:
             BadInput: counts out of range or in contradiction, unknown GPU or host, malformed size or network.
@@ -147,7 +155,10 @@ class Cluster:
         for where, count in (("--gpus", gpus), ("--nodes", nodes)):
             if not 1 <= count <= MOST_RANKS:
                 raise BadInput(f"{count} is out of range", where=where, remedy=f"use 1 to {MOST_RANKS:,}")
-        preset = find_gpu(gpu) if gpu is not None else None
+        cards: tuple[LocalCard, ...] = ()
+        if gpu is not None and gpu.strip().lower() == LOCAL:
+            cards, cpu_ram = require_local(gpus), physical_memory() or None if cpu_ram is None else cpu_ram
+        preset = cards[0].gpu if cards else find_gpu(gpu) if gpu is not None else None
         size = _size(vram, "--vram")
         if size is None and preset is not None:
             size = preset.memory
@@ -157,7 +168,11 @@ class Cluster:
         if assumed:
             memory = usual_host(preset)[0] * gpus
         link = None if network is None else parse_network(network)
-        return cls(gpus, nodes, card, size, memory, _size(nvme, "--nvme"), find_host(host, card), link, assumed)
+        found = cls(gpus, nodes, card, size, memory, _size(nvme, "--nvme"), find_host(host, card), link, assumed)
+        if not cards or vram is not None:
+            return found
+        fullest = min(cards, key=lambda one: one.free)
+        return replace(found, free_vram=fullest.free, held=fullest.held)
 
     def resized(self, gpus: int) -> Cluster:
         """Return the cluster with `gpus` a node, and host memory for as many."""

@@ -185,3 +185,17 @@ def find_gpu(name: str, *, where: str = "--gpu") -> Gpu:
         names = ", ".join(gpu.name for gpu in GPUS.values())
         raise BadInput(f"unknown GPU {name[:60]!r}", where=where, remedy=near or f"use one of {names}, or --vram 24G")
     return found
+
+
+def by_drivers_name(name: str) -> Gpu | None:
+    """Return the preset that a driver's name such as ``NVIDIA H100 80GB HBM3`` or ``NVIDIA A100-SXM4-40GB`` means, if any."""
+    makes = ("NVIDIA", "GeForce", "Tesla", "AMD", "Instinct")
+    plain = name.replace("-SXM4", " ").replace("-SXM2", " ").replace("-SXM3", " ").replace("-PCIE", " ").replace("-PCIe", " ")
+    words = [word for word in plain.partition(" MIG ")[0].split() if word not in makes]
+    for count in range(len(words), 0, -1):
+        for joint in ("-", ""):
+            try:
+                return find_gpu(joint.join(words[:count]))
+            except BadInput:
+                continue
+    return None

@@ -48,6 +48,7 @@ def describe_cluster(cluster: Cluster, layout: ParallelLayout | None = None) -> 
         "cpu_ram_assumed": cluster.assumes_host,
         "host": cluster.host.name,
         "nvme": cluster.nvme,
+        **({} if cluster.free_vram is None else {"held": cluster.held}),
         **({} if layout is None else {"layout": describe_layout(layout)}),
     }
 

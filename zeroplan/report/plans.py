@@ -99,7 +99,8 @@ def _sentences(report: Report, terminal: Terminal, *, next_command: Sequence[str
         lines += terminal.command("  ", next_command)
     elif next_command:
         lines += terminal.command("Next: ", next_command)
-    return [*blocks, (0, lines), (1, ["", *terminal.wrap(asked_text(report))])]
+    asked = ["", *terminal.wrap(asked_text(report))]
+    return [*blocks, (0, lines), (0 if report.cluster.get("held") else 1, asked)]
 
 
 def knobs(report: Report, terminal: Terminal) -> list[str]:

@@ -18,7 +18,7 @@ from zeroplan.report.table import Table, render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import edge_text, fit_text, host_share, lacks_of, peak_sentence, unknown_text
 from zeroplan.report.verdict import name_of as plan_name
-from zeroplan.report.words import gpus_text, host_text, model_text
+from zeroplan.report.words import machine_text, model_text
 from zeroplan.search.files import Files
 from zeroplan.search.policy import EQUAL
 from zeroplan.search.reasons import CHOICES, name_of
@@ -91,7 +91,7 @@ def answer_text(
         (0, lines),
         (5, peak),
         (0, following),
-        (3 if of_files else 2, asked),
+        (0 if answer.cluster.held else 3 if of_files else 2, asked),
         (4 if of_files else 0, table),
         (1, ["", *terminal.items(plainer)] if plainer else []),
         (6, legend),
@@ -280,12 +280,9 @@ def _knobs(one: Recommendation) -> str:
 
 def asked_text(answer: SearchResult) -> str:
     """Return what was asked for: the model, the machine and the work."""
-    model, work, cluster = answer.model, answer.workload, answer.cluster
+    model, work = answer.model, answer.workload
     text = model_text(model["name"], model["params"], model["trainable"])
-    text += f" · {gpus_text(cluster.nodes, cluster.gpus)}"
-    text += f" of {format_bytes(cluster.vram, digits=0)} ({format_bytes(cluster.usable_vram, digits=1)} usable)"
-    if cluster.cpu_ram:
-        text += f", {host_text(cluster.cpu_ram, cluster.usable_cpu_ram or 0, cluster.host.name, cluster.assumes_host)}"
+    text += f" · {machine_text(describe_cluster(answer.cluster))}"
     batch = f"global batch {answer.global_batch} × " if answer.global_batch else "sequences of "
     text += f" · {batch}{work.batch.seq_len} tokens · {work.numerics.dtype} {work.numerics.optimizer}"
     text += f" · {work.compile} compiled" if work.compile is not None else ""

@@ -41,7 +41,8 @@ def machine_text(cluster: Mapping[str, Any]) -> str:
     if layout := cluster.get("layout"):
         text += f" as {degrees_text(layout)}"
     if cluster["vram"]:
-        text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} usable)"
+        left = "usable" if cluster.get("held") is None else f"free: {held} held" if (held := cluster["held"]) else "free"
+        text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} {left})"
     if cluster["cpu_ram"]:
         text += f", {host_text(cluster['cpu_ram'], cluster['usable_cpu_ram'], cluster['host'], cluster['cpu_ram_assumed'])}"
     if cluster["nvme"]:

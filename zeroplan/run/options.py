@@ -125,7 +125,13 @@ class ClusterOptions:
         int, 1, "Nodes. [1, or as the file says]", CLUSTER, without=("scale", *RUNS), page=True, wins=True, merges=False
     )
     gpu = Option[str | None](
-        str, None, "A preset, with a count if you like: H100, 4xA100-80G, …", CLUSTER, complete="gpus", without=RUNS, page=True
+        str,
+        None,
+        "A preset, with a count if you like: H100, 4xA100-80G, …; local: the GPU of this machine, with what is free of it.",
+        CLUSTER,
+        complete="gpus",
+        without=RUNS,
+        page=True,
     )
     vram = Option[str | int | None](
         object, None, "Memory of one GPU: 24G, or 24 (GiB).", CLUSTER, text=str, without=RUNS, page=True

@@ -64,7 +64,7 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         if (other := _beside(request, options, None)) is not None:
             changes = (Suggestion(f"--engine {other.engine.name}", other), *changes)
     elif options.explain:
-        said = [*choice(outcome.ranking), *reasons_for(outcome.ranking[0], space, memory, cost)]
+        said = [*choice(outcome.ranking, space, memory, cost), *reasons_for(outcome.ranking[0], space, memory, cost)]
         if options.goal == "throughput":
             said += what_more_buys(resolved, request, options, outcome.ranking[0], memory)
         ranking[0] = replace(ranking[0], reasons=tuple(said))

@@ -47,13 +47,14 @@ def explain_time(request: Ask) -> list[TimeExplanation]:
         raise BadInput(
             "step times are modelled for data parallelism alone", where="--time", remedy="leave --tp and --pp out, or --time"
         )
-    memory = Memory(resolved.engine, resolved.spec, resolved.cluster, trace=False)
+    memory = Memory(resolved.engine, resolved.spec, resolved.cluster, depth=request.depth)
     rates = machine_rates(resolved.cluster, None, [])
     cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, rates)
     found = []
     for case in resolved.cases:
-        counts = memory.counts(Candidate(case.zero, case.workload))
-        items = cost.items(case.workload, case.zero, counts, derive=True)
+        candidate = Candidate(case.zero, case.workload, unmodelled=case.unmodelled)
+        counts, plan = memory.counts(candidate), memory.plan(candidate)
+        items = cost.items(case.workload, case.zero, counts, plan=plan, derive=True)
         facts = cost.facts(case.workload, case.zero, counts)
         time = compose(items, case.workload, cost.traffic.overlaps(case.zero), case.layout)
         lines = tuple(_derivation(item, facts, rates) for item in items)

@@ -10,8 +10,9 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 
-from zeroplan.core.errors import BadInput
-from zeroplan.core.gpus import find_gpu
+from zeroplan.core.gpus import by_drivers_name
+from zeroplan.core.local_cards import local_cards
+from zeroplan.core.plumbing.host_memory import physical_memory
 from zeroplan.core.plumbing.native import library
 
 _PACKAGES = ("zeroplan", "torch", "transformers", "deepspeed", "accelerate", "peft", "lightning", "cuda-core", "pyyaml")
@@ -42,12 +43,13 @@ class Machine:
 
 def look(folder: str = ".") -> Machine:
     """Look at the machine that this runs on; `folder` says which disk."""
-    cards, problem = _cards()
+    found, problem = local_cards()
+    cards = tuple(Card(one.name, one.memory, preset_of(one.name)) for one in found)
     return Machine(
         system=f"{platform.system()} {platform.machine()}",
         python=sys.version.split()[0],
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        memory=_memory(),
+        memory=physical_memory(),
         disk_free=shutil.disk_usage(folder).free,
         cards=cards,
         problem=problem,
@@ -55,15 +57,10 @@ def look(folder: str = ".") -> Machine:
     )
 
 
-def _memory() -> int:
-    """Physical memory, or a container's limit if that is less."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
-    try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = file.read().strip()
-    except OSError:
-        return total
-    return min(total, int(limit)) if limit.isdigit() else total
+def preset_of(name: str) -> str:
+    """Return the name of the preset that a driver's name means, or nothing."""
+    preset = by_drivers_name(name)
+    return "" if preset is None else preset.name
 
 
 def packages() -> dict[str, str]:
@@ -75,48 +72,6 @@ def packages() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _cards() -> tuple[tuple[Card, ...], str]:
-    try:
-        import pynvml
-    except ImportError:
-        return (), "nvidia-ml-py is not installed"
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        return (), str(error)
-    try:
-        found = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            name = pynvml.nvmlDeviceGetName(handle)
-            name = name.decode() if isinstance(name, bytes) else name
-            found.append(Card(name, int(pynvml.nvmlDeviceGetMemoryInfo(handle).total), preset_of(name)))
-        return tuple(found), ""
-    except pynvml.NVMLError as error:
-        return (), str(error)
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def preset_of(name: str) -> str:
-    """Return the preset that a driver's name such as ``NVIDIA H100 80GB HBM3`` means, or nothing."""
-    words = (
-        name.replace("NVIDIA", "")
-        .replace("GeForce", "")
-        .replace("Tesla", "")
-        .replace("-SXM4", " ")
-        .replace("-PCIE", " ")
-        .split()
-    )
-    for count in range(len(words), 0, -1):
-        for joint in ("-", ""):
-            try:
-                return find_gpu(joint.join(words[:count])).name
-            except BadInput:
-                continue
-    return ""
 
 
 def compiled_routines() -> str:

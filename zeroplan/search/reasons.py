@@ -16,8 +16,8 @@ from zeroplan.planner.limit import RESERVED_SPREAD
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.policy import EQUAL, MORE_VRAM, NOTABLE, WHAT_IF
-from zeroplan.search.recommend import Ranked, SearchOutcome, headroom, plainest, search
+from zeroplan.search.policy import EQUAL, EQUALLY_FAST, MORE_VRAM, NOTABLE, TRIES, WHAT_IF
+from zeroplan.search.recommend import Ranked, SearchOutcome, headroom, plainest, planned, search
 from zeroplan.search.results import Point
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
 from zeroplan.search.space import Candidate
@@ -49,22 +49,50 @@ def name_of(engine: str, zero: ZeroConfig, workload: Workload | None = None) -> 
 
 
 #: How sentences begin that bear on which one to take.
-CHOICES = ("at most", "the plainest as fast")
+CHOICES = ("at most", "the plainest as fast", "the roomiest as fast")
 
 
-def choice(ranking: Sequence[Ranked]) -> list[str]:
-    """Say how little of the card is left, if it is little, and which simpler one is nearly as fast."""
+def choice(ranking: Sequence[Ranked], space: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[str]:
+    """Say which simpler one is nearly as fast; and if little of the card is left, how little, and which leaves the most."""
     best, said = ranking[0], []
     spare = headroom(best.plan)
     if spare is not None and 0 <= spare < _LITTLE:
         said.append(f"at most {100 * spare:.1f} % of the card is left: nothing else may use it")
+        roomy = _roomiest(ranking, space, memory, cost)
+        left = None if roomy is None else headroom(roomy.plan)
+        if roomy is not None and left is not None and left - spare >= _LITTLE:
+            said.append(f"the roomiest as fast is {_named(roomy)}: it leaves {100 * left:.0f} %, and {_loss(roomy, best)}")
     simple = plainest(ranking)
     if simple is not best:
-        lost = 1 - simple.time.tokens_per_second / best.time.tokens_per_second
-        cost = f"costs {100 * lost:.1f} % of the speed" if lost >= EQUAL else "is as fast"
-        label = label_of(simple.plan.engine, simple.candidate.zero, simple.candidate.workload)
-        said.append(f"the plainest as fast is {label}: it {cost}")
+        said.append(f"the plainest as fast is {_named(simple)}: it {_loss(simple, best)}")
     return said
+
+
+def _named(one: Ranked) -> str:
+    label = label_of(one.plan.engine, one.candidate.zero, one.candidate.workload)
+    return f"{label} with {one.candidate.alloc_conf}" if one.candidate.alloc_conf else label
+
+
+def _loss(one: Ranked, best: Ranked) -> str:
+    lost = 1 - one.time.tokens_per_second / best.time.tokens_per_second
+    return f"costs {100 * lost:.1f} % of the speed" if lost >= EQUAL else "is as fast"
+
+
+def _roomiest(ranking: Sequence[Ranked], space: Sequence[Candidate], memory: Memory, cost: CostModel) -> Ranked | None:
+    """Return what leaves the most of the card among all that fit and are as fast as the first but for :data:`EQUALLY_FAST`:
+    those of the ranking, and the lightest of the space by their floors, simulated.
+    """
+    least = (1 - EQUALLY_FAST) * ranking[0].time.tokens_per_second
+    near = [
+        candidate
+        for candidate in space
+        if not memory.cannot_fit(candidate)
+        and cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate)).tokens_per_second >= least
+    ]
+    lightest = sorted(near, key=lambda one: (memory.floor(one), not one.alloc_conf))[:TRIES]
+    tried = [planned(one, memory, cost) for one in lightest if memory.runnable(one)]
+    found = [one for one in (*ranking, *tried) if one.fits and one.time.tokens_per_second >= least]
+    return max(found, key=lambda one: headroom(one.plan) or 0.0, default=None)
 
 
 def reasons_for(best: Ranked, space: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[str]:

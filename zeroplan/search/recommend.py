@@ -130,7 +130,7 @@ def search(
         )
         likely = memory.floor(candidate) < LIKELY * (memory.cluster.usable_vram or 0)
         for one in (candidate, frugal) if likely else (frugal, candidate):
-            found = _planned(one, memory, cost)
+            found = planned(one, memory, cost)
             if not memory.may_fit(found.plan, one):
                 missed[one] = found
                 if found.plan.verdict is Verdict.MAY_FIT and large:
@@ -175,7 +175,7 @@ def _bound(candidate: Candidate, memory: Memory, cost: CostModel) -> tuple[Candi
     return candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
 
 
-def _planned(candidate: Candidate, memory: Memory, cost: CostModel) -> Ranked:
+def planned(candidate: Candidate, memory: Memory, cost: CostModel) -> Ranked:
     """Plan the candidate; returns it with its plan, and the step time that follows from it."""
     plan = memory.plan(candidate)
     return Ranked(candidate, cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate), plan=plan), plan)
@@ -206,7 +206,7 @@ def rank_all(given: Sequence[Candidate], memory: Memory, cost: CostModel) -> lis
     for group in alike.values():
         for candidate in group:
             memory.plan(candidate)
-    return sorted((_planned(candidate, memory, cost) for candidate in given), key=order_of)
+    return sorted((planned(candidate, memory, cost) for candidate in given), key=order_of)
 
 
 def order_of(ranked: Ranked) -> tuple[int, int, bool, int, int]:
@@ -226,7 +226,7 @@ def least_memory(space: Iterable[Candidate], memory: Memory, cost: CostModel, *,
     chosen = sorted(smallest.values(), key=memory.floor)[: 2 * shown]
     for candidate in chosen:
         if memory.runnable(candidate):
-            found = _planned(candidate, memory, cost)
+            found = planned(candidate, memory, cost)
             edge = found.plan.verdict is Verdict.MAY_FIT
             (outcome.ranking if edge or memory.may_fit(found.plan, candidate) else outcome.misses).append(found)
     outcome.ranking.sort(key=lambda r: (r.plan.verdict.rank, r.plan.gpu.needed, rank_key(r.candidate, r.time)))

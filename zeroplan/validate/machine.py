@@ -9,7 +9,7 @@ from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.gpus import DEFAULT_GPU, GPUS, Gpu
+from zeroplan.core.gpus import DEFAULT_GPU, Gpu, by_drivers_name
 
 #: Ranks on a CPU unless told otherwise.
 CPU_RANKS = 2
@@ -56,7 +56,11 @@ class VerifyMachine:
         if self.device == "cpu":
             host = {name: getattr(DEFAULT_GPU, name) for name in Gpu.__dataclass_fields__}
             return Cluster(gpus=ranks, gpu=_CpuAsGpu(**{**host, "name": "cpu", "capability": (0, 0)}))
-        gpu = replace(_preset(self.name), memory=self.memory or 0, capability=self.capability)
+        gpu = replace(
+            by_drivers_name(self.name) or replace(DEFAULT_GPU, name=self.name),
+            memory=self.memory or 0,
+            capability=self.capability,
+        )
         nodes = max(1, ranks // self.count) if self.launched else 1
         return Cluster(gpus=ranks // nodes, nodes=nodes, gpu=gpu, vram=self.memory)
 
@@ -64,15 +68,6 @@ class VerifyMachine:
         """Return the machine as the report's JSON shows it."""
         backend = "nccl" if self.device == "cuda" else "gloo"
         return {"device": self.device, "name": self.name, "memory": self.memory, "count": self.count, "backend": backend}
-
-
-def _preset(name: str) -> Gpu:
-    """The preset whose name is part of the driver's, such as H100 in ``NVIDIA H100 80GB HBM3``; else the default preset."""
-    words = name.upper().replace("RTX ", "RTX").split()
-    for gpu in GPUS.values():
-        if gpu.name.upper().partition("-")[0] in words:
-            return gpu
-    return replace(DEFAULT_GPU, name=name)
 
 
 def find_machine() -> VerifyMachine:

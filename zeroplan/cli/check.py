@@ -161,18 +161,19 @@ def _text(setup: Setup | None, found: DsConfig | None, report: Report | None, fo
     from zeroplan.report.plans import brief_text
     from zeroplan.report.terminal import Terminal
 
-    terminal = Terminal.here()
+    terminal = Terminal.here(why=wide)
     filler = "" if setup is None else setup.title
     parts = [] if found is None else [verdict_text(found, terminal, filler)]
-    parts += [] if setup is None else [setup_text(setup, terminal, wide=wide or found is None)]
+    parts += [] if setup is None else [setup_text(setup, terminal, table=wide or found is None, line=wide or found is None)]
     parts += [] if found is None else [findings_text(found, terminal, wide=wide)]
     if report is not None:
         said = set() if found is None else set(merged(found.warnings))
         unsaid = report.model_copy(update={"warnings": tuple(one for one in report.warnings if one not in said)})
         parts.append(brief_text(unsaid, terminal, next_command=following))
     elif following:
-        keys = [] if found is None or wide else [f"{len(found.keys)} keys: --wide lists what each decides."]
-        parts.append("\n".join([*keys, *terminal.command("Next: ", following)]))
+        command = "\n".join(terminal.command("Next: ", following))
+        told = [part for part in parts if part]
+        return f"{told[0]}\n{command}" if len(told) == 1 and not wide else "\n\n".join([*told, command])
     return "\n\n".join(part for part in parts if part)
 
 

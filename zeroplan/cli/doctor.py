@@ -36,6 +36,7 @@ def doctor(
     output: Annotated[str | None, typer.Option("-o", "--output", help="Where to keep them. [the user's config folder]")] = None,
     report: Annotated[bool, typer.Option("--report", help="Show this machine as Markdown for an issue.")] = False,
     folder: Annotated[str, typer.Option("--nvme-path", help="The folder whose disk is measured.")] = ".",
+    why: flags.Why = False,
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:
@@ -48,7 +49,7 @@ def doctor(
         if calibrate or output is not None or report:
             flag = "--report" if report else "--calibrate"
             raise BadInput("a log is read, and nothing measured", where=flag, remedy="leave LOG out, or this")
-        _of_log(log, request, as_json=as_json, quiet=quiet)
+        _of_log(log, request, as_json=as_json, quiet=quiet, why=why)
     elif request.said:
         raise BadInput(
             "there is no log to hold the plan against", where="LOG", remedy="give the file, or use zeroplan estimate"
@@ -57,11 +58,11 @@ def doctor(
         _of_machine(calibrate=calibrate, output=output, folder=folder, as_json=as_json, quiet=quiet, report=report)
 
 
-def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool) -> None:
+def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool, why: bool) -> None:
     from zeroplan.logs.snapshot import is_snapshot
     from zeroplan.report.terminal import Terminal
 
-    terminal = Terminal.here()
+    terminal = Terminal.here(why=why)
     if is_snapshot(path):
         from zeroplan.logs.snapshot import read_snapshot
         from zeroplan.report.diagnosis import snapshot_json, snapshot_text

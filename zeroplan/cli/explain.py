@@ -22,6 +22,7 @@ def explain(
     request: Ask,
     line: Annotated[str | None, typer.Option("--line", help="One buffer or line only: optim.exp_avg.")] = None,
     time: Annotated[bool, typer.Option("--time", help="Derive the step time in place of the memory.")] = False,
+    why: flags.Why = False,
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
 ) -> None:
@@ -39,7 +40,7 @@ def explain(
         from zeroplan.planner.merge import with_files
 
         request, setup = with_files(request)
-        if not (as_json or quiet):
+        if why and not (as_json or quiet):
             show(setup.line)
     if time:
         from zeroplan.report.step_time import time_json, time_text
@@ -50,7 +51,7 @@ def explain(
         if as_json:
             show_json({"schema": 1, "plans": time_json(times)})
         else:
-            show(time_text(times, Terminal.here(), quiet=quiet))
+            show(time_text(times, Terminal.here(why=why), quiet=quiet))
         return
     from zeroplan.planner.explain import explain as derive
 
@@ -63,4 +64,4 @@ def explain(
         from zeroplan.report.explanation import explanation_text
         from zeroplan.report.terminal import Terminal
 
-        show(explanation_text(explanations, Terminal.here(), quiet=quiet))
+        show(explanation_text(explanations, Terminal.here(why=why or line is not None), quiet=quiet))

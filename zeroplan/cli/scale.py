@@ -54,6 +54,7 @@ def scale(
     price: Price = None,
     source: From = None,
     style: flags.Style = "plain",
+    why: flags.Why = False,
     wide: flags.Wide = False,
     quiet: flags.Quiet = False,
     as_json: flags.Json = False,
@@ -93,7 +94,7 @@ def scale(
         show_json(found.to_dict())
     else:
         words = _words_of_the_peak(found, request, global_batch)
-        show(scaling_text(found, style, terminal=Terminal.here(wide=wide), quiet=quiet, next_command=words))
+        show(scaling_text(found, style, terminal=Terminal.here(wide=wide, why=why), quiet=quiet, next_command=words))
     first = found.first
     if first is None or (first.best is not None and first.best.plan.undecided):
         raise typer.Exit(EXIT_DOES_NOT_FIT)

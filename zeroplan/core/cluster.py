@@ -195,6 +195,8 @@ def _counted(gpus: int, gpu: str | None) -> tuple[int, str | None]:
     if match is None:
         return gpus, gpu
     count, name = int(match[1] or match[4]), match[2] or match[3]
+    if not 1 <= count <= MOST_RANKS:
+        raise BadInput(f"{count} GPUs are out of range", where="--gpu", remedy=f"use 1 to {MOST_RANKS:,}")
     if gpus not in (1, count):
         raise BadInput(
             f"{(gpu or '')[:60]!r} is {count} GPUs, and --gpus says {gpus}", where="--gpu", remedy=f"use --gpu {name}"

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.optimizer_row import Optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Unmodelled
-from zeroplan.core.workload import ChunkedHead, Compilation, DType, Precision, Workload
+from zeroplan.core.workload import ChunkedHead, Compilation, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ledger.line import Ledger
@@ -436,6 +437,14 @@ class Engine(ABC):
         from zeroplan.interop.forms.explicit import explicit_ds_config
 
         return explicit_ds_config(zero, workload, layout)
+
+    def usual_kind(self, optimizer: Optimizer) -> OptimizerKind:
+        """Return how an optimizer walks its tensors where nobody says: for an engine that takes a ds_config as what it builds
+        for the type that is written there.
+        """
+        written = None if self.dialect is None else optimizer.written
+        fused = optimizer.fused if written is None else written.fused
+        return OptimizerKind.FUSED if fused else OptimizerKind.FOREACH
 
     def forms(self) -> Mapping[str, Form]:
         """The forms in which ``recommend`` can write a configuration, by name, the usual one first; none if it cannot."""

@@ -15,7 +15,7 @@ from zeroplan.core.versions import parse_version
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.interop.deepspeed_version import version_beside
 from zeroplan.interop.programs.accelerate import launch_document
-from zeroplan.interop.programs.document import Document, find_beside, load_document
+from zeroplan.interop.programs.document import Document, PrintedAnswer, find_beside, load_document
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named, version_of
 from zeroplan.interop.programs.shell import RECIPE_FLAGS, RECIPES, Command
@@ -267,6 +267,8 @@ def is_ds_config(file: str, program: str | None = None, *, by_keys: bool = False
         return not by_keys
     try:
         document = load_document(file)
+    except PrintedAnswer:
+        raise
     except BadInput:
         if not by_keys and (is_capture(file) or file.lower().endswith((".yaml", ".yml", ".toml", ".sh", ".slurm", ".py"))):
             raise

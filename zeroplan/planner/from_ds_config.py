@@ -71,7 +71,8 @@ def read_run(request: Ask, engine: Engine, cluster: Cluster, spec: ModelSpec) ->
         BadInput: what the engine refuses, a flag that contradicts the file, or an engine that takes no ds_config.
     """
     if engine.dialect is None:
-        raise BadInput(f"{engine.name} reads no ds_config", where="--engine", remedy="use --engine deepspeed")
+        where = request.source("engine") or "--ds-config"
+        raise BadInput(f"{engine.name} reads no ds_config", where=where, remedy="use --engine deepspeed")
     assert request.ds_config is not None
     base = workload_of(request, engine, spec)
     config = inspect_ds_config(

@@ -8,7 +8,7 @@ from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.model_config import SEQ2SEQ_LM, SPEECH_SEQ2SEQ, auto_class_of
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.workload import Attention, Batch, DType, Loop, Numerics, OptimizerKind, Precision, Workload
+from zeroplan.core.workload import Attention, Batch, DType, Loop, Numerics, Precision, Workload
 from zeroplan.engines.base import Engine
 from zeroplan.models.facts import last_position, max_seq_len, scaled_positions
 from zeroplan.models.spec import ModelSpec
@@ -45,7 +45,7 @@ def workload_of(request: Ask, engine: Engine, spec: ModelSpec) -> Workload:
     numerics = Numerics(
         dtype=dtype,
         optimizer=optimizer.name,
-        optimizer_kind=request.optimizer_kind or (OptimizerKind.FUSED if optimizer.fused else OptimizerKind.FOREACH),
+        optimizer_kind=request.optimizer_kind or engine.usual_kind(optimizer),
         torch_adam=request.torch_adam,
         whole_embedding_states=request.whole_embedding_states,
         attn=member_named(Attention, request.attn, where="--attn"),

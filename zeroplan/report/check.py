@@ -27,8 +27,9 @@ _MOST_KEYS = 200
 _AUTO = "auto."
 
 
-def verdict(config: DsConfig, filler: str = "") -> str:
-    """Return one sentence: whether the program runs the file, at which stage, with which offload, dtype and optimizer class.
+def verdict(config: DsConfig, filler: str = "", *, builds: bool = True) -> str:
+    """Return one sentence: whether the program runs the file, at which stage, with which offload and dtype, and if `builds`
+    the optimizer class that it makes.
 
     A file with ``auto`` is judged as the program that fills it: `filler`, or where none is known the HF Trainer or Lightning.
     """
@@ -42,7 +43,7 @@ def verdict(config: DsConfig, filler: str = "") -> str:
         does += f", optimizer on {device}"
     if config.zero.offloads_param:
         does += f", parameters on {config.zero.offload_param.device}"
-    if config.training.dtype is not None and config.wrapper is not None:
+    if builds and config.training.dtype is not None and config.wrapper is not None:
         built = "the optimizer as it is" if config.wrapper == "none" else config.wrapper
         does += f", {config.training.dtype}; it builds {built}"
     elif config.training.dtype is not None:
@@ -94,7 +95,7 @@ def check_json(config: DsConfig, version: str | None = None) -> dict[str, Any]:
 
 def verdict_text(config: DsConfig, terminal: Terminal = PLAIN, filler: str = "") -> str:
     """Return the verdict in lines: red where the program refuses the file, green where it runs it as it is."""
-    return "\n".join(terminal.verdict(verdict(config, filler), config.runs_filled))
+    return "\n".join(terminal.verdict(verdict(config, filler, builds=terminal.full), config.runs_filled))
 
 
 def findings_text(config: DsConfig, terminal: Terminal = PLAIN, *, wide: bool = True) -> str:

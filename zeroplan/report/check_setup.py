@@ -26,13 +26,14 @@ def setup_json(setup: Setup) -> dict[str, Any]:
     return {**describe_setup(setup), "fields": fields, "unmodelled": missing}
 
 
-def setup_text(setup: Setup, terminal: Terminal = PLAIN, *, wide: bool = True) -> str:
-    """Return the setup's line, if `wide` a table of what was read with the keys that said it, and what plans leave out."""
-    lines = terminal.verdict(setup.line, None)
-    if wide:
+def setup_text(setup: Setup, terminal: Terminal = PLAIN, *, line: bool = True, table: bool = True) -> str:
+    """Return the setup's line, a table of what was read with the keys that said it, and what plans leave out."""
+    lines = terminal.verdict(setup.line, None) if line else []
+    if table:
         lines += _table(setup, terminal)
     if missing := left_out(setup):
-        lines += ["", terminal.bold(f"Left out of plans ({len(missing)}), with what that does to the memory")]
+        lines += [""] if lines else []
+        lines += [terminal.bold(f"Left out of plans ({len(missing)}), with what that does to the memory")]
         lines += terminal.items([f"{one.key} ({one.effect.value}): {one.says}" for one in missing])
     return "\n".join(lines)
 

@@ -16,13 +16,19 @@ if TYPE_CHECKING:
     from zeroplan.planner.failed_run import FailedRunPlan
 
 
+#: Lines of the log that the first screen shows.
+_EVIDENCE = 2
+
+
 def diagnosis_text(
     found: Diagnosis, planned: FailedRunPlan | None, following: Sequence[str], terminal: Terminal = PLAIN
 ) -> str:
     """The answer in lines; `following` is the command to go on with."""
     lines = terminal.verdict(found.verdict, not found.failed)
-    for event in found.evidence:
-        lines += [terminal.dim(line) for line in terminal.wrap(f"line {event.line}: {event.text}", indent="  ", hang="    ")]
+    for event in found.evidence if terminal.full else found.evidence[:_EVIDENCE]:
+        text = f"line {event.line}: {event.text}"
+        shown = terminal.wrap(text, indent="  ", hang="    ")
+        lines += map(terminal.dim, shown if terminal.full or len(shown) == 1 else [f"{shown[0]} …"])
     if planned is not None:
         lines += ["", *_plan_lines(planned, terminal)]
     if planned is None or planned.relief is None:
@@ -36,8 +42,8 @@ def _advice_lines(found: Diagnosis, planned: FailedRunPlan | None, terminal: Ter
     advice = [one for one in found.advice if planned is None or not _done(one.flags, planned)]
     lines = ["", terminal.bold("What to do, the first thing first")] if advice else []
     for number, one in enumerate(advice, 1):
-        lines += terminal.wrap(f"{number}. {one.what}: {one.why}", hang="   ")
-    return lines
+        lines += terminal.wrap(f"{number}. {one.what}: {one.why}" if terminal.full else f"{number}. {one.what}", hang="   ")
+    return [*lines, terminal.dim("Why, and what each costs: --why")] if lines and not terminal.full else lines
 
 
 def _done(flags: str, planned: FailedRunPlan) -> bool:
@@ -58,9 +64,11 @@ def _plan_lines(planned: FailedRunPlan, terminal: Terminal) -> list[str]:
     gpu = plan.gpu
     limit = f" of {format_bytes(gpu.usable, digits=1)}" if gpu.usable is not None else ""
     host = "" if "cpu" in plan.misfits else host_share(plan, planned.report.cluster)
-    short = f" ({'; '.join(lacks_of(plan, planned.report.cluster))})" if plan.misfits else ""
-    says = "" if plan.fits is None and not plan.undecided else f": {plan.verdict}{short}"
-    lines = terminal.wrap(f"Planned: {name_of(plan)}, {need(plan)}{limit} a GPU{host}{says}. {peak_sentence(plan)}".rstrip())
+    says = "" if plan.fits is None and not plan.undecided else f": {plan.verdict}"
+    told = f"{name_of(plan)}, {need(plan)}{limit} a GPU{host}{says}."
+    if plan.misfits:
+        told = f"{name_of(plan)} {plan.verdict}: {' and '.join(lacks_of(plan, planned.report.cluster))}."
+    lines = terminal.wrap(f"Planned: {told} {peak_sentence(plan)}".rstrip())
     if planned.taken:
         lines += terminal.wrap(f"Taken from the log: {', '.join(planned.taken)}.")
     if planned.differs:

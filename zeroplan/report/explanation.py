@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Place
 from zeroplan.core.sizes import format_bytes
+from zeroplan.report.screen import LIST
 from zeroplan.report.terminal import PLAIN, Terminal
 
 if TYPE_CHECKING:
     from zeroplan.planner.explain import Explanation
+
+#: Lines at the end of the first screen.
+_FOOT = 2
 
 
 def verdict(explanations: Sequence[Explanation]) -> str:
@@ -25,10 +29,15 @@ def verdict(explanations: Sequence[Explanation]) -> str:
 
 
 def explanation_text(explanations: Sequence[Explanation], terminal: Terminal = PLAIN, *, quiet: bool = False) -> str:
-    """Return for every line its bytes, formula, purpose and source, and below them the values of the names, each once."""
+    """Return for every line its bytes, formula, purpose and source, and below them the values of the names, each once.
+
+    The first screen has the largest lines of the first configuration, with their formulas alone.
+    """
     out = terminal.verdict(verdict(explanations), None)
     if quiet:
         return "\n".join(out)
+    if not terminal.full:
+        return "\n".join([*out, "", *_largest(explanations, terminal, LIST - len(out) - 1)])
     for explanation in explanations:
         heading = f"{explanation.engine}, {explanation.label}: bytes of {_rank(explanation)}"
         out += ["", *map(terminal.bold, terminal.wrap(heading))]
@@ -42,6 +51,26 @@ def explanation_text(explanations: Sequence[Explanation], terminal: Terminal = P
             values |= {name: f"{name} = {value:,}" + (f": {text}" if text else "") for name, value, text in derivation.values}
         out += ["", terminal.bold("With"), *terminal.items(list(values.values()), mark="  ")] if values else []
     return "\n".join(out)
+
+
+def _largest(explanations: Sequence[Explanation], terminal: Terminal, most: int) -> list[str]:
+    """Return the first configuration's largest lines, in at most so many lines, and what else there is."""
+    first = explanations[0]
+    lines = [*map(terminal.bold, terminal.wrap(f"{first.engine}, {first.label}: bytes of {_rank(first)}"))]
+    items = sorted((one.item for one in first.derivations), key=lambda item: (item.place is not Place.HBM, -item.bytes))
+    shown = 0
+    for item in items:
+        row = f"{item.buffer.value + ' in ' + item.place.value:<28} {format_bytes(item.bytes):>11} = {item.formula}"
+        more = terminal.wrap(row, hang=" " * 42)
+        if len(lines) + len(more) > most - _FOOT:
+            break
+        lines += more
+        shown += 1
+    there = [f"{len(items) - shown} more lines"] if shown < len(items) else []
+    other = len(explanations) - 1
+    there += [f"{other} more {'configurations' if first.stage is None else 'pipeline ranks'}"] if other else []
+    text = f"{', '.join([*there, 'purposes, sources and values'])}: --why. One buffer alone: --line {items[0].buffer.value}"
+    return [*lines, *map(terminal.dim, terminal.wrap(text))]
 
 
 def _rank(explanation: Explanation) -> str:

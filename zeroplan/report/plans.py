@@ -75,6 +75,8 @@ _DEGREES = frozenset(("--tp", "--sp", "--cp", "--pp", "--vpp", "--ep", "--etp", 
 def brief_text(report: Report, terminal: Terminal = PLAIN, *, quiet: bool = False, next_command: Sequence[str] = ()) -> str:
     """Return the answer without its tables of memory: verdict, peak, knobs and notes."""
     blocks = _sentences(report, terminal, next_command=next_command)
+    if not quiet and not terminal.full:
+        return "\n".join(first_screen(blocks, ONE))
     lines = [line for _, part in (blocks[:1] if quiet else blocks) for line in part]
     return "\n".join(lines if quiet else [*lines, *knobs(report, terminal), *notes(report_notes(report), terminal)])
 

@@ -9,6 +9,7 @@ from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import notes, offload_text, unmodelled_notes
 from zeroplan.report.recommendation import compiled_cells, compiled_header, described
+from zeroplan.report.screen import LIST, counted_notes, first_screen
 from zeroplan.report.table import Table
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import edge_text, fit_text, lacks_of, unknown_text
@@ -54,13 +55,19 @@ def scaling_text(
     lines = terminal.verdict(scaling_verdict(found), False if first is None or first.best is None else first.best.fits)
     if quiet:
         return "\n".join(lines)
-    lines += terminal.wrap(growth_sentence(found)) if first is not None else []
-    lines += terminal.command("Next: ", next_command) if next_command and first is not None else []
-    lines += ["", *terminal.wrap(heading(found)), ""]
-    lines += [scaling_table(found, style, width=terminal.width), "", *map(terminal.dim, terminal.wrap(_LEGEND))]
-    lines += [] if found.budget is None else [*map(terminal.dim, terminal.wrap(_OF_A_TRAINING))]
+    growth = terminal.wrap(growth_sentence(found)) if first is not None else []
+    following = terminal.command("Next: ", next_command) if next_command and first is not None else []
+    asked = ["", *terminal.wrap(heading(found))]
+    table = ["", *scaling_table(found, style, width=terminal.width).splitlines()]
+    legend = ["", *map(terminal.dim, terminal.wrap(_LEGEND))]
+    of_training = [] if found.budget is None else [*map(terminal.dim, terminal.wrap(_OF_A_TRAINING))]
     left_out = unmodelled_notes([point.shown.plan for point in found.points[:1]])
-    return "\n".join([*lines, *notes((*left_out, *found.warnings), terminal)])
+    said = list(dict.fromkeys((*left_out, *found.warnings)))
+    if terminal.full:
+        parts = (lines, growth, following, asked, table, legend, of_training, notes(said, terminal))
+        return "\n".join(line for part in parts for line in part)
+    more = ["", terminal.dim(f"{' and '.join(['What the columns mean', *([counted_notes(said)] if said else [])])}: --why")]
+    return "\n".join(first_screen([(0, lines), (1, growth), (0, following), (2, asked), (0, table), (0, more)], LIST))
 
 
 def scaling_verdict(found: Scaling) -> str:

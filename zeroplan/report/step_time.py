@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from zeroplan.report.screen import LIST
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.search.explain_time import TimeExplanation
 
@@ -21,9 +22,14 @@ def verdict(one: TimeExplanation) -> str:
 
 
 def time_text(explanations: Sequence[TimeExplanation], terminal: Terminal = PLAIN, *, quiet: bool = False) -> str:
-    """Return for every line of work its phase, milliseconds, purpose, amount and rate, and the values of the names once."""
+    """Return for every line of work its phase, milliseconds, purpose, amount and rate, and the values of the names once.
+
+    The first screen has the largest lines of one configuration, or a line for each of several.
+    """
     if quiet:
         return "\n".join(line for one in explanations for line in terminal.verdict(verdict(one), None))
+    if not terminal.full:
+        return "\n".join(_short(explanations, terminal))
     out: list[str] = []
     for one in explanations:
         out += ["", *terminal.verdict(verdict(one), None), *terminal.wrap(f"{one.engine}, {one.label}"), ""]
@@ -40,6 +46,23 @@ def time_text(explanations: Sequence[TimeExplanation], terminal: Terminal = PLAI
             values |= {name: f"{name} = {value:,}" + (f": {text}" if text else "") for name, value, text in line.values}
         out += ["", terminal.bold("With"), *terminal.items(list(values.values()), mark="  ")] if values else []
     return "\n".join(out[1:])
+
+
+def _short(explanations: Sequence[TimeExplanation], terminal: Terminal) -> list[str]:
+    """Return the verdict and the largest lines of work; of several configurations the seconds of each, the fastest first."""
+    first = explanations[0]
+    if len(explanations) > 1:
+        fastest = sorted(explanations, key=lambda one: one.time.total)
+        rows = [f"{one.time.total:9.3f} s a step  {one.label}" for one in fastest]
+        return [*rows, "", terminal.dim("One of them alone: --stage N. Every line of each: --why")]
+    work = sorted((line.item for line in first.derivations), key=lambda item: -item.seconds)
+    lines = [*terminal.verdict(verdict(first), None), *terminal.wrap(f"{first.engine}, {first.label}"), ""]
+    shown = work[: LIST - len(lines) - 2]
+    lines += [
+        f"{item.phase.value:<8} {item.resource.executor.value:<6} {1000 * item.seconds:9.2f} ms  {item.name}" for item in shown
+    ]
+    more = f"{len(work) - len(shown)} more lines, " if len(shown) < len(work) else ""
+    return [*lines, "", terminal.dim(f"{more}amounts, rates and sources: --why")]
 
 
 def time_json(explanations: Iterable[TimeExplanation]) -> list[dict[str, Any]]:

@@ -136,7 +136,7 @@ def resolve_search(request: Ask, options: SearchOptions) -> ResolvedSearch:
     remarks = {resolved.engine.remark(case) for case in resolved.cases}
     cluster, warnings = resolved.cluster, [text for text in resolved.warnings if text not in remarks]
     if cluster.vram is None and options.candidates is None:
-        raise BadInput("no GPU memory is given", where="--vram", remedy="give --vram 24G, or a card: --gpu A100-80G")
+        raise BadInput("no GPU is named", where="the machine", remedy="give --vram 24G, or a card: --gpu A100-80G")
     spec, workload = resolved.spec, resolved.workload
     if spec.own_experts is not None:
         raise BadInput(

@@ -73,6 +73,10 @@ class Document:
         return tuple(word for word in words if f" {self.command.program} ".find(f" {word} ") >= 0)
 
 
+class PrintedAnswer(BadInput):
+    """A file that holds what ``--json`` printed."""
+
+
 def load_document(source: Any) -> Document:
     """Load the document of a path, a mapping, or an object with ``to_dict`` such as ``transformers.TrainingArguments``.
 
@@ -107,7 +111,11 @@ def _from_path(path: str) -> Document:
             return Document({}, path, folder, pipeline=read_pipeline_script(text, path))
         found = read_script(text, path)
         return Document(found.data, path, folder, script=found)
-    return Document(interpolated(read_document(path)), path, folder)
+    data = interpolated(read_document(path))
+    if isinstance(printed := data.get("zeroplan"), Mapping) and "schema" in data and "version" in printed:
+        what, remedy = "is an answer that zeroplan printed, and no configuration", "give the files that were asked about"
+        raise PrintedAnswer(what, where=path, remedy=remedy)
+    return Document(data, path, folder)
 
 
 def _of_shell(path: str, folder: Path) -> Document:

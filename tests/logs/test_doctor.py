@@ -50,7 +50,7 @@ def test_the_smallest_change_that_fits(tmp_path: Path, cli: Cli) -> None:
         *("doctor", log, "meta-llama/Llama-3.2-1B", "--gpus", "8", "--stage", "2"),
         *("--micro-batch", "2", "--seq-len", "2048", "--offload-optimizer", "none", "--offload-param", "none"),
     )
-    assert "a GPU: does not fit" in " ".join(out.split())
+    assert "Planned: ZeRO-2 does not fit: " in " ".join(out.split())
     assert "Smallest change that fits: " in out
     # The command that it prints goes on with the log's card.
     assert "--vram 14.59G" in out

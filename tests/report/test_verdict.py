@@ -127,6 +127,7 @@ def test_a_relief_is_what_its_flags_give(engine: str) -> None:
         "--gradient-checkpointing": {"gradient_checkpointing": True},
         "--micro-batch 1": {"micro_batch": 1},
         "--stage 3": {"stage": 3},
+        "--chunked-head": {"chunked_head": True},
         "--stage 2 --offload-optimizer cpu": {"offload_optimizer": "cpu"},
         "--alloc-conf expandable_segments:True": {"alloc_conf": "expandable_segments:True"},
     }

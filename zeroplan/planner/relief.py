@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from zeroplan.core.errors import BadInput
 from zeroplan.core.families import Family
 from zeroplan.core.plan import MemoryPlan, Relief
+from zeroplan.core.workload import ChunkedHead
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.words import higher_stage
@@ -17,7 +18,7 @@ from zeroplan.planner.tapes import expand_for
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tapes import find_tape
-from zeroplan.techniques.liger import Liger, LigerTechnique
+from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 
 #: An option that saves less than this part of the total is not listed.
 LEAST = 0.02
@@ -82,13 +83,22 @@ def _plan(engine: Engine, change: _Change, case: Case, tape: ExpandedTape) -> Me
 
 
 def _fused_head(engine: Engine, case: Case, run: Simulated, config: AllocatorConfig | None) -> Iterator[_Change]:
-    """Yield Liger's kernels where logits and loss are a large part of the peak; no other knob has them in chunks."""
-    peak = run.plan.gpu.at_peak
-    logits = sum(one.bytes for one in peak if one.what == Family.LOSS)
-    if logits < LARGE * sum(one.bytes for one in peak) or not LigerTechnique().taken_by(engine) or case.workload.has(Liger):
+    """Yield the head in tiles where logits and loss are a large part of the peak.
+
+    Its tape is an edit of the run's own, so that it is offered wherever the run can be simulated. Liger's and cut
+    cross-entropy keep about as little; their tapes are traced, and so they are left to their own flags.
+    """
+    head = ChunkedHeadTechnique()
+    if not keeps_logits(run.plan) or not head.offered(engine, case.workload) or case.parallel is not None:
         return
-    fused = case.workload.with_techniques(Liger())
-    yield _Change("Liger's fused head and loss", LigerTechnique.where, replace(case, workload=fused), config)
+    tiled = case.workload.with_techniques(ChunkedHead())
+    yield _Change("head and loss in tiles", head.where, replace(case, workload=tiled), config)
+
+
+def keeps_logits(plan: MemoryPlan) -> bool:
+    """Return whether logits and loss are a large part of a plan's peak."""
+    peak = plan.gpu.at_peak
+    return sum(one.bytes for one in peak if one.what == Family.LOSS) >= LARGE * sum(one.bytes for one in peak) > 0
 
 
 def _changes(engine: Engine, case: Case, config: AllocatorConfig | None) -> Iterator[_Change]:

@@ -86,14 +86,15 @@ def answer_text(
     more = [what for what, there in (("reasons", reasons), (counted_notes(said), said)) if there]
     end = terminal.wrap(f"{counted} {' and '.join(more).capitalize()}: --why" if more else counted)
     of_files = answer.current is not None and best is not None
-    plainer = [text for text in (best.reasons if best is not None else ()) if text.startswith(CHOICES)]
+    choices = [text for text in (best.reasons if best is not None else ()) if text.startswith(CHOICES)]
+    choices.sort(key=lambda text: next(at for at, begins in enumerate(CHOICES) if text.startswith(begins)))
     blocks = [
         (0, lines),
         (5, peak),
         (0, following),
         (0 if answer.cluster.held else 3 if of_files else 2, asked),
         (4 if of_files else 0, table),
-        (1, ["", *terminal.items(plainer)] if plainer else []),
+        *((1, [*([] if at else [""]), *terminal.items([text])]) for at, text in enumerate(choices)),
         (6, legend),
         (1, other),
         (0, difference),

@@ -14,7 +14,7 @@ from zeroplan.search.cost import CostModel
 from zeroplan.search.files import model_of
 from zeroplan.search.memory import Memory
 from zeroplan.search.policy import NOTABLE, WHAT_IF
-from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys
+from zeroplan.search.reasons import choice, points, reasons_for, what_more_buys, what_tiles_buy
 from zeroplan.search.recommend import least_memory, order_of, rank_all, search
 from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
 from zeroplan.search.search_options import AUTO, ResolvedSearch, SearchOptions, candidates_of, resolve_search
@@ -66,6 +66,7 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
     elif options.explain:
         said = [*choice(outcome.ranking, space, memory, cost), *reasons_for(outcome.ranking[0], space, memory, cost)]
         if options.goal == "throughput":
+            said += what_tiles_buy(resolved, request, options, outcome.ranking[0])
             said += what_more_buys(resolved, request, options, outcome.ranking[0], memory)
         ranking[0] = replace(ranking[0], reasons=tuple(said))
     changed: tuple[ChangedFiles, Recommendation] | tuple[None, None] = (None, None)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sizes import format_bytes
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import ChunkedHead, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.engines.words import sharding_text
 from zeroplan.ledger.traffic import Executor
 from zeroplan.planner.limit import RESERVED_SPREAD
+from zeroplan.planner.relief import keeps_logits
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
@@ -21,6 +22,7 @@ from zeroplan.search.recommend import Ranked, SearchOutcome, headroom, plainest,
 from zeroplan.search.results import Point
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
 from zeroplan.search.space import Candidate
+from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 
 #: GPUs of the nodes that one can rent.
 _NODES = (1, 2, 4, 8)
@@ -48,8 +50,8 @@ def name_of(engine: str, zero: ZeroConfig, workload: Workload | None = None) -> 
     return text
 
 
-#: How sentences begin that bear on which one to take.
-CHOICES = ("at most", "the plainest as fast", "the roomiest as fast")
+#: How sentences begin that bear on which one to take, the most important first.
+CHOICES = ("at most", "the roomiest as fast", "head and loss in tiles", "the plainest as fast")
 
 
 def choice(ranking: Sequence[Ranked], space: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[str]:
@@ -190,6 +192,20 @@ def _seconds(value: float) -> str:
     return f"{value:.2f} s" if abs(value) >= 0.1 else f"{1000 * value:.0f} ms"
 
 
+def what_tiles_buy(resolved: ResolvedSearch, request: Ask, options: SearchOptions, best: Ranked) -> list[str]:
+    """Say what head and loss in tiles would make of the step, where logits and loss are a large part of the best's peak."""
+    head = ChunkedHeadTechnique()
+    if not keeps_logits(best.plan) or not head.offered(resolved.engine, resolved.workload):
+        return []
+    tiled = replace(resolved, workload=resolved.workload.with_techniques(ChunkedHead()))
+    memory = Memory(tiled.engine, tiled.spec, tiled.cluster, depth=request.depth)
+    found = _best_of(tiled, request, options, memory)
+    if found is None or found.time.tokens_per_second < NOTABLE * best.time.tokens_per_second:
+        return []
+    gain = found.time.tokens_per_second / best.time.tokens_per_second
+    return [f"head and loss in tiles ({head.where}, as TRL's; Liger's: --liger) make it {gain:.2f} × as fast ({_named(found)})"]
+
+
 def what_more_buys(resolved: ResolvedSearch, request: Ask, options: SearchOptions, best: Ranked, memory: Memory) -> list[str]:
     """Say what 8 GiB more a GPU, and the next larger node or number of nodes, would make of the step."""
     cluster = resolved.cluster
@@ -217,14 +233,17 @@ def what_more_buys(resolved: ResolvedSearch, request: Ask, options: SearchOption
 
 
 def _best_on(cluster: Cluster, resolved: ResolvedSearch, request: Ask, options: SearchOptions, memory: Memory) -> Ranked | None:
-    grown = replace(resolved, cluster=cluster)
+    return _best_of(replace(resolved, cluster=cluster), request, options, memory.on(cluster))
+
+
+def _best_of(resolved: ResolvedSearch, request: Ask, options: SearchOptions, memory: Memory) -> Ranked | None:
+    """Return the best that few simulations find of another run; None if there is none."""
     try:
-        space = candidates_of(grown, request, options)
+        space = candidates_of(resolved, request, options)
     except BadInput:  # the batch does not divide by these ranks and what is fixed
         return None
-    other = memory.on(cluster)
-    cost = CostModel(resolved.engine, resolved.spec, cluster, resolved.rates)
-    outcome = search(space, other, cost, shown=1, most=WHAT_IF, strict=True)
+    cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, resolved.rates)
+    outcome = search(space, memory, cost, shown=1, most=WHAT_IF, strict=True)
     return outcome.ranking[0] if outcome.ranking else None
 
 

@@ -9,6 +9,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.sizes import GIB, TIB
+from zeroplan.planner.relief import keeps_logits
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
@@ -17,6 +18,7 @@ from zeroplan.search.recommend import Ranked
 from zeroplan.search.results import Recommendation, Suggestion, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
+from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 
 #: Host memory a GPU of rented nodes with cards for training, in GiB.
 _HOST = 256
@@ -67,6 +69,8 @@ class _Option:
 def _options(resolved: ResolvedSearch, request: Ask, options: SearchOptions, nearest: Recommendation) -> Iterator[_Option]:
     """Yield the changes, the cheapest first: those that cost a flag, then quality, then money."""
     cluster, workload = resolved.cluster, resolved.workload
+    if ChunkedHeadTechnique().offered(resolved.engine, workload) and keeps_logits(nearest.plan):
+        yield _Option("head and loss in tiles (--chunked-head)", request.replace(chunked_head=True), options)
     eight_bit = find_optimizer(workload.numerics.optimizer).eight_bit
     if eight_bit and workload.lora_rank is None:
         yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", request.replace(optimizer=eight_bit), options)
@@ -150,7 +154,8 @@ def cheapest_suggestions(
 
 def _same_model(one: Ask, two: Ask) -> bool:
     """Return whether two requests train the same parameters, so that tapes can be shared."""
-    return all(one.said.get(name) == two.said.get(name) for name in ("lora_rank", "lora_targets", "gpu", "quantize", "engine"))
+    names = ("lora_rank", "lora_targets", "gpu", "quantize", "engine", "chunked_head")
+    return all(one.said.get(name) == two.said.get(name) for name in names)
 
 
 def _least(option: _Option, base: Memory | None) -> Recommendation | None:

@@ -8,17 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.option import WORK, Option
-from zeroplan.core.workload import ChunkedHead
-from zeroplan.techniques.base import Asked, TakesTechniques, Technique
+from zeroplan.core.option import RUNS, WORK, Option
+from zeroplan.core.workload import ChunkedHead, Compilation, Workload
+from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.cut_cross_entropy import CutCrossEntropy
+from zeroplan.techniques.liger import Liger
+
+#: Engines under which its figures are held to measured runs, or to their source.
+_OFFERED = ("ddp", "deepspeed", "fsdp2")
 
 
 class ChunkedHeadTechnique(Technique[ChunkedHead]):
-    """TRL computes head and loss together in tiles, which files alone say."""
+    """TRL computes head and loss together in tiles."""
 
     name = "chunked head"
     kind = ChunkedHead
-    where = "--from"
+    where = "--chunked-head"
     labelled_share = Option[float | None](
         float,
         None,
@@ -26,10 +31,10 @@ class ChunkedHeadTechnique(Technique[ChunkedHead]):
         WORK,
         wins=True,
     )
-    chunked_head = Option(bool, False)
+    chunked_head = Option(bool, False, "Head and loss in tiles of tokens, as TRL's SFTTrainer runs them.", WORK, without=RUNS)
 
     def value(self, asked: Asked, engine: TakesTechniques) -> ChunkedHead | None:
-        """Return the head where files ask for it."""
+        """Return the head where a flag or a file asks for it."""
         return ChunkedHead() if asked[ChunkedHeadTechnique.chunked_head] else None
 
     def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
@@ -38,6 +43,22 @@ class ChunkedHeadTechnique(Technique[ChunkedHead]):
         if share is not None and not 0 < share <= 1:
             raise BadInput(f"{share} is no share of the tokens", where="--labelled-share", remedy="use 0.15 for 15 %")
         return super().leaves(asked, engine)
+
+    def require(self, value: ChunkedHead, facts: Facts) -> None:
+        """Refuse another fused head beside it."""
+        super().require(value, facts)
+        liger = facts.workload.technique(Liger)
+        if liger is not None and "fused_loss" in liger.parts:
+            raise BadInput(
+                "Liger's fused loss has a head of its own", where=self.where, remedy="leave out --chunked-head or --liger"
+            )
+
+    def offered(self, engine: TakesTechniques, work: Workload) -> bool:
+        """Return whether a run could have it in place of a head that keeps all logits, at the figures that plans have."""
+        objective = work.objective
+        other = work.batch.pairs or objective.kl_batch or objective.reference is not None or objective.pair_loss is not None
+        fused = work.has(ChunkedHead) or work.has(Liger) or work.has(CutCrossEntropy) or work.has(Compilation)
+        return engine.name in _OFFERED and not other and not fused
 
     def described(self, value: ChunkedHead) -> Mapping[str, Any]:
         """Return what a report's JSON shows."""

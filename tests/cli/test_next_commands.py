@@ -102,3 +102,49 @@ def test_the_flags_of_every_knob_lead_to_what_it_promises(cli: Cli, here: Path) 
         assert (code, err) == (0, ""), one
         (plan,) = json.loads(out)["plans"]
         assert plan["gpu"]["total"] == one["total"], one
+
+
+#: First words of verdicts, the best first.
+_RANKS = (("Fits", "Best", "Fastest", "Least memory"), ("May fit",), ("Unknown",), ("Does not fit", "Nothing fits"))
+
+
+def _rank(out: str) -> int:
+    """The place of the first verdict in an answer."""
+    heads = [line.partition(": ")[0].partition(" from ")[0] for line in out.splitlines()]
+    return next(at for head in heads for at, words in enumerate(_RANKS) if head in words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("estimate", GPT2, "--vram", "24", "--stage", "2"),
+        ("estimate", GPT2, "--gpu", "2xT4", "--micro-batch", "16"),
+        ("estimate", GPT2, "--gpu", "2xT4", "--engine", "fsdp2", "--micro-batch", "4"),
+        ("estimate", GPT2, "--vram", "24", "--from", "my files/ds.json"),
+        ("check", "my files/ds.json", GPT2, "--gpu", "2xT4"),
+        ("recommend", GPT2, "--gpu", "2xT4"),
+        ("recommend", GPT2, "--gpu", "2xT4", "--engine", "fsdp2"),
+        ("scale", GPT2, "--gpus", "1,4", "--gpu", "T4"),
+    ],
+    ids=" ".join,
+)
+def test_the_next_command_gives_the_verdict_that_it_promises(cli: Cli, here: Path, words: tuple[str, ...]) -> None:
+    out = cli(*words)[1]
+    (command,) = commands_in(out)
+    following = cli(*command[1:])[1]
+    if words[0] == "recommend":  # the same, with its files
+        assert following.splitlines()[0] == out.splitlines()[0]
+    else:
+        assert _rank(following) <= _rank(out), following
+    if words[0] == "scale":
+        speed = float(re.search(r"([\d,]+) tokens/s", out)[1].replace(",", ""))  # type: ignore[index]
+        (best, *_) = json.loads(cli(*command[1:], "--json")[1])["ranking"]
+        gpus = int(command[command.index("--gpus") + 1]) if "--gpus" in command else 1
+        assert best["tokens_per_second"] / gpus == pytest.approx(speed, rel=1e-3)
+
+
+def test_the_command_after_a_log_finds_what_fits(cli: Cli, here: Path) -> None:
+    _, out, err = cli("doctor", "train.log", GPT2, "--stage", "2", "--micro-batch", "32")
+    assert "Smallest change that fits" in out, err
+    (command,) = commands_in(out)
+    assert _rank(cli(*command[1:])[1]) == 0

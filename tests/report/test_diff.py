@@ -70,3 +70,39 @@ def test_the_best_of_a_ranking_is_compared(answers: dict[str, Path], cli: Cli, t
     named = {one.name: (one.a, one.b) for one in found.options}
     assert named["workload.micro_batch"] == (1, best["micro_batch"])
     assert found.b.plan.gpu.total == best["plan"]["gpu"]["total"]
+
+
+TRAIN = """deepspeed --num_gpus 4 train.py --model_name_or_path openai-community/gpt2 --deepspeed zero.json \\
+    --per_device_train_batch_size 2 --max_seq_length 512 --bf16 True --output_dir out
+"""
+RECIPE = (
+    "model_name_or_path: openai-community/gpt2\nper_device_train_batch_size: 2\nmax_length: 512\nbf16: true\noutput_dir: out\n"
+)
+
+
+def test_files_are_planned_and_their_keys_named(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, stage in (("zero.json", 2), ("zero3.json", 3)):
+        Path(name).write_text(json.dumps({"zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": "auto"}))
+    Path("a.sh").write_text(TRAIN)
+    Path("b.sh").write_text(TRAIN.replace("batch_size 2", "batch_size 8"))
+    code, out, err = cli("diff", "a.sh", "b.sh", "--gpu", "4xT4")
+    assert (code, err) == (0, "")
+    assert "per_device_train_batch_size 2 → 8." in " ".join(out.split())
+    assert "activation (hbm)" in out
+    code, out, err = cli("diff", "zero.json", "zero3.json", "openai-community/gpt2", "--gpu", "4xT4", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["keys"] == [{"name": "zero_optimization.stage", "a": 2, "b": 3}]
+    assert {"name": "plan.stage", "a": 2, "b": 3} in found["options"]
+    assert any(one["name"] == "param.full (hbm)" for one in found["lines"])
+    Path("a.yaml").write_text(RECIPE)
+    Path("b.yaml").write_text(RECIPE + "gradient_checkpointing: true\n")
+    code, out, err = cli("diff", "a.yaml", "b.yaml", "--gpu", "T4", "--program", "hf-trainer")
+    assert (code, err) == (0, "")
+    assert "gradient_checkpointing none → True" in " ".join(out.split())
+    Path("a.json").write_text(cli(*ASKED)[1])
+    assert cli("diff", "a.json", "a.sh", "--gpu", "4xT4")[0] == 0
+    code, out, err = cli("diff", "a.json", "a.json", "--gpu", "T4")
+    assert (code, out) == (2, "")
+    assert err.startswith("zeroplan: --gpu: both are answers")

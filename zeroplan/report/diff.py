@@ -1,8 +1,8 @@
-"""What differs between two answers: the options, the figures, and the lines of the ledger, largest change first."""
+"""What differs between two answers: keys or options, the figures, and the lines of the ledger, largest change first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -48,17 +48,18 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class PlanDiff:
-    """Two plans, and the options, figures and ledger lines in which they differ."""
+    """Two plans, and the options, figures and ledger lines in which they differ; of files their keys, too."""
 
     a: PrintedPlan
     b: PrintedPlan
     options: tuple[Moved, ...]
     figures: tuple[Moved, ...]
     lines: tuple[Moved, ...]
+    keys: tuple[Moved, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; bytes are integers."""
-        parts = {"options": self.options, "figures": self.figures, "lines": self.lines}
+        parts = {"keys": self.keys, "options": self.options, "figures": self.figures, "lines": self.lines}
         plans = {"a": self.a.plan.label, "b": self.b.plan.label}
         return {"schema": 1, "plans": plans, **{name: [asdict(one) for one in moved] for name, moved in parts.items()}}
 
@@ -66,22 +67,54 @@ class PlanDiff:
 def diff_answers(a: str, b: str) -> PlanDiff:
     """Compare two files that ``estimate``, ``recommend`` or ``capture`` printed by ``--json``.
 
-    Of many plans the first of `a` that `b` has, too, is compared, else the first of each; of a ranking the best.
-
     Raises:
         BadInput: a file that cannot be read, or that holds no such answer.
     """
-    ours, theirs = _plans(a), _plans(b)
+    return diff_plans(printed_plans(_parsed(a), a), printed_plans(_parsed(b), b))
+
+
+def diff_plans(
+    ours: Sequence[PrintedPlan],
+    theirs: Sequence[PrintedPlan],
+    said: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+) -> PlanDiff:
+    """Compare two answers: of many plans the first of `ours` that `theirs` has, too, else the first of each.
+
+    Args:
+        ours: the plans of one.
+        theirs: of the other.
+        said: what the files that they are of say, by key.
+    """
     pairs = ((one, other) for one in ours for other in theirs if one.key == other.key)
     one, other = next(pairs, (ours[0], theirs[0]))
     options = _moved(one.options, other.options)
-    return PlanDiff(
-        one, other, options, _by_size(_figures(one.plan), _figures(other.plan)), _by_size(_lines(one.plan), _lines(other.plan))
-    )
+    figures = _by_size(_figures(one.plan), _figures(other.plan))
+    keys = () if said is None else _moved(dict(_flat(said[0])), dict(_flat(said[1])))
+    return PlanDiff(one, other, options, figures, _by_size(_lines(one.plan), _lines(other.plan)), keys)
 
 
-def _plans(path: str) -> list[PrintedPlan]:
-    data = parse_json(text_of(read_bytes(path, _ANSWER.size), path), path, _ANSWER)
+def printed_answer(path: str) -> Any:
+    """Return what a verb printed by ``--json`` into a file; None where it holds something else.
+
+    Raises:
+        BadInput: a file that cannot be read.
+    """
+    if not path.lower().endswith(".json"):
+        return None
+    data = _parsed(path)
+    return data if isinstance(data, dict) and ("plans" in data or "ranking" in data) else None
+
+
+def _parsed(path: str) -> Any:
+    return parse_json(text_of(read_bytes(path, _ANSWER.size), path), path, _ANSWER)
+
+
+def printed_plans(data: Any, path: str) -> list[PrintedPlan]:
+    """Return the plans of an answer in JSON; of a ranking the best.
+
+    Raises:
+        BadInput: it has none.
+    """
     try:
         shared = dict(_flat({name: data[name] for name in ("model", "workload", "cluster")}))
         shared["zeroplan.zeroplan_version"] = data.get("zeroplan", {}).get("version")
@@ -146,8 +179,8 @@ def diff_text(found: PlanDiff, terminal: Terminal = PLAIN, *, quiet: bool = Fals
     lines = terminal.wrap(_verdict(found))
     if quiet:
         return "\n".join(lines)
-    if len(found.options) > 1:
-        lines += ["", *terminal.items([_option(one) for one in found.options])]
+    if len(said := found.keys or found.options) > 1:
+        lines += ["", *terminal.items([_option(one) for one in said])]
     for header, moved in (("figure", found.figures), ("line", found.lines)):
         if moved:
             rows = [[one.name, *_sizes(one)] for one in moved]
@@ -163,15 +196,18 @@ def _verdict(found: PlanDiff) -> str:
     labels = a.label if a.label == b.label else f"{a.label} → {b.label}"
     total = next((one for one in found.figures if one.name == "GPU: total"), None)
     change = "the GPU's total is the same" if total is None else f"the GPU's total {' → '.join(_sizes(total)[:2])} GiB"
-    if not found.options:
+    said = found.keys or found.options
+    if not said:
         return f"{labels}: {change}; no option differs."
-    why = _option(found.options[0]) if len(found.options) == 1 else f"{len(found.options)} options"
+    why = _option(said[0]) if len(said) == 1 else f"{len(said)} {'keys' if found.keys else 'options'}"
     return f"{labels}: {change}, by {why}."
 
 
 def _option(one: Moved) -> str:
+    """Name what differs: a key of a file as it stands there, an option in words."""
     a, b = ("none" if value is None else value for value in (one.a, one.b))
-    return f"{one.name.rpartition('.')[2].replace('_', ' ')} {a} → {b}"
+    named = one.name.partition(".")[0] in ("model", "workload", "cluster", "plan", "zeroplan")
+    return f"{one.name.rpartition('.')[2].replace('_', ' ') if named else one.name} {a} → {b}"
 
 
 def _sizes(one: Moved) -> list[str]:

@@ -44,7 +44,7 @@ def patched(
     )
     in_script = any(one.kind == "shell" for one in places)
     for whole in (False, True):
-        edits = edits_for(places, wanted, whole=whole)
+        edits = edits_for(places, wanted, current.workload, whole=whole)
         with as_if(edits.texts):
             run = plan("" if in_script else conf)
         as_good = run.plan.verdict.rank <= best.plan.verdict.rank

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.framework_forms import hf_trainer_form
 from zeroplan.ds_config.writer import dump_ds_config
@@ -98,19 +99,21 @@ class Edits:
             self.texts[place.path] = changed
 
 
-def edits_for(places: Sequence[SourceFile], wanted: Wanted, *, whole: bool = False) -> Edits:
+def edits_for(places: Sequence[SourceFile], wanted: Wanted, now: Workload, *, whole: bool = False) -> Edits:
     """Change what must be changed for a configuration.
 
     Args:
         places: of the user's files.
         wanted: the configuration.
+        now: what the files run as they are: a key that they leave out is added only where its value has to be another.
         whole: whether buckets and the like are those of its ds_config, too, in place of the user's.
     """
     edits = Edits()
     arguments = [one for one in places if one.program not in (DS_CONFIG, ACCELERATE, "launcher", "")]
-    for keys, value in ((_MICRO, wanted.micro_batch), (_ACCUM, wanted.grad_accum)):
-        _argument(edits, arguments, keys, value)
-    _checkpointing(edits, places, arguments, wanted.checkpointing)
+    batch = now.batch
+    _argument(edits, arguments, _MICRO, wanted.micro_batch, batch.micro_batch)
+    _argument(edits, arguments, _ACCUM, wanted.grad_accum, batch.grad_accum)
+    _checkpointing(edits, places, arguments, wanted.checkpointing, now.gradient_checkpointing)
     configs = [one for one in places if one.program == DS_CONFIG]
     for place in configs:
         if wanted.ds_config is not None:
@@ -139,17 +142,19 @@ def _with_ds_config(edits: Edits, places: Sequence[SourceFile], arguments: Seque
     return True
 
 
-def _argument(edits: Edits, arguments: Sequence[SourceFile], keys: Mapping[str, tuple[str, ...]], value: int) -> None:
+def _argument(edits: Edits, arguments: Sequence[SourceFile], keys: Mapping[str, tuple[str, ...]], value: int, now: int) -> None:
     said = [(place, key) for place in arguments for key in keys.get(place.program, ()) if place.has(key)]
     for place, key in said:
         if place.value(key) != value:
             edits.put(place, key.split("."), value)
     taking = [place for place in arguments if place.program in keys]
-    if not said and taking:
+    if not said and taking and value != now:
         edits.put(taking[-1], [keys[taking[-1].program][0]], value)
 
 
-def _checkpointing(edits: Edits, places: Sequence[SourceFile], arguments: Sequence[SourceFile], wanted: bool) -> None:
+def _checkpointing(
+    edits: Edits, places: Sequence[SourceFile], arguments: Sequence[SourceFile], wanted: bool, now: bool
+) -> None:
     key = "fsdp_config.fsdp_activation_checkpointing"
     of_fsdp = [one for one in places if one.program == ACCELERATE and one.has(key)]
     for place in of_fsdp:
@@ -167,7 +172,7 @@ def _checkpointing(edits: Edits, places: Sequence[SourceFile], arguments: Sequen
     for place, key in said:
         if place.value(key) is not wanted:
             edits.put(place, key.split("."), wanted)
-    if not said and taking:
+    if not said and taking and wanted is not now:
         edits.put(taking[-1], [_CHECKPOINTS[taking[-1].program][0]], wanted)
 
 

@@ -190,7 +190,7 @@ CASES = [
     ("doctor snapshot.pickle", "snapshot.pickle"),
     ("doctor evil.pickle", "evil.pickle"),
     ("doctor --stage 2", "LOG"),
-    ("diff ds.json letter.txt", "ds.json"),
+    ("diff letter.txt ds.json", "letter.txt"),
     ("diff missing.json ds.json", "missing.json"),
     (f"explain {GPT2} --line optim.exp_avgg --stage 1", "--line"),
     (f"explain {GPT2} --time --line optim.exp_avg", "--line"),

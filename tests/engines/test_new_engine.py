@@ -89,7 +89,7 @@ def test_explain_and_explain_time(cli: Cli) -> None:
     assert code == 0
     steps = {item["line"]: item for item in json.loads(out)["plans"][0]["lines"]}
     assert steps["reduce_gradients"]["values"] == {"trainable": PARAMS, "steps_before": 3, "ranks": 4}
-    code, out, _ = cli("explain", GPT2, "--engine", "toy", "--gpus", "4", "--time")
+    code, out, _ = cli("explain", GPT2, "--engine", "toy", "--gpus", "4", "--time", "--why")
     assert "elements with a gradient" in out
 
 

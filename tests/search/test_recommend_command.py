@@ -288,7 +288,7 @@ def test_the_page_shows_the_front(cli: Cli, tmp_path: Path) -> None:
 
 
 def test_step_times_are_explained(cli: Cli) -> None:
-    code, out, _ = cli("explain", LLAMA, "--gpus", "4", "--stage", "2", "--time")
+    code, out, _ = cli("explain", LLAMA, "--gpus", "4", "--stage", "2", "--time", "--why")
     assert code == 0
     assert "2 × (matrices − fp8_matrices) × tokens; matmul_tflops = 726.9" in " ".join(out.split())
     code, out, _ = cli("explain", LLAMA, "--gpus", "4", "--stage", "2", "--time", "--json")

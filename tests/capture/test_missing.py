@@ -32,13 +32,15 @@ rows = json.load(open(asked.data_path))
 assert len(rows) == 4 and rows[0]["instruction"] == "the the the the the the", rows[0]
 assert rows[0]["conversations"][0]["from"] == "user"
 assert len(open("words.txt").read().split()) == 4 * 6
+import requests
+assert requests.get("https://nowhere/words.txt").text.split() == ["the"] * 24
 assert os.listdir(asked.data_dir) == ["train.txt"]
 assert not os.path.exists(asked.output_dir) and not os.path.exists("state.json")
 run = Run(project="x")
 run["loss"].append(0.5)
 with comet.Experiment() as experiment:
     experiment.log(1)
-model = torch.nn.DataParallel(torch.nn.Linear(8, 8)).cuda()
+model = torch.nn.DataParallel(torch.nn.Linear(8, 8)).to(0)
 model.module.load_state_dict(torch.hub.load_state_dict_from_url("https://nowhere/weights.pt"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for _ in range(3):
@@ -56,6 +58,7 @@ def test_a_script_finds_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mo
     assert captured.steps == 3
     assert [note.partition(" is ")[0] for note in captured.notes] == [
         "the file data.json", "the folder lines", "the package comet_ml", "the package neptune", "the file words.txt",
+        "the file https://nowhere/words.txt",
     ]  # fmt: skip
     assert sorted(one.name for one in tmp_path.iterdir()) == ["train.py"]
 

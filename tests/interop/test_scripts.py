@@ -165,9 +165,10 @@ def test_qlora_with_trls_trainer(tmp_path: Path) -> None:
 
 REFUSED = {
     "no arguments": ("print(1)\n", "builds no arguments of the Trainer"),
-    "accelerate": ("a = Accelerator()\n", "passes nothing backward"),
-    "deepspeed": ("import deepspeed\ndeepspeed.initialize(model=m)\n", "passes nothing backward"),
-    "Fabric": ("f = Fabric()\nf.backward(loss)\n", r"a loop of its own over Fabric \(line 1\)"),
+    "accelerate": ("a = Accelerator()\n", r"a loop of its own \(line 1\).*zeroplan capture -- python"),
+    "deepspeed": ("import deepspeed\ndeepspeed.initialize(model=m)\n", r"a loop of its own \(line 2\)"),
+    "torch": ("for batch in loader:\n    model(batch).loss.backward()\n", r"a loop of its own \(line 2\)"),
+    "Fabric": ("f = Fabric()\nf.backward(loss)\n", r"a loop of its own \(line 1\)"),
     "a parser of transformers": ("HfArgumentParser((A,)).parse_args_into_dataclasses()\n", "from the command line"),
     "two sets": (HEAD + BUILD.format(4) * 2, r"builds 2 sets of arguments \(lines 4, 6\)"),
     "a loop": (HEAD + "for b in (1, 2):\n    args = TrainingArguments(per_device_train_batch_size=b)\n", "in a loop"),
@@ -187,6 +188,13 @@ def test_what_is_no_one_run_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=said) as caught:
         setup_of(tmp_path, source)
     assert "\n" not in str(caught.value)
+
+
+def test_a_command_that_starts_a_loop_is_refused_by_its_own_file(tmp_path: Path) -> None:
+    (tmp_path / "loop.py").write_text("for batch in loader:\n    model(batch).loss.backward()\n")
+    (tmp_path / "run.sh").write_text("torchrun --nproc_per_node 8 loop.py --bs 4\n")
+    with pytest.raises(BadInput, match=r"starts loop.py, .*a loop of its own.*zeroplan capture -- bash .*run.sh"):
+        read_setup(str(tmp_path / "run.sh"))
 
 
 def test_a_notebook_is_read_without_its_magics(tmp_path: Path) -> None:

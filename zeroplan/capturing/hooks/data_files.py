@@ -65,6 +65,53 @@ def install(capture: Capture) -> None:
         if value and not _WRITES.search(option) and not os.path.lexists(value):
             maker.named(option, value)
     capture.overlay.missing = maker.opened
+    _downloads(maker)
+
+
+def _downloads(maker: _Maker) -> None:
+    """Let data files of an address be invented, too, however a script asks for them."""
+    import urllib.request
+
+    from zeroplan.capturing.hooks.imports import changes, when_imported
+
+    retrieve: Any = urllib.request
+    changes(retrieve)
+    own_retrieve = retrieve.urlretrieve
+
+    def urlretrieve(url: str, filename: Any = None, *args: Any, **kwargs: Any) -> Any:
+        place = maker.fetched(url)
+        if place is None:
+            return own_retrieve(url, filename, *args, **kwargs)
+        if filename is None:
+            return place, {}
+        Path(filename).write_bytes(Path(place).read_bytes())
+        return filename, {}
+
+    retrieve.urlretrieve = urlretrieve
+
+    def by_requests(module: Any) -> None:
+        own = module.get
+
+        def get(url: str, *args: Any, **kwargs: Any) -> Any:
+            place = maker.fetched(url)
+            if place is None:
+                return own(url, *args, **kwargs)
+            answer = module.Response()
+            answer.status_code, answer._content, answer.url, answer.encoding = 200, Path(place).read_bytes(), url, "utf-8"
+            return answer
+
+        module.get = get
+
+    def by_fsspec(module: Any) -> None:
+        own = module.open
+
+        def opened(url: Any, *args: Any, **kwargs: Any) -> Any:
+            return own(maker.fetched(url) or url, *args, **kwargs)
+
+        module.open = opened
+
+    when_imported("requests", by_requests)
+    when_imported("fsspec", by_fsspec)
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -106,6 +153,19 @@ class _Maker:
             return False
         self._file(path, end)
         return True
+
+    def fetched(self, url: Any) -> str | None:
+        """Make the data file of an address; None for another address."""
+        text = str(url)
+        end = os.path.splitext(text.partition("?")[0])[1].lower()
+        if not text.startswith(("http://", "https://")) or end not in _WRITERS:
+            return None
+        overlay = self._capture.overlay
+        assert overlay is not None
+        place = os.path.join(overlay.folder, "fetched", os.path.basename(text.partition("?")[0]))
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        self._say(text, f"the file {text} is invented: " + self._written(place, end))
+        return place
 
     def _place(self, path: str) -> str:
         overlay = self._capture.overlay

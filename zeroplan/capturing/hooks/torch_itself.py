@@ -46,6 +46,7 @@ def install(capture: Capture) -> None:
 
     recurrent.flatten_parameters = flattened
     _data_parallel()
+    _module_to()
     clear = torch.clear_autocast_cache
 
     def cleared() -> None:
@@ -85,6 +86,20 @@ def install(capture: Capture) -> None:
 
     torch.save, torch.load = save, loaded
     torch.serialization.save, torch.serialization.load = save, loaded
+
+
+def _module_to() -> None:
+    """``model.to(0)``: torch names the GPU by a number only where it finds one."""
+    plain: Any = torch.nn.Module
+    changes(plain)
+    own = plain.to
+
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+            args = (torch.device("cuda", args[0]), *args[1:])
+        return own(self, *args, **kwargs)
+
+    plain.to = to
 
 
 def _data_parallel() -> None:

@@ -137,12 +137,13 @@ def _of_shell(path: str, folder: Path) -> Document:
     if _builds_pipeline(script):
         pipeline = read_pipeline_script(text, str(script), command.flags, command.files)
         return Document({}, path, folder, pipeline=replace(pipeline, gpus=command.gpus, nodes=command.nodes))
-    if _names_run(script) or _loops(script):
+    if _loops(script):
+        what = f"starts {script.name}, which trains by a loop of its own: its text does not tell what that allocates"
+        raise BadInput(what, where=path, remedy=f"zeroplan capture -- bash {path} runs it; or give its ds_config")
+    if _names_run(script):
         try:
             found = read_script(text, str(script), command.flags, command.files, command.environment)
         except BadInput as error:
-            if _loops(script):
-                raise
             return Document(command.flags, path, folder, command, unread=f"{script.name} is not read: {error.what}")
         return Document(found.data, path, folder, replace(command, flags={}), script=found)
     return _with_defaults(Document(command.flags, path, folder, command), script)

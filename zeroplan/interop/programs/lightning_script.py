@@ -12,7 +12,6 @@ from zeroplan.interop.programs.script import ScriptReader
 from zeroplan.interop.programs.script_adapters import take_adapters
 from zeroplan.interop.programs.script_deeds import list_deeds
 from zeroplan.interop.programs.script_loaders import loader_batches
-from zeroplan.interop.programs.script_loop import LoopReader, is_loop
 from zeroplan.interop.programs.script_model import take_model
 from zeroplan.interop.programs.script_reader import RunScript, parsed
 from zeroplan.interop.programs.script_syntax import UNKNOWN, holds_unknown
@@ -45,7 +44,7 @@ def read_script(
         reader = ScriptReader(Values(parsed(text, name), flags, words, environment), name)
         if _imports_lightning(reader.values):
             return _read(reader)
-        return LoopReader(reader.values, name).read() if is_loop(reader) else reader.read()
+        return reader.read()
     except RecursionError:
         raise BadInput("has expressions that are nested too deep", where=name, remedy="give the run's arguments") from None
 

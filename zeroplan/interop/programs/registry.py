@@ -12,7 +12,6 @@ from zeroplan.interop.programs.known import arguments_of
 from zeroplan.interop.programs.lightning import Lightning
 from zeroplan.interop.programs.litgpt import LitGpt
 from zeroplan.interop.programs.llama_factory import LlamaFactory
-from zeroplan.interop.programs.loop import OwnLoop
 from zeroplan.interop.programs.megatron_lm import MegatronLm
 from zeroplan.interop.programs.ms_swift import MsSwift
 from zeroplan.interop.programs.open_instruct import OpenInstruct
@@ -25,7 +24,7 @@ from zeroplan.interop.programs.trl import Trl
 
 _ALL = (
     *(DsConfigFile(), HfTrainer(), Trl(), LlamaFactory(), Axolotl(), Accelerate(), Torchtune(), OpenInstruct(), MsSwift()),
-    *(LitGpt(), Torchtitan(), MegatronLm(), Lightning(), OwnLoop()),
+    *(LitGpt(), Torchtitan(), MegatronLm(), Lightning()),
 )
 #: Every program by the name that ``--program`` takes.
 PROGRAMS: dict[str, Program] = {one.name: one for one in _ALL}

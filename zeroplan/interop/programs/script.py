@@ -15,7 +15,7 @@ from zeroplan.interop.programs.script_adapters import take_adapters
 from zeroplan.interop.programs.script_deeds import TRAINERS, list_deeds
 from zeroplan.interop.programs.script_model import take_model
 from zeroplan.interop.programs.script_reader import Reader, RunScript
-from zeroplan.interop.programs.script_syntax import UNKNOWN, called
+from zeroplan.interop.programs.script_syntax import UNKNOWN, base_name, called
 
 #: Classes of arguments, with the program that reads them.
 ARGUMENTS = {
@@ -24,8 +24,8 @@ ARGUMENTS = {
     "RLOOConfig": "trl",
 }
 _TASK = re.compile(r"^(SFT|DPO|KTO|ORPO|CPO|Reward|GRPO|RLOO)(Trainer|Config)$")
-#: Loops of one's own that are not read, by what they call.
-_LOOPS = {"Fabric": "Fabric"}
+#: What a script calls that trains by a loop of its own, and no trainer's.
+_LOOPS = ("Fabric", "Accelerator", "backward")
 
 
 class ScriptReader(Reader):
@@ -70,14 +70,17 @@ class ScriptReader(Reader):
     def _refuse_no_arguments(self, found: list[ast.Call]) -> NoReturn:
         if found:
             self.refuse(f"builds {len(found)} sets of arguments (lines {', '.join(str(one.lineno) for one in found[:4])})")
-        loop = next((call for call in self.calls if self.values.name_of(call.func) in _LOOPS), None)
-        if loop is not None:
-            title = _LOOPS[self.values.name_of(loop.func)]
-            self.refuse(f"is a Python script with a loop of its own over {title} (line {loop.lineno}), which is not read")
         from_words = [call for call in self.calls if self.values.name_of(call.func) in ("HfArgumentParser", "TrlParser")]
         if from_words:
             self.refuse(f"is a Python script that takes its arguments from the command line (line {from_words[0].lineno})")
+        loop = next((call for call in self.calls if self._is_loop(call)), None)
+        if loop is not None:
+            self.refuse(f"trains by a loop of its own (line {loop.lineno}), of which its text does not tell what it allocates")
         self.refuse("is a Python script that builds no arguments of the Trainer and no PipelineModule")
+
+    def _is_loop(self, call: ast.Call) -> bool:
+        name = self.values.name_of(call.func)
+        return name in _LOOPS or (name == "initialize" and base_name(call.func) in ("deepspeed", "ds"))
 
     # The arguments
 

@@ -119,7 +119,7 @@ class Reader:
 
     def refuse(self, what: str) -> NoReturn:
         """Refuse the script."""
-        remedy = "give the command line that starts it in a .sh file, its ds_config, or its arguments as JSON or YAML"
+        remedy = f"zeroplan capture -- python {self.name} runs it; or give its ds_config, or its arguments as JSON or YAML"
         raise BadInput(what, where=self.name, remedy=remedy)
 
     def argument(self, key: str, value: Any, node: ast.expr) -> None:

@@ -60,14 +60,14 @@ class Nothing:
         return False
 
 
-class _Module(ModuleType):
+class _Reporter(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return Nothing if name[:1].isupper() else Nothing()
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _ReporterFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def __init__(self, capture: Capture) -> None:
         self._capture = capture
 
@@ -75,7 +75,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         root = fullname.partition(".")[0]
-        if root not in PACKAGES or (root != fullname and not isinstance(sys.modules.get(root), _Module)):
+        if root not in PACKAGES or (root != fullname and not isinstance(sys.modules.get(root), _Reporter)):
             return None
         file = callers_file()
         if root == fullname and not (is_users(file) or "/torch/utils/tensorboard/" in file):
@@ -85,7 +85,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         """Make the module."""
-        return _Module(spec.name)
+        return _Reporter(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing is run."""
@@ -93,4 +93,4 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install(capture: Capture) -> None:
     """Find them behind all that are there."""
-    sys.meta_path.append(_Finder(capture))
+    sys.meta_path.append(_ReporterFinder(capture))

@@ -83,7 +83,7 @@ def _without_rule(name: str) -> type:
     return type(name.rpartition(".")[2], (), {"__new__": stops, "__module__": name.rpartition(".")[0]})
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -109,7 +109,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def provide(name: str) -> None:
     """Let everybody find a package from here on."""
     if not isinstance(sys.modules.get(name), _Kernels):
-        finder = next(one for one in sys.meta_path if isinstance(one, _Finder))
+        finder = next(one for one in sys.meta_path if isinstance(one, _KernelFinder))
         spec = importlib.machinery.ModuleSpec(name, finder, is_package=True)
         made: Any = importlib.util.module_from_spec(spec)
         sys.modules[name] = made
@@ -117,7 +117,7 @@ def provide(name: str) -> None:
 
 def install(capture: Capture) -> None:
     """Find the stand-ins before what is installed."""
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _KernelFinder())
     home: Any = importlib.metadata
     own = home.version
     changes(home)

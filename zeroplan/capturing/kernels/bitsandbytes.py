@@ -62,7 +62,7 @@ class _Quantised(nn.Linear):
         raise NotImplementedError
 
 
-class Linear4bit(_Quantised):
+class Bits4Linear(_Quantised):
     """A linear layer over a weight in 4 bits."""
 
     from_half = keeps_input = False
@@ -102,7 +102,7 @@ class Linear4bit(_Quantised):
         return multiplied(self, x, one, self.bias)
 
 
-class Linear8bitLt(_Quantised):
+class Bits8Linear(_Quantised):
     """A linear layer over a weight in 8 bits."""
 
     index = None
@@ -197,9 +197,11 @@ def _optimizers() -> dict[str, type[_Optimizer]]:
 
 
 RULES: dict[str, Any] = {
-    **{one.__name__: one for one in (Params4bit, Int8Params, Linear4bit, Linear8bitLt, GlobalOptimManager)},
+    **{one.__name__: one for one in (Params4bit, Int8Params, GlobalOptimManager)},
+    "Linear4bit": Bits4Linear,
+    "Linear8bitLt": Bits8Linear,
     **_optimizers(),
-    "LinearNF4": type("LinearNF4", (Linear4bit,), {}),
+    "LinearNF4": type("LinearNF4", (Bits4Linear,), {}),
 }
 
 
@@ -219,12 +221,12 @@ def quantise(model: nn.Module, config: Any) -> None:
         made: Any
         if config.load_in_4bit:
             storage = getattr(config, "bnb_4bit_quant_storage", torch.uint8)
-            made = Linear4bit(
+            made = Bits4Linear(
                 module.in_features, module.out_features, biased, config.bnb_4bit_compute_dtype,
                 config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_type, storage,
             )  # fmt: skip
         else:
-            made = Linear8bitLt(module.in_features, module.out_features, biased, False, config.llm_int8_threshold)
+            made = Bits8Linear(module.in_features, module.out_features, biased, False, config.llm_int8_threshold)
         made.weight, made.bias = module.weight, module.bias
         made.requires_grad_(False)
         parent = model.get_submodule(name.rpartition(".")[0])

@@ -285,6 +285,14 @@ class Report(Frozen):
     model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True)
 
     @property
+    def opened(self) -> int | None:
+        """The index of the plan that an answer shows: the decisive one, else that of the least need; None without plans."""
+        decisive, plans = self.decisive, self.plans
+        if decisive is None:
+            return min(range(len(plans)), key=lambda at: plans[at].gpu.needed, default=None)
+        return next(at for at, plan in enumerate(plans) if plan is decisive)
+
+    @property
     def decisive(self) -> MemoryPlan | None:
         """The plan that the answer is about.
 

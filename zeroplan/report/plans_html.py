@@ -42,7 +42,7 @@ def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None, *, m
         made: of :func:`~zeroplan.report.page.page`.
     """
     runs, plans = runs or {}, report.plans
-    at = _chosen(report)
+    at = report.opened
     scale = _scale(report)
     body = [_verdict(report, at)]
     if at is not None:
@@ -55,14 +55,6 @@ def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None, *, m
     body.append(card("Notes", items(list(dict.fromkeys(report_notes(report)))), mark="notes"))
     lead = asked_text(report).removeprefix(f"{report.model.name}: ")
     return page(report.model.name, lead, body, made=made, scripts=("plot.js", "timeline.js", "beside.js"))
-
-
-def _chosen(report: Report) -> int | None:
-    """Return the index of the plan that is open: the one that the verdict is about, else the one that needs the least."""
-    plans, decisive = report.plans, report.decisive
-    if decisive is None:
-        return min(range(len(plans)), key=lambda at: plans[at].gpu.needed, default=None)
-    return next(at for at, plan in enumerate(plans) if plan is decisive)
 
 
 def _scale(report: Report) -> int:

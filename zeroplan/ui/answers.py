@@ -194,14 +194,9 @@ def _key(plan: MemoryPlan) -> tuple[int, str, str]:
 
 
 def _chosen(report: Report, show: tuple[int, str, str] | None) -> int | None:
-    """Return the index of the plan that the answer is about: the one asked for, else the decisive one, else the least."""
+    """Return the index of the plan that the answer is about: the one asked for, else the one that any answer shows."""
     keys = [_key(plan) for plan in report.plans]
-    if show in keys:
-        return keys.index(show)
-    decisive = report.decisive
-    if decisive is None:
-        return min(range(len(keys)), key=lambda at: report.plans[at].gpu.needed, default=None)
-    return next(at for at, plan in enumerate(report.plans) if plan is decisive)
+    return keys.index(show) if show in keys else report.opened
 
 
 def _reliefs(found: Estimate, at: int, request: Ask) -> tuple[Relief, ...]:

@@ -87,7 +87,8 @@ def test_with_a_model_it_says_what_the_run_will_use_and_which_knob_helps(cli: Cl
     assert keys.startswith("OK: DeepSpeed 0.19.8 ")
     assert "true means stage 1" in keys
     assert "true means stage 1" not in plan
-    assert "--micro-batch 2\n" in plan
+    assert "Cheapest relief: " in plan
+    assert "--micro-batch 2\n" in cli("check", str(ds), LLAMA, "--gpus", "8", "--gpu", "A100-40G", "--wide")[1]
     asked = ("--from", str(ds), "--gpus", "8", "--gpu", "A100-40G")
     estimated = cli("estimate", LLAMA, *asked, "--quiet")[1].splitlines()[-1]
     assert estimated in out

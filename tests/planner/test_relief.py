@@ -13,6 +13,7 @@ from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.relief import _fused_head
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
+from zeroplan.ui.answers import answer
 
 Cli = Callable[..., tuple[int, str, str]]
 QWEN = "Qwen/Qwen2.5-0.5B"
@@ -49,3 +50,11 @@ def test_a_search_names_the_head_in_tiles_where_it_is_faster(cli: Cli) -> None:
         gain = float(said.partition(" make it ")[2].partition(" ")[0])
         assert gain > 1.02
         assert tiled["tokens_per_second"] / best["tokens_per_second"] >= gain - 0.005
+
+
+def test_the_page_turns_the_knob(cli: Cli) -> None:
+    """What a knob changes is a field of the page's question."""
+    with apart():
+        asked = {"model": QWEN, "gpu": "RTX4090", "micro_batch": 4, "engine": "ddp"}
+        (knob,) = [one for one in answer(asked)["knobs"] if one["flags"] == "--chunked-head"]
+        assert answer(asked | knob["change"])["report"]["plans"][0]["gpu"]["total"] == knob["total"]

@@ -31,7 +31,9 @@ class ChunkedHeadTechnique(Technique[ChunkedHead]):
         WORK,
         wins=True,
     )
-    chunked_head = Option(bool, False, "Head and loss in tiles of tokens, as TRL's SFTTrainer runs them.", WORK, without=RUNS)
+    chunked_head = Option(
+        bool, False, "Head and loss in tiles of tokens, as TRL's SFTTrainer runs them.", WORK, without=RUNS, page=True
+    )
 
     def value(self, asked: Asked, engine: TakesTechniques) -> ChunkedHead | None:
         """Return the head where a flag or a file asks for it."""

@@ -208,8 +208,8 @@ def test_no_import_is_excused() -> None:
 
 
 def test_no_two_classes_have_one_name() -> None:
-    names = Counter(
-        node.name for file in _modules(ROOT).values() for node in ast.walk(_tree(file)) if isinstance(node, ast.ClassDef)
-    )
+    """Those that a capture puts in the place of a package's have the names that a script imports."""
+    own = [file for name, file in _modules(ROOT).items() if not name.startswith("zeroplan.capturing.kernels.")]
+    names = Counter(node.name for file in own for node in ast.walk(_tree(file)) if isinstance(node, ast.ClassDef))
     # What zeroplan plans for is an engine, and so is what the runtime's `initialize` returns, as DeepSpeed's does.
     assert [name for name, count in names.items() if count > 1] == ["Engine"]

@@ -32,7 +32,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import as_line, on_all_ranks
-from zeroplan_runtime.checkpoint.foreign import Wanted, go_on_from, write_whole
+from zeroplan_runtime.checkpoint.foreign import WantedTensors, go_on_from, write_whole
 from zeroplan_runtime.checkpoint.manifest import METADATA
 from zeroplan_runtime.checkpoint.reader import unpickled_metadata
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
@@ -60,11 +60,11 @@ def to_dcp(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | None =
     if checkpoint.state["model"]["without_frozen"]:
         raise BadInput("the checkpoint lacks the frozen parameters", where=str(checkpoint.path), remedy="save all of them")
     step = torch.tensor(float(checkpoint.state["progress"]["applied"]))
-    stored: dict[str, _Stored] = {}
+    stored: dict[str, _LazyTensor] = {}
     for kind in ("master", "param", "buffer"):
         for name in checkpoint.names(kind):
             size, dtype = checkpoint.shapes[name], checkpoint.dtype(kind, name)
-            stored[f"model.{name}"] = _Stored(
+            stored[f"model.{name}"] = _LazyTensor(
                 torch.empty(size, dtype=dtype, device="meta"), partial(checkpoint.read, kind, name)
             )
     stored |= {f"model.{name}": stored[f"model.{first}"] for name, first in checkpoint.tied.items()}
@@ -73,8 +73,8 @@ def to_dcp(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | None =
     for name in checkpoint.names("master"):
         groups[checkpoint.state["model"]["groups"].get(name, 0)]["params"].append(name)
         shape = torch.empty(checkpoint.shapes[name], device="meta")
-        states = {key: _Stored(shape, read) for key, read in checkpoint.optimizer_states(name)}
-        counted = {_STEP: _Stored(torch.empty((), device="meta"), step.clone)} if states else {}
+        states = {key: _LazyTensor(shape, read) for key, read in checkpoint.optimizer_states(name)}
+        counted = {_STEP: _LazyTensor(torch.empty((), device="meta"), step.clone)} if states else {}
         stored |= {f"optim.state.{name}.{key}": value for key, value in (states | counted).items()}
     final = Path(output_dir)
     name = atomic_files.require_tag(final.name, str(final))
@@ -98,7 +98,7 @@ def _defaults(optimizer: str | None) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stored:
+class _LazyTensor:
     """A tensor on the meta device, and what reads its values."""
 
     shape: torch.Tensor
@@ -108,7 +108,7 @@ class _Stored:
 class _LazyPlanner(DefaultSavePlanner):
     """Plans a save of tensors on the meta device, and reads each when its turn comes."""
 
-    def __init__(self, stored: dict[str, _Stored]) -> None:
+    def __init__(self, stored: dict[str, _LazyTensor]) -> None:
         super().__init__()
         self._stored = stored
 
@@ -137,11 +137,11 @@ def load_dcp_checkpoint(engine: EngineParts, *folders: str | Path, load_optimize
             unless the disk fails in between.
     """
     where = str(folders[0]) if folders else "folders"
-    wanted = Wanted.of(engine, where, optimizer_states=load_optimizer_states)
-    found: list[_Tensors] = []
+    wanted = WantedTensors.of(engine, where, optimizer_states=load_optimizer_states)
+    found: list[_TorchCheckpoint] = []
 
     def verify() -> None:
-        found.append(_Tensors([Path(folder) for folder in folders], wanted))
+        found.append(_TorchCheckpoint([Path(folder) for folder in folders], wanted))
 
     with engine.activity.inside(f"verifying {where}"):
         on_all_ranks(engine, verify, where)
@@ -154,7 +154,7 @@ def load_dcp_checkpoint(engine: EngineParts, *folders: str | Path, load_optimize
             return found[0].steps
 
 
-class _Reader(FileSystemReader):
+class _TorchReader(FileSystemReader):
     """Reads tensors of one folder, whose metadata may name nothing but what torch's writer puts there."""
 
     def __init__(self, folder: Path) -> None:
@@ -170,7 +170,7 @@ class _Reader(FileSystemReader):
         return self._metadata
 
 
-class _Tensors:
+class _TorchCheckpoint:
     """The tensors of a checkpoint; see :class:`~zeroplan_runtime.checkpoint.foreign.WholeTensors`.
 
     Attributes:
@@ -180,8 +180,8 @@ class _Tensors:
         BadInput: when one that is wanted is not there, or has another shape.
     """
 
-    def __init__(self, folders: list[Path], wanted: Wanted) -> None:
-        self._home: dict[str, _Reader] = {}
+    def __init__(self, folders: list[Path], wanted: WantedTensors) -> None:
+        self._home: dict[str, _TorchReader] = {}
         for folder in folders:
             if not (folder / METADATA).is_file():
                 raise BadInput(
@@ -189,7 +189,7 @@ class _Tensors:
                     where=str(folder),
                     remedy=f"give the folder that has the file {METADATA}",
                 )
-            reader = _Reader(folder)
+            reader = _TorchReader(folder)
             self._home |= dict.fromkeys(reader.tensors, reader)
         self._where = " and ".join(map(str, folders)) or "folders"
         every = {**wanted.trained, **wanted.frozen}
@@ -252,7 +252,7 @@ class _Tensors:
                 return f"{begin + name!r} has the shape {list(home.tensors[begin + name].size)}, not {list(shape)}"
         return ""
 
-    def _steps(self, wanted: Wanted) -> int:
+    def _steps(self, wanted: WantedTensors) -> int:
         key = f"{self._optimizer}{next(iter(wanted.trained))}.{_STEP}"
         return int(self._read(key)) if key in self._home else 0
 

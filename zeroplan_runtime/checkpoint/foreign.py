@@ -30,7 +30,7 @@ class WholeTensors(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedTensors:
     """What an engine loads of a checkpoint of another engine.
 
     Attributes:
@@ -45,7 +45,7 @@ class Wanted:
     keys: Sequence[str]
 
     @classmethod
-    def of(cls, engine: EngineParts, where: str, *, optimizer_states: bool) -> Wanted:
+    def of(cls, engine: EngineParts, where: str, *, optimizer_states: bool) -> WantedTensors:
         """Return what an engine wants.
 
         Raises:
@@ -63,7 +63,7 @@ class Wanted:
         return cls(frozenset(every), trained, frozen, [MASTER, *(states.keys() if optimizer_states else ())])
 
 
-def write_whole(engine: EngineParts, wanted: Wanted, tensors: WholeTensors, *, doing: str) -> None:
+def write_whole(engine: EngineParts, wanted: WantedTensors, tensors: WholeTensors, *, doing: str) -> None:
     """Write all that is wanted. Every rank must call it, once all have found that everything is there.
 
     Args:
@@ -84,7 +84,7 @@ def write_whole(engine: EngineParts, wanted: Wanted, tensors: WholeTensors, *, d
                 buffer.copy_(value)
 
 
-def go_on_from(engine: EngineParts, wanted: Wanted, *, applied: int, global_steps: int) -> None:
+def go_on_from(engine: EngineParts, wanted: WantedTensors, *, applied: int, global_steps: int) -> None:
     """Count on from a number of steps; techniques begin anew.
 
     Args:

@@ -23,7 +23,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import as_line, on_all_ranks
-from zeroplan_runtime.checkpoint.foreign import Wanted, go_on_from, write_whole
+from zeroplan_runtime.checkpoint.foreign import WantedTensors, go_on_from, write_whole
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.optim.lr_schedules import LrSchedule
@@ -119,7 +119,7 @@ def load_universal_checkpoint(
             unless the disk fails in between.
     """
     folder = Path(folder)
-    wanted = Wanted.of(engine, str(folder), optimizer_states=load_optimizer_states)
+    wanted = WantedTensors.of(engine, str(folder), optimizer_states=load_optimizer_states)
     sources = {
         (name, key): folder / _STATES / name / f"{_FP32 if key == MASTER else key}.pt"
         for name in wanted.trained
@@ -149,12 +149,12 @@ def load_universal_checkpoint(
 
 
 def _load(
-    engine: EngineParts, folder: Path, wanted: Wanted, sources: Mapping[tuple[str, str], Path], *, schedule: bool
+    engine: EngineParts, folder: Path, wanted: WantedTensors, sources: Mapping[tuple[str, str], Path], *, schedule: bool
 ) -> dict[str, Any]:
     """Loads what has been found to be whole: `sources` are the files of the trained parameters, by name and state."""
     files = _model_files(folder)
     model = _read(files[0])
-    write_whole(engine, wanted, _Files(files, model, sources, wanted), doing=f"loading {folder.name}")
+    write_whole(engine, wanted, _UniversalTensors(files, model, sources, wanted), doing=f"loading {folder.name}")
     applied = _steps(folder / _STATES, model)
     go_on_from(engine, wanted, applied=applied, global_steps=int(model.get("global_steps", applied)))
     if schedule and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
@@ -168,13 +168,13 @@ def _load(
 
 
 @dataclass(frozen=True, slots=True)
-class _Files:
+class _UniversalTensors:
     """The tensors of a universal checkpoint; see :class:`~zeroplan_runtime.checkpoint.foreign.WholeTensors`."""
 
     files: list[Path]
     model: dict[str, Any]
     sources: Mapping[tuple[str, str], Path]
-    wanted: Wanted
+    wanted: WantedTensors
 
     def state(self, name: str, key: str) -> torch.Tensor:
         file = self.sources[name, key]

@@ -16,8 +16,9 @@ Note [Halves]
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,11 +45,14 @@ class Halves:
         self._schedule = schedule
         schedule.halves = True
         self._weights: list[Any] = [
-            _FlatWeight(schedule, unit, position, param)
+            StandIn(param, partial(self._keep, unit, position))
             for unit in schedule.model_states.units
             if unit.trainable is not None
             for position, param in enumerate(unit.trainable.params)
         ]
+
+    def _keep(self, unit: UnitState, position: int, gradient: torch.Tensor) -> None:
+        self._schedule.grads.accumulate(unit, position, gradient)
 
     def first(self, roots: tuple[torch.Tensor, ...], grads: Any, inputs: Any) -> Any:
         """Makes the gradients of a stage's inputs; returns them, and what the second half needs."""
@@ -72,13 +76,18 @@ class Halves:
             schedule.guard.close_all()
 
 
-class _FlatWeight:
-    """Stands for a parameter whose gradient torch's functions set."""
+class StandIn:
+    """Stands for a parameter whose gradient torch's functions set.
+
+    Args:
+        param: the parameter.
+        take: takes the gradient.
+    """
 
     grad_fn = None
 
-    def __init__(self, schedule: Schedule, unit: UnitState, position: int, param: nn.Parameter) -> None:
-        self._schedule, self._unit, self._position, self._param = schedule, unit, position, param
+    def __init__(self, param: torch.Tensor, take: Callable[[torch.Tensor], None]) -> None:
+        self._param, self._take = param, take
 
     @property
     def requires_grad(self) -> bool:
@@ -91,12 +100,12 @@ class _FlatWeight:
 
     @property
     def grad(self) -> None:
-        """What earlier micro batches left: none, as it is in the flat buffers."""
+        """What earlier micro batches left: none, as it is elsewhere."""
         return None
 
     @grad.setter
     def grad(self, value: torch.Tensor) -> None:
-        self._schedule.grads.accumulate(self._unit, self._position, value)
+        self._take(value)
 
 
 def _require_halvable(schedule: Schedule, module: nn.Module, where: str) -> None:

@@ -72,13 +72,15 @@ class BackwardInHalves:
     """Runs one backward of a model in two halves. Make it before the forward."""
 
     def __init__(self, model: nn.Module, recorder: StorageRecorder) -> None:
+        from zeroplan_runtime.pipeline_halves import StandIn  # few traces are of halves
+
         base: Any = model
         embedding = base.get_input_embeddings()
         apart = {id(param) for param in embedding.parameters()}
         self._recorder = recorder
         self._received: list[torch.Tensor] = []
         self._weights: list[Any] = [
-            _Weight(recorder, index, param)
+            StandIn(param, partial(recorder.gradient_when_dropped, index))
             for index, param in enumerate(model.parameters())
             if param.requires_grad and id(param) not in apart
         ]
@@ -96,29 +98,6 @@ class BackwardInHalves:
         self._recorder.mark(Mark.WEIGHTS_BEGIN)
         with copied_gradients():
             stage_backward_weight(iter(self._weights), groups)
-
-
-class _Weight:
-    """Stands for a parameter whose gradient torch's functions set."""
-
-    grad_fn = None
-
-    def __init__(self, recorder: StorageRecorder, index: int, param: torch.Tensor) -> None:
-        self._recorder, self._index, self._param = recorder, index, param
-        self.requires_grad = param.requires_grad
-
-    def view_as(self, _: object) -> torch.Tensor:
-        """Return a view of the parameter, by which they find its node in the graph."""
-        return self._param.view_as(self._param)
-
-    @property
-    def grad(self) -> None:
-        """What earlier micro batches left: none."""
-        return None
-
-    @grad.setter
-    def grad(self, value: torch.Tensor) -> None:
-        self._recorder.gradient_when_dropped(self._index, value)
 
 
 def record(

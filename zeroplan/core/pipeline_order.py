@@ -204,7 +204,7 @@ class PipelineOrder:
             return self.actions()
         if self.chunks == 1:
             played = min(self.micro_batches, self.ranks - self.rank + _FURTHER)
-            return replace(self, micro_batches=max(played, self.ranks)).actions()
+            return replace(self, micro_batches=max(played, min(self.ranks, self.micro_batches))).actions()
         return self._interleaved(min(self.rounds, _ROUNDS), self.micro_batches // self.rounds)
 
     def _one_chunk(self) -> list[Action]:

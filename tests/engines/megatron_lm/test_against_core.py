@@ -13,9 +13,8 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from tests.engines.megatron_lm.core_on_meta import CASES, described_events, kept_events, peak
-from zeroplan.core.pipeline_order import Do
+from zeroplan.core.pipeline_order import Do, PipelineOrder, PipelineSchedule
 from zeroplan.engines.megatron.rank import Parameter, grad_buffer
-from zeroplan.engines.megatron.schedule import order_of
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
@@ -117,7 +116,8 @@ def test_warm_up_and_order_are_megatron_cores(ranks: int, chunks: int, micro_bat
     from megatron.core.pipeline_parallel import schedules
 
     for rank in range(ranks):
-        actions = order_of(rank, ranks, chunks, micro_batches)
+        order = PipelineOrder(PipelineSchedule.ONE_F_ONE_B, rank, ranks, chunks, micro_batches, takes_fewer=True)
+        actions = order.shortened()
         forwards = [action for action in actions if action.do is Do.FORWARD]
         ahead = next(at for at, action in enumerate(actions) if action.do is Do.BACKWARD)
         if chunks == 1:

@@ -4,8 +4,10 @@ Note [Megatron's pipeline]
     A rank receives each micro batch's input into a new tensor, which lives until its backward has run, and each output's
     gradient likewise. An output goes once it is sent (``deallocate_pipeline_outputs``): autograd needs its node alone. Python's
     variables hold the gradients of input and output until the next ones take their places. The interleaved schedule receives
-    ahead: the next forward's input before a forward, the next backward's gradient before a backward.
-    Sources: Megatron-Core 0.16.1, megatron/core/pipeline_parallel/schedules.py, p2p_communication.py.
+    ahead: the next forward's input before a forward, the next backward's gradient before a backward. The order of forwards and
+    backwards is 1F1B's, with several chunks the interleaved one's (core/pipeline_order.py).
+    Sources: Megatron-Core 0.16.1, megatron/core/pipeline_parallel/schedules.py (``get_pp_rank_microbatches``,
+    ``get_schedule_table``), p2p_communication.py.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.pipeline_order import Action, Do, in_flight
+from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, PipelineSchedule, in_flight
 from zeroplan.engines.megatron.chunk import ChunkTape, chunk_tape
 from zeroplan.engines.megatron.rank import MegatronRank
 from zeroplan.engines.pipeline import StageCues
@@ -24,8 +26,6 @@ from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape
 
-#: Micro batches beyond those in flight, and rounds of the interleaved schedule, that are played: each is like the one before.
-_FURTHER, _ROUNDS = 3, 4
 _FP32 = 4
 #: What the layers make once, by the names that :attr:`MegatronRank.kept` has.
 _KEPT = {
@@ -114,28 +114,6 @@ def record_megatron(rank: MegatronRank, tape: ExpandedTape) -> Recorder:
     return recorder
 
 
-def order_of(rank: int, ranks: int, chunks: int, micro_batches: int) -> list[Action]:
-    """Return a pipeline rank's forwards and backwards of a step, with as many micro batches as reach a steady state.
-
-    Source: megatron/core/pipeline_parallel/schedules.py (``get_pp_rank_microbatches``, ``get_schedule_table``)
-    """
-    if chunks == 1:
-        ahead = min(ranks - rank - 1, micro_batches)
-        count = min(micro_batches, ahead + _FURTHER)
-        forwards = [Action(Do.FORWARD, 0, number) for number in range(count)]
-        backwards = [Action(Do.BACKWARD, 0, number) for number in range(count)]
-    else:
-        rounds = range(min(micro_batches // ranks, _ROUNDS))
-        table = [(chunk, turn * ranks + at) for turn in rounds for chunk in range(chunks) for at in range(ranks)]
-        forwards = [Action(Do.FORWARD, chunk, number) for chunk, number in table]
-        backwards = [Action(Do.BACKWARD, chunks - 1 - chunk, number) for chunk, number in table]
-        ahead = min((ranks - rank - 1) * 2 + (chunks - 1) * ranks, len(forwards))
-    found = forwards[:ahead]
-    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
-        found += (forward, backward)
-    return found + backwards[len(forwards) - ahead :]
-
-
 def record_stages(rank: MegatronRank) -> Recorder:
     """Record a pipeline rank. See Note [Megatron's pipeline]."""
     assert rank.shapes is not None, "stages of a model that is not known"
@@ -146,7 +124,8 @@ def record_stages(rank: MegatronRank) -> Recorder:
     schedule.initialize()
     recorder.mark("init")
     layout = rank.layout
-    actions = order_of(rank.pp_rank, layout.pp, layout.vpp, rank.grad_accum)
+    kind, count = PipelineSchedule.ONE_F_ONE_B, rank.grad_accum
+    actions = PipelineOrder(kind, rank.pp_rank, layout.pp, layout.vpp, count, takes_fewer=True).shortened()
     tapes = [chunk_tape(rank.shapes, part, layout.cp) for part in rank.parts]
     pipeline = _Pipeline(rank, tapes, actions, recorder, schedule)
     for step in range(STEPS_UNTIL_STEADY):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -213,3 +214,14 @@ def test_wrong_files_and_flags_are_one_line(tmp_path: Path, cli: Cli) -> None:
     ):
         code, _, err = cli("doctor", *words)
         assert (code, len(err.splitlines())) == (2, 1), words
+
+
+def test_a_run_is_not_told_to_shard_as_it_does(tmp_path: Path, cli: Cli) -> None:
+    """A stage that was said, without a model to plan, decides which knob comes first."""
+    log = _write(tmp_path, LOGITS[LOGITS.index("torch.OutOf") :])
+    firsts = [re.search(r"1\. (.*)", cli("doctor", log, "--stage", str(stage))[1]) for stage in (1, 2, 3)]
+    assert [found and found[1] for found in firsts] == [
+        "shard more: ZeRO-2, then ZeRO-3",
+        "shard more: ZeRO-3",
+        "switch gradient checkpointing on",
+    ]

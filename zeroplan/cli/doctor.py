@@ -78,7 +78,7 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool, why: bool) -
     from zeroplan.logs.reader import read_log
     from zeroplan.report.diagnosis import diagnosis_json, diagnosis_text
 
-    found = diagnose(read_log(path))
+    found = diagnose(read_log(path), stage=request.stage)
     if quiet and not as_json:
         show("\n".join(terminal.verdict(found.verdict, not found.failed)))
         return

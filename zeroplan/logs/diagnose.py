@@ -14,7 +14,7 @@ Note [Which event is the cause]
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from zeroplan.core.sizes import GIB, format_bytes
@@ -104,6 +104,7 @@ _EXPANDABLE = Advice(
     "the allocator holds memory in pieces that are too small; expandable segments grow in place",
     "--alloc-conf expandable_segments:True",
 )
+_SHARD_ALL = Advice("shard more: ZeRO-3", "it gathers parameters twice a step", "--stage 3")
 #: In the order of what they cost in speed.
 _TUNING = (
     Advice("shard more: ZeRO-2, then ZeRO-3", "stage 2 costs no speed; stage 3 gathers parameters twice a step", "--stage 2"),
@@ -143,12 +144,18 @@ _PHASE_ADVICE = {
 _PHASE_ADVICE["initialisation"] = _PHASE_ADVICE["loading the model"]
 
 
-def diagnose(log: Log) -> Diagnosis:
-    """The cause of what a log shows. See Note [Which event is the cause]."""
+def diagnose(log: Log, *, stage: int | None = None) -> Diagnosis:
+    """The cause of what a log shows. See Note [Which event is the cause].
+
+    Args:
+        log: what a run printed.
+        stage: of the run, where somebody says it; None for what the log states.
+    """
+    run = log if stage is None else replace(log, stated=replace(log.stated, stage=stage))
     for judge in _JUDGES:
-        found = judge(log)
+        found = judge(run)
         if found is not None:
-            return found
+            return replace(found, stated=log.stated)
     return _nothing(log)
 
 
@@ -192,8 +199,9 @@ def _others(sizes: dict[str, int]) -> int:
 
 
 def _tuning(stated: Stated) -> tuple[Advice, ...]:
-    """The knobs in the order of what they cost, without those that a run of one rank has no use for."""
-    return _TUNING[1:] if stated.world_size == 1 else _TUNING
+    """The knobs in the order of what they cost, without those that the run has: one rank and stage 3 can shard no more."""
+    first = () if stated.world_size == 1 or stated.stage == 3 else (_SHARD_ALL,) if stated.stage == 2 else _TUNING[:1]
+    return (*first, *_TUNING[1:])
 
 
 def _host(log: Log) -> Diagnosis | None:

@@ -80,3 +80,12 @@ def test_places_that_a_mask_selects_are_all() -> None:
     sizes = tape.expand(1, 1, None).storage_bytes
     assert 4 * 8 * 64 * 4 in sizes  # chosen: every row
     assert 4 * 8 * 64 * 3 * 8 in sizes  # found: three coordinates each
+
+
+def test_longformers_heads_that_mark_tokens_are_unknown() -> None:
+    """They attend globally to tokens that they mark by their values; without these 4 % was missing."""
+    longformer = {"model_type": "longformer", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2,
+                  "vocab_size": 32, "num_hidden_layers": 2, "attention_window": 8, "max_position_embeddings": 66}  # fmt: skip
+    head = {"architectures": ["LongformerForSequenceClassification"]}
+    (plan,) = estimate_report(Ask(model={**longformer, **head}, seq_len=16, stage=2, gpu="H200")).plans
+    assert (plan.depth, plan.gpu.activations, plan.fits) == ("formula", None, None)

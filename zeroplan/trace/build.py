@@ -61,6 +61,8 @@ _PERIODS = (
 )
 #: Config keys of the number of blocks before that pattern begins.
 _PREFIXES = ("first_k_dense_replace", "first_dense_layers", "num_dense_layers", "n_dense_first_layers")
+#: Heads with which Longformer marks tokens of its own for global attention.
+_MARKED = (SEQUENCE_CLASSIFICATION, QUESTION_ANSWERING, MULTIPLE_CHOICE)
 _ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: FLASH}
 
 
@@ -334,6 +336,8 @@ def build_inputs(
     def tokens(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int64, device="meta")
 
+    if config.get("attention_window") and auto_class in _MARKED and not ends_samples(config):
+        raise BadInput(f"{auto_class} of {config['model_type']} attends globally to tokens that it marks, which no trace knows")
     if auto_class == IMAGE_CLASSIFICATION:
         size = config.get("image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)

@@ -20,6 +20,10 @@ Poly = tuple[Term, ...]
 _SCAN_SCRATCH, _SORT_SCRATCH = 1279, 17919
 
 
+#: Elements to which memory-efficient attention aligns the rows of a mask (``attention.cpp``, ``preprocess_mask``).
+MASK_ALIGNMENT = 8
+
+
 def align(value: int, multiple: int) -> int:
     """The least multiple of `multiple` that is not below `value`."""
     return -(-value // multiple) * multiple
@@ -162,7 +166,7 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
     "cudnn": lambda device, size: size if device.cudnn_attention else 0,
     "flash": lambda device, size: 0 if device.cudnn_attention else size,
     "flash_rows": lambda device, seq, multiple, factor: 0 if device.cudnn_attention else align(seq, multiple) * factor,
-    "mask_rows": lambda _, last, factor: align(last, 16) * factor if last % 16 else 0,
+    "mask_rows": lambda _, last, factor: align(last, MASK_ALIGNMENT) * factor if last % MASK_ALIGNMENT else 0,
     "rows": lambda _, seq, multiple, factor: align(seq, multiple) * factor,
     "cudnn_backward": _cudnn_backward,
     "token_chunk": lambda _, tokens, parts, row: _token_chunk(tokens, parts, row),

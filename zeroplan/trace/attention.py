@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeroplan.tape.sizes import align
+from zeroplan.tape.sizes import MASK_ALIGNMENT, align
 from zeroplan.trace import kernels
 from zeroplan.trace.kernels import block
 
@@ -44,6 +44,14 @@ def _like_transposed(tensor: torch.Tensor, heads: int | None = None, dim: int | 
     """Empty [B, H, S, D] whose memory is laid out as [B, S, H, D]."""
     batch, own_heads, seq, own_dim = tensor.shape
     return tensor.new_empty((batch, seq, heads or own_heads, dim or own_dim)).transpose(1, 2)
+
+
+def _laid_out_as(query: torch.Tensor, dim: int) -> torch.Tensor:
+    """Empty [B, H, S, dim] whose dimensions lie in memory in the order of the query's."""
+    order = sorted(range(query.dim()), key=query.stride, reverse=True)
+    shape = (*query.shape[:-1], dim)
+    made = query.new_empty([shape[axis] for axis in order])
+    return made.permute([order.index(axis) for axis in range(query.dim())])
 
 
 def _cudnn_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
@@ -92,8 +100,8 @@ def fused_forward(
     batch, heads, seq, dim = query.shape
     cudnn = _cudnn_takes(query, value)
     seed, offset = (block(("cudnn", 8)), block(("cudnn", 8))) if cudnn else (None, None)
-    # Both kernels lay the output out as the query is (MHA.cpp, flash_api.cpp).
-    out = torch.empty_like(query) if value.shape[-1] == dim else _like_transposed(query, dim=value.shape[-1])
+    # Both kernels lay the output out as the query is (MHA.cpp, alloc_with_matching_layout; flash_api.cpp).
+    out = torch.empty_like(query) if value.shape[-1] == dim else _laid_out_as(query, value.shape[-1])
     lse = query.new_empty((batch, heads, seq), dtype=torch.float32)
     if cudnn:
         block(("cudnn", 256))
@@ -165,11 +173,17 @@ class EfficientAttention(torch.autograd.Function):
 
 
 def _additive(mask: torch.Tensor, query: torch.Tensor, *, padded: bool) -> torch.Tensor:
-    """The mask as numbers to add to the scores; the memory-efficient kernel copies it where its rows are not aligned."""
+    """The mask as numbers to add to the scores.
+
+    The memory-efficient kernel takes and keeps a copy where the rows are not aligned (``attention.cpp``, ``pad_bias``). A
+    length that stands for many is a multiple of the alignment; what a copy of other lengths has is a block by itself.
+    """
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.empty((), dtype=query.dtype, device=query.device))
     last = mask.shape[-1]
-    if padded:
+    if padded and last % MASK_ALIGNMENT:
+        mask = torch.nn.functional.pad(mask, [0, MASK_ALIGNMENT - last % MASK_ALIGNMENT])[..., :last]
+    elif padded:
         block(("mask_rows", last, mask.element_size() * mask.numel() // last))
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], last)
 
@@ -212,7 +226,8 @@ def scaled_dot_product_attention(
         return _run(FusedAttention, query, key, value, None)
     alignment = 8 if half else 4
     if dense and not enable_gqa and dim % alignment == 0 and value.shape[-1] % alignment == 0:
-        fused = half and _cudnn_takes(query, value)
+        learned = attn_mask is not None and attn_mask.requires_grad  # which cuDNN refuses (check_attn_mask_shape)
+        fused = half and _cudnn_takes(query, value) and not learned
         if attn_mask is not None:
             attn_mask = _additive(attn_mask, query, padded=not fused)
         return _run(FusedAttention if fused else EfficientAttention, query, key, value, attn_mask)

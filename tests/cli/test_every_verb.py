@@ -212,3 +212,29 @@ def test_every_verb_prints_json_by_the_one_function_that_adds_them() -> None:
     printed = re.compile(r"\bshow\([^\n]*(json|to_dict)|typer\.echo\([^\n]*json|print\([^\n]*json")
     assert not [name for name, text in texts.items() if printed.search(text)]
     assert sum("show_json(" in text for text in texts.values()) >= 12
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("words", "most"),
+    [
+        (("explain", LLAMA, "--gpus", "8", "--stage", "3"), 20),
+        (("explain", GPT2, "--gpus", "8"), 20),
+        (("explain", LLAMA, "--gpus", "8", "--stage", "2", "--time"), 20),
+        (("explain", GPT2, "--gpus", "8", "--time"), 20),
+        (("scale", GPT2, "--gpu", "T4"), 20),
+        (("check", "zero3_offload_auto.json"), 3),
+        (("doctor", "train.log"), 12),
+        (("doctor", "train.log", GPT2, "--stage", "2", "--micro-batch", "32"), 20),
+    ],
+    ids=str,
+)
+def test_the_first_screen_is_short_and_the_rest_is_told(
+    words: tuple[str, ...], most: int, cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    out = cli(*words)[1]
+    assert out.count("\n") <= most, out
+    if words[0] != "check":
+        assert "--why" in out or "Planned: " in out
+        assert cli(*words, "--why")[1].count("\n") >= out.count("\n")

@@ -106,6 +106,7 @@ def test_a_failed_runs_log_to_a_run_that_fits(cli: Cli, here: Path) -> None:
     code, out, err = cli("doctor", "oom.log", "--from", "train.sh")
     assert (code, err) == (0, "")
     assert "does not fit" in out
+    assert "Smallest change that fits: head and loss in tiles and " in " ".join(out.split())
     (search,) = commands_in(out)
     code, out, err = cli(*search[1:])
     assert (code, err) == (0, "")

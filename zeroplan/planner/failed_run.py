@@ -100,13 +100,14 @@ def plan_of_log(
             differs.append(f"{words} {logged}, where {who} has {planned}")
     changes, others = _engine_and_machine(request, filled, stated, card=card, allowed=allowed, taken=taken)
     differs += others
-    report, asked = _planned(request, filled.replace(**news, **changes), request.replace(**changes))
+    decided = filled.replace(**news, **changes)
+    report, asked = _planned(request, decided, request.replace(**changes))
     if stated.trainable is not None and stated.trainable not in (report.model.trainable, report.model.params):
         differs.append(f"{stated.trainable:,} trainable parameters, where the plan has {report.model.trainable:,}")
     plan = report.decisive
     relief = None
     if plan is not None and plan.fits is not True and plan.gpu.usable is not None:
-        relief = next((one for one in report.reliefs if one.fits), None) or _together(asked, plan, report.reliefs)
+        relief = next((one for one in report.reliefs if one.fits), None) or _together(decided, plan, report.reliefs)
     return FailedRunPlan(asked, report, tuple(taken), tuple(differs), relief)
 
 

@@ -75,8 +75,9 @@ def _plan_lines(planned: FailedRunPlan, terminal: Terminal) -> list[str]:
         lines += terminal.wrap(f"The log has {'; '.join(planned.differs)}.")
     relief = planned.relief
     if relief is not None:
+        flags = "" if planned.request.files else f" ({relief.flags})"  # flags cannot say otherwise than files
         lines += terminal.wrap(
-            f"Smallest change that fits: {relief.what} ({relief.flags}), which saves {format_bytes(relief.saves, digits=1)} "
+            f"Smallest change that fits: {relief.what}{flags}, which saves {format_bytes(relief.saves, digits=1)} "
             f"and needs {format_bytes(relief.total, digits=1)}."
         )
     elif plan.fits:

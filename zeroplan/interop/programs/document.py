@@ -188,7 +188,8 @@ def _with_defaults(document: Document, script: Path) -> Document:
         pass
     if _LOOP_EXAMPLE in name:
         return document
-    return replace(document, unread=f"{name} takes its arguments in a way that is not read: its own defaults are unknown")
+    says = f"{name} takes its arguments in a way that is not read: its own defaults are unknown; zeroplan capture runs it"
+    return replace(document, unread=says)
 
 
 _INTERPOLATION = re.compile(r"\$\{([A-Za-z_][\w.]*)\}")

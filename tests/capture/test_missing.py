@@ -94,3 +94,12 @@ def test_several_gpus_under_data_parallel_stop() -> None:
         model(torch.ones(2, 8))
     assert plan.plan.capture is not None
     assert "nn.DataParallel over 2 GPUs has no rule" in str(plan.plan.capture.stopped)
+
+
+def test_the_included_runtime_stops_by_its_name() -> None:
+    with zeroplan.capture("H100") as plan:
+        from zeroplan_runtime import initialize
+
+        initialize(model=torch.nn.Linear(8, 8), config={"train_micro_batch_size_per_gpu": 1})
+    assert plan.plan.capture is not None
+    assert "zeroplan estimate --engine zeroplan plans its run" in str(plan.plan.capture.stopped)

@@ -9,7 +9,10 @@ Note [An engine's stand-in]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from zeroplan.capturing.recorder import StoppedError
+from zeroplan.capturing.source import user_line
 
 if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
@@ -25,3 +28,15 @@ def install(capture: Capture) -> None:
     when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", lambda module: fsdp.install(capture, module))
     when_imported("accelerate.utils.fsdp_utils", lambda module: fsdp2.install_accelerate(capture, module))
     when_imported("deepspeed", lambda module: deepspeed.install(capture, module))
+    for name in ("zeroplan_runtime", "zeroplan_runtime.api"):
+        when_imported(name, lambda module: setattr(module, "initialize", _own_runtime))
+
+
+def _own_runtime(*_: Any, **__: Any) -> Any:
+    """The included runtime's ``initialize``, which has no stand-in.
+
+    Raises:
+        StoppedError: always.
+    """
+    says = "the included runtime has no stand-in under capture: zeroplan estimate --engine zeroplan plans its run"
+    raise StoppedError(says, user_line())

@@ -58,3 +58,11 @@ def test_a_tape_of_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     zeroplan.estimate(config, seq_len=16, stage=2, gpus=1, depth="simulated")
     with pytest.raises(BadInput, match="the traced model has"):
         zeroplan.estimate({**config, "num_hidden_layers": 3}, seq_len=16, stage=2, gpus=1, depth="simulated")
+
+
+def test_weights_that_grow_with_depth_are_no_other_model() -> None:
+    """ESM's contacts have a weight for each head of each block; those of other blocks are less than a 2,000th."""
+    esm = {"model_type": "esm", "architectures": ["EsmForMaskedLM"], "num_hidden_layers": 7, "vocab_size": 33,
+           "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "rotary", **_SMALL}  # fmt: skip
+    (plan,) = zeroplan.estimate(esm, seq_len=16, stage=2, gpus=1)
+    assert plan.depth == "simulated"

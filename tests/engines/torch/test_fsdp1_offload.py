@@ -74,3 +74,11 @@ def test_the_way_out_of_fsdp2s_refusal_works() -> None:
     with pytest.raises(BadInput, match="use --engine fsdp,"):
         zeroplan.estimate("meta-llama/Llama-3.2-1B", engine="fsdp2", stage=3, **asked)
     assert zeroplan.estimate("meta-llama/Llama-3.2-1B", engine="fsdp", stage=3, **asked)[0].gpu.model_states
+
+
+def test_it_promises_no_fit() -> None:
+    """No GPU has measured it, and a reported run ran out where the figure fits."""
+    for offload, fits in ((CPU, None), ({}, True)):
+        asked = {"engine": "fsdp", "seq_len": 16, "gpus": RANKS, "gpu": "H200", "cpu_ram": "2T", "stage": 3, **offload}
+        (plan,) = zeroplan.estimate("meta-llama/Llama-3.2-1B", **asked)
+        assert plan.fits is fits

@@ -4,7 +4,7 @@ A norm keeps its input (its output instead, where it saves memory) and one or tw
 gradients of weight and bias up from 16 fp32 rows each. A mixed norm answers in its weight's dtype. FusedAdam keeps two fp32
 states, FusedSGD one in the parameter's dtype, FusedLAMB as FusedAdam; all walk their tensors in place.
 
-Source: NVIDIA/apex, ``apex/normalization/fused_layer_norm.py``, ``csrc/layer_norm_cuda_kernel.cu`` (``HostLayerNormGradient``,
+Source: NVIDIA/apex, ``apex/normalization/fused_layer_norm.py``, ``layer_norm_cuda_kernel.cu`` (``HostLayerNormGradient``,
 ``HostRMSNormGradient``: part_size), ``apex/optimizers/fused_adam.py``, ``fused_sgd.py``, ``fused_lamb.py``.
 """
 

@@ -5,7 +5,7 @@ gradients and of the products' rows, and whole gradients of keys that several he
 Heads are padded to whole eights. Dense inputs are measured (:class:`zeroplan.trace.attention.FlashAttention2`), packed ones are
 not.
 
-Source: flash-attn 2.8, ``flash_attn/flash_attn_interface.py``, ``bert_padding.py``, ``csrc/flash_attn/flash_api.cpp``
+Source: flash-attn 2.8, ``flash_attn/flash_attn_interface.py``, ``bert_padding.py``, ``flash_api.cpp``
 (``mha_fwd``, ``mha_varlen_fwd``, ``mha_bwd``, ``mha_varlen_bwd``).
 """
 

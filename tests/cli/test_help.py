@@ -58,6 +58,22 @@ def test_help_shows_what_people_use_and_help_all_the_rest(cli: Cli) -> None:
     assert len(short.splitlines()) < 60
 
 
+def test_a_technique_that_is_named_shows_its_options(cli: Cli) -> None:
+    named = cli("estimate", "gpt2", "--lora-rank", "8", "--help")[1]
+    assert "--lora-targets" in named
+    assert "--base-dtype" in named
+    assert "--tiled-mlp" not in named
+    assert "--lora-targets" not in cli("estimate", "--help")[1]
+
+
+def test_a_word_behind_help_finds_options(cli: Cli) -> None:
+    found = cli("estimate", "--help", "dora")[1]
+    assert "--dora" in found
+    assert "--micro-batch" not in found
+    assert re.search(r"\d+ others: zeroplan estimate --help all", found)
+    assert "No option has 'qqq' in its name or text." in cli("estimate", "-h", "qqq")[1]
+
+
 def test_options_come_in_groups(cli: Cli) -> None:
     out = cli("estimate", "-h", "all")[1]
     headings = re.findall(r"^(\w[\w ]*):$", out, re.MULTILINE)

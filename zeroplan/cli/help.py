@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 from typer.core import TyperCommand, TyperGroup
@@ -52,7 +54,7 @@ def right_name(word: str, known: list[str]) -> str:
     return f"write {found}" if found else did_you_mean(flag, known)
 
 
-#: Options that most questions need. ``--help`` shows these, and those that a verb has alone; ``--help all`` shows every one.
+#: Options that most questions need. ``--help`` shows these, and those that a verb has alone.
 _COMMON = frozenset(
     (
         *("--micro-batch", "--seq-len", "--grad-accum", "--dtype", "--gradient-checkpointing", "--lora-rank"),
@@ -61,25 +63,43 @@ _COMMON = frozenset(
 )
 
 
-class Verb(TyperCommand):
-    """A verb whose help lists its options by group, and below them the examples, which are its epilog's lines."""
+def _named_flags(words: Sequence[str]) -> frozenset[str]:
+    """Return the flags of the techniques that a command line names by one of them."""
+    from zeroplan.techniques.table import TABLE
 
-    #: Whether the help lists every option, not the common ones alone.
-    shows_all = False
+    named = {word.partition("=")[0] for word in words}
+    each = [{flag for option in one.options if option.flag for flag in option.flag.split("/")} for one in TABLE]
+    return frozenset(flag for flags in each if flags & named for flag in flags)
+
+
+class Verb(TyperCommand):
+    """A verb whose help lists its options by group, and below them the examples, which are its epilog's lines.
+
+    Attributes:
+        wanted: the word behind ``--help``: ``all`` for every option, another one for those that have it in their name or text;
+            empty for the common ones, and those of the techniques that the command line names.
+    """
+
+    wanted = ""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write one section for each group, arguments and options of no group first."""
         groups: dict[str, list[tuple[str, str]]] = {}
-        shared = _shared_flags()
+        shared, shown = _shared_flags(), _COMMON | _named_flags(sys.argv)
         hidden = 0
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None and not self.shows_all and shared & set(parameter.opts) and not _COMMON & set(parameter.opts):
+            flags = set(parameter.opts)
+            matches = self.wanted == "all" or self.wanted.lower() in " ".join(record or ()).lower()
+            if record is not None and not (matches if self.wanted else not shared & flags or shown & flags):
                 hidden += 1
             elif record is not None:
                 option = parameter.param_type_name == "option"
                 group = getattr(parameter, "rich_help_panel", None) or ("Options" if option else "Arguments")
                 groups.setdefault(group, []).append(record)
+        if self.wanted and not groups:
+            formatter.write_paragraph()
+            formatter.write_text(f"No option has {self.wanted!r} in its name or text.")
         last = groups.pop("Options", [])
         for name, records in [*groups.items(), ("Options", last)]:
             if records:
@@ -87,7 +107,9 @@ class Verb(TyperCommand):
                     formatter.write_dl(records)
         if hidden:
             formatter.write_paragraph()
-            formatter.write_text(f"{hidden} more options, for techniques, parallelism and files: {ctx.command_path} --help all")
+            others = "others" if self.wanted else "more options, for techniques, parallelism and files"
+            find = "" if self.wanted else "; one by a word: --help lora"
+            formatter.write_text(f"{hidden} {others}: {ctx.command_path} --help all{find}")
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         """Write the examples as they are: a command must not be wrapped."""

@@ -82,12 +82,12 @@ _MODULES = {name: name for names in VERBS.values() for name in names} | {"models
 def _with_verb() -> None:
     """Put the verb before a question that has none, and say which; ``zeroplan`` alone says what this folder could ask.
 
-    ``--help all`` becomes ``--help`` with every option.
+    A word behind ``--help`` says which options it lists.
     """
     words = sys.argv[1:]
-    if "all" in words[1:] and words[words.index("all") - 1] in ("-h", "--help"):
-        words.remove("all")
-        Verb.shows_all = True
+    asks = next((at for at, word in enumerate(words[1:], 1) if word in ("-h", "--help")), len(words))
+    has_word = words[asks + 1 :] and not words[asks + 1].startswith("-")
+    Verb.wanted = words.pop(asks + 1) if has_word else ""
     if not words:
         from zeroplan.cli.bare import overview
 

@@ -21,6 +21,7 @@ _HOME = (
     # What other programs call theirs by default, and DeepSpeed's names as its users' code imports them: no facts.
     "zeroplan/interop/programs/",
     "zeroplan/interop/training.py",
+    "zeroplan/capturing/kernels/",
     "zeroplan_runtime/compat/",
     "zeroplan/core/optimizers.py",
     "zeroplan/core/optimizer_row.py",

@@ -40,7 +40,8 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
 
 def test_the_drawn_classes_are_the_first_of_their_seed() -> None:
     """Forty, those that are too large among them, each with its prediction or its reason."""
-    names = sorted({one.architecture for one in read(RESULT) if one.outcome == "traced"})
+    refused_since = {"LongformerForSequenceClassification"}
+    names = sorted({one.architecture for one in read(RESULT) if one.outcome == "traced"} | refused_since)
     random.Random(20261124).shuffle(names)
     specs = RESULT.parents[1] / "measure" / "specs"
     lines = [json.loads(line) for file in sorted(specs.glob("classes_1gpu*")) for line in file.read_text().splitlines()]

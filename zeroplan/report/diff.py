@@ -206,7 +206,7 @@ def _verdict(found: PlanDiff) -> str:
 def _option(one: Moved) -> str:
     """Name what differs: a key of a file as it stands there, an option in words."""
     a, b = ("none" if value is None else value for value in (one.a, one.b))
-    named = one.name.partition(".")[0] in ("model", "workload", "cluster", "plan", "zeroplan")
+    named = one.name.partition(".")[0] in ("model", "workload", "cluster", "plan")
     return f"{one.name.rpartition('.')[2].replace('_', ' ') if named else one.name} {a} → {b}"
 
 

@@ -7,6 +7,7 @@ Each class stands for one kernel of ``aten/src/ATen/native/transformers/cuda``. 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -152,18 +153,22 @@ class EfficientAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         """Allocate what the forward kernel allocates; returns the output, laid out as the query."""
         batch, heads, seq, _ = query.shape
+        copy = None
+        if bias is not None and bias.shape[-1] % MASK_ALIGNMENT == 0:  # a length that stands for others; see _additive
+            rows = math.prod(size for size, stride in zip(bias.shape[:-1], bias.stride(), strict=False) if stride)
+            copy = block(("mask_rows", bias.shape[-1], bias.element_size() * rows))
         out = _like_transposed(query, dim=value.shape[-1])
         lse = block(("rows", seq, 32, 4 * batch * heads))
         seed = torch.empty((), dtype=torch.int64, device=query.device)
         offset = torch.empty((), dtype=torch.int64, device=query.device)
-        ctx.save_for_backward(query, key, value, bias, out, lse, seed, offset)
+        ctx.save_for_backward(query, key, value, bias, out, lse, seed, offset, copy)
         ctx.bias_grad = bias is not None and ctx.needs_input_grad[3]
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         """Allocate what the backward kernel allocates; returns the gradients of the inputs."""
-        query, key, value, bias, _out, _lse, _seed, _offset = ctx.saved_tensors
+        query, key, value, bias, _out, _lse, _seed, _offset, _copy = ctx.saved_tensors
         batch, heads, seq, _ = query.shape
         grad_q, grad_k, grad_v = _like_transposed(query), _like_transposed(key), _like_transposed(value)
         grad_bias = torch.empty_like(bias) if ctx.bias_grad else None
@@ -176,15 +181,13 @@ def _additive(mask: torch.Tensor, query: torch.Tensor, *, padded: bool) -> torch
     """The mask as numbers to add to the scores.
 
     The memory-efficient kernel takes and keeps a copy where the rows are not aligned (``attention.cpp``, ``pad_bias``). A
-    length that stands for many is a multiple of the alignment; what a copy of other lengths has is a block by itself.
+    length that stands for many is a multiple of the alignment; the copy of others is then a block that is kept beside the mask.
     """
     if mask.dtype == torch.bool:
         mask = torch.where(mask, 0.0, torch.empty((), dtype=query.dtype, device=query.device))
     last = mask.shape[-1]
     if padded and last % MASK_ALIGNMENT:
         mask = torch.nn.functional.pad(mask, [0, MASK_ALIGNMENT - last % MASK_ALIGNMENT])[..., :last]
-    elif padded:
-        block(("mask_rows", last, mask.element_size() * mask.numel() // last))
     return mask.expand(query.shape[0], query.shape[1], query.shape[2], last)
 
 
@@ -231,10 +234,10 @@ def scaled_dot_product_attention(
         if attn_mask is not None:
             attn_mask = _additive(attn_mask, query, padded=not fused)
         return _run(FusedAttention if fused else EfficientAttention, query, key, value, attn_mask)
-    math = torch.ops.aten._scaled_dot_product_attention_math
+    whole = torch.ops.aten._scaled_dot_product_attention_math
     kernels.in_math_attention = True
     try:
-        found: torch.Tensor = math(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        found: torch.Tensor = whole(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
         return found
     finally:
         kernels.in_math_attention = False

@@ -28,6 +28,7 @@ def test_flash_attention_keeps_a_number_a_row() -> None:
     assert "flash_attn" not in sys.modules
     assert out.shape == (2, 1024, 8, 64)
     assert held == plan.peak_allocated == 4 * 2 * MIB + 4 * 2 * 8 * 1024 + 512  # with the generator's state
+    assert [one.key for one in plan.plan.unmodelled] == ["steps"]
 
 
 def test_packed_rows_take_128_more_a_sample() -> None:
@@ -42,6 +43,9 @@ def test_packed_rows_take_128_more_a_sample() -> None:
     wide = 2048 + 2 * 128
     inside = 2 * MIB + 2 * MIB // 2 + 4 * 8 * wide + 4 * 8 * wide * 64 + 2 * 2 * MIB  # gradients, sums, whole gradients of keys
     assert plan.peak_allocated == before + 2 * MIB + inside
+    note = next(one for one in plan.plan.unmodelled if one.key == "kernels of flash_attn")
+    assert "no GPU has measured" in note.says
+    assert "Not in the figures: kernels of flash_attn" in str(plan.fits("80G"))
 
 
 def test_the_third_sums_shared_keys_in_fp32() -> None:

@@ -5,7 +5,7 @@ Note [Kernels without a GPU]
     not. A library that asks whether one is there is told what is true of this machine, since it would take another way if it
     were; bitsandbytes, which libraries call only where they are asked to, is always there, and FlashAttention once a model is
     loaded with it. What has no rule is there by its name, and stops the script where it is called. Each file names its source;
-    a rule that no GPU has measured yet says so.
+    a script that asks for a rule that no GPU has measured yet is told so, and its verdict stays open.
 """
 
 from __future__ import annotations
@@ -37,27 +37,52 @@ class Package:
         parts: modules in it that are attributes without an ``import`` of their own.
         always: whether libraries find it, too.
         rules: the file here that holds its rules; empty for the package's own name.
+        measured: the rules that a GPU has measured, or that are torch's own operators.
     """
 
     version: str
     parts: tuple[str, ...] = ()
     always: bool = False
     rules: str = ""
+    measured: frozenset[str] = frozenset()
 
 
 PACKAGES = {
-    "flash_attn": Package("2.8.3", ("flash_attn_interface", "bert_padding", "layers", "ops", "losses")),
+    "flash_attn": Package(
+        "2.8.3",
+        ("flash_attn_interface", "bert_padding", "layers", "ops", "losses"),
+        measured=frozenset(("flash_attn_func", "index_first_axis", "unpad_input", "pad_input")),
+    ),
     "flash_attn_interface": Package("3.0.0", rules="flash_attn_3"),
-    "xformers": Package("0.0.32", ("ops",)),
-    "bitsandbytes": Package("0.50.2", ("nn", "optim", "functional"), always=True),
+    "xformers": Package("0.0.32", ("ops",), measured=frozenset(("LowerTriangularMask",))),
+    "bitsandbytes": Package(
+        "0.50.2",
+        ("nn", "optim", "functional"),
+        always=True,
+        measured=frozenset(("Linear4bit", "Linear8bitLt", "LinearNF4", "Params4bit", "Int8Params", "GlobalOptimManager")),
+    ),
     "apex": Package("0.1", ("normalization", "optimizers", "amp", "parallel")),
-    "torchao": Package("0.18.0", ("float8", "optim", "quantization")),
+    "torchao": Package(
+        "0.18.0",
+        ("float8", "optim", "quantization"),
+        measured=frozenset(
+            ("Float8LinearConfig", "convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "config")
+        ),
+    ),
     "grouped_gemm": Package("0.3.0", ("ops",)),
 }
 
 
+def unmeasured(capture: Capture, what: str) -> None:
+    """Note a rule that no GPU has measured: its figures are those of the source, and the verdict stays open."""
+    capture.leave_out(f"kernels of {what}", "unknown", "what they allocate is read from their source; no GPU has measured it")
+
+
 class _Kernels(ModuleType):
     """A module of such a package; all of a package's modules have the same names."""
+
+    #: Where it is noted what a script asks for.
+    noting: Capture | None = None
 
     def __getattr__(self, name: str) -> Any:
         root = self.__name__.partition(".")[0]
@@ -68,6 +93,8 @@ class _Kernels(ModuleType):
             raise AttributeError(name)
         rules = importlib.import_module(f"{__name__}.{package.rules or root}").RULES
         if name in rules:
+            if name not in package.measured and _Kernels.noting is not None:
+                unmeasured(_Kernels.noting, root)
             return rules[name]
         if self.__name__ == root and name in package.parts:
             return importlib.import_module(f"{root}.{name}")
@@ -117,6 +144,7 @@ def provide(name: str) -> None:
 
 def install(capture: Capture) -> None:
     """Find the stand-ins before what is installed."""
+    _Kernels.noting = capture
     sys.meta_path.insert(0, _KernelFinder())
     home: Any = importlib.metadata
     own = home.version

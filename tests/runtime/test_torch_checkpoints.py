@@ -15,7 +15,7 @@ from torch import nn
 import zeroplan_runtime
 from tests.runtime import models
 from tests.runtime.ranks import RankPool
-from tests.runtime.test_other_checkpoints import build
+from tests.runtime.test_other_checkpoints import build, go_on
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint.dcp import load_dcp_checkpoint, main, to_dcp
 
@@ -30,15 +30,6 @@ def engine_of(group: dist.ProcessGroup | None, stage: int, seed: int) -> Any:
         "zero_optimization": {"stage": stage},
     }
     return zeroplan_runtime.initialize(model=build(seed), config=config, group=group, device="cpu")[0]
-
-
-def go_on(engine: Any, first: int, last: int) -> list[float]:
-    losses = []
-    for number in range(first, last):
-        losses.append(engine.backward(engine(models.batch(number, 0, 0))).item())
-        engine.step()
-        engine.module.seen += 1
-    return losses
 
 
 class Sharded:

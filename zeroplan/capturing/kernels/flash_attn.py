@@ -76,17 +76,17 @@ def flash_attn_qkvpacked_func(qkv: torch.Tensor, *_: Any, **__: Any) -> torch.Te
 
 
 def flash_attn_kvpacked_func(q: torch.Tensor, kv: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """The same with keys and values in one tensor [B, S, 2, H, D]."""
+    """Attention with keys and values in one tensor [B, S, 2, H, D]."""
     return flash_attn_func(q, kv[:, :, 0], kv[:, :, 1])
 
 
 def flash_attn_varlen_qkvpacked_func(qkv: torch.Tensor, cu_seqlens: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """The same of packed rows [T, 3, H, D]."""
+    """Attention within samples of packed rows, with queries, keys and values in one tensor [T, 3, H, D]."""
     return flash_attn_varlen_func(qkv[:, 0], qkv[:, 1], qkv[:, 2], cu_seqlens)
 
 
 def index_first_axis(rows: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Rows by their numbers."""
+    """Return rows [T, …] by their numbers [N]: [N, …]."""
     return rows[indices]
 
 

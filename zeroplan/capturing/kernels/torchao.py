@@ -54,7 +54,7 @@ def _optimizers() -> dict[str, type[_Adam]]:
 
 
 class Float8LinearConfig:
-    """Which recipe."""
+    """The config of 8-bit products: a recipe's name (``tensorwise``, ``rowwise``), and options that change no memory."""
 
     def __init__(self, recipe: str = "tensorwise", **other: Any) -> None:
         self.recipe, self.other = recipe, set(other) - {"enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate"}

@@ -75,7 +75,7 @@ class ScriptReader(Reader):
             self.refuse(f"is a Python script that takes its arguments from the command line (line {from_words[0].lineno})")
         loop = next((call for call in self.calls if self._is_loop(call)), None)
         if loop is not None:
-            self.refuse(f"trains by a loop of its own (line {loop.lineno}), of which its text does not tell what it allocates")
+            self.refuse(f"trains by a loop of its own (line {loop.lineno}), whose memory is known only by running it")
         self.refuse("is a Python script that builds no arguments of the Trainer and no PipelineModule")
 
     def _is_loop(self, call: ast.Call) -> bool:

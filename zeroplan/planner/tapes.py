@@ -13,6 +13,7 @@ from zeroplan.core.generation import Generation
 from zeroplan.core.lengths import padded_batches
 from zeroplan.core.model_config import text_config
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
 from zeroplan.core.workload import (
     Attention,
     CheckpointPolicy,
@@ -193,15 +194,20 @@ def _require_all_parameters(tape: ExpandedTape, case: Case) -> None:
     Raises:
         NoTapeError: when the tape's parameters are not the model's.
     """
-    have, want = tape.parameters, case.spec.parameters
+    have, want = (_without_adapters(one) for one in (tape.parameters, case.spec.parameters))
     whole = case.layout.tp == case.layout.ep == 1  # ranks have other shapes else
     # Less than any block: ESM has a weight for each head of each block, whose traced length is that of the traced blocks.
-    few = want.total // 2000
-    if whole and not want.stand_in and abs(have.total - want.total) > few:
+    few = want // 2000
+    if whole and not case.spec.parameters.stand_in and abs(have - want) > few:
         raise NoTapeError(
-            f"{case.spec.name}: the traced model has {have.total:,} parameters, the config says {want.total:,}",
+            f"{case.spec.name}: the traced model has {have:,} parameters, the config says {want:,}",
             remedy="report it with the config",
         )
+
+
+def _without_adapters(parameters: Parameters) -> int:
+    """Count parameters but those of adapters, of which what is adapted decides."""
+    return sum(size for name, size in zip(parameters.names, parameters.numel, strict=True) if ".lora_" not in name)
 
 
 def _as_asked(case: Case, asked: TraceOptions) -> Tape | None:

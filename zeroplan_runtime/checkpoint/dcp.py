@@ -13,7 +13,6 @@ Note [Names in a checkpoint of torch]
 
 from __future__ import annotations
 
-import argparse
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -31,11 +30,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan_runtime.checkpoint import atomic_files
-from zeroplan_runtime.checkpoint.agreement import as_line, on_all_ranks
+from zeroplan_runtime.checkpoint.agreement import on_all_ranks
 from zeroplan_runtime.checkpoint.foreign import WantedTensors, go_on_from, write_whole
 from zeroplan_runtime.checkpoint.manifest import METADATA
 from zeroplan_runtime.checkpoint.reader import unpickled_metadata
-from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
+from zeroplan_runtime.checkpoint.whole import WholeCheckpoint, run_conversion
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.parameter_states import MASTER
 
@@ -57,8 +56,7 @@ def to_dcp(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | None =
         OSError, RuntimeError: when the disk is full or fails; nothing has the new folder's name then.
     """
     checkpoint = WholeCheckpoint(checkpoint_dir, tag)
-    if checkpoint.state["model"]["without_frozen"]:
-        raise BadInput("the checkpoint lacks the frozen parameters", where=str(checkpoint.path), remedy="save all of them")
+    checkpoint.require_frozen()
     step = torch.tensor(float(checkpoint.state["progress"]["applied"]))
     stored: dict[str, _LazyTensor] = {}
     for kind in ("master", "param", "buffer"):
@@ -263,16 +261,7 @@ def _listed(prefixes: Iterable[str]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was given")
-    parser.add_argument("output_dir", help="the new folder")
-    parser.add_argument("-t", "--tag", default=None, help="the checkpoint's name; the latest by default")
-    given = parser.parse_args(arguments)
-    try:
-        to_dcp(given.checkpoint_dir, given.output_dir, given.tag)
-    except (BadInput, OSError, RuntimeError) as fault:
-        line = as_line(fault, given.output_dir)
-        parser.exit(line.exit_code, f"{line}\n")
+    run_conversion(to_dcp, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ that of deepspeed/checkpoint/ds_to_universal.py of 0.19.8.
 
 from __future__ import annotations
 
-import argparse
 import os
 import pickle
 import shutil
@@ -22,9 +21,9 @@ import torch
 from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan_runtime.checkpoint import atomic_files
-from zeroplan_runtime.checkpoint.agreement import as_line, on_all_ranks
+from zeroplan_runtime.checkpoint.agreement import on_all_ranks
 from zeroplan_runtime.checkpoint.foreign import WantedTensors, go_on_from, write_whole
-from zeroplan_runtime.checkpoint.whole import WholeCheckpoint
+from zeroplan_runtime.checkpoint.whole import WholeCheckpoint, run_conversion
 from zeroplan_runtime.engine_parts import EngineParts
 from zeroplan_runtime.optim.lr_schedules import LrSchedule
 from zeroplan_runtime.parameter_states import MASTER
@@ -51,8 +50,7 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
         OSError, RuntimeError: when the disk is full or fails; nothing has the new folder's name then.
     """
     checkpoint = WholeCheckpoint(checkpoint_dir, tag)
-    if checkpoint.state["model"]["without_frozen"]:
-        raise BadInput("the checkpoint lacks the frozen parameters", where=str(checkpoint.path), remedy="save all of them")
+    checkpoint.require_frozen()
     final = Path(output_dir)
     tag = atomic_files.require_tag(final.name, str(final))
     folder = atomic_files.begin(final.parent, tag)  # a kill leaves no folder of that name, or the one from before
@@ -285,16 +283,7 @@ def _read(file: Path) -> Any:
 
 def main(arguments: list[str] | None = None) -> None:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was given")
-    parser.add_argument("output_dir", help="the new folder")
-    parser.add_argument("-t", "--tag", default=None, help="the checkpoint's name; the latest by default")
-    given = parser.parse_args(arguments)
-    try:
-        to_universal(given.checkpoint_dir, given.output_dir, given.tag)
-    except (BadInput, OSError, RuntimeError) as fault:  # torch.save raises the last where a disk is full
-        line = as_line(fault, given.output_dir)
-        parser.exit(line.exit_code, f"{line}\n")
+    run_conversion(to_universal, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from zeroplan.core.optimizer_row import RuntimeKernel
 from zeroplan.core.optimizers import OPTIMIZERS, variant_of
 from zeroplan_runtime import kernels
 from zeroplan_runtime.checkpoint import atomic_files
+from zeroplan_runtime.checkpoint.agreement import as_line
 from zeroplan_runtime.checkpoint.manifest import SaveId, read_manifest, read_state
 from zeroplan_runtime.checkpoint.planners import ShardLoadPlanner, StateShard
 from zeroplan_runtime.checkpoint.reader import VerifyingReader
@@ -78,6 +80,15 @@ class WholeCheckpoint:
         self._reader = VerifyingReader(found, save, read_manifest(found, self.state), nobody)
         metadata = self._reader.metadata.state_dict_metadata
         self._stored = {name: kind for name, kind in metadata.items() if isinstance(kind, TensorStorageMetadata)}
+
+    def require_frozen(self) -> None:
+        """Refuse a checkpoint that was saved without the frozen parameters.
+
+        Raises:
+            BadInput: it lacks them.
+        """
+        if self.state["model"]["without_frozen"]:
+            raise BadInput("the checkpoint lacks the frozen parameters", where=str(self.path), remedy="save all of them")
 
     def names(self, kind: str) -> Iterator[str]:
         """The names of the parameters or buffers of which it has a tensor of `kind`, in the model's order."""
@@ -144,3 +155,25 @@ class WholeCheckpoint:
 
     def _is_empty(self, kind: str, name: str) -> bool:
         return math.prod(self.shapes[name]) == 0 and kind == "param"
+
+
+def run_conversion(
+    convert: Callable[[str, str, str | None], object], description: str | None, arguments: list[str] | None
+) -> None:
+    """Run the command line of a conversion, which ends in one line where it cannot be.
+
+    Args:
+        convert: given the folder of all checkpoints, the new folder, and the checkpoint's name or None.
+        description: what its help says.
+        arguments: its words; None takes the process's own.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint() was given")
+    parser.add_argument("output_dir", help="the new folder")
+    parser.add_argument("-t", "--tag", default=None, help="the checkpoint's name; the latest by default")
+    given = parser.parse_args(arguments)
+    try:
+        convert(given.checkpoint_dir, given.output_dir, given.tag)
+    except (BadInput, OSError, RuntimeError) as fault:  # torch.save raises the last where a disk is full
+        line = as_line(fault, given.output_dir)
+        parser.exit(line.exit_code, f"{line}\n")

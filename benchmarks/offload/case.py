@@ -19,18 +19,30 @@ PLACES = {
 #: All parameters in files, through buffers that DeepSpeed can hold the largest layer of a 1B model in.
 PARAM_FILES = {"max_in_cpu": 0, "buffer_size": 300_000_000}
 
+#: As DeepSpeed's tutorial on ZenFlow sets it: its updates run beside the next forwards and backwards.
+ZENFLOW: dict[str, Any] = {
+    "topk_ratio": 0.05,
+    "select_strategy": "auto",
+    "select_interval": "auto",
+    "update_interval": 4,
+    "full_warm_up_rounds": 0,
+    "overlap_step": True,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class OffloadCase(Case):
-    """``ENGINE:STAGE:WHAT[+free][+delayed][+ckpt][+r32]``, as in ``zeroplan:2:opt``.
+    """``ENGINE:STAGE:WHAT[+free][+delayed][+zenflow][+ckpt][+r32]``, as in ``zeroplan:2:opt``.
 
     `engine` is zeroplan or deepspeed. WHAT is a key of :data:`PLACES`. ``free``: neither clipping nor an overflow check, so
-    that no update waits for the last gradient. ``delayed``: the delayed parameter update (zeroplan only).
+    that no update waits for the last gradient. ``delayed``: the delayed parameter update (zeroplan only). ``zenflow``:
+    DeepSpeed's ZenFlow as its tutorial has it, which updates most of the parameters every fourth step.
     """
 
     what: str = ""
     free: bool = False
     delayed: bool = False
+    zenflow: bool = False
     nvme_path: str = ""
 
     @classmethod
@@ -43,12 +55,14 @@ class OffloadCase(Case):
             "what": what,
             "free": "free" in options,
             "delayed": "delayed" in options,
+            "zenflow": "zenflow" in options,
             "nvme_path": nvme_path,
         }
         return cls(engine, int(stage), *flags, **more)
 
     def __str__(self) -> str:
-        options = {"free": self.free, "delayed": self.delayed, "ckpt": self.checkpointing, "r32": self.fp32_reduce}
+        options = {"free": self.free, "delayed": self.delayed, "zenflow": self.zenflow}
+        options |= {"ckpt": self.checkpointing, "r32": self.fp32_reduce}
         return f"{self.engine}:{self.stage}:{self.what}" + "".join(f"+{name}" for name, on in options.items() if on)
 
     @property
@@ -76,6 +90,8 @@ class OffloadCase(Case):
         config["gradient_clipping"] = 0.0 if self.free else CLIP
         if self.free:
             config["bf16"] = {"enabled": True, "check_grad_overflow": False}
+        if self.zenflow:
+            zero["zenflow"] = ZENFLOW
         if self.delayed:
             config["zeroplan"] = {"delayed_update": 1}
         return config

@@ -59,8 +59,9 @@ class Case:
 
     `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not) or ddp (stage 0; stage 1
     with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16. `compiled`: each block is
-    compiled by ``torch.compile``; `within`: with its checkpoint inside the graph, as torchtitan does. `float8`: how blocks'
-    linear layers multiply in 8 bits, FSDP2's by torchao; `gathers`: their weights are gathered in 8 bits, too.
+    compiled by ``torch.compile``, under DeepSpeed the model by DeepCompile; `within`: with its checkpoint inside the graph, as
+    torchtitan does. `float8`: how blocks' linear layers multiply in 8 bits, FSDP2's by torchao; `gathers`: their weights are
+    gathered in 8 bits, too.
     """
 
     engine: str

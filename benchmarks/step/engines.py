@@ -2,7 +2,8 @@
 
 All are given the same model with the same random weights, bf16 parameters in the forward and fp32 masters, fused AdamW and
 clipping by the global norm. FSDP2 shards every block and the root; DDP holds fp32 parameters under autocast, and its bf16
-reduction is torch's compression hook. DeepSpeed and the runtime read the same ds_config.
+reduction is torch's compression hook. DeepSpeed and the runtime read the same ds_config; what is compiled of DeepSpeed's is the
+whole model by DeepCompile, of the others' each block.
 """
 
 from __future__ import annotations
@@ -33,25 +34,28 @@ def model_of(shape: str, dtype: torch.dtype, device: torch.device, *, checkpoint
     return model
 
 
-def build(case: Case, shape: str, micro: int, device: torch.device) -> tuple[Step, Any]:
-    """Build one training step on this rank's token ids [micro, seq], giving the loss; and what keeps the engine alive."""
+def build(case: Case, shape: str, micro: int, device: torch.device, **keys: Any) -> tuple[Step, Any]:
+    """Build one training step on this rank's token ids [micro, seq], giving the loss; and what keeps the engine alive.
+
+    `keys` are further ones of the runtime's section of the ds_config.
+    """
     dtype = torch.bfloat16 if case.engine in ("zeroplan", "deepspeed") else torch.float32
     model = model_of(shape, dtype, device, checkpointing=case.checkpointing)
     if case.within:
         compile_blocks(model)
-    elif case.compiled:
+    elif case.compiled and case.engine != "deepspeed":
         for block in model.model.layers:
             block.compile()
-    return {"zeroplan": _zeroplan, "deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[case.engine](
-        case, model, micro, device
-    )
+    if case.engine == "zeroplan":
+        return _zeroplan(case, model, micro, device, keys)
+    return {"deepspeed": _deepspeed, "fsdp2": _fsdp2, "ddp": _ddp}[case.engine](case, model, micro, device)
 
 
-def _zeroplan(case: Case, model: Any, micro: int, device: torch.device) -> tuple[Step, Any]:
+def _zeroplan(case: Case, model: Any, micro: int, device: torch.device, keys: dict[str, Any]) -> tuple[Step, Any]:
     import zeroplan_runtime
 
     config = case.ds_config(micro, dist.get_world_size())
-    config["zeroplan"] = {"audit_steps": 0, **config.get("zeroplan", {})}
+    config["zeroplan"] = {"audit_steps": 0, **config.get("zeroplan", {}), **keys}
     engine, *_ = zeroplan_runtime.initialize(model=model, config=config, device=device)
     return _engine_step(engine), engine
 
@@ -60,7 +64,11 @@ def _deepspeed(case: Case, model: Any, micro: int, device: torch.device) -> tupl
     import deepspeed
 
     config = case.ds_config(micro, dist.get_world_size())
+    if case.compiled:
+        config["compile"] = {"deepcompile": True}
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    if case.compiled:
+        engine.compile()
     return _engine_step(engine), engine
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
@@ -67,19 +68,22 @@ def shares(kernels: list[Kernel]) -> dict[str, Any]:
     """Share out the time from the first kernel's begin to the last one's end.
 
     Returns:
-        ``ms`` by kind, whose sum is the whole; ``busy_ms`` by kind, which overlap; ``kernels``, how many; ``gaps``: of a pair
-        of kinds the milliseconds and number of gaps between them, the longest first; ``names``: the kernels that took longest.
+        ``ms`` by kind, whose sum is the whole; ``busy_ms`` by kind, which overlap; ``hides_ms``: of communication, by the kind
+        beside which it runs; ``kernels``, how many; ``gaps``: of a pair of kinds the milliseconds and number of gaps between
+        them, the longest first; ``names``: the kernels that took longest.
     """
     edges = sorted((at, order, n) for n, k in enumerate(kernels) for at, order in ((k.begin, 1), (k.end, 0)))
     kinds = [kind_of(k.name) for k in kernels]
     running: Counter[str] = Counter()
-    exclusive: dict[str, float] = defaultdict(float)
+    exclusive, hides = defaultdict[str, float](float), defaultdict[str, float](float)
     gaps: dict[tuple[str, str], list[float]] = defaultdict(list)
     last_at, last_kind = edges[0][0], kinds[edges[0][2]]
     for at, order, n in edges:
         if at > last_at:
             whose = _whose(running)
             exclusive[whose] += at - last_at
+            if running["communication"] and whose != COMMUNICATION:
+                hides[whose] += at - last_at
             if whose == GAP:
                 gaps[last_kind, kinds[n]].append(at - last_at)
         running[kinds[n]] += 1 if order else -1
@@ -95,6 +99,7 @@ def shares(kernels: list[Kernel]) -> dict[str, Any]:
     return {
         "ms": {kind: us / 1e3 for kind, us in sorted(exclusive.items(), key=lambda item: -item[1])},
         "busy_ms": {kind: us / 1e3 for kind, us in busy.items()},
+        "hides_ms": {kind: us / 1e3 for kind, us in hides.items()},
         "kernels": dict(Counter(kinds)),
         "gaps": [[*pair, sum(us) / 1e3, len(us), max(us) / 1e3] for pair, us in between],
         "names": [[kind_of(name), name[:110], sum(us) / 1e3, len(us)] for name, us in largest],
@@ -115,8 +120,7 @@ def _whose(running: Counter[str]) -> str:
 def _a_step(found: dict[str, Any], steps: int) -> dict[str, Any]:
     """Return the shares of one step of `steps`."""
     return {
-        "ms": {kind: round(ms / steps, 3) for kind, ms in found["ms"].items()},
-        "busy_ms": {kind: round(ms / steps, 3) for kind, ms in found["busy_ms"].items()},
+        **{key: {kind: round(ms / steps, 3) for kind, ms in found[key].items()} for key in ("ms", "busy_ms", "hides_ms")},
         "kernels": {kind: round(count / steps) for kind, count in found["kernels"].items()},
         "gaps": [
             [before, after, round(ms / steps, 3), round(count / steps, 1), round(most, 3)]
@@ -210,6 +214,7 @@ def main() -> int:
     warm(arguments.cases)
     common = {"ranks": arguments.ranks, "shape": arguments.shape, "seq": arguments.seq}
     common |= {"versions": versions(), "command": command("benchmarks.step.limit")}
+    common["nccl"] = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     faults = 0
     for micro in map(int, arguments.micros.split(",")):
         for case in map(Case.parse, arguments.cases.split(",")):

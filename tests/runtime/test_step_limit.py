@@ -19,6 +19,7 @@ def test_each_moment_has_one_owner_and_the_shares_add_up_to_the_whole() -> None:
     assert found["ms"] == pytest.approx({"products": 0.1, "loss": 0.03, COMMUNICATION: 0.05, GAP: 0.02, "optimizer": 0.06})
     assert sum(found["ms"].values()) == pytest.approx(0.26)
     assert found["busy_ms"]["communication"] == pytest.approx(0.13)
+    assert found["hides_ms"] == pytest.approx({"products": 0.05, "loss": 0.03})
     assert found["gaps"] == [["communication", "optimizer", pytest.approx(0.02), 1, pytest.approx(0.02)]]
 
 

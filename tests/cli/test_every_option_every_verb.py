@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
     "lengths": "300,1024",
     "save": "full",
     "save_by": "trainer",
+    "ema": "gpu",
     "gpu": "A100-80G",
     "vram": "24G",
     "cpu_ram": "256G",

@@ -21,6 +21,7 @@ from zeroplan.engines.script import WORKSPACE, Cue, Script, Scripts
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import EvaluationTape, ExpandedTape, Mark, Op
+from zeroplan.techniques.base import KeptBlocks
 
 #: Micro batches of an accumulation window that differ from each other: the first, a later one, and the last.
 DISTINCT_MICRO_BATCHES = 3
@@ -182,6 +183,7 @@ class Run:
         detached_loss: the loop keeps the loss without its graph.
         saves: whether it saves, between two steps.
         longest_first: of micro batches that differ in length the first is the longest, and no later one is.
+        blocks: what techniques keep beside the engine.
     """
 
     grad_accum: int
@@ -191,6 +193,7 @@ class Run:
     detached_loss: bool = False
     saves: bool = False
     longest_first: bool = False
+    blocks: tuple[KeptBlocks, ...] = ()
 
 
 def play(
@@ -220,6 +223,9 @@ def play(
     recorder.mark("model")
     schedule.add_adapters()
     schedule.initialize()
+    for one in run.blocks:
+        for nbytes in one.kept:
+            recorder.alloc(nbytes, one.buffer)
     recorder.mark("init")
     script = (scripts or Scripts()).of(tape, modules=schedule.follows_modules, own_linear=own_linear)
     player = _Player(script, recorder, schedule, run.cublas_workspace)
@@ -265,6 +271,9 @@ def play(
                 player.drop(kept)
             recorder.mark("bwd")
         schedule.step(step >= run.skipped_steps)
+        for one in run.blocks:
+            for nbytes in one.passing:
+                recorder.free(recorder.alloc(nbytes, one.temporary))
         player.drop(previous)
         recorder.mark(f"step{step}")
 

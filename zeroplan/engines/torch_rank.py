@@ -89,6 +89,16 @@ class TorchRank(Rank, ABC):
     def chunks(self) -> tuple[int, ...]:
         """Elements of each parameter that this rank's optimizer holds."""
 
+    @cached_property
+    def sharded_trainable(self) -> int:
+        """Elements of this rank's chunks of trained parameters."""
+        return sum(self.chunks[p] for p in self.parameters.trained)
+
+    @cached_property
+    def largest_trained(self) -> int:
+        """Elements of this rank's chunk of the largest trained parameter."""
+        return max((self.chunks[p] for p in self.parameters.trained), default=0)
+
     @property
     def trained(self) -> tuple[int, ...]:
         """The parameters that receive a gradient."""

@@ -8,10 +8,11 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import LEVELS, Domain, Optimizer
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.saving import Saving
-from zeroplan.core.workload import OptimizerKind, Workload
+from zeroplan.core.workload import OptimizerKind
 from zeroplan.engines.player import Run
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.techniques.table import blocks_of
 
 #: Optimizer steps until peaks repeat: the first makes the states, the second runs with them, the third meets the blocks
 #: that the second left in the cache.
@@ -22,15 +23,17 @@ _BF16 = 2
 _FP32 = 4
 
 
-def torch_run(workload: Workload, cublas_workspace: int) -> Run:
+def torch_run(rank: TorchRank) -> Run:
     """Return the part of a job that is played, until it repeats."""
+    workload = rank.workload
     return Run(
         workload.batch.grad_accum,
         STEPS_UNTIL_STEADY,
-        cublas_workspace=cublas_workspace,
+        cublas_workspace=rank.cublas_workspace,
         detached_loss=workload.loop.detached_loss,
         saves=workload.has(Saving),
         longest_first=workload.batch.longest_first,
+        blocks=blocks_of(workload, rank),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from zeroplan.core.buffers import Buffer, Phase, Place
@@ -14,7 +15,14 @@ from zeroplan.engines.simulation import CheckpointPhase, HostBytes, HostPhase, H
 _LOADED_BY = {Phase.SAVE: Phase.STEP, Phase.RESUME: Phase.INIT, Phase.WEIGHTS: Phase.LOAD}
 
 
-def host_memory(simulation: Simulation | HostRun, rss: Mapping[Phase, int], *, ranks: int, workload: Workload) -> CpuMemory:
+def host_memory(
+    simulation: Simulation | HostRun,
+    rss: Mapping[Phase, int],
+    *,
+    ranks: int,
+    workload: Workload,
+    techniques: Mapping[Phase, HostBytes],
+) -> CpuMemory:
     """Return the host's part of a plan.
 
     Args:
@@ -22,12 +30,15 @@ def host_memory(simulation: Simulation | HostRun, rss: Mapping[Phase, int], *, r
         rss: resident bytes of one rank's process at the end of each phase, without those buffers.
         ranks: ranks of one node.
         workload: says whether pretrained weights are read, whose phase counts in place of loading, and whether the run saves.
+        techniques: what they keep beside the engine, on one rank, by phase.
     """
     on_host = {one.phase: one for one in simulation.host}
     peaks = []
     for phase, base in rss.items():
         engine = on_host.get(phase)
-        peaks.append(_host_peak(phase, base, engine.alive if engine is not None else {}, ranks))
+        alive = Counter(engine.alive if engine is not None else {})
+        alive.update(techniques.get(phase, {}))
+        peaks.append(_host_peak(phase, base, alive, ranks))
     counted = list(peaks)
     for one in simulation.checkpoint:
         before = _LOADED_BY[one.phase]

@@ -32,6 +32,7 @@ from zeroplan.core.plan import MemoryPlan, PeakShare, PlanLine
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation, phase_of_mark
+from zeroplan.engines.technique_lines import technique_host
 from zeroplan.planner.fit import judged, left_out, unsure_at_limit, unsure_of_fragments
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.limit import at_its_limit, run_on_card
@@ -124,7 +125,7 @@ def simulated_plan(
         rotary=any("Rotary" in kind for kind in types),
         experts=any("Experts" in kind for kind in types),
     )
-    cpu = host_memory(simulation, rss, ranks=local, workload=case.workload)
+    cpu = host_memory(simulation, rss, ranks=local, workload=case.workload, techniques=technique_host(engine, case))
     unmodelled = left_out(engine, case, tape=tape)
     if simulation is not unlimited and at_its_limit(case, simulation, outside):
         unmodelled += unsure_at_limit(engine, case, phase)

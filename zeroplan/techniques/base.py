@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
@@ -22,8 +23,10 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import ChunkedHead, Compilation, DType, Lora, Precision, QuantizedBase, Workload
 from zeroplan.core.zero_config import ZeroConfig
+from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
+    from zeroplan.core.parameters import Parameters
     from zeroplan.core.quantization import Base
     from zeroplan.models.spec import ModelSpec
     from zeroplan.tape.expanded import ExpandedTape
@@ -56,6 +59,51 @@ class TakesTechniques(Protocol):
 
     def base_precision(self, dtype: DType, base: Base | None) -> Precision:
         """Return the same for adapters beside a base that is kept as `base` says."""
+
+
+class HoldsTrained(Protocol):
+    """What a technique's lines read of a rank (:class:`~zeroplan.engines.torch_rank.TorchRank`)."""
+
+    @property
+    def workload(self) -> Workload:
+        """What is computed."""
+
+    @property
+    def parameters(self) -> Parameters:
+        """The model's parameters."""
+
+    @property
+    def original_bytes(self) -> int:
+        """Bytes of one trained parameter, as the optimizer sees it."""
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Elements of each parameter that this rank's optimizer holds."""
+
+    @property
+    def sharded_trainable(self) -> int:
+        """Elements of this rank's chunks of trained parameters."""
+
+    @property
+    def largest_trained(self) -> int:
+        """Elements of this rank's chunk of the largest trained parameter."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptBlocks:
+    """Blocks of the GPU that a technique keeps beside the engine's.
+
+    Attributes:
+        buffer: what is kept from the initialisation on.
+        kept: the bytes of each.
+        temporary: what passes behind each step.
+        passing: the bytes of each, which is freed before the next.
+    """
+
+    buffer: Buffer
+    kept: tuple[int, ...]
+    temporary: Buffer = Buffer.OPTIM_TEMP
+    passing: tuple[int, ...] = ()
 
 
 class Asked(Protocol):
@@ -161,6 +209,7 @@ class Technique(Generic[V]):
         apart: flags of what it is not modelled beside.
         because: what is said of those; ``{flag}`` stands for the flag.
         decides: the option of files that is not taken as it is: :meth:`filled` decides; empty for none.
+        lines: what it adds to the ledger of each engine that takes it: formulas over the engine's rank.
         looped: whether the training loops of ``verify`` and ``tune`` do it.
         unsearched: why no search knows its time and memory; empty where searches do.
         shown: the name by which a report's JSON shows the value; empty where :meth:`described` shows more.
@@ -178,6 +227,7 @@ class Technique(Generic[V]):
     apart: ClassVar[Sequence[str]] = ()
     because: ClassVar[str] = ""
     decides: ClassVar[str] = ""
+    lines: ClassVar[Ledger] = Ledger()
     looped: ClassVar[bool] = False
     unsearched: ClassVar[str] = ""
     shown: ClassVar[str] = ""
@@ -277,6 +327,10 @@ class Technique(Generic[V]):
     def expanded(self, value: V, tape: ExpandedTape, workload: Workload) -> ExpandedTape:
         """Return the tape of a micro batch changed where the technique computes in another way than what was traced."""
         return tape
+
+    def blocks(self, value: V, rank: Any) -> KeptBlocks | None:
+        """Return the blocks of the GPU that :attr:`lines` stand for, on the rank that they read; None for none."""
+        return None
 
     def left_out(self, value: V, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
         """Return what no figure holds of the technique; `tape` is what the figures were simulated with."""

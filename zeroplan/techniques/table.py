@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zeroplan.core.workload import Workload
-from zeroplan.techniques.base import Technique
+from zeroplan.techniques.base import KeptBlocks, Technique
 from zeroplan.techniques.checkpointing import CheckpointingTechnique
 from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 from zeroplan.techniques.compiled import COMPILED
@@ -19,6 +19,7 @@ from zeroplan.techniques.deepspeed_sections import (
     SparseAttentionTechnique,
 )
 from zeroplan.techniques.dora import DoraTechnique
+from zeroplan.techniques.ema import EmaTechnique
 from zeroplan.techniques.evaluation import EvaluationTechnique
 from zeroplan.techniques.float8 import FLOAT8
 from zeroplan.techniques.generation import ColocatedTechnique, GenerationTechnique
@@ -66,6 +67,7 @@ TABLE: list[Technique[Any]] = [
     LigerTechnique(),
     CutCrossEntropyTechnique(),
     NeftuneTechnique(),
+    EmaTechnique(),
     SyncedPassesTechnique(),
     SparseAttentionTechnique(),
     CurriculumTechnique(),
@@ -81,6 +83,12 @@ def techniques_of(workload: Workload) -> Iterator[tuple[Technique[Any], Any]]:
         value = technique.of(workload)
         if value is not None:
             yield technique, value
+
+
+def blocks_of(workload: Workload, rank: Any) -> tuple[KeptBlocks, ...]:
+    """Return the blocks of the GPU that techniques keep on a rank, whose facts their ledger lines read."""
+    found = (technique.blocks(value, rank) for technique, value in techniques_of(workload))
+    return tuple(one for one in found if one is not None)
 
 
 def keys_of(program: str) -> dict[str, str]:

@@ -100,6 +100,6 @@ class DdpSchedule(EngineSchedule):
 def record_ddp(rank: DdpRank, tape: ExpandedTape) -> Recorder:
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
-    run = torch_run(rank.workload, rank.cublas_workspace)
+    run = torch_run(rank)
     play(run, tape, recorder, DdpSchedule(rank, recorder))
     return recorder

@@ -13,6 +13,7 @@ from zeroplan.engines.player import Run, play
 from zeroplan.engines.script import Scripts
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape
+from zeroplan.techniques.table import blocks_of
 
 #: Optimizer steps until peaks repeat: the first makes the states, the second runs with them (and at stage 3 with the
 #: complete trace), the third meets the blocks that the second left in the allocator's cache.
@@ -57,6 +58,7 @@ def record_deepspeed(
         rank.cublas_workspace,
         rank.workload.loop.detached_loss,
         saves=rank.workload.has(Saving),
+        blocks=blocks_of(rank.workload, rank),
     )
     own_linear = rank.stage == 3 and rank.zero.stage3.memory_efficient_linear
     play(run, tape, recorder, stage_schedule(rank, tape, recorder), own_linear=own_linear, scripts=scripts)

@@ -356,6 +356,6 @@ def record_fsdp(rank: FsdpRank, tape: ExpandedTape) -> Recorder:
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
     tape = with_gradients_apart(tape)
-    run = torch_run(rank.workload, rank.cublas_workspace)
+    run = torch_run(rank)
     play(run, tape, recorder, FsdpSchedule(rank, tape, recorder))
     return recorder

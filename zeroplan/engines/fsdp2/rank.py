@@ -132,11 +132,6 @@ class Fsdp2Rank(TorchRank):
         return sum(self.chunks)
 
     @cached_property
-    def sharded_trainable(self) -> int:
-        """Elements of this rank's chunks of trained parameters."""
-        return sum(self.chunks[p] for p in self.parameters.trained)
-
-    @cached_property
     def sharded_reached(self) -> int:
         """Elements of this rank's chunks of the parameters that a micro batch gives a gradient."""
         return sum(self.chunks[p] for p in self.trained)

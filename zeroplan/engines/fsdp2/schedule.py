@@ -455,6 +455,6 @@ def _gradients(tape: ExpandedTape) -> dict[int, int]:
 def record_fsdp2(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
     recorder = Recorder()
-    run = torch_run(rank.workload, rank.cublas_workspace)
+    run = torch_run(rank)
     play(run, tape, recorder, Fsdp2Schedule(rank, tape, recorder))
     return recorder

@@ -25,6 +25,7 @@ from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape
+from zeroplan.techniques.table import blocks_of
 
 _FP32 = 4
 #: What the layers make once, by the names that :attr:`MegatronRank.kept` has.
@@ -109,7 +110,13 @@ class MegatronSchedule(EngineSchedule):
 def record_megatron(rank: MegatronRank, tape: ExpandedTape) -> Recorder:
     """Record a rank without pipeline stages, whose micro batches are those of `tape`."""
     recorder = Recorder()
-    run = Run(rank.grad_accum, STEPS_UNTIL_STEADY, cublas_workspace=rank.cublas_workspace, detached_loss=True)
+    run = Run(
+        rank.grad_accum,
+        STEPS_UNTIL_STEADY,
+        cublas_workspace=rank.cublas_workspace,
+        detached_loss=True,
+        blocks=blocks_of(rank.workload, rank),
+    )
     play(run, tape, recorder, MegatronSchedule(rank, recorder))
     return recorder
 

@@ -31,6 +31,7 @@ from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
 from zeroplan.tape.edit import TapeEdit
 from zeroplan.tape.expanded import ExpandedTape, Kind
+from zeroplan.techniques.table import blocks_of
 
 
 def computed_tape(
@@ -106,7 +107,8 @@ def simulate_rank(
     tape = replace(computed(replace(expanded, evaluation=None, shapes=())), shapes=first)
     workspace = case.cluster.gpu.workspace
     schedule = RuntimeSchedule(layout, tape, recorder, cublas_workspace=workspace, makes_room=room)
-    run = Run(case.workload.batch.grad_accum, STEPS_UNTIL_STEADY, skipped, workspace, case.workload.loop.detached_loss)
+    accum, detached = case.workload.batch.grad_accum, case.workload.loop.detached_loss
+    run = Run(accum, STEPS_UNTIL_STEADY, skipped, workspace, detached, blocks=blocks_of(case.workload, layout))
     play(run, tape, recorder, schedule, warm=True)
     host = host_phases(layout, case.spec.params * case.workload.numerics.param_bytes, host_buffers(moved))
     timeline = simulate(recorder, config, device_memory=case.cluster.vram)

@@ -20,6 +20,7 @@ from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import set_fsdp, set_script_adapters
 from zeroplan.interop.setups import Setup
+from zeroplan.techniques.table import keys_of
 
 MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 #: Arguments of the Trainer of which a section has one, if it is Lightning's.
@@ -50,8 +51,6 @@ _CHECKPOINTING = ("partition_activations", "cpu_checkpointing", "contiguous_memo
 #: Callbacks that hold weights or change what a step holds.
 _CALLBACKS = {
     "StochasticWeightAveraging": (MORE, "averaged weights beside the model's"),
-    "WeightAveraging": (MORE, "averaged weights beside the model's"),
-    "EMAWeightAveraging": (MORE, "averaged weights beside the model's"),
     "GradientAccumulationScheduler": (UNKNOWN, "accumulation that changes while it trains"),
     "BackboneFinetuning": (LESS, "parts are frozen at first"),
 }
@@ -100,9 +99,14 @@ class Lightning(Program):
         self._module(run, _inits(model))
         _data(run, trainer)
         _optimizer(run)
+        techniques = keys_of(self.name)
         for one in _listed(trainer.value("callbacks")):
             name = _class_of(one)
-            if name in _CALLBACKS:
+            if name in techniques:
+                arguments = one.get("init_args") if isinstance(one, Mapping) else None
+                device = arguments.get("device") if isinstance(arguments, Mapping) else None
+                run.set(techniques[name], str(device or "cpu"), f"trainer.callbacks.{name}")
+            elif name in _CALLBACKS:
                 run.leave_out(f"trainer.callbacks.{name}", *_CALLBACKS[name])
         if trainer.value("plugins") not in (None, []):
             run.leave_out("trainer.plugins", UNKNOWN, "what a plugin does to memory is not read")

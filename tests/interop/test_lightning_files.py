@@ -1,4 +1,4 @@
-"""LightningCLI's YAML and scripts that make Lightning's Trainer: read as Lightning 2.6 does, or said."""
+"""LightningCLI's YAML, read as Lightning 2.6 does; scripts with a module of their own are captured."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
-from zeroplan.planner.estimate import estimate_report
-from zeroplan.run.ask import Ask
 
 DATA = {"class_path": "my.Data", "init_args": {"batch_size": 4, "max_length": 512}}
 
@@ -113,70 +111,12 @@ def test_what_no_engine_plans_is_refused(trainer: dict[str, Any], model: dict[st
         read_setup({"trainer": trainer, "model": model})
 
 
-MODULE = """
-import torch, lightning as L
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
-from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = AutoModelForCausalLM.from_pretrained("openai-community/gpt2", dtype=torch.float32)
-    def training_step(self, batch, at):
-        return {loss}
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
-    def train_dataloader(self):
-        return DataLoader(data, batch_size=4)
-    def val_dataloader(self):
-        return DataLoader(data, batch_size=16)
-def cut(text):
-    return tokenizer(text, truncation=True, max_length=256)
-{trainer}
-trainer.fit(Module())
-"""
-
-
-def of_script(folder: Path, trainer: str, loss: str = "self.model(**batch).loss") -> Setup:
-    (folder / "train.py").write_text(MODULE.replace("{trainer}", trainer).replace("{loss}", loss))
-    return read_setup(str(folder / "train.py"))
-
-
-def test_a_script_is_read_with_its_module(tmp_path: Path) -> None:
-    trainer = (
-        "n = 2\ntrainer = L.Trainer(devices=n, strategy='deepspeed_stage_2', precision='bf16-mixed', accumulate_grad_batches=8)"
-    )
-    setup = of_script(tmp_path, trainer)
-    assert (setup.program, setup.ask.model, setup.ask.micro_batch, setup.ask.value("eval_batch")) == (
-        "lightning",
-        "openai-community/gpt2",
-        4,
-        16,
-    )
-    assert (setup.ask.seq_len, setup.ask.grad_accum, setup.value("gpus"), setup.ask.dtype) == (256, 8, 2, "bf16")
-    assert (setup.ask.optimizer, setup.ask.optimizer_kind, setup.ask.model_dtype, keys(setup)) == (
-        "adamw",
-        "foreach",
-        "fp32",
-        set(),
-    )
-    report = estimate_report(Ask(model=None, files=(str(tmp_path / "train.py"),), gpu="H100"))
-    assert [plan.stage for plan in report.plans] == [2]
-    assert report.plans[0].fits is True
-
-
-def test_a_strategy_that_a_script_makes(tmp_path: Path) -> None:
-    lines = "s = DeepSpeedStrategy(stage=3, offload_optimizer=True)\ntrainer = L.Trainer(strategy=s, devices=1)"
-    setup = of_script(tmp_path, lines)
-    assert (setup.ds_config or {})["zero_optimization"]["stage"] == 3
-    assert setup.ask.zero_init is False  # no configure_model: the model is whole before it is sharded
-    lines = "s = FSDPStrategy(auto_wrap_policy={Block}, cpu_offload=False)\ntrainer = L.Trainer(strategy=s, devices=1)"
-    assert of_script(tmp_path, lines).ask.one_unit is False
-
-
-def test_what_a_script_leaves_open_is_said_by_its_line(tmp_path: Path) -> None:
-    setup = of_script(tmp_path, "trainer = L.Trainer(strategy=pick(), devices=count(), precision=p)")
-    assert {"trainer.strategy", "trainer.devices", "trainer.precision"} <= keys(setup)
-    assert "training_step" in keys(of_script(tmp_path, "trainer = L.Trainer(devices=1)", loss="my_loss(batch)"))
-    with pytest.raises(BadInput, match=r"makes 2 Trainers of Lightning \(lines 20, 21\)"):
-        of_script(tmp_path, "trainer = L.Trainer(devices=1)\ntrainer = L.Trainer(devices=2)")
+@pytest.mark.parametrize("started", [False, True])
+def test_a_module_of_ones_own_is_captured(started: bool, tmp_path: Path) -> None:
+    script, shell = tmp_path / "train.py", tmp_path / "run.sh"
+    script.write_text("import lightning as L\nclass Mine(L.LightningModule):\n    pass\nL.Trainer(devices=2).fit(Mine())\n")
+    shell.write_text("python train.py\n")
+    says = "no text tells what that allocates" if started else r"trains Mine by Lightning \(line 2\)"
+    with pytest.raises(BadInput, match=says) as refused:
+        read_setup(str(shell if started else script))
+    assert "zeroplan capture -- " in (refused.value.remedy or "")

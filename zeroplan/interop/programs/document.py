@@ -13,9 +13,9 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.documents import CONFIG, parse_json, read_document, text_of
 from zeroplan.core.plumbing.files import file_kind, is_capture, is_file, read_bytes
-from zeroplan.interop.programs.lightning_script import read_script
 from zeroplan.interop.programs.pipeline_script import PipelineScript, read_pipeline_script
 from zeroplan.interop.programs.refused_files import refuse_other_program
+from zeroplan.interop.programs.script import read_script
 from zeroplan.interop.programs.script_defaults import ScriptDefaults, imported, parses_arguments, script_defaults
 from zeroplan.interop.programs.script_reader import RunScript
 from zeroplan.interop.programs.shell import Command, training_command
@@ -23,11 +23,11 @@ from zeroplan.interop.programs.shell import Command, training_command
 #: Names that end so hold a command line.
 _SCRIPTS = ("sh", "bash", "zsh", "slurm", "sbatch", "txt", "job", "pbs")
 #: What a script has that builds its run's arguments, and what one has that takes them from its command line.
-_MAKES_ARGUMENTS = ("TrainingArguments(", "SFTConfig(", "DPOConfig(", "Config(\n", "lightning")
+_MAKES_ARGUMENTS = ("TrainingArguments(", "SFTConfig(", "DPOConfig(", "Config(\n")
 #: In the names of transformers' examples of loops, whose defaults are known.
 _LOOP_EXAMPLE = "_no_trainer"
-#: What only a script with a loop of its own calls.
-_BACKWARD = re.compile(r"\.backward\(")
+#: What only a script with a loop or a module of its own has.
+_OWN_CODE = re.compile(r"\.backward\(|\bLightningModule\b(?!.*\bLightningCLI\b)", re.DOTALL)
 #: Programs that are Python scripts or modules.
 _PYTHON = re.compile(r"\.py$|^[A-Za-z_]\w*(\.\w+)+$")
 #: Folders above a file's own in which a path of it is looked for; the one with ``.git`` is the last.
@@ -138,7 +138,7 @@ def _of_shell(path: str, folder: Path) -> Document:
         pipeline = read_pipeline_script(text, str(script), command.flags, command.files)
         return Document({}, path, folder, pipeline=replace(pipeline, gpus=command.gpus, nodes=command.nodes))
     if _loops(script):
-        what = f"starts {script.name}, which trains by a loop of its own: its text does not tell what that allocates"
+        what = f"starts {script.name}, which trains by a loop of its own, or a module: no text tells what that allocates"
         raise BadInput(what, where=path, remedy=f"zeroplan capture -- bash {path} runs it; or give its ds_config")
     if _names_run(script):
         try:
@@ -166,10 +166,12 @@ def _names_run(script: Path) -> bool:
 
 
 def _loops(script: Path) -> bool:
-    """Whether a script trains by a loop of its own; transformers' examples of loops are known by their names."""
+    """Whether a script trains by a loop, or a module of Lightning's, of its own; transformers' examples of loops are known by
+    their names.
+    """
     text = _text(script)
     others = parses_arguments(text) or any(word in text for word in _MAKES_ARGUMENTS) or _LOOP_EXAMPLE in script.name
-    return _BACKWARD.search(text) is not None and not others
+    return _OWN_CODE.search(text) is not None and not others
 
 
 def _with_defaults(document: Document, script: Path) -> Document:

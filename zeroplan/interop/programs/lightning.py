@@ -1,7 +1,7 @@
-"""Lightning: the YAML of its LightningCLI, and scripts that make a ``Trainer``.
+"""Lightning: the YAML of its LightningCLI.
 
-The file holds the trainer; the module, whose loss and optimizer are its own code, is not in it. What a script's text tells of
-its module is read beside. Source: Lightning 2.6, ``pytorch/trainer/trainer.py``, ``pytorch/strategies/`` and
+The file holds the trainer; the module, whose loss and optimizer are its own code, is not in it.
+Source: Lightning 2.6, ``pytorch/trainer/trainer.py``, ``pytorch/strategies/`` and
 ``trainer/connectors/accelerator_connector.py``.
 """
 
@@ -14,11 +14,11 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.ds_config.source import load_source
-from zeroplan.interop.programs.adapters import optimizer_of, set_attention, set_weights_dtype
+from zeroplan.interop.programs.adapters import optimizer_of
 from zeroplan.interop.programs.builder import Builder, Keys
 from zeroplan.interop.programs.document import Document, find_beside
 from zeroplan.interop.programs.program import Program
-from zeroplan.interop.programs.trainer import set_fsdp, set_script_adapters
+from zeroplan.interop.programs.trainer import set_fsdp
 from zeroplan.interop.setups import Setup
 from zeroplan.techniques.table import keys_of
 
@@ -114,21 +114,11 @@ class Lightning(Program):
         return run.setup()
 
     def _module(self, run: Builder, model: Keys) -> None:
-        script = run.document.script
-        if script is None:
-            for key in _MODELS:
-                if isinstance(model.data.get(key), str):
-                    run.set("model", model.text(key), f"model.{key}")
-                    break
-            run.leave_out("model", UNKNOWN, "the module's own code is no part of the file; MODEL is planned with its own loss")
-            return
-        run.take_model("model_name_or_path")
-        set_attention(run, "attn_implementation")
-        set_script_adapters(run)
-        if run.flag("gradient_checkpointing"):
-            run.set("gradient_checkpointing", True, "gradient_checkpointing_enable")
-        if "dtype" in run.data and run.fields.get("autocast") is not False:
-            set_weights_dtype(run, default="")
+        for key in _MODELS:
+            if isinstance(model.data.get(key), str):
+                run.set("model", model.text(key), f"model.{key}")
+                break
+        run.leave_out("model", UNKNOWN, "the module's own code is no part of the file; MODEL is planned with its own loss")
 
 
 def _sections(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -244,12 +234,8 @@ def _deepspeed(run: Builder, key: str, name: str, options: Keys) -> None:
     run.set("ds_config", found, key)
     run.set("engine", "deepspeed", key)
     section = found.get("zero_optimization")
-    script = run.document.script
     if isinstance(section, Mapping) and section.get("stage") == 3:
-        if script is None:
-            run.leave_out(key, UNKNOWN, "whether the module makes its model in configure_model, sharded, is not in the file")
-        else:
-            run.set("zero_init", bool(run.data.get("configure_model")))
+        run.leave_out(key, UNKNOWN, "whether the module makes its model in configure_model, sharded, is not in the file")
 
 
 def _offload(options: Keys, device: str, buffers: Mapping[str, str]) -> dict[str, Any]:
@@ -260,7 +246,7 @@ def _offload(options: Keys, device: str, buffers: Mapping[str, str]) -> dict[str
 
 
 def _data(run: Builder, trainer: Keys) -> None:
-    """Take batches and lengths where the data's arguments, or a script's loaders, tell them."""
+    """Take batches and lengths where the data's arguments tell them."""
     data = _inits(run.block("data")) if isinstance(run.data.get("data"), Mapping) else Keys({}, run.name)
     batch = next((key for key in _BATCHES if isinstance(data.data.get(key), int)), None)
     if batch is not None:
@@ -281,7 +267,7 @@ def _data(run: Builder, trainer: Keys) -> None:
 
 
 def _optimizer(run: Builder) -> None:
-    """Take the optimizer that a section, or a script's ``configure_optimizers``, names by its class."""
+    """Take the optimizer that a section names by its class."""
     name = _class_of(run.value("optimizer")).lower()
     if name in ("deepspeedcpuadam", "fusedadam"):
         name = "adamw"

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import ast
 import re
-from typing import NoReturn
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.script_adapters import take_adapters
 from zeroplan.interop.programs.script_deeds import TRAINERS, list_deeds
 from zeroplan.interop.programs.script_model import take_model
-from zeroplan.interop.programs.script_reader import Reader, RunScript
+from zeroplan.interop.programs.script_reader import Reader, RunScript, parsed
 from zeroplan.interop.programs.script_syntax import UNKNOWN, base_name, called
+from zeroplan.interop.programs.script_values import Values
 
 #: Classes of arguments, with the program that reads them.
 ARGUMENTS = {
@@ -26,6 +29,24 @@ ARGUMENTS = {
 _TASK = re.compile(r"^(SFT|DPO|KTO|ORPO|CPO|Reward|GRPO|RLOO)(Trainer|Config)$")
 #: What a script calls that trains by a loop of its own, and no trainer's.
 _LOOPS = ("Fabric", "Accelerator", "backward")
+
+
+def read_script(
+    text: str,
+    name: str,
+    flags: Mapping[str, Any] | None = None,
+    words: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> RunScript:
+    """Read a script, started with these flags, further words and variables.
+
+    Raises:
+        BadInput: it builds no arguments of the HF Trainer, or several; it trains by code of its own; or names are not sure.
+    """
+    try:
+        return ScriptReader(Values(parsed(text, name), flags, words, environment), name).read()
+    except RecursionError:
+        raise BadInput("has expressions that are nested too deep", where=name, remedy="give the run's arguments") from None
 
 
 class ScriptReader(Reader):
@@ -76,6 +97,12 @@ class ScriptReader(Reader):
         loop = next((call for call in self.calls if self._is_loop(call)), None)
         if loop is not None:
             self.refuse(f"trains by a loop of its own (line {loop.lineno}), whose memory is known only by running it")
+        module = next(
+            (one for one in self.classes.values() if any(called(base) == "LightningModule" for base in one.bases)), None
+        )
+        if module is not None:
+            what = f"trains {module.name[:40]} by Lightning (line {module.lineno}), whose memory is known only by running it"
+            self.refuse(what)
         self.refuse("is a Python script that builds no arguments of the Trainer and no PipelineModule")
 
     def _is_loop(self, call: ast.Call) -> bool:

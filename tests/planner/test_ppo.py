@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
-from zeroplan.core.ppo import Rollout
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
 from zeroplan.planner.estimate import estimate_report
-from zeroplan.planner.ppo import rollout_tape
 from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Op
+from zeroplan.techniques.ppo import Rollout, rollout_tape
 
 #: As people start it.
 COMMAND = (
@@ -41,8 +40,9 @@ def test_what_the_arguments_say(tmp_path: Path) -> None:
         False,
         None,
     )
-    assert setup.ask.ppo is not None
-    assert (setup.ask.ppo.reward, setup.ask.ppo.prompt, setup.ask.ppo.response, setup.ask.ppo.rollout) == (
+    ppo = setup.ask.said["ppo"]
+    assert ppo is not None
+    assert (ppo.reward, ppo.prompt, ppo.response, ppo.rollout) == (
         "EleutherAI/pythia-31m",
         32,
         16,

@@ -15,6 +15,7 @@ from zeroplan.planner.describe import describe_cluster, describe_setup, describe
 from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate
 from zeroplan.planner.resolve import Resolved, resolve
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.ppo import PpoTechnique
 from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def estimate_runs(request: Ask, each: Callable[[Estimate, int], None] | None = N
             from zeroplan.planner.live_module import with_own_code
 
             request = with_own_code(request, setup)
-        if setup.ask.ppo is not None and request.depth != FORMULA:
+        if setup.ask[PpoTechnique.ppo] is not None and request.depth != FORMULA:
             from zeroplan.planner.ppo import with_ppo
 
             request = with_ppo(request, setup)
@@ -132,9 +133,7 @@ def _tapes(engine: Engine, request: Ask) -> ExpandedTapes:
     if request.inputs is not None:
         from zeroplan.planner.live_module import ModuleTapes
 
-        return ModuleTapes(
-            engine, request.model, request.inputs, cut=request[QuantizedBaseTechnique.built], rollout=request.rollout
-        )
+        return ModuleTapes(engine, request.model, request.inputs, cut=request[QuantizedBaseTechnique.built])
     if request.recorded is not None:
         from zeroplan.planner.tapes import RecordedTapes
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.lengths import padded_batches
-from zeroplan.core.ppo import Rollout
 from zeroplan.core.workload import DType
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.engines.base import Case, Engine
@@ -17,7 +16,9 @@ from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tape.sizes import KernelDevice
+from zeroplan.techniques.ppo import PpoTechnique
 from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
+from zeroplan.techniques.table import techniques_of
 
 
 def with_shape(request: Ask) -> Ask:
@@ -53,13 +54,11 @@ class ModuleTapes(ExpandedTapes):
         module: the module.
         inputs: one micro batch.
         cut: whether the batch's tensors are of shape (samples, tokens), so that shorter ones can be made of it.
-        rollout: what passes before a step; None for nothing.
     """
 
-    def __init__(self, engine: Engine, module: Any, inputs: Any, *, cut: bool = False, rollout: Rollout | None = None) -> None:
+    def __init__(self, engine: Engine, module: Any, inputs: Any, *, cut: bool = False) -> None:
         super().__init__(engine)
         self._asked, self._module, self._inputs, self._cut = engine, module, inputs, cut
-        self._rollout = rollout
         self._made: dict[str, ExpandedTape | NoTapeError] = {}
 
     def of(self, case: Case) -> ExpandedTape:
@@ -76,10 +75,9 @@ class ModuleTapes(ExpandedTapes):
         work = case.workload
         try:
             tape = self._of_length(case, work.batch.seq_len or 1)
-            if self._rollout is not None:
-                from zeroplan.planner.ppo import rollout_tape
-
-                return replace(tape, generation=rollout_tape(tape, self._rollout))
+            for technique, value in techniques_of(work):
+                if isinstance(technique, PpoTechnique):
+                    return technique.expanded(value, tape, work)
             if not (self._cut and work.batch.lengths):
                 return tape
             drawn = padded_batches(work.batch.lengths, work.batch.rows, cut=work.batch.seq_len)[-1 - _SHORTER : -1]

@@ -1,14 +1,12 @@
-"""PPO by TRL's arguments: its four models as one live module, and what is generated and scored before a step."""
+"""PPO by TRL's arguments: its four models as one live module, and the sizes of what passes before a step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import find_spec
-from itertools import count
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.ppo import Rollout
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType
 from zeroplan.engines.registry import find_engine
@@ -17,8 +15,7 @@ from zeroplan.models.facts import spec_facts
 from zeroplan.models.load import load_model
 from zeroplan.models.spec import ModelSpec
 from zeroplan.run.ask import Ask
-from zeroplan.tape.edit import EventWriter
-from zeroplan.tape.expanded import ExpandedTape, Kind
+from zeroplan.techniques.ppo import PpoTechnique, Rollout
 
 #: The key under which a file's PPO stands among what is left out.
 KEY = "task ppo"
@@ -33,7 +30,7 @@ def with_ppo(request: Ask, setup: Setup) -> Ask:
     """Return the request with PPO's models as its module; as it is with adapters, where no config tells the models, or where
     torch and transformers are not installed.
     """
-    ppo, micro_batch = setup.ask.ppo, request.micro_batch or 1
+    ppo, micro_batch = setup.ask[PpoTechnique.ppo], request.micro_batch or 1
     plain = not setup.degrees and not {"lora_rank", "quantize", "images"} & request.chosen.keys()
     if ppo is None or not plain or request.model is None or find_spec("torch") is None or find_spec("transformers") is None:
         return request
@@ -86,30 +83,3 @@ def _reward(name: str | None, policy: ModelSpec) -> tuple[ModelSpec, bool]:
 
 def _config(spec: ModelSpec) -> Mapping[str, Any]:
     return {**spec.config, "_name_or_path": spec.name}
-
-
-def rollout_tape(tape: ExpandedTape, rollout: Rollout) -> ExpandedTape:
-    """Return what passes before a step: completions with the scores of all their tokens, then the other models over them.
-
-    ``generate`` returns a token's scores in fp32, one tensor a token; they are stacked for each part of the batch, and all
-    parts are padded into one tensor while they are still there. Then, part after part, the reference's logits stand beside it,
-    with the hidden states of its layers; the value and the reward model keep theirs alone. Weights are multiplied as they are,
-    since the autocast is on the wrapper's forward.
-    """
-    write = EventWriter(count())
-    parts = -(-rollout.samples // rollout.at_once)
-    length = rollout.prompt + rollout.response
-    scores = rollout.at_once * rollout.response * rollout.words * _FP32
-    made = []
-    for _ in range(parts):
-        cache = write.alloc(rollout.at_once * length * rollout.cache, Kind.SAVED)
-        tokens = write.alloc(scores, Kind.LOGITS)
-        write.free(cache)
-        made.append(write.alloc(scores, Kind.LOGITS))
-        write.free(tokens)
-    whole = write.alloc(parts * scores, Kind.LOGITS)
-    write.free(*made)
-    hidden = write.alloc(rollout.at_once * length * rollout.hidden)
-    logits = write.alloc(rollout.at_once * length * rollout.words * rollout.width, Kind.LOGITS)
-    write.free(logits, hidden, whole)
-    return tape.with_events(write.events)

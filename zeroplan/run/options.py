@@ -11,7 +11,6 @@ from typing import Any
 
 from zeroplan.core.lit_model import LitModel
 from zeroplan.core.option import CLUSTER, FILES, MESH, RUNS, SEARCHES, SHARDING, WORK, Option
-from zeroplan.core.ppo import Ppo, Rollout
 from zeroplan.core.sizes import parse_count, parse_tokens
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision
@@ -288,8 +287,6 @@ class ProgramOptions:
         global_batch: samples a step of all ranks together, where accumulation follows from it.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
         head: the task whose head the model has, where it is not the one of its own checkpoint.
-        ppo: what PPO's four models pass.
-        rollout: the same, with its sizes.
         moved: whether the model is made on the host and then moved to its GPU.
         lit_model: the model of LitGPT's own code that the run trains.
         told_by_file: whether files describe the run.
@@ -312,8 +309,6 @@ class ProgramOptions:
     global_batch = Option[int | None](int, None, merges=False)
     detached_loss = Option(bool, False)
     head = Option[str | None](str, None, merges=False)
-    ppo = Option[Ppo | None](object, None, merges=False)
-    rollout = Option[Rollout | None](object, None)
     moved = Option(bool, False)
     lit_model = Option[LitModel | None](object, None, merges=False)
     told_by_file = Option(bool, False)

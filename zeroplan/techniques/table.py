@@ -33,6 +33,7 @@ from zeroplan.techniques.offloaded_checkpoints import OffloadedCheckpointsTechni
 from zeroplan.techniques.older_transformers import OlderTransformersTechnique
 from zeroplan.techniques.optimizers import RUNTIME_OPTIMIZERS, ConfiguredOptimizersTechnique
 from zeroplan.techniques.pair_loss import PairLossTechnique, ReferenceTechnique
+from zeroplan.techniques.ppo import PpoTechnique
 from zeroplan.techniques.quantized_base import QUANTIZED_BASE
 from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
 from zeroplan.techniques.saving import SavingTechnique
@@ -50,6 +51,7 @@ TABLE: list[Technique[Any]] = [
     FLOAT8,
     PairLossTechnique(),
     ReferenceTechnique(),
+    PpoTechnique(),
     COMPILED,
     ImagesTechnique(),
     ChunkedHeadTechnique(),

@@ -1,8 +1,8 @@
 """The models of PPO as one module, and the loss of a micro batch, operator by operator as TRL computes it.
 
 Policy and value model are trained as one module, each asked for the hidden states of all its layers; the reference and the
-reward model lie beside them, frozen, and pass before the step (:mod:`zeroplan.core.ppo`). TRL's trainer has a loop of its own,
-which never switches checkpointing on.
+reward model lie beside them, frozen, and pass before the step (:mod:`zeroplan.techniques.ppo`). TRL's trainer has a loop of its
+own, which never switches checkpointing on.
 Source: TRL 1.8, ``experimental/ppo/ppo_trainer.py`` (PolicyAndValueWrapper, train), ``trainer/utils.py``
 (selective_log_softmax); accelerate 1.15, ``utils/operations.py`` (ConvertOutputsToFp32).
 """

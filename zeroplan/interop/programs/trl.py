@@ -9,7 +9,6 @@ import re
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.generation import Colocated, Generation
-from zeroplan.core.ppo import Ppo
 from zeroplan.core.preferences import PLANNED, PairLoss, passes_of
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation, set_weights_dtype
@@ -20,6 +19,7 @@ from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import EXAMPLES, TrainerDefaults, read_trainer
 from zeroplan.interop.setups import Setup
 from zeroplan.techniques.liger import LigerTechnique
+from zeroplan.techniques.ppo import Ppo
 
 #: Arguments that, of all programs read here, TRL alone has; recipes of older versions and of the handbook among them.
 _ONLY = (

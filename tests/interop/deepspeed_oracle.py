@@ -7,7 +7,6 @@ what is asked is only which configs it refuses and which wrapper it builds.
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import json
 import logging
@@ -37,7 +36,7 @@ def main() -> None:
     builder.OpBuilder.load = lambda self, verbose=True: MagicMock()  # no compiler, no kernels
     NotImplementedBuilder.load = builder.OpBuilder.load
     get_accelerator().is_fp16_supported = lambda: True
-    cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # a process each time, and every CPU optimizer asks
+    cpuinfo.get_cpu_info = lambda: {"arch": "X86_64", "vendor_id_raw": "GenuineIntel", "flags": []}  # else it is measured
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     deepspeed.init_distributed("gloo")
     for line in sys.stdin:

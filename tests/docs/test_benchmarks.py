@@ -1,4 +1,4 @@
-"""Every benchmark that can be run has a line in benchmarks/README.md, and its links lead somewhere."""
+"""Every benchmark that can be run and every file of data has a line in benchmarks/README.md, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,23 @@ def test_every_benchmark_has_a_line() -> None:
     assert not missing
 
 
+def test_every_file_of_data_has_a_line() -> None:
+    table = TEXT.split("## What the files hold")[1]
+    named = [one for one in re.findall(r"`([\w./*-]+)`", table) if "/" in one]
+    assert [one for one in named if not list(FOLDER.glob(one))] == []
+    known = {path for one in named for path in FOLDER.glob(one)}
+    data = {path for path in FOLDER.rglob("*") if path.suffix in (".json", ".jsonl")}
+    assert sorted(path for path in data - known if "cases" not in path.parts) == []
+
+
 def test_links_and_results_are_there() -> None:
-    links = [FOLDER / link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", TEXT)]
+    readmes = {path: path.read_text() for path in FOLDER.rglob("README.md")}
+    links = [
+        path.parent / link.partition("#")[0]
+        for path, text in readmes.items()
+        for link in re.findall(r"\]\(([^)]+)\)", text)
+        if not link.startswith("http")
+    ]
     results = [FOLDER / name for name in re.findall(r"`(results/[\w./]+)`", TEXT)]
     assert links
     assert results

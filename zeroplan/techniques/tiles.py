@@ -3,100 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
-from zeroplan.core.workload import CheckpointPolicy, TiledLoss, TiledMlp, Workload
+from zeroplan.core.workload import CheckpointPolicy, TiledLoss, TiledMlp
 from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 
-_ENGINES, _REFUSAL, _REMEDY = ("deepspeed",), "tiles are DeepSpeed's, and {engine} has none", "use --engine deepspeed"
+_T = TypeVar("_T", bound=TiledMlp | TiledLoss)
 
 
-def _read(tiles: int, where: str) -> int:
-    if tiles < 0:
-        raise BadInput(f"{tiles} is no number of tiles", where=where, remedy="use 2 or more")
-    return tiles
+def _tiles(help: str) -> Option[int]:
+    return Option(int, 0, help, WORK, metavar="TILES", without=(*SEARCHES, *RUNS))
 
 
-def _require_tiles(tiles: int, most: int, where: str, workload: Workload) -> None:
-    policy = workload.recomputation
-    if policy is not None and policy != CheckpointPolicy():
-        what = "selective checkpointing of tiles is not modelled"
-        raise BadInput(what, where="--checkpoint-policy", remedy="use full")
-    if tiles > most:
-        raise BadInput(f"{tiles:,} tiles of {most:,} tokens", where=where, remedy="use 8, or fewer than tokens")
+class _Tiled(Technique[_T]):
+    """What runs tile by tile. The option's name is that by which a report's JSON shows the tiles."""
+
+    engines = ("deepspeed",)
+    refusal = "tiles are DeepSpeed's, and {engine} has none"
+    remedy = "use --engine deepspeed"
+
+    def value(self, asked: Asked, engine: TakesTechniques) -> _T | None:
+        """Return the tiles that the option asks for."""
+        tiles = asked[self.options[0]]
+        if tiles < 0:
+            raise BadInput(f"{tiles} is no number of tiles", where=self.where, remedy="use 2 or more")
+        return self.kind(tiles) if tiles else None
+
+    def described(self, value: _T) -> Mapping[str, Any]:
+        """Return the tiles."""
+        return {self.options[0].name: value.tiles}
+
+    def require(self, value: _T, facts: Facts) -> None:
+        """Refuse selective checkpointing, and more tiles than tokens."""
+        super().require(value, facts)
+        policy = facts.workload.recomputation
+        if policy is not None and policy != CheckpointPolicy():
+            what = "selective checkpointing of tiles is not modelled"
+            raise BadInput(what, where="--checkpoint-policy", remedy="use full")
+        most = self.most(facts, (facts.workload.batch.seq_len or 1) // facts.degrees["ulysses"])
+        if value.tiles > most:
+            what = f"{value.tiles:,} tiles of {most:,} tokens"
+            raise BadInput(what, where=self.where, remedy="use 8, or fewer than tokens")
+
+    def most(self, facts: Facts, tokens: int) -> int:
+        """Return the tokens that are divided, of a rank's `tokens` of a sample."""
+        return tokens
 
 
-def _tokens(facts: Facts) -> int:
-    return (facts.workload.batch.seq_len or 1) // facts.degrees["ulysses"]
-
-
-class TiledMlpTechnique(Technique[TiledMlp]):
+class TiledMlpTechnique(_Tiled[TiledMlp]):
     """MLPs that run tile by tile."""
 
     name = "tiled MLP"
     kind = TiledMlp
     where = "--tiled-mlp"
-    engines, refusal, remedy = _ENGINES, _REFUSAL, _REMEDY
-    tiled_mlp = Option(
-        int,
-        0,
-        "MLPs run in so many tiles of tokens (DeepSpeed's TiledMLP; --engine deepspeed). [0]",
-        WORK,
-        metavar="TILES",
-        without=(*SEARCHES, *RUNS),
-    )
-
-    def value(self, asked: Asked, engine: TakesTechniques) -> TiledMlp | None:
-        """Return the tiles that the option asks for."""
-        tiles = _read(asked[TiledMlpTechnique.tiled_mlp], self.where)
-        return TiledMlp(tiles) if tiles else None
-
-    def described(self, value: TiledMlp) -> Mapping[str, Any]:
-        """Return the tiles."""
-        return {"tiled_mlp": value.tiles}
-
-    def require(self, value: TiledMlp, facts: Facts) -> None:
-        """Refuse more tiles than a rank has tokens of a sample."""
-        super().require(value, facts)
-        _require_tiles(value.tiles, _tokens(facts), self.where, facts.workload)
+    tiled_mlp = _tiles("MLPs run in so many tiles of tokens (DeepSpeed's TiledMLP; --engine deepspeed). [0]")
 
 
-class TiledLossTechnique(Technique[TiledLoss]):
+class TiledLossTechnique(_Tiled[TiledLoss]):
     """Head and loss that run tile by tile."""
 
     name = "tiled loss"
     kind = TiledLoss
     where = "--tiled-loss"
-    engines, refusal, remedy = _ENGINES, _REFUSAL, _REMEDY
     apart = ("--task", "--lora-rank", "--pp", "--tp", "--ulysses", "loss")
     because = "a loss in tiles is not modelled beside it"
-    tiled_loss = Option(
-        int,
-        0,
-        "Head and loss run in so many tiles of tokens (DeepSpeed's TiledFusedLogitsLoss; --engine deepspeed). [0]",
-        WORK,
-        metavar="TILES",
-        without=(*SEARCHES, *RUNS),
+    tiled_loss = _tiles(
+        "Head and loss run in so many tiles of tokens (DeepSpeed's TiledFusedLogitsLoss; --engine deepspeed). [0]"
     )
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> TiledLoss | None:
-        """Return the tiles that the option asks for."""
-        tiles = _read(asked[TiledLossTechnique.tiled_loss], self.where)
-        return TiledLoss(tiles) if tiles else None
-
-    def described(self, value: TiledLoss) -> Mapping[str, Any]:
-        """Return the tiles."""
-        return {"tiled_loss": value.tiles}
+    def most(self, facts: Facts, tokens: int) -> int:
+        """Return the tokens of a micro batch."""
+        return tokens * facts.workload.batch.rows
 
     def require(self, value: TiledLoss, facts: Facts) -> None:
-        """Refuse more tiles than tokens, what is not modelled beside a loss in tiles, and a head whose gradient is not
-        complete with the loss.
-        """
+        """Refuse a head whose gradient is not complete with the loss, too."""
         super().require(value, facts)
-        work = facts.workload
-        _require_tiles(value.tiles, _tokens(facts) * work.batch.rows, self.where, work)
         if facts.spec.ties:
             raise BadInput(
                 "the head is tied to the embedding, and DeepSpeed would reduce their gradient twice in a step",

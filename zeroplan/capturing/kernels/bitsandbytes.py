@@ -1,8 +1,7 @@
 """bitsandbytes: linear layers over weights in 4 and in 8 bits, and optimizers with states in 8.
 
-A weight is quantised as it comes to the GPU, where it lies whole for as long. In 4 bits it is half a byte an element, and a
-scale for every 64 elements: one byte, with an fp32 number for every 256 scales, where the scales are quantised in turn. In 8
-bits it is a byte, and an fp32 scale a row. The products are those of :mod:`zeroplan.trace.quantized`, which are measured under
+A weight is quantised as it comes to the GPU, where it lies whole for as long. What is then kept of it is told in
+:mod:`zeroplan.core.quantization`. The products are those of :mod:`zeroplan.trace.quantized`, which are measured under
 peft; the loading of weights by these rules is not.
 
 An optimizer keeps a byte for each element of a state and an fp32 scale for every 256, of parameters of 4,096 elements or
@@ -25,10 +24,10 @@ from zeroplan.capturing.kernels.optimizers import InPlace
 from zeroplan.capturing.places import on_gpu
 from zeroplan.core.optimizer_row import SCALED_BLOCK
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.quantization import BLOCK
+from zeroplan.core.quantization import Quantization
 from zeroplan.trace.quantized import _Int8Product, multiplied
 
-_SCALES_BLOCK, _CODE, _CODE_4BIT = 256, 256, 16
+_CODE = 256
 _LEAST_PAGED = 100_000
 
 
@@ -63,9 +62,10 @@ class _Quantised(nn.Linear):
 
 
 class Bits4Linear(_Quantised):
-    """A linear layer over a weight in 4 bits."""
+    """A linear layer over a weight in 4 bits. `levels`: of quantised scales, which all layers share."""
 
     from_half = keeps_input = False
+    levels: torch.Tensor | None = None
 
     def __init__(
         self, input_features: int, output_features: int, bias: bool = True, compute_dtype: torch.dtype | None = None,
@@ -80,13 +80,10 @@ class Bits4Linear(_Quantised):
         whole = self.weight
         count = -(-whole.numel() // 2)
         packed = whole.new_empty((count // self.quant_storage.itemsize, 1), dtype=self.quant_storage)
-        scales = -(-whole.numel() // BLOCK)
-        held = [whole.new_empty(_CODE_4BIT, dtype=torch.float32)]
-        if self.nested:
-            held += [whole.new_empty(scales, dtype=torch.uint8), whole.new_empty((), dtype=torch.float32)]
-            held += [whole.new_empty(n, dtype=torch.float32) for n in (-(-scales // _SCALES_BLOCK), _CODE)]
-        else:
-            held.append(whole.new_empty(scales, dtype=torch.float32))
+        kind = Quantization(self.quant_type if self.nested else f"{self.quant_type}-single")
+        held = [whole.new_empty(nbytes, dtype=torch.uint8) for nbytes in kind.states_of_weight(whole.shape)]
+        if self.nested and Bits4Linear.levels is None:
+            Bits4Linear.levels = whole.new_empty(kind.shared_bytes, dtype=torch.uint8)
         weight: Any = Params4bit(packed, requires_grad=False)
         weight.quant_type, weight.compress_statistics = self.quant_type, self.nested
         weight.quant_state = SimpleNamespace(held=held, shape=whole.shape, dtype=whole.dtype)

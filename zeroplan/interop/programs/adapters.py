@@ -22,6 +22,10 @@ _FLASH = ("flash", "fa2", "fa3", "kernels-community/flash", "kernels-community/v
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
 #: Values of ``bnb_4bit_quant_storage`` that are no floats.
 BYTES = ("uint8", "int8")
+_SCRIPT_TARGETS = ("lora_target_modules", "lora_targets", "target_modules")
+#: How scripts call double quantisation and the dtype in which 4-bit weights are stored.
+_NESTED = ("use_nested_quant", "use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quant", "use_double_quant")
+_STORAGE = ("bnb_4bit_quant_storage", "bnb_4bit_quant_storage_dtype")
 _ALL = ("all", "all-linear", "auto", ".*", "default")
 
 
@@ -197,3 +201,48 @@ def set_float8(run: Builder, recipe: Float8Recipe) -> None:
         run.leave_out("fp8", Effect.LESS, _PADDING)
         if run.flag(_GATHER) and recipe is Float8Recipe.TENSORWISE:
             run.leave_out(_GATHER, Effect.UNKNOWN, "weights are gathered in 8 bits; 16 are counted")
+
+
+def set_script_adapters(run: Builder) -> None:
+    """LoRA by the names that scripts commonly give it; whether it is on is a switch or a rank."""
+    switches = [key for key in ("use_lora", "use_peft", "lora_enable", "use_qlora") if run.flag(key)]
+    off = any(run.flag(key) is False for key in ("use_lora", "use_peft", "lora_enable"))
+    ranks = [key for key in ("lora_r", "lora_rank", "lora_dim") if run.number(key, least=0)]
+    bits = run.number("bits", least=0)
+    if (switches or ranks) and not off:
+        run.set("method", "lora")
+        if ranks:
+            run.count("lora_rank", *ranks)
+        else:
+            run.set("lora_rank", 8)
+            run.leave_out(switches[0], Effect.UNKNOWN, "the script's own default of the rank is not known; 8 is counted")
+        set_dropout(run, 0.0)
+        targets = [key for key in _SCRIPT_TARGETS if run.value(key) not in (None, [], "")]
+        if targets:
+            set_targets(run, targets[0], everywhere=True)
+        else:
+            run.assume("adapters on all linear layers")
+    elif any(key.startswith("lora_") for key in run.data) and not off:
+        run.leave_out(
+            "lora", Effect.LESS, "the script's own switch for LoRA is not known; all parameters are counted as trained"
+        )
+    _base(run, bits)
+
+
+def _base(run: Builder, bits: int | None) -> None:
+    """Set how the base is quantised, by the names that scripts commonly give it; `bits` is the value of that key."""
+    four = next((key for key in ("load_in_4bit", "use_4bit_quantization", "use_qlora") if run.flag(key)), "bits")
+    eight = next((key for key in ("load_in_8bit", "use_8bit_quantization") if run.flag(key)), "bits")
+    key, said = (four, 4) if four != "bits" or bits == 4 else (eight, 8)
+    if key == "bits" and bits not in (4, 8):
+        if run.flag("q_lora"):
+            run.leave_out("quantisation", Effect.UNKNOWN, "quantised base weights are counted in 16 bits")
+        return
+    if "lora_rank" not in run.fields:
+        run.leave_out("quantisation", Effect.UNKNOWN, "quantised base weights are counted in 16 bits")
+        return
+    nested = any(run.flag(name) for name in _NESTED)
+    storage = next((word for name in _STORAGE if (word := run.word(name))), "")
+    set_quantisation(run, key, said, nested=nested, stored_in_bytes=storage in BYTES)
+    if said == 4 and not nested:
+        run.assume("the base in NF4 without double quantisation")

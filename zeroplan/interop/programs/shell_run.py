@@ -7,7 +7,7 @@ with the line that decides. So are variables that are read, or printed by progra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -23,15 +23,18 @@ from zeroplan.interop.programs.shell_syntax import (
     Cases,
     Chain,
     Function,
-    GroupCommand,
     LoopCommand,
     Node,
     Simple,
     Unreadable,
     every,
+    exits,
+    in_order,
+    is_test,
+    leaves,
     parse,
 )
-from zeroplan.interop.programs.shell_values import ShellState, Unknown, Value
+from zeroplan.interop.programs.shell_values import ShellState, Unknown, Value, appended, same
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
@@ -142,7 +145,7 @@ class _Run:
     def chain(self, node: Chain, shell: ShellState) -> bool | None:
         """Follow ``a && b || c``. Programs succeed; what a test decides that no text tells may run or not."""
         done = self.node(node.first, shell)
-        certain = _is_test(node.first)
+        certain = is_test(node.first)
         for operator, one in node.rest:
             if operator == "|":
                 self.node(one, shell.fork() if _starts_program(one) else shell)
@@ -152,8 +155,8 @@ class _Run:
             if decided is None:
                 self.either(shell, [partial(self.node, one), _nothing], node.line, "a test")
             elif decided is (operator == "&&"):
-                done, certain = self.node(one, shell), _is_test(one)
-            elif not certain and _exits(one) is False:
+                done, certain = self.node(one, shell), is_test(one)
+            elif not certain and exits(one) is False:
                 self.either(shell, [_nothing, partial(self.node, one)], node.line, "a command's success")
         return done
 
@@ -200,7 +203,7 @@ class _Run:
                 found = self.condition(node.condition, shell)
                 if found is (node.kind == "until"):
                     return
-                if found is None or _leaves(node.body):
+                if found is None or leaves(node.body):
                     break
                 self.body(node.body, shell)
                 if not shell.alive:
@@ -209,7 +212,7 @@ class _Run:
             return
         words = shell.words(('"$@"',) if node.words is None else node.words)
         told = not any("$" in one or "`" in one for one in words) and node.variable and len(words) <= _MOST_ROUNDS
-        if not told or node.kind == "select" or (len(words) > 1 and _leaves(node.body)):
+        if not told or node.kind == "select" or (len(words) > 1 and leaves(node.body)):
             self.open_loop(node, shell, may_skip=False)
             return
         for word in words:
@@ -243,7 +246,7 @@ class _Run:
             return
         why = Unknown(f"line {line}: {what} decides it")
         names = dict.fromkeys(name for side in living for name in side.variables)
-        shell.variables = {name: _same([side.variables.get(name) for side in living], why) for name in names}
+        shell.variables = {name: same([side.variables.get(name) for side in living], why) for name in names}
         shell.folder = living[0].folder if len({side.folder for side in living}) == 1 else None
         shell.arguments = living[0].arguments if len({side.arguments for side in living}) == 1 else None
         for side in living:
@@ -391,7 +394,7 @@ class _Run:
                 elif "$(" in value or "`" in value:
                     value = Unknown(f"line {line}: a command prints it")
         if more and before is not None and not isinstance(value, Unknown):
-            value = _appended(before, value)
+            value = appended(before, value)
         shell.variables[name] = value
 
     def arithmetic(self, text: str, shell: ShellState, line: int) -> bool | None:
@@ -413,7 +416,7 @@ class _Run:
             body = parse(text)
         except Unreadable:
             return None
-        for node in _in_order(body):
+        for node in in_order(body):
             words = side.words(node.words) if isinstance(node, Simple) else []
             if any("$" in word for word in words) or not words:
                 return None
@@ -425,15 +428,6 @@ class _Run:
                 return None
             out.append(found)
         return " ".join(out)
-
-
-def _in_order(body: Body) -> Iterator[Node]:
-    """Yield commands that run one after the other, those behind ``&&`` among them; others as they are."""
-    for node in body:
-        if isinstance(node, Chain) and all(operator == "&&" for operator, _ in node.rest):
-            yield from (node.first, *(one for _, one in node.rest))
-        else:
-            yield node
 
 
 def _prints(words: list[str], shell: ShellState) -> str | None:
@@ -470,43 +464,12 @@ def _array_words(text: str) -> tuple[str, ...]:
     return tuple(word for node in nodes if isinstance(node, Simple) for word in node.words)
 
 
-def _appended(before: Value, value: Value) -> Value:
-    if isinstance(before, Unknown) or isinstance(value, Unknown):
-        return before if isinstance(before, Unknown) else value
-    if isinstance(before, tuple) or isinstance(value, tuple):
-        return (*((before,) if isinstance(before, str) else before), *((value,) if isinstance(value, str) else value))
-    return before + value
-
-
-def _same(values: list[Value | None], why: Unknown) -> Value:
-    first = values[0]
-    if first is not None and all(one == first for one in values):
-        return first
-    unknown = next((one for one in values if isinstance(one, Unknown)), None)
-    return unknown or why
-
-
 def _nothing(_shell: ShellState) -> None:
     """Leave all as it is."""
 
 
-def _is_test(node: Node) -> bool:
-    return isinstance(node, Simple) and node.words[:1] in (("[",), ("[[",), ("test",), ("((",))
-
-
 def _starts_program(node: Node) -> bool:
     return isinstance(node, Simple) and bool(node.words) and node.words[0] not in _READS
-
-
-def _exits(node: Node) -> bool:
-    """Whether a command only ends the script or tells something."""
-    if isinstance(node, GroupCommand):
-        return all(_exits(one) for one in node.body)
-    return isinstance(node, Simple) and node.words[:1] in (("exit",), ("return",), ("true",), (":",), ("echo",))
-
-
-def _leaves(body: Body) -> bool:
-    return any(isinstance(node, Simple) and node.words[:1] in (("break",), ("continue",)) for node in every(body))
 
 
 def _assigned(body: Body) -> set[str]:

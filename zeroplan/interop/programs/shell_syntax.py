@@ -384,3 +384,29 @@ def every(body: Body) -> Iterator[Node]:
             yield from every((*node.condition, *node.body))
         elif isinstance(node, GroupCommand | Function):
             yield from every(node.body)
+
+
+def in_order(body: Body) -> Iterator[Node]:
+    """Yield commands that run one after the other, those behind ``&&`` among them; others as they are."""
+    for node in body:
+        if isinstance(node, Chain) and all(operator == "&&" for operator, _ in node.rest):
+            yield from (node.first, *(one for _, one in node.rest))
+        else:
+            yield node
+
+
+def is_test(node: Node) -> bool:
+    """Whether a command is a test or a comparison."""
+    return isinstance(node, Simple) and node.words[:1] in (("[",), ("[[",), ("test",), ("((",))
+
+
+def exits(node: Node) -> bool:
+    """Whether a command only ends the script or tells something."""
+    if isinstance(node, GroupCommand):
+        return all(exits(one) for one in node.body)
+    return isinstance(node, Simple) and node.words[:1] in (("exit",), ("return",), ("true",), (":",), ("echo",))
+
+
+def leaves(body: Body) -> bool:
+    """Whether commands leave a loop, or a round of it."""
+    return any(isinstance(node, Simple) and node.words[:1] in (("break",), ("continue",)) for node in every(body))

@@ -346,3 +346,21 @@ def _computed(node: ast.expr) -> int | None:
         left, right = _computed(node.left), _computed(node.comparators[0])
         return None if left is None or right is None else int(_ORDER[_COMPARED[type(node.ops[0])]](left, right))
     return None
+
+
+def appended(before: Value, value: Value) -> Value:
+    """Return a value with another behind it, as ``+=`` puts it."""
+    if isinstance(before, Unknown) or isinstance(value, Unknown):
+        return before if isinstance(before, Unknown) else value
+    if isinstance(before, tuple) or isinstance(value, tuple):
+        return (*((before,) if isinstance(before, str) else before), *((value,) if isinstance(value, str) else value))
+    return before + value
+
+
+def same(values: list[Value | None], why: Unknown) -> Value:
+    """Return the value that several ways end with; unknown, by `why`, where they differ."""
+    first = values[0]
+    if first is not None and all(one == first for one in values):
+        return first
+    unknown = next((one for one in values if isinstance(one, Unknown)), None)
+    return unknown or why

@@ -15,12 +15,9 @@ from zeroplan.core.plumbing.documents import read_document
 from zeroplan.core.unmodelled import Effect
 from zeroplan.core.versions import TRANSFORMERS
 from zeroplan.interop.programs.adapters import (
-    BYTES,
     set_attention,
-    set_dropout,
     set_optimizer,
-    set_quantisation,
-    set_targets,
+    set_script_adapters,
     set_weights_dtype,
 )
 from zeroplan.interop.programs.builder import Builder, Keys
@@ -64,7 +61,6 @@ _TASK_NAMES = {"rm": "reward", "simpo": "cpo", "distill": "distillation"}
 #: Scripts and models of two sides.
 _SEQ2SEQ_SCRIPT = re.compile(r"run_(summarization|translation)")
 _SEQ2SEQ_MODEL = re.compile(r"(^|[/_-])(m?t5|flan-t5|umt5|byt5|m?bart|pegasus|marian|opus-mt|m2m|nllb|led)([/_.-]|$)")
-_SCRIPT_TARGETS = ("lora_target_modules", "lora_targets", "target_modules")
 
 #: Arguments of transformers' example scripts (``examples/pytorch``, ModelArguments and DataTrainingArguments), and names that
 #: scripts give to data and to the scale of adapters: none moves memory.
@@ -88,9 +84,6 @@ _SAVES = ("save_strategy", "save_steps", "save_total_limit", "save_only_model")
 _OTHER_DEEDS = ("do_predict", "do_infer", "export_dir", "merge_lora_and_save")
 _OTHER_SCRIPT = re.compile(r"(^|_)(export|merge|infer|inference|predict|generate|analy[sz]e|preprocess|tokenize)(_|\.py$)")
 _TRAINING_SCRIPT = re.compile(r"train|tune|sft|run_")
-#: How scripts call double quantisation and the dtype in which 4-bit weights are stored.
-_NESTED = ("use_nested_quant", "use_bnb_nested_quant", "bnb_4bit_use_double_quant", "double_quant", "use_double_quant")
-_STORAGE = ("bnb_4bit_quant_storage", "bnb_4bit_quant_storage_dtype")
 #: What is said where FSDP 2 stands in.
 FSDP_1 = "FSDP 1 is not modelled here; the figures are those of FSDP 2"
 #: What is said of transformers' own tensor parallelism.
@@ -479,46 +472,3 @@ def _script_task(run: Builder) -> None:
         task = _TASK_NAMES.get(said[1], said[1])
         run.set("task", task)
         run.leave_out(f"task {task}", MORE, "pairs of samples, further models or generation beside the trained model")
-
-
-def set_script_adapters(run: Builder) -> None:
-    """LoRA by the names that scripts commonly give it; whether it is on is a switch or a rank."""
-    switches = [key for key in ("use_lora", "use_peft", "lora_enable", "use_qlora") if run.flag(key)]
-    off = any(run.flag(key) is False for key in ("use_lora", "use_peft", "lora_enable"))
-    ranks = [key for key in ("lora_r", "lora_rank", "lora_dim") if run.number(key, least=0)]
-    bits = run.number("bits", least=0)
-    if (switches or ranks) and not off:
-        run.set("method", "lora")
-        if ranks:
-            run.count("lora_rank", *ranks)
-        else:
-            run.set("lora_rank", 8)
-            run.leave_out(switches[0], UNKNOWN, "the script's own default of the rank is not known; 8 is counted")
-        set_dropout(run, 0.0)
-        targets = [key for key in _SCRIPT_TARGETS if run.value(key) not in (None, [], "")]
-        if targets:
-            set_targets(run, targets[0], everywhere=True)
-        else:
-            run.assume("adapters on all linear layers")
-    elif any(key.startswith("lora_") for key in run.data) and not off:
-        run.leave_out("lora", LESS, "the script's own switch for LoRA is not known; all parameters are counted as trained")
-    _base(run, bits)
-
-
-def _base(run: Builder, bits: int | None) -> None:
-    """Set how the base is quantised, by the names that scripts commonly give it; `bits` is the value of that key."""
-    four = next((key for key in ("load_in_4bit", "use_4bit_quantization", "use_qlora") if run.flag(key)), "bits")
-    eight = next((key for key in ("load_in_8bit", "use_8bit_quantization") if run.flag(key)), "bits")
-    key, said = (four, 4) if four != "bits" or bits == 4 else (eight, 8)
-    if key == "bits" and bits not in (4, 8):
-        if run.flag("q_lora"):
-            run.leave_out("quantisation", UNKNOWN, "quantised base weights are counted in 16 bits")
-        return
-    if "lora_rank" not in run.fields:
-        run.leave_out("quantisation", UNKNOWN, "quantised base weights are counted in 16 bits")
-        return
-    nested = any(run.flag(name) for name in _NESTED)
-    storage = next((word for name in _STORAGE if (word := run.word(name))), "")
-    set_quantisation(run, key, said, nested=nested, stored_in_bytes=storage in BYTES)
-    if said == 4 and not nested:
-        run.assume("the base in NF4 without double quantisation")

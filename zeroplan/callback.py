@@ -94,7 +94,7 @@ class ZeroplanCallback:
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Print plan beside measurement."""
         if self.report is not None and len(self.report.plans) == 1:
-            self._tell("\n".join(["zeroplan: plan beside measurement", *_beside(self.report.plans[0])]))
+            self._tell("\n".join(["zeroplan: plan beside measurement", *_figures_here(self.report.plans[0])]))
 
     _first = True
 
@@ -235,7 +235,7 @@ def _of_fsdp(strategy: Any) -> dict[str, Any]:
     return found
 
 
-def _beside(plan: MemoryPlan) -> list[str]:
+def _figures_here(plan: MemoryPlan) -> list[str]:
     """Return a line for each figure that this process can tell."""
     torch = sys.modules.get("torch")
     gpu = plan.gpu

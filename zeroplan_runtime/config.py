@@ -116,14 +116,14 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
         micro_batch=job.micro_batch or 1,
         grad_accum=job.grad_accum or 1,
         dtype=job.dtype or DType.FP32,
-        fp16=_given(config, "fp16"),
+        fp16=_keys_of(config, "fp16"),
         optimizer=None if job.optimizer is None else {"type": job.optimizer, "params": dict(job.optimizer_params)},
-        scheduler=None if job.scheduler is None else {"type": job.scheduler, "params": _given(config, "scheduler.params")},
+        scheduler=None if job.scheduler is None else {"type": job.scheduler, "params": _keys_of(config, "scheduler.params")},
         runtime_options=config.runtime_options,
         drop_last=bool(config.values.get("dataloader_drop_last", False)),
         counts_micro_batches=bool(config.values.get("managed_gradient_accumulation", True)),
-        monitors={name: _given(config, name) for name in MONITORS if config.values.get(f"{name}.enabled")},
-        flops_profiler=_given(config, "flops_profiler") if config.values.get("flops_profiler.enabled") else None,
+        monitors={name: _keys_of(config, name) for name in MONITORS if config.values.get(f"{name}.enabled")},
+        flops_profiler=_keys_of(config, "flops_profiler") if config.values.get("flops_profiler.enabled") else None,
         sparse_attention=config.sparse_attention,
         curriculum=config.curriculum,
         layer_drop=config.layer_drop,
@@ -132,7 +132,7 @@ def read_config(source: object, ranks: int) -> RuntimeConfig:
     )
 
 
-def _given(config: DsConfig, section: str) -> dict[str, Any]:
+def _keys_of(config: DsConfig, section: str) -> dict[str, Any]:
     """The keys that the file gives in a section, with their values."""
     prefix = f"{section}."
     return {path.removeprefix(prefix): value for path, value in config.values.items() if path.startswith(prefix)}

@@ -194,8 +194,8 @@ class _EvenSteps:
         self._first = self._first or shapes
         if shapes != self._first:
             raise BadInput(
-                f"the batch has shapes {_told(shapes)}, and had {_told(self._first)} in the first step, for which the stages' "
-                "memory was made",
+                f"the batch has shapes {_shapes(shapes)}, and had {_shapes(self._first)} in the first step, "
+                "for which the stages' memory was made",
                 where=where,
                 remedy="pad it, or make another schedule for it on all ranks",
             )
@@ -209,7 +209,7 @@ class _EvenSteps:
             raise RankLost(f"could not send between pipeline stages, as another rank has ended or waits ({reason})") from None
 
 
-def _told(shapes: dict[str, tuple[Any, ...]]) -> str:
+def _shapes(shapes: dict[str, tuple[Any, ...]]) -> str:
     return " and ".join(str(shape) for found in shapes.values() for shape, _ in found)
 
 

@@ -250,7 +250,7 @@ class Watchdog:
         if waited > self._timeout:
             return self.diagnose(f"has waited {self._timeout:g} s")
         if waited > self._interval:
-            told = self._told()
+            told = self._reported()
             if told:
                 return f"rank {self._rank} waits in {self._progress().where}; {told}"
         if waited > min(_ASK_AFTER, self._timeout / 2) and self._dead():
@@ -293,7 +293,7 @@ class Watchdog:
         if self._store.get("fault") is None:
             self._store.set("fault", [self._rank, message])
 
-    def _told(self) -> str:
+    def _reported(self) -> str:
         """Returns what another rank has found; empty if nothing."""
         found = self._store.get("fault")
         return str(found[1]) if found is not None and found[0] != self._rank else ""
@@ -331,7 +331,7 @@ class Watchdog:
         """
         report = self._progress()
         begun = f"rank {self._rank} {what} in {report.where}"
-        told = self._told()
+        told = self._reported()
         if told:
             return f"{begun}; {told}"
         before = self._read()
@@ -341,7 +341,7 @@ class Watchdog:
             self._tell("; ".join(faults))
             return "; ".join([begun, *faults])
         self._pause(2.5 * self._interval)
-        told = self._told()
+        told = self._reported()
         if told:
             return f"{begun}; {told}"
         after = self._read()

@@ -290,7 +290,7 @@ def test_a_contradicting_number_of_gpus_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     words = ["torchrun", "--nproc_per_node", "8", str(tmp_path / "train.py")]
     with pytest.raises(BadInput, match="8 processes"):
-        capture_command(words, Cluster.of(gpus=4), said_gpus=True)
+        capture_command(words, Cluster.of(gpus=4), explicit_gpus=True)
 
 
 def test_checkpointing_recomputes_under_the_scripts_autocast(tmp_path: Path) -> None:

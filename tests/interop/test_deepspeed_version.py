@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from zeroplan.core.errors import BadInput
-from zeroplan.interop.deepspeed_version import asked_version, version_beside, version_in
+from zeroplan.interop.deepspeed_version import pinned_version, requested_version, version_in
 from zeroplan.interop.readers import read_setups
 from zeroplan.logs.reader import parse_log
 from zeroplan.planner.failed_run import plan_of_log
@@ -55,13 +55,13 @@ def test_a_projects_files_are_searched_up_to_its_root_and_no_further(tmp_path: P
     project = tmp_path / "project"
     inner = project / "configs" / "sft"
     inner.mkdir(parents=True)
-    assert version_beside(inner) is None
+    assert pinned_version(inner) is None
     (project / "requirements-train.txt").write_text("deepspeed==0.14.4\n")
-    assert version_beside(inner) is None  # nothing says that the folders above belong to it
+    assert pinned_version(inner) is None  # nothing says that the folders above belong to it
     (project / ".git").mkdir()
-    assert version_beside(inner) == ("0.14.4", "requirements-train.txt")
+    assert pinned_version(inner) == ("0.14.4", "requirements-train.txt")
     (inner / "environment.yml").write_text("dependencies:\n- deepspeed=0.16.9\n")
-    assert version_beside(inner) == ("0.16.9", "environment.yml")
+    assert pinned_version(inner) == ("0.16.9", "environment.yml")
 
 
 def test_a_plan_of_files_is_for_the_version_that_their_project_pins(tmp_path: Path, cli: Cli) -> None:
@@ -82,17 +82,17 @@ def test_a_plan_of_files_is_for_the_version_that_their_project_pins(tmp_path: Pa
 def test_a_log_or_the_installed_package_may_name_it(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     log = tmp_path / "train.log"
     log.write_text(LOG)
-    assert asked_version(str(log)) == ("0.16.9", str(log))
-    assert asked_version("0.14.2") == ("0.14.2", "")
+    assert requested_version(str(log)) == ("0.16.9", str(log))
+    assert requested_version("0.14.2") == ("0.14.2", "")
     flags = ("meta-llama/Llama-3.2-1B", "--stage", "2", "--depth", "formula", "--json", "--deepspeed-version")
     said = json.loads(cli("estimate", *flags, str(log))[1])
     assert said["plans"][0]["engine_version"] == "0.16.9"
     assert any("DeepSpeed 0.16.9, as" in warning for warning in said["warnings"])
     monkeypatch.setattr("importlib.metadata.version", lambda name: {"deepspeed": "0.17.5"}[name])
-    assert asked_version("installed") == ("0.17.5", "the installed package")
+    assert requested_version("installed") == ("0.17.5", "the installed package")
     log.write_text("nothing of it\n")
     with pytest.raises(BadInput, match="states no version of DeepSpeed; write it"):
-        asked_version(str(log))
+        requested_version(str(log))
 
 
 def test_the_plan_beside_a_failed_log_is_for_the_logs_version() -> None:

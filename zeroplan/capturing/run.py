@@ -30,7 +30,7 @@ def capture_command(
     words: Sequence[str],
     cluster: Cluster,
     *,
-    said_gpus: bool = False,
+    explicit_gpus: bool = False,
     steps: int = 3,
     rank: int = 0,
     seconds: float = 600.0,
@@ -39,7 +39,7 @@ def capture_command(
     """Run a command without its GPUs; returns what was captured, and the machine with the launcher's ranks.
 
     Args:
-        said_gpus: whether the number of GPUs is the user's word, which the launcher may not contradict.
+        explicit_gpus: whether the number of GPUs is the user's word, which the launcher may not contradict.
         steps: optimizer steps.
         seconds: the longest that the script may take.
         samples: rows and their length in tokens, which stand for data that is missing.
@@ -52,7 +52,7 @@ def capture_command(
     start = start_of(words)
     if not start.module and not Path(start.target).is_file():
         raise BadInput("there is no such script", where=start.target, remedy="give the path as from this folder")
-    world = _world(start, cluster, said_gpus=said_gpus, rank=rank)
+    world = _world(start, cluster, explicit_gpus=explicit_gpus, rank=rank)
     cluster = replace(cluster, gpus=world.local_size, nodes=world.nodes) if start.launcher else cluster
     with tempfile.TemporaryDirectory(prefix="zeroplan-capture-") as folder:
         answer = os.path.join(folder, "answer.json")
@@ -89,7 +89,7 @@ def planned_card(gpu: Gpu, cluster: Cluster) -> PlannedCard:
     return PlannedCard(name, cluster.vram or gpu.memory, gpu.capability, KernelDevice.of(gpu).multiprocessors)
 
 
-def _world(start: Start, cluster: Cluster, *, said_gpus: bool, rank: int) -> World:
+def _world(start: Start, cluster: Cluster, *, explicit_gpus: bool, rank: int) -> World:
     """The processes of a command on a machine.
 
     Raises:
@@ -97,7 +97,7 @@ def _world(start: Start, cluster: Cluster, *, said_gpus: bool, rank: int) -> Wor
     """
     local = start.local_ranks if start.local_ranks is not None else cluster.gpus
     nodes = start.nodes if start.nodes is not None else cluster.nodes
-    if said_gpus and start.launcher and local != cluster.gpus:
+    if explicit_gpus and start.launcher and local != cluster.gpus:
         raise BadInput(
             f"{start.launcher} starts {local} processes a node, the flag says {cluster.gpus} GPUs",
             where="--gpus",

@@ -82,7 +82,7 @@ def found_here(folder: str = ".") -> list[list[str]]:
     """Return the commands that could be asked of a folder with a training project: of its logs, launch files and configs."""
     commands = []
     for path in _files(folder):
-        asked = _asked_of(path)
+        asked = _question_of(path)
         if asked is not None:
             commands.append(["zeroplan", *asked])
     return commands[:_MOST_SHOWN]
@@ -102,7 +102,7 @@ def _files(folder: str) -> list[str]:
     return [name if folder == "." else os.path.join(folder, name) for name in kept[:_MOST_FILES]]
 
 
-def _asked_of(path: str) -> list[str] | None:
+def _question_of(path: str) -> list[str] | None:
     """Return the question that a file asks; None where it tells of no run."""
     from zeroplan.interop.programs.document import load_document
     from zeroplan.interop.programs.registry import PROGRAMS

@@ -68,7 +68,7 @@ def capture(
         )
     cluster = Cluster.of(gpus=gpus or 1, nodes=nodes or 1, gpu=gpu, vram=vram, cpu_ram=cpu_ram)
     captured, cluster = capture_command(
-        command, cluster, said_gpus=gpus is not None, steps=steps, rank=rank, seconds=seconds, samples=_samples(samples)
+        command, cluster, explicit_gpus=gpus is not None, steps=steps, rank=rank, seconds=seconds, samples=_samples(samples)
     )
     run = answer(captured, cluster, allocator_config(alloc_conf or captured.machine["alloc_conf"]))
     if output is not None:

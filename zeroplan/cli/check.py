@@ -59,9 +59,9 @@ def check(
         checked(request.replace(model=model, gpus=gpus), files, quiet=quiet, as_json=as_json)
     version = DEEPSPEED_VERSION
     if request.deepspeed_version is not None:
-        from zeroplan.interop.deepspeed_version import asked_version
+        from zeroplan.interop.deepspeed_version import requested_version
 
-        version, _ = asked_version(request.deepspeed_version)
+        version, _ = requested_version(request.deepspeed_version)
     setup = None
     from zeroplan.interop.readers import is_ds_config
 

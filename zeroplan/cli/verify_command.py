@@ -65,7 +65,7 @@ def verify_command(
     cluster = machine.cluster(gpus or 1)
     if vram is not None:
         cluster = _smaller(cluster, parse_size(vram, where="--vram"))
-    captured, cluster = capture_command(words, cluster, said_gpus=gpus is not None, steps=steps, seconds=seconds)
+    captured, cluster = capture_command(words, cluster, explicit_gpus=gpus is not None, steps=steps, seconds=seconds)
     run = answer(captured, cluster, allocator_config(captured.machine["alloc_conf"]))
     plan = run.report.plans[0]
     limit = 0 if vram is None else max(0, (cluster.usable_vram or 0) - (plan.gpu.outside_torch or 0))

@@ -23,12 +23,12 @@ _WORDS = {
 }
 
 
-def _said(v: View, key: str, default: Any = None) -> Any:
+def _get(v: View, key: str, default: Any = None) -> Any:
     return v.says(f"{_EP}.{key}", default)
 
 
 def _on(v: View) -> bool:
-    return bool(_said(v, "enabled", False)) and v.zero.deepspeed == NEWEST_DEEPSPEED
+    return bool(_get(v, "enabled", False)) and v.zero.deepspeed == NEWEST_DEEPSPEED
 
 
 def _tp(v: View) -> int:
@@ -36,13 +36,13 @@ def _tp(v: View) -> int:
 
 
 def _size(v: View) -> int:
-    size = _said(v, "autoep_size", 1)
+    size = _get(v, "autoep_size", 1)
     return size if isinstance(size, int) else 1
 
 
 def _groups(v: View) -> bool:
     """Return whether the numbers of groups, and of those that tokens are limited to, are possible."""
-    groups, limited = _said(v, "num_expert_groups"), _said(v, "num_limited_groups")
+    groups, limited = _get(v, "num_expert_groups"), _get(v, "num_limited_groups")
     counts = all(one is None or _count(one, 1) for one in (groups, limited))
     return counts and (groups is None or limited is None or limited <= groups)
 
@@ -50,7 +50,7 @@ def _groups(v: View) -> bool:
 def _must(key: str, default: Any, takes: Callable[[Any], bool], what: str, remedy: str) -> Rule:
     """Return the rule of one key, whose value an enabled section has to take."""
     return Rule(
-        f"autoep.{key}", f"{_EP}.{key}", lambda v: _on(v) and not takes(_said(v, key, default)), what, remedy, source=_AE
+        f"autoep.{key}", f"{_EP}.{key}", lambda v: _on(v) and not takes(_get(v, key, default)), what, remedy, source=_AE
     )
 
 
@@ -104,10 +104,7 @@ AUTOEP_REFUSALS = (
         "autoep.fused_sum",
         f"{_EP}.combine_impl",
         lambda v: (
-            _on(v)
-            and _said(v, "combine_impl") == "fused_weighted_sum"
-            and _said(v, "comm_backend") == "deepep"
-            and _size(v) > 1
+            _on(v) and _get(v, "combine_impl") == "fused_weighted_sum" and _get(v, "comm_backend") == "deepep" and _size(v) > 1
         ),
         "DeepEP adds a token's rows itself, so that nothing is left to fuse",
         'set comm_backend to "comm", or remove it',
@@ -124,7 +121,7 @@ AUTOEP_REFUSALS = (
     Rule(
         "autoep.load_balance",
         f"{_EP}.load_balance_coeff",
-        lambda v: _said(v, "load_balance_coeff") is not None and v.zero.deepspeed == NEWEST_DEEPSPEED,
+        lambda v: _get(v, "load_balance_coeff") is not None and v.zero.deepspeed == NEWEST_DEEPSPEED,
         "AutoEP adds no loss that balances the experts",
         "remove it",
         source=_AE,
@@ -133,7 +130,7 @@ AUTOEP_REFUSALS = (
     Rule(
         "autoep.expert_tp",
         f"{_EP}.expert_tensor_parallel_size",
-        lambda v: _on(v) and _said(v, "expert_tensor_parallel_size", 1) != 1,
+        lambda v: _on(v) and _get(v, "expert_tensor_parallel_size", 1) != 1,
         "AutoEP shares no matrix of an expert yet",
         "use 1",
         source=_FOLD,
@@ -157,7 +154,7 @@ AUTOEP_REFUSALS = (
     Rule(
         "autoep.deepep_tokens",
         f"{_EP}.comm_max_tokens_per_rank",
-        lambda v: _on(v) and _said(v, "comm_backend") == "deepep" and not _said(v, "comm_max_tokens_per_rank", 0),
+        lambda v: _on(v) and _get(v, "comm_backend") == "deepep" and not _get(v, "comm_max_tokens_per_rank", 0),
         "comm_backend deepep makes its buffers for a number of tokens, which is missing",
         "set it to micro batch × longest sequence",
         source=_AE,
@@ -166,7 +163,7 @@ AUTOEP_REFUSALS = (
         "autoep.fused_rows",
         f"{_EP}.row_weighting_impl",
         lambda v: (
-            _on(v) and _said(v, "row_weighting_impl") == "fused" and (_said(v, "comm_backend") != "deepep" or _size(v) == 1)
+            _on(v) and _get(v, "row_weighting_impl") == "fused" and (_get(v, "comm_backend") != "deepep" or _size(v) == 1)
         ),
         "fused runs within DeepEP's exchange alone",
         'set comm_backend to "deepep" and autoep_size above 1, or remove it',
@@ -175,7 +172,7 @@ AUTOEP_REFUSALS = (
     Rule(
         "autoep.fused_gate",
         f"{_EP}.gate_up_impl",
-        lambda v: _on(v) and _said(v, "gate_up_impl") == "fused" and _said(v, "use_grouped_mm", True) is False,
+        lambda v: _on(v) and _get(v, "gate_up_impl") == "fused" and _get(v, "use_grouped_mm", True) is False,
         "fused is one grouped product, and use_grouped_mm is false",
         "set use_grouped_mm to true",
         source=_AE,

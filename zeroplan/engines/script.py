@@ -157,7 +157,7 @@ def _evaluation_cues(tape: ExpandedTape, modules: bool, event_blocks: EventBlock
 def _generation_cues(tape: ExpandedTape, event_blocks: EventBlocks) -> tuple[Cue, ...]:
     if tape.generation is None:
         return ()
-    last = len(tape.played_beside) - 1
+    last = len(tape.further_tapes) - 1
     events = renumbered(tape.generation, tape.first_storage(last))
     return cues_of(events, range(len(events)), [], False, event_blocks)
 

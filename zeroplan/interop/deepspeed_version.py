@@ -34,7 +34,7 @@ def version_in(text: str) -> str | None:
     return max(said)[1] if said else None
 
 
-def version_beside(folder: Path) -> tuple[str, str] | None:
+def pinned_version(folder: Path) -> tuple[str, str] | None:
     """Return the version that a file's project pins, and the file that does; None where none does.
 
     Args:
@@ -58,7 +58,7 @@ def _project(folder: Path) -> Iterator[Path]:
     yield from above[: root + 1]
 
 
-def asked_version(asked: str, where: str = "--deepspeed-version") -> tuple[str, str]:
+def requested_version(asked: str, where: str = "--deepspeed-version") -> tuple[str, str]:
     """Return the version that a user asks for, and which file or package states it, empty for a number.
 
     Args:

@@ -13,9 +13,9 @@ from zeroplan.core.plumbing.files import is_capture
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.versions import parse_version
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan.interop.deepspeed_version import version_beside
+from zeroplan.interop.deepspeed_version import pinned_version
 from zeroplan.interop.programs.accelerate import launch_document
-from zeroplan.interop.programs.document import Document, PrintedAnswer, find_beside, load_document
+from zeroplan.interop.programs.document import Document, PrintedAnswer, find_named_file, load_document
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named, version_of
 from zeroplan.interop.programs.shell import RECIPE_FLAGS, RECIPES, Command
@@ -144,7 +144,7 @@ def read_setups(sources: Sequence[Any], program: str | None = None, task: str | 
 def _with_version(setup: Setup, sources: Sequence[Any]) -> Setup:
     """Return the setup with the version of DeepSpeed that the project of its files pins, where it does."""
     folders = dict.fromkeys(Path(source).parent for source in sources if isinstance(source, str | Path))
-    found = next((pinned for folder in folders if (pinned := version_beside(folder)) is not None), None)
+    found = next((pinned for folder in folders if (pinned := pinned_version(folder)) is not None), None)
     if found is None or parse_version(found[0]) == parse_version(DEEPSPEED_VERSION):
         return setup
     version, name = found
@@ -186,20 +186,20 @@ def _named_files(document: Document) -> Iterable[Path]:
         return
     yield from argument_files(document, command)
     if command.config_file is not None:
-        yield find_beside(command.config_file, document, "--config_file")
+        yield find_named_file(command.config_file, document, "--config_file")
 
 
 def argument_files(document: Document, command: Command) -> list[Path]:
     """List the files of arguments that stand behind the program's name or its ``--config``."""
     found = [
-        find_beside(word, document, command.program)
+        find_named_file(word, document, command.program)
         for word in command.files
         if word.lower().endswith((".yaml", ".yml", ".json"))
     ]
     for flag in RECIPE_FLAGS:
         recipe = command.flags.get(flag)
         if isinstance(recipe, str) and recipe.lower().endswith(RECIPES):
-            found.append(find_beside(recipe, document, f"--{flag}"))
+            found.append(find_named_file(recipe, document, f"--{flag}"))
     return found
 
 

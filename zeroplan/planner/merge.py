@@ -87,7 +87,7 @@ def merge(request: Ask, setup: Setup, usual: str = DEFAULT_ENGINE, *, search: bo
         values["engine"] = engine
     if _is_fsdp_1(setup):
         left_out = tuple(one for one in left_out if one.key != setup.ask.source("engine") or one.effect is not Effect.UNKNOWN)
-    merged = request.replace(files=None, told_by_file=True, unmodelled=(*request.unmodelled, *left_out), **values)
+    merged = request.replace(files=None, described_by_files=True, unmodelled=(*request.unmodelled, *left_out), **values)
     merged = merged.by({name: f"{files}: {setup.key(name)}" for name in values if name in setup.ask})
     if "engine" not in merged:
         merged = merged.replace(engine=usual)

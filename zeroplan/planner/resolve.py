@@ -150,9 +150,9 @@ def resolve(request: Ask) -> Resolved:
             f"a quantised base is frozen, so LoRA adapters of rank {ADAPTERS_RANK} are trained beside it (--lora-rank)"
         )
     if request.deepspeed_version is not None:
-        from zeroplan.interop.deepspeed_version import asked_version
+        from zeroplan.interop.deepspeed_version import requested_version
 
-        version, stated = asked_version(request.deepspeed_version)
+        version, stated = requested_version(request.deepspeed_version)
         engine = engine.at_version(version)
         warnings += [f"DeepSpeed {engine.version}, as {stated} says"] if stated else []
     cluster = Cluster.of(
@@ -175,7 +175,7 @@ def resolve(request: Ask) -> Resolved:
         named = request[QuantizedBaseTechnique.quantized_by] if "quantize" in request else KEY
         whole = request[QuantizedBaseTechnique.whole_base] or checkpoint.in_bytes
         request = request.replace(quantize=quantize, quantized_by=named, whole_base=whole)
-    if request.told_by_file and not request[ImagesTechnique.images] and (towers := _TOWERS & spec.config.keys()):
+    if request.described_by_files and not request[ImagesTechnique.images] and (towers := _TOWERS & spec.config.keys()):
         says = f"the model has a {min(towers)}, and no key tells of images or sound; text alone is counted (--images)"
         unmodelled += (Unmodelled("images", Effect.UNKNOWN, says),)
     if request.ds_config is None:

@@ -91,7 +91,7 @@ def simulated_plan(
     phase = phase_of_mark(timeline.peak_mark()).value
     alive = timeline.alive_by_buffer_and_note()
     low, high = run.interval
-    between = beside_rollout(simulation, outside, share) if asleep else 0
+    between = with_rollout(simulation, outside, share) if asleep else 0
     low, high = max(low, between - outside.spread), max(high, between + outside.spread if between else 0)
     if case.layout.ep > 1:
         high += uneven(alive, tape, outside=case.layout.auto_ep)
@@ -241,7 +241,7 @@ def rollout_share(case: Case) -> tuple[int, bool]:
     return round(asked.share * card), asked.sleeps
 
 
-def beside_rollout(simulation: Simulation, outside: Outside, share: int) -> int:
+def with_rollout(simulation: Simulation, outside: Outside, share: int) -> int:
     """Return the bytes of one GPU while vLLM generates, awake between two steps."""
     return (simulation.held_after(Phase.STEP) or 0) + outside.total + share
 

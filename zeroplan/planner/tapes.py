@@ -165,7 +165,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     zero3 = asked.zero3
     try:
         apart = asked.grouped or asked.checkpointing is Checkpointing.REENTRANT
-        tape = _as_asked(case, asked) if apart else None
+        tape = _with_recomputation(case, asked) if apart else None
         tape = tape or find_tape(spec, workload, zero3=zero3, layout=case.parallel)
         if tape is None:
             if sys.stderr.isatty():
@@ -210,7 +210,7 @@ def _without_adapters(parameters: Parameters) -> int:
     return sum(size for name, size in zip(parameters.names, parameters.numel, strict=True) if ".lora_" not in name)
 
 
-def _as_asked(case: Case, asked: TraceOptions) -> Tape | None:
+def _with_recomputation(case: Case, asked: TraceOptions) -> Tape | None:
     """Return the case's tape with the engine's own way of recomputation; None where a model cannot be traced with reentrant
     checkpoints, whose tape without reentrance differs in single tensors.
     """

@@ -117,7 +117,7 @@ def _findings(config: DsConfig, terminal: Terminal, *, wide: bool) -> list[str]:
         if found:
             title = title.format(program=config.dialect)
             title = title[:1].upper() + title[1:]
-            lines += ["", terminal.bold(f"{title} ({len(found)})"), *terminal.items(_said(found))]
+            lines += ["", terminal.bold(f"{title} ({len(found)})"), *terminal.items(_merged_texts(found))]
     if not wide:
         return lines
     if config.ignored:
@@ -132,7 +132,7 @@ def _findings(config: DsConfig, terminal: Terminal, *, wide: bool) -> list[str]:
     return lines
 
 
-def _said(findings: Sequence[Finding]) -> list[str]:
+def _merged_texts(findings: Sequence[Finding]) -> list[str]:
     """Return one text for each finding; keys of which the same is said share one."""
     keys: dict[tuple[str, str], tuple[Finding, list[str]]] = {}
     for one in findings:

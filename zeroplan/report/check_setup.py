@@ -21,7 +21,7 @@ _FIELDS = (
 
 def setup_json(setup: Setup) -> dict[str, Any]:
     """The setup as one object that JSON can hold."""
-    fields = [{"field": name, "value": value, "key": setup.ask.source(name)} for name, value in _said(setup)]
+    fields = [{"field": name, "value": value, "key": setup.ask.source(name)} for name, value in _fields_of(setup)]
     missing = [{"key": one.key, "effect": one.effect.value, "says": one.says} for one in left_out(setup)]
     return {**describe_setup(setup), "fields": fields, "unmodelled": missing}
 
@@ -41,12 +41,12 @@ def setup_text(setup: Setup, terminal: Terminal = PLAIN, *, line: bool = True, t
 def _table(setup: Setup, terminal: Terminal) -> list[str]:
     rows = [
         [name, ", ".join(value) if isinstance(value, list) else str(value), setup.ask.source(name) or _BY_PROGRAM]
-        for name, value in _said(setup)
+        for name, value in _fields_of(setup)
     ]
     table = render(["what", "value", "key"], rows, "plain", width=terminal.width).splitlines()
     return ["", terminal.bold(table[0]), *table[1:]]
 
 
-def _said(setup: Setup) -> list[tuple[str, Any]]:
+def _fields_of(setup: Setup) -> list[tuple[str, Any]]:
     values = ((name, setup.value(name)) for name in _FIELDS)
     return [(name, list(value) if isinstance(value, tuple) else value) for name, value in values if value not in (None, "", ())]

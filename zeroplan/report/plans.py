@@ -101,7 +101,7 @@ def _sentences(report: Report, terminal: Terminal, *, next_command: Sequence[str
         lines += terminal.command("  ", next_command)
     elif next_command:
         lines += terminal.command("Next: ", next_command)
-    asked = ["", *terminal.wrap(asked_text(report))]
+    asked = ["", *terminal.wrap(request_text(report))]
     return [*blocks, (0, lines), (0 if report.cluster.get("held") else 1, asked)]
 
 
@@ -152,7 +152,7 @@ def unmodelled_notes(plans: Sequence[MemoryPlan]) -> list[str]:
     return list(found)
 
 
-def asked_text(report: Report) -> str:
+def request_text(report: Report) -> str:
     """Return what was asked for: the model, the machine, the engine and the work."""
     model = report.model
     parts = [model_text(model.name, model.params, model.trainable), machine_text(report.cluster)]

@@ -25,7 +25,7 @@ from zeroplan.report.html_parts import (
     verdict_card,
 )
 from zeroplan.report.page import page
-from zeroplan.report.plans import asked_text, figures, fits_text, knob_rows, line_rows, narrow_rows, report_notes
+from zeroplan.report.plans import figures, fits_text, knob_rows, line_rows, narrow_rows, report_notes, request_text
 from zeroplan.report.table import Table
 from zeroplan.report.timeline import DrawnRun
 from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, reserved_sentence, stages_sentence, verdict
@@ -50,10 +50,10 @@ def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None, *, m
     body.append(_knobs(report))
     if len(plans) > 1:
         body.append(card("All plans", _overview(report, at, scale)))
-        body.append(_beside(report, at))
+        body.append(_side_by_side(report, at))
         body += [_details(plan, index, runs.get(index), opened=False) for index, plan in enumerate(plans) if index != at]
     body.append(card("Notes", items(list(dict.fromkeys(report_notes(report)))), mark="notes"))
-    lead = asked_text(report).removeprefix(f"{report.model.name}: ")
+    lead = request_text(report).removeprefix(f"{report.model.name}: ")
     return page(report.model.name, lead, body, made=made, scripts=("plot.js", "timeline.js", "beside.js"))
 
 
@@ -100,7 +100,7 @@ def _overview(report: Report, at: int | None, scale: int) -> str:
     return table("All plans", Table(["plan", "GPU", "fits", "host", "disk"], rows), cells) + legend
 
 
-def _beside(report: Report, at: int | None) -> str:
+def _side_by_side(report: Report, at: int | None) -> str:
     """Return the place where two plans stand side by side, with the figures that the page compares."""
     data = [_compared(plan) for plan in report.plans]
     first = at or 0

@@ -60,7 +60,7 @@ def answer_text(
         return "\n".join(lines)
     following = terminal.command("Next: ", next_command) if next_command and files is None and best is not None else []
     peak = terminal.wrap(text) if best is not None and (text := peak_sentence(best.plan)) else []
-    asked = ["", *terminal.wrap(asked_text(answer))]
+    asked = ["", *terminal.wrap(request_text(answer))]
     wide = style != "plain" or terminal.width is None
     table, legend, reasons = list[str](), list[str](), list[str]()
     if answer.ranking:
@@ -279,7 +279,7 @@ def _knobs(one: Recommendation) -> str:
     return ", ".join(parts) or "-"
 
 
-def asked_text(answer: SearchResult) -> str:
+def request_text(answer: SearchResult) -> str:
     """Return what was asked for: the model, the machine and the work."""
     model, work = answer.model, answer.workload
     text = model_text(model["name"], model["params"], model["trainable"])

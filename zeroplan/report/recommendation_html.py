@@ -10,7 +10,7 @@ from zeroplan.report import svg
 from zeroplan.report.html_parts import card, items, judged, mark_of, paragraphs, scrolling, table, verdict_card
 from zeroplan.report.page import page
 from zeroplan.report.plans import unmodelled_notes
-from zeroplan.report.recommendation import asked_text, change_texts, ranking_rows, verdict
+from zeroplan.report.recommendation import change_texts, ranking_rows, request_text, verdict
 from zeroplan.report.verdict import peak_sentence
 from zeroplan.search.reasons import label_of
 from zeroplan.search.results import Point, Recommendation, SearchResult
@@ -39,7 +39,7 @@ def answer_html(answer: SearchResult, *, made: Mapping[str, str] | None = None) 
         card(title, why),
         card("Notes", items(list(dict.fromkeys((*left_out, *answer.warnings)))), mark="notes"),
     ]
-    lead = asked_text(answer).removeprefix(f"{answer.model['name']}: ")
+    lead = request_text(answer).removeprefix(f"{answer.model['name']}: ")
     return page(str(answer.model["name"]), lead, body, made=made)
 
 

@@ -70,7 +70,7 @@ def _speed_panel(found: Scaling, top: int) -> list[str]:
     if base:
         y = top + _PANEL * (1 - base / scale)
         parts.append(_rule(y, "ink", dashes="5 3"))
-        parts.append(_said(y, "linear speed-up", "ink"))
+        parts.append(_label(y, "linear speed-up", "ink"))
     return parts
 
 
@@ -99,7 +99,7 @@ def _memory_panel(found: Scaling, top: int) -> list[str]:
     if usable:
         y = top + _PANEL * (1 - usable / GIB / scale)
         parts.append(_rule(y, "bad"))
-        parts.append(_said(y, f"usable {usable / GIB:.1f}", "bad"))
+        parts.append(_label(y, f"usable {usable / GIB:.1f}", "bad"))
     return parts
 
 
@@ -148,6 +148,6 @@ def _bar(x: float, y: float, width: float, height: float, color: str, what: str)
     )
 
 
-def _said(y: float, words: str, color: str) -> str:
+def _label(y: float, words: str, color: str) -> str:
     """Words at the right end of a line, on a rim, so that they are read over bars."""
     return svg.text(_WIDTH - _RIGHT - 4, y - 4, words, anchor="end", color=color, weight=600, rim=True)

@@ -289,7 +289,7 @@ class ProgramOptions:
         head: the task whose head the model has, where it is not the one of its own checkpoint.
         moved: whether the model is made on the host and then moved to its GPU.
         lit_model: the model of LitGPT's own code that the run trains.
-        told_by_file: whether files describe the run.
+        described_by_files: whether files describe the run.
         unmodelled: keys that no option holds.
     """
 
@@ -311,5 +311,5 @@ class ProgramOptions:
     head = Option[str | None](str, None, merges=False)
     moved = Option(bool, False)
     lit_model = Option[LitModel | None](object, None, merges=False)
-    told_by_file = Option(bool, False)
+    described_by_files = Option(bool, False)
     unmodelled = Option[tuple[Unmodelled, ...]](object, ())

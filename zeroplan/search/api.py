@@ -61,7 +61,7 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         miss = nearest_miss(space, memory, cost)
         nearest = recommendation(resolved.engine, miss, 0, layout)
         changes = tuple(cheapest_suggestions(resolved, request, options, nearest, memory))
-        if (other := _beside(request, options, None)) is not None:
+        if (other := _of_other_engine(request, options, None)) is not None:
             changes = (Suggestion(f"--engine {other.engine.name}", other), *changes)
     elif options.explain:
         said = [*choice(outcome.ranking, space, memory, cost), *reasons_for(outcome.ranking[0], space, memory, cost)]
@@ -76,7 +76,7 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         _answer(resolved, request, options, tuple(ranking), memory, considered=outcome.considered),
         changed=changed[0],
         changed_run=changed[1],
-        beside=_beside(request, options, ranking[0]) if ranking else None,
+        beside=_of_other_engine(request, options, ranking[0]) if ranking else None,
         nearest=nearest,
         changes=changes,
         current=current,
@@ -103,7 +103,7 @@ def _changed_files(
         return None
 
 
-def _beside(request: Ask, options: SearchOptions, best: Recommendation | None) -> Recommendation | None:
+def _of_other_engine(request: Ask, options: SearchOptions, best: Recommendation | None) -> Recommendation | None:
     """Return the best configuration of the other engine, where that is at least :data:`NOTABLE` faster or alone fits."""
     if not options.other_engine or options.goal == "memory":
         return None

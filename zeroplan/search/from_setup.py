@@ -100,7 +100,7 @@ def _free_search(
         alloc_conf=asked.alloc_conf,
         gradient_checkpointing=False,
         checkpoint_policy="full",
-        unmodelled=_beside_degrees(asked, setup),
+        unmodelled=_but_degrees(asked, setup),
         reduce_dtype=asked.value("reduce_dtype") if REDUCED_GRADIENTS.taken_by(find_engine(kept)) else None,
     )
     if "compile" in request:
@@ -114,7 +114,7 @@ def _free_search(
     said = [setup.line, *laid_out, *(f"{one.key}: {one.says}" for one in left_out)]
     notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
     beside = "" if "engine" in request or setup.program not in _OF_BOTH else other_engine(kept)
-    found = replace(plain, global_batch=batch, notes=notes, training=training_said(setup), other_engine=beside)
+    found = replace(plain, global_batch=batch, notes=notes, training=training_settings(setup), other_engine=beside)
     return free, found, current
 
 
@@ -122,7 +122,7 @@ def _free_search(
 _OF_BOTH = ("hf-trainer", "trl", "llama-factory", "axolotl", "accelerate", "lightning", "loop")
 
 
-def training_said(setup: Setup) -> Training:
+def training_settings(setup: Setup) -> Training:
     """Return what the source says of training. A ds_config has the last word, as in its programs; without a norm it clips
     nothing. Source: DeepSpeed 0.19.8, runtime/constants.py (GRADIENT_CLIPPING_DEFAULT).
     """
@@ -134,7 +134,7 @@ def training_said(setup: Setup) -> Training:
     return found.over(setup.training)
 
 
-def _beside_degrees(asked: Ask, setup: Setup) -> tuple[Unmodelled, ...]:
+def _but_degrees(asked: Ask, setup: Setup) -> tuple[Unmodelled, ...]:
     """Return what is left out of the figures but for the degrees, which no candidate has."""
     return tuple(one for one in asked.unmodelled if one.key not in map(setup.key, setup.degrees))
 

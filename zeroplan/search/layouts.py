@@ -174,7 +174,7 @@ class _Search:
         *,
         any_nodes: bool = False,
     ) -> None:
-        self._request = _asked(request, global_batch)
+        self._request = _checked_request(request, global_batch)
         self._choices = (False, True) if checkpointing is None else (checkpointing,)
         self._batch = global_batch
         self.gpus, self.said = self._request.gpus, ""
@@ -183,7 +183,7 @@ class _Search:
         self._tapes = None if request.depth == FORMULA else ExpandedTapes(find_engine(self._request.engine))
         self._config = allocator_config(request.alloc_conf)
         layouts = find_engine(self._request.engine).layouts
-        assert layouts is not None, "_asked refuses such engines"
+        assert layouts is not None, "_checked_request refuses such engines"
         # Where this cannot be, no degree is to blame.
         plain = without_degrees(self._request).replace(nodes=1, stage=layouts.stage, grad_accum=None)
         alone = [resolve(plain.replace(gradient_checkpointing=again)) for again in self._choices]
@@ -399,7 +399,7 @@ def _require_batch(resolved: Resolved, global_batch: int) -> None:
         raise BadInput(what, where="--global-batch", remedy=f"use a multiple of {dp * work.batch.micro_batch}")
 
 
-def _asked(request: Ask, global_batch: int | None) -> Ask:
+def _checked_request(request: Ask, global_batch: int | None) -> Ask:
     """Return the request for the engine of layouts. Raises BadInput: what a search over layouts does not take."""
     request = request.checked()
     if request.model is None:

@@ -224,9 +224,9 @@ class ExpandedTape:
 
     @cached_property
     def storage_bytes(self) -> list[int]:
-        """Bytes of each storage id, 0 for one that is never allocated; then those of each tape of :attr:`played_beside`."""
+        """Bytes of each storage id, 0 for one that is never allocated; then those of each tape of :attr:`further_tapes`."""
         found = list(self._own_bytes)
-        for tape in self.played_beside:
+        for tape in self.further_tapes:
             found += tape.storage_bytes
         return found
 
@@ -236,14 +236,14 @@ class ExpandedTape:
         return [made.get(storage, 0) for storage in range(1 + max(made, default=0))]
 
     @property
-    def played_beside(self) -> tuple[ExpandedTape, ...]:
+    def further_tapes(self) -> tuple[ExpandedTape, ...]:
         """The tapes that are played with this one: its shapes, its evaluation's forward, then what is generated."""
         evaluation = () if self.evaluation is None else (self.evaluation.forward,)
         return (*self.shapes, *evaluation, *(() if self.generation is None else (self.generation,)))
 
     def first_storage(self, place: int) -> int:
-        """The number from which the storages of :attr:`played_beside` at `place` count on."""
-        return len(self._own_bytes) + sum(len(tape.storage_bytes) for tape in self.played_beside[:place])
+        """The number from which the storages of :attr:`further_tapes` at `place` count on."""
+        return len(self._own_bytes) + sum(len(tape.storage_bytes) for tape in self.further_tapes[:place])
 
     @cached_property
     def shape(self) -> int:

@@ -245,7 +245,7 @@ class AutoEPMoELayer(nn.Module):
             out = self.experts(padded, sizes)
             out = _ArrivedRows.apply(out, places, _inverse(places, order.numel()))
         else:
-            told = self._told(routed[2])
+            told = self._counts_of_ranks(routed[2])
             rows = _SentRows.apply(rows)
             rows, places, sizes = self._permuted(rows, told)
             out = self.experts(rows, sizes)
@@ -254,7 +254,7 @@ class AutoEPMoELayer(nn.Module):
         output = _combined(out, routed[0], order, k).reshape(batch, tokens, width)
         return self._with_shared(output, x, hidden_states)
 
-    def _told(self, counts: torch.Tensor) -> torch.Tensor:
+    def _counts_of_ranks(self, counts: torch.Tensor) -> torch.Tensor:
         """Return the rows of this rank's experts from each rank; the host reads how many rows travel."""
         matrix = counts.view(self.ranks, -1)
         with receiving():

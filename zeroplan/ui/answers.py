@@ -100,7 +100,7 @@ def _estimate(asked: Question, say: Say | None) -> dict[str, Any]:
         found = estimate_runs(request)
     else:
         if request.depth is None:  # the formulas answer at once; each row's own figures take its place as it is done
-            estimate_runs(request.replace(depth="formula"), lambda so_far, total: say(_told(so_far, total)))
+            estimate_runs(request.replace(depth="formula"), lambda so_far, total: say(_message_of(so_far, total)))
         found = estimate_runs(request, _teller(asked, say, charts))
     keys = [_key(plan) for plan in found.report.plans]
     if asked.show is not None and keys and asked.show not in keys:
@@ -127,7 +127,7 @@ def _teller(asked: Question, say: Say, charts: dict[int, dict[str, Any] | None])
 
     def tell(found: Estimate, total: int) -> None:
         nonlocal pictured
-        say(_told(found, total))
+        say(_message_of(found, total))
         at = None if pictured else _settled(found.report, asked.show, total)
         if at is not None:
             pictured = True
@@ -136,7 +136,7 @@ def _teller(asked: Question, say: Say, charts: dict[int, dict[str, Any] | None])
     return tell
 
 
-def _told(found: Estimate, total: int) -> dict[str, Any]:
+def _message_of(found: Estimate, total: int) -> dict[str, Any]:
     """Return the message of the plan that was done last."""
     plans = found.report.plans
     return {"plan": plans[-1].model_dump(mode="json", exclude={"lines"}), "at": len(plans) - 1, "of": total}
@@ -303,14 +303,14 @@ def _files(asked: Question, say: Say | None) -> dict[str, Any]:
     from zeroplan.planner.resolve import resolve
     from zeroplan.search.api import run_search
     from zeroplan.search.files import Target, files_of, form_of
-    from zeroplan.search.from_setup import training_said
+    from zeroplan.search.from_setup import training_settings
     from zeroplan.search.search_options import SearchOptions
     from zeroplan.search.space import Candidate
 
     request, training = asked.request, NO_TRAINING
     if asked.sources:
         request, setup = with_files(request.replace(files=asked.sources))
-        training = training_said(setup)
+        training = training_settings(setup)
     if max(request.tp, request.cp, request.ulysses, request.pp, request.dp_replicate) > 1:
         raise BadInput("no files are written for such a layout", where="--tp, --cp, --pp", remedy="leave them at 1")
     resolved = resolve(request)

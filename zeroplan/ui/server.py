@@ -161,14 +161,14 @@ def application(token: str, *, timeout: float = 60.0, hub: bool = False) -> Star
     """
     answerer = Answerer(timeout, hub=hub)
 
-    def stranger(request: Request) -> Response | None:
+    def unauthorized(request: Request) -> Response | None:
         given = request.headers.get("x-zeroplan-token", "")
         if secrets.compare_digest(given.encode(), token.encode()):
             return None
         return _error(403, "open the address that zeroplan ui prints in its terminal: it ends in this server's token")
 
     async def ask(request: Request) -> Response:
-        if (refused := stranger(request)) is not None:
+        if (refused := unauthorized(request)) is not None:
             return refused
         if request.headers.get("origin") != f"http://{request.headers['host']}":
             return _error(403, "a question of another page is not answered")
@@ -186,8 +186,8 @@ def application(token: str, *, timeout: float = 60.0, hub: bool = False) -> Star
         question = b" ".join(body.split(b"\n"))  # in JSON a line break stands between values only
         return StreamingResponse(answerer.ask(question), media_type="application/x-ndjson")
 
-    async def offered(request: Request) -> Response:
-        if (refused := stranger(request)) is not None:
+    async def list_names(request: Request) -> Response:
+        if (refused := unauthorized(request)) is not None:
             return refused
         return JSONResponse(names(hub=hub))
 
@@ -207,7 +207,7 @@ def application(token: str, *, timeout: float = 60.0, hub: bool = False) -> Star
     return Starlette(
         routes=[
             Route("/api/ask", ask, methods=["POST"]),
-            Route("/api/names", offered),
+            Route("/api/names", list_names),
             Route("/look.css", style),
             Route("/plot.js", plot),
             Mount("/", StaticFiles(directory=folder, html=True)),

@@ -53,9 +53,9 @@ def at_installed(request: Ask) -> Ask:
         return request
     asked = request.deepspeed_version
     if asked is not None:
-        from zeroplan.interop.deepspeed_version import asked_version
+        from zeroplan.interop.deepspeed_version import requested_version
 
-        asked, _ = asked_version(asked)
+        asked, _ = requested_version(asked)
     return request.replace(deepspeed_version=_require_installed(package, asked, where))
 
 

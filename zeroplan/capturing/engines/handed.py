@@ -113,7 +113,7 @@ class Handed:
             "said": {key: value for key, value in said.items() if value is not None},
             "tapes": tapes,
             "buffers": self._buffers(),
-            "beside": self._beside(),
+            "beside": self._other_bytes(),
             "before": self._peak(0, self.before),
             "outside": self._outside(),
         }
@@ -185,7 +185,7 @@ class Handed:
                 own |= {ident(t) for t in (held.values() if isinstance(held, dict) else ()) if on_gpu(t)}
         return own
 
-    def _beside(self) -> int:
+    def _other_bytes(self) -> int:
         """Bytes on the GPU as the last micro batch begins that are neither the model's, its optimizer's, nor its batch's."""
         if not self.batches.slices:
             return 0

@@ -36,7 +36,7 @@ def _turns(length: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": _text(length - half)}, {"role": "assistant", "content": _text(half)}]
 
 
-def _said(length: int) -> list[dict[str, str]]:
+def _messages(length: int) -> list[dict[str, str]]:
     """ShareGPT's turns; the speakers' names are those that the script has."""
     names = ("human", "gpt") if "human" in program_text() else ("user", "assistant")
     half = max(1, length // 2)
@@ -73,7 +73,7 @@ COLUMNS: dict[str, Callable[[int], Any]] = {
     ),
     "input": lambda _: "",
     **dict.fromkeys(("messages", "conversation"), _turns),
-    "conversations": _said,
+    "conversations": _messages,
     **dict.fromkeys(("label", "labels", "idx"), lambda _: 0),
     "tokens": lambda n: [WORD] * n,
     **dict.fromkeys(("ner_tags", "pos_tags", "chunk_tags"), lambda n: [0] * n),

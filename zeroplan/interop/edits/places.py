@@ -13,7 +13,7 @@ from zeroplan.core.plumbing.documents import CONFIG, text_of
 from zeroplan.core.plumbing.files import read_bytes
 from zeroplan.ds_config.source import load_source
 from zeroplan.interop.programs.accelerate import launch_document
-from zeroplan.interop.programs.document import Document, find_beside, load_document
+from zeroplan.interop.programs.document import Document, find_named_file, load_document
 from zeroplan.interop.programs.registry import owner_of, program_named
 from zeroplan.interop.readers import argument_files
 
@@ -101,7 +101,7 @@ def _places(
         written = next((word for word in (*command.files, *map(str, command.flags.values())) if str(one).endswith(word)), "")
         yield from _places(str(one), program, (place, ""), written)
     if command.config_file is not None:
-        config = find_beside(command.config_file, document, "--config_file")
+        config = find_named_file(command.config_file, document, "--config_file")
         yield from _places(str(config), None, (place, "config_file"), command.config_file)
     if (flags := launch_document(command, document)) is not None:
         for section in ("deepspeed_config", "fsdp_config"):
@@ -125,5 +125,5 @@ def _named_by(place: SourceFile, document: Document) -> Iterator[SourceFile]:
     if isinstance(said, Mapping):
         yield SourceFile(place.path, place.kind, DS_CONFIG, said, tuple(key.split(".")))
     elif isinstance(said, str) and said.lower().endswith(".json"):
-        path = str(find_beside(said, document, key))
+        path = str(find_named_file(said, document, key))
         yield SourceFile(path, "json", DS_CONFIG, load_source(Path(path))[0], (), (place, key), said)

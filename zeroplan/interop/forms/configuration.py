@@ -65,7 +65,7 @@ class Configuration:
     training: Training = NO_TRAINING
     carried: tuple[str, ...] = ()
 
-    def beside(self, name: str) -> str:
+    def sibling(self, name: str) -> str:
         """Return the path of a file in the main file's folder. Raises BadInput: where the main file has this name."""
         path = os.path.join(os.path.dirname(self.output), name)
         if name and os.path.normpath(path) == os.path.normpath(self.output):

@@ -97,7 +97,7 @@ def explicit_ds_config(zero: ZeroConfig, workload: Workload, layout: ParallelLay
 def ranks_file(one: Configuration) -> dict[str, str]:
     """accelerate's file that starts the ranks alone, by its path, where accelerate is the launcher."""
     return (
-        {one.beside("accelerate.yaml"): document_text("", accelerate_ranks(one.cluster))}
+        {one.sibling("accelerate.yaml"): document_text("", accelerate_ranks(one.cluster))}
         if one.launcher == "accelerate"
         else {}
     )
@@ -121,7 +121,7 @@ def _explicit(one: Configuration) -> FormFiles:
 
 
 def _accelerate(one: Configuration) -> FormFiles:
-    beside = one.beside("accelerate.yaml")
+    beside = one.sibling("accelerate.yaml")
     yaml = accelerate_deepspeed(one.zero, one.cluster, one.output)
     micro = one.workload.batch.micro_batch
     return FormFiles(

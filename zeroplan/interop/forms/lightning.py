@@ -58,7 +58,7 @@ def main() -> None:
 
 def lightning_script(one: Configuration) -> str:
     """Write the script for ``lightning.Trainer``. Raises BadInput: a model that no script can be written for."""
-    paths = {"@config": one.output, "@arguments": one.beside(ARGUMENTS)}
+    paths = {"@config": one.output, "@arguments": one.sibling(ARGUMENTS)}
     loop = re.sub("@config|@arguments", lambda found: repr(paths[found[0]]), _LOOP)
     others = (
         "from lightning.pytorch import LightningModule, Trainer",
@@ -83,7 +83,7 @@ def trainer_arguments(one: Configuration) -> tuple[dict[str, Any], dict[str, Any
 
 def _lightning(one: Configuration) -> FormFiles:
     form, arguments = trainer_arguments(one)
-    path, micro = one.beside(ARGUMENTS), one.workload.batch.micro_batch
+    path, micro = one.sibling(ARGUMENTS), one.workload.batch.micro_batch
     return FormFiles(
         {one.output: dump_ds_config(form), path: json_text(arguments), **adapter_files(one)},
         program_must=(

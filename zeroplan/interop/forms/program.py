@@ -46,7 +46,7 @@ def adapter_files(one: Configuration) -> dict[str, str]:
     for technique, value in techniques_of(work):
         config |= technique.written(value, "peft")
     said = {name: value for name, value in one.training.values.items() if name in ADAPTER_VALUES}
-    return {one.beside(ADAPTERS): json_text(config | {"lora_dropout": 0.0, "bias": "none"} | said)}
+    return {one.sibling(ADAPTERS): json_text(config | {"lora_dropout": 0.0, "bias": "none"} | said)}
 
 
 def training_notes(one: Configuration, where: str, taken: Iterable[str] = ()) -> tuple[str, ...]:
@@ -65,7 +65,7 @@ def training_notes(one: Configuration, where: str, taken: Iterable[str] = ()) ->
 
 def folder_of(one: Configuration) -> str:
     """The main file's folder, as a path that can be opened."""
-    return one.beside("").rstrip("/") or ("/" if one.output.startswith("/") else ".")
+    return one.sibling("").rstrip("/") or ("/" if one.output.startswith("/") else ".")
 
 
 def must_load(one: Configuration) -> tuple[str, ...]:

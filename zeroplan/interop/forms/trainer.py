@@ -188,7 +188,7 @@ def _files(
     notes: tuple[str, ...] = (),
 ) -> FormFiles:
     """The files; `own` are the arguments of the user's program."""
-    path, started = one.beside(ARGUMENTS), ranks_file(one)
+    path, started = one.sibling(ARGUMENTS), ranks_file(one)
     texts = {
         one.output: dump_ds_config(form),
         path: json_text(_as_written(arguments)),

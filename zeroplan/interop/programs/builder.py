@@ -12,7 +12,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.documents import parse_json
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.ds_config.source import load_source
-from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.programs.document import Document, find_named_file
 from zeroplan.interop.programs.known import arguments_of, moving_of
 from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import read_training
@@ -255,7 +255,7 @@ class Builder(Keys):
         if isinstance(value, Mapping):
             found = load_source(value)[0]
         elif isinstance(value, str):
-            found = load_source(find_beside(value, self.document, key))[0]
+            found = load_source(find_named_file(value, self.document, key))[0]
         else:
             raise self.bad(key, "is neither a path nor an object", "write a ds_config's path")
         return dict(self.set("ds_config", found, key))

@@ -229,7 +229,7 @@ def interpolated(data: dict[str, Any]) -> dict[str, Any]:
     return dict(filled(data))
 
 
-def find_beside(value: str, document: Document, key: str) -> Path:
+def find_named_file(value: str, document: Document, key: str) -> Path:
     """Find the file that a key names: beside the document, from the working folder, or from a folder above the document's.
 
     The last is where people start scripts of a repository: at its root.

@@ -9,7 +9,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.ds_config.source import load_source
 from zeroplan.interop.programs.builder import Builder
-from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.programs.document import Document, find_named_file
 from zeroplan.interop.programs.pipeline_script import PipelineScript
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.setups import Setup
@@ -68,7 +68,7 @@ def _of_script(run: Builder, document: Document, script: PipelineScript) -> Setu
         run.set("model", script.model, "from_pretrained")
     config = script.config
     if isinstance(config, str):
-        config = load_source(find_beside(config, document, "deepspeed.initialize"))[0]
+        config = load_source(find_named_file(config, document, "deepspeed.initialize"))[0]
     if config is not None:
         found = load_source(config)[0]
         section = found.get("pipeline")

@@ -59,7 +59,7 @@ _TELLING = frozenset(
 )
 
 
-def told_by_scripts() -> frozenset[str]:
+def keys_of_scripts() -> frozenset[str]:
     """The names that scripts of one's own have for adapters, lengths and the model, beside the Trainer's arguments."""
     return _TELLING | {"model_name_or_path", "model_max_length", "lora_enable", "lora_dropout", "torch_dtype", "dtype"}
 

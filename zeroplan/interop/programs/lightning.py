@@ -16,7 +16,7 @@ from zeroplan.core.workload import OptimizerKind
 from zeroplan.ds_config.source import load_source
 from zeroplan.interop.programs.adapters import optimizer_of
 from zeroplan.interop.programs.builder import Builder, Keys
-from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.programs.document import Document, find_named_file
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import set_fsdp
 from zeroplan.interop.setups import Setup
@@ -215,7 +215,7 @@ def _deepspeed(run: Builder, key: str, name: str, options: Keys) -> None:
     """Set the ds_config that the strategy is given, or makes of its arguments."""
     config = options.value("config")
     if config is not None:
-        found = dict(load_source(config if isinstance(config, Mapping) else find_beside(str(config), run.document, key))[0])
+        found = dict(load_source(config if isinstance(config, Mapping) else find_named_file(str(config), run.document, key))[0])
     else:
         stage = next((int(one) for one in name.split("_") if one.isdigit()), 2)
         offload = "_offload" in name

@@ -12,7 +12,7 @@ from zeroplan.core.plumbing.documents import read_document
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
-from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.programs.document import Document, find_named_file
 from zeroplan.interop.programs.known import telling_of_others
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TrainerDefaults, read_trainer, set_fsdp
@@ -150,7 +150,7 @@ class MsSwift(Program):
             run.data["gradient_checkpointing"] = True
             set_fsdp(run, "fsdp", version=2, reshard="true", offload=False, hybrid=False, checkpointing=True)
         elif isinstance(name, str) and name.endswith(".json"):
-            options = read_document(str(find_beside(name, run.document, "fsdp")))
+            options = read_document(str(find_named_file(name, run.document, "fsdp")))
             run.data = {**run.data, "fsdp": options.get("fsdp", "full_shard"), "fsdp_config": options.get("fsdp_config", {})}
 
     def _method(self, run: Builder) -> None:

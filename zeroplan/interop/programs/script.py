@@ -14,9 +14,9 @@ from typing import Any, NoReturn
 from zeroplan.core.errors import BadInput
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.script_adapters import take_adapters
-from zeroplan.interop.programs.script_deeds import TRAINERS, list_deeds
 from zeroplan.interop.programs.script_model import take_model
 from zeroplan.interop.programs.script_reader import Reader, RunScript, parsed
+from zeroplan.interop.programs.script_side_effects import TRAINERS, list_side_effects
 from zeroplan.interop.programs.script_syntax import UNKNOWN, base_name, called
 from zeroplan.interop.programs.script_values import Values
 
@@ -75,7 +75,7 @@ class ScriptReader(Reader):
         head = take_model(self, trainer, program)
         take_adapters(self, trainer, program)
         self._lengths(trainer, program)
-        list_deeds(self, trainer)
+        list_side_effects(self, trainer)
         return self.found(program, self.data, head=head, task=told[1].lower() if told is not None else "")
 
     def _foreign(self, call: ast.Call) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.interop.programs.known import arguments_of, told_by_scripts
+from zeroplan.interop.programs.known import arguments_of, keys_of_scripts
 from zeroplan.interop.programs.script_reader import HARMLESS, Reader, parsed
 from zeroplan.interop.programs.script_syntax import called, holds_unknown
 from zeroplan.interop.programs.script_values import Values
@@ -35,7 +35,7 @@ class ScriptDefaults:
 
     Attributes:
         data: literal defaults by name.
-        untold: by name, defaults that the text does not tell.
+        unresolved: by name, defaults that the text does not tell.
         left_out: what changes arguments after they are parsed, and classes of other files.
         name: of the script.
         checkpoints: the first call that switches checkpointing on, which a flag may do already.
@@ -43,7 +43,7 @@ class ScriptDefaults:
     """
 
     data: Mapping[str, Any]
-    untold: Mapping[str, Unmodelled]
+    unresolved: Mapping[str, Unmodelled]
     left_out: tuple[Unmodelled, ...]
     name: str
     checkpoints: tuple[Unmodelled, ...] = ()
@@ -61,7 +61,7 @@ class ScriptDefaults:
 
     def unsure(self, given: Mapping[str, Any]) -> tuple[Unmodelled, ...]:
         """What the text does not tell of a run to which this is given."""
-        found = [one for key, one in self.untold.items() if key not in given]
+        found = [one for key, one in self.unresolved.items() if key not in given]
         unused = self.data.keys() - self.beneath(given).keys() - given.keys()
         if self._switch(given) is None and any(_of_adapters(key) for key in unused):
             says = f"{self.name} has defaults of adapters and no switch that is known; all weights count as trained"
@@ -92,7 +92,7 @@ def script_defaults(text: str, name: str) -> ScriptDefaults:
             ]
     left_out = tuple(reader.left_out)
     return ScriptDefaults(
-        reader.data, reader.untold, left_out, name.rpartition("/")[2], tuple(checkpoints[:1]), tuple(adapters)
+        reader.data, reader.unresolved, left_out, name.rpartition("/")[2], tuple(checkpoints[:1]), tuple(adapters)
     )
 
 
@@ -115,8 +115,8 @@ def imported(text: str, name: str) -> list[str]:
 class _Defaults(Reader):
     def __init__(self, values: Values, name: str) -> None:
         super().__init__(values, name)
-        self.untold: dict[str, Unmodelled] = {}
-        self._keys = arguments_of("hf-trainer", "trl") | told_by_scripts()
+        self.unresolved: dict[str, Unmodelled] = {}
+        self._keys = arguments_of("hf-trainer", "trl") | keys_of_scripts()
         imports = [node for node in values.nodes if isinstance(node, ast.ImportFrom)]
         self._strange = {
             one.asname or one.name
@@ -167,11 +167,11 @@ class _Defaults(Reader):
             value = words.get("default") if factory is None else factory.body if isinstance(factory, ast.Lambda) else None
         told = value.value if isinstance(value, ast.Constant) else self.values.of(value)
         self.data.pop(key, None)
-        self.untold.pop(key, None)
+        self.unresolved.pop(key, None)
         if holds_unknown(told):
             if not HARMLESS.match(key):
                 says = f"line {node.lineno}: the default {ast.unparse(value or node)[:50]} is not told"
-                self.untold[key] = Unmodelled(key, Effect.UNKNOWN, says[:120])
+                self.unresolved[key] = Unmodelled(key, Effect.UNKNOWN, says[:120])
         elif told is not None:
             self.data[key] = told
 

@@ -277,7 +277,7 @@ class ShellState:
         text = self.text(raw)
         return None if "$" in text else not text
 
-    def _given(self, raw: str) -> bool:
+    def _is_assigned(self, raw: str) -> bool:
         """Whether a word is an argument of the script, or a variable that has its value; others the environment may set."""
         name = re.search(r"\w+", raw)
         return name is not None and (name[0].isdigit() or self.known(name[0]) is not None)
@@ -287,7 +287,7 @@ class ShellState:
             numbers = self.number(self.text(left)), self.number(self.text(right))
             return None if numbers[0] is None or numbers[1] is None else _ORDER[operator](numbers[0], numbers[1])
         one, two = self.text(left), self.text(right)
-        if operator in ("=", "==", "!=") and self._empty(left) and (not two or self._given(left)):
+        if operator in ("=", "==", "!=") and self._empty(left) and (not two or self._is_assigned(left)):
             one = ""
         if "$" in one or "$" in two or "`" in one + two:
             return None

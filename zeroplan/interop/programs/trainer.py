@@ -21,7 +21,7 @@ from zeroplan.interop.programs.adapters import (
     set_weights_dtype,
 )
 from zeroplan.interop.programs.builder import Builder, Keys
-from zeroplan.interop.programs.document import Document, find_beside
+from zeroplan.interop.programs.document import Document, find_named_file
 from zeroplan.interop.programs.examples import is_example, read_example, read_script_name
 from zeroplan.interop.programs.known import arguments_of, names_in, telling_of_others
 from zeroplan.interop.programs.machine import take_machine
@@ -266,7 +266,7 @@ def _fsdp(run: Builder) -> None:
     value = run.value("fsdp_config")
     options: Mapping[str, Any]
     if isinstance(value, str) and not value.lstrip().startswith("{"):
-        path = find_beside(value, run.document, "fsdp_config")
+        path = find_named_file(value, run.document, "fsdp_config")
         options = read_document(str(path))
     else:
         options = run.block("fsdp_config").data

@@ -30,10 +30,10 @@ _OVERRIDES = frozenset(
 )
 
 
-def list_deeds(reader: Reader, trainer: ast.Call | None) -> None:
+def list_side_effects(reader: Reader, trainer: ast.Call | None) -> None:
     """List what the script does beside its arguments."""
     for call in reader.calls:
-        _deed(reader, call)
+        _side_effect(reader, call)
     for node in reader.values.nodes:
         if isinstance(node, ast.Assign):
             _assignment(reader, node)
@@ -63,7 +63,7 @@ def list_deeds(reader: Reader, trainer: ast.Call | None) -> None:
                 reader.leave_out(key, node, Effect.MORE, "the evaluation keeps its logits for the metrics (--eval-logits)")
 
 
-def _deed(reader: Reader, call: ast.Call) -> None:
+def _side_effect(reader: Reader, call: ast.Call) -> None:
     name = reader.values.name_of(call.func)
     if name == "gradient_checkpointing_enable":
         if reader.values.reached(call) is None:

@@ -40,6 +40,8 @@ def test_estimate_counts_its_parameters_and_says_it(model: str) -> None:
     assert found["model"]["params"] - plain["model"]["params"] == 8 * CONFIG["hidden_size"]
     states = [one["plans"][0]["gpu"]["model_states"] for one in (plain, found)]
     assert states[1] - states[0] == 8 * CONFIG["hidden_size"] * 16
+    lines = {one["buffer"]: one["bytes"] for one in found["plans"][0]["lines"]}
+    assert lines["optim.anchor"] == 8 * CONFIG["hidden_size"] * 4
 
 
 @pytest.mark.parametrize("verb", ["estimate", "explain", "recommend", "scale"])
@@ -50,8 +52,9 @@ def test_every_verb_helps_with_it(verb: str) -> None:
 
 
 def test_recommend_and_explain_take_it(model: str) -> None:
-    code, out, error = ran("explain", model, *RUN, "--soft-prompt", "8")
+    code, out, error = ran("explain", model, *RUN, "--soft-prompt", "8", "--line", "first_prompt")
     assert code == 0, error
+    assert "The vectors as they were at first" in out
     code, out, error = ran("recommend", model, *RUN, "--soft-prompt", "8", "--gpu", "H100", "--json")
     assert code == 1, error  # at formula depth nothing is known to fit
     assert json.loads(out)["workload"]["soft_prompt"] == 8

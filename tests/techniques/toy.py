@@ -1,4 +1,6 @@
-"""A technique of one's own: the one file that the recipe of ``docs/extending.md`` asks for. A soft prompt of trained tokens."""
+"""A technique of one's own: the one file that the recipe of ``docs/extending.md`` asks for. A soft prompt of trained tokens, of
+which the program keeps a copy as it was at first.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from zeroplan.core.buffers import ALWAYS, Buffer, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, WORK, Option
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.ledger.line import LedgerBuilder
+from zeroplan.techniques.base import Asked, Facts, HoldsTrained, KeptBlocks, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.models.spec import ModelSpec
@@ -19,6 +23,19 @@ class SoftPrompt:
     """So many trained vectors."""
 
     tokens: int
+
+
+_lines = LedgerBuilder()
+
+
+@_lines.add(Buffer.OPTIM_ANCHOR, Place.HBM, ALWAYS)
+def first_prompt(c: HoldsTrained) -> int:
+    """The vectors as they were at first."""
+    return sum(c.original_bytes * c.parameters.numel[p] for p in _prompts(c))
+
+
+def _prompts(c: HoldsTrained) -> list[int]:
+    return [p for p, name in enumerate(c.parameters.names) if name.endswith("soft_prompt.weight")]
 
 
 class SoftPromptTechnique(Technique[SoftPrompt]):
@@ -32,6 +49,7 @@ class SoftPromptTechnique(Technique[SoftPrompt]):
     engines = ("ddp",)
     refusal = "a soft prompt is not modelled under {engine}"
     remedy = "use --engine ddp"
+    lines = _lines.ledger()
 
     def value(self, asked: Asked, engine: TakesTechniques) -> SoftPrompt | None:
         """Return the prompt that the option asks for."""
@@ -52,6 +70,10 @@ class SoftPromptTechnique(Technique[SoftPrompt]):
         width = first.tensors[0].shape[-1]
         vectors = Tensor("soft_prompt.weight", (value.tokens, width))
         return replace(spec, units=(replace(first, tensors=(*first.tensors, vectors)), *spec.units[1:]))
+
+    def blocks(self, value: SoftPrompt, rank: HoldsTrained) -> KeptBlocks:
+        """Return the one block of the line."""
+        return KeptBlocks(Buffer.OPTIM_ANCHOR, (first_prompt(rank),))
 
     def described(self, value: SoftPrompt) -> Mapping[str, Any]:
         """Return what JSON shows."""

@@ -1,7 +1,10 @@
-"""Holds modelled times of layouts against steps on two GPUs: ``python -m benchmarks.layouts.two_gpus predict|measure FILE``.
+"""Holds modelled times of layouts against steps on two GPUs (HSDP on four).
 
-``predict`` writes a line of JSON for each case, on any machine; ``measure`` runs each under ``zeroplan verify`` on two GPUs and
-writes what was measured. ``compare PREDICTED MEASURED`` prints both. A time is the median of the steps after the first.
+    python -m benchmarks.layouts.two_gpus predict|measure FILE [CASE …]
+    python -m benchmarks.layouts.two_gpus compare PREDICTED MEASURED
+
+``predict`` writes a line of JSON for each case, on any machine; ``measure`` runs each under ``zeroplan verify`` and writes what
+was measured. ``compare`` prints both. A time is the median of the steps after the first.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from zeroplan.search.layout_time import LayoutCost
 DENSE, MIXTURE = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 #: What is unlike the models of these names: a head of its own, for stages, and as many blocks as two cards of 80 GB train.
 _CHANGED: dict[str, dict[str, Any]] = {DENSE: {"tie_word_embeddings": False}, MIXTURE: {"num_hidden_layers": 6}}
+_SECONDS = 120  # that a case may take
 _SHARED: dict[str, Any] = {"engine": "fsdp2", "gpus": 2, "seq_len": 4096}
 CASES: dict[str, dict[str, Any]] = {
     "1B, dp 2, ZeRO-3": {"model": DENSE, "micro_batch": 2, "stage": 3},
@@ -33,6 +37,7 @@ CASES: dict[str, dict[str, Any]] = {
     "1B, tp 2 with split tokens": {"model": DENSE, "micro_batch": 4, "stage": 3, "tp": 2, "sp": True},
     "1B, cp 2": {"model": DENSE, "micro_batch": 4, "stage": 3, "cp": 2},
     "1B, pp 2, 8 micro batches": {"model": DENSE, "micro_batch": 2, "stage": 2, "pp": 2, "grad_accum": 8},
+    "1B, HSDP 2 × 2": {"model": DENSE, "micro_batch": 2, "stage": 3, "gpus": 4, "dp_replicate": 2},
     "mixture, dp 2, ZeRO-3": {"model": MIXTURE, "micro_batch": 1, "stage": 3},
     "mixture, ep 2": {"model": MIXTURE, "micro_batch": 1, "stage": 3, "ep": 2},
 }
@@ -48,7 +53,7 @@ def _model(name: str, folder: Path) -> str:
 
 def predict(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Return the modelled seconds of a step on two H100s, and their parts."""
-    resolved = resolve(Ask(**_SHARED, **(case | {"model": _model(case["model"], folder)}), gpu="H100"))
+    resolved = resolve(Ask(**(_SHARED | case | {"model": _model(case["model"], folder), "gpu": "H100"})))
     cluster = resolved.cluster
     rates = rates_of(cluster.gpu, cluster.network, cluster.gpus)
     cost = LayoutCost(resolved.cases[0], rank_counts(resolved, {}), rates, resolved.engine.sharing()).time()
@@ -65,7 +70,10 @@ def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     kept = folder / "run.json"
     command = [sys.executable, "-m", "zeroplan", "verify", *words, "--steps", "12", "--json"]
     with kept.open("w") as out:
-        code = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+        try:
+            code = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not done in {_SECONDS} s"}
     try:
         ranks = json.loads(kept.read_text())["comparisons"]
     except (json.JSONDecodeError, KeyError):
@@ -98,11 +106,12 @@ def compare(predicted: Path, measured: Path) -> None:
 
 def main() -> None:
     """Run what the command line names."""
-    verb, *paths = sys.argv[1:]
+    verb, path, *words = sys.argv[1:]
     if verb == "compare":
-        return compare(Path(paths[0]), Path(paths[1]))
-    with TemporaryDirectory() as folder, Path(paths[0]).open("w") as out:
-        for name, case in CASES.items():
+        return compare(Path(path), Path(words[0]))
+    with TemporaryDirectory() as folder, Path(path).open("w") as out:
+        for name in words or CASES:
+            case = CASES[name]
             begin = time.perf_counter()
             try:
                 row = (predict if verb == "predict" else measure)(case, Path(folder))

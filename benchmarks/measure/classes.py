@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.measure.models import CLASS, build_config
 from benchmarks.measure.spec import Spec
 from benchmarks.sweep_models import RESULT, read
+from zeroplan.core.errors import BadInput
 
 #: Parameters up to which a model is run as it is, and its blocks where it is not.
 _MOST, _BLOCKS = 1_500_000_000, (8, 4, 2)
@@ -126,10 +127,11 @@ def parameters_of(config: Mapping[str, Any]) -> int:
     return spec_from_config(dict(config), name=str(config["architectures"]), source="config").params
 
 
-def draw(seed: int, count: int, alone: frozenset[str] = frozenset()) -> list[dict[str, Any]]:
+def draw(seed: int, count: int, alone: frozenset[str] = frozenset(), letter: str = "K") -> list[dict[str, Any]]:
     """Return the lines of a specs file: what differs from a spec's defaults, or why a class is skipped.
 
-    Those of `alone` are run with one sample, since with those drawn they are predicted to need more than the card has.
+    Those of `alone` are run with one sample, since with those drawn they are predicted to need more than the card has. Ids
+    are `letter` and a number.
     """
     from zeroplan.models.attention import eager_only
 
@@ -144,7 +146,7 @@ def draw(seed: int, count: int, alone: frozenset[str] = frozenset()) -> list[dic
         if engine == "ddp" and one.task == "image-text-to-text":  # without images parameters get no gradient, which DDP refuses
             engine, stage = "deepspeed", 1
         seq, samples = source.choice((128, 256, 384, 512)), source.choice((2, 3, 4, 8))
-        line: dict[str, Any] = {"id": f"K{place + 1:02}", "model": CLASS + name, "engine": engine, "stage": stage}
+        line: dict[str, Any] = {"id": f"{letter}{place + 1:02}", "model": CLASS + name, "engine": engine, "stage": stage}
         config: dict[str, Any] = {"model_type": one.model_type, "architectures": [name]}
         if "hubert" in name.lower():
             config["layerdrop"] = 0.0
@@ -153,11 +155,16 @@ def draw(seed: int, count: int, alone: frozenset[str] = frozenset()) -> list[dic
             line["attn"] = "eager"
         total = parameters_of(config)
         for blocks in _BLOCKS if total > _MOST else ():
-            line["model_overrides"] = _shortened(config, blocks)
-            total = parameters_of(line["model_overrides"])
+            short = _shortened(config, blocks)
+            try:
+                total = parameters_of(short)
+            except BadInput as refused:  # blocks of some kinds come in groups
+                line["skipped"] = f"{total / 1e9:.1f} billion parameters, and with fewer blocks: {refused}"
+                break
+            line["model_overrides"] = short
             if total <= _MOST:
                 break
-        if total > _TOO_MANY:
+        if "skipped" not in line and total > _TOO_MANY:
             line["skipped"] = f"{total / 1e9:.1f} billion parameters with two blocks a stack"
         if line["id"] in alone:
             line["micro_batch"] = 1
@@ -172,9 +179,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--alone", nargs="*", default=["K35"], metavar="ID", help="runs of one sample")
+    parser.add_argument("--letter", default="K", help="with which ids begin")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    lines = draw(asked.seed, asked.count, frozenset(asked.alone))
+    lines = draw(asked.seed, asked.count, frozenset(asked.alone), asked.letter)
     skipped = asked.out.with_name(f"{asked.out.stem}_skipped.jsonl")
     for path, some in ((asked.out, [x for x in lines if "skipped" not in x]), (skipped, [x for x in lines if "skipped" in x])):
         path.write_text("".join(f"{json.dumps(line)}\n" for line in some))

@@ -13,6 +13,7 @@ from zeroplan.core.unmodelled import Effect
 from zeroplan.engines.words import stage_header, stage_text
 from zeroplan.report.host import host_table
 from zeroplan.report.screen import LIST, ONE, counted_notes, first_screen
+from zeroplan.report.sheet import Sheet
 from zeroplan.report.table import Table, render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, stages_sentence, verdict
@@ -41,11 +42,11 @@ def report_text(
         return plans_table(report.plans, style)
     if style != "plain":
         terminal = Terminal(width=None)
-    blocks = _sentences(report, terminal, next_command=next_command)
+    sheet = plans_sheet(report)
+    blocks = _blocks(report, sheet, terminal, next_command=next_command)
     if quiet:
         return "\n".join(blocks[0][1])
-    one = len(report.plans) == 1
-    said = list(dict.fromkeys(report_notes(report)))
+    one, said = len(report.plans) == 1, sheet.notes
     if not terminal.full:
         hidden = 0
         if not one:
@@ -74,26 +75,35 @@ _DEGREES = frozenset(("--tp", "--sp", "--cp", "--pp", "--vpp", "--ep", "--etp", 
 
 def brief_text(report: Report, terminal: Terminal = PLAIN, *, quiet: bool = False, next_command: Sequence[str] = ()) -> str:
     """Return the answer without its tables of memory: verdict, peak, knobs and notes."""
-    blocks = _sentences(report, terminal, next_command=next_command)
+    sheet = plans_sheet(report)
+    blocks = _blocks(report, sheet, terminal, next_command=next_command)
     if not quiet and not terminal.full:
         return "\n".join(first_screen(blocks, ONE))
     lines = [line for _, part in (blocks[:1] if quiet else blocks) for line in part]
-    return "\n".join(lines if quiet else [*lines, *knobs(report, terminal), *notes(report_notes(report), terminal)])
+    return "\n".join(lines if quiet else [*lines, *knobs(report, terminal), *notes(sheet.notes, terminal)])
 
 
-def _sentences(report: Report, terminal: Terminal, *, next_command: Sequence[str]) -> list[tuple[int, list[str]]]:
+def plans_sheet(report: Report) -> Sheet:
+    """Return what the answer says: of the plan that decides, else of the first."""
+    decisive = report.decisive
+    plan = decisive or (report.plans[0] if report.plans else None)
+    peak = ((2, peak_sentence(plan)), (3, stages_sentence(plan))) if plan else ()
+    return Sheet(
+        name=report.model.name,
+        request=request_text(report),
+        verdict=verdict(report),
+        fits=None if decisive is None else decisive.fits,
+        plan=decisive,
+        sentences=(*peak, (1, relief_sentence(report.reliefs))),
+        said=tuple(report_notes(report)),
+    )
+
+
+def _blocks(report: Report, sheet: Sheet, terminal: Terminal, *, next_command: Sequence[str]) -> list[tuple[int, list[str]]]:
     """Return what comes before any table, each with its rank on the first screen: verdict, peak, knobs, the command to go on
     with, and what was asked for.
     """
-    decisive = report.decisive
-    blocks = [(0, terminal.verdict(verdict(report), None if decisive is None else decisive.fits))]
-    plan = decisive or (report.plans[0] if report.plans else None)
-    for rank, sentence in (
-        (2, peak_sentence(plan) if plan else ""),
-        (3, stages_sentence(plan) if plan else ""),
-        (1, relief_sentence(report.reliefs)),
-    ):
-        blocks.append((rank, terminal.wrap(sentence) if sentence else []))
+    blocks = sheet.blocks(terminal)
     lines: list[str] = []
     if next_command and report.cluster.get("layout"):
         search = "The fastest with it:" if _DEGREES.intersection(next_command) else "Without it:"
@@ -101,7 +111,7 @@ def _sentences(report: Report, terminal: Terminal, *, next_command: Sequence[str
         lines += terminal.command("  ", next_command)
     elif next_command:
         lines += terminal.command("Next: ", next_command)
-    asked = ["", *terminal.wrap(request_text(report))]
+    asked = ["", *terminal.wrap(sheet.request)]
     return [*blocks, (0, lines), (0 if report.cluster.get("held") else 1, asked)]
 
 

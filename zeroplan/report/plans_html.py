@@ -22,13 +22,11 @@ from zeroplan.report.html_parts import (
     mark_of,
     paragraphs,
     table,
-    verdict_card,
 )
-from zeroplan.report.page import page
-from zeroplan.report.plans import figures, fits_text, knob_rows, line_rows, narrow_rows, report_notes, request_text
+from zeroplan.report.plans import figures, fits_text, knob_rows, line_rows, narrow_rows, plans_sheet
 from zeroplan.report.table import Table
 from zeroplan.report.timeline import DrawnRun
-from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, reserved_sentence, stages_sentence, verdict
+from zeroplan.report.verdict import name_of, reserved_sentence
 
 _FITS = {True: "fits", False: "does not fit", None: ""}
 
@@ -44,7 +42,7 @@ def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None, *, m
     runs, plans = runs or {}, report.plans
     at = report.opened
     scale = _scale(report)
-    body = [_verdict(report, at)]
+    body = []
     if at is not None:
         body.append(_details(plans[at], at, runs.get(at), opened=True))
     body.append(_knobs(report))
@@ -52,9 +50,8 @@ def html_report(report: Report, runs: Mapping[int, DrawnRun] | None = None, *, m
         body.append(card("All plans", _overview(report, at, scale)))
         body.append(_side_by_side(report, at))
         body += [_details(plan, index, runs.get(index), opened=False) for index, plan in enumerate(plans) if index != at]
-    body.append(card("Notes", items(list(dict.fromkeys(report_notes(report)))), mark="notes"))
-    lead = request_text(report).removeprefix(f"{report.model.name}: ")
-    return page(report.model.name, lead, body, made=made, scripts=("plot.js", "timeline.js", "beside.js"))
+    scripts = ("plot.js", "timeline.js", "beside.js")
+    return plans_sheet(report).page(*body, bar=_bar(report, at), made=made, scripts=scripts)
 
 
 def _scale(report: Report) -> int:
@@ -64,16 +61,11 @@ def _scale(report: Report) -> int:
     return max(usable, min(most, 5 * usable // 2)) if usable else max(most, 1)
 
 
-def _verdict(report: Report, at: int | None) -> str:
+def _bar(report: Report, at: int | None) -> str:
     plan = None if at is None else report.plans[at]
-    bar = ""
-    if plan is not None and plan.gpu.usable:  # without a limit a single bar says nothing
-        most = plan.gpu.at_most
-        bar = gauge(plan, round(1.06 * max(most, plan.gpu.usable)))
-    sentences = [relief_sentence(report.reliefs)]
-    if plan is not None:
-        sentences = [peak_sentence(plan), stages_sentence(plan), *sentences]
-    return verdict_card(verdict(report), mark_of(report.decisive), bar, paragraphs(*sentences))
+    if plan is None or not plan.gpu.usable:  # without a limit a single bar says nothing
+        return ""
+    return gauge(plan, round(1.06 * max(plan.gpu.at_most, plan.gpu.usable)))
 
 
 def _knobs(report: Report) -> str:

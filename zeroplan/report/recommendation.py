@@ -14,6 +14,7 @@ from zeroplan.engines.words import engine_title, stage_header, stage_text
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import fits_text, notes, offload_text, plan_record, unmodelled_notes
 from zeroplan.report.screen import LIST, counted_notes, first_screen
+from zeroplan.report.sheet import Sheet
 from zeroplan.report.table import Table, render
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import edge_text, fit_text, host_share, lacks_of, peak_sentence, unknown_text
@@ -54,13 +55,13 @@ def answer_text(
         return ranking_table(answer.ranking, style)
     if style != "plain":
         terminal = Terminal(width=None)
-    best = answer.best
-    lines = terminal.verdict(verdict(answer), None if best is not None and best.fits is None else best is not None)
+    best, sheet = answer.best, answer_sheet(answer, files)
+    (_, lines), *sentences = sheet.blocks(terminal)
     if quiet:
         return "\n".join(lines)
     following = terminal.command("Next: ", next_command) if next_command and files is None and best is not None else []
-    peak = terminal.wrap(text) if best is not None and (text := peak_sentence(best.plan)) else []
-    asked = ["", *terminal.wrap(request_text(answer))]
+    peak = [line for _, part in sentences for line in part]
+    asked = ["", *terminal.wrap(sheet.request)]
     wide = style != "plain" or terminal.width is None
     table, legend, reasons = list[str](), list[str](), list[str]()
     if answer.ranking:
@@ -77,8 +78,7 @@ def answer_text(
     elif answer.current is not None:
         difference = ["", *_difference(answer, best, answer.current, terminal)]
     started = ["", *files_text(files, terminal)] if files is not None else []
-    left_out = unmodelled_notes([one.plan for one in answer.ranking[:1]])
-    said = list(dict.fromkeys((*left_out, *answer.warnings, *(files.notes if files is not None else ()))))
+    said = sheet.notes
     counted = f"({answer.considered} configurations, {answer.simulated} simulated)"
     if terminal.full:
         parts = (lines, peak, following, asked, table, legend, reasons, other, difference, started, notes(said, terminal))
@@ -90,7 +90,7 @@ def answer_text(
     choices.sort(key=lambda text: next(at for at, begins in enumerate(CHOICES) if text.startswith(begins)))
     blocks = [
         (0, lines),
-        (5, peak),
+        *sentences,
         (0, following),
         (0 if answer.cluster.held else 3 if of_files else 2, asked),
         (4 if of_files else 0, table),
@@ -102,6 +102,21 @@ def answer_text(
         (0, ["", *map(terminal.dim, end)]),
     ]
     return "\n".join(first_screen(blocks, LIST))
+
+
+def answer_sheet(answer: SearchResult, files: Files | None = None) -> Sheet:
+    """Return what the answer says, of the best configuration or of the nearest; `files` have notes of their own."""
+    best, nearest = answer.best, answer.nearest
+    left_out = unmodelled_notes([one.plan for one in answer.ranking[:1]])
+    return Sheet(
+        name=str(answer.model["name"]),
+        request=request_text(answer),
+        verdict=verdict(answer),
+        fits=None if best is not None and best.fits is None else best is not None,
+        plan=best.plan if best is not None else None if nearest is None else nearest.plan,
+        sentences=() if best is None else ((5, peak_sentence(best.plan)),),
+        said=(*left_out, *answer.warnings, *(files.notes if files is not None else ())),
+    )
 
 
 def verdict(answer: SearchResult) -> str:

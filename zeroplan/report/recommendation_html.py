@@ -7,11 +7,8 @@ from html import escape
 
 from zeroplan.core.sizes import GIB, format_bytes
 from zeroplan.report import svg
-from zeroplan.report.html_parts import card, items, judged, mark_of, paragraphs, scrolling, table, verdict_card
-from zeroplan.report.page import page
-from zeroplan.report.plans import unmodelled_notes
-from zeroplan.report.recommendation import change_texts, ranking_rows, request_text, verdict
-from zeroplan.report.verdict import peak_sentence
+from zeroplan.report.html_parts import card, items, judged, scrolling, table
+from zeroplan.report.recommendation import answer_sheet, change_texts, ranking_rows
 from zeroplan.search.reasons import label_of
 from zeroplan.search.results import Point, Recommendation, SearchResult
 
@@ -25,22 +22,16 @@ _LEGEND = (
 def answer_html(answer: SearchResult, *, made: Mapping[str, str] | None = None) -> str:
     """Return the page; `made` is of :func:`~zeroplan.report.page.page`."""
     best, ranking = answer.best, answer.ranking
-    peak = "" if best is None else peak_sentence(best.plan)
     rows = rows_of(answer.points, ranking)
-    plan = answer.nearest.plan if best is None and answer.nearest is not None else None if best is None else best.plan
     why = items(best.reasons) if best is not None else items(change_texts(answer))
     title = "Why it is the first" if best is not None else "What would make it fit, cheapest first"
-    left_out = unmodelled_notes([one.plan for one in ranking[:1]])
     picture = pareto_svg(answer.points, answer.cluster.usable_vram, rows)
-    body = [
-        verdict_card(verdict(answer), mark_of(plan), paragraphs(peak)),
+    return answer_sheet(answer).page(
         card("Ranking", _ranking(ranking, rows)),
         card("Memory against speed", scrolling("Memory against speed", picture, f"<p class='words'>{_LEGEND}</p>")),
         card(title, why),
-        card("Notes", items(list(dict.fromkeys((*left_out, *answer.warnings)))), mark="notes"),
-    ]
-    lead = request_text(answer).removeprefix(f"{answer.model['name']}: ")
-    return page(str(answer.model["name"]), lead, body, made=made)
+        made=made,
+    )
 
 
 def _ranking(ranking: Sequence[Recommendation], rows: dict[int, int]) -> str:

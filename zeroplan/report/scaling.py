@@ -10,6 +10,7 @@ from zeroplan.planner.describe import describe_cluster
 from zeroplan.report.plans import notes, offload_text, unmodelled_notes
 from zeroplan.report.recommendation import compiled_cells, compiled_header, described
 from zeroplan.report.screen import LIST, counted_notes, first_screen
+from zeroplan.report.sheet import Sheet
 from zeroplan.report.table import Table
 from zeroplan.report.terminal import PLAIN, Terminal
 from zeroplan.report.verdict import edge_text, fit_text, lacks_of, unknown_text
@@ -51,23 +52,36 @@ def scaling_text(
         return scaling_table(found, style)
     if style != "plain":
         terminal = Terminal(width=None)
-    first = found.first
-    lines = terminal.verdict(scaling_verdict(found), False if first is None or first.best is None else first.best.fits)
+    sheet = scaling_sheet(found)
+    (_, lines), (_, growth) = sheet.blocks(terminal)
     if quiet:
         return "\n".join(lines)
-    growth = terminal.wrap(growth_sentence(found)) if first is not None else []
-    following = terminal.command("Next: ", next_command) if next_command and first is not None else []
-    asked = ["", *terminal.wrap(heading(found))]
+    following = terminal.command("Next: ", next_command) if next_command and found.first is not None else []
+    asked = ["", *terminal.wrap(sheet.request)]
     table = ["", *scaling_table(found, style, width=terminal.width).splitlines()]
     legend = ["", *map(terminal.dim, terminal.wrap(_LEGEND))]
     of_training = [] if found.budget is None else [*map(terminal.dim, terminal.wrap(_OF_A_TRAINING))]
-    left_out = unmodelled_notes([point.shown.plan for point in found.points[:1]])
-    said = list(dict.fromkeys((*left_out, *found.warnings)))
+    said = sheet.notes
     if terminal.full:
         parts = (lines, growth, following, asked, table, legend, of_training, notes(said, terminal))
         return "\n".join(line for part in parts for line in part)
     more = ["", terminal.dim(f"{' and '.join(['What the columns mean', *([counted_notes(said)] if said else [])])}: --why")]
     return "\n".join(first_screen([(0, lines), (1, growth), (0, following), (2, asked), (0, table), (0, more)], LIST))
+
+
+def scaling_sheet(found: Scaling) -> Sheet:
+    """Return what the answer says: of the fewest GPUs on which the model fits."""
+    best = None if found.first is None else found.first.best
+    left_out = unmodelled_notes([point.shown.plan for point in found.points[:1]])
+    return Sheet(
+        name=str(found.model["name"]),
+        request=heading(found),
+        verdict=scaling_verdict(found),
+        fits=False if best is None else best.fits,
+        plan=found.points[-1].shown.plan if best is None else best.plan,
+        sentences=((1, growth_sentence(found)),),
+        said=(*left_out, *found.warnings),
+    )
 
 
 def scaling_verdict(found: Scaling) -> str:

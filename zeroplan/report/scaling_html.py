@@ -8,11 +8,10 @@ from html import escape
 from zeroplan.core.families import Family
 from zeroplan.core.sizes import GIB
 from zeroplan.report import svg
-from zeroplan.report.html_parts import card, items, paragraphs, scrolling, table, verdict_card
-from zeroplan.report.page import page
+from zeroplan.report.html_parts import card, scrolling, table
 from zeroplan.report.palette import FAMILY_COLORS
 from zeroplan.report.plans import offload_text
-from zeroplan.report.scaling import growth_sentence, heading, scaling_rows, scaling_verdict
+from zeroplan.report.scaling import scaling_rows, scaling_sheet
 from zeroplan.search.scaling import ScalePoint, Scaling
 
 _WIDTH, _PANEL, _LEFT, _RIGHT = 760, 230, 64, 16
@@ -22,14 +21,11 @@ _STATES, _REST = FAMILY_COLORS[Family.PARAMETERS], FAMILY_COLORS[Family.ACTIVATI
 
 def scaling_page(found: Scaling, *, made: Mapping[str, str] | None = None) -> str:
     """Return the whole page; `made` is of :func:`~zeroplan.report.page.page`."""
-    name = str(found.model["name"])
-    body = [
-        verdict_card(scaling_verdict(found), "", paragraphs(growth_sentence(found))),
+    return scaling_sheet(found).page(
         card("Speed and memory of one GPU", scrolling("Pictures", scaling_svg(found, alone=False))),
         card("By number of GPUs", table("By number of GPUs", scaling_rows(found))),
-        card("Notes", items(list(dict.fromkeys(found.warnings))), mark="notes"),
-    ]
-    return page(name, heading(found).removeprefix(f"{name}: "), body, made=made)
+        made=made,
+    )
 
 
 def scaling_svg(found: Scaling, *, alone: bool = True) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks import cold_start
+
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TEXT = (FOLDER / "README.md").read_text()
 
@@ -45,3 +47,8 @@ def test_links_and_results_are_there() -> None:
     assert links
     assert results
     assert [path for path in (*links, *results) if not path.exists()] == []
+
+
+def test_the_answer_that_cold_start_times_is_looked_at() -> None:
+    """``check`` runs the command, and raises where it answers otherwise."""
+    cold_start.check()

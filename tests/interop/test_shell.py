@@ -229,6 +229,7 @@ BAD = {
     "a loop within itself": "f() { f; }\nf\n",
     "many rounds": "for a in " + "x " * 64 + "; do\n" + "for b in " + "y " * 64 + "; do\n" + ":\n" * 8 + "done\ndone\n",
     "many brackets": "(" * 5_000,
+    "many substitutions that do not close": "python t.py" + "".join(f" \\\n --a{i} ${{B" for i in range(200)),
     "arithmetic without end": f"{RUN} $((9**9**9**9))\n",
     "an expression that searches long": f"[[ {'a' * 300} =~ (a+)+b ]] && B=2\n{RUN} $B\n",
 }

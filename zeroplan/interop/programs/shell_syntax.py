@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 #: Stands where a line goes on in the next one, so that lines can still be counted.
 _JOINT = "\x1f"
@@ -351,8 +352,13 @@ def part_end(text: str, at: int) -> int:
     return at + 1
 
 
+@lru_cache(maxsize=1 << 14)
 def _closed(text: str, at: int, opening: str, closing: str) -> int:
-    """Return where a bracket that opens here is closed; the end of its line where it is not."""
+    """Return where a bracket that opens here is closed; the end of its line where it is not.
+
+    Each place is searched once: a bracket that is not closed is searched to the text's end, and so are those behind it, again
+    by each that is before them.
+    """
     depth, start = 0, at
     while at < len(text):
         one = text[at]

@@ -1,5 +1,14 @@
 """The collectives of the ranks that share a model, over NCCL on GPUs and gloo on CPUs.
 
+Note [Order of collectives]
+    All ranks must issue the same collectives in the same order. So all-gathers and reductions are issued from the forward and
+    backward of *modules*, which all ranks run alike, and never from the arrival of single gradients, which may differ
+    between ranks (an expert that one rank did not use). A unit's gradients are reduced when the backward reaches the next
+    unit; those of the root, and of units whose backward was not seen, when the whole backward has ended.
+    Where a rank's data decides which units run, the order can still differ, and collectives of equal size would mix two
+    units' bytes without an error. So each rank hashes its order, and the step compares the hashes
+    (:attr:`Communicator.collectives_hash`).
+
 Note [A collective that has ended]
     A thread of gloo's wakes who waits for a collective before it lets go of the tensors. Until it does, memory of a temporary
     that is dropped stays, and a parameter's memory has a use that looks like an alias. So a collective on a CPU returns when

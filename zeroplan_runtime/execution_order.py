@@ -1,4 +1,12 @@
-"""The order in which units run, recorded from the last forward and backward: what to unshard and to read from files next."""
+"""The order in which units run, recorded from the last forward and backward: what to unshard and to read from files next.
+
+Note [Host waits]
+    To unshard a unit whose update on the host is not done, or whose parameters are still to be read from a file, the host
+    must wait. In the forward such a unit is therefore unsharded after the whole previous unit has been launched, so that the
+    device has work meanwhile. No hook tells when a unit's backward has been launched, so in the backward the unit is
+    unsharded before the previous unit: the device still has the work that was launched earlier. Which of the two happens
+    depends only on where a unit's parameters rest, which is the same on all ranks, never on whether they have arrived.
+"""
 
 from __future__ import annotations
 

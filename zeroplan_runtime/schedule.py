@@ -1,27 +1,11 @@
 """The order of a step: when each unit is unsharded and resharded, when its gradients are reduced, and which stream waits for
 which.
 
-Note [Order of collectives]
-    All ranks must issue the same collectives in the same order. So all-gathers and reductions are issued from the forward and
-    backward of *modules*, which all ranks run alike, and never from the arrival of single gradients, which may differ
-    between ranks (an expert that one rank did not use). A unit's gradients are reduced when the backward reaches the next
-    unit; those of the root, and of units whose backward was not seen, when the whole backward has ended.
-    Where a rank's data decides which units run, the order can still differ, and collectives of equal size would mix two
-    units' bytes without an error. So each rank hashes its order, and the step compares the hashes
-    (:attr:`Communicator.collectives_hash`).
-
 Note [Backward of a unit]
     The backward of a unit begins when a gradient of its output arrives, or when gradient checkpointing runs its forward
     again, whichever comes first. It is over when another unit's backward begins: autograd runs the latest operation first, so
     all of the later unit's work has been issued by then. A weight that is read even later would be another unit's; units that
     interleave like this need separate slots, and :meth:`Schedule.unshard` refuses them if they share one.
-
-Note [Host waits]
-    To unshard a unit whose update on the host is not done, or whose parameters are still to be read from a file, the host
-    must wait. In the forward such a unit is therefore unsharded after the whole previous unit has been launched, so that the
-    device has work meanwhile. No hook tells when a unit's backward has been launched, so in the backward the unit is
-    unsharded before the previous unit: the device still has the work that was launched earlier. Which of the two happens
-    depends only on where a unit's parameters rest, which is the same on all ranks, never on whether they have arrived.
 """
 
 from __future__ import annotations
@@ -29,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -48,15 +32,8 @@ from zeroplan_runtime.pytree import tensors_of
 from zeroplan_runtime.streams import Stream
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 
-
-class ForwardAliases(Protocol):
-    """The watch for aliases around the forward of a unit."""
-
-    def begin_forward(self, unit: UnitState) -> None:
-        """Is called before it."""
-
-    def end_forward(self, unit: UnitState, *, guarded: bool) -> None:
-        """Is called after it, before the unit is resharded; `guarded` says whether its parameters were guarded in it."""
+if TYPE_CHECKING:
+    from zeroplan_runtime.parameter_aliases import ParameterAliases
 
 
 class Schedule:
@@ -103,7 +80,7 @@ class Schedule:
         self._opaque = False  # to dynamo
         self.guard = ParameterGuard(units, self)
         self.keeps_guard = self.has_aliases = False
-        self.aliases: ForwardAliases | None = None
+        self.aliases: ParameterAliases | None = None
         self._in_forward: set[UnitState] = set()
         self._reads_on: int | None = None  # the stream that waits for all unshards since the last step
         renews = self.setup.shards_params or model_states.quantiser is not None
@@ -293,15 +270,15 @@ class Schedule:
             self.model_states.comm_of(flat.layout).all_gather(flat.full, shard)
 
     def _prefetch_unshard(self, unit: UnitState | None) -> None:
-        """Unshards `unit` ahead of its use, unless the host would wait for it: see Note [Host waits]."""
+        """Unshards `unit` ahead of its use, unless the host would wait for it: see Note [Host waits] in execution_order."""
         for part in unit.parts if unit is not None else ():
-            if _can_use_slot(part) and not _has_pending_update(part) and (self._in_backward or not part.in_files):
+            if part.can_use_slot and not part.has_pending_update and (self._in_backward or not part.in_files):
                 self.unshard(part)
 
     def _unshard_deferred(self, unit: UnitState | None) -> None:
         """Unshards a unit that the host must wait for; called when the previous unit has been launched."""
         for part in unit.parts if unit is not None else ():
-            if _can_use_slot(part) and (_has_pending_update(part) or part.in_files):
+            if part.can_use_slot and (part.has_pending_update or part.in_files):
                 self.unshard(part)
 
     def _read_ahead(self) -> None:
@@ -338,7 +315,7 @@ class Schedule:
         self._read_ahead()
         taken: set[str] = set()
         upcoming: UnitState | None = self.model_states.units[0]
-        while upcoming is not None and upcoming.param_slot.name not in taken and not _has_pending_update(upcoming):
+        while upcoming is not None and upcoming.param_slot.name not in taken and not upcoming.has_pending_update:
             self.unshard(upcoming)
             self._prefetch_unshard(upcoming)  # the experts beside it
             taken.add(upcoming.param_slot.name)
@@ -384,7 +361,7 @@ class Schedule:
             BadInput: with `where`, and the remedy.
         """
         host = self.grads.host
-        if host is None or host.early_request is None or not self.grads.has_grads or self.in_engine_backward:
+        if host is None or host.early_request is None or not self.hides_grads:
             return
         if any(unit.update_requested for unit in host.units):
             raise BadInput(
@@ -517,12 +494,3 @@ class Schedule:
     def _record_progress(self, doing: str, unit: UnitState) -> None:
         self.where = f"{doing} of {unit.name}"
         self.progress_count += 1
-
-
-def _has_pending_update(unit: UnitState) -> bool:
-    return unit.offloaded is not None and unit.offloaded.update_pending
-
-
-def _can_use_slot(unit: UnitState) -> bool:
-    """Returns whether no other unit computes in `unit`'s slot."""
-    return not unit.param_slot.in_use or unit.param_slot.holder is unit

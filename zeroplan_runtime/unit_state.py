@@ -196,6 +196,16 @@ class UnitState:
     experts: UnitState | None = None
 
     @property
+    def has_pending_update(self) -> bool:
+        """Whether its update on the host is not done."""
+        return self.offloaded is not None and self.offloaded.update_pending
+
+    @property
+    def can_use_slot(self) -> bool:
+        """Whether no other unit computes in its slot."""
+        return not self.param_slot.in_use or self.param_slot.holder is self
+
+    @property
     def parts(self) -> tuple[UnitState, ...]:
         """This unit and that of its module's experts: what is gathered and resharded around the module's forward."""
         return (self,) if self.experts is None else (self, self.experts)

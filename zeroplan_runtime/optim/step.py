@@ -269,7 +269,7 @@ class OptimizerStep:
         return scalars
 
     def _compare_collectives(self) -> None:
-        """Puts the hashes of the ranks' collectives into the scalars: see Note [Order of collectives] in schedule."""
+        """Puts the hashes of the ranks' collectives into the scalars: see Note [Order of collectives] in comm."""
         if self.model_states.comm.world_size > 1:
             order = self.model_states.scalars[kernels.ORDER : kernels.ORDER + 2]
             order[0].fill_(self.model_states.comm.collectives_hash)

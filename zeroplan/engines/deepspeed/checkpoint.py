@@ -108,6 +108,15 @@ def gathers_weights(rank: DeepSpeedRank, saving: Saving) -> bool:
     return rank.zero.stage3.gather_16bit_weights_on_model_save and saving.saver in (Saver.LOOP, Saver.TRAINER)
 
 
+def gathered_by_module(rank: DeepSpeedRank) -> list[list[int]]:
+    """Return the bytes of each weight that a save gathers on the GPU, module by module; none where it gathers none."""
+    saving = rank.workload.technique(Saving)
+    if saving is None or not gathers_weights(rank, saving):
+        return []
+    every = (dict.fromkeys(own) for own in rank.parameters.modules)
+    return [[rank.param_bytes * rank.shards[p] * rank.ranks for p in own] for own in every]
+
+
 def _adapters_alone(rank: DeepSpeedRank, saving: Saving) -> bool:
     """Return whether frozen weights stay out of what is written (``exclude_frozen_parameters``)."""
     return saving.saver is Saver.TRAINER and any(rank.parameters.adapters)

@@ -6,12 +6,11 @@ Functions named in brackets are those of DeepSpeed 0.19.8's runtime/zero/stage3.
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.saving import Saving
 from zeroplan.core.workload import ChunkedHead, OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.deepspeed.auto_ep import ReplacedBlocks
 from zeroplan.engines.deepspeed.base import COMPUTE, REDUCE, SCALAR, DeepSpeedSchedule
-from zeroplan.engines.deepspeed.checkpoint import gathers_weights
+from zeroplan.engines.deepspeed.checkpoint import gathered_by_module
 from zeroplan.engines.deepspeed.coordinator import Coordinator
 from zeroplan.engines.deepspeed.leaf_modules import inside_of, leaf_modules, subtree_params
 from zeroplan.engines.deepspeed.outside_reads import never_called, outside_reads, passed_through
@@ -274,7 +273,7 @@ class Stage3(DeepSpeedSchedule):
     def backward_enter(self, module: int) -> None:
         """Fetch a module's parameters before its backward. A recomputation before it is over, and its graph gone."""
         if self.held_again:
-            self._drop_graph(self.held_again)
+            self.coordinator.let_go(reversed(self.held_again))
             self.held_again = []
         if not self.inside_leaf[module]:
             self.coordinator.fetch(module, forward=False)
@@ -435,15 +434,9 @@ class Stage3(DeepSpeedSchedule):
     def graph_gone(self, held: object) -> None:
         """Free them. Behind a step the device has caught up with the host, which waited for its norm."""
         if isinstance(held, list):
-            self._drop_graph(held)
+            self.coordinator.let_go(reversed(held))
         if self.stepped and self.stream != COMPUTE:
             self.coordinator.deferred_frees.complete_all()
-
-    def _drop_graph(self, held: list[tuple[int, int]]) -> None:
-        """Free what a graph holds, from its end to its beginning."""
-        self.coordinator.let_go(reversed(held))
-
-    # Step
 
     def step(self, applied: bool) -> None:
         """Step one sub-group after another, then gather the persistent parameters (step)."""
@@ -482,14 +475,11 @@ class Stage3(DeepSpeedSchedule):
         """Partition all parameters, gather one module's after another where weights are gathered, then the persistent ones
         (checkpoint_event_prologue, engine.py's _zero3_consolidated_16bit_state_dict, checkpoint_event_epilogue).
         """
-        rank, saving = self.rank, self.rank.workload.technique(Saving)
         self.coordinator.release_all()
         if self.stream != COMPUTE:
             self.coordinator.deferred_frees.complete_all()
-        if saving is not None and gathers_weights(rank, saving):
-            for own in rank.parameters.modules:
-                sizes = [rank.param_bytes * rank.shards[p] * rank.ranks for p in dict.fromkeys(own)]
-                self.free_all([self.alloc(nbytes, Buffer.PARAM_FULL) for nbytes in sizes])
+        for sizes in gathered_by_module(self.rank):
+            self.free_all([self.alloc(nbytes, Buffer.PARAM_FULL) for nbytes in sizes])
         if self.coordinator.persistent:
             self.coordinator.gather_persistent()
 

@@ -24,17 +24,14 @@ import deepspeed
 import torch
 from deepspeed.module_inject import auto_ep_layer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
-from deepspeed.utils import groups
-from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.engines.deepspeed import phases
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import OptimizerKind, Workload
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
-from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.tape.options import options_for
 from zeroplan.trace.api import traced
 
@@ -48,18 +45,9 @@ def copied(output: torch.Tensor, sent: torch.Tensor, **kwargs: Any) -> None:
 
 def theirs(case: dict[str, Any]) -> list[Any]:
     """What DeepSpeed allocates at initialisation and in each step of a window."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=case["rank"], world_size=case["ranks"])
-    deepspeed.init_distributed("gloo", verbose=False)
+    phases.begin(case)
     config = case["config"] | {"expert_parallel": {"enabled": True, "autoep_size": case["ep"]}}
     shape = AutoConfig.for_model(**case["model"])
-    phases = []
-
-    def allocated(name: str, action: Any) -> Any:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-            result = action()
-        events = found.profiler.kineto_results.events()
-        phases.append([name, [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() >= case["least"]]])
-        return result
 
     def make() -> torch.nn.Module:
         return AutoModelForCausalLM.from_config(shape, dtype=torch.bfloat16, attn_implementation="sdpa")
@@ -72,23 +60,13 @@ def theirs(case: dict[str, Any]) -> list[Any]:
     model.train()
     # As accelerate hands them over: parameters that are listed before go behind the others once they are replaced.
     own = filter(lambda p: p.requires_grad, model.parameters())
-    engine, *_ = allocated("init", lambda: deepspeed.initialize(model=model, config=config, model_parameters=own))
     ids = torch.randint(3, case["model"]["vocab_size"], (SAMPLES, TOKENS))
-
-    def step() -> None:
-        for _ in range(config["gradient_accumulation_steps"]):
-            engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
-            engine.step()
-
-    for number in range(STEPS):
-        allocated(f"step{number}", step)
-    engine.destroy()
-    torch.distributed.destroy_process_group()
-    deepspeed.comm.comm.cdb = None
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.clear()
-    groups._WORLD_GROUP = None
-    return phases
+    return phases.of_deepspeed(
+        case,
+        lambda: deepspeed.initialize(model=model, config=config, model_parameters=own),
+        lambda engine: engine(input_ids=ids, labels=ids, use_cache=False).loss,
+        STEPS,
+    )
 
 
 def ours(case: dict[str, Any]) -> list[Any]:
@@ -104,17 +82,7 @@ def ours(case: dict[str, Any]) -> list[Any]:
     options = options_for(workload, layout=layout, zero3=config.zero.stage == 3)
     tape = traced(case["model"], "AutoModelForCausalLM", options, SAMPLES, TOKENS, None).expand(SAMPLES, TOKENS)
     rank = deepspeed_rank(tape.parameters, workload, config.zero, layout, rank=case["rank"])
-    recorder = record_deepspeed(rank, tape, steps=STEPS)
-    phases: list[Any] = []
-    sizes: list[int] = []
-    for code, value in zip(recorder.code, recorder.value, strict=True):
-        op = code & ((1 << OP_BITS) - 1)
-        if op == AllocatorOp.ALLOC and value >= case["least"]:
-            sizes.append(value)
-        elif op == AllocatorOp.MARK and (name := recorder.marks[value]) not in ("fwd", "bwd"):
-            phases.append([name, sizes])
-            sizes = []
-    return phases[1:]
+    return phases.of_plan(record_deepspeed(rank, tape, steps=STEPS), case["least"])
 
 
 if __name__ == "__main__":

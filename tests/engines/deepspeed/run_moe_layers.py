@@ -21,16 +21,13 @@ os.environ.update(DS_ACCELERATOR="cpu", RANK="0", LOCAL_RANK="0", WORLD_SIZE="1"
 import deepspeed
 import torch
 from deepspeed.moe.layer import MoE
-from deepspeed.utils import groups
-from torch.profiler import ProfilerActivity, profile
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.engines.deepspeed import phases
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.ds_config.reader import read_ds_config
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
-from zeroplan.simulate.allocator.events import OP_BITS, AllocatorOp
 from zeroplan.tape.options import options_for
 from zeroplan.trace.example import trace_example
 
@@ -58,38 +55,17 @@ class Mixture(torch.nn.Module):
 
 def theirs(case: dict[str, Any]) -> list[Any]:
     """What DeepSpeed allocates at initialisation and in each step of a window."""
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=case["rank"], world_size=case["ranks"])
-    deepspeed.init_distributed("gloo", verbose=False)
+    phases.begin(case)
     dtype, config = DTYPES[case["dtype"]], case["config"]
     model = Mixture(case["layers"]).to(dtype)
-    phases = []
 
-    def allocated(name: str, action: Any) -> Any:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-            result = action()
-        events = found.profiler.kineto_results.events()
-        phases.append([name, [e.nbytes() for e in events if e.name() == "[memory]" and e.nbytes() >= case["least"]]])
-        return result
-
-    engine, *_ = allocated(
-        "init", lambda: deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
-    )
     x = torch.randn(SAMPLES, TOKENS, WIDTH, dtype=dtype)
-
-    def step() -> None:
-        for _ in range(config["gradient_accumulation_steps"]):
-            engine.backward(engine(x))
-            engine.step()
-
-    for number in range(STEPS):
-        allocated(f"step{number}", step)
-    engine.destroy()
-    torch.distributed.destroy_process_group()
-    deepspeed.comm.comm.cdb = None
-    for known in (groups._EXPERT_PARALLEL_GROUP, groups._EXPERT_DATA_PARALLEL_GROUP):
-        known.clear()
-    groups._WORLD_GROUP = None
-    return phases
+    return phases.of_deepspeed(
+        case,
+        lambda: deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters())),
+        lambda engine: engine(x),
+        STEPS,
+    )
 
 
 def ours(case: dict[str, Any]) -> list[Any]:
@@ -108,17 +84,7 @@ def ours(case: dict[str, Any]) -> list[Any]:
     tape = trace_example(model, torch.empty(SAMPLES, TOKENS, WIDTH), options_for(workload)).expand(SAMPLES, TOKENS)
     layout = ParallelLayout(case["ranks"], ep=case["layers"].get("ep_size", 1), own_experts=True)
     rank = deepspeed_rank(tape.parameters, workload, config.zero, layout, rank=case["rank"])
-    recorder = record_deepspeed(rank, tape, steps=STEPS)
-    phases: list[Any] = []
-    sizes: list[int] = []
-    for code, value in zip(recorder.code, recorder.value, strict=True):
-        op = code & ((1 << OP_BITS) - 1)
-        if op == AllocatorOp.ALLOC and value >= case["least"]:
-            sizes.append(value)
-        elif op == AllocatorOp.MARK and (name := recorder.marks[value]) not in ("fwd", "bwd"):
-            phases.append([name, sizes])
-            sizes = []
-    return phases[1:]
+    return phases.of_plan(record_deepspeed(rank, tape, steps=STEPS), case["least"])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from benchmarks.rows import DRAWN, TASKS
+from benchmarks.rows import CLASSES, DRAWN, KERNELS, TASKS
 from zeroplan.report.table import render
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -32,6 +32,9 @@ CAMPAIGNS = {
     "saving": ("runs that save, two lengths", (TASKS,)),
     "bases": ("quantised bases under FSDP and DeepSpeed", (TASKS, RESULTS / "bases_deepspeed.jsonl")),
     "random": ("drawn at random", (DRAWN,)),
+    "classes": ("classes of transformers, drawn at random", (CLASSES,)),
+    "kernels": ("Liger and cut cross-entropy, parameters without gradient", (KERNELS,)),
+    "classes2": ("classes of transformers, drawn anew", (CLASSES,)),
 }
 #: A prediction is right if it is off by no more.
 RIGHT = 0.01

@@ -6,6 +6,8 @@ import json
 import random
 from pathlib import Path
 
+import pytest
+
 from benchmarks.sweep_models import RESULT, TABLES, Outcome, counts_of, read, sweep_one, write
 
 #: Small classes, whose traces take about a second each.
@@ -38,14 +40,17 @@ def test_what_was_written_is_read_again(tmp_path: Path) -> None:
     assert counts_of(rows) == {"ctc": {"traced": 1, "refused": 1}}
 
 
-def test_the_drawn_classes_are_the_first_of_their_seed() -> None:
+@pytest.mark.parametrize(
+    ("campaign", "letter", "seed", "refused_since"),
+    [("classes", "K", 20261124, {"LongformerForSequenceClassification"}), ("classes2", "Z", 20261128, set())],
+)
+def test_the_drawn_classes_are_the_first_of_their_seed(campaign: str, letter: str, seed: int, refused_since: set[str]) -> None:
     """Forty, those that are too large among them, each with its prediction or its reason."""
-    refused_since = {"LongformerForSequenceClassification"}
     names = sorted({one.architecture for one in read(RESULT) if one.outcome == "traced"} | refused_since)
-    random.Random(20261124).shuffle(names)
+    random.Random(seed).shuffle(names)
     specs = RESULT.parents[1] / "measure" / "specs"
-    lines = [json.loads(line) for file in sorted(specs.glob("classes_1gpu*")) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for file in sorted(specs.glob(f"{campaign}_1gpu*")) for line in file.read_text().splitlines()]
     drawn = {line["id"]: line["model"].removeprefix("class/") for line in lines}
-    assert drawn == {f"K{place:02}": name for place, name in enumerate(names[:40], start=1)}
-    predicted = {one["id"] for one in json.loads((RESULT.parent / "blind_classes_predicted.json").read_text())}
+    assert drawn == {f"{letter}{place:02}": name for place, name in enumerate(names[:40], start=1)}
+    predicted = {one["id"] for one in json.loads((RESULT.parent / f"blind_{campaign}_predicted.json").read_text())}
     assert all((line["id"] in predicted) != bool(line.get("skipped")) for line in lines)

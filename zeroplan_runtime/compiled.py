@@ -15,7 +15,8 @@ Note [CUDA graphs]
     Their replays would find every parameter where it was, since slots keep their addresses. But what a graph made lies in a
     memory pool of the graphs' own as long as they live: activations and a backward's gradients would lie beside the buffers
     that the runtime frees for them, and a forward that gradient checkpointing runs again would replay between two backwards.
-    No plan has that memory and no GPU has run it: modes with CUDA graphs are refused.
+    No plan has that memory and no GPU has run it: modes with CUDA graphs are refused. They would save the gaps between kernels:
+    of a 1B's compiled step on two H200s at most 25.6 of 64.2 ms at micro batch 1, 6.2 of 133.5 at 4 (benchmarks/results/limit).
 
 Note [Compiled parts]
     A parameter that ``tp`` or ``ep`` divides is a DTensor whose part lies in the Arena beside others'. Dynamo makes fake ones

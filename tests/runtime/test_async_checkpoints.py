@@ -262,3 +262,26 @@ def test_states_in_files_are_refused(tmp_path: Path) -> None:
     config["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(tmp_path)}
     with pytest.raises(BadInput, match="what is in swap files is not copied to memory for a checkpoint"):
         zeroplan_runtime.initialize(model=models.make(), config=config, device="cpu")
+
+
+def test_a_byte_that_changed_in_any_file_is_refused_and_the_one_before_loads(tmp_path: Path) -> None:
+    engine = engine_of()
+    go_on(engine, 0, 1)
+    for tag in ("before", "damaged"):
+        path = engine.save_checkpoint(tmp_path, tag=tag)
+        go_on(engine, 1, 1)
+        engine.wait_for_checkpoint()
+    at_start = states(engine)
+    files = sorted(path.iterdir())
+    assert len(files) == 4
+    for file in files:
+        whole = file.read_bytes()
+        for place in {0, len(whole) // 3, len(whole) // 2, len(whole) - 1}:
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 0x11]) + whole[place + 1 :])
+            with pytest.raises(BadInput) as fault:
+                engine.load_checkpoint(tmp_path, tag="damaged")
+            assert "\n" not in str(fault.value)
+            assert all(map(torch.equal, states(engine), at_start)), (file.name, place)
+        file.write_bytes(whole)
+    engine.load_checkpoint(tmp_path, tag="before")
+    engine.load_checkpoint(tmp_path, tag="damaged")

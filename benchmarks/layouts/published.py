@@ -100,6 +100,8 @@ def model(row: dict[str, Any]) -> LayoutTime:
         sharing = replace(sharing, even_stages=False)
     if not row.get("overlap", True):
         sharing = replace(sharing, overlaps=False, pipelines_tensor=False)
+    if row.get("compiled") or row.get("tp", 1) > 1:  # torchtitan's were compiled, others' layers are no DTensors
+        sharing = replace(sharing, dispatches=False)
     case = resolved.cases[0]
     if "fp8" in row:
         case = replace(case, workload=case.workload.with_techniques(Float8Recipe.TENSORWISE))  # all recipes have one rate

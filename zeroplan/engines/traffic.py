@@ -23,6 +23,10 @@ class Sharing:
             share the tokens between them, too.
         even_stages: blocks alone are divided over pipeline stages, evenly; embedding and head count for nothing.
         reduced_bytes: of a gradient element on its way.
+        dispatches: matrices and norms that ranks share are torch's DTensors, whose operations Python dispatches, and a hook
+            runs for each parameter that is gathered.
+        sums_jointly: layers of one input sum its gradient over tensor-parallel ranks together, and not each by itself.
+        gathers_again: tokens that ranks share are gathered once more in the backward, and not kept.
     """
 
     gathers_once: bool = False
@@ -30,6 +34,9 @@ class Sharing:
     pipelines_tensor: bool = False
     even_stages: bool = False
     reduced_bytes: int = 4
+    dispatches: bool = True
+    sums_jointly: bool = False
+    gathers_again: bool = False
 
 
 class Traffic(ABC):

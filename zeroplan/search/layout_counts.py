@@ -9,6 +9,7 @@ from zeroplan.engines.base import Case
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
 from zeroplan.planner.resolve import Resolved
 from zeroplan.planner.tapes import expand_for
+from zeroplan.search.layout_host import with_ring
 from zeroplan.tapes import shipped
 
 #: Ranks that share experts, at most, of which a tape is looked for.
@@ -19,7 +20,7 @@ def rank_counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
     """Return the counts over all blocks of the model, on a shipped tape where there is one, or that of the engine's own layers.
 
     What was traced here before must not decide, or the answer would depend on earlier ones. Ranks that share experts do as much
-    whatever their number, so the tape of the nearest number serves, and of a ring's ranks that of as many tokens.
+    whatever their number, so the tape of the nearest number serves; of a ring's ranks that of as many tokens, and what it adds.
 
     Args:
         resolved: the layout.
@@ -41,10 +42,11 @@ def rank_counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
         for one in (options, replace(options, halves=False), *shared, options.on_ranks(cp=1)):
             tape = shipped.find(case.spec, one)
             if tape is not None:
-                known[options.key] = count_tape(expand_for(tape, case))
+                found = count_tape(expand_for(tape, case))
+                known[options.key] = found if one.mesh.cp == options.mesh.cp else with_ring(found, case)
                 break
         else:
-            known[options.key] = _guessed(case)
+            known[options.key] = with_ring(_guessed(case), case)
     return known[options.key]
 
 

@@ -15,7 +15,8 @@ Note [Time of a layout]
     NVLink domain, uses the links between its GPUs; any other the adapters of those GPUs of each node that belong to it. Gathers
     and reductions are of one block each. Collectives of different kinds of groups do not slow each other down.
 
-    The page on parallelism holds this model against published runs and two GPUs. DTensor's dispatch on the host is not in it.
+    What the host does for DTensors and for each gathered parameter is in :mod:`zeroplan.search.layout_host`. The page on
+    parallelism holds this model against published runs and two GPUs.
     Sources: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters", section 3.2 (bytes of
     tensor parallelism); Korthikanti et al. 2022, section 4.2 (sequence parallelism moves as many).
 """
@@ -40,6 +41,7 @@ from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.facts import spec_facts
 from zeroplan.search.collectives import Collective, RankGroup, fabric_of
+from zeroplan.search.layout_host import host_seconds, input_sums
 
 _GIGA, _TERA = 1e9, 1e12
 #: Bytes of an element in the exchanges, which are in 16 bits, and of a reduced gradient.
@@ -216,7 +218,7 @@ class LayoutCost:
         local = replace(local, inputs=self.whole.inputs // tp, outputs=self.whole.outputs // tp)
         facts = ComputeFacts(local, self.counts, self.work, cp=self.layout.cp)
         items = work_items(COMPUTE, facts, self.rates)
-        first, second = (_device(items, phase) / self.blocks for phase in (Phase.FORWARD, Phase.BACKWARD))
+        first, second = (max(self._spent(items, phase)) for phase in (Phase.FORWARD, Phase.BACKWARD))
         attention = [
             sum(item.seconds for item in items if item.name.startswith("attention") and item.phase is phase) / self.blocks
             for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -228,10 +230,18 @@ class LayoutCost:
         forward = _PassSeconds(first, self._shown(tensor, beside[0]), max(0.0, ring - attention[0] / self.layout.cp), exchange)
         repeats = 1 + self.again
         hidden = max(0.0, ring * (repeats + 2) - attention[1])  # again the gather, and gradients in fp32
-        gathered = 2 * self.fabric.seconds(Collective.ALL_GATHER, self.hidden_bytes, self._group(tp)) if self.layout.sp else 0.0
-        sums = self._shown(repeats * tensor + gathered, beside[1])
+        sums = self._shown(self.again * tensor + self._tensor_back(tensor), beside[1])
         backward = _PassSeconds(second, sums, hidden, repeats * exchange)
         return forward, backward
+
+    def _spent(self, items: list[WorkItem], phase: Phase) -> tuple[float, float]:
+        """Return the seconds of the GPU and those of the host that issues its work, for a mean block in a phase."""
+        busy = dict.fromkeys((Executor.GPU, Executor.PYTHON), 0.0)
+        for item in items:
+            if item.phase is phase and item.resource.executor in busy:
+                busy[item.resource.executor] += item.seconds / self.blocks
+        own = host_seconds(self.case, phase, self.rates, self.again) if self.sharing.dispatches else 0.0
+        return busy[Executor.GPU], busy[Executor.PYTHON] + own
 
     def _shown(self, sums: float, products: float) -> float:
         """Return what products do not hide of a block's sums that run beside them in as many parts as ranks: at least a part.
@@ -247,6 +257,14 @@ class LayoutCost:
             both = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
             return 2 * sum(self.fabric.seconds(one, self.hidden_bytes, group) for one in both)
         return 2 * self.fabric.seconds(Collective.ALL_REDUCE, self.hidden_bytes, group)
+
+    def _tensor_back(self, forward: float) -> float:
+        """Seconds of a block's sums in the backward without recomputation, given those of its forward."""
+        group = self._group(self.layout.tp)
+        if self.layout.sp:
+            again = self.fabric.seconds(Collective.ALL_GATHER, self.hidden_bytes, group) if self.sharing.gathers_again else 0.0
+            return forward + 2 * again
+        return forward if self.sharing.sums_jointly else forward * input_sums(self.case) / 2
 
     def _ring(self) -> float:
         """Seconds in which a block's keys and values come from the other ranks of the ring, one after the other."""
@@ -377,15 +395,6 @@ def _products(items: list[WorkItem], phase: Phase) -> float:
     """Return the seconds of a phase's matrix products."""
     kinds = (Resource.MATMUL, Resource.FP8_MATMUL, Resource.FP32_MATMUL)
     return sum(item.seconds for item in items if item.phase is phase and item.resource in kinds)
-
-
-def _device(items: list[WorkItem], phase: Phase) -> float:
-    """Return the longer of what the GPU does and of what the host issues in a phase."""
-    busy = dict.fromkeys((Executor.GPU, Executor.PYTHON), 0.0)
-    for item in items:
-        if item.phase is phase and item.resource.executor in busy:
-            busy[item.resource.executor] += item.seconds
-    return max(busy.values())
 
 
 @dataclass(frozen=True, slots=True)

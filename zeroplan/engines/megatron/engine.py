@@ -269,7 +269,8 @@ class Megatron(Engine):
         """
         from zeroplan.engines.traffic import Sharing
 
-        return Sharing(gathers_once=True, pipelines_tensor=True, even_stages=True)
+        ways = Sharing(gathers_once=True, pipelines_tensor=True, even_stages=True)
+        return replace(ways, dispatches=False, sums_jointly=True, gathers_again=True)
 
     # --- time -------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,83 @@
+"""What the host does for layouts: operations on DTensors are counted on torch, and the modelled step waits for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.rates import rates_of
+from zeroplan.engines.fsdp2.engine import Fsdp2
+from zeroplan.planner.resolve import resolve
+from zeroplan.run.ask import Ask
+from zeroplan.search.layout_counts import rank_counts
+from zeroplan.search.layout_host import LINEAR, NORM, host_seconds, input_sums, with_ring
+from zeroplan.search.layout_time import LayoutCost
+
+SMALL = Ask(model="meta-llama/Llama-3.2-1B", gpus=2, gpu="H100", seq_len=1024, micro_batch=1, engine="fsdp2", stage=3)
+
+
+def test_operations_on_dtensors_are_as_many_as_torch_dispatches() -> None:
+    torch = pytest.importorskip("torch")
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    from zeroplan.trace.tensor_parallel import ReplicateParallel
+
+    class Count(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if any(issubclass(kind, DTensor) for kind in types):
+                self.seen += 1
+                return NotImplemented
+            return func(*args, **(kwargs or {}))
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        parts = ((torch.nn.Linear(8, 8, bias=False), ColwiseParallel(), LINEAR), (LlamaRMSNorm(8), ReplicateParallel(), NORM))
+        for module, style, counted in parts:
+            shared = parallelize_module(module.bfloat16(), mesh, style)
+            with Count() as forward:
+                out = shared(torch.randn(2, 4, 8, dtype=torch.bfloat16, requires_grad=True))
+            with Count() as backward:
+                out.sum().backward()
+            assert forward.seen == counted[0]
+            assert backward.seen - counted[1] in (0, 1)  # one is of the sum
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_block_dispatches_its_linear_layers_and_norms() -> None:
+    """Seven linear layers and two norms a block: 46 operations in the forward and 94 in the backward."""
+    case = resolve(SMALL.replace(tp=2)).cases[0]
+    rates = rates_of(case.cluster.gpu)
+    hooks = 9 * rates.unit_hook_us
+    assert host_seconds(case, Phase.FORWARD, rates, 0) * 1e6 == pytest.approx(hooks + 46 * rates.dtensor_us)
+    assert host_seconds(case, Phase.BACKWARD, rates, 1) * 1e6 == pytest.approx(hooks + (94 + 46) * rates.dtensor_us)
+    assert input_sums(case) == 5
+
+
+def test_a_small_models_tensor_parallelism_waits_for_the_host() -> None:
+    resolved = resolve(SMALL.replace(tp=2))
+    case, counts = resolved.cases[0], rank_counts(resolved, {})
+    rates = rates_of(case.cluster.gpu)
+    slow = LayoutCost(case, counts, rates, Fsdp2().sharing()).time()
+    fast = LayoutCost(case, counts, rates.with_profile({"dtensor_us": 1.0}, "test"), Fsdp2().sharing()).time()
+    assert slow.compute > 2 * fast.compute
+
+
+def test_a_ring_adds_kernels_and_bytes_for_each_further_rank() -> None:
+    two, four = (resolve(SMALL.replace(gpus=4, cp=cp)) for cp in (2, 4))
+    counts = rank_counts(resolve(SMALL), {})
+    first, second = (with_ring(counts, one.cases[0]) for one in (two, four))
+    assert first.forward_kernels - counts.forward_kernels == 16 * 21
+    assert second.forward_kernels - first.forward_kernels == 16 * 2 * 16
+    assert second.backward_written > counts.backward_written

@@ -1,0 +1,86 @@
+"""What torch's own parallelism has the host do for a block, beside issuing the kernels that a tape without ranks counts.
+
+Note [DTensor's dispatch]
+    Matrices and norms of tensor-parallel ranks are DTensors, and eager Python dispatches each of their operations: of a linear
+    layer views, transposes and products, of a norm its elementwise ones. A small model's step waits for it. What
+    ``torch.compile`` traces dispatches nothing. ``tests/search/test_layout_host.py`` counts these operations on torch.
+
+Note [Ring's kernels]
+    Attention of torch's ``context_parallel`` runs once for each rank's keys, and merges outputs and gradients in fp32. On tapes
+    of Llama 3.2 1B on one, two and four ranks there were so many kernels a block and so many bytes a token and channel of its
+    heads, once and again for each further rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from zeroplan.core.buffers import Phase
+from zeroplan.core.rates import Rates
+from zeroplan.core.tensor_parallel import PLANS, tensor_plan
+from zeroplan.engines.base import Case
+from zeroplan.ledger.work import Counts, matrices
+from zeroplan.models.facts import spec_facts
+
+#: Operations on DTensors in the forward and in the backward. See Note [DTensor's dispatch].
+LINEAR, NORM = (4, 8), (9, 19)
+#: Kernels and bytes in the forward and in the backward, at once and for each further rank. See Note [Ring's kernels].
+_RING_KERNELS, _RING_BYTES = ((5, 16), (22, 9)), ((7, 21), (44, 20))
+
+
+def host_seconds(case: Case, phase: Phase, rates: Rates, again: int) -> float:
+    """Return the host's seconds for a mean block's hooks and dispatches in a pass of one micro batch.
+
+    Args:
+        case: the run.
+        phase: forward or backward.
+        rates: of the machine.
+        again: how often the backward runs the forward once more: 0 or 1.
+    """
+    tensors = [name for name, block in zip(case.spec.parameters.names, case.spec.parameters.blocks, strict=True) if block]
+    blocks = len({block for block in case.spec.parameters.blocks if block}) or 1
+    micros = rates.unit_hook_us * len(tensors)
+    if case.layout.tp > 1:
+        norms = sum("norm" in name.rpartition("layers.")[2] for name in tensors)
+        linears = _shared_linears(case, tensors)
+        forward, backward = (LINEAR[at] * linears + NORM[at] * norms for at in (0, 1))
+        micros += rates.dtensor_us * (forward if phase is Phase.FORWARD else backward + again * forward)
+    return micros / blocks / 1e6
+
+
+def _shared_linears(case: Case, tensors: list[str]) -> int:
+    """Return the linear layers of all blocks whose matrices are DTensors."""
+    kind = str(case.spec.config.get("model_type") or "")
+    plan = tensor_plan(kind) if kind in PLANS else None
+    ends = (*plan.columns, *plan.rows) if plan is not None else ("_proj",)
+    return sum(name.removesuffix(".weight").endswith(ends) for name in tensors if name.endswith(".weight"))
+
+
+def input_sums(case: Case) -> int:
+    """Return how many all-reduces of a block's backward sum the gradients of inputs: each column-wise layer has its own.
+
+    Source: torch/distributed/tensor/parallel/style.py, ColwiseParallel
+    """
+    kind = str(case.spec.config.get("model_type") or "")
+    return len(tensor_plan(kind).columns) if kind in PLANS else 2
+
+
+def with_ring(counts: Counts, case: Case) -> Counts:
+    """Return the counts of a rank of a ring, given those of as many tokens without one. See Note [Ring's kernels]."""
+    cp = case.layout.cp
+    if cp == 1:
+        return counts
+    blocks = spec_facts(case.spec).layers or 0
+    batch = case.workload.batch
+    written = matrices(case.spec).attention // case.layout.tp * batch.rows * (batch.seq_len or 0) // cp
+    kernels = [blocks * (once + more * (cp - 1)) for once, more in _RING_KERNELS]
+    size = [written * (once + more * (cp - 1)) for once, more in _RING_BYTES]
+    again = 1 if case.workload.gradient_checkpointing else 0
+    return replace(
+        counts,
+        forward_kernels=counts.forward_kernels + kernels[0],
+        backward_kernels=counts.backward_kernels + kernels[1] + again * kernels[0],
+        recomputed_kernels=counts.recomputed_kernels + again * kernels[0],
+        forward_written=counts.forward_written + size[0],
+        backward_written=counts.backward_written + size[1] + again * size[0],
+    )

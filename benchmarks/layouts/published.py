@@ -6,7 +6,11 @@ a source leaves open. A model that is given by its shape is a Llama of the same 
 block. Rows marked `blind` were drawn by lot (seed 20261124) before the first change to the model of time, and no change was
 made for their sake. What software a source says that it ran was added to rows of both halves when the model learned to tell it:
 `engine`; `layers`, whose layers; `shared_as`, the way in which ranks share work where stages are uneven; `overlap`, `attn`;
-`card`, figures of a card unlike its preset.
+`card` and `vram`, figures of a card unlike its preset; `sync_each`, gradients are reduced after each micro batch (Composer
+leaves that out for DDP alone: composer/distributed/dist_strategy.py, ddp_sync_context).
+
+``--memory`` plans each run's memory in place of its time. All of them ran, so that "does not fit" is wrong, or of another run:
+a Llama that stands for a shape keeps other activations than the model that ran, and what ran in 8 bits is planned in bf16.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.rates import rates_of
 from zeroplan.engines.registry import find_engine
+from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_counts import rank_counts
@@ -65,8 +70,7 @@ def request_of(row: dict[str, Any]) -> Ask:
     if "checkpointing" in row:
         asked |= {"gradient_checkpointing": True, "checkpoint_policy": row["checkpointing"]}
     sizes = {name: row[name] for name in ("gpus", "nodes", "gpu", "seq_len", "micro_batch", "grad_accum", "stage")}
-    if "attn" in row:
-        asked["attn"] = row["attn"]
+    asked |= {name: row[name] for name in ("attn", "sync_each", "vram") if name in row}
     return Ask(model=model, engine=row.get("engine", "fsdp2"), network=row.get("network"), **sizes, **asked)
 
 
@@ -120,6 +124,32 @@ def outcomes(only: str = "") -> Iterator[Outcome]:
                 yield Outcome(row, None, str(error))
 
 
+def verdict(row: dict[str, Any]) -> str:
+    """Return the verdict of a run's plan, and what its worst rank allocates and reserves."""
+    try:
+        plan = estimate_report(request_of(row)).plans[0]
+    except BadInput as error:
+        return f"refused: {error}"
+    said, gib = plan.verdict, 2.0**30
+    if plan.gpu.peak_allocated is None or plan.gpu.peak_reserved is None:
+        return f"{said}"
+    return f"{said}: {plan.gpu.peak_allocated / gib:.1f} GiB allocated, {plan.gpu.peak_reserved / gib:.1f} reserved"
+
+
+def memory(only: str) -> None:
+    """Print the verdicts of the runs whose source or name contains `only`, and how many there are of each."""
+    counted: dict[str, int] = {}
+    print("| run | planned | verdict |\n|---|---|---|")
+    for row in rows():
+        if only.lower() in f"{row['source']} {row['name']}".lower():
+            said = verdict(row)
+            kind = "in bf16 for 8 bits" if "fp8" in row else "itself" if isinstance(row["model"], str) else "stand-in"
+            print(f"| {row['name']} | {kind} | {said} |", flush=True)
+            group = f"{kind}: {said.partition(':')[0]}"
+            counted[group] = counted.get(group, 0) + 1
+    print("\n" + ", ".join(f"{count} × {group}" for group, count in sorted(counted.items())))
+
+
 def summary(found: Sequence[Outcome]) -> dict[str, Any]:
     """Return how many runs are modelled within the bounds, and the median ratio; a refused run counts as one outside."""
     ratios = [one.ratio for one in found if one.ratio is not None]
@@ -146,7 +176,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--source", default="", help="only runs whose source or name contains this")
     parser.add_argument("--json", type=Path, help="write ratios and summaries there")
+    parser.add_argument("--memory", action="store_true", help="plan the runs' memory in place of their time")
     asked = parser.parse_args()
+    if asked.memory:
+        return memory(asked.source)
     found = list(outcomes(asked.source))
     print("| run | published, tokens/s a GPU | predicted | ratio | what it is predicted to be spent on |")
     print("|---|---:|---:|---:|---|")
@@ -166,6 +199,7 @@ def main() -> None:
     if asked.json is not None:
         ratios = {one.row["name"]: one.ratio for one in found}
         asked.json.write_text(json.dumps({"summaries": shown, "ratios": ratios}, indent=1, ensure_ascii=False) + "\n")
+    return None
 
 
 if __name__ == "__main__":

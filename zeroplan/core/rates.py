@@ -69,8 +69,6 @@ class Rates:
         upload_hook_us: host time of stage 3 for one parameter that comes from the host.
         unit_hook_us: host time of FSDP2 for one parameter: gather, copy out, reduce. The included runtime's for one unit is
             taken to be the same.
-        dtensor_us: host time that DTensor's dispatch adds to one operation on tensors that tensor-parallel ranks share. With
-            torch 2.13 it takes 4.7 times what issuing a kernel from eager Python does (28 and 6 µs, one process on a CPU).
         link_gbs: between GPUs of a node (or of an NVLink domain), one way, as a ring attains it.
         adapter_gbs: from a GPU to another node while its neighbours send, too, one way.
         ring_gbs: bus bandwidth of a ring between nodes in which all their GPUs take part, so that it uses every adapter.
@@ -108,7 +106,6 @@ class Rates:
     release_hook_us: float = 463.0
     upload_hook_us: float = 318.0
     unit_hook_us: float = 115.0
-    dtensor_us: float = 113.0
     adapter_gbs: float = 48.0
     ring_gbs: float = 360.0
     network_us: float = 0.0

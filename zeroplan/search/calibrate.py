@@ -25,7 +25,7 @@ from zeroplan.search.machine import Machine
 _REPEATS = 5
 _HOOKS = (
     *("operation_us", "await_us", "checkpoint_us", "gradient_hook_us", "gather_hook_us", "release_hook_us"),
-    *("upload_hook_us", "unit_hook_us", "dtensor_us"),
+    *("upload_hook_us", "unit_hook_us"),
 )
 _FILE_BYTES = 256 * MIB
 _LINK_SIZES = (1 << 20, 1 << 23, 1 << 26)

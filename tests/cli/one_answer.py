@@ -33,7 +33,6 @@ _SAID = ("engine", "stage", "offload_optimizer", "offload_param", "depth", "verd
 _PINS = ("stage", "offload_optimizer", "offload_param")
 #: Options of an engine that takes no file.
 _LEAF = ("micro_batch", "grad_accum")
-_NOT_EXPLAINED = ("alloc_conf", "cpu_ram", "nvme")
 
 
 class Asked:
@@ -212,7 +211,7 @@ class Disagreements:
         if config is None:
             run = {pin: row["plan"][pin] for pin in _PINS} | {name: row[name] for name in _LEAF} | again
             self.planned(self.asked.words("estimate", **run), row)
-            self.timed(self.asked.words("explain", *_NOT_EXPLAINED, **run)[:-1], row)
+            self.timed(self.asked.words("explain", **run)[:-1], row)
             words = self.asked.words("recommend", **run)
             self.ranked(words, row)
             return
@@ -221,7 +220,7 @@ class Disagreements:
         run = again | {"ds_config": file}
         free = ("dtype", "optimizer")  # the file says both
         self.planned(self.asked.words("estimate", *free, **run), row)
-        self.timed(self.asked.words("explain", *free, *_NOT_EXPLAINED, **run)[:-1], row)
+        self.timed(self.asked.words("explain", *free, **run)[:-1], row)
         self.checked(file, again, row)
         self.paged(config, again, row)
         lines = self.folder / "candidates.jsonl"
@@ -261,9 +260,7 @@ class Disagreements:
         self.compare(["the page", json.dumps(asked)], plan, row["plan"])
 
     def timed(self, words: list[str], row: dict[str, Any]) -> None:
-        """Explain --time has the row's time; it takes no host, no disk and no settings of the allocator."""
-        if row["alloc_conf"]:
-            return
+        """Explain --time has the row's time."""
         found = self.ask([*words, "--time", "--json"])
         if found is None:
             self.note([*words, "--time"], [f"refused: {self.said}"])

@@ -97,6 +97,16 @@ def test_explain_names_the_nearest_line(cli: Cli) -> None:
     assert "did you mean 'optim.exp_avg'" in err
 
 
+def test_explain_takes_the_words_of_estimate(cli: Cli) -> None:
+    """A machine changes no line; the allocator's settings change a full card's time, and bad ones are refused."""
+    words = ("explain", LLAMA, "--gpus", "2", "--stage", "2")
+    machine = ("--cpu-ram", "64G", "--nvme", "1T", "--alloc-conf", "expandable_segments:True")
+    assert cli(*words, *machine)[:2] == cli(*words)[:2]
+    for more in ((), ("--time",)):
+        code, out, err = cli(*words, *more, "--alloc-conf", "expandable:True")
+        assert (code, out, err.startswith("zeroplan: --alloc-conf: ")) == (2, "", True)
+
+
 def test_explain_json(cli: Cli) -> None:
     _, out, _ = cli("explain", LLAMA, "--stage", "3", "--json")
     lines = json.loads(out)["plans"][0]["lines"]

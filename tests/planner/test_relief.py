@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.golden.make import apart
+from zeroplan.engines.registry import find_engine
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.relief import _fused_head
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 from zeroplan.ui.answers import answer
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -25,7 +27,7 @@ def test_a_head_in_tiles_is_a_knob_where_logits_and_loss_are_a_large_part(engine
     ask = Ask(model=model, vram="24G", engine=engine, stage=0, micro_batch=micro, seq_len=length)
     resolved, run = resolve(ask), estimate_runs(ask).runs[0]
     assert run is not None
-    changes = list(_fused_head(resolved.engine, resolved.cases[0], run, None))
+    changes = list(_fused_head(resolved.engine, resolved.cases[0], run, None, ""))
     assert [one.flags for one in changes] == (["--chunked-head"] if offered else [])
 
 
@@ -39,6 +41,53 @@ def test_the_head_in_tiles_needs_no_tape_of_the_users_and_is_what_its_flag_plans
         assert trl["fits"] is tiles["fits"]
         code, out, err = cli(*words, "--chunked-head", "--liger")
         assert (code, out, "--chunked-head: Liger" in err) == (2, "", True)
+
+
+@pytest.mark.parametrize(
+    ("engine", "program", "key"),
+    [
+        ("ddp", "hf-trainer", "use_liger_kernel"),
+        ("deepspeed", "trl", "use_liger_kernel"),
+        ("ddp", "axolotl", "liger_fused_linear_cross_entropy"),
+        ("fsdp2", "torchtune", "loss: LinearCrossEntropyLoss"),
+        ("zeroplan", "hf-trainer", "zeroplan.chunked_cross_entropy: 1024"),
+        ("deepspeed", "ds_config", ""),
+    ],
+)
+def test_each_program_has_a_key_for_it(engine: str, program: str, key: str) -> None:
+    assert ChunkedHeadTechnique().key(find_engine(engine), program) == key
+
+
+def test_the_knob_of_a_programs_run_has_the_programs_key(cli: Cli) -> None:
+    command = f"llamafactory-cli train --stage pt --model_name_or_path {QWEN} --cutoff_len 512 --bf16 true"
+    with apart() as folder:
+        (folder / "train.sh").write_text(f"{command} --per_device_train_batch_size 8 --finetuning_type full")
+        out = cli("estimate", "--from", str(folder / "train.sh"), "--gpu", "RTX4090")[1]
+    assert "head and loss in tiles (enable_liger_kernel) −" in " ".join(out.split())
+
+
+def test_the_runtimes_key_is_the_flag(cli: Cli) -> None:
+    """The flag plans what the key that the answer names plans; a model without such a head is refused in its words."""
+    words = ("estimate", QWEN, "--gpu", "RTX4090", "--engine", "zeroplan", "--seq-len", "512", "--gradient-checkpointing")
+    at = ("--micro-batch", "64", "--stage", "1", "--offload-optimizer", "none", "--json")
+    config = {
+        "train_micro_batch_size_per_gpu": 64,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 1},
+        "zeroplan": {"chunked_cross_entropy": 1024},
+    }
+    with apart() as folder:
+        (folder / "ds_config.json").write_text(json.dumps(config))
+        (knob,) = [one for one in json.loads(cli(*words, *at)[1])["reliefs"] if one["flags"] == "--chunked-head"]
+        assert "(zeroplan.chunked_cross_entropy: 1024)" in knob["what"]
+        of_file = ("--ds-config", str(folder / "ds_config.json"), "--json")
+        plans = [json.loads(cli(*words, *more)[1])["plans"] for more in (("--chunked-head", *at), of_file)]
+        assert [plan["gpu"]["total"] for (plan,) in plans] == [knob["total"]] * 2
+        other = ("recommend", "google-bert/bert-base-uncased", "--gpu", "T4", "--engine", "zeroplan", "--seq-len", "128")
+        assert cli(*other)[0] == 0
+        code, _, err = cli(*other, "--chunked-head")
+        assert (code, err.count("\n"), "zeroplan: --chunked-head: " in err) == (2, 1, True)
 
 
 def test_a_search_names_the_head_in_tiles_where_it_is_faster(cli: Cli) -> None:

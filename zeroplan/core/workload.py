@@ -167,7 +167,13 @@ class QuantizedBase:
 
 @dataclass(frozen=True, slots=True)
 class ChunkedHead:
-    """TRL computes head and loss together in tiles (:mod:`zeroplan.tape.chunked_head`)."""
+    """Head and loss are computed together, in tiles: by TRL (:mod:`zeroplan.tape.chunked_head`), or by the engine's own key.
+
+    Attributes:
+        tokens: of one tile of an engine whose own key it is; 0 for TRL's tiles.
+    """
+
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

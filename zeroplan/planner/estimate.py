@@ -116,7 +116,8 @@ def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | Non
 
     working("what would lower it")
     listed = {case.zero: one for case, one in zip(resolved.cases, report.plans, strict=True)}
-    found = find_reliefs(resolved.engine, resolved.cases[at], run, config, listed)
+    program = report.setup["program"] if report.setup else ""
+    found = find_reliefs(resolved.engine, resolved.cases[at], run, config, listed, program)
     return report.model_copy(update={"reliefs": found})
 
 

@@ -12,6 +12,7 @@ from zeroplan.core.evaluation import Evaluation
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.ledger.line import Item, derived, glossary_of
+from zeroplan.planner.estimate import allocator_config
 from zeroplan.planner.formula import FORMULA
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
@@ -66,6 +67,7 @@ def explain(request: Ask, line: str | None = None) -> list[Explanation]:
         BadInput: a value that cannot be used, or a line that no plan has.
     """
     resolved = resolve(request)
+    allocator_config(request.alloc_conf)  # no line depends on it, and a setting that torch does not take is refused
     tapes = None
     if resolved.depth != FORMULA:
         from zeroplan.planner.tapes import ExpandedTapes

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from zeroplan.core.errors import BadInput
 from zeroplan.core.families import Family
 from zeroplan.core.plan import MemoryPlan, Relief
-from zeroplan.core.workload import ChunkedHead
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.words import higher_stage
@@ -38,7 +37,12 @@ class _Change:
 
 
 def find_reliefs(
-    engine: Engine, case: Case, run: Simulated, config: AllocatorConfig | None, listed: Mapping[ZeroConfig, MemoryPlan]
+    engine: Engine,
+    case: Case,
+    run: Simulated,
+    config: AllocatorConfig | None,
+    listed: Mapping[ZeroConfig, MemoryPlan],
+    program: str = "",
 ) -> tuple[Relief, ...]:
     """Find the options that lower a plan's total, in the order of their cost in speed, the cheapest first.
 
@@ -49,10 +53,11 @@ def find_reliefs(
     Args:
         config: the plan's allocator settings.
         listed: plans of the same workload that are known already, by their ZeroConfig.
+        program: whose keys are named where no flag is.
     """
     before = run.plan.gpu.total or 0
     found = []
-    for change in (*_fused_head(engine, case, run, config), *_changes(engine, case, config)):
+    for change in (*_fused_head(engine, case, run, config, program), *_changes(engine, case, config)):
         plan = listed.get(change.case.zero) if (change.case.workload, change.config) == (case.workload, config) else None
         plan = plan or _plan(engine, change, case, run.tape)
         if plan is None or plan.gpu.total is None or before - plan.gpu.total < LEAST * before:
@@ -65,6 +70,7 @@ def find_reliefs(
 def _plan(engine: Engine, change: _Change, case: Case, tape: ExpandedTape) -> MemoryPlan | None:
     """The plan after a change; None where the engine refuses it or its tape is neither shipped nor cached."""
     try:
+        engine = engine.for_workload(change.case.workload)
         engine.require_runnable(change.case.zero)
         engine.require_workload(change.case)
     except BadInput:
@@ -79,10 +85,13 @@ def _plan(engine: Engine, change: _Change, case: Case, tape: ExpandedTape) -> Me
             tape = expand_for(stored, change.case, zero3=zero3)
         except BadInput:  # the tape was traced for other numbers
             return None
-    return simulated_plan(formula_plan(engine, change.case), engine, change.case, tape, change.config).plan
+    try:
+        return simulated_plan(formula_plan(engine, change.case), engine, change.case, tape, change.config).plan
+    except BadInput:  # its head is another than the engine's tiles take
+        return None
 
 
-def _fused_head(engine: Engine, case: Case, run: Simulated, config: AllocatorConfig | None) -> Iterator[_Change]:
+def _fused_head(engine: Engine, case: Case, run: Simulated, config: AllocatorConfig | None, program: str) -> Iterator[_Change]:
     """Yield the head in tiles where logits and loss are a large part of the peak.
 
     Its tape is an edit of the run's own, so that it is offered wherever the run can be simulated. Liger's and cut
@@ -91,8 +100,10 @@ def _fused_head(engine: Engine, case: Case, run: Simulated, config: AllocatorCon
     head = ChunkedHeadTechnique()
     if not keeps_logits(run.plan) or not head.offered(engine, case.workload) or case.parallel is not None:
         return
-    tiled = case.workload.with_techniques(ChunkedHead())
-    yield _Change("head and loss in tiles", head.where, replace(case, workload=tiled), config)
+    tiled = case.workload.with_techniques(head.under(engine))
+    key = head.key(engine, program)
+    what = f"head and loss in tiles ({key})" if key else "head and loss in tiles"
+    yield _Change(what, head.where, replace(case, workload=tiled), config)
 
 
 def keeps_logits(plan: MemoryPlan) -> bool:

@@ -68,6 +68,11 @@ def _traced(spec: ModelSpec, workload: Workload, zero3: bool, layout: ParallelLa
         raise NoTapeError(f"{spec.name} cannot be traced ({type(error).__name__}: {text})") from error
 
 
+def _in_tiles_of_trl(work: Workload) -> bool:
+    head = work.technique(ChunkedHead)
+    return head is not None and not head.tokens
+
+
 def expand_for(tape: Tape, case: Case, *, trace: bool = False, zero3: bool = False) -> ExpandedTape:
     """Expand a tape for a case's micro batch, sequence length, LoRA rank and GPU, with the forward of its evaluation.
 
@@ -85,7 +90,7 @@ def expand_for(tape: Tape, case: Case, *, trace: bool = False, zero3: bool = Fal
     expanded = tape.expand(rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
     if work.checkpoints_on_host:
         expanded = with_offloaded_checkpoints(expanded)
-    if work.has(ChunkedHead):
+    if _in_tiles_of_trl(work):
         expanded = with_chunked_head(expanded, batch=work.batch.rows, seq_len=seq, share=work.batch.labelled_share)
     for technique, value in techniques_of(work):
         expanded = technique.expanded(value, expanded, work)
@@ -316,7 +321,7 @@ def evaluation_tape(case: Case, tape: ExpandedTape, *, trace: bool) -> Evaluatio
     logits = _logits(forward) if evaluation.kept else 0
     if evaluation.kept and not logits:
         return None
-    if work.has(ChunkedHead):
+    if _in_tiles_of_trl(work):
         forward = with_chunked_forward(forward, batch=rows, seq_len=seq, share=work.batch.labelled_share)
     casts = evaluation.casts and work.numerics.precision is not Precision.PURE
     returned = logits * _FP32 // work.numerics.dtype.bytes if casts else logits

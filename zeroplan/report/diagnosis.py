@@ -63,10 +63,10 @@ def _plan_lines(planned: FailedRunPlan, terminal: Terminal) -> list[str]:
         return terminal.wrap("The plan names no single configuration: give --stage, or --ds-config.")
     gpu = plan.gpu
     limit = f" of {format_bytes(gpu.usable, digits=1)}" if gpu.usable is not None else ""
-    host = "" if "cpu" in plan.misfits else host_share(plan, planned.report.cluster)
+    host = "" if plan.fits is False and "cpu" in plan.misfits else host_share(plan, planned.report.cluster)
     says = "" if plan.fits is None and not plan.undecided else f": {plan.verdict}"
     told = f"{name_of(plan)}, {need(plan)}{limit} a GPU{host}{says}."
-    if plan.misfits:
+    if plan.misfits and plan.fits is False:
         told = f"{name_of(plan)} {plan.verdict}: {' and '.join(lacks_of(plan, planned.report.cluster))}."
     lines = terminal.wrap(f"Planned: {told} {peak_sentence(plan)}".rstrip())
     if planned.taken:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from zeroplan.core.plan import MemoryPlan, Relief, Report, Verdict
-from zeroplan.core.sizes import GIB, MIB, format_bytes
+from zeroplan.core.sizes import GIB, MIB, TIB, format_bytes
 from zeroplan.core.unmodelled import Effect
 from zeroplan.engines.words import sharding_text
 
@@ -53,7 +53,7 @@ def host_share(plan: MemoryPlan, cluster: Mapping[str, Any]) -> str:
     if not usable or 2 * plan.cpu.per_node <= usable:
         return ""
     assumed = " assumed" if cluster["cpu_ram_assumed"] else ""
-    return f"; host {plan.cpu.per_node / GIB:.1f} of {_size(usable)}{assumed} a node"
+    return f"; host {_of(plan.cpu.per_node, usable)}{assumed} a node"
 
 
 def unknown_text(plan: MemoryPlan) -> str:
@@ -117,7 +117,7 @@ def lacks_of(plan: MemoryPlan, cluster: Mapping[str, Any]) -> list[str]:
         if key in plan.misfits:
             limit = cluster["usable_cpu_ram" if key == "cpu" else "nvme"]
             assumed = "assumed " if key == "cpu" and cluster["cpu_ram_assumed"] else ""
-            found.append(f"{held / GIB:.1f} of {_size(limit)} of {assumed}{what} a node")
+            found.append(f"{_of(held, limit)} of {assumed}{what} a node")
     return found
 
 
@@ -153,6 +153,13 @@ def sizes_text(named: Sequence[tuple[str, int]], *, sign: str = "") -> str:
     parts = [f"{what} {sign}{size / unit:.{1 if unit == GIB else 0}f}" for what, size in named]
     parts[0] += f" {name}"
     return ", ".join(parts)
+
+
+def _of(held: int, limit: int) -> str:
+    """Return ``"172.3 of 502.0 GiB"``: both in the unit that the limit is written in."""
+    size = _size(limit)
+    unit = TIB if size.endswith("TiB") else GIB
+    return f"{held / unit:.1f} of {size}"
 
 
 def _size(count: int) -> str:

@@ -18,7 +18,6 @@ from zeroplan.core.workload import OptimizerKind, Precision
 #: The engine of ``estimate``, ``explain`` and ``recommend`` unless the user names another.
 DEFAULT_ENGINE = "deepspeed"
 _NOT_SEARCHED = (*SEARCHES, *RUNS)
-_HERE = (*RUNS, "explain")
 #: Verbs of data parallelism alone.
 _DATA_PARALLEL = ("scale", "tune", "doctor")
 
@@ -116,9 +115,7 @@ class ClusterOptions:
     """On what it runs, and what a host loads first."""
 
     __slots__ = ()
-    from_scratch = Option(
-        bool, False, "Weights are initialised: no host reads pretrained ones.", WORK, without=_HERE, page=True
-    )
+    from_scratch = Option(bool, False, "Weights are initialised: no host reads pretrained ones.", WORK, without=RUNS, page=True)
     gpus = Option(int, 1, "GPUs a node. [1, or as the file says]", CLUSTER, page=True, wins=True, merges=False)
     nodes = Option(
         int, 1, "Nodes. [1, or as the file says]", CLUSTER, without=("scale", *RUNS), page=True, wins=True, merges=False
@@ -136,14 +133,14 @@ class ClusterOptions:
         object, None, "Memory of one GPU: 24G, or 24 (GiB).", CLUSTER, text=str, without=RUNS, page=True
     )
     cpu_ram = Option[str | int | None](
-        object, None, "Memory of one node's host: 256G.", CLUSTER, text=str, without=_HERE, page=True
+        object, None, "Memory of one node's host: 256G.", CLUSTER, text=str, without=RUNS, page=True
     )
-    nvme = Option[str | int | None](object, None, "Disk of one node: 2T.", CLUSTER, text=str, without=_HERE, page=True)
+    nvme = Option[str | int | None](object, None, "Disk of one node: 2T.", CLUSTER, text=str, without=RUNS, page=True)
     network = Option[str | None](
         str, None, "Between nodes: 8x400G, 25G, 4x100G:efa, aws-p5, … [as usual for the GPU]", CLUSTER, without=RUNS
     )
     host = Option[str | None](
-        str, None, "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", CLUSTER, without=_HERE, page=True
+        str, None, "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", CLUSTER, without=RUNS, page=True
     )
 
 
@@ -263,7 +260,7 @@ class ShardingOptions:
     depth = Option[str | None](
         str, None, "formula or simulated. [simulated where a tape is at hand]", without=RUNS, found=True, page=True
     )
-    alloc_conf = Option(str, "", "PYTORCH_ALLOC_CONF: expandable_segments:True,…", without=_HERE, page=True, merges=False)
+    alloc_conf = Option(str, "", "PYTORCH_ALLOC_CONF: expandable_segments:True,…", without=RUNS, page=True, merges=False)
     token = Option[str | None](str, None, "The hub's token, for gated models.", without=("doctor",), found=True)
     trust_remote_code = Option(bool, False, "Let an unknown architecture run its own code.", without=("doctor",))
 

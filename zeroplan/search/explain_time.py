@@ -10,6 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import Rates
 from zeroplan.ledger.line import glossary_of
 from zeroplan.ledger.traffic import WorkItem
+from zeroplan.planner.estimate import allocator_config
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel, StepTime, compose
@@ -43,6 +44,7 @@ class TimeExplanation:
 def explain_time(request: Ask) -> list[TimeExplanation]:
     """Derive the step time of every configuration of the request. Raises BadInput: a value that cannot be used."""
     resolved = resolve(request)
+    allocator_config(request.alloc_conf)
     if any(case.parallel is not None for case in resolved.cases):
         raise BadInput(
             "step times are modelled for data parallelism alone", where="--time", remedy="leave --tp and --pp out, or --time"
@@ -52,7 +54,7 @@ def explain_time(request: Ask) -> list[TimeExplanation]:
     cost = CostModel(resolved.engine, resolved.spec, resolved.cluster, rates)
     found = []
     for case in resolved.cases:
-        candidate = Candidate(case.zero, case.workload, unmodelled=case.unmodelled)
+        candidate = Candidate(case.zero, case.workload, request.alloc_conf, unmodelled=case.unmodelled)
         counts, plan = memory.counts(candidate), memory.plan(candidate)
         items = cost.items(case.workload, case.zero, counts, plan=plan, derive=True)
         facts = cost.facts(case.workload, case.zero, counts)

@@ -114,7 +114,9 @@ def _free_search(
     said = [setup.line, *laid_out, *(f"{one.key}: {one.says}" for one in left_out)]
     notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
     beside = "" if "engine" in request or setup.program not in _OF_BOTH else other_engine(kept)
-    found = replace(plain, global_batch=batch, notes=notes, training=training_settings(setup), other_engine=beside)
+    found = replace(
+        plain, global_batch=batch, notes=notes, training=training_settings(setup), other_engine=beside, program=setup.program
+    )
     return free, found, current
 
 

@@ -203,7 +203,7 @@ class Memory:
             if stream is None:
                 found = self._analytic(case)
             else:
-                conf = AllocatorConfig.parse(candidate.alloc_conf, where="alloc_conf") if candidate.alloc_conf else None
+                conf = AllocatorConfig.parse(candidate.alloc_conf, where="--alloc-conf") if candidate.alloc_conf else None
                 found = simulated_plan(formula_plan(self.engine, case), self.engine, case, stream, conf).plan
                 self.simulated += 1
             self._plans[candidate] = found

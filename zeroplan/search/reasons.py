@@ -8,7 +8,7 @@ from dataclasses import replace
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sizes import format_bytes
-from zeroplan.core.workload import ChunkedHead, Workload
+from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.engines.words import sharding_text
 from zeroplan.ledger.traffic import Executor
@@ -23,6 +23,7 @@ from zeroplan.search.results import Point
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of
 from zeroplan.search.space import Candidate
 from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
+from zeroplan.techniques.liger import LigerTechnique
 
 #: GPUs of the nodes that one can rent.
 _NODES = (1, 2, 4, 8)
@@ -197,13 +198,18 @@ def what_tiles_buy(resolved: ResolvedSearch, request: Ask, options: SearchOption
     head = ChunkedHeadTechnique()
     if not keeps_logits(best.plan) or not head.offered(resolved.engine, resolved.workload):
         return []
-    tiled = replace(resolved, workload=resolved.workload.with_techniques(ChunkedHead()))
+    work = resolved.workload.with_techniques(head.under(resolved.engine))
+    tiled = replace(resolved, workload=work, engine=resolved.engine.for_workload(work))
     memory = Memory(tiled.engine, tiled.spec, tiled.cluster, depth=request.depth)
-    found = _best_of(tiled, request, options, memory)
+    try:
+        found = _best_of(tiled, request, options, memory)
+    except BadInput:  # the model's head is another than the engine's tiles take
+        return []
     if found is None or found.time.tokens_per_second < NOTABLE * best.time.tokens_per_second:
         return []
     gain = found.time.tokens_per_second / best.time.tokens_per_second
-    return [f"head and loss in tiles ({head.where}, as TRL's; Liger's: --liger) make it {gain:.2f} × as fast ({_named(found)})"]
+    key = head.key(resolved.engine, options.program or "") or f"{head.where}, as TRL's; Liger's: {LigerTechnique.where}"
+    return [f"head and loss in tiles ({key}) make it {gain:.2f} × as fast ({_named(found)})"]
 
 
 def what_more_buys(resolved: ResolvedSearch, request: Ask, options: SearchOptions, best: Ranked, memory: Memory) -> list[str]:

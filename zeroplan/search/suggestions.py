@@ -70,7 +70,8 @@ def _options(resolved: ResolvedSearch, request: Ask, options: SearchOptions, nea
     """Yield the changes, the cheapest first: those that cost a flag, then quality, then money."""
     cluster, workload = resolved.cluster, resolved.workload
     if ChunkedHeadTechnique().offered(resolved.engine, workload) and keeps_logits(nearest.plan):
-        yield _Option("head and loss in tiles (--chunked-head)", request.replace(chunked_head=True), options)
+        key = ChunkedHeadTechnique().key(resolved.engine, options.program or "") or ChunkedHeadTechnique.where
+        yield _Option(f"head and loss in tiles ({key})", request.replace(chunked_head=True), options)
     eight_bit = find_optimizer(workload.numerics.optimizer).eight_bit
     if eight_bit and workload.lora_rank is None:
         yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", request.replace(optimizer=eight_bit), options)
@@ -175,7 +176,10 @@ def _least(option: _Option, base: Memory | None) -> Recommendation | None:
     for candidate in likely:
         lightest.setdefault(candidate.family, candidate)
     for candidate in [c for c in lightest.values() if memory.runnable(c)][:TRIES]:
-        plan = memory.plan(candidate)
+        try:
+            plan = memory.plan(candidate)
+        except BadInput:  # the model's head is another than the engine's tiles take
+            return None
         if memory.may_fit(plan, candidate):
             time = cost.step_time(candidate.workload, candidate.zero, memory.counts(candidate))
             return recommendation(changed.engine, Ranked(candidate, time, plan), 0, changed.cluster.layout)

@@ -12,14 +12,19 @@ from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.workload import ChunkedHead, Compilation, Workload
 from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 from zeroplan.techniques.cut_cross_entropy import CutCrossEntropy
-from zeroplan.techniques.liger import Liger
+from zeroplan.techniques.liger import Liger, LigerTechnique
 
+#: The engine that has a key of its own for it, and the tokens of one of its tiles.
+_RUNTIME, _TOKENS = "zeroplan", 1024
 #: Engines under which its figures are held to measured runs, or to their source.
-_OFFERED = ("ddp", "deepspeed", "fsdp2")
+_OFFERED = ("ddp", "deepspeed", "fsdp2", _RUNTIME)
+
+#: Keys of programs that have one for a loss in tiles, beside those of Liger's.
+_KEYS = {"torchtune": "loss: LinearCrossEntropyLoss", "torchtitan": "loss.chunked"}
 
 
 class ChunkedHeadTechnique(Technique[ChunkedHead]):
-    """TRL computes head and loss together in tiles."""
+    """TRL, or the included runtime by its own key, computes head and loss together in tiles."""
 
     name = "chunked head"
     kind = ChunkedHead
@@ -32,12 +37,32 @@ class ChunkedHeadTechnique(Technique[ChunkedHead]):
         wins=True,
     )
     chunked_head = Option(
-        bool, False, "Head and loss in tiles of tokens, as TRL's SFTTrainer runs them.", WORK, without=RUNS, page=True
+        bool,
+        False,
+        "Head and loss in tiles, as TRL's SFTTrainer or --engine zeroplan runs them.",
+        WORK,
+        without=RUNS,
+        page=True,
     )
 
     def value(self, asked: Asked, engine: TakesTechniques) -> ChunkedHead | None:
         """Return the head where a flag or a file asks for it."""
-        return ChunkedHead() if asked[ChunkedHeadTechnique.chunked_head] else None
+        if not asked[ChunkedHeadTechnique.chunked_head]:
+            return None
+        of_trl = "pairs" in asked.said or "kl_batch" in asked.said  # its losses of preferences
+        return ChunkedHead() if of_trl else self.under(engine)
+
+    def under(self, engine: TakesTechniques) -> ChunkedHead:
+        """Return the head that runs under an engine."""
+        return ChunkedHead(_TOKENS if engine.name == _RUNTIME else 0)
+
+    def key(self, engine: TakesTechniques, program: str) -> str:
+        """Return the key that switches on such a head in a program, or Liger's, which keeps as little; empty where there
+        is none.
+        """
+        if engine.name == _RUNTIME:
+            return f"zeroplan.chunked_cross_entropy: {_TOKENS}"
+        return _KEYS.get(program) or LigerTechnique.head_key(program)
 
     def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
         """Return the share of tokens with a label."""

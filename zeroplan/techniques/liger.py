@@ -131,6 +131,15 @@ class LigerTechnique(Technique[Liger]):
         "trl": {"use_liger_kernel": "liger", "use_liger": "liger"},
         "llama-factory": {"enable_liger_kernel": "liger"},
     }
+    #: Switches of axolotl's plugin, and the parts that they mean.
+    plugin: ClassVar[Mapping[str, str]] = {
+        "liger_rope": "rope",
+        "liger_rms_norm": "rms_norm",
+        "liger_glu_activation": "glu",
+        "liger_swiglu": "glu",
+        "liger_fused_linear_cross_entropy": "fused_loss",
+        "liger_cross_entropy": "loss",
+    }
     engines = ("ddp", "fsdp", "fsdp2", "deepspeed")
     refusal = "Liger's kernels are not modelled under {engine}"
     remedy = "use --engine ddp, fsdp2, fsdp or deepspeed"
@@ -164,6 +173,12 @@ class LigerTechnique(Technique[Liger]):
         elif facts.workload.has(Compilation):
             says = "Liger's kernels within compiled blocks are not modelled; the model's own are counted"
         return (Unmodelled(self.where, Effect.LESS, says),) if says else ()
+
+    @classmethod
+    def head_key(cls, program: str) -> str:
+        """Return the key by which a program computes head and loss together; empty where it has none."""
+        keys = cls.plugin if program == "axolotl" else cls.keys.get(program, {})
+        return next((key for key, part in keys.items() if part in ("liger", "fused_loss")), "")
 
     def written(self, value: Liger, program: str) -> Mapping[str, Any]:
         """Return the program's key."""

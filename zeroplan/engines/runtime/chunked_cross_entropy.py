@@ -16,6 +16,9 @@ from zeroplan.tape.expanded import ExpandedTape, Kind, Op
 
 _WIDE, _INDEX = 4, 8  # bytes of an fp32 number and of an index
 
+#: The key of the file.
+KEY = "ds_config.zeroplan.chunked_cross_entropy"
+
 
 @dataclass(frozen=True, slots=True)
 class _FusedHead:
@@ -42,8 +45,8 @@ class _FusedHead:
     late: tuple[int, ...]
 
 
-def with_chunked_cross_entropy(tape: ExpandedTape, *, tokens: int) -> ExpandedTape:
-    """Return `tape`, which has the runtime's fused loss, with `tokens` tokens' logits at a time.
+def with_chunked_cross_entropy(tape: ExpandedTape, *, tokens: int, where: str = KEY) -> ExpandedTape:
+    """Return `tape`, which has the runtime's fused loss, with `tokens` tokens' logits at a time; `where` asks for it.
 
     Raises:
         BadInput: where the model's head and loss are not what the runtime computes together.
@@ -53,8 +56,8 @@ def with_chunked_cross_entropy(tape: ExpandedTape, *, tokens: int) -> ExpandedTa
     if head is None:
         raise BadInput(
             "the model is no causal language model whose linear head is followed by its loss",
-            where="ds_config.zeroplan.chunked_cross_entropy",
-            remedy="leave the key out",
+            where=where,
+            remedy="leave it out",
         )
     forward = edit.before(head.logits, head.module)
     losses = forward.alloc(head.rows * _WIDE)

@@ -21,7 +21,7 @@ from zeroplan.core.quantize_training import QUANTIZE_TRAINING, QuantizeTraining
 from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import ChunkedHead, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig, stages_and_offloads
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.rules_runtime import remark, require_offloadable, require_runnable
@@ -94,11 +94,13 @@ class Runtime(Engine):
 
     def for_workload(self, workload: Workload) -> Runtime:
         """Return the runtime with the keys that the workload stands for: ``labelled_tokens_only`` where it has a share of them,
-        and ``float8``.
+        ``chunked_cross_entropy`` and ``float8``.
         """
         recipe, options = workload.technique(Float8Recipe), self.runtime_options
         if workload.batch.labelled_share is not None:
             options = replace(options, labelled_tokens_only=True)
+        if (head := workload.technique(ChunkedHead)) is not None and not options.chunked_cross_entropy:
+            options = replace(options, chunked_cross_entropy=head.tokens)
         return _with_keys(options if recipe is None else replace(options, float8=str(recipe)))
 
     def options(self) -> list[ZeroConfig]:

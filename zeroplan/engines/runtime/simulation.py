@@ -16,12 +16,12 @@ from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import leaves_loss_to_function
-from zeroplan.core.workload import DType, Workload
+from zeroplan.core.workload import ChunkedHead, DType, Workload
 from zeroplan.ds_config.runtime_options import RuntimeOptions
 from zeroplan.engines.base import Case
 from zeroplan.engines.player import Run, play
 from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, with_offloaded_inputs
-from zeroplan.engines.runtime.chunked_cross_entropy import with_chunked_cross_entropy
+from zeroplan.engines.runtime.chunked_cross_entropy import KEY, with_chunked_cross_entropy
 from zeroplan.engines.runtime.float8 import float8_layers, with_float8
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
@@ -51,17 +51,15 @@ def computed_tape(
         tape = with_float8(tape, layers, recipe)
     rows = workload.batch.rows * (workload.batch.seq_len or 0)
     chunk = runtime_options.chunked_cross_entropy
+    where = "--chunked-head" if workload.has(ChunkedHead) else KEY
     if chunk and tp > 1:
-        where = "ds_config.zeroplan.chunked_cross_entropy"
-        raise BadInput(
-            "ranks of tp have parts of the head", where=where, remedy="leave the key out, or use no tensor parallelism"
-        )
+        raise BadInput("ranks of tp have parts of the head", where=where, remedy="leave it out, or use no tensor parallelism")
     if (runtime_options.fused_loss and tp == 1) or chunk:
         tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
     if runtime_options.labelled_tokens_only:
         tape = with_labelled_tokens(tape, tokens=rows, share=workload.batch.labelled_share or 1.0)
     if chunk:
-        tape = with_chunked_cross_entropy(tape, tokens=chunk)
+        tape = with_chunked_cross_entropy(tape, tokens=chunk, where=where)
     return tape
 
 

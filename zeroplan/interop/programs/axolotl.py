@@ -12,6 +12,7 @@ from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_compile, set_fsdp, set_saving
 from zeroplan.interop.setups import Setup
+from zeroplan.techniques.liger import LigerTechnique
 
 MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
 _NOT_MODELLED = {
@@ -54,15 +55,6 @@ _DEGREES = {
     "context_parallel_size": "ranks share each sequence, by rings of flash attention",
     "tensor_parallel_size": TRANSFORMERS_TP,
     "expert_parallel_size": "ranks share the experts",
-}
-#: Switches of the Liger plugin, and the parts of Liger that they mean.
-_LIGER = {
-    "liger_rope": "rope",
-    "liger_rms_norm": "rms_norm",
-    "liger_glu_activation": "glu",
-    "liger_swiglu": "glu",
-    "liger_fused_linear_cross_entropy": "fused_loss",
-    "liger_cross_entropy": "loss",
 }
 #: Plugins and what they change, by a word of their class's path.
 _PLUGINS = {
@@ -149,7 +141,7 @@ class Axolotl(Program):
         set_compile(run)
         for plugin in run.texts("plugins"):
             if ".liger." in f".{plugin.lower()}.":
-                parts = dict.fromkeys(part for key, part in _LIGER.items() if run.flag(key))
+                parts = dict.fromkeys(part for key, part in LigerTechnique.plugin.items() if run.flag(key))
                 run.set("liger_parts", ",".join(parts), "plugins")
             elif ".cut_cross_entropy." in f".{plugin.lower()}.":
                 run.set("cut_cross_entropy", run.flag("cut_cross_entropy") is not False, "plugins")

@@ -3,7 +3,7 @@
 The verbs are asked for JSON, and the texts for their first words. What is compared:
 
 - ``recommend``'s best, asked again as a run that is decided: by ``estimate``, ``check``, ``explain``, ``explain --time``,
-  ``recommend`` pinned to it, and the page;
+  ``doctor`` of a log without figures, ``recommend`` pinned to it, and the page;
 - ``scale`` on as many GPUs, and the page's search: the same best at the same speed;
 - ``estimate`` of the request as it is: where one of its plans fits, ``recommend`` has one that does, and none slower.
 """
@@ -211,6 +211,7 @@ class Disagreements:
         if config is None:
             run = {pin: row["plan"][pin] for pin in _PINS} | {name: row[name] for name in _LEAF} | again
             self.planned(self.asked.words("estimate", **run), row)
+            self.diagnosed(self.asked.words("doctor", **run), row)
             self.timed(self.asked.words("explain", **run)[:-1], row)
             words = self.asked.words("recommend", **run)
             self.ranked(words, row)
@@ -220,6 +221,7 @@ class Disagreements:
         run = again | {"ds_config": file}
         free = ("dtype", "optimizer")  # the file says both
         self.planned(self.asked.words("estimate", *free, **run), row)
+        self.diagnosed(self.asked.words("doctor", *free, **run), row)
         self.timed(self.asked.words("explain", *free, **run)[:-1], row)
         self.checked(file, again, row)
         self.paged(config, again, row)
@@ -238,6 +240,17 @@ class Disagreements:
         self.compare(words, plan, row["plan"])
         if (self.cli(*words[:-1], "--check", "--quiet")[0] == 0) is not (plan["fits"] is True):
             self.note(words, ["--check says otherwise"])
+
+    def diagnosed(self, words: list[str], row: dict[str, Any]) -> None:
+        """Doctor plans the row beside a log that says nothing but that memory ran out."""
+        log = self.folder / "oom.log"
+        log.write_text("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 MiB.\n")
+        words = ["doctor", str(log), *words[1:]]
+        found = self.ask(words)
+        if found is None:
+            self.note(words, [f"refused: {self.said}"])
+            return
+        self.compare(words, found["plan"]["plan"], row["plan"])
 
     def checked(self, file: Path, again: dict[str, Any], row: dict[str, Any]) -> None:
         """Check of the row's file has the row's plan."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.sizes import format_bytes
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
@@ -29,6 +30,9 @@ from zeroplan.techniques.liger import LigerTechnique
 _NODES = (1, 2, 4, 8)
 #: The part of the card below which what is left is named: as much as reserved memory was off (planner/limit.py).
 _LITTLE = RESERVED_SPREAD
+#: The part of the card that must be left at the interval's low end for its cause to be the host's lead: errors of reserved
+#: memory, two of them at the most between a run that just fills the card and that end, and of what is outside torch.
+_CLEAR = 3 * RESERVED_SPREAD
 _BOUND = {
     Executor.PYTHON: "the host issues kernels and hooks more slowly than the GPU runs them: "
     "a larger micro batch costs little time",
@@ -78,7 +82,23 @@ def _named(one: Ranked) -> str:
 
 def _loss(one: Ranked, best: Ranked) -> str:
     lost = 1 - one.time.tokens_per_second / best.time.tokens_per_second
-    return f"costs {100 * lost:.1f} % of the speed" if lost >= EQUAL else "is as fast"
+    if lost < EQUAL:
+        return "is as fast"
+    if (enough := _enough(one.plan)) is not None and one.plan.gpu.cache_emptied:
+        return f"costs up to {100 * lost:.1f} % of the speed, and that only if the card fills ({format_bytes(enough)} may do)"
+    return f"costs {100 * lost:.1f} % of the speed"
+
+
+def _enough(plan: MemoryPlan) -> int | None:
+    """Return the bytes that a run which fills the card may get by with, where they leave it room; None where they do not.
+
+    Freed blocks wait for the streams that used them, so the further the host runs ahead, the more of them wait. That lead is
+    uncertain (engines/simulation.py, `other_lags`); the plan's interval begins at the shortest.
+    """
+    gpu = plan.gpu
+    if not gpu.at_limit or not gpu.usable or gpu.interval is None:
+        return None
+    return gpu.interval[0] if gpu.interval[0] < (1 - _CLEAR) * gpu.usable else None
 
 
 def _roomiest(ranking: Sequence[Ranked], space: Sequence[Candidate], memory: Memory, cost: CostModel) -> Ranked | None:
@@ -182,10 +202,13 @@ def _full_card(best: Ranked) -> list[str]:
     gpu = best.plan.gpu
     if not gpu.at_limit:
         return []
+    enough = _enough(best.plan)
     text = "it fills the card: the allocator gets by with less than it would take by itself"
     if gpu.cache_emptied:
         stalls = _seconds(best.time.busy[Executor.STALL])
-        text += f", empties its cache {gpu.cache_emptied} × a step and so costs {stalls}"
+        text += f", empties its cache {gpu.cache_emptied} × a step and so costs {'' if enough is None else 'up to '}{stalls}"
+    if enough is not None:
+        text += f"; {format_bytes(enough)} may do, where the host runs less far ahead and fewer freed blocks wait for a stream"
     return [text]
 
 

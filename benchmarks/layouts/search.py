@@ -22,6 +22,15 @@ COMMANDS = {
     "Llama 3.1 70B on 8 × 8 H100, --layouts": (
         *("recommend", "meta-llama/Llama-3.1-70B", "--gpu", "8xH100", "--nodes", "8", "--seq-len", "8192", "--layouts"),
     ),
+    "Llama 3.1 405B on 2,048 × 8 H100, --layouts": (
+        *("recommend", "meta-llama/Llama-3.1-405B", "--gpu", "8xH100", "--nodes", "2048", "--seq-len", "8192", "--layouts"),
+    ),
+    "Llama 3.1 405B on 64 × 8 H100, --layouts": (
+        *("recommend", "meta-llama/Llama-3.1-405B", "--gpu", "8xH100", "--nodes", "64", "--seq-len", "8192", "--layouts"),
+    ),
+    "DeepSeek-V3 on 256 × 8 H100, --layouts": (
+        *("recommend", "deepseek-ai/DeepSeek-V3", "--gpu", "8xH100", "--nodes", "256", "--seq-len", "4096", "--layouts"),
+    ),
     "DeepSeek-V3 on the fewest nodes of H200": ("recommend", "deepseek-ai/DeepSeek-V3", "--gpu", "H200", "--nodes", "?"),
     "DeepSeek-V3 on 2,048 GPUs": (
         *("estimate", "deepseek-ai/DeepSeek-V3", "--gpu", "8xH200", "--nodes", "256", "--pp", "16", "--ep", "64"),

@@ -1,6 +1,7 @@
 """Holds modelled times of layouts against steps on two GPUs (HSDP on four).
 
-    python -m benchmarks.layouts.two_gpus predict|measure FILE [CASE …]
+    python -m benchmarks.layouts.two_gpus predict FILE [--gpu H200] [--cases CASE …]
+    python -m benchmarks.layouts.two_gpus measure FILE [--cases CASE …]
     python -m benchmarks.layouts.two_gpus compare PREDICTED MEASURED
 
 ``predict`` writes a line of JSON for each case, on any machine; ``measure`` runs each under ``zeroplan verify`` and writes what
@@ -9,6 +10,7 @@ was measured. ``compare`` prints both. A time is the median of the steps after t
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -51,9 +53,9 @@ def _model(name: str, folder: Path) -> str:
     return str(path.parent)
 
 
-def predict(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the modelled seconds of a step on two H100s, and their parts."""
-    resolved = resolve(Ask(**(_SHARED | case | {"model": _model(case["model"], folder), "gpu": "H100"})))
+def predict(case: dict[str, Any], folder: Path, gpu: str) -> dict[str, Any]:
+    """Return the modelled seconds of a step on such GPUs, and their parts."""
+    resolved = resolve(Ask(**(_SHARED | case | {"model": _model(case["model"], folder), "gpu": gpu})))
     cluster = resolved.cluster
     rates = rates_of(cluster.gpu, cluster.network, cluster.gpus)
     cost = LayoutCost(resolved.cases[0], rank_counts(resolved, {}), rates, resolved.engine.sharing()).time()
@@ -106,15 +108,20 @@ def compare(predicted: Path, measured: Path) -> None:
 
 def main() -> None:
     """Run what the command line names."""
-    verb, path, *words = sys.argv[1:]
-    if verb == "compare":
-        return compare(Path(path), Path(words[0]))
-    with TemporaryDirectory() as folder, Path(path).open("w") as out:
-        for name in words or CASES:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("verb", choices=("predict", "measure", "compare"))
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--gpu", default="H100", help="for predict")
+    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="CASE")
+    asked = parser.parse_args()
+    if asked.verb == "compare":
+        return compare(*asked.files)
+    with TemporaryDirectory() as folder, asked.files[0].open("w") as out:
+        for name in asked.cases:
             case = CASES[name]
             begin = time.perf_counter()
             try:
-                row = (predict if verb == "predict" else measure)(case, Path(folder))
+                row = predict(case, Path(folder), asked.gpu) if asked.verb == "predict" else measure(case, Path(folder))
             except BadInput as error:
                 row = {"refused": str(error)}
             out.write(json.dumps({"case": name, **row}, ensure_ascii=False) + "\n")

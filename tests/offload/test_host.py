@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+import zeroplan_runtime
 from tests.patience import PATIENCE
 from zeroplan_runtime.kernels import native_backend
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
@@ -75,3 +76,17 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     assert host_threads(0.8) == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
     assert host_threads(0.8) == 1
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_missing_library_is_warned_of(built: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Python's twin takes ten times as long, which nothing else would say."""
+    if not built:
+        monkeypatch.setattr(native_backend, "library", lambda: None)
+    elif native_backend.library() is None:
+        pytest.skip("no library was built here")
+    section = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": section}
+    engine, *_ = zeroplan_runtime.initialize(model=torch.nn.Linear(4, 4), config=config)
+    engine.destroy()
+    assert ("libzeroplan_cpu" in caplog.text) != built

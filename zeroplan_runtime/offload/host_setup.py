@@ -13,6 +13,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.rules_runtime import remark, require_offloadable
 from zeroplan_runtime.arena import DTYPES
+from zeroplan_runtime.kernels import native_backend
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.host_worker import Worker, host_threads
@@ -43,6 +44,8 @@ def offload_optimizer(optimizer_step: OptimizerStep, zero: ZeroConfig, *, delaye
     if not any(unit.layout.offloaded for unit in model_states.units if unit.trainable is not None):
         return None
     require_offloadable(optimizer_step.optimizer.kind, zero)
+    if native_backend.library() is None:
+        logger.warning("libzeroplan_cpu was not built or does not load: updates on the host take ten times as long")
     for unit in model_states.units:
         if unit.layout.offloaded and unit.trainable is not None:
             unit.offloaded = OffloadedUnit(unit, _pinned_buffers(unit, model_states, optimizer_step))

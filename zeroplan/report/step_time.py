@@ -15,9 +15,10 @@ def verdict(one: TimeExplanation) -> str:
     time = one.time
     top = max(one.derivations, key=lambda line: line.item.seconds, default=None)
     most = f" Most: {top.item.name}, {1000 * top.item.seconds:.0f} ms." if top is not None else ""
+    beyond = " The card is too small for it by the figures: this is the time on one with room." if one.beyond else ""
     return (
         f"{time.total:.3f} s a step: {1000 * time.forward:.0f} ms forward, {1000 * time.backward:.0f} backward,"
-        f" {1000 * time.step:.0f} step.{most}"
+        f" {1000 * time.step:.0f} step.{most}{beyond}"
     )
 
 

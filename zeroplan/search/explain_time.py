@@ -33,12 +33,13 @@ class WorkDerivation:
 
 @dataclass(frozen=True, slots=True)
 class TimeExplanation:
-    """One configuration's step."""
+    """One configuration's step. `beyond` says that its memory is more than the card's, so that no full card's work is in it."""
 
     engine: str
     label: str
     time: StepTime
     derivations: tuple[WorkDerivation, ...]
+    beyond: bool = False
 
 
 def explain_time(request: Ask) -> list[TimeExplanation]:
@@ -62,7 +63,11 @@ def explain_time(request: Ask) -> list[TimeExplanation]:
         lines = tuple(_derivation(item, facts, rates) for item in items)
         found.append(
             TimeExplanation(
-                f"{resolved.engine.name} {resolved.engine.version}", name_of(resolved.engine.name, case.zero), time, lines
+                f"{resolved.engine.name} {resolved.engine.version}",
+                name_of(resolved.engine.name, case.zero),
+                time,
+                lines,
+                beyond="gpu" in plan.misfits,
             )
         )
     return found

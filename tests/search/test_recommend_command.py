@@ -591,3 +591,17 @@ def test_a_full_card_names_the_roomiest_plan_that_is_as_fast(cli: Cli) -> None:
     assert round(100 * roomy["headroom"]) == 6
     assert roomy["tokens_per_second"] >= 0.999 * best["tokens_per_second"]
     assert said in " ".join(cli(*words)[1].split())
+
+
+@pytest.mark.torch
+def test_adapters_that_surely_fit_are_named_where_all_weights_only_may(cli: Cli) -> None:
+    """The host is assumed, and too small for 3 B parameters; the lines give what adapters take and how fast they are."""
+    asked = ("recommend", "meta-llama/Llama-3.2-3B", "--vram", "12G", "--seq-len", "512")
+    _, out, _ = cli(*asked, "--why")
+    assert out.startswith("May fit")
+    out = " ".join(out.split())
+    assert re.search(r"- LoRA .*\(--lora-rank 16\): ZeRO-0, checkpointing.* fits, [\d,]+ tokens/s", out)
+    assert re.search(r"- QLoRA.*--quantize nf4.*: DDP, checkpointing.* fits, [\d,]+ tokens/s", out)
+    _, out, _ = cli(*asked, "--lora-rank", "16")
+    assert out.startswith("Best")
+    assert "- LoRA" not in out

@@ -72,6 +72,7 @@ def answer_text(
         name = name_of(best.plan.engine, best.zero, best.workload)
         reasons = ["", terminal.bold(f"Why {name}"), *terminal.items(best.reasons)]
     other = ["", *terminal.wrap(_of_the_other(answer, answer.beside))] if answer.beside is not None else []
+    instead = change_texts(answer) if best is not None else []
     difference: list[str] = []
     if best is None:
         difference = ["", *_changes(answer, terminal)]
@@ -81,7 +82,21 @@ def answer_text(
     said = sheet.notes
     counted = f"({answer.considered} configurations, {answer.simulated} simulated)"
     if terminal.full:
-        parts = (lines, peak, following, asked, table, legend, reasons, other, difference, started, notes(said, terminal))
+        offers = ["", *terminal.items(instead)] if instead else []
+        parts = (
+            lines,
+            peak,
+            following,
+            asked,
+            table,
+            legend,
+            reasons,
+            offers,
+            other,
+            difference,
+            started,
+            notes(said, terminal),
+        )
         return "\n".join([*(line for part in parts for line in part), terminal.dim(counted)])
     more = [what for what, there in (("reasons", reasons), (counted_notes(said), said)) if there]
     end = terminal.wrap(f"{counted} {' and '.join(more).capitalize()}: --why" if more else counted)
@@ -95,6 +110,7 @@ def answer_text(
         (0 if answer.cluster.held else 3 if of_files else 2, asked),
         (4 if of_files else 0, table),
         *((1, [*([] if at else [""]), *terminal.items([text])]) for at, text in enumerate(choices)),
+        *((1 if at else 0, [*([] if at else [""]), *terminal.items([text])]) for at, text in enumerate(instead)),
         (6, legend),
         (1, other),
         (0, difference),
@@ -319,7 +335,7 @@ def _sentence(one: Recommendation) -> str:
 
 
 def change_texts(answer: SearchResult) -> list[str]:
-    """Return what would make it fit, the cheapest first, each with what could be run then; nothing if no change does."""
+    """Return what would (surely) fit, the cheapest first, each with what could be run then; nothing if no change does."""
     return [f"{change.what}: {_sentence(change.best)}" for change in answer.changes]
 
 

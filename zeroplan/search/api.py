@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.plan import Verdict
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.words import may_become
 from zeroplan.run.ask import Ask
@@ -19,7 +20,7 @@ from zeroplan.search.recommend import least_memory, order_of, rank_all, search
 from zeroplan.search.results import Recommendation, SearchResult, Suggestion, recommendation
 from zeroplan.search.search_options import AUTO, ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
-from zeroplan.search.suggestions import cheapest_suggestions, nearest_miss
+from zeroplan.search.suggestions import adapters_that_fit, cheapest_suggestions, nearest_miss
 from zeroplan.techniques.compiled import CompiledTechnique
 
 if TYPE_CHECKING:
@@ -63,7 +64,9 @@ def run_search(request: Ask, options: SearchOptions | None = None) -> SearchResu
         changes = tuple(cheapest_suggestions(resolved, request, options, nearest, memory))
         if (other := _of_other_engine(request, options, None)) is not None:
             changes = (Suggestion(f"--engine {other.engine.name}", other), *changes)
-    elif options.explain:
+    elif ranking[0].plan.verdict is Verdict.MAY_FIT:
+        changes = tuple(adapters_that_fit(resolved, request, options))
+    if ranking and options.explain:
         said = [*choice(outcome.ranking, space, memory, cost), *reasons_for(outcome.ranking[0], space, memory, cost)]
         if options.goal == "throughput":
             said += what_tiles_buy(resolved, request, options, outcome.ranking[0])

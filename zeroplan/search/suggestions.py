@@ -14,7 +14,7 @@ from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
 from zeroplan.search.policy import FAR, NAMED, QUANTIZED_ENGINE, TRIES
-from zeroplan.search.recommend import Ranked
+from zeroplan.search.recommend import Ranked, search
 from zeroplan.search.results import Recommendation, Suggestion, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
 from zeroplan.search.space import Candidate
@@ -66,6 +66,30 @@ class _Option:
     row: str = ""
 
 
+def _adapters(request: Ask, options: SearchOptions) -> Iterator[_Option]:
+    """Yield LoRA, and QLoRA under the engine that it is planned for."""
+    adapters = request.replace(lora_rank=16)
+    yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", adapters, options)
+    words = f"--lora-rank 16 --quantize nf4 --engine {QUANTIZED_ENGINE}"
+    quantized = adapters.replace(quantize="nf4", engine=QUANTIZED_ENGINE)
+    yield _Option(f"QLoRA: adapters of rank 16 over 4-bit weights ({words})", quantized, options)
+
+
+def adapters_that_fit(resolved: ResolvedSearch, request: Ask, options: SearchOptions) -> Iterator[Suggestion]:
+    """Yield LoRA and QLoRA where they surely fit, as fast as they can be: what to do where all weights may fit at most."""
+    for option in _adapters(request, options) if resolved.workload.lora_rank is None else ():
+        try:
+            changed = resolve_search(option.request, option.options)
+            space = candidates_of(changed, option.request, option.options)
+        except BadInput:
+            continue
+        memory = Memory(changed.engine, changed.spec, changed.cluster, depth=option.request.depth)
+        cost = CostModel(changed.engine, memory.spec, changed.cluster, changed.rates)
+        for ranked in search(space, memory, cost, shown=1).ranking[:1]:
+            if ranked.plan.fits:
+                yield Suggestion(option.what, recommendation(changed.engine, ranked, 0, changed.cluster.layout))
+
+
 def _options(resolved: ResolvedSearch, request: Ask, options: SearchOptions, nearest: Recommendation) -> Iterator[_Option]:
     """Yield the changes, the cheapest first: those that cost a flag, then quality, then money."""
     cluster, workload = resolved.cluster, resolved.workload
@@ -76,11 +100,7 @@ def _options(resolved: ResolvedSearch, request: Ask, options: SearchOptions, nea
     if eight_bit and workload.lora_rank is None:
         yield _Option(f"8-bit AdamW (--optimizer {eight_bit})", request.replace(optimizer=eight_bit), options)
     if workload.lora_rank is None:
-        adapters = request.replace(lora_rank=16)
-        yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", adapters, options)
-        words = f"--lora-rank 16 --quantize nf4 --engine {QUANTIZED_ENGINE}"
-        quantized = adapters.replace(quantize="nf4", engine=QUANTIZED_ENGINE)
-        yield _Option(f"QLoRA: adapters of rank 16 over 4-bit weights ({words})", quantized, options)
+        yield from _adapters(request, options)
     seq = workload.batch.seq_len or 0
     for parts in (2, 4):
         if seq // parts >= 512:

@@ -16,9 +16,8 @@ from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tape.sizes import KernelDevice
-from zeroplan.techniques.ppo import PpoTechnique
+from zeroplan.techniques.ppo import PpoTechnique, Rollout
 from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
-from zeroplan.techniques.table import techniques_of
 
 
 def with_shape(request: Ask) -> Ask:
@@ -75,9 +74,8 @@ class ModuleTapes(ExpandedTapes):
         work = case.workload
         try:
             tape = self._of_length(case, work.batch.seq_len or 1)
-            for technique, value in techniques_of(work):
-                if isinstance(technique, PpoTechnique):
-                    return technique.expanded(value, tape, work)
+            if (rollout := work.technique(Rollout)) is not None:
+                return PpoTechnique().expanded(rollout, tape, work)
             if not (self._cut and work.batch.lengths):
                 return tape
             drawn = padded_batches(work.batch.lengths, work.batch.rows, cut=work.batch.seq_len)[-1 - _SHORTER : -1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zeroplan.core.plan import Verdict
@@ -83,20 +83,8 @@ def answer_text(
     counted = f"({answer.considered} configurations, {answer.simulated} simulated)"
     if terminal.full:
         offers = ["", *terminal.items(instead)] if instead else []
-        parts = (
-            lines,
-            peak,
-            following,
-            asked,
-            table,
-            legend,
-            reasons,
-            offers,
-            other,
-            difference,
-            started,
-            notes(said, terminal),
-        )
+        parts = [lines, peak, following, asked, table, legend, reasons, offers]
+        parts += [other, difference, started, notes(said, terminal)]
         return "\n".join([*(line for part in parts for line in part), terminal.dim(counted)])
     more = [what for what, there in (("reasons", reasons), (counted_notes(said), said)) if there]
     end = terminal.wrap(f"{counted} {' and '.join(more).capitalize()}: --why" if more else counted)
@@ -109,8 +97,8 @@ def answer_text(
         (0, following),
         (0 if answer.cluster.held else 3 if of_files else 2, asked),
         (4 if of_files else 0, table),
-        *((1, [*([] if at else [""]), *terminal.items([text])]) for at, text in enumerate(choices)),
-        *((1 if at else 0, [*([] if at else [""]), *terminal.items([text])]) for at, text in enumerate(instead)),
+        *_item_blocks(choices, terminal, first=1),
+        *_item_blocks(instead, terminal, first=0),
         (6, legend),
         (1, other),
         (0, difference),
@@ -118,6 +106,12 @@ def answer_text(
         (0, ["", *map(terminal.dim, end)]),
     ]
     return "\n".join(first_screen(blocks, LIST))
+
+
+def _item_blocks(texts: Sequence[str], terminal: Terminal, *, first: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield a block for each text, the first of the given rank and below an empty line, the others of rank 1."""
+    for at, text in enumerate(texts):
+        yield (1, terminal.items([text])) if at else (first, ["", *terminal.items([text])])
 
 
 def answer_sheet(answer: SearchResult, files: Files | None = None) -> Sheet:

@@ -34,7 +34,7 @@ class Sheet:
 
     @cached_property
     def notes(self) -> list[str]:
-        """What else to know, each once."""
+        """The notes below the answer: what was said beside the sentences, each text once."""
         return list(dict.fromkeys(self.said))
 
     def lines(self, terminal: Terminal) -> list[str]:

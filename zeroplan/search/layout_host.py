@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import Rates
-from zeroplan.core.tensor_parallel import PLANS, tensor_plan
+from zeroplan.core.tensor_parallel import PLANS, TensorPlan, tensor_plan
 from zeroplan.engines.base import Case
 from zeroplan.ledger.work import Counts, matrices
 from zeroplan.models.facts import spec_facts
@@ -51,10 +51,15 @@ def host_seconds(case: Case, phase: Phase, rates: Rates, again: int) -> float:
     return micros / blocks / 1e6
 
 
+def _plan(case: Case) -> TensorPlan | None:
+    """Return how tensor-parallel ranks share a block's matrices; None where no plan is known of the model."""
+    kind = str(case.spec.config.get("model_type") or "")
+    return tensor_plan(kind) if kind in PLANS else None
+
+
 def _shared_linears(case: Case, tensors: list[str]) -> int:
     """Return the linear layers of all blocks whose matrices are DTensors."""
-    kind = str(case.spec.config.get("model_type") or "")
-    plan = tensor_plan(kind) if kind in PLANS else None
+    plan = _plan(case)
     ends = (*plan.columns, *plan.rows) if plan is not None else ("_proj",)
     return sum(name.removesuffix(".weight").endswith(ends) for name in tensors if name.endswith(".weight"))
 
@@ -64,8 +69,8 @@ def input_sums(case: Case) -> int:
 
     Source: torch/distributed/tensor/parallel/style.py, ColwiseParallel
     """
-    kind = str(case.spec.config.get("model_type") or "")
-    return len(tensor_plan(kind).columns) if kind in PLANS else 2
+    plan = _plan(case)
+    return len(plan.columns) if plan is not None else 2
 
 
 def with_ring(counts: Counts, case: Case) -> Counts:

@@ -78,13 +78,9 @@ def _adapters(request: Ask, options: SearchOptions) -> Iterator[_Option]:
 def adapters_that_fit(resolved: ResolvedSearch, request: Ask, options: SearchOptions) -> Iterator[Suggestion]:
     """Yield LoRA and QLoRA where they surely fit, as fast as they can be: what to do where all weights may fit at most."""
     for option in _adapters(request, options) if resolved.workload.lora_rank is None else ():
-        try:
-            changed = resolve_search(option.request, option.options)
-            space = candidates_of(changed, option.request, option.options)
-        except BadInput:
+        if (found := _changed(option)) is None:
             continue
-        memory = Memory(changed.engine, changed.spec, changed.cluster, depth=option.request.depth)
-        cost = CostModel(changed.engine, memory.spec, changed.cluster, changed.rates)
+        changed, space, memory, cost = found
         for ranked in search(space, memory, cost, shown=1).ranking[:1]:
             if ranked.plan.fits:
                 yield Suggestion(option.what, recommendation(changed.engine, ranked, 0, changed.cluster.layout))
@@ -179,8 +175,10 @@ def _same_model(one: Ask, two: Ask) -> bool:
     return all(one.said.get(name) == two.said.get(name) for name in names)
 
 
-def _least(option: _Option, base: Memory | None) -> Recommendation | None:
-    """Find a configuration that fits after the change, the lightest by its floor first; None when none of the lightest does."""
+def _changed(
+    option: _Option, base: Memory | None = None
+) -> tuple[ResolvedSearch, Sequence[Candidate], Memory, CostModel] | None:
+    """Return the search after a change, whose plans share the tapes of `base`; None where the change is refused."""
     try:
         changed = resolve_search(option.request, option.options)
         space = candidates_of(changed, option.request, option.options)
@@ -190,7 +188,14 @@ def _least(option: _Option, base: Memory | None) -> Recommendation | None:
         memory = Memory(changed.engine, changed.spec, changed.cluster, depth=option.request.depth)
     else:
         memory = base.on(changed.cluster)
-    cost = CostModel(changed.engine, memory.spec, changed.cluster, changed.rates)
+    return changed, space, memory, CostModel(changed.engine, memory.spec, changed.cluster, changed.rates)
+
+
+def _least(option: _Option, base: Memory | None) -> Recommendation | None:
+    """Find a configuration that fits after the change, the lightest by its floor first; None when none of the lightest does."""
+    if (search_after := _changed(option, base)) is None:
+        return None
+    changed, space, memory, cost = search_after
     likely = sorted((c for c in space if not memory.cannot_fit(c)), key=lambda c: (memory.floor(c), c.effort))
     lightest: dict[object, Candidate] = {}
     for candidate in likely:

@@ -269,8 +269,14 @@ class Megatron(Engine):
         """
         from zeroplan.engines.traffic import Sharing
 
-        ways = Sharing(gathers_once=True, pipelines_tensor=True, even_stages=True)
-        return replace(ways, dispatches=False, sums_jointly=True, gathers_again=True)
+        return Sharing(
+            gathers_once=True,
+            pipelines_tensor=True,
+            even_stages=True,
+            dispatches=False,
+            sums_jointly=True,
+            gathers_again=True,
+        )
 
     # --- time -------------------------------------------------------------------------------------------------------------
 

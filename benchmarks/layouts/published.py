@@ -99,7 +99,7 @@ def model(row: dict[str, Any]) -> LayoutTime:
     resolved = resolve(request_of(row))
     layers = find_engine(row["layers"]) if "layers" in row else resolved.engine
     counts = rank_counts(replace(resolved, engine=layers), {})
-    sharing = (find_engine(row["shared_as"]) if "shared_as" in row else resolved.engine).sharing()
+    sharing = (find_engine(row["shared_as"]) if "shared_as" in row else resolved.engine).sharing(resolved.cases[0].zero)
     if "shared_as" in row:  # stages that blocks alone do not divide: embedding and head count as a block each
         sharing = replace(sharing, even_stages=False)
     if not row.get("overlap", True):

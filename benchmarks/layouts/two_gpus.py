@@ -24,6 +24,7 @@ from zeroplan.core.rates import rates_of
 from zeroplan.models.load import load_model
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
+from zeroplan.search.cost import CostModel
 from zeroplan.search.layout_counts import rank_counts
 from zeroplan.search.layout_time import LayoutCost
 
@@ -32,6 +33,10 @@ DENSE, MIXTURE = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 _CHANGED: dict[str, dict[str, Any]] = {DENSE: {"tie_word_embeddings": False}, MIXTURE: {"num_hidden_layers": 6}}
 _SECONDS = 120  # that a case may take
 _SHARED: dict[str, Any] = {"engine": "fsdp2", "gpus": 2, "seq_len": 4096}
+_DEEPSPEED: dict[str, Any] = {
+    **{"engine": "deepspeed", "model": DENSE, "micro_batch": 2},
+    **dict.fromkeys(("offload_optimizer", "offload_param"), "none"),
+}
 CASES: dict[str, dict[str, Any]] = {
     "1B, dp 2, ZeRO-3": {"model": DENSE, "micro_batch": 2, "stage": 3},
     "1B, dp 2, ZeRO-3, checkpointing": {"model": DENSE, "micro_batch": 4, "stage": 3, "gradient_checkpointing": True},
@@ -42,6 +47,11 @@ CASES: dict[str, dict[str, Any]] = {
     "1B, HSDP 2 × 2": {"model": DENSE, "micro_batch": 2, "stage": 3, "gpus": 4, "dp_replicate": 2},
     "mixture, dp 2, ZeRO-3": {"model": MIXTURE, "micro_batch": 1, "stage": 3},
     "mixture, ep 2": {"model": MIXTURE, "micro_batch": 1, "stage": 3, "ep": 2},
+    "1B, DeepSpeed, stage 1": _DEEPSPEED | {"stage": 1},
+    "1B, DeepSpeed, stage 2": _DEEPSPEED | {"stage": 2},
+    "1B, DeepSpeed, stage 3": _DEEPSPEED | {"stage": 3},
+    "1B, DeepSpeed, AutoTP 2": _DEEPSPEED | {"stage": 1, "tp": 2, "micro_batch": 4},
+    "1B, DeepSpeed, pp 2, 8 micro batches": _DEEPSPEED | {"stage": 1, "pp": 2, "grad_accum": 8},
 }
 
 
@@ -56,10 +66,14 @@ def _model(name: str, folder: Path) -> str:
 def predict(case: dict[str, Any], folder: Path, gpu: str) -> dict[str, Any]:
     """Return the modelled seconds of a step on such GPUs, and their parts."""
     resolved = resolve(Ask(**(_SHARED | case | {"model": _model(case["model"], folder), "gpu": gpu})))
-    cluster = resolved.cluster
-    rates = rates_of(cluster.gpu, cluster.network, cluster.gpus)
-    cost = LayoutCost(resolved.cases[0], rank_counts(resolved, {}), rates, resolved.engine.sharing()).time()
-    return {"seconds": cost.total, "parts": {name: value for name, value in cost.parts.items() if value}}
+    cluster, one = resolved.cluster, resolved.cases[0]
+    rates, counts = rates_of(cluster.gpu, cluster.network, cluster.gpus), rank_counts(resolved, {})
+    cost = LayoutCost(one, counts, rates, resolved.engine.sharing(one.zero)).time()
+    row: dict[str, Any] = {"seconds": cost.total, "parts": {name: value for name, value in cost.parts.items() if value}}
+    if one.parallel is None:  # which recommend answers without --layouts, too
+        alone = CostModel(resolved.engine, resolved.spec, cluster, rates)
+        row["seconds_of_recommend"] = alone.step_time(one.workload, one.zero, counts).total
+    return row
 
 
 def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:

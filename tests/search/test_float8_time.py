@@ -8,6 +8,7 @@ import pytest
 
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.rates import rates_of
+from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import CAST_BYTES, COMPUTE, ComputeFacts
 from zeroplan.engines.registry import find_engine
 from zeroplan.engines.traffic import Sharing
@@ -56,7 +57,7 @@ def _time(request: Ask, *, sharing: Sharing | None = None, eight: bool = False) 
     if eight:
         case = replace(case, workload=case.workload.with_techniques(Float8Recipe.TENSORWISE))
     counts = rank_counts(resolved, {})
-    return LayoutCost(case, counts, rates_of(case.cluster.gpu), sharing or resolved.engine.sharing()).time()
+    return LayoutCost(case, counts, rates_of(case.cluster.gpu), sharing or resolved.engine.sharing(case.zero)).time()
 
 
 def test_eight_bits_are_faster_by_less_than_two() -> None:
@@ -75,7 +76,7 @@ def test_megatrons_layers_and_sharing_are_faster_than_eager_ones() -> None:
 
 def test_what_runs_beside_nothing_takes_longer() -> None:
     asked = LLAMA.replace(engine="megatron", stage=1, nodes=8, tp=8, sp=True, grad_accum=2)
-    usual = find_engine("megatron").sharing()
+    usual = find_engine("megatron").sharing(ZeroConfig.of(1))
     beside = _time(asked, sharing=usual)
     alone = _time(asked, sharing=replace(usual, overlaps=False, pipelines_tensor=False))
     assert alone.tensor > 2 * beside.tensor

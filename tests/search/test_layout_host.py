@@ -9,10 +9,11 @@ import pytest
 from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import rates_of
 from zeroplan.engines.fsdp2.engine import Fsdp2
+from zeroplan.engines.traffic import Hooks
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_counts import rank_counts
-from zeroplan.search.layout_host import DISPATCH, LINEAR, NORM, host_seconds, input_sums, with_ring
+from zeroplan.search.layout_host import DISPATCH, LINEAR, NORM, dispatch_seconds, hook_seconds, input_sums, with_ring
 from zeroplan.search.layout_time import LayoutCost
 
 SMALL = Ask(model="meta-llama/Llama-3.2-1B", gpus=2, gpu="H100", seq_len=1024, micro_batch=1, engine="fsdp2", stage=3)
@@ -59,19 +60,36 @@ def test_a_block_dispatches_its_linear_layers_and_norms() -> None:
     """Seven linear layers and two norms a block: 46 operations in the forward and 94 in the backward."""
     case = resolve(SMALL.replace(tp=2)).cases[0]
     rates = rates_of(case.cluster.gpu)
-    hooks = 9 * rates.unit_hook_us
-    assert host_seconds(case, Phase.FORWARD, rates, 0) * 1e6 == pytest.approx(hooks + 46 * DISPATCH * rates.launch_us)
-    assert host_seconds(case, Phase.BACKWARD, rates, 1) * 1e6 == pytest.approx(hooks + (94 + 46) * DISPATCH * rates.launch_us)
+    assert dispatch_seconds(case, Phase.FORWARD, rates, 0) * 1e6 == pytest.approx(46 * DISPATCH * rates.launch_us)
+    assert dispatch_seconds(case, Phase.BACKWARD, rates, 1) * 1e6 == pytest.approx((94 + 46) * DISPATCH * rates.launch_us)
     assert input_sums(case) == 5
+
+
+def test_hooks_run_for_what_an_engine_has_them_on() -> None:
+    """FSDP2's for nine parameters a block, DeepSpeed's for as many gradients, or for each module that a pass goes through."""
+    case = resolve(SMALL).cases[0]
+    rates, counts = rates_of(case.cluster.gpu), rank_counts(resolve(SMALL), {})
+    blocks = case.spec.config["num_hidden_layers"]
+
+    def micros(hooks: Hooks, phase: Phase) -> float:
+        return hook_seconds(case, counts, phase, rates, hooks) * 1e6
+
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        assert micros(Hooks.PARAMETERS, phase) == pytest.approx(9 * rates.unit_hook_us)
+        assert micros(Hooks.NONE, phase) == 0
+    assert micros(Hooks.GRADIENTS, Phase.FORWARD) == 0
+    assert micros(Hooks.GRADIENTS, Phase.BACKWARD) == pytest.approx(9 * rates.gradient_hook_us)
+    assert micros(Hooks.MODULES, Phase.FORWARD) * blocks == pytest.approx(counts.forward_modules * rates.gather_hook_us)
+    assert micros(Hooks.MODULES, Phase.BACKWARD) * blocks == pytest.approx(counts.backward_modules * rates.release_hook_us)
 
 
 def test_a_small_models_tensor_parallelism_waits_for_the_host() -> None:
     resolved = resolve(SMALL.replace(tp=2))
     case, counts = resolved.cases[0], rank_counts(resolved, {})
     rates = rates_of(case.cluster.gpu)
-    slow = LayoutCost(case, counts, rates, Fsdp2().sharing()).time()
+    slow = LayoutCost(case, counts, rates, Fsdp2().sharing(case.zero)).time()
     fast = LayoutCost(
-        case, counts, rates.with_profile({"launch_us": 0.3, "autograd_us": 0.3}, "test"), Fsdp2().sharing()
+        case, counts, rates.with_profile({"launch_us": 0.3, "autograd_us": 0.3}, "test"), Fsdp2().sharing(case.zero)
     ).time()
     assert slow.compute > 2 * fast.compute
 

@@ -316,8 +316,9 @@ class Engine(ABC):
         """Return the blocks of each of a pipeline rank's chunks: the first, and the one behind the last."""
         return tuple((chunk.first, chunk.end) for chunk in case.pipeline_chunks)
 
-    def sharing(self) -> Sharing:
+    def sharing(self, zero: ZeroConfig) -> Sharing:
         """Return how ranks of a layout share their work, which its time depends on."""
+        del zero
         from zeroplan.engines.traffic import Sharing
 
         return Sharing()

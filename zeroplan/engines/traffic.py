@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar
 
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.ledger.traffic import WorkLedger
+
+
+class Hooks(StrEnum):
+    """What Python runs an engine's hooks for, beside issuing kernels."""
+
+    NONE = "none"
+    PARAMETERS = "parameters"  # each that is gathered, in the forward and in the backward
+    GRADIENTS = "gradients"  # each that is complete
+    MODULES = "modules"  # each that is entered or passed
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +33,9 @@ class Sharing:
             share the tokens between them, too.
         even_stages: blocks alone are divided over pipeline stages, evenly; embedding and head count for nothing.
         reduced_bytes: of a gradient element on its way.
-        dispatches: matrices and norms that ranks share are torch's DTensors, whose operations Python dispatches, and a hook
-            runs for each parameter that is gathered.
+        reduces_each: gradients are reduced after each micro batch, though parameters are gathered once.
+        dispatches: matrices and norms that ranks share are torch's DTensors, whose operations Python dispatches.
+        hooks: what runs hooks.
         sums_jointly: layers of one input sum its gradient over tensor-parallel ranks together, and not each by itself.
         gathers_again: tokens that ranks share are gathered once more in the backward, and not kept.
     """
@@ -34,7 +45,9 @@ class Sharing:
     pipelines_tensor: bool = False
     even_stages: bool = False
     reduced_bytes: int = 4
+    reduces_each: bool = False
     dispatches: bool = True
+    hooks: Hooks = Hooks.PARAMETERS
     sums_jointly: bool = False
     gathers_again: bool = False
 

@@ -19,6 +19,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import Rates
 from zeroplan.core.tensor_parallel import PLANS, TensorPlan, tensor_plan
 from zeroplan.engines.base import Case
+from zeroplan.engines.traffic import Hooks
 from zeroplan.ledger.work import Counts, matrices
 from zeroplan.models.facts import spec_facts
 
@@ -31,8 +32,8 @@ LINEAR, NORM = (4, 8), (9, 19)
 _RING_KERNELS, _RING_BYTES = ((5, 16), (22, 9)), ((7, 21), (44, 20))
 
 
-def host_seconds(case: Case, phase: Phase, rates: Rates, again: int) -> float:
-    """Return the host's seconds for a mean block's hooks and dispatches in a pass of one micro batch.
+def dispatch_seconds(case: Case, phase: Phase, rates: Rates, again: int) -> float:
+    """Return the host's seconds for a mean block's dispatches of DTensors in a pass of one micro batch.
 
     Args:
         case: the run.
@@ -40,15 +41,34 @@ def host_seconds(case: Case, phase: Phase, rates: Rates, again: int) -> float:
         rates: of the machine.
         again: how often the backward runs the forward once more: 0 or 1.
     """
-    tensors = [name for name, block in zip(case.spec.parameters.names, case.spec.parameters.blocks, strict=True) if block]
-    blocks = len({block for block in case.spec.parameters.blocks if block}) or 1
-    micros = rates.unit_hook_us * len(tensors)
-    if case.layout.tp > 1:
-        norms = sum("norm" in name.rpartition("layers.")[2] for name in tensors)
-        linears = _shared_linears(case, tensors)
-        forward, backward = (LINEAR[at] * linears + NORM[at] * norms for at in (0, 1))
-        micros += DISPATCH * rates.launch_us * (forward if phase is Phase.FORWARD else backward + again * forward)
-    return micros / blocks / 1e6
+    if case.layout.tp == 1:
+        return 0.0
+    tensors = _block_tensors(case)
+    norms = sum("norm" in name.rpartition("layers.")[2] for name in tensors)
+    linears = _shared_linears(case, tensors)
+    forward, backward = (LINEAR[at] * linears + NORM[at] * norms for at in (0, 1))
+    operations = forward if phase is Phase.FORWARD else backward + again * forward
+    return DISPATCH * rates.launch_us * operations / _blocks(case) / 1e6
+
+
+def hook_seconds(case: Case, counts: Counts, phase: Phase, rates: Rates, hooks: Hooks) -> float:
+    """Return the host's seconds for a mean block's hooks in a pass of one micro batch; arguments as above."""
+    if hooks is Hooks.MODULES:
+        passed = rates.gather_hook_us * counts.recomputed_modules + rates.release_hook_us * counts.backward_modules
+        micros = rates.gather_hook_us * counts.forward_modules if phase is Phase.FORWARD else passed
+    elif hooks is Hooks.GRADIENTS:
+        micros = rates.gradient_hook_us * len(_block_tensors(case)) if phase is Phase.BACKWARD else 0.0
+    else:
+        micros = rates.unit_hook_us * len(_block_tensors(case)) if hooks is Hooks.PARAMETERS else 0.0
+    return micros / _blocks(case) / 1e6
+
+
+def _block_tensors(case: Case) -> list[str]:
+    return [name for name, block in zip(case.spec.parameters.names, case.spec.parameters.blocks, strict=True) if block]
+
+
+def _blocks(case: Case) -> int:
+    return len({block for block in case.spec.parameters.blocks if block}) or 1
 
 
 def _plan(case: Case) -> TensorPlan | None:

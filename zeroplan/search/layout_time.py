@@ -41,7 +41,7 @@ from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.facts import spec_facts
 from zeroplan.search.collectives import Collective, RankGroup, fabric_of
-from zeroplan.search.layout_host import host_seconds, input_sums
+from zeroplan.search.layout_host import dispatch_seconds, hook_seconds, input_sums
 
 _GIGA, _TERA = 1e9, 1e12
 #: Bytes of an element in the exchanges, which are in 16 bits, and of a reduced gradient.
@@ -187,6 +187,8 @@ class LayoutCost:
         pp, vpp = self.layout.pp, self.layout.vpp
         if pp == 1:
             return [(Stage(0, 1, 0, self.blocks),)]
+        if self.case.partition:
+            return [replace(self.case, pp_rank=rank).pipeline_chunks for rank in range(pp)]
         if self.sharing.even_stages:
             stages = even_stages(self.blocks, pp * vpp)
             return [tuple(stages[chunk * pp + rank] for chunk in range(vpp)) for rank in range(pp)]
@@ -240,8 +242,9 @@ class LayoutCost:
         for item in items:
             if item.phase is phase and item.resource.executor in busy:
                 busy[item.resource.executor] += item.seconds / self.blocks
-        own = host_seconds(self.case, phase, self.rates, self.again) if self.sharing.dispatches else 0.0
-        return busy[Executor.GPU], busy[Executor.PYTHON] + own
+        own = dispatch_seconds(self.case, phase, self.rates, self.again) if self.sharing.dispatches else 0.0
+        hooks = hook_seconds(self.case, self.counts, phase, self.rates, self.sharing.hooks)
+        return busy[Executor.GPU], busy[Executor.PYTHON] + own + hooks
 
     def _shown(self, sums: float, products: float) -> float:
         """Return what products do not hide of a block's sums that run beside them in as many parts as ranks: at least a part.
@@ -326,7 +329,8 @@ class LayoutCost:
         forward, backward = (sum(one[half].total for one in passes) for half in (0, 1))
         if self.sharing.gathers_once:
             hidden = (forward, backward) if self.sharing.overlaps else (0.0, 0.0)
-            return max(0.0, gather - hidden[0]) + max(0.0, reduction - hidden[1])
+            reductions = count if self.sharing.reduces_each else 1
+            return max(0.0, gather - hidden[0]) + reductions * max(0.0, reduction - hidden[1])
         if layout.pp > 1:
             return (gather + cast) * self._gathers(rank) + reduction + packed
         again = gather if self.case.zero.stage == 3 else 0.0

@@ -16,7 +16,7 @@ from zeroplan.core.versions import parse_version, version_text
 from zeroplan.core.workload import ChunkedHead, GradientCheckpointing, Reference, TiledLoss, TiledMlp, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig, stages_and_offloads
 from zeroplan.ds_config.dialect import Dialect
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Case, Engine, SearchedLayouts
 from zeroplan.engines.deepspeed.job import rank_of, require_pipeline
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.moe import require_moe
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from zeroplan.engines.deepspeed.simulation import Simulator
     from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
     from zeroplan.engines.simulation import HostRun, Simulation
+    from zeroplan.engines.traffic import Sharing
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.tape.expanded import ExpandedTape
@@ -68,6 +69,7 @@ class DeepSpeed(Engine):
     dialect = Dialect.DEEPSPEED
     trainer = "zeroplan.engines.deepspeed.trainer:build"
     verified_degrees = ("tp", "ulysses", "ep", "pp")
+    layouts = SearchedLayouts(stage=3, staged=1, chunks=1)
     package = "deepspeed"
     binds_device = False  # its own start-up names no device, so the first collective makes the communicator
 
@@ -276,6 +278,23 @@ class DeepSpeed(Engine):
         from zeroplan.engines.deepspeed.traffic import DeepSpeedTraffic
 
         return DeepSpeedTraffic(spec, cluster)
+
+    def sharing(self, zero: ZeroConfig) -> Sharing:
+        """Return the way of AutoTP's layers, which are plain modules, and of each stage; buckets below stage 3 are all-reduced,
+        which sends twice the bytes of a reduce-scatter. See ``zeroplan/engines/deepspeed/traffic.py``.
+        """
+        from zeroplan.engines.traffic import Hooks, Sharing
+
+        if zero.stage == 3:
+            return Sharing(reduced_bytes=2, dispatches=False, hooks=Hooks.MODULES)
+        return Sharing(
+            gathers_once=True,
+            overlaps=zero.overlaps_comm,
+            reduced_bytes=2 * 2,
+            reduces_each=zero.stage == 2,
+            dispatches=False,
+            hooks=Hooks.GRADIENTS,
+        )
 
     def search_space(self, cluster: Cluster, nvme_path: str) -> list[tuple[ZeroConfig, int]]:
         """Return every stage and offload with every set of bucket sizes."""

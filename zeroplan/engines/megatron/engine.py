@@ -262,18 +262,20 @@ class Megatron(Engine):
 
         return nccl_bytes(zero, layout)
 
-    def sharing(self) -> Sharing:
+    def sharing(self, zero: ZeroConfig) -> Sharing:
         """Return the way with ``--overlap-grad-reduce``, ``--overlap-param-gather`` and ``--tp-comm-overlap``.
 
         Source: megatron/core/distributed/param_and_grad_buffer.py; TransformerEngine's userbuffers
         """
-        from zeroplan.engines.traffic import Sharing
+        del zero
+        from zeroplan.engines.traffic import Hooks, Sharing
 
         return Sharing(
             gathers_once=True,
             pipelines_tensor=True,
             even_stages=True,
             dispatches=False,
+            hooks=Hooks.NONE,
             sums_jointly=True,
             gathers_again=True,
         )

@@ -34,7 +34,9 @@ _CHANGED: dict[str, dict[str, Any]] = {DENSE: {"tie_word_embeddings": False}, MI
 _SECONDS = 120  # that a case may take
 _SHARED: dict[str, Any] = {"engine": "fsdp2", "gpus": 2, "seq_len": 4096}
 _DEEPSPEED: dict[str, Any] = {
-    **{"engine": "deepspeed", "model": DENSE, "micro_batch": 2},
+    "engine": "deepspeed",
+    "model": DENSE,
+    "micro_batch": 2,
     **dict.fromkeys(("offload_optimizer", "offload_param"), "none"),
 }
 CASES: dict[str, dict[str, Any]] = {

@@ -134,7 +134,7 @@ def test_what_cannot_be_is_said_as_estimate_says_it(cli: Cli, words: str, says: 
         ("--compile blocks", "--compile: cannot stand beside --tp"),
         ("--from ds.json", "--from: cannot stand beside --tp"),
         ("--offload-optimizer cpu", "the time of layouts with offload is not modelled"),
-        ("--engine deepspeed", "layouts are searched for fsdp2 and megatron alone"),
+        ("--engine ddp", "layouts are searched for deepspeed, fsdp2 and megatron alone"),
         ("--global-batch 0", "--global-batch: 0 is below 1"),
         ("--smallest --nodes 2", "--nodes: is what --smallest finds"),
         ("--gpus 4", "is 8 GPUs, and --gpus says 4"),
@@ -162,7 +162,7 @@ def test_python_takes_them_too() -> None:
     with pytest.raises(BadInput, match="nodes: is what smallest finds"):
         zeroplan.recommend(NAME, gpu="8xH100", smallest=True, nodes=2)
     with pytest.raises(BadInput, match="layouts are searched for"):
-        zeroplan.recommend(NAME, gpu="8xH100", tp=2, engine="deepspeed")
+        zeroplan.recommend(NAME, gpu="8xH100", tp=2, engine="ddp")
 
 
 def test_the_smallest_cluster_has_ranks_for_them() -> None:

@@ -12,8 +12,11 @@ import pytest
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import Verdict
-from zeroplan.engines.base import SearchedLayouts
+from zeroplan.core.rates import Rates, rates_of
+from zeroplan.engines.base import Case, SearchedLayouts
 from zeroplan.engines.megatron.bridge import staged
+from zeroplan.engines.traffic import Sharing
+from zeroplan.ledger.work import Counts
 from zeroplan.models.megatron import MegatronModel
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.resolve import resolve
@@ -21,8 +24,10 @@ from zeroplan.report.layouts import layouts_text
 from zeroplan.report.terminal import Terminal
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_answer import LayoutAnswer
+from zeroplan.search.layout_counts import rank_counts
 from zeroplan.search.layout_floor import LayoutFloors
 from zeroplan.search.layout_orders import LEAST_GAIN, LayoutOrders, sequences
+from zeroplan.search.layout_time import LayoutCost
 from zeroplan.search.layouts import _between, search_layouts, smallest_cluster
 from zeroplan.search.policy import MOST_TOKENS
 
@@ -131,7 +136,7 @@ def test_the_fewest_nodes_are_asked_for_by_a_question_mark(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"engine": "ddp"}, "layouts are searched for fsdp2 and megatron alone"),
+        ({"engine": "ddp"}, "layouts are searched for deepspeed, fsdp2 and megatron alone"),
         ({"gpu": None}, "no limit to fit"),
         ({"model": "nobody/knows-this-model"}, "nobody/knows-this-model"),
     ],
@@ -166,7 +171,32 @@ def test_layouts_of_megatron_are_searched(cli: Cli) -> None:
     assert found.may.simpler.waiting > found.may.time.waiting
     code, _, said = cli("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "8xH100", "--engine", "ddp", "--layouts")
     assert code == 2
-    assert "layouts are searched for fsdp2 and megatron alone" in said
+    assert "layouts are searched for deepspeed, fsdp2 and megatron alone" in said
+
+
+def test_layouts_of_deepspeed_are_searched() -> None:
+    """Ranks share matrices or stages, never both, nor tokens; on stages it is ZeRO-1, and the stages are PipelineModule's."""
+    asked = LLAMA.replace(model="meta-llama/Llama-3.1-8B", gpu="A100-40G", gpus=8, nodes=2, seq_len=4096, engine="deepspeed")
+    found = search_layouts(asked)
+    assert found.best is not None
+    assert {one.layout.sp for one in found.listed} == {False}
+    staged = search_layouts(asked.replace(pp=4, gradient_checkpointing=True)).best
+    assert staged is not None
+    assert (staged.request.stage, staged.layout.tp, staged.layout.vpp) == (1, 1, 1)
+    assert staged.time.waiting > 0
+    shared = search_layouts(asked.replace(tp=4)).chosen
+    assert shared is not None
+    assert shared.layout.pp == 1
+    assert shared.time.tensor > 0
+    plain = LayoutCost(*_cost_of(asked.replace(pp=1, tp=1, stage=1, grad_accum=4))).time()
+    each = LayoutCost(*_cost_of(asked.replace(pp=1, tp=1, stage=2, grad_accum=4))).time()
+    assert each.sharding > plain.sharding  # stage 2 reduces after each micro batch
+
+
+def _cost_of(ask: Ask) -> tuple[Case, Counts, Rates, Sharing]:
+    resolved = resolve(ask)
+    case = resolved.cases[0]
+    return case, rank_counts(resolved, {}), rates_of(case.cluster.gpu), resolved.engine.sharing(case.zero)
 
 
 def test_megatron_divides_126_layers_over_16_stages(cli: Cli) -> None:

@@ -139,12 +139,14 @@ class SearchedLayouts:
     Attributes:
         stage: the ZeRO stage where each rank has all blocks.
         staged: the ZeRO stage on pipeline stages.
-        splits_staged: whether ranks of pipeline stages that share matrices share the tokens between them, too.
+        splits: whether ranks that share matrices may share the tokens between them, too.
+        splits_staged: whether they may on pipeline stages.
         chunks: the most chunks of a pipeline rank.
     """
 
     stage: int
     staged: int
+    splits: bool = True
     splits_staged: bool = False
     chunks: int = 2
 

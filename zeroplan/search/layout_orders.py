@@ -89,7 +89,7 @@ class LayoutOrders:
         """Return those of a model under an engine."""
         plan = {**PLANS, **MIXTURES}.get(spec.model_type)
         experts = experts_of(spec.parameters) if spec.model_type in GROUPED else 0
-        return cls(layouts, experts, plan is None or plan.splits_tokens, global_batch)
+        return cls(layouts, experts, layouts.splits and (plan is None or plan.splits_tokens), global_batch)
 
     def of(self, request: Ask) -> Iterator[dict[str, Any]]:
         """Yield what to try, those that share less first, as fields of the request; not all of them divide the ranks."""

@@ -411,8 +411,12 @@ def _checked_request(request: Ask, global_batch: int | None) -> Ask:
         raise BadInput("no model whose matrices could be shared", where="MODEL", remedy="give one id, path or config")
     engine = request.engine if "engine" in request else ENGINE
     if find_engine(engine).layouts is None:
-        able = " and ".join(name for name in engine_names() if find_engine(name).layouts is not None)
-        raise BadInput(f"layouts are searched for {able} alone", where="--engine", remedy=f"leave it out for {ENGINE}")
+        *others, last = (name for name in engine_names() if find_engine(name).layouts is not None)
+        raise BadInput(
+            f"layouts are searched for {', '.join(others)} and {last} alone",
+            where="--engine",
+            remedy=f"leave it out for {ENGINE}",
+        )
     if request.vram is None and request.gpu is None:
         raise BadInput("no limit to fit", where="--gpu", remedy="name the GPU, or give --vram 80G")
     for where, device in (("--offload-optimizer", request.offload_optimizer), ("--offload-param", request.offload_param)):

@@ -69,7 +69,7 @@ class DeepSpeed(Engine):
     dialect = Dialect.DEEPSPEED
     trainer = "zeroplan.engines.deepspeed.trainer:build"
     verified_degrees = ("tp", "ulysses", "ep", "pp")
-    layouts = SearchedLayouts(stage=3, staged=1, chunks=1)
+    layouts = SearchedLayouts(stage=3, staged=1, splits=False, chunks=1)
     package = "deepspeed"
     binds_device = False  # its own start-up names no device, so the first collective makes the communicator
 

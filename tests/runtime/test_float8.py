@@ -22,6 +22,7 @@ from zeroplan_runtime import parameter_aliases
 from zeroplan_runtime.techniques.float8 import (
     Float8Product,
     attach_float8,
+    float8_product_in_graph,
     narrow_blocks,
     narrow_parts,
     narrow_rows,
@@ -133,7 +134,7 @@ def test_products_and_gradients_are_those_of_rounded_factors(recipe: Float8Recip
     )
     bias = torch.randn(rows).bfloat16()
     leaves = [one.clone().requires_grad_() for one in (x, weight, bias)]
-    out: Any = Float8Product.apply(*leaves, recipe)
+    out: Any = Float8Product.apply(*leaves, recipe, False)
     grads = torch.autograd.grad(out, leaves, grad)
 
     def side(one: torch.Tensor, *, of_weight: bool = False, kind: torch.dtype = E4M3) -> torch.Tensor:
@@ -223,6 +224,21 @@ def test_compiled_blocks(recipe: str) -> None:
         made.float().square().mean().backward()
     for a, b in zip(one.parameters(), two.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=2e-2, atol=1e-4)
+
+
+def test_a_graph_has_a_product_as_one_node() -> None:
+    """A checkpoint around it marks that node, and with it all that AOTAutograd makes of it; see Note [Graphs]."""
+    block = Block(odd=False).bfloat16()
+    attach_float8([block], Float8Recipe.TENSORWISE, torch.device("cpu"))
+    seen: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch.compile(block, backend=backend, fullgraph=True)(torch.randn(2, 8, WIDTH).bfloat16())
+    assert seen.count(float8_product_in_graph) == 2
+    assert not any("autograd_function" in str(target) for target in seen)
 
 
 def test_layers_have_their_own_forwards_again() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.runtime.gpu_ranks import run_on_gpus
 from zeroplan.core.float8 import RUNTIME_RECIPES, Float8Recipe
-from zeroplan_runtime.techniques.float8 import Float8Product
+from zeroplan_runtime.techniques.float8 import Float8Product, float8_product_in_graph
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
 
@@ -28,9 +28,12 @@ def test_products_are_those_of_the_emulation(recipe: Float8Recipe, tokens: int, 
     def run(device: str) -> list[torch.Tensor]:
         leaves = [one.detach().to(device).requires_grad_() for one in (x, weight, bias)]
 
-        def apply(*args: torch.Tensor) -> Any:
-            return Float8Product.apply(*args, recipe)
+        def apply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> Any:
+            if torch.compiler.is_compiling():
+                return float8_product_in_graph(x, weight, bias, recipe.value)
+            return Float8Product.apply(x, weight, bias, recipe, False)
 
+        torch.compiler.allow_in_graph(float8_product_in_graph)
         function = torch.compile(apply, fullgraph=True) if compiled and device == "cuda" else apply
         out = function(*leaves)
         return [out.detach().cpu(), *(one.cpu() for one in torch.autograd.grad(out, leaves, grad.to(device)))]

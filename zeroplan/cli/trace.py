@@ -53,7 +53,7 @@ def trace_command(
     if stage is None:
         stage = find_engine(request.engine).default().stage
     resolved = resolve(request.replace(stage=stage))
-    spec, workload, case = resolved.spec, resolved.workload, resolved.cases[0]
+    spec, workload, case = resolved.spec, resolved.engine.traced(resolved.workload), resolved.cases[0]
     zero3 = resolved.engine.trace_options(case).zero3
     began = time.perf_counter()
     tape = find_tape(spec, workload, zero3=zero3)

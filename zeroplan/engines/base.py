@@ -292,6 +292,10 @@ class Engine(ABC):
         """Return what is planned as graphs: of a model compiled as a whole its blocks, unless the engine knows more."""
         return Compilation.BLOCKS if workload.compile is Compilation.MODEL else workload.compile
 
+    def traced(self, workload: Workload) -> Workload:
+        """Return the workload as its tape has it: with graphs that are planned, without what the engine writes in itself."""
+        return workload.compiled(self.compiled_as(workload))
+
     # --- memory -----------------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -78,7 +78,7 @@ def _plan(engine: Engine, change: _Change, case: Case, tape: ExpandedTape) -> Me
     same = change.case.workload == case.workload and engine.trace_options(change.case) == engine.trace_options(case)
     if not same:
         zero3 = engine.trace_options(change.case).zero3
-        stored = find_tape(change.case.spec, change.case.workload, zero3=zero3, layout=case.parallel)
+        stored = find_tape(change.case.spec, engine.traced(change.case.workload), zero3=zero3, layout=case.parallel)
         if stored is None:
             return None
         try:

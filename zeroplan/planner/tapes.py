@@ -158,7 +158,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     own = engine.own_tape(case)
     if own is not None:
         return own
-    case = replace(case, workload=case.workload.compiled(engine.compiled_as(case.workload)))
+    case = replace(case, workload=engine.traced(case.workload))
     spec, workload = case.spec, case.workload
     if not spec.config or not spec.has_shapes:
         raise NoTapeError(
@@ -181,7 +181,7 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         if case.halves:
             expanded = replace(expanded, halves=_halves(case))
         return (
-            expanded if workload.compile is None or not COMPILED.starts_eager(engine) else _after_eager(expanded, case, zero3)
+            expanded if workload.compile is None or not COMPILED.starts_eager(engine) else _after_eager(engine, expanded, case)
         )
     except NoTapeError as error:
         if workload.batch.images:  # no formula knows what images keep
@@ -235,9 +235,10 @@ def _halves(case: Case) -> ExpandedTape:
     return expand_for(lookup(case.spec, options) or tape_for(case.spec, options, case.workload), case)
 
 
-def _after_eager(tape: ExpandedTape, case: Case, zero3: bool) -> ExpandedTape:
+def _after_eager(engine: Engine, tape: ExpandedTape, case: Case) -> ExpandedTape:
     """Return the tape behind a micro batch of the model as written."""
-    written = replace(case, workload=case.workload.without(Compilation, Evaluation))
+    written = replace(case, workload=engine.traced(case.workload.without(Compilation, Evaluation)))
+    zero3 = engine.trace_options(written).zero3
     found = find_tape(case.spec, written.workload, zero3=zero3, layout=case.parallel)
     stored = _traced(case.spec, written.workload, zero3, case.parallel) if found is None else found
     return replace(tape, shapes=(*tape.shapes, expand_for(stored, written)))

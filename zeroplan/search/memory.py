@@ -291,7 +291,7 @@ class Memory:
         if self.trace:
             return expanded_tape_of(self.engine, case)
         zero3 = self.engine.trace_options(case).zero3
-        tape = find_tape(case.spec, case.workload, zero3=zero3, plain=True)
+        tape = find_tape(case.spec, self.engine.traced(case.workload), zero3=zero3, plain=True)
         if tape is None:
             raise NoTapeError(f"no tape of {case.spec.name} is at hand")
         return expand_for(tape, case, zero3=zero3)

@@ -128,11 +128,13 @@ class TracedTiles:
 @dataclass(frozen=True, slots=True)
 class TracedGraphs:
     """Blocks are compiled (:mod:`zeroplan.trace.compiled`); with `between` the rest is, too. `at`: the only sequences, tokens
-    and LoRA rank that the tape holds for, since compiled graphs are made for one shape; None for any.
+    and LoRA rank that the tape holds for, since compiled graphs are made for one shape; None for any. `float8`: their linear
+    layers multiply in 8-bit floats as the included runtime's do.
     """
 
     between: bool = False
     at: tuple[int, int, int] | None = None
+    float8: Float8Recipe | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +251,7 @@ class TraceOptions:
         if self.graphs is not None:
             parts.append("compile" + ("-between" if self.graphs.between else ""))
             parts += [] if self.graphs.at is None else ["at" + "x".join(map(str, self.graphs.at))]
+            parts += [] if self.graphs.float8 is None else [f"float8-{self.graphs.float8}"]
         if self.pairs is not None:
             parts.append(f"pairs-{self.pairs.loss}" + ("-fp32" if self.pairs.wide_logits else ""))
         if self.halves:
@@ -279,6 +282,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
     batch, objective, compiled = workload.batch, workload.objective, workload.compile
     mlp, loss = workload.technique(TiledMlp), workload.technique(TiledLoss)
     half_adapters = workload.adapter_bytes == 2 and arithmetic is not Arithmetic.HALF
+    float8, at = workload.technique(Float8Recipe), (batch.rows, batch.seq_len or 1, workload.lora_rank or 0)
     return TraceOptions(
         attn=workload.numerics.attn,
         checkpointing=checkpointing,
@@ -291,12 +295,10 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         mesh=TracedMesh.of(layout),
         base=None if base is None else TracedBase(base.kept.products, half_adapters, base.linear_experts),
         images=TracedImages(batch.images, batch.image_size) if batch.images else None,
-        fp8=workload.technique(Float8Recipe),
+        fp8=float8 if compiled is None else None,
         sparse=None if sparse is None else sparse.tables,
         tiles=TracedTiles(0 if mlp is None else mlp.tiles, 0 if loss is None else loss.tiles),
-        graphs=None
-        if compiled is None
-        else TracedGraphs(compiled is Compilation.MODEL, (batch.rows, batch.seq_len or 1, workload.lora_rank or 0)),
+        graphs=None if compiled is None else TracedGraphs(compiled is Compilation.MODEL, at, float8),
         pairs=None if objective.pair_loss is None else TracedPairs(objective.pair_loss, objective.wide_logits),
         techniques=tuple(one for one in workload.techniques if isinstance(one, TracedTechnique)),
     )

@@ -33,6 +33,7 @@ class CompiledTechnique(Technique[Compilation]):
         degrees: beside which an engine trains compiled blocks, apart from data parallelism: parameters that ranks divide do
             not trace in the runtime.
         whole: how a whole compiled model differs from its compiled blocks, which are counted.
+        multiplies_in_float8: engines whose graphs are known with 8-bit products.
         eager_first: engines whose first micro batch of a compiled model runs as written: guards of parameters' aliases do
             not trace there.
     """
@@ -55,7 +56,7 @@ class CompiledTechnique(Technique[Compilation]):
     engines = ("zeroplan", "fsdp2", "ddp")
     refusal = "compiled models are not planned under {engine}"
     remedy = "use --engine zeroplan, fsdp2 or ddp"
-    apart = ("--quantize", "--fp8", "--images", "--lengths", "--checkpoint-policy")
+    apart = ("--quantize", "--images", "--lengths", "--checkpoint-policy")
     because = "compiled graphs with {flag} are not modelled"
     looped = True
     degrees: ClassVar[Mapping[str, tuple[str, ...]]] = {"zeroplan": ("pp",)}
@@ -64,6 +65,7 @@ class CompiledTechnique(Technique[Compilation]):
         "ddp": (Effect.UNKNOWN, "one graph, or one for each of DDP's buckets; compiled blocks and an eager loss are counted"),
     }
     eager_first = ("zeroplan",)
+    multiplies_in_float8 = ("zeroplan",)
 
     def value(self, asked: Asked, engine: TakesTechniques) -> Compilation | None:
         """Return what is compiled."""
@@ -78,7 +80,7 @@ class CompiledTechnique(Technique[Compilation]):
         """
         said = facts.files
         selective = CheckpointPolicy.parse(said[CheckpointingTechnique.checkpoint_policy]).selective
-        eight = said[Float8Technique.fp8] is not None
+        eight = said[Float8Technique.fp8] is not None and facts.engine.name not in self.multiplies_in_float8
         others = selective or eight or said[QuantizedBaseTechnique.quantize] is not None or facts.degrees
         if self.taken_by(facts.engine) and not others:
             return {"compile": value}
@@ -91,6 +93,9 @@ class CompiledTechnique(Technique[Compilation]):
     def require(self, value: Compilation, facts: Facts) -> None:
         """Refuse other engines, and what no compiled graph is traced with."""
         super().require(value, facts)
+        if facts.has(Float8Technique.where) and facts.engine.name not in self.multiplies_in_float8:
+            refused = self.because.format(flag=Float8Technique.where)
+            raise BadInput(refused, where=Float8Technique.where, remedy=f"leave it or {self.where} out")
         if value is Compilation.CHECKPOINTED and facts.workload.recomputation is None:
             raise BadInput(
                 "the checkpoints of checkpointed-blocks are those of gradient checkpointing, which is off",

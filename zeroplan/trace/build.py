@@ -28,6 +28,7 @@ from zeroplan.core.model_config import (
 from zeroplan.core.workload import Attention
 from zeroplan.tape.options import Arithmetic, Checkpointing, TracedTechnique, TraceOptions
 from zeroplan.trace.attention import FLASH, register_flash
+from zeroplan.trace.compiled_float8 import multiply_in_float8
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.float8 import convert
 from zeroplan.trace.pair_loss import pairs_of
@@ -244,6 +245,8 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     base.config.use_cache = False
     if options.graphs is not None:
         without_cache(base)
+        if options.graphs.float8 is not None:
+            multiply_in_float8(base, options.graphs.float8)
     if options.checkpointing is not Checkpointing.NONE and options.lora is not None:
         base.enable_input_require_grads()
     return trained

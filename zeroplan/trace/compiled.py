@@ -234,7 +234,7 @@ class _CompiledBlock:
         known: dict[int, torch.Tensor] = {}
         unhooked = torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved)  # no checkpoint's
         fakes = FakeTensorMode()
-        with _disable_current_modes(), tracing(TracingContext(fakes)), _attention_in_graph(), unhooked:
+        with _disable_current_modes(), tracing(TracingContext(fakes)), _attention_in_graph(), _float8_in_graph(), unhooked:
             compiled(*([_stand_in(t, known, fakes) for t in part] for part in (self._state.values(), tensors)))
         return compiled
 
@@ -253,6 +253,13 @@ def _attention_in_graph() -> Iterator[None]:
         yield
     finally:
         attention.in_graph = None
+
+
+def _float8_in_graph() -> contextlib.AbstractContextManager[object]:
+    """While a graph is traced, 8-bit products are those of a GPU."""
+    from zeroplan_runtime.techniques import float8
+
+    return mock.patch.object(float8, "is_traced", return_value=True)
 
 
 def _stand_in(tensor: torch.Tensor, known: dict[int, torch.Tensor], fakes: Any) -> torch.Tensor:

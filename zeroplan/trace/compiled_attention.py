@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from zeroplan.trace import attention
+from zeroplan.trace.compiled_float8 import allocate_blockwise
 
 #: The kernels by name, each with the order in which its backward finds query, key, value and mask.
 _KERNELS: dict[str, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
@@ -99,6 +100,7 @@ class OpaqueAttention(torch.autograd.Function):
 
 #: What generated code calls under the name ``torch.ops.zeroplan``.
 ALLOCATING = SimpleNamespace(
+    blockwise_product=SimpleNamespace(default=allocate_blockwise),
     attention_forward=SimpleNamespace(default=allocate_forward),
     attention_backward=SimpleNamespace(default=allocate_backward),
 )

@@ -18,7 +18,9 @@ On GPUs ``torch._scaled_mm`` multiplies; elsewhere rounded values are multiplied
 Note [Graphs]
     The casts are torch's own operations, so that inductor fuses them with the norm or the activation in front of them where
     blocks are compiled. A product scaled by blocks is one opaque operation: dynamo's rules for ``_scaled_mm`` know no
-    scales of blocks in fp32, and inductor may lay scales out otherwise than cuBLAS takes them.
+    scales of blocks in fp32, and inductor may lay scales out otherwise than cuBLAS takes them. Dynamo takes the whole product
+    as one node, which AOTAutograd then looks into: what dynamo traces of a Function by itself loses the mark of a checkpoint
+    around it up to torch 2.11, and its graph would keep the products' results and factors for the backward.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 3.3;
 torchao ``float8/config.py`` (which formats and sums each recipe has).
@@ -114,6 +116,11 @@ def _turned(one: Narrow) -> Narrow:
     return Narrow(one.bits.t().contiguous(), one.scale.t() if one.scale.dim() else one.scale)
 
 
+def is_traced() -> bool:
+    """Returns whether graphs for a GPU are made of tensors that are none of its."""
+    return False
+
+
 class Factors(NamedTuple):
     """How the factors of a layer's products are rounded, by recipe."""
 
@@ -146,7 +153,7 @@ def product(left: Narrow, right: Narrow, *, fast: bool) -> torch.Tensor:
         right: [rows, columns].
         fast: sums may lose precision in the tensor cores.
     """
-    if not left.bits.is_cuda:
+    if not (left.bits.is_cuda or is_traced()):
         return (left.widened() @ right.widened().t()).to(torch.bfloat16)
     if left.scale.dim() and left.scale.shape[1] > 1:
         found: torch.Tensor = torch.ops.zeroplan.blockwise_product(*left, *right)
@@ -155,23 +162,24 @@ def product(left: Narrow, right: Narrow, *, fast: bool) -> torch.Tensor:
     return torch._scaled_mm(left.bits, right.bits.t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
 
+def blockwise_operands(
+    left: torch.Tensor, left_scale: torch.Tensor, right: torch.Tensor, right_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns what ``torch._scaled_mm`` takes: the factors, and their scales, those of parts with all rows' side by side."""
+    by_parts = right_scale.shape[0] == right.shape[0]
+    lying = right_scale.t().contiguous() if by_parts else right_scale.contiguous().t()
+    return left.contiguous(), right.contiguous().t(), left_scale.t().contiguous().t(), lying
+
+
 @torch.library.custom_op("zeroplan::blockwise_product", mutates_args=())
 def _blockwise_product(
     left: torch.Tensor, left_scale: torch.Tensor, right: torch.Tensor, right_scale: torch.Tensor
 ) -> torch.Tensor:
     """left · rightᵀ, where `left` has a scale for each 128 columns, and `right` such or one for each 128 × 128.
 
-    cuBLAS takes the scales of parts with those of all rows side by side. See Note [Graphs].
+    See Note [Graphs].
     """
-    by_parts = right_scale.shape[0] == right.shape[0]
-    lying = right_scale.t().contiguous() if by_parts else right_scale.contiguous().t()
-    return torch._scaled_mm(
-        left.contiguous(),
-        right.contiguous().t(),
-        left_scale.t().contiguous().t(),
-        lying,
-        out_dtype=torch.bfloat16,
-    )
+    return torch._scaled_mm(*blockwise_operands(left, left_scale, right, right_scale), out_dtype=torch.bfloat16)
 
 
 @_blockwise_product.register_fake
@@ -190,10 +198,10 @@ class Float8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Float8Recipe
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Float8Recipe, in_graph: bool
     ) -> torch.Tensor:
         """Returns [..., out], bf16, for `x` [..., in], `weight` [out, in] and `bias` [out]."""
-        if torch.compiler.is_compiling():
+        if in_graph:
             ctx.save_for_backward(x, weight)
         else:  # a saved parameter would look like an alias of it; its address is constant
             ctx.save_for_backward(x)
@@ -228,14 +236,23 @@ class Float8Product(torch.autograd.Function):
                 left = _turned(Narrow(_whole_parts(whole.bits.view(torch.uint8), recipe).view(_WIDE), whole.scale))
                 right = _turned(how.tokens(rows))
             grad_weight = product(left, right, fast=False)
-        return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None
+        return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+def float8_product_in_graph(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: str) -> torch.Tensor:
+    """:class:`Float8Product` of a compiled block. See Note [Graphs]."""
+    out: torch.Tensor = Float8Product.apply(x, weight, bias, Float8Recipe(recipe), True)
+    return out
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     if x.dtype != torch.bfloat16:
         what = f"a linear layer has inputs in {str(x.dtype).removeprefix('torch.')}, and 8-bit products stand in for bf16's"
         raise BadInput(what, where=_KEY, remedy="leave the key out")
-    out: torch.Tensor = Float8Product.apply(x, module.weight, module.bias, vars(module)["_float8_recipe"])
+    recipe: Float8Recipe = vars(module)["_float8_recipe"]
+    if torch.compiler.is_compiling():
+        return float8_product_in_graph(x, module.weight, module.bias, recipe.value)
+    out: torch.Tensor = Float8Product.apply(x, module.weight, module.bias, recipe, False)
     return out
 
 
@@ -267,6 +284,7 @@ def attach_float8(
             another's matrix is gathered in 8 bits.
     """
     _require_capable(recipe, device)
+    torch.compiler.allow_in_graph(float8_product_in_graph)  # here, since it imports dynamo
     layers = list(float8_layers(blocks, recipe))
     _require_own(gathered, layers)
     if not layers:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -17,6 +18,7 @@ from zeroplan.engines.runtime.traffic import RuntimeFacts, gather
 from zeroplan.ledger.line import evaluate
 from zeroplan.planner.estimate import estimate_runs
 from zeroplan.planner.resolve import resolve
+from zeroplan.planner.tapes import expanded_tape_of
 from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import ExpandedTape, Op
 
@@ -128,7 +130,6 @@ def test_gathers_in_8_bits_have_a_buffer_and_send_half() -> None:
         ({"fp8": "rowwise_with_gw_hp"}, "rowwise_with_gw_hp is not a recipe of zeroplan; use tensorwise, rowwise or blockwise"),
         ({"fp8": "blockwise", "engine": "fsdp2"}, "blockwise is not a recipe of fsdp2"),
         ({"fp8": "tensorwise", "gpu": "A100-80G"}, "has no 8-bit floats"),
-        ({"fp8": "tensorwise", "compile": "blocks"}, "fp8"),
     ],
 )
 def test_refusals(changes: dict[str, Any], says: str) -> None:
@@ -138,11 +139,53 @@ def test_refusals(changes: dict[str, Any], says: str) -> None:
 
 @pytest.mark.torch
 def test_a_plan_holds_the_factors_and_is_sure() -> None:
-    plain, narrow = (
-        estimate_runs(Ask(**ASKED, stage=3, depth="simulated", fp8=recipe)).runs[0] for recipe in (None, "tensorwise")
-    )
+    asked = Ask(**ASKED | {"model": small_llama(vocab=64)}, stage=3, depth="simulated", gradient_checkpointing=True)
+    plain, narrow = (estimate_runs(asked.replace(fp8=recipe)).runs[0] for recipe in (None, "tensorwise"))
     assert plain is not None
     assert narrow is not None
     assert narrow.plan.fits
     assert not narrow.plan.unmodelled
     assert narrow.plan.gpu.peak_allocated > plain.plan.gpu.peak_allocated
+    resolved = resolve(Ask(**ASKED, stage=3, fp8="tensorwise"))
+    types = {module.type for module in expanded_tape_of(resolved.engine, resolved.cases[0]).modules}
+    assert "Linear" in types
+    assert "Float8Linear" not in types  # torchao's: the engine writes its own products into the tape
+
+
+def kept_behind_blocks(tape: ExpandedTape) -> list[int]:
+    """Bytes that live behind each block's forward."""
+    sizes, live, found = {}, 0, []
+    for at in range(tape.backward):
+        op, arg = tape.op[at], tape.arg[at]
+        if op == Op.ALLOC:
+            sizes[arg] = tape.aux[at]
+            live += tape.aux[at]
+        elif op == Op.FREE:
+            live -= sizes.pop(arg, 0)
+        elif op == Op.EXIT and tape.modules[arg].type == "LlamaDecoderLayer":
+            found.append(live)
+    return found
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("recipe", "checkpoints"),
+    [
+        ("tensorwise", True),
+        *(pytest.param(str(recipe), within, marks=pytest.mark.long) for recipe in RUNTIME_RECIPES for within in (False, True)),
+    ],
+)
+def test_compiled_blocks_keep_what_their_graphs_do(recipe: str, checkpoints: bool) -> None:
+    width, tokens = 512, 256
+    compiled = "checkpointed-blocks" if checkpoints else "blocks"
+    changes = {"model": small_llama(layers=3, width=width), "seq_len": tokens, "gradient_checkpointing": checkpoints}
+    resolved = resolve(Ask(**ASKED | changes, stage=3, fp8=recipe, compile=compiled))
+    tape = expanded_tape_of(resolved.engine, resolved.cases[0])
+    assert len(tape.shapes) == 1  # the first micro batch, as written
+    inputs = tokens * width * 2
+    kept = [after - before for before, after in pairwise(kept_behind_blocks(tape))]
+    assert len(kept) == 2
+    if checkpoints:
+        assert kept == [inputs] * 2  # nothing more, in 8 bits as in 16
+    else:
+        assert min(kept) > 3 * inputs

@@ -195,9 +195,14 @@ class Runtime(Engine):
         blocks = {unit.shape.name for unit in units if unit.shape.kind is UnitKind.BLOCK}
         return offloaded_inputs(tape, blocks, parts=parts, to_host=to_host)
 
+    def traced(self, workload: Workload) -> Workload:
+        """Return the workload without 8-bit products of uncompiled layers: which are written into its tape, not torchao's."""
+        workload = super().traced(workload)
+        return workload if workload.compile is not None else workload.without(Float8Recipe)
+
     def trace_options(self, case: Case) -> TraceOptions:
-        """Return the options without 8-bit products, which are written into the tape: they are not torchao's."""
-        return replace(super().trace_options(case), fp8=None)
+        """Return the options of the workload as its tape has it."""
+        return super().trace_options(replace(case, workload=self.traced(case.workload)))
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
         """See :func:`zeroplan.engines.runtime.simulation.computed_tape`."""

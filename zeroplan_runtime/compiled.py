@@ -62,8 +62,21 @@ class _Opaque:
         return self._hook.__reduce_ex__(protocol)
 
 
+_whole: list[Callable[..., Any]] = []
+
+
+def whole_in_graphs(function: _Call) -> _Call:
+    """Marks a function as one node of dynamo's graphs, which AOTAutograd looks into. Dynamo hears of it once it is there."""
+    _whole.append(function)
+    return function
+
+
 def keep_out_of_graphs(handles: Iterable[RemovableHandle]) -> None:
-    """Makes the hooks of `handles` opaque to dynamo. Each keeps its place among its module's hooks."""
+    """Makes the hooks of `handles` opaque to dynamo, and tells it of what is whole. Each keeps its place among its module's
+    hooks.
+    """
+    for function in _whole:
+        torch.compiler.allow_in_graph(function)
     for handle in handles:
         hooks = handle.hooks_dict_ref()
         if hooks is not None and handle.id in hooks:

@@ -32,6 +32,7 @@ class Case:
         output: of a block: ``tuple`` or ``dict``.
         compiled: ``torch.compile`` of ``each`` block.
         odd: an empty parameter, a scalar, a column-major one.
+        float8: the recipe by which blocks' linear layers multiply in 8 bits; ``gathers``: tensorwise, and so gathered, too.
 
     Attributes of the use:
         steps: optimizer steps.
@@ -68,6 +69,7 @@ class Case:
     order: str = ""
     output: str = ""
     odd: bool = False
+    float8: str = ""
     embedding: str = ""
     weights: str = ""
     compiled: str = ""
@@ -170,6 +172,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "output": _often("", "tuple", "dict", times=8),
     "odd": _often(False, True, times=4),
     "embedding": _often("", "sparse", times=9),
+    "float8": _often("", "tensorwise", "rowwise", "gathers", times=30),
     "weights": _often("", "weight-norm", "spectral-norm", times=12),
     "compiled": _often("", "each", times=39),
     "dropout": _often(False, True, times=7),
@@ -265,7 +268,7 @@ def _more_legal(case: Case) -> Case:
     """`case` after one look at each rule; what a rule takes out may be what another asks for."""
     change: dict[str, Any] = {}
     after = set(case.after)
-    for rules in (_of_config, _of_weights, _of_optimizer, _of_changes, _of_what_follows):
+    for rules in (_of_config, _of_float8, _of_weights, _of_optimizer, _of_changes, _of_what_follows):
         rules(case, change, after)
     change["after"] = tuple(one for one in case.after if one in after)
     return replace(case, **change)
@@ -298,6 +301,28 @@ def _of_config(case: Case, change: dict[str, Any], _: set[str]) -> None:
         change["autocast"] = False
     if case.dtype == "fp32" or case.overflows > case.steps:
         change["overflows"] = 0
+
+
+def _of_float8(case: Case, change: dict[str, Any], after: set[str]) -> None:
+    """Rules of 8-bit products, which stand in for bf16's of plain linear layers in blocks."""
+    if not case.float8:
+        return
+    change |= {"dtype": "bf16", "width": 16, "weights": "", "lora": False, "autocast": False}
+    if case.optimizer in ("lion", "rprop"):
+        change["optimizer"] = "sgd"
+    if case.frozen == "blocks":
+        change["frozen"] = ""
+    if case.container == "none":
+        change["container"] = "list"
+    if case.depth < 2:
+        change["depth"] = 2
+    if case.blocks in ("mha", "lstm"):
+        change["blocks"] = "mlp"
+    if case.loss == "gradient-penalty":
+        change["loss"] = ""
+    if case.float8 == "gathers":  # a forward sees rounded matrices, and refuses writes to them and arrays that share them
+        change |= {"stage": 3, "offload": "", "reads": "", "clamps": ""}
+        after -= {"caught", "array-write"}
 
 
 def _of_weights(case: Case, change: dict[str, Any], _: set[str]) -> None:

@@ -34,7 +34,7 @@ class Block(nn.Module):
 
     def __init__(self, case: Case, kind: str, number: int) -> None:
         super().__init__()
-        width, hidden = case.width, case.width + 3 * (number % 2)
+        width, hidden = case.width, case.width + (16 if case.float8 else 3) * (number % 2)
         self.case, self.kind = case, kind
         self.norm = nn.LayerNorm(width)
         self.up: nn.Module = nn.Linear(width, 3 * width if kind == "attention" else hidden, bias=number % 2 == 0)

@@ -15,6 +15,8 @@ from benchmarks.fuzz_training.case import Case
 from benchmarks.fuzz_training.model import Net, make
 from benchmarks.fuzz_training.optimizers import Lamb, Lion
 from benchmarks.fuzz_training.script import Seen, play
+from zeroplan.core.float8 import Float8Recipe
+from zeroplan_runtime.techniques.float8 import attach_float8
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: The factor on an fp16 loss.
@@ -154,6 +156,9 @@ class _Plain:
         _cast(model, dtype)
         self.replicas = [Replica(case, copy.deepcopy(model), rank, self.optimizer, self._scale) for rank in range(case.ranks)]
         for replica in self.replicas:
+            if case.float8:
+                recipe = Float8Recipe.TENSORWISE if case.float8 == "gathers" else Float8Recipe(case.float8)
+                attach_float8(replica.module.stack(), recipe, torch.device("cpu"))
             replica.module.add_weight_hook()
         self._applied = 0
         self._note()

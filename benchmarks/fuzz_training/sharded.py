@@ -51,6 +51,9 @@ def ds_config(case: Case, folder: Path) -> dict[str, Any]:
             zero |= {"offload_optimizer": nvme, "offload_param": {**nvme, "max_in_cpu": 0}}
     if case.dtype != "fp32":
         config[case.dtype] = {"enabled": True, **({"loss_scale": SCALE} if case.dtype == "fp16" else {})}
+    if case.float8:
+        gathers = case.float8 == "gathers"
+        config["zeroplan"] |= {"float8": "tensorwise" if gathers else case.float8, "float8_gathers": gathers}
     if case.reduce_dtype:
         config["communication_data_type"] = case.reduce_dtype
     if case.accum_dtype:

@@ -19,6 +19,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import RUNTIME_RECIPES, Float8Recipe
 from zeroplan_runtime import parameter_aliases
+from zeroplan_runtime.compiled import keep_out_of_graphs
 from zeroplan_runtime.techniques.float8 import (
     Float8Product,
     attach_float8,
@@ -218,6 +219,7 @@ def test_compiled_blocks(recipe: str) -> None:
     two.load_state_dict(one.state_dict())
     for block in (one, two):
         attach_float8([block], Float8Recipe(recipe), torch.device("cpu"))
+    keep_out_of_graphs([])  # as the engine's first forward does
     compiled = torch.compile(two, backend="aot_eager", fullgraph=True)
     x = torch.randn(2, 8, WIDTH).bfloat16()
     for made in (one(x), compiled(x)):
@@ -230,6 +232,7 @@ def test_a_graph_has_a_product_as_one_node() -> None:
     """A checkpoint around it marks that node, and with it all that AOTAutograd makes of it; see Note [Graphs]."""
     block = Block(odd=False).bfloat16()
     attach_float8([block], Float8Recipe.TENSORWISE, torch.device("cpu"))
+    keep_out_of_graphs([])
     seen: list[Any] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: Any) -> Any:

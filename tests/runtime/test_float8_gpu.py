@@ -10,6 +10,7 @@ import torch
 
 from tests.runtime.gpu_ranks import run_on_gpus
 from zeroplan.core.float8 import RUNTIME_RECIPES, Float8Recipe
+from zeroplan_runtime.compiled import keep_out_of_graphs
 from zeroplan_runtime.techniques.float8 import Float8Product, float8_product_in_graph
 
 pytestmark = [pytest.mark.torch, pytest.mark.gpu]
@@ -33,7 +34,7 @@ def test_products_are_those_of_the_emulation(recipe: Float8Recipe, tokens: int, 
                 return float8_product_in_graph(x, weight, bias, recipe.value)
             return Float8Product.apply(x, weight, bias, recipe, False)
 
-        torch.compiler.allow_in_graph(float8_product_in_graph)
+        keep_out_of_graphs([])
         function = torch.compile(apply, fullgraph=True) if compiled and device == "cuda" else apply
         out = function(*leaves)
         return [out.detach().cpu(), *(one.cpu() for one in torch.autograd.grad(out, leaves, grad.to(device)))]

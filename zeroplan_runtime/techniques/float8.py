@@ -38,6 +38,7 @@ from torch.nn.functional import pad
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import BLOCK, FLOAT8_CAPABILITY, Float8Recipe, multiple_of
+from zeroplan_runtime.compiled import whole_in_graphs
 from zeroplan_runtime.gradient_hooks import is_plain_linear
 from zeroplan_runtime.local_tensors import is_distributed
 from zeroplan_runtime.unit_state import UnitState
@@ -239,6 +240,7 @@ class Float8Product(torch.autograd.Function):
         return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 
+@whole_in_graphs
 def float8_product_in_graph(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: str) -> torch.Tensor:
     """:class:`Float8Product` of a compiled block. See Note [Graphs]."""
     out: torch.Tensor = Float8Product.apply(x, weight, bias, Float8Recipe(recipe), True)
@@ -284,7 +286,6 @@ def attach_float8(
             another's matrix is gathered in 8 bits.
     """
     _require_capable(recipe, device)
-    torch.compiler.allow_in_graph(float8_product_in_graph)  # here, since it imports dynamo
     layers = list(float8_layers(blocks, recipe))
     _require_own(gathered, layers)
     if not layers:

@@ -20,11 +20,13 @@ def _shape(name: str) -> dict[str, Any]:
 
 #: The model type of a shape, where it is no Llama.
 MODEL_TYPES = {"qwen3-moe-small": "qwen3_moe", "toy-moe": "qwen3_moe"}
-#: Shapes by name, as values of transformers' configs: two of the catalog's, a mixture of experts with fewer blocks and experts
-#: than the catalog's (3.1 B parameters), and toys for CPUs.
+#: Shapes by name, as values of transformers' configs: two of the catalog's, each also with a few of its blocks, a mixture of
+#: experts with fewer blocks and experts than the catalog's (3.1 B parameters), and toys for CPUs.
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": _shape("meta-llama/Llama-3.2-1B"),
     "llama-8b": _shape("meta-llama/Llama-3.1-8B"),
+    "llama-1b-4": _shape("meta-llama/Llama-3.2-1B") | {"num_hidden_layers": 4},
+    "llama-8b-8": _shape("meta-llama/Llama-3.1-8B") | {"num_hidden_layers": 8},
     "toy": _shape("meta-llama/Llama-3.2-1B")
     | {
         "vocab_size": 512,
@@ -57,11 +59,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Case:
     """``ENGINE:STAGE[+r32][+ckpt][+RECIPE[+gathers]][+compile|+within]``, as in ``zeroplan:3+r32``.
 
-    `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not) or ddp (stage 0; stage 1
-    with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16. `compiled`: each block is
-    compiled by ``torch.compile``, under DeepSpeed the model by DeepCompile; `within`: with its checkpoint inside the graph, as
-    torchtitan does. `float8`: how blocks' linear layers multiply in 8 bits, FSDP2's by torchao; `gathers`: their weights are
-    gathered in 8 bits, too.
+    `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not), torchtitan (its own trainer)
+    or ddp (stage 0; stage 1 with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16.
+    `compiled`: each block is compiled by ``torch.compile``, under DeepSpeed the model by DeepCompile; `within`: with its
+    checkpoint inside the graph, as torchtitan does. `float8`: how blocks' linear layers multiply in 8 bits, FSDP2's and
+    torchtitan's by torchao; `gathers`: their weights are gathered in 8 bits, too.
     """
 
     engine: str

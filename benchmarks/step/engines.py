@@ -39,6 +39,10 @@ def build(case: Case, shape: str, micro: int, device: torch.device, **keys: Any)
 
     `keys` are further ones of the runtime's section of the ds_config.
     """
+    if case.engine == "torchtitan":
+        from benchmarks.step import titan
+
+        return titan.build(case, shape, micro)
     dtype = torch.bfloat16 if case.engine in ("zeroplan", "deepspeed") else torch.float32
     model = model_of(shape, dtype, device, checkpointing=case.checkpointing)
     if case.within:

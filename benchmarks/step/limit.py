@@ -33,7 +33,7 @@ _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("loss", ("zp_cross_entropy", "cross_entropy", "nll_loss", "softmax")),
     ("optimizer", ("zp_adam", "zp_lion", "zp_sgd", "zp_lamb", "adam")),
     ("gradient norm", ("zp_sum_of_squares", "zp_finalize", "lpnorm")),
-    ("8-bit casts", ("zp_float8", "float8", "fp8", "amax")),
+    ("8-bit casts", ("float8", "fp8", "bitwise_and", "linalg_vector_norm")),  # scales are found by these two
     ("swiglu", ("silu", "sigmoid")),
     ("rotary", ("_cat_", "_neg_", "_cos", "_sin", "catarray")),
     ("norms, residuals", ("rsqrt", "_pow_", "layer_norm", "_mean_")),

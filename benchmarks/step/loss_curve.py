@@ -3,9 +3,9 @@ r"""The loss of a model in 8-bit products beside that in bf16, on the same real 
     python -m benchmarks.step.loss_curve --text FOLDER --tokens tokens.npy                      # once: text to tokens
     python -m benchmarks.step.loss_curve --tokens tokens.npy --ranks 2 --out curves.jsonl [--cases zeroplan:3+compile,…]
 
-Text is whatever documents and sources a folder holds, by name, each once; its tokens are those of a byte-level BPE of 4,096
-made of the text itself. The first case is the reference. A gap is that of two losses averaged over the last :data:`WINDOW`
-steps, as a part of the reference's, from step :data:`SETTLED` on.
+Text is the Python sources of a folder, each once; its tokens are those of a byte-level BPE of 4,096 made of the text itself.
+Samples are stretches of it in a drawn order, so that a batch is of many files. The first case is the reference. A gap is that
+of two losses averaged over the last :data:`WINDOW` steps, as a part of the reference's, from step :data:`SETTLED` on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from benchmarks.step.timing import command, join, warm
 
 WINDOW, SETTLED = 50, 100
 _VOCAB = 4096
-_SUFFIXES = ("*.rst", "*.md", "*.txt", "LICENSE*", "*.py")
-_PEAK_RATE, _WARM = 3e-4, 50
+#: Bytes of the shortest and the longest file: longer ones are tables.
+_SHORTEST, _LONGEST = 512, 256 << 10
+_WARM = 50
 
 
 def prepare(folder: Path, target: Path, size: int) -> None:
@@ -38,20 +39,19 @@ def prepare(folder: Path, target: Path, size: int) -> None:
     seen: set[bytes] = set()
     texts: list[str] = []
     total = 0
-    for suffix in _SUFFIXES:
-        for file in sorted(folder.rglob(suffix)):
-            if total >= size:
-                break
-            try:
-                text = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError):
-                continue
-            digest = hashlib.sha1(text.encode(), usedforsecurity=False).digest()
-            if len(text) < 512 or digest in seen:
-                continue
-            seen.add(digest)
-            texts.append(text)
-            total += len(text)
+    for file in sorted(folder.rglob("*.py"), key=lambda file: hashlib.sha1(str(file).encode(), usedforsecurity=False).digest()):
+        if total >= size:
+            break
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            continue
+        digest = hashlib.sha1(text.encode(), usedforsecurity=False).digest()
+        if not _SHORTEST <= len(text) <= _LONGEST or digest in seen:
+            continue
+        seen.add(digest)
+        texts.append(text)
+        total += len(text)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,8 +60,6 @@ def prepare(folder: Path, target: Path, size: int) -> None:
         texts[:: max(1, len(texts) // 400)],
         trainers.BpeTrainer(vocab_size=_VOCAB, initial_alphabet=alphabet, special_tokens=[], show_progress=False),
     )
-    # Documents in an order of their own, so that no stretch of the training is of one package.
-    texts.sort(key=lambda text: hashlib.sha1(text.encode(), usedforsecurity=False).digest())
     ids = numpy.concatenate([numpy.array(one.ids, dtype=numpy.int32) for one in tokenizer.encode_batch(texts)])
     numpy.save(target, ids)
     print(f"{len(texts)} files, {total / 1e6:.1f} MB, {len(ids) / 1e6:.2f} M tokens of a vocabulary of {_VOCAB}", flush=True)
@@ -77,11 +75,12 @@ def curve(case: Case, arguments: argparse.Namespace, rank: int) -> list[float]:
     device = join(rank)
     ids = torch.from_numpy(numpy.load(arguments.tokens)) % SHAPES[arguments.shape]["vocab_size"]  # toys have fewer
     rows = ids[: len(ids) // arguments.seq * arguments.seq].view(-1, arguments.seq)
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
     step, keep = build(case, arguments.shape, arguments.micro, device)
     losses = []
     for number in range(arguments.steps):
         first = (number * arguments.ranks + rank) * arguments.micro % (len(rows) - arguments.micro)
-        rate = _PEAK_RATE * min(1.0, (number + 1) / _WARM) * (0.55 + 0.45 * math.cos(math.pi * number / arguments.steps))
+        rate = arguments.rate * min(1.0, (number + 1) / _WARM) * (0.55 + 0.45 * math.cos(math.pi * number / arguments.steps))
         for group in keep.optimizer.param_groups:
             group["lr"] = rate
         losses.append(step(rows[first : first + arguments.micro].long().to(device)))
@@ -115,6 +114,7 @@ def main() -> int:
     parser.add_argument("--seq", type=int, default=1024)
     parser.add_argument("--micro", type=int, default=4)
     parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rate", type=float, default=4e-4, help="the highest learning rate, behind the first 50 steps")
     parser.add_argument("--cases", default="zeroplan:3+compile,zeroplan:3+tensorwise+gathers+compile")
     parser.add_argument("--timeout", type=float, default=200)
     arguments = parser.parse_args()
@@ -128,7 +128,7 @@ def main() -> int:
         found = run_ranks(partial(curve, case, arguments), arguments.ranks, timeout=arguments.timeout)
         fault = failure(found)
         row: dict[str, Any] = {"case": str(case), "shape": arguments.shape, "ranks": arguments.ranks, "steps": arguments.steps}
-        row |= {"micro": arguments.micro, "seq": arguments.seq, "versions": versions()}
+        row |= {"micro": arguments.micro, "seq": arguments.seq, "rate": arguments.rate, "versions": versions()}
         row["command"] = command("benchmarks.step.loss_curve")
         if fault:
             faults += 1

@@ -31,16 +31,18 @@ RESULTS = Path(__file__).resolve().parent.parent / "results" / "step"
 MODELS = {"llama-1b": "meta-llama/Llama-3.2-1B", "llama-8b": "meta-llama/Llama-3.1-8B"}
 
 
-def mixture(shape: str) -> dict[str, Any]:
+def described(shape: str) -> dict[str, Any]:
     """Return the config of a shape that the catalog has not."""
-    return {"model_type": MODEL_TYPES[shape], "architectures": ["Qwen3MoeForCausalLM"], **SHAPES[shape]}
+    kind = MODEL_TYPES.get(shape, "llama")
+    classes = {"llama": "LlamaForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+    return {"model_type": kind, "architectures": [classes[kind]], **SHAPES[shape]}
 
 
 def request_of(row: dict[str, Any]) -> Ask:
     """Return the request whose one plan predicts this row."""
     case = Case.parse(row["case"])
     common: dict[str, Any] = {
-        "model": MODELS.get(row["shape"]) or mixture(row["shape"]),
+        "model": MODELS.get(row["shape"]) or described(row["shape"]),
         "micro_batch": row["micro"],
         "seq_len": row["seq"],
         "gradient_checkpointing": case.checkpointing,

@@ -30,6 +30,7 @@ def test_each_moment_has_one_owner_and_the_shares_add_up_to_the_whole() -> None:
         ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>", "attention"),
         ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_2", "norms, residuals"),
         ("triton_poi_fused_mul_silu_7", "swiglu"),
+        ("triton_poi_fused__scaled_mm__to_copy_abs_add_bitwise_and_div_mul_silu_17", "8-bit casts"),
         ("triton_poi_fused_something_3", "fused, other"),
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication"),
         ("Memcpy DtoD (Device -> Device)", "copies"),

@@ -162,7 +162,7 @@ def test_a_damaged_universal_checkpoint_is_named(pool: RankPool, tmp_path: Path)
     damaged, *said = pool.run(1, refused, str(tmp_path / "made"))[0]
     assert "is damaged" in damaged
     assert "embed.weight/exp_avg.pt" in damaged
-    for text, part in zip(said, ["cannot be read", "shape [3], not [1]", "cannot be read", "no parameter"], strict=True):
+    for text, part in zip(said, ["cannot be read", "shape [3], not [1]", "names builtins.print", "no parameter"], strict=True):
         assert part in text
         assert "blocks.1.gain" in text
         assert "\n" not in text

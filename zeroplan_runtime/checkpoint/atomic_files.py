@@ -114,15 +114,9 @@ def find(folder: Path, tag: str | None) -> Path | None:
     """
     _require_folder(folder)
     if tag is None:
-        pointer = folder / LATEST
-        if not _is_there(pointer):
+        if not _is_there(folder / LATEST):
             return None
-        remedy = _remedy(folder, "")
-        text = read_bytes(str(pointer), 4 * _LONGEST_TAG, remedy=remedy).decode(errors="replace").strip()
-        try:
-            tag = require_tag(text, str(pointer))
-        except BadInput as fault:
-            raise BadInput(fault.what, where=str(pointer), remedy=remedy) from None
+        tag = latest(folder)
     else:
         require_tag(tag, "load_checkpoint")
     for path in (folder / tag, replaced(folder, tag)):  # the second if a process died between the renames of finish()
@@ -134,6 +128,20 @@ def find(folder: Path, tag: str | None) -> Path | None:
         where=str(folder),
         remedy=_remedy(folder, tag),
     )
+
+
+def latest(folder: Path) -> str:
+    """The tag in the file ``latest``.
+
+    Raises:
+        BadInput: when it holds none.
+    """
+    pointer, remedy = folder / LATEST, _remedy(folder, "")
+    text = read_bytes(str(pointer), 4 * _LONGEST_TAG, remedy=remedy).decode(errors="replace").strip()
+    try:
+        return require_tag(text, str(pointer))
+    except BadInput as fault:
+        raise BadInput(fault.what, where=str(pointer), remedy=remedy) from None
 
 
 def _require_folder(folder: Path) -> None:

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan_runtime.checkpoint import atomic_files
-from zeroplan_runtime.checkpoint.agreement import on_all_ranks
-from zeroplan_runtime.checkpoint.foreign import WantedTensors, go_on_from, write_whole
+from zeroplan_runtime.checkpoint.foreign import Counts, WantedTensors, load_whole
 from zeroplan_runtime.checkpoint.manifest import METADATA
 from zeroplan_runtime.checkpoint.reader import unpickled_metadata
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint, run_conversion
@@ -136,20 +135,16 @@ def load_dcp_checkpoint(engine: EngineParts, *folders: str | Path, load_optimize
     """
     where = str(folders[0]) if folders else "folders"
     wanted = WantedTensors.of(engine, where, optimizer_states=load_optimizer_states)
-    found: list[_TorchCheckpoint] = []
-
-    def verify() -> None:
-        found.append(_TorchCheckpoint([Path(folder) for folder in folders], wanted))
-
-    with engine.activity.inside(f"verifying {where}"):
-        on_all_ranks(engine, verify, where)
-        engine.drain()
-        engine.schedule.grads.drop(anyway=True)
-        engine.checks.grads_were_dropped()
-        with engine.checks.during_load():
-            write_whole(engine, wanted, found[0], doing=f"loading {where}")
-            go_on_from(engine, wanted, applied=found[0].steps, global_steps=found[0].steps)
-            return found[0].steps
+    paths = [Path(folder) for folder in folders]
+    found = load_whole(
+        engine,
+        wanted,
+        lambda: _TorchCheckpoint(paths, wanted),
+        lambda checkpoint: Counts(checkpoint.steps, checkpoint.steps),
+        where=where,
+        name=where,
+    )
+    return found.steps
 
 
 class _TorchReader(FileSystemReader):

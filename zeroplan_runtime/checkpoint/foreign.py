@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.checkpoint.agreement import on_all_ranks
 from zeroplan_runtime.engine_parts import EngineParts
+from zeroplan_runtime.optim.lr_schedules import LrSchedule
 from zeroplan_runtime.parameter_states import MASTER, ParameterStates
 from zeroplan_runtime.parameter_values import write_value
 from zeroplan_runtime.units import plain_named
@@ -22,8 +24,8 @@ class WholeTensors(Protocol):
     def state(self, name: str, key: str) -> torch.Tensor:
         """Return a trained parameter (``master``) or a state of it, such as ``exp_avg``."""
 
-    def frozen(self, name: str) -> torch.Tensor:
-        """Return a parameter that is not trained."""
+    def frozen(self, name: str) -> torch.Tensor | None:
+        """Return a parameter that is not trained; None to keep the present one."""
 
     def buffer(self, name: str) -> torch.Tensor | None:
         """Return a buffer; None where the checkpoint has none of that name."""
@@ -63,12 +65,8 @@ class WantedTensors:
         return cls(frozenset(every), trained, frozen, [MASTER, *(states.keys() if optimizer_states else ())])
 
 
-def write_whole(engine: EngineParts, wanted: WantedTensors, tensors: WholeTensors, *, doing: str) -> None:
-    """Write all that is wanted. Every rank must call it, once all have found that everything is there.
-
-    Args:
-        doing: what the watchdog says of it.
-    """
+def _write(engine: EngineParts, wanted: WantedTensors, tensors: WholeTensors, *, doing: str) -> None:
+    """Write all that is wanted; `doing` is what the watchdog says of it."""
     states = ParameterStates(engine)
     for name, param in wanted.trained.items():
         for key in wanted.keys:
@@ -76,7 +74,9 @@ def write_whole(engine: EngineParts, wanted: WantedTensors, tensors: WholeTensor
             states.set_whole(param, tensors.state(name, key), key)
     engine.model_states.forget_errors()
     for name, param in wanted.frozen.items():
-        write_value(engine, param, tensors.frozen(name))
+        value = tensors.frozen(name)
+        if value is not None:
+            write_value(engine, param, value)
     with torch.no_grad():
         for name, buffer in plain_named(engine.module.named_buffers()):
             value = tensors.buffer(name)
@@ -84,15 +84,68 @@ def write_whole(engine: EngineParts, wanted: WantedTensors, tensors: WholeTensor
                 buffer.copy_(value)
 
 
-def go_on_from(engine: EngineParts, wanted: WantedTensors, *, applied: int, global_steps: int) -> None:
-    """Count on from a number of steps; techniques begin anew.
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Where a checkpoint's training stood.
 
-    Args:
+    Attributes:
         applied: steps that the optimizer has taken.
         global_steps: those that it was asked for, the skipped ones included.
+        skipped: steps whose gradients were not finite.
     """
-    if len(wanted.keys) > 1:
-        engine.progress.applied = applied
-    engine.progress.global_steps = global_steps
-    engine.progress.micro_steps = global_steps * engine.progress.grad_accum
-    engine.techniques.load_state_dict({})
+
+    applied: int
+    global_steps: int
+    skipped: int = 0
+
+
+T = TypeVar("T", bound=WholeTensors)
+
+
+def load_whole(
+    engine: EngineParts,
+    wanted: WantedTensors,
+    find: Callable[[], T],
+    counts: Callable[[T], Counts | None],
+    *,
+    where: str,
+    name: str,
+) -> T:
+    """Load a checkpoint of whole tensors. Every rank must call it.
+
+    Args:
+        engine: the engine.
+        wanted: what it loads.
+        find: checks that everything is there and gives it; the engine is as it was before when that fails on any rank.
+        counts: gives where the training stood, from which techniques begin anew; None to count on as before.
+        where: what to name in an error.
+        name: what to call the checkpoint.
+
+    Raises:
+        BadInput: on every rank, what `find` raised on one.
+    """
+    found: list[T] = []
+    with engine.activity.inside(f"verifying {name}"):
+        on_all_ranks(engine, lambda: found.append(find()), where)
+        engine.drain()
+        engine.schedule.grads.drop(anyway=True)
+        engine.checks.grads_were_dropped()
+        with engine.checks.during_load():
+            _write(engine, wanted, found[0], doing=f"loading {name}")
+            stood = counts(found[0])
+            if stood is not None:
+                state = {**asdict(stood), "loss_scaler": engine.progress.scaler.state_dict()}
+                engine.progress.load_state_dict(state, optimizer=len(wanted.keys) > 1)
+                engine.techniques.load_state_dict({})
+    return found[0]
+
+
+def resume_schedule(engine: EngineParts, state: Any) -> None:
+    """Go on with a learning-rate schedule; `state` is None where the checkpoint has none. Rates are those of its step."""
+    if engine.lr_scheduler is None or state is None:
+        return
+    engine.lr_scheduler.load_state_dict(state)
+    groups = engine.optimizer.param_groups if engine.optimizer is not None else []
+    own = isinstance(engine.lr_scheduler, LrSchedule)
+    for group, rate in zip(groups, engine.lr_scheduler.get_lr() if own else engine.lr_scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate

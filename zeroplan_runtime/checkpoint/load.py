@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checkpoint import atomic_files
 from zeroplan_runtime.checkpoint.agreement import by_torch, on_all_ranks
+from zeroplan_runtime.checkpoint.deepspeed_zero import is_deepspeed_checkpoint, load_deepspeed_checkpoint
 from zeroplan_runtime.checkpoint.manifest import SaveId, read_manifest, read_state
-from zeroplan_runtime.checkpoint.parameter_shapes import parameter_groups, require_same_order
+from zeroplan_runtime.checkpoint.parameter_shapes import require_same_groups, require_same_order
 from zeroplan_runtime.checkpoint.planners import (
     ShardLoadPlanner,
     StateShard,
@@ -48,7 +50,7 @@ def load_checkpoint(
     load_lr_scheduler_states: bool = True,
     load_module_only: bool = False,
 ) -> tuple[str | None, dict[str, Any]]:
-    """Loads a checkpoint that any number of ranks saved at any stage. Every rank must call it.
+    """Loads a checkpoint that any number of ranks saved at any stage, or DeepSpeed's engine did. Every rank must call it.
 
     Args:
         engine: the engine.
@@ -68,12 +70,15 @@ def load_checkpoint(
     """
     comm, where = engine.ranks.world, "engine.load_checkpoint"
     with engine.activity.inside("finding the checkpoint to load"):
-        paths = on_all_ranks(engine, lambda: atomic_files.find(Path(folder), tag), where)
+        paths = on_all_ranks(engine, lambda: _find(Path(folder), tag), where)
         path = paths[comm.rank]
         _require_same([one.name if one is not None else None for one in paths], str(folder))
         if path is None:
             logger.warning("%s holds no checkpoint: nothing was loaded", folder)
             return None, {}
+        if is_deepspeed_checkpoint(path):
+            options = {"load_optimizer_states": load_optimizer_states, "load_lr_scheduler_states": load_lr_scheduler_states}
+            return str(path), load_deepspeed_checkpoint(engine, path, load_module_only=load_module_only, **options)
         optimizer = load_optimizer_states and not load_module_only
         found: list[_Checkpoint] = []
 
@@ -203,27 +208,26 @@ def _require_degrees(engine: EngineParts, state: dict[str, Any], path: Path) -> 
 def _require_optimizer(engine: EngineParts, state: dict[str, Any], path: Path, *, optimizer: bool) -> None:
     if not optimizer or engine.optimizer is None:
         return
-    kind, groups = engine.optimizer.kind, len(engine.optimizer.param_groups)
+    kind = engine.optimizer.kind
     if state["optimizer"] != kind:
         raise BadInput(
             f"the checkpoint's optimizer is {state['optimizer']}, not {kind}", where=str(path), remedy="load_module_only=True"
         )
-    if len(state["groups"]) != groups:
-        raise BadInput(
-            f"the checkpoint's optimizer has {len(state['groups'])} parameter groups, not {groups}",
-            where=str(path),
-            remedy="make the optimizer as it was, or load_optimizer_states=False",
-        )
-    if engine.ranks.pp is not None:  # the names are those of the first stage
-        return
-    saved = state.get("model", {}).get("groups", {})
-    for name, group in parameter_groups(engine).items():
-        if saved.get(name, group) != group:
-            raise BadInput(
-                f"{name!r} was in parameter group {saved[name]} and is in group {group} here",
-                where=str(path),
-                remedy="make the groups as they were, in their order, or load_optimizer_states=False",
-            )
+    # under a pipeline the names are those of the first stage
+    saved = state.get("model", {}).get("groups", {}) if engine.ranks.pp is None else {}
+    require_same_groups(engine, len(state["groups"]), saved, path)
+
+
+def _find(folder: Path, tag: str | None) -> Path | None:
+    """See :func:`~zeroplan_runtime.checkpoint.atomic_files.find`; finds checkpoints of DeepSpeed's engine, too."""
+    try:
+        return atomic_files.find(folder, tag)
+    except BadInput:
+        with suppress(BadInput):
+            path = folder / (tag or atomic_files.latest(folder))
+            if is_deepspeed_checkpoint(path):
+                return path
+        raise
 
 
 def _take_over(engine: EngineParts, state: dict[str, Any], *, optimizer: bool, schedule: bool) -> None:

@@ -6,7 +6,7 @@ part and how it was cut (``parts``). Loading compares them with the model's, sin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,34 @@ def parameter_groups(engine: EngineParts) -> dict[str, int]:
         if unit.trainable is not None
         for i, index in enumerate(unit.trainable.layout.params)
     }
+
+
+def require_same_groups(engine: EngineParts, count: int, saved: Mapping[str, int], path: str | Path) -> None:
+    """Check that parameters are in the optimizer's groups in which they were saved.
+
+    Args:
+        engine: the engine, which has an optimizer.
+        count: the checkpoint's groups.
+        saved: the group of each parameter by name; those that it lacks are not compared.
+        path: what to name in an error.
+
+    Raises:
+        BadInput: for another number of groups, or a parameter in another one.
+    """
+    groups = len(engine.optimizer.param_groups) if engine.optimizer is not None else 0
+    if count != groups:
+        raise BadInput(
+            f"the checkpoint's optimizer has {count} parameter groups, not {groups}",
+            where=str(path),
+            remedy="make the optimizer as it was, or load_optimizer_states=False",
+        )
+    for name, group in parameter_groups(engine).items():
+        if saved.get(name, group) != group:
+            raise BadInput(
+                f"{name!r} was in parameter group {saved[name]} and is in group {group} here",
+                where=str(path),
+                remedy="make the groups as they were, in their order, or load_optimizer_states=False",
+            )
 
 
 def require_same_order(engine: EngineParts, state: dict[str, Any], path: Path) -> None:

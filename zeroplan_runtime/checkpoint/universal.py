@@ -8,9 +8,7 @@ that of deepspeed/checkpoint/ds_to_universal.py of 0.19.8.
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
-import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +19,10 @@ import torch
 from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan_runtime.checkpoint import atomic_files
-from zeroplan_runtime.checkpoint.agreement import on_all_ranks
-from zeroplan_runtime.checkpoint.foreign import WantedTensors, go_on_from, write_whole
+from zeroplan_runtime.checkpoint.foreign import Counts, WantedTensors, load_whole, resume_schedule
+from zeroplan_runtime.checkpoint.torch_files import read_torch_file, require_sums
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint, run_conversion
 from zeroplan_runtime.engine_parts import EngineParts
-from zeroplan_runtime.optim.lr_schedules import LrSchedule
 from zeroplan_runtime.parameter_states import MASTER
 
 LATEST = "latest_universal"
@@ -124,44 +121,27 @@ def load_universal_checkpoint(
         for key in wanted.keys
     }
 
-    def verify() -> None:
+    def find() -> _UniversalTensors:
         _require_names(folder / _STATES, set(wanted.trained), known=wanted.names)
         for (name, _), file in sources.items():
             engine.activity.piece(f"verifying {folder.name}")
-            _require_sums(file)
-            _fitting(_read(file), wanted.trained[name], file)
+            require_sums(file)
+            _fitting(read_torch_file(file), wanted.trained[name], file)
         files = _model_files(folder)
         for file in files:
-            _require_sums(file)
-        module = _read(files[0]).get("module") or {}
-        if missing := [name for name in wanted.frozen if name not in module]:
+            require_sums(file)
+        model = read_torch_file(files[0])
+        if missing := [name for name in wanted.frozen if name not in (model.get("module") or {})]:
             raise BadInput(f"holds no frozen parameter {missing[0]!r}", where=str(files[0]), remedy="train what was trained")
+        return _UniversalTensors(files, model, sources, wanted)
 
-    with engine.activity.inside(f"verifying {folder.name}"):
-        on_all_ranks(engine, verify, str(folder))
-        engine.drain()
-        engine.schedule.grads.drop(anyway=True)
-        engine.checks.grads_were_dropped()
-        with engine.checks.during_load():
-            return _load(engine, folder, wanted, sources, schedule=load_lr_scheduler_states)
+    def counts(found: _UniversalTensors) -> Counts:
+        applied = _steps(folder / _STATES, found.model)
+        return Counts(applied, int(found.model.get("global_steps", applied)), int(found.model.get("skipped_steps", 0)))
 
-
-def _load(
-    engine: EngineParts, folder: Path, wanted: WantedTensors, sources: Mapping[tuple[str, str], Path], *, schedule: bool
-) -> dict[str, Any]:
-    """Loads what has been found to be whole: `sources` are the files of the trained parameters, by name and state."""
-    files = _model_files(folder)
-    model = _read(files[0])
-    write_whole(engine, wanted, _UniversalTensors(files, model, sources, wanted), doing=f"loading {folder.name}")
-    applied = _steps(folder / _STATES, model)
-    go_on_from(engine, wanted, applied=applied, global_steps=int(model.get("global_steps", applied)))
-    if schedule and engine.lr_scheduler is not None and model.get("lr_scheduler") is not None:
-        engine.lr_scheduler.load_state_dict(model["lr_scheduler"])
-        groups = engine.optimizer.param_groups if engine.optimizer is not None else []
-        own = isinstance(engine.lr_scheduler, LrSchedule)
-        rates = engine.lr_scheduler.get_lr() if own else engine.lr_scheduler.get_last_lr()
-        for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate
+    model = load_whole(engine, wanted, find, counts, where=str(folder), name=folder.name).model
+    if load_lr_scheduler_states:
+        resume_schedule(engine, model.get("lr_scheduler"))
     return {key: value for key, value in model.items() if key != "module"}
 
 
@@ -176,7 +156,7 @@ class _UniversalTensors:
 
     def state(self, name: str, key: str) -> torch.Tensor:
         file = self.sources[name, key]
-        return _fitting(_read(file), self.wanted.trained[name], file)
+        return _fitting(read_torch_file(file), self.wanted.trained[name], file)
 
     def frozen(self, name: str) -> torch.Tensor:
         return _fitting({"param": _frozen(self.files, self.model, name)}, self.wanted.frozen[name], self.files[0])
@@ -206,7 +186,7 @@ def _frozen(files: list[Path], model: dict[str, Any], name: str) -> torch.Tensor
     shape = (model.get("frozen_param_shapes") or {}).get(name)
     if len(files) == 1 or shape is None:
         return whole
-    parts = [_read(file)["frozen_param_fragments"][name] for file in files]
+    parts = [read_torch_file(file)["frozen_param_fragments"][name] for file in files]
     return torch.cat(parts)[: shape.numel()].view(shape)
 
 
@@ -214,9 +194,9 @@ def _steps(states: Path, model: dict[str, Any]) -> int:
     """The number of steps that the optimizer has taken. DeepSpeed writes it beside the parameters, at stage 3 once for all."""
     file = next(iter(sorted(states.glob("*/step.pt"))), None)
     if file is not None:
-        return int(_read(file))
+        return int(read_torch_file(file))
     try:
-        return int(_read(states / _OPTIMIZER)["optimizer_state_dict"]["state"][0]["step"])
+        return int(read_torch_file(states / _OPTIMIZER)["optimizer_state_dict"]["state"][0]["step"])
     except (BadInput, LookupError, TypeError):  # it may hold DeepSpeed's own objects
         return int(model.get("global_steps", 0)) - int(model.get("skipped_steps", 0))
 
@@ -250,35 +230,6 @@ def _fitting(data: Any, param: torch.Tensor, file: Path) -> torch.Tensor:
     if value.shape != param.shape:
         raise BadInput(f"holds the shape {list(value.shape)}, not {list(param.shape)}", where=str(file))
     return value.detach()
-
-
-def _require_sums(file: Path) -> None:
-    """Checks the checksums that torch.save has formed, if it has; torch.load does not.
-
-    Raises:
-        BadInput: for bytes that are not those that were written.
-    """
-    try:
-        with zipfile.ZipFile(file) as archive:
-            formed = any(one.CRC for one in archive.infolist())
-            damaged = archive.testzip() if formed else None
-    except (OSError, zipfile.BadZipFile):  # torch.load reads it, or says why not
-        return
-    if damaged is not None:
-        raise BadInput(f"is damaged: {damaged!r} in it is not what was written", where=str(file), remedy="load another one")
-
-
-def _read(file: Path) -> Any:
-    """Reads the object in a file of torch.save, of tensors and plain values alone.
-
-    Raises:
-        BadInput: when it is missing, damaged, or holds anything else, which could run code.
-    """
-    try:
-        return torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as fault:
-        lines = str(fault).strip().splitlines() or [type(fault).__name__]
-        raise BadInput(f"cannot be read: {lines[0][:160]}", where=str(file)) from None
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,8 +4,8 @@ Note [DeepSpeed's shards]
     ``mp_rank_00_model_states.pt`` (at stage 3 ``zero_pp_rank_<r>_mp_rank_00_model_states.pt``, one a rank) has the 16-bit
     model, shapes, frozen parameters, buffers, the schedule and counts. ``zero_pp_rank_<r>_mp_rank_00_optim_states.pt``, with
     ``bf16_`` before it in bf16, has one rank's part of masters and states in flat tensors, one a parameter group, at stage 3
-    one a sub-group. Up to stage 2 ``param_slice_mappings`` says which elements of a rank's flat are which parameter's; at stage 3 a
-    parameter of n elements takes ceil(n / ranks) of every rank's, in the order of ``param_shapes``.
+    one a sub-group. Up to stage 2 ``param_slice_mappings`` says which elements of a rank's flat are which parameter's; at
+    stage 3 a parameter of n elements takes ceil(n / ranks) of every rank's, in the order of ``param_shapes``.
     The client's state follows DeepSpeed's own keys, of which ``ds_version`` is the last.
     Source: DeepSpeed 0.19.8, runtime/{engine,bf16_optimizer,zero/stage_1_and_2,zero/stage3}.py.
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.arena.layout import NORM_PARTS, NORM_WORKSPACE
+from zeroplan.core.arena.layout import FLOAT8_HEAD, NORM_PARTS, NORM_WORKSPACE
 from zeroplan.core.one_bit import SCALE_BLOCK, scales_of
 from zeroplan_runtime.kernels import nvrtc
 from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs
@@ -49,6 +49,7 @@ KERNEL_CONFIGS = {
     "lion": KernelConfig(threads=1024),
     "sgd": KernelConfig(threads=1024),
     "cast": KernelConfig(),
+    "float8": KernelConfig(vector=FLOAT8_HEAD),
     "norm": KernelConfig(threads=512, vector=8, unroll=2, blocks=16, load=1),
     "norm_fp32": KernelConfig(threads=512, vector=4, unroll=4, blocks=16, load=1),
     "lamb": KernelConfig(threads=1024),
@@ -312,6 +313,17 @@ def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         head,
         _f(scale),
     )
+
+
+def widen_messages(messages: torch.Tensor, out: torch.Tensor) -> None:
+    """See :func:`.float8.widen_messages`."""
+    config, (ranks, size), shard = KERNEL_CONFIGS["float8"], messages.shape, out.numel() // messages.shape[0]
+    if shard == 0:
+        return
+    kernel = _kernel(_index(out.device), "float8.cu", "zp_widen_float8", out.dtype, out.dtype, config)
+    blocks = _blocks(config, out.device, shard)
+    pointers = _pointer(messages), _pointer(out)
+    _launch(out.device, kernel, ranks * blocks, config.threads, *pointers, shard, size, blocks)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, losses: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import torch
 
+from zeroplan.core.arena.layout import FLOAT8_HEAD
 from zeroplan.core.one_bit import SCALE_BLOCK, scales_of
 from zeroplan_runtime.kernels.block_quantisation import BlockwiseArgs, decode, encode
 from zeroplan_runtime.kernels.segments import TensorSegments
@@ -173,6 +174,13 @@ def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """Writes ``source * scale``, computed in fp32, to `out`."""
     for part in _slices(source.numel()):
         out[part].copy_(source[part].float() * scale)
+
+
+def widen_messages(messages: torch.Tensor, out: torch.Tensor) -> None:
+    """See :func:`.float8.widen_messages`."""
+    values = out.view(messages.shape[0], -1)
+    values.copy_(messages[:, FLOAT8_HEAD : FLOAT8_HEAD + values.shape[1]].view(torch.float8_e4m3fn))
+    values.mul_(messages[:, :4].view(torch.float32))
 
 
 def _rows(logits: torch.Tensor) -> Iterator[slice]:

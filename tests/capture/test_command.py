@@ -23,6 +23,11 @@ from zeroplan.core.errors import BadInput
         ("deepspeed --num_gpus 4 train.py --deepspeed ds.json", "train.py", ("--deepspeed", "ds.json"), "deepspeed", 4, None),
         ("deepspeed --include localhost:0,1 train.py", "train.py", (), "deepspeed", 2, None),
         ("accelerate launch --num_processes 8 --num_machines 2 --multi_gpu train.py x", "train.py", ("x",), "accelerate", 4, 2),
+        ("python -m torch.distributed.launch --nproc_per_node=2 --use_env train.py", "train.py", (), "torchrun", 2, None),
+        ("srun -N2 --ntasks-per-node=4 --gpus 8 python -u train.py x", "train.py", ("x",), "srun", 4, 2),
+        ("srun --exclusive -n 8 python train.py", "train.py", (), "srun", 8, 1),
+        ("srun -N 2 torchrun --nnodes 2 --nproc_per_node 8 train.py", "train.py", (), "torchrun", 8, 2),
+        ("bash -c 'hostname; srun -n 2 python train.py'", "train.py", (), "srun", 2, 1),
         ("bash -c 'python train.py --a 1'", "train.py", ("--a", "1"), "", None, None),
     ],
 )

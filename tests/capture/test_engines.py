@@ -96,6 +96,36 @@ def test_ddp_is_planned_by_its_schedule_as_if_told_by_hand(tmp_path: Path) -> No
     assert hand.gpu.peak_allocated - other.gpu.peak_allocated == NUMBER
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_included_runtime_is_planned_as_if_told_by_hand(tmp_path: Path, stage: int) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 64, "gradient_accumulation_steps": 2, "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": stage},
+    }  # fmt: skip
+    code = f"""{BODY}
+import zeroplan_runtime
+engine, optimizer, _, _ = zeroplan_runtime.initialize(model=Net(), config={config!r})
+for step in range(6):
+    x = torch.empty(64, 128, 256, device="cuda", dtype=torch.bfloat16)
+    engine.backward(engine(x).float().mean())
+    optimizer.step()
+assert (engine.global_steps, engine.get_lr()) == (3, [1e-3])
+assert engine.module_state_dict()["head.weight"].shape == (512, 256)
+"""
+    captured, run = captured_run(tmp_path, code)
+    plan = run.report.plans[0]
+    hand = told("zeroplan", ds_config=config)
+    assert captured.steps == 3
+    assert (plan.engine, plan.stage, plan.capture is not None and plan.capture.way, plan.fits) == (
+        "zeroplan",
+        stage,
+        "engine",
+        True,
+    )
+    assert abs(plan.gpu.peak_allocated - hand.gpu.peak_allocated) <= 64 * 128 * 256 * 2, (plan.gpu, hand.gpu)
+    assert [one.stage for one in run.report.plans[:2]] == [stage, 1 if stage == 0 else 0]
+
+
 @pytest.mark.long
 def test_fsdp2_lists_both_ways_to_reshard(tmp_path: Path) -> None:
     _, run = captured_run(tmp_path, FSDP2)

@@ -19,8 +19,8 @@ from zeroplan.core.cluster import Cluster
 torch = pytest.importorskip("torch")
 
 SCRIPT = """
-import argparse, json, os, sys
-import torch
+import argparse, json, os, sys, tarfile, urllib.request
+import numpy, torch
 import comet_ml.integration.pytorch as comet
 from neptune import Run
 parser = argparse.ArgumentParser()
@@ -34,6 +34,12 @@ assert rows[0]["conversations"][0]["from"] == "user"
 assert len(open("words.txt").read().split()) == 4 * 6
 import requests
 assert requests.get("https://nowhere/words.txt").text.split() == ["the"] * 24
+with requests.get("https://nowhere/cora.tgz", stream=True) as got, tarfile.open(fileobj=got.raw, mode="r:gz") as archive:
+    archive.extractall(".", filter="data")
+assert numpy.genfromtxt("cora/cora.cites", dtype=int).shape == (5429, 2)
+with urllib.request.urlopen("https://nowhere/wikitext-2/valid.txt") as got:
+    words = got.read().split()
+assert (len(words), len(set(words))) == (213_886, 33_277)
 assert os.listdir(asked.data_dir) == ["train.txt"]
 assert not os.path.exists(asked.output_dir) and not os.path.exists("state.json")
 run = Run(project="x")
@@ -58,7 +64,8 @@ def test_a_script_finds_what_is_not_there(tmp_path: Path, monkeypatch: pytest.Mo
     assert captured.steps == 3
     assert [note.partition(" is ")[0] for note in captured.notes] == [
         "the file data.json", "the folder lines", "the package comet_ml", "the package neptune", "the file words.txt",
-        "the file https://nowhere/words.txt",
+        "the file https://nowhere/words.txt", "the file https://nowhere/cora.tgz",
+        "the file https://nowhere/wikitext-2/valid.txt",
     ]  # fmt: skip
     assert sorted(one.name for one in tmp_path.iterdir()) == ["train.py"]
 
@@ -94,12 +101,3 @@ def test_several_gpus_under_data_parallel_stop() -> None:
         model(torch.ones(2, 8))
     assert plan.plan.capture is not None
     assert "nn.DataParallel over 2 GPUs has no rule" in str(plan.plan.capture.stopped)
-
-
-def test_the_included_runtime_stops_by_its_name() -> None:
-    with zeroplan.capture("H100") as plan:
-        from zeroplan_runtime import initialize
-
-        initialize(model=torch.nn.Linear(8, 8), config={"train_micro_batch_size_per_gpu": 1})
-    assert plan.plan.capture is not None
-    assert "zeroplan estimate --engine zeroplan plans its run" in str(plan.plan.capture.stopped)

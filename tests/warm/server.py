@@ -165,8 +165,9 @@ def _become(asked: dict[str, Any], libraries: list[str]) -> None:
     importlib.invalidate_caches()
     sys.modules.pop("sitecustomize", None)
     site.execsitecustomize()
-    while words[0] in ("-u", "-B"):
-        words.pop(0)
+    safe = False
+    while words[0] in ("-u", "-B", "-P"):
+        safe |= words.pop(0) == "-P"
     main = types.ModuleType("__main__")
     if words[0] == "-c":
         code = compile(words[1], "<string>", "exec")
@@ -176,7 +177,8 @@ def _become(asked: dict[str, Any], libraries: list[str]) -> None:
         code, main.__spec__, main.__file__ = _module(words[1])
         main.__package__ = main.__spec__.parent
         sys.argv[:] = [main.__file__, *words[2:]]
-        sys.path.insert(0, folder)
+        if not safe:
+            sys.path.insert(0, folder)
     else:
         main.__file__ = str(Path(words[0]).absolute())
         code = compile(Path(words[0]).read_bytes(), main.__file__, "exec")

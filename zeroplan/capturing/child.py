@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import runpy
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from zeroplan.capturing import guards, result
 from zeroplan.capturing.machine import Job, PlannedCard, World
+
+#: Seconds beyond its time after which a script is stopped wherever it is.
+_LATE = 5.0
 
 
 def _job(path: str) -> Job:
@@ -36,15 +42,42 @@ def main() -> None:
         from zeroplan.capturing.launchers import process_group
 
         os.environ.update(process_group(job))
+    if job.launcher == "srun":
+        from zeroplan.capturing.launchers import slurm
+
+        os.environ.update(slurm(job))
     _hide_gpus()
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(one) for one in range(job.gpus)))
+    leave = os._exit
+    died = open(job.fault, "w", encoding="utf-8")  # noqa: SIM115 (Python writes to it as it dies)
+    faulthandler.enable(died)
     began = time.monotonic()
     captured = Session(job).run()
     captured.seconds = time.monotonic() - began
-    result.write(captured, job.answer)
+    try:
+        result.write(captured, job.answer)
+    except OSError as error:
+        leave(error.errno or 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # libraries' threads and exit handlers have nothing left to do
+    leave(0)  # libraries' threads and exit handlers have nothing left to do
+
+
+def _ends_after(seconds: float) -> None:
+    """Stop the script after that long where it does not come back to torch; what was learnt until then stays."""
+    late = signal.SIGRTMAX
+
+    def stop(*_: Any) -> None:
+        from zeroplan.capturing.recorder import StoppedError
+        from zeroplan.capturing.source import user_line
+
+        raise StoppedError(f"the script took longer than {seconds:.0f} s (--seconds)", user_line())
+
+    signal.signal(late, stop)
+    main = threading.get_ident()
+    timer = threading.Timer(seconds + _LATE, lambda: signal.pthread_kill(main, late))
+    timer.daemon = True
+    timer.start()
 
 
 def _hide_gpus() -> None:
@@ -69,6 +102,7 @@ class Session:
 
     def run(self) -> result.Captured:
         """Set up, run the script, and return what was captured."""
+        from zeroplan.capturing import notebooks
         from zeroplan.capturing.hooks import data_files
         from zeroplan.capturing.session import install, running
         from zeroplan.capturing.state import Capture
@@ -78,17 +112,15 @@ class Session:
         if self.job.launcher == "accelerate":
             self._by_accelerate()
         name = self.job.target
-        if not self.job.module:
-            sys.path[0] = os.path.dirname(os.path.abspath(name))
-        else:
-            sys.path[0] = os.getcwd()
+        sys.path.insert(0, os.getcwd() if self.job.module else os.path.dirname(os.path.abspath(name)))
         sys.argv = [name, *self.job.arguments]
         data_files.install(capture)
+        _ends_after(self.job.seconds)
         with running(capture):
             if self.job.module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             elif name.endswith(".ipynb"):
-                _run_notebook(name)
+                notebooks.run(name)
             else:
                 runpy.run_path(name, run_name="__main__")
         return capture.captured()
@@ -100,18 +132,6 @@ class Session:
         os.environ.update(found)
         if grouped:
             os.environ.update(process_group(self.job))
-
-
-def _run_notebook(path: str) -> None:
-    """Run a notebook's cells as one script; lines for a shell or of magic are left out."""
-    cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-    names: dict[str, Any] = {"__name__": "__main__", "__file__": path}
-    for number, cell in enumerate(cells, 1):
-        if cell.get("cell_type") != "code":
-            continue
-        lines = "".join(cell["source"]).splitlines()
-        text = "\n".join("pass" if line.lstrip()[:1] in ("!", "%") else line for line in lines)
-        exec(compile(text, f"{path}[{number}]", "exec"), names)
 
 
 if __name__ == "__main__":

@@ -18,24 +18,29 @@ from zeroplan.core.errors import BadInput
 _PYTHON = re.compile(r"^(.*/)?python[\d.]*$")
 _ASSIGNMENT = re.compile(r"^[A-Za-z_]\w*=")
 #: Words that start another command and change nothing of it that a plan reads.
-_WRAPPERS = frozenset(("nohup", "time", "exec", "env", "sudo", "srun", "numactl", "nice", "stdbuf"))
+_WRAPPERS = frozenset(("nohup", "time", "exec", "env", "sudo", "numactl", "nice", "stdbuf"))
 _RUNNERS = {("uv", "run"), ("poetry", "run"), ("pdm", "run"), ("pixi", "run")}
 #: Switches of python that take no value.
 _PYTHON_SWITCHES = frozenset(("-u", "-O", "-OO", "-B", "-E", "-I", "-s", "-S"))
 #: Switches of launchers, which take no value.
 _SWITCHES: Mapping[str, frozenset[str]] = {
-    "torchrun": frozenset(("standalone", "no_python", "run_path", "signals_to_handle")),
+    "torchrun": frozenset(("standalone", "no_python", "run_path", "use_env")),
     "deepspeed": frozenset(("no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid",
                             "bind_cores_to_rank", "enable_each_rank_log")),
     "accelerate": frozenset(("cpu", "multi_gpu", "tpu", "ipex", "use_deepspeed", "use_fsdp", "use_megatron_lm", "use_xpu",
                              "quiet", "no_python", "debug", "tpu_cluster", "no_tpu_cluster", "dynamo_use_fullgraph",
                              "dynamo_use_dynamic", "use_parallelism_config", "enable_cpu_affinity", "same_network")),
 }  # fmt: skip
+_LAUNCHERS = frozenset(_SWITCHES)
 #: Launchers' flags that say how many processes there are: a node's, all, and nodes.
 _LOCAL = {"torchrun": ("nproc_per_node",), "deepspeed": ("num_gpus",), "accelerate": ()}
 _NODES = {"torchrun": ("nnodes",), "deepspeed": ("num_nodes",), "accelerate": ("num_machines",)}
 #: Short names of the same flags.
 _SHORT = {"m": "module", "num_gpus": "num_gpus"}
+#: Of srun: short names of options, and those that take no value.
+_SRUN_SHORT = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "G": "gpus"}
+_SRUN_SWITCHES = frozenset(("exclusive", "unbuffered", "u", "label", "l", "pty", "overlap", "no-kill", "k", "verbose", "v",
+                            "quiet", "Q", "kill-on-bad-exit", "mpi"))  # fmt: skip
 _MOST_RANKS = 1 << 20
 
 
@@ -47,7 +52,7 @@ class Start:
         target: a script's path, or a module's name.
         module: whether the target is a module (``-m``).
         arguments: the script's own words.
-        launcher: ``torchrun``, ``deepspeed``, ``accelerate``, or empty for plain python.
+        launcher: ``torchrun``, ``deepspeed``, ``accelerate``, ``srun``, or empty for plain python.
         local_ranks: processes on a node; None where the launcher leaves it to the GPUs that it finds.
         nodes: nodes; None where the command leaves it open.
         environment: variables that the command sets.
@@ -81,6 +86,8 @@ def start_of(words: Sequence[str]) -> Start:
             rest.pop(0)
         elif word in _WRAPPERS:
             rest = _without_switches(rest)
+        elif word == "srun":
+            return _of_srun(rest[1:], environment)
         else:
             break
         rest.pop(0)
@@ -97,6 +104,27 @@ def _without_switches(rest: list[str]) -> list[str]:
     while at < len(rest) and rest[at].startswith("-"):
         at += 1
     return [rest[0], *rest[at:]]
+
+
+def _of_srun(rest: list[str], environment: Mapping[str, str]) -> Start:
+    """What Slurm starts on each of its tasks, of which one is the process, unless they start a launcher's."""
+    flags: dict[str, str] = {}
+    while rest and rest[0].startswith("-"):
+        name, joined, value = rest.pop(0).lstrip("-").partition("=")
+        if len(name) > 1 and name[0] in _SRUN_SHORT and name[1:].isdigit():
+            name, joined, value = name[0], "=", name[1:]
+        if not joined and name not in _SRUN_SWITCHES and rest:
+            value = rest.pop(0)
+        flags[_SRUN_SHORT.get(name, name).replace("-", "_")] = value
+    inner = start_of(rest)
+    inner = replace(inner, environment={**environment, **inner.environment})
+    if inner.launcher:
+        return inner
+    nodes = _count("srun", flags, ("nodes",)) or 1
+    local, total = _count("srun", flags, ("ntasks_per_node",)), _count("srun", flags, ("ntasks",))
+    if local is None and total is not None:
+        local = max(1, total // nodes)
+    return replace(inner, launcher="srun", local_ranks=local, nodes=nodes)
 
 
 def _of_program(rest: list[str], environment: Mapping[str, str]) -> Start:
@@ -267,6 +295,8 @@ def _of_shell(rest: list[str], environment: Mapping[str, str]) -> Start:
 
 def _starts_python(words: list[str]) -> bool:
     """Whether a command starts a Python program that could train."""
+    if "srun" in words:  # whose switches may have values
+        words = words[next((at for at, word in enumerate(words) if _PYTHON.match(word) or word in _LAUNCHERS), len(words)) :]
     rest = [word for word in words if word not in _WRAPPERS and not _ASSIGNMENT.match(word)]
     first = Path(rest[0]).name if rest else ""
     python = (bool(_PYTHON.match(first)) and rest[1:2] not in (["-c"], ["-m"])) or rest[1:3] == ["-m", "torch.distributed.run"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -11,6 +12,9 @@ import torch
 
 from zeroplan.capturing import places
 from zeroplan.capturing.machine import PlannedCard
+from zeroplan.capturing.recorder import ScriptRecorder, StoppedError
+from zeroplan.capturing.source import user_line
+from zeroplan.engines.process import CONTEXT
 
 
 class IdleStream:
@@ -45,13 +49,13 @@ class IdleStream:
         return None
 
 
-def install(card: PlannedCard, gpus: int, live: Callable[[], int]) -> None:
+def install(card: PlannedCard, gpus: int, recorder: ScriptRecorder) -> None:
     """Put the answers in place of ``torch.cuda``'s own.
 
     Args:
         card: the GPU.
         gpus: how many the process sees.
-        live: returns the bytes that the script has on the GPU now.
+        recorder: knows what the script has on the GPU.
     """
     properties = SimpleNamespace(
         name=card.name, major=card.capability[0], minor=card.capability[1], total_memory=card.memory,
@@ -61,6 +65,21 @@ def install(card: PlannedCard, gpus: int, live: Callable[[], int]) -> None:
         L2_cache_size=50 << 20,
     )  # fmt: skip
     bf16 = card.capability >= (8, 0)
+
+    def live(*_: Any) -> int:
+        return recorder.live[0]
+
+    def peak(*_: Any) -> int:
+        return recorder.live[1]
+
+    def free(*_: Any) -> tuple[int, int]:
+        return max(0, card.memory - CONTEXT - live()), card.memory
+
+    def stats(*_: Any) -> dict[str, int]:
+        now, most = recorder.live
+        kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
+        found = {f"{kind}.all.{part}": value for kind in kinds for part, value in (("current", now), ("peak", most))}
+        return collections.defaultdict(int, found)
 
     def nothing(*_: Any, **__: Any) -> None:
         return None
@@ -85,20 +104,25 @@ def install(card: PlannedCard, gpus: int, live: Callable[[], int]) -> None:
         "set_stream": nothing, "device": _Device, "device_of": lambda _: inside(), "manual_seed": nothing,
         "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing, "initial_seed": lambda: 0,
         "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": nothing,
-        "get_rng_state_all": list, "set_rng_state_all": nothing, "memory_stats": lambda *_: {},
-        "memory_allocated": lambda *_: live(), "max_memory_allocated": lambda *_: live(), "memory_reserved": lambda *_: live(),
-        "max_memory_reserved": lambda *_: live(), "reset_peak_memory_stats": nothing, "reset_max_memory_allocated": nothing,
+        "get_rng_state_all": list, "set_rng_state_all": nothing, "memory_stats": stats,
+        "memory_allocated": live, "max_memory_allocated": peak, "memory_reserved": live, "max_memory_reserved": peak,
+        "reset_peak_memory_stats": recorder.forget_peak, "reset_max_memory_allocated": recorder.forget_peak,
         "reset_accumulated_memory_stats": nothing, "set_per_process_memory_fraction": nothing, "memory_summary": lambda *_: "",
-        "mem_get_info": lambda *_: (card.memory, card.memory), "can_device_access_peer": lambda *_: True,
+        "mem_get_info": free, "can_device_access_peer": lambda *_: True,
         "utilization": lambda *_: 0, "temperature": lambda *_: 0, "power_draw": lambda *_: 0,
         "get_arch_list": lambda: ["sm_90"],
         "is_current_stream_capturing": lambda: False, "_device_count_nvml": lambda: gpus, "cudart": lambda: IdleStream(),
         "_check_capability": nothing, "_maybe_exchange_device": lambda _: -1, "_exchange_device": lambda _: -1,
     }  # fmt: skip
+    for name in ("CUDAGraph", "graph", "make_graphed_callables"):
+        answers[name] = _stops("no rule knows what CUDA graphs keep: capture the script without them")
+    for name in ("_record_memory_history", "_dump_snapshot", "_snapshot"):
+        answers[name] = nothing
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "empty_cache",
-                 "mem_get_info", "reset_peak_memory_stats", "memory_stats"):  # fmt: skip
+                 "mem_get_info", "reset_peak_memory_stats", "memory_stats", "memory_summary", "_record_memory_history",
+                 "_dump_snapshot", "_snapshot"):  # fmt: skip
         setattr(torch.cuda.memory, name, answers[name])
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "get_rng_state_all"):
         setattr(torch.cuda.random, name, answers[name])
@@ -112,11 +136,39 @@ def install(card: PlannedCard, gpus: int, live: Callable[[], int]) -> None:
         found = {"is_available": lambda: True, "current_accelerator": lambda *_, **__: torch.device("cuda"),
                  "device_count": lambda: gpus, "current_device_index": lambda: places.gpu().index, "synchronize": nothing,
                  "set_device_index": set_device, "current_stream": lambda *_: IdleStream(), "empty_cache": nothing,
-                 "memory_allocated": lambda *_: live(), "max_memory_allocated": lambda *_: live(),
-                 "reset_peak_memory_stats": nothing}  # fmt: skip
+                 "memory_allocated": live, "max_memory_allocated": peak, "get_memory_info": free,
+                 "reset_peak_memory_stats": recorder.forget_peak}  # fmt: skip
         for name, answer in found.items():
             setattr(torch.accelerator, name, answer)
     torch.Generator = _Generator  # type: ignore[misc]
+
+
+def _stops(why: str) -> type:
+    """A class, or a function, that stops the script where it is called."""
+
+    def stops(*_: Any, **__: Any) -> Any:
+        raise StoppedError(why, user_line())
+
+    return type("Graph", (), {"__new__": stops})
+
+
+def install_nvml(card: PlannedCard, gpus: int, recorder: ScriptRecorder, module: Any) -> None:
+    """Let NVML answer for the planned GPUs, of which the first holds what the script has there; `module` is ``pynvml``."""
+
+    def memory(handle: int, *_: Any, **__: Any) -> Any:
+        used = CONTEXT + recorder.live[0] if handle == 0 else 0
+        return SimpleNamespace(total=card.memory, used=used, free=card.memory - used, reserved=0)
+
+    answers: dict[str, Any] = {
+        "nvmlInit": 0, "nvmlInitWithFlags": 0, "nvmlShutdown": 0, "nvmlDeviceGetCount": gpus, "nvmlDeviceGetName": card.name,
+        "nvmlSystemGetDriverVersion": "580.65.06", "nvmlSystemGetCudaDriverVersion": 13000, "nvmlDeviceGetTemperature": 40,
+        "nvmlDeviceGetPowerUsage": 100_000, "nvmlDeviceGetComputeRunningProcesses": [], "nvmlDeviceGetUUID": "GPU-0",
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
+        "nvmlDeviceGetCudaComputeCapability": card.capability,
+    }  # fmt: skip
+    for name, value in answers.items():
+        setattr(module, name, lambda *_, value=value, **__: value)
+    module.nvmlDeviceGetHandleByIndex, module.nvmlDeviceGetMemoryInfo = int, memory
 
 
 class _Device:

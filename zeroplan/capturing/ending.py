@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
+
+import torch
 
 from zeroplan.capturing.batches import Pass, shapes_of
 from zeroplan.capturing.recorder import StoppedError
@@ -43,6 +46,7 @@ class Ending:
         self.spans, self.wanted = spans, steps
         self._until = time.monotonic() + seconds
         self._seconds = seconds
+        self._by_hand = False
         self._last_step: float | None = None
         self._training: Any = weakref.WeakSet()
         self.passes: list[Pass] = []
@@ -50,18 +54,27 @@ class Ending:
         spans.on_backward.append(self._backward)
 
     @property
+    def taken(self) -> int:
+        """Steps by now: where no optimizer is there, the script updates by hand behind each backward."""
+        return self.spans.steps or (self.spans.backwards if self._by_hand else 0)
+
+    @property
     def done(self) -> bool:
         """Whether the steps asked for are taken."""
-        return self.spans.steps >= self.wanted
+        return self.taken >= self.wanted
 
     def _stepped(self) -> None:
         if self.done and self._last_step is None:
             self._last_step = time.monotonic()
-        if self.spans.steps > self.wanted:
+        if self.taken > self.wanted:
             raise EndedError(user_line())
         self._in_time()
 
     def _backward(self) -> None:
+        if not self.spans.steps and self.spans.backwards == self.wanted:
+            self._by_hand = not any(issubclass(type(one), torch.optim.Optimizer) for one in gc.get_objects())
+        if self._by_hand:
+            self._stepped()
         self._in_time()
 
     def _in_time(self) -> None:
@@ -77,6 +90,7 @@ class Ending:
 
         @functools.wraps(own_init)
         def init(loader: Any, *args: Any, **kwargs: Any) -> None:
+            workers = kwargs.get("num_workers", args[5] if len(args) > 5 else 0)
             for name, value in (("num_workers", 0), ("persistent_workers", False), ("prefetch_factor", None), ("timeout", 0),
                                 ("pin_memory", False), ("multiprocessing_context", None)):  # fmt: skip
                 if name in kwargs:
@@ -84,12 +98,42 @@ class Ending:
             own_init(loader, *args, **kwargs)
             if loader.num_workers:
                 loader.num_workers = 0
+            loader.__dict__["_asked_workers"] = workers
 
         def iterate(loader: Any) -> Iterator[Any]:
-            return _Batches(ending, loader, own_iter(loader))
+            workers = loader.__dict__.get("_asked_workers") or 0
+            batches = own_iter(loader)
+            return _Batches(ending, loader, _AsWorker(batches, workers, loader.dataset) if workers else batches)
 
         plain: Any = DataLoader
         plain.__init__, plain.__iter__ = init, iterate
+
+
+class _AsWorker:
+    """A loader's batches as the first of its worker processes draws them, of which a data set may ask."""
+
+    def __init__(self, batches: Any, workers: int, dataset: Any) -> None:
+        from torch.utils.data._utils import worker
+
+        self._home: Any = worker
+        self._batches = batches
+        self._info = worker.WorkerInfo(id=0, num_workers=workers, seed=0, dataset=dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __iter__(self) -> _AsWorker:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        before, self._home._worker_info = self._home._worker_info, self._info
+        try:
+            return next(self._batches)
+        finally:
+            self._home._worker_info = before
 
 
 class _Batches:

@@ -10,22 +10,29 @@ Note [Redirected writes]
 from __future__ import annotations
 
 import builtins
+import bz2
 import io
 import os
 import shutil
 import stat
 import sys
+import tarfile
 from collections.abc import Callable, Iterator
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
+from zeroplan.capturing.hooks.imports import changes
+
 #: Places of the system whose files are no files.
 _SYSTEM = ("/dev/", "/proc/", "/sys/")
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
+#: Functions of the system that change a file, or make one that is no plain one.
+_CHANGES = ("chmod", "utime", "truncate", "chown", "lchown", "mkfifo", "mknod")
+
 _open, _stat, _lstat = builtins.open, os.stat, os.lstat
-_listdir, _scandir, _mkdir = os.listdir, os.scandir, os.mkdir
+_listdir, _scandir, _mkdir, _getcwd = os.listdir, os.scandir, os.mkdir, os.getcwd
 _remove, _rmdir, _rename, _replace = os.remove, os.rmdir, os.rename, os.replace
 
 
@@ -55,10 +62,13 @@ class Overlay:
         real = self._absolute(path)
         return real.startswith(_SYSTEM) or real == self.folder or real.startswith(self.folder + os.sep)
 
-    @staticmethod
-    def _absolute(path: Any) -> str:
-        text = os.fsdecode(path)
-        return os.path.normpath(os.path.join(os.getcwd(), text))
+    def cwd(self) -> str:
+        """The script's folder, as it names it: one that it has made lies in the temporary folder."""
+        now = _getcwd()
+        return now[len(self.root) :] if now.startswith(self.root + os.sep) else now
+
+    def _absolute(self, path: Any) -> str:
+        return os.path.normpath(os.path.join(self.cwd(), os.fsdecode(path)))
 
     def of(self, path: Any) -> str:
         """Return the place below the folder that stands for a path."""
@@ -77,7 +87,7 @@ class Overlay:
             return self.root + real
         if real in self.gone or any(real.startswith(one + os.sep) for one in self.gone):
             raise FileNotFoundError(2, "No such file or directory", os.fsdecode(path))
-        return path
+        return path if self.cwd() == _getcwd() else real
 
     def writing(self, path: Any, *, fresh: bool = True) -> Any:
         """Return where a path is written; what it holds is copied there before unless it is made afresh."""
@@ -111,12 +121,12 @@ class Overlay:
         """The names within a folder."""
         found: list[str] = []
         real = self._absolute(path)
-        if real not in self.gone and os.path.isdir(path):
-            found = [name for name in _listdir(path) if os.path.join(real, name) not in self.gone]
+        if real not in self.gone and os.path.isdir(real):
+            found = [name for name in _listdir(real) if os.path.join(real, name) not in self.gone]
         if os.path.isdir(self.root + real):
             found += [name for name in _listdir(self.root + real) if name not in found]
-        elif not os.path.isdir(path):
-            return _listdir(path)
+        elif not os.path.isdir(real):
+            return _listdir(real)
         return found
 
 
@@ -168,6 +178,9 @@ def install(folder: str) -> Overlay:
 
     replaced(builtins, "open")(opened)
     io.open = builtins.open
+    for home, name in ((tarfile, "bltn_open"), (bz2, "_builtin_open")):  # which keep Python's own by another name
+        changes(home)
+        setattr(home, name, builtins.open)
 
     own_open = os.open
 
@@ -189,16 +202,13 @@ def install(folder: str) -> Overlay:
         if not overlay._is_folder(os.path.dirname(real)):
             raise FileNotFoundError(2, "No such file or directory", os.fsdecode(path))
         overlay._make(overlay.of(path))
-        overlay.gone.discard(real)
+        if real in overlay.gone:  # a folder that the script has removed is made anew, and empty
+            overlay.gone.discard(real)
+            overlay.gone.update(os.path.join(real, name) for name in (_listdir(real) if os.path.isdir(real) else ()))
         return None
 
-    chdir = os.chdir
-
-    @replaced(os, "chdir")
-    def _os_chdir(path: Any) -> None:
-        chdir(overlay.reading(path))
-
-    for name in ("stat", "lstat", "access", "readlink", "chmod", "utime", "truncate", "statvfs"):
+    _moves(overlay, replaced)
+    for name in ("stat", "lstat", "access", "readlink", "statvfs", *_CHANGES):
         _reader(os, name, overlay, replaced)
 
     @replaced(os, "listdir")
@@ -220,6 +230,20 @@ def install(folder: str) -> Overlay:
     return overlay
 
 
+def _moves(overlay: Overlay, replaced: _Replaced) -> None:
+    """Let the script go to folders that it has made, and know them by their names."""
+    chdir = os.chdir
+
+    @replaced(os, "chdir")
+    def _os_chdir(path: Any) -> None:
+        real = overlay._absolute(path)
+        chdir(real if os.path.isdir(real) and real not in overlay.gone else overlay.reading(path))
+
+    @replaced(os, "getcwd")
+    def _os_getcwd() -> str:
+        return overlay.cwd()
+
+
 def _reader(home: Any, name: str, overlay: Overlay, replaced: _Replaced) -> None:
     own = getattr(home, name)
 
@@ -227,7 +251,7 @@ def _reader(home: Any, name: str, overlay: Overlay, replaced: _Replaced) -> None
     def read(path: Any, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("dir_fd") is not None:
             return own(path, *args, **kwargs)
-        if name in ("chmod", "utime", "truncate"):
+        if name in _CHANGES:
             return own(overlay.writing(path, fresh=False), *args, **kwargs)
         return own(overlay.reading(path), *args, **kwargs)
 

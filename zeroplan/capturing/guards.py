@@ -6,8 +6,13 @@ import errno
 import os
 import socket
 import subprocess
+from collections.abc import Callable
+from multiprocessing import context
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroplan.capturing.machine import PlannedCard
 
 #: Variables that keep libraries from asking servers, reporting to them, or building their own kernels.
 ENVIRONMENT = {
@@ -25,8 +30,31 @@ _GIT = frozenset(
 )
 
 
-def install(card_name: str, card_memory: int, gpus: int) -> None:
-    """Refuse connections and other programs from here on; ``nvidia-smi`` answers for the planned GPU."""
+def _smi(words: list[str], card: PlannedCard, gpus: int, live: int) -> str:
+    """What ``nvidia-smi`` prints: the fields that are asked for, of each GPU; the first holds what the script has there."""
+    asked = next((word.partition("=")[2] for word in words if word.startswith("--query-gpu=")), "name,memory.total").split(",")
+    form = next((word for word in words if word.startswith("--format=")), "--format=csv,noheader" if words else "")
+    if "-L" in words:
+        return "".join(f"GPU {at}: {card.name} (UUID: GPU-{at})\n" for at in range(gpus))
+    lines = [] if "noheader" in form or not words else [", ".join(asked)]
+    for at in range(gpus):
+        used = live if at == 0 else 0
+        sizes = {"memory.total": card.memory, "memory.used": used, "memory.free": card.memory - used}
+        texts = {"name": card.name, "gpu_name": card.name, "count": str(gpus), "index": str(at), "uuid": f"GPU-{at}",
+                 "driver_version": "580.65.06", "compute_cap": ".".join(map(str, card.capability))}  # fmt: skip
+        unit = "" if "nounits" in form else " MiB"
+        lines.append(", ".join(f"{sizes[one] >> 20}{unit}" if one in sizes else texts.get(one, "0") for one in asked))
+    return "\n".join(lines) + "\n"
+
+
+def install(card: PlannedCard, gpus: int, live: Callable[[], int]) -> None:
+    """Refuse connections and other programs from here on; ``nvidia-smi`` answers for the planned GPU.
+
+    Args:
+        card: the GPU.
+        gpus: how many there are.
+        live: returns the bytes that the script has on its GPU now.
+    """
     connect = socket.socket.connect
 
     def refused(sock: socket.socket, address: Any) -> Any:
@@ -40,15 +68,19 @@ def install(card_name: str, card_memory: int, gpus: int) -> None:
     plain: Any = socket.socket
     plain.connect, plain.connect_ex = refused, lambda sock, address: errno.ENETUNREACH
     socket.getaddrinfo = unknown
-    smi = "\n".join(f"{card_name}, {card_memory >> 20} MiB" for _ in range(gpus)) + "\n"
     own = subprocess.Popen
 
     class Popen(own):  # type: ignore[misc, valid-type]
         def __init__(self, args: Any, *rest: Any, **kwargs: Any) -> None:
             words = args.split() if isinstance(args, str) else [os.fsdecode(word) for word in args]
             name = Path(words[0]).name if words else ""
-            if name == "nvidia-smi":
-                args, kwargs["shell"] = ["printf", "%s", smi], False
+            if name == "mkdir":  # in the temporary folder, as all that is written
+                for word in words[1:]:
+                    if not word.startswith("-"):
+                        os.makedirs(word, exist_ok=True)
+                args, kwargs["shell"] = ["true"], False
+            elif name == "nvidia-smi":
+                args, kwargs["shell"] = ["printf", "%s", _smi(words[1:], card, gpus, live())], False
             elif name not in _READERS or (name == "git" and not _GIT & set(words[1:3])):
                 raise FileNotFoundError(errno.ENOENT, "capture starts no other programs", name)
             super().__init__(args, *rest, **kwargs)
@@ -56,6 +88,29 @@ def install(card_name: str, card_memory: int, gpus: int) -> None:
     subprocess.Popen = Popen  # type: ignore[misc]
 
     def system(command: Any) -> int:
-        return 127
+        try:
+            return subprocess.run(command, shell=True, check=False).returncode
+        except OSError:
+            return 127
 
-    os.system = system
+    def replaced(path: Any, *_: Any) -> Any:
+        from zeroplan.capturing.recorder import StoppedError
+        from zeroplan.capturing.source import user_line
+
+        says = f"the script goes on as another program ({os.fsdecode(path)[-60:]}), which is not captured: capture that command"
+        raise StoppedError(says, user_line())
+
+    process, leave = os.getpid(), os._exit
+
+    def left(code: int) -> Any:
+        if os.getpid() != process:
+            leave(code)  # of a process that was forked
+        raise SystemExit(code)
+
+    system_home: Any = os
+    system_home._exit = left
+    system_home.system, system_home.execv, system_home.execve = system, replaced, replaced
+    system_home.posix_spawn = system_home.posix_spawnp = replaced
+    # Processes that are started anew would know nothing of a capture; those that are forked go on in it.
+    contexts: Any = context
+    contexts._concrete_contexts.update(dict.fromkeys(("spawn", "forkserver"), contexts._concrete_contexts["fork"]))

@@ -20,6 +20,17 @@ def process_group(job: Job) -> dict[str, str]:
     }  # fmt: skip
 
 
+def slurm(job: Job) -> dict[str, str]:
+    """The variables of one task, as srun sets them."""
+    world = job.world
+    return {
+        "SLURM_PROCID": str(world.rank), "SLURM_LOCALID": str(world.local_rank), "SLURM_NTASKS": str(world.size),
+        "SLURM_NPROCS": str(world.size), "SLURM_NODEID": str(world.rank // world.local_size), "SLURM_NNODES": str(world.nodes),
+        "SLURM_JOB_NUM_NODES": str(world.nodes), "SLURM_NTASKS_PER_NODE": str(world.local_size), "SLURM_JOB_ID": "1",
+        "SLURM_JOBID": "1", "SLURM_NODELIST": "localhost", "SLURM_JOB_NODELIST": "localhost",
+    }  # fmt: skip
+
+
 def by_accelerate(words: Sequence[str]) -> tuple[dict[str, str], bool]:
     """The variables that ``accelerate launch`` sets with these words, by its own code; and whether it starts a process group.
 

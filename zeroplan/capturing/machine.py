@@ -63,3 +63,8 @@ class Job:
     launcher: str = ""
     launch_words: tuple[str, ...] = ()
     samples: tuple[int, int] | None = None
+
+    @property
+    def fault(self) -> str:
+        """The file in which Python notes where it is as the process dies."""
+        return f"{self.folder}/fault"

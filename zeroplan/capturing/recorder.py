@@ -7,8 +7,9 @@ script: tensors on the host are left alone, and values that the script reads bac
 from __future__ import annotations
 
 import contextlib
+import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -34,7 +35,7 @@ _ADDMM = _aten.addmm.default
 _PRODUCTS = frozenset((_aten.mm.default, _aten.bmm.default, _ADDMM, _aten.baddbmm.default, _aten.addbmm.default,
                        _aten.mv.default, _aten.addmv.default, _aten.dot.default))  # fmt: skip
 #: Reductions of which a script asks whether all is well.
-_ALL = frozenset((_aten.all.default, _aten.all.dim, _aten.all.dims))
+_ALL = frozenset((_aten.all.default, _aten.all.dim, _aten.all.dims, _aten._is_all_true.default))
 #: Operators of logic, and the operand that alone decides the result.
 _DECISIVE = {_aten.bitwise_or.Tensor: True, _aten.logical_or.default: True, _aten.bitwise_and.Tensor: False,
              _aten.logical_and.default: False, _aten.mul.Tensor: False}  # fmt: skip
@@ -75,15 +76,26 @@ class ScriptRecorder(StorageRecorder):
         self.line_of = array("q")
         self._workspaces: set[int] = set()
         self.bf16 = False
+        self._peak_since = 0
+        self._process = os.getpid()
+        self.on_fork: Callable[[CodeLine | None], None] = lambda _: None  # called where a forked process puts a tensor there
 
     @property
-    def live(self) -> int:
-        """Bytes that the script has on the GPU now, as torch counts them; blocks whose size the GPU decides aside."""
-        sizes, alive = [alloc.size for alloc in self.out.allocs], 0
-        for op, arg in zip(self.out.op, self.out.arg, strict=True):
+    def live(self) -> tuple[int, int]:
+        """Bytes that the script has on the GPU now, as torch counts them, and the most since :meth:`forget_peak`.
+
+        Blocks whose size the GPU decides are not counted.
+        """
+        sizes, alive, most = [alloc.size for alloc in self.out.allocs], 0, 0
+        for at, (op, arg) in enumerate(zip(self.out.op, self.out.arg, strict=True)):
             if op in (Op.ALLOC, Op.FREE) and isinstance(size := sizes[arg], int):
                 alive += (1 if op == Op.ALLOC else -1) * (-(-size // _GRAIN) * _GRAIN)
-        return alive
+            most = max(most, alive) if at >= self._peak_since else alive
+        return alive, max(alive, most)
+
+    def forget_peak(self, *_: Any) -> None:
+        """Count the most from here on."""
+        self._peak_since = len(self.out.op)
 
     # ---- where results go --------------------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -229,6 +241,8 @@ class ScriptRecorder(StorageRecorder):
     # ---- events ------------------------------------------------------------------------------------------------------
     def _new(self, *args: Any, **kwargs: Any) -> int:
         line = asking_line()
+        if os.getpid() != self._process:
+            self.on_fork(user_line())
         self.line_of.append(self.lines.setdefault(line, len(self.lines)))
         return super()._new(*args, **kwargs)
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from zeroplan.capturing.command import Start, as_text, start_of
 from zeroplan.capturing.machine import Job, PlannedCard, World
 from zeroplan.capturing.result import Captured, Stop, of_data
+from zeroplan.capturing.source import CodeLine, is_users
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.gpus import Gpu
@@ -54,7 +58,7 @@ def capture_command(
         raise BadInput("there is no such script", where=start.target, remedy="give the path as from this folder")
     world = _world(start, cluster, explicit_gpus=explicit_gpus, rank=rank)
     cluster = replace(cluster, gpus=world.local_size, nodes=world.nodes) if start.launcher else cluster
-    with tempfile.TemporaryDirectory(prefix="zeroplan-capture-") as folder:
+    with _folder() as folder:
         answer = os.path.join(folder, "answer.json")
         job = Job(
             start.target, start.module, start.arguments, start.launcher in ("torchrun", "deepspeed"), dict(start.environment),
@@ -63,7 +67,7 @@ def capture_command(
         )  # fmt: skip
         path = os.path.join(folder, "job.json")
         Path(path).write_text(json.dumps(asdict(job)), encoding="utf-8")
-        command = [sys.executable, "-m", "zeroplan.capturing.child", path]
+        command = [sys.executable, "-P", "-m", "zeroplan.capturing.child", path]  # no file of this folder for torch's imports
         home = str(Path(__file__).resolve().parents[2])
         environment = {**os.environ, **start.environment}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), home)))
@@ -71,16 +75,44 @@ def capture_command(
         try:
             done = subprocess.run(command, stdout=2, env=environment, timeout=seconds + _GRACE, check=False)
             why = f"the process ended with exit code {done.returncode}" if done.returncode else ""
+            if done.returncode == errno.ENOSPC:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except subprocess.TimeoutExpired:
             why = f"the script took longer than {seconds:.0f} s (--seconds), without coming back to torch"
         if os.path.isfile(answer):
             captured = of_data(json.loads(Path(answer).read_text(encoding="utf-8")), "capture")
         else:
-            captured = Captured(stopped=Stop(start.target, 0, why or "the process ended without an answer"))
+            at = _died_at(job.fault) or CodeLine(start.target, 0)
+            captured = Captured(stopped=Stop(at.file, at.line, why or "the process ended without an answer"))
     captured.command = as_text(words)
     said = {**os.environ, **start.environment}
     captured.machine["alloc_conf"] = next((said[name] for name in _ALLOC_CONF if said.get(name)), "")
     return captured, cluster
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[str]:
+    """A temporary folder for all that a capture writes.
+
+    Raises:
+        BadInput: there is none, or it is full.
+    """
+    try:
+        with tempfile.TemporaryDirectory(prefix="zeroplan-capture-") as folder:
+            yield folder
+    except OSError as error:
+        raise BadInput(
+            f"the temporary folder cannot be written: {error.strerror or error}",
+            where="capture",
+            remedy="set TMPDIR to a folder with room",
+        ) from None
+
+
+def _died_at(path: str) -> CodeLine | None:
+    """The innermost line of the person's code as Python noted it of a process that died; None where it noted none."""
+    text = Path(path).read_text(encoding="utf-8", errors="replace") if os.path.isfile(path) else ""
+    lines = [CodeLine(file, int(line)) for file, line in re.findall(r'File "([^"]+)", line (\d+)', text)]
+    return next((one for one in lines if is_users(one.file)), None)
 
 
 def planned_card(gpu: Gpu, cluster: Cluster) -> PlannedCard:

@@ -21,8 +21,8 @@ def install(capture: Capture) -> None:
     """Replace what the script would find on a machine with GPUs. There is no way back within this process."""
     job = capture.job
     places.set_gpu(job.world.local_rank)
-    guards.install(job.card.name, job.card.memory, job.gpus)
-    cuda.install(job.card, job.gpus, lambda: capture.recorder.live)
+    guards.install(job.card, job.gpus, lambda: capture.recorder.live[0])
+    cuda.install(job.card, job.gpus, capture.recorder)
     capture.spans.install(capture.functions)
     capture.ending.install()
     world.install(capture)
@@ -47,7 +47,7 @@ def running(capture: Capture, *, raises: bool = False) -> Iterator[None]:
     except StoppedError as stop:
         capture.stop(stop.line or trouble_line(stop), stop.why)
     except BaseException as error:
-        if raises or isinstance(error, KeyboardInterrupt):
+        if raises:
             raise
         _failed(capture, error)
 

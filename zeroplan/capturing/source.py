@@ -89,6 +89,8 @@ def asking_line() -> CodeLine | None:
 
 def trouble_line(error: BaseException) -> CodeLine | None:
     """The innermost line of the person's code in an exception's traceback; the innermost of all where none is theirs."""
+    if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
+        return CodeLine(error.filename, error.lineno or 0)
     found = last = None
     trace = error.__traceback__
     while trace is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -28,6 +29,8 @@ class Capture:
     def __init__(self, job: Job) -> None:
         self.job = job
         self.recorder = ScriptRecorder()
+        self._forked = Path(job.folder, "forked")  # what a forked process tells this one by
+        self.recorder.on_fork = self._note_fork
         self.functions = ScriptFunctions(self.recorder)
         self.spans = Spans(self.recorder)
         self.spans.on_module.append(self.trains)
@@ -56,6 +59,9 @@ class Capture:
         """Note what no figure holds."""
         self.unmodelled.setdefault(key, (key, effect, says))
 
+    def _note_fork(self, line: CodeLine | None) -> None:
+        self._forked.write_text(str(line), encoding="utf-8")
+
     def _stepped(self) -> None:
         if len(self._ends) < self.spans.steps:
             self._ends.append(len(self.recorder.out.op))
@@ -73,6 +79,11 @@ class Capture:
         """Return what was captured."""
         self.spans.close()
         out = self.recorder.out
+        if self._forked.is_file():
+            says = f"{self._forked.read_text(encoding='utf-8')} puts tensors on a GPU in a process of its own, in no figure"
+            self.leave_out("processes", "more", says)
+        if self.spans.backwards and not self.spans.steps:
+            self.invented["steps"] = "no optimizer of torch's steps: each backward counts as a step"
         engine = {} if self.handed is None or not self.handed.batches.slices else self.handed.as_data()
         if engine:
             self.unmodelled.pop("ranks", None)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from zeroplan.capturing.hooks.imports import changes
+from zeroplan.capturing.machine import World
 
 if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
@@ -18,16 +23,22 @@ def install(capture: Capture) -> None:
         return
     own = dist.init_process_group
 
-    def joined(*_: Any, **__: Any) -> None:
+    def joined(*_: Any, rank: int = -1, world_size: int = -1, **__: Any) -> None:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         capture.process_group = True
+        if not capture.job.launcher and world_size > 1:  # processes that the script itself has started
+            capture.job = replace(capture.job, world=World(max(0, rank), world_size, world_size))
+            if world_size != capture.job.gpus:
+                says = f"the script starts {world_size} processes, on {capture.job.gpus} GPUs: give --gpus {world_size}"
+                capture.leave_out("ranks", "unknown", says)
         world = capture.job.world
         if world.size > 1:
             says = f"what {world.size} ranks share, gather and reduce is in no figure: it is of one rank's own allocations"
             capture.leave_out("ranks", "unknown", says)
         own("fake", rank=world.rank, world_size=world.size, store=FakeStore())
 
+    _install_spawn(capture)
     dist.init_process_group = joined
     dist.distributed_c10d.init_process_group = joined
     home: Any = dist.distributed_c10d
@@ -86,3 +97,18 @@ def install(capture: Capture) -> None:
     put("gather_object", gather_object)
     put("broadcast_object_list", lambda *_, **__: None)
     put("scatter_object_list", lambda out, given, *_, **__: out.__setitem__(0, given[0]))
+
+
+def _install_spawn(capture: Capture) -> None:
+    """Let ``torch.multiprocessing.spawn`` run the first of its processes, within this one."""
+    import torch.multiprocessing as processes
+
+    home: Any = processes
+    changes(home)
+
+    def spawn(fn: Any, args: Any = (), nprocs: int = 1, join: bool = True, *_: Any, **__: Any) -> Any:
+        capture.invented["spawn"] = f"torch.multiprocessing.spawn starts {nprocs} processes: the first is captured"
+        fn(0, *args)
+        return None if join else SimpleNamespace(join=lambda *_, **__: True, processes=[])
+
+    home.spawn = home.start_processes = spawn

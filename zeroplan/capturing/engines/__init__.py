@@ -9,10 +9,7 @@ Note [An engine's stand-in]
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from zeroplan.capturing.recorder import StoppedError
-from zeroplan.capturing.source import user_line
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
 
 def install(capture: Capture) -> None:
     """Attach every stand-in."""
-    from zeroplan.capturing.engines import ddp, deepspeed, fsdp, fsdp2
+    from zeroplan.capturing.engines import ddp, deepspeed, fsdp, fsdp2, runtime
     from zeroplan.capturing.hooks.imports import when_imported
 
     ddp.install(capture)
@@ -28,15 +25,5 @@ def install(capture: Capture) -> None:
     when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", lambda module: fsdp.install(capture, module))
     when_imported("accelerate.utils.fsdp_utils", lambda module: fsdp2.install_accelerate(capture, module))
     when_imported("deepspeed", lambda module: deepspeed.install(capture, module))
-    for name in ("zeroplan_runtime", "zeroplan_runtime.api"):
-        when_imported(name, lambda module: setattr(module, "initialize", _own_runtime))
-
-
-def _own_runtime(*_: Any, **__: Any) -> Any:
-    """The included runtime's ``initialize``, which has no stand-in.
-
-    Raises:
-        StoppedError: always.
-    """
-    says = "the included runtime has no stand-in under capture: zeroplan estimate --engine zeroplan plans its run"
-    raise StoppedError(says, user_line())
+    for name in ("zeroplan_runtime.api", "zeroplan_runtime.compat.deepspeed.entry"):
+        when_imported(name, lambda module: runtime.install(capture, module))

@@ -152,7 +152,7 @@ def _engine_class(capture: Capture, module: Any) -> Any:
             self._running_engine_step = self._is_compiled = self.inside_no_sync_ctxt = False
             self._step_applied, self._global_grad_norm, self.has_moe_layers, self.zenflow = True, None, False, False
             self.mpu = self.all_to_all_group = self.monitor = None
-            said = {"ds_config": _as_json(self.config), "zero_init": bool(capture.engine_notes.get("zero_init"))}
+            said = {"ds_config": as_json(self.config), "zero_init": bool(capture.engine_notes.get("zero_init"))}
             stage = self.zero_optimization_stage()
             self.handed: Any = None
             if optimizer is not None or self.optimizer_name():
@@ -270,12 +270,12 @@ def _as_available(model: Any) -> None:
         param.ds_numel = param.numel()
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """A ds_config without what JSON has not: accelerate says infinity for ``steps_per_print``."""
     if isinstance(value, dict):
-        return {str(key): _as_json(one) for key, one in value.items() if not isinstance(one, float) or math.isfinite(one)}
+        return {str(key): as_json(one) for key, one in value.items() if not isinstance(one, float) or math.isfinite(one)}
     if isinstance(value, list | tuple):
-        return [_as_json(one) for one in value]
+        return [as_json(one) for one in value]
     return value if isinstance(value, str | int | float | bool) or value is None else str(value)
 
 

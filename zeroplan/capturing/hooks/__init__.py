@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 def install(capture: Capture) -> None:
     """Attach every hook."""
+    from zeroplan.capturing import cuda, kernels
     from zeroplan.capturing import engines as stand_ins
-    from zeroplan.capturing import kernels
     from zeroplan.capturing.hooks import (
         engines,
         exits,
@@ -34,6 +34,11 @@ def install(capture: Capture) -> None:
     when_imported("transformers.modeling_utils", lambda module: transformers_models.install(capture, module))
     when_imported("transformers.trainer", lambda module: transformers_models.install_trainer(capture, module))
     when_imported("transformers.tokenization_utils_base", lambda module: native_files.install_tokenizers(capture, module))
+    job = capture.job
+    when_imported("pynvml", lambda module: cuda.install_nvml(job.card, job.gpus, capture.recorder, module))
+    when_imported("numpy.lib._datasource", native_files.install_numpy)
+    for name in ("sqlite3", "sqlite3.dbapi2"):
+        when_imported(name, lambda module: native_files.install_sqlite(capture, module))
     when_imported("pyarrow", lambda module: native_files.install_arrow(capture, module))
     when_imported("pyarrow.parquet", lambda module: native_files.install_parquet(capture, module))
     when_imported("trl.kernels.chunked_logprob", lambda module: engines.install_trl_kernels(capture, module))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zeroplan.capturing.hooks.published import PUBLISHED
 from zeroplan.capturing.hooks.samples import columns_of, invented_rows, literals_of, program_text
 from zeroplan.capturing.source import callers_file, is_users
 
@@ -70,7 +71,9 @@ def install(capture: Capture) -> None:
 
 def _downloads(maker: _Maker) -> None:
     """Let data files of an address be invented, too, however a script asks for them."""
+    import email.message
     import urllib.request
+    import urllib.response
 
     from zeroplan.capturing.hooks.imports import changes, when_imported
 
@@ -89,6 +92,16 @@ def _downloads(maker: _Maker) -> None:
 
     retrieve.urlretrieve = urlretrieve
 
+    own_open = retrieve.urlopen
+
+    def urlopen(url: Any, *args: Any, **kwargs: Any) -> Any:
+        place = maker.fetched(getattr(url, "full_url", url))
+        if place is None:
+            return own_open(url, *args, **kwargs)
+        return urllib.response.addinfourl(open(place, "rb"), email.message.Message(), str(url), 200)
+
+    retrieve.urlopen = urlopen
+
     def by_requests(module: Any) -> None:
         own = module.get
 
@@ -98,6 +111,7 @@ def _downloads(maker: _Maker) -> None:
                 return own(url, *args, **kwargs)
             answer = module.Response()
             answer.status_code, answer._content, answer.url, answer.encoding = 200, Path(place).read_bytes(), url, "utf-8"
+            answer._content_consumed, answer.raw = True, io.BytesIO(answer._content)
             return answer
 
         module.get = get
@@ -157,14 +171,21 @@ class _Maker:
     def fetched(self, url: Any) -> str | None:
         """Make the data file of an address; None for another address."""
         text = str(url)
-        end = os.path.splitext(text.partition("?")[0])[1].lower()
-        if not text.startswith(("http://", "https://")) or end not in _WRITERS:
+        name = text.partition("?")[0]
+        end = os.path.splitext(name)[1].lower()
+        published = next((PUBLISHED[one] for one in PUBLISHED if name.endswith(one)), None)
+        if not text.startswith(("http://", "https://")) or (published is None and end not in _WRITERS):
             return None
         overlay = self._capture.overlay
         assert overlay is not None
-        place = os.path.join(overlay.folder, "fetched", os.path.basename(text.partition("?")[0]))
+        place = os.path.join(overlay.folder, "fetched", os.path.basename(name))
         os.makedirs(os.path.dirname(place), exist_ok=True)
-        self._say(text, f"the file {text} is invented: " + self._written(place, end))
+        if published is None:
+            told = self._written(place, end)
+        else:
+            told, write = published
+            write(place)
+        self._say(text, f"the file {text} is invented: {told}")
         return place
 
     def _place(self, path: str) -> str:

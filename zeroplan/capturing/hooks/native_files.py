@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,26 @@ def install_arrow(capture: Capture, module: Any) -> None:
         return os_file(_place(capture, path, mode), mode, *args, **kwargs)
 
     module.memory_map, module.OSFile = mapped, opened
+
+
+def install_numpy(module: Any) -> None:
+    """Text that numpy reads, by an ``open`` that it has kept; `module` is ``numpy.lib._datasource``."""
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        return builtins.open(*args, **kwargs)
+
+    module._file_openers._file_openers[None] = opened
+
+
+def install_sqlite(capture: Capture, module: Any) -> None:
+    """SQLite's files."""
+    own = module.connect
+
+    def connect(database: Any, *args: Any, **kwargs: Any) -> Any:
+        inside = database == ":memory:" or kwargs.get("uri")
+        return own(database if inside else _place(capture, database, "a"), *args, **kwargs)
+
+    module.connect = connect
 
 
 def install_parquet(capture: Capture, module: Any) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PACKAGES = frozenset(
     ("matplotlib", "seaborn", "plotly", "visdom", "wandb", "mlflow", "comet_ml", "neptune", "clearml", "swanlab", "aim",
      "trackio", "tensorboard", "tensorboardX", "tensorboard_logger", "dvclive", "sacred", "boto3", "gpustat", "GPUtil",
-     "loguru", "colorlog", "torchinfo", "torchsummary", "codecarbon")
+     "loguru", "colorlog", "IPython", "ipywidgets", "torchinfo", "torchsummary", "codecarbon")
 )  # fmt: skip
 
 

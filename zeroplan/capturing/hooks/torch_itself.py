@@ -36,6 +36,8 @@ def install(capture: Capture) -> None:
             unmeasured(capture, "compiled FlexAttention")
             return compiled_flex_attention
         capture.leave_out("torch.compile", "unknown", "torch.compile is called; figures are of the code run eagerly")
+        if isinstance(model, torch.nn.Module):
+            model.__dict__["_orig_mod"] = model  # scripts unwrap it before they save
         return (lambda inner: inner) if model is None else model
 
     torch.compile = compiled

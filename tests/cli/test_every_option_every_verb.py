@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "checkpoint_policy": "selective",
     "attn": "eager",
     "lora_targets": ("q_proj", "v_proj"),
+    "modules_to_save": ("embed_tokens",),
     "quantize": "nf4",
     "fp8": "rowwise",
     "compile": "blocks",

@@ -75,9 +75,17 @@ def chunked_head_of(modules: Sequence[TapeModule]) -> int:
     owned = (
         index
         for index, one in enumerate(modules)
-        if one.parent >= 0 and one.type == "Linear" and leaves_loss_to_function(modules[one.parent].type)
+        if one.type == "Linear" and (model := _model_of(modules, index)) >= 0 and leaves_loss_to_function(modules[model].type)
     )
     return next(owned, -1)
+
+
+def _model_of(modules: Sequence[TapeModule], head: int) -> int:
+    """Return the module that a head is part of, beyond what peft puts around one that is trained whole; -1 for none."""
+    outer = modules[head].parent
+    while outer >= 0 and modules[outer].type in ("ModuleDict", "ModulesToSaveWrapper"):
+        outer = modules[outer].parent
+    return outer
 
 
 def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int, share: float | None = None) -> ExpandedTape:
@@ -109,7 +117,7 @@ def _logits(tape: ExpandedTape) -> tuple[int, int, int] | None:
     where = next((i for i, pair in enumerate(zip(tape.op, tape.kind, strict=True)) if pair == (Op.ALLOC, Kind.LOGITS)), None)
     if where is None or (module := tape.module[where]) < 0:
         return None
-    head, model = tape.modules[module], tape.modules[module].parent
+    head, model = tape.modules[module], _model_of(tape.modules, module)
     if len(head.params) != 1 or model < 0 or not leaves_loss_to_function(tape.modules[model].type):
         return None
     return where, module, model

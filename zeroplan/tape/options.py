@@ -167,6 +167,14 @@ class KernelTechnique(Protocol):
         """Let a built model run with them while the context lasts."""
 
 
+@runtime_checkable
+class LossTechnique(Protocol):
+    """A traced technique that makes the loss of what a model returns, in place of the model."""
+
+    def loss(self, model: Any, batch: Mapping[str, Any]) -> Any:
+        """Run a model on the keyword arguments of its forward, and return the loss."""
+
+
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
     """One way to run a model.

@@ -25,9 +25,11 @@ from zeroplan.techniques.float8 import FLOAT8
 from zeroplan.techniques.generation import ColocatedTechnique, GenerationTechnique
 from zeroplan.techniques.images import ImagesTechnique
 from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
+from zeroplan.techniques.label_smoothing import LabelSmoothingTechnique
 from zeroplan.techniques.lengths import LengthsTechnique
 from zeroplan.techniques.liger import LigerTechnique
 from zeroplan.techniques.lora import LoraTechnique
+from zeroplan.techniques.modules_to_save import ModulesToSaveTechnique
 from zeroplan.techniques.neftune import NeftuneTechnique
 from zeroplan.techniques.offloaded_checkpoints import OffloadedCheckpointsTechnique
 from zeroplan.techniques.older_transformers import OlderTransformersTechnique
@@ -66,8 +68,10 @@ TABLE: list[Technique[Any]] = [
     RUNTIME_OPTIMIZERS,
     ConfiguredOptimizersTechnique(),
     DoraTechnique(),
+    ModulesToSaveTechnique(),
     LigerTechnique(),
     CutCrossEntropyTechnique(),
+    LabelSmoothingTechnique(),
     NeftuneTechnique(),
     EmaTechnique(),
     SyncedPassesTechnique(),

@@ -308,7 +308,8 @@ def with_adapters(
     dropout: bool = False,
     techniques: Sequence[TracedTechnique] = (),
 ) -> Any:
-    """Add peft's LoRA adapters to the model, in its own dtype or in `fp32`; no `targets`: all linear layers of the blocks.
+    """Add peft's LoRA adapters to the model, in its own dtype or in `fp32`, as modules trained whole beside them; no `targets`:
+    all linear layers of the blocks.
 
     With `dropout` they drop some of their input; how much changes no size. `techniques` change the arguments of ``LoraConfig``.
     """
@@ -322,7 +323,11 @@ def with_adapters(
     with warnings.catch_warnings():
         # peft warns about merging and saving adapters, which nobody does with these.
         warnings.simplefilter("ignore", UserWarning)
-        return get_peft_model(model, lora, autocast_adapter_dtype=fp32)
+        adapted = get_peft_model(model, lora, autocast_adapter_dtype=fp32)
+    for parameter in adapted.parameters() if fp32 else ():  # modules trained whole, too
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.float32)
+    return adapted
 
 
 def vocabulary_of(config: Mapping[str, Any]) -> int:

@@ -202,8 +202,8 @@ def quantize(model: Any, products: Products) -> None:
 
 def adapt(model: Any, *, autocast: bool, half: bool = False) -> None:
     """Let peft's adapters run as they do beside a quantised layer; in 16 bits where `half`."""
-    for name, parameter in model.named_parameters():
-        if half and ".lora_" in name:
+    for parameter in model.parameters():
+        if half and parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)
     for module in model.modules():
         if isinstance(getattr(module, "base_layer", None), (Linear4bit, Linear8bitLt)):

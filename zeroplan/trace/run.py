@@ -33,7 +33,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from zeroplan.core.errors import BadInput
 from zeroplan.tape.expanded import Mark, Op
-from zeroplan.tape.options import Checkpointing, KernelTechnique, TraceOptions
+from zeroplan.tape.options import Checkpointing, KernelTechnique, LossTechnique, TraceOptions
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.hooks import ModuleHooks
@@ -156,6 +156,8 @@ def _record(
             with torch.set_grad_enabled(not options.evaluation):
                 if options.pairs is not None:
                     loss = loss_of_pairs(model, batch, options.pairs.loss, wide=options.pairs.wide_logits)
+                elif made := [one for one in options.techniques if isinstance(one, LossTechnique)]:
+                    loss = made[0].loss(model, batch)
                 else:
                     loss = loss_of(model(**batch), required=needs_loss)
             functions.drop_casts()

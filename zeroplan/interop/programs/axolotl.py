@@ -27,7 +27,6 @@ _NOT_MODELLED = {
     "lora_mlp_kernel": (LESS, "fused adapters of the MLP"),
     "lora_qkv_kernel": (LESS, "fused adapters of the attention"),
     "lora_o_kernel": (LESS, "fused adapters of the attention's output"),
-    "lora_modules_to_save": (MORE, "modules trained whole beside the adapters"),
     "lora_target_parameters": (MORE, "adapters on parameters that are no layers"),
     "unfrozen_parameters": (LESS, "only some parameters are trained; all are counted as trained"),
     "relora_steps": (NONE, "adapters are merged and begun anew"),

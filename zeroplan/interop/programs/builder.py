@@ -265,9 +265,14 @@ class Builder(Keys):
         for technique in TABLE:
             kinds = {option.name: option.kind for option in technique.options}
             for key, name in technique.keys.get(self.program, {}).items():
-                readers: dict[Any, Callable[[str], Any]] = {bool: self.flag, int: self.number, float: self.amount}
+                readers: dict[Any, Callable[[str], Any]] = {
+                    bool: self.flag,
+                    int: self.number,
+                    float: self.amount,
+                    object: self.texts,
+                }
                 value = readers.get(kinds[name], self.text)(key)
-                if value not in (None, False):
+                if value not in (None, False, ()):
                     self.options[name], self.keys[name] = value, key
 
     def setup(self, *programs: str, known: frozenset[str] = frozenset()) -> Setup:

@@ -39,7 +39,6 @@ _NOT_MODELLED = {
     "shift_attn": (UNKNOWN, "shifted sparse attention"),
     "upcast_lmhead_output": (MORE, "fp32 logits beside those of the head"),
     "upcast_layernorm": (MORE, "norms in fp32"),
-    "additional_target": (MORE, "modules trained whole beside the adapters"),
     "use_llama_pro": (UNKNOWN, "blocks are added and only those are trained"),
     "mixture_of_depths": (UNKNOWN, "mixture of depths"),
     "resize_vocab": (MORE, "rows are added to embedding and head"),

@@ -38,7 +38,6 @@ _NOT_MODELLED = {
     "sequence_parallel_size": (UNKNOWN, "ranks share each sequence"),
     "deepspeed_autotp_size": (UNKNOWN, "ranks share each matrix"),
     "use_galore": (UNKNOWN, "GaLore's states follow each matrix's projection rank"),
-    "modules_to_save": (MORE, "modules trained whole beside the adapters"),
     "target_parameters": (MORE, "adapters on parameters that are no layers"),
     "freeze_parameters": (LESS, "frozen parameters are counted as trained"),
     "freeze_parameters_ratio": (LESS, "frozen parameters are counted as trained"),

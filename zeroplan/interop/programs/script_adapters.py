@@ -15,7 +15,6 @@ from zeroplan.techniques.table import keys_of
 #: Of adapters, quantisation and models: keywords that are read.
 _OF_LORA = {"r": "lora_r", "target_modules": "lora_target_modules", "lora_dropout": "lora_dropout"}
 _BESIDE_LORA = (
-    "modules_to_save",
     "target_parameters",
     "layers_to_transform",
     "rank_pattern",

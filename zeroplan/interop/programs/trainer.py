@@ -27,6 +27,7 @@ from zeroplan.interop.programs.known import arguments_of, names_in, telling_of_o
 from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.setups import Setup
+from zeroplan.techniques.label_smoothing import LabelSmoothingTechnique
 
 #: The Trainer's optimizer since torch 2.8; before, it was ``adamw_torch``, whose loops need a temporary.
 DEFAULT_OPTIMIZER = "adamw_torch_fused"
@@ -92,7 +93,6 @@ MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 #: Arguments that move memory and that no field of a Setup holds.
 _NOT_MODELLED: dict[str, tuple[Effect, str]] = {
     "auto_find_batch_size": (LESS, "lowers the batch when memory runs out"),
-    "label_smoothing_factor": (MORE, "the Trainer's label smoother makes log-probabilities of its own"),
     "parallelism_config": (UNKNOWN, "tensor and context parallelism are not planned"),
     "optim_target_modules": (UNKNOWN, "which layers a low-rank optimizer projects"),
     "torch_empty_cache_steps": (LESS, "cached blocks are given back every so many steps"),
@@ -165,6 +165,8 @@ def read_trainer(run: Builder, defaults: TrainerDefaults = TRAINER) -> None:
         run.set("gradient_checkpointing", again, "gradient_checkpointing")
     _reentrance(run)
     run.leave_out_flags(_NOT_MODELLED)
+    if run.amount("label_smoothing_factor") and run.program not in LabelSmoothingTechnique.keys:
+        run.leave_out("label_smoothing_factor", UNKNOWN, "where the program takes it from the Trainer, whole logits are kept")
     set_compile(run)
     _evaluation(run)
     set_saving(run)

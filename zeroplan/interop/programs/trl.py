@@ -88,7 +88,6 @@ _OTHER_CACHES = {
 _NOT_MODELLED = {
     "activation_offloading": (Effect.LESS, "activations wait on the host between forward and backward"),
     "padding_free": (Effect.LESS, "samples are laid end to end without padding"),
-    "lora_modules_to_save": (Effect.MORE, "modules trained whole beside the adapters"),
     "lora_target_parameters": (Effect.MORE, "adapters on parameters that are no layers"),
     "cast_lm_head_to_fp32": (Effect.MORE, "an fp32 head"),
     "use_unsloth": (Effect.LESS, "Unsloth's kernels keep fewer tensors"),

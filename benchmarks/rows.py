@@ -90,16 +90,19 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
         "target_len": row.get("target_len"),
         "save": row.get("save"),
         "one_unit": row.get("one_unit", False),
+        "modules_to_save": tuple(row.get("modules_to_save") or ()),
+        "label_smoothing": row.get("label_smoothing"),
+        "ema": row.get("ema"),
         **({} if row.get("kernels") is None else {row["kernels"]: True}),
     }
+    offload = "cpu" if row.get("offload") else None
     if row["engine"] != "deepspeed":
         common |= _stepped_by(row.get("optimizer_type", "AdamW"), row.get("opt_params") or {})
     if row["engine"] == "deepspeed":
         return Ask(**common, ds_config=ds_config_of(row))
     if row["engine"] == "fsdp":
         stage = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}[row.get("strategy", "FULL_SHARD")]
-        return Ask(**common, stage=stage)
-    offload = "cpu" if row.get("offload") else None
+        return Ask(**common, stage=stage, offload_optimizer=offload, offload_param=offload)
     return Ask(**common, stage=row["stage"], offload_optimizer=offload, offload_param=offload)
 
 

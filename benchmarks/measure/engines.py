@@ -84,7 +84,8 @@ def _prepare(spec: Spec, model: Any) -> Any:
         targets = "all-linear" if targets == ["all-linear"] else targets
         causal = auto_class(model.config.model_type, spec.task).__name__ == "AutoModelForCausalLM"
         task = "CAUSAL_LM" if causal or spec.images else None
-        lora = LoraConfig(r=spec.lora_rank, lora_alpha=32, target_modules=targets, task_type=task)
+        saved = spec.modules_to_save
+        lora = LoraConfig(r=spec.lora_rank, lora_alpha=32, target_modules=targets, task_type=task, modules_to_save=saved)
         if spec.quantize is not None and spec.engine in ("ddp", "deepspeed"):  # FSDP shards one dtype beside the adapters
             from peft import prepare_model_for_kbit_training
 
@@ -92,6 +93,9 @@ def _prepare(spec: Spec, model: Any) -> Any:
             how = {"use_gradient_checkpointing": spec.checkpointing, "gradient_checkpointing_kwargs": kwargs}
             model = prepare_model_for_kbit_training(model, **how)
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        if spec.quantize is not None and saved:  # TRL makes all that is trained 16 bits
+            for parameter in model.parameters():
+                parameter.data = parameter.data.to(DTYPES[spec.dtype]) if parameter.requires_grad else parameter.data
         if spec.precision == "pure":  # on the meta device peft leaves adapters in fp32
             model = model.to(DTYPES[spec.dtype])
         if spec.checkpointing:
@@ -129,7 +133,7 @@ def _deepspeed(spec: Spec, probe: Probe, device: torch.device) -> Trained:
 
     def step(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         for micro in range(spec.grad_accum):
-            loss: torch.Tensor = engine(**inputs).loss
+            loss = _loss(spec, engine, inputs)
             probe.mark("fwd")
             engine.backward(loss)
             probe.mark("bwd")
@@ -181,7 +185,7 @@ def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
     """Return FSDP 1 as accelerate wraps a model: fp32 flat parameters, block by block, gathered and reduced in the run's
     dtype.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+    from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     _init_process_group(device)
@@ -206,6 +210,7 @@ def _fsdp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
         device_id=device if device.type == "cuda" else None,
         use_orig_params=spec.orig_params,
         limit_all_gathers=True,
+        cpu_offload=CPUOffload(offload_params=True) if spec.offload else None,
     )
     return _torch_loop(spec, probe, device, wrapped)
 
@@ -238,11 +243,16 @@ def _quantized(spec: Spec, device: torch.device) -> Any:
                 made = bitsandbytes.nn.Linear4bit(*shape, DTYPES[spec.dtype], device="meta", **stored)
                 kept = bitsandbytes.nn.Params4bit(weight, requires_grad=False, module=made, **stored)
             made.weight = kept.to(device)
+            if spec.offload:  # as what loads a base for FSDP 1 leaves it: packed weights on the host, scales on the GPU
+                made.weight.data = made.weight.data.cpu()
             made.bias = child.bias
             setattr(module, name, made)
             del weight, kept
     model.is_loaded_in_8bit, model.is_loaded_in_4bit = eight, not eight
-    return model.to(device)
+    for tensor in (*model.parameters(), *model.buffers()) if spec.offload else ():
+        if not isinstance(tensor, bitsandbytes.nn.Params4bit):
+            tensor.data = tensor.data.to(device)
+    return model if spec.offload else model.to(device)
 
 
 def _convert(model: torch.nn.Module, recipe: str) -> None:
@@ -313,6 +323,7 @@ def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> T
         model = _prepare(spec, model)
     probe.mark("model")
     trained = [p for p in model.parameters() if p.requires_grad]
+    averages = _averages(spec, model, device)
     optimizer = _optimizer(spec, trained)
     probe.mark("init")
     dtype = DTYPES[spec.dtype]
@@ -325,7 +336,7 @@ def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> T
             last = micro + 1 == spec.grad_accum
             with model.no_sync() if spec.engine == "fsdp" and not last else nullcontext():
                 with autocast:
-                    loss: torch.Tensor = model(**inputs).loss
+                    loss = _loss(spec, model, inputs, wide=mixed)
                 probe.mark("fwd")
                 torch.autograd.backward(loss)
             probe.mark("bwd")
@@ -335,9 +346,50 @@ def _torch_loop(spec: Spec, probe: Probe, device: torch.device, model: Any) -> T
             torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=spec.set_to_none)
+        averages(model)
         return loss
 
     return Trained(step, model, type(optimizer).__name__, save=lambda: save(spec, model, optimizer))
+
+
+def _averages(spec: Spec, model: Any, device: torch.device) -> Callable[[Any], None]:
+    """Return what mixes the weights into their average after a step: torch's own, or a list of copies of shards, which torch's
+    does not copy.
+    """
+    place = torch.device("cpu") if spec.ema == "cpu" else device
+    if spec.ema is None:
+        return lambda _: None
+    if spec.engine == "ddp":
+        from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+        averaged = AveragedModel(model, device=place, avg_fn=get_ema_avg_fn(0.999))
+        return averaged.update_parameters
+    kept = [(parameter.to_local().detach().to(place, copy=True), parameter) for parameter in model.parameters()]
+
+    def update(_: Any) -> None:
+        for average, parameter in kept:
+            average.lerp_(parameter.to_local().detach().to(place), 0.001)
+
+    return update
+
+
+def _loss(spec: Spec, model: Any, inputs: dict[str, torch.Tensor], *, wide: bool = False) -> torch.Tensor:
+    """Return the model's own loss, or the Trainer's of smoothed labels (transformers' ``compute_loss``), of logits that
+    accelerate's wrapper makes fp32 where `wide`.
+    """
+    if spec.label_smoothing is None:
+        loss: torch.Tensor = model(**inputs).loss
+        return loss
+    from accelerate.utils.operations import convert_to_fp32
+    from transformers.trainer_pt_utils import LabelSmoother
+
+    given = dict(inputs)
+    labels = given.pop("labels")
+    returned = model(**given)
+    if wide:
+        returned = convert_to_fp32(returned)
+    smoothed: torch.Tensor = LabelSmoother(spec.label_smoothing)(returned, labels, shift_labels=True)
+    return smoothed
 
 
 def _sync_gradients(model: Any, last: bool) -> None:

@@ -31,6 +31,9 @@ OPTIONAL = (
     "reduce_dtype",
     "compile",
     "kernels",
+    "modules_to_save",
+    "label_smoothing",
+    "ema",
 )
 
 
@@ -72,7 +75,10 @@ class Spec:
     strategy: str = "FULL_SHARD"  # fsdp: its sharding strategy
     orig_params: bool = True  # fsdp: use_orig_params
     reshard: bool = True  # fsdp2: reshard_after_forward
-    offload: bool = False  # fsdp2: CPUOffloadPolicy
+    offload: bool = False  # fsdp2: CPUOffloadPolicy; fsdp: CPUOffload
+    modules_to_save: list[str] | None = None  # trained whole beside adapters
+    label_smoothing: float | None = None  # by transformers' own smoother, outside the model
+    ema: str | None = None  # fsdp2, ddp: an average of the weights on the gpu or the cpu (torch.optim.swa_utils)
     cap: int | None = None  # upper limit of this process on its GPU
     env: dict[str, str] = field(default_factory=dict)
     steps: int = 5

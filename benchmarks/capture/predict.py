@@ -33,9 +33,14 @@ def row(name: str, command: str, steps: int, report: dict[str, Any]) -> dict[str
             "fits": plan["fits"], "stopped": capture["stopped"], "left_out": left_out}  # fmt: skip
 
 
+def steps_of(program: dict[str, Any]) -> int:
+    """Optimizer steps, after which a program's loops end."""
+    return int(program.get("steps") or STEPS.get(program["name"], 3))
+
+
 def predict(program: dict[str, Any], work: Path) -> dict[str, Any]:
     """Capture one program."""
-    steps = STEPS.get(program["name"], 3)
+    steps = steps_of(program)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "capture.json"
         words = [sys.executable, "-m", "zeroplan", "capture", "--gpu", "H100", "--steps", str(steps), "-o", str(out), "--"]

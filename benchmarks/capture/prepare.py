@@ -14,6 +14,7 @@ import random
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 WORDS = 2000
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>", "<|user|>", "<|assistant|>"]
@@ -59,15 +60,22 @@ def model(folder: Path, config: object, auto: str, *, weights: bool) -> None:
         config.save_pretrained(folder)  # type: ignore[attr-defined]
 
 
-def make_models(work: Path, *, weights: bool) -> None:
-    """The models: a Llama of 0.28 B parameters, GPT-2, BERT-base, T5-small and ViT-base as published."""
-    from transformers import BertConfig, GPT2Config, LlamaConfig, T5Config, ViTConfig, ViTImageProcessor
+def make_llama() -> Any:
+    """The config of a Llama of 0.28 B parameters."""
+    from transformers import LlamaConfig
 
-    home = work / "models"
-    llama = LlamaConfig(
+    return LlamaConfig(
         hidden_size=1024, intermediate_size=2816, num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=4,
         vocab_size=32000, max_position_embeddings=2048, pad_token_id=0, bos_token_id=4, eos_token_id=5,
     )  # fmt: skip
+
+
+def make_models(work: Path, *, weights: bool) -> None:
+    """The models: a Llama of 0.28 B parameters, GPT-2, BERT-base, T5-small and ViT-base as published."""
+    from transformers import BertConfig, GPT2Config, T5Config, ViTConfig, ViTImageProcessor
+
+    home = work / "models"
+    llama = make_llama()
     model(home / "llama", llama, "AutoModelForCausalLM", weights=weights)
     model(home / "gpt2", GPT2Config(bos_token_id=4, eos_token_id=5), "AutoModelForCausalLM", weights=weights)
     bert = BertConfig(vocab_size=28996)
@@ -113,6 +121,42 @@ def table(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
         writer.writerows(rows)
 
 
+def make_glue(home: Path, draw: random.Random) -> None:
+    """GLUE's MRPC, as a folder of that name."""
+    glue = home / "nyu-mll" / "glue"
+    for name, count in (("train", 48), ("validation", 40), ("test", 8)):
+        judged: list[dict[str, object]] = [
+            {"sentence1": words(draw, 15, 60), "sentence2": words(draw, 15, 60), "label": n % 2, "idx": n} for n in range(count)
+        ]
+        lines(glue / "mrpc" / f"{name}.jsonl", judged)
+    files = "".join(f"  - split: {name}\n    path: mrpc/{name}.jsonl\n" for name in ("train", "validation", "test"))
+    kept = "".join(f"  - name: {name}\n    dtype: string\n" for name in ("sentence1", "sentence2"))
+    label = (
+        "  - name: label\n    dtype:\n      class_label:\n        names:\n          '0': different\n          '1': equivalent\n"
+    )
+    kinds = f"dataset_info:\n- config_name: mrpc\n  features:\n{kept}{label}  - name: idx\n    dtype: int32\n"
+    (glue / "README.md").write_text(f"---\n{kinds}configs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
+
+
+def make_wikitext(home: Path, draw: random.Random, *, train: int, rest: int) -> None:
+    """WikiText's second part, as a folder."""
+    for name, count in (("train", train), ("validation", rest), ("test", rest)):
+        lines(home / f"{name}.jsonl", [{"text": words(draw, 60, 160)} for _ in range(count)])
+    files = "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in ("train", "validation", "test"))
+    (home / "README.md").write_text(f"---\nconfigs:\n- config_name: wikitext-2-v1\n  data_files:\n{files}---\n")
+
+
+def make_images(home: Path, draw: random.Random) -> None:
+    """Pictures of 96 x 96 in a folder for each class."""
+    from PIL import Image
+
+    for split, count in (("train", 48), ("validation", 16)):
+        for n in range(count):
+            path = home / split / f"kind{n % 3}" / f"{n}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.frombytes("RGB", (96, 96), draw.randbytes(96 * 96 * 3)).save(path)
+
+
 def make_data(work: Path) -> None:
     """The data, of a few dozen samples each."""
     draw = random.Random(0)
@@ -145,31 +189,9 @@ def make_data(work: Path) -> None:
     lines(
         data / "summaries" / "train.json", [{"text": words(draw, 100, 400), "summary": words(draw, 20, 90)} for _ in range(40)]
     )
-    glue = work / "nlp" / "nyu-mll" / "glue"
-    for name, count in (("train", 48), ("validation", 40), ("test", 8)):
-        judged: list[dict[str, object]] = [
-            {"sentence1": words(draw, 15, 60), "sentence2": words(draw, 15, 60), "label": n % 2, "idx": n} for n in range(count)
-        ]
-        lines(glue / "mrpc" / f"{name}.jsonl", judged)
-    files = "".join(f"  - split: {name}\n    path: mrpc/{name}.jsonl\n" for name in ("train", "validation", "test"))
-    kept = "".join(f"  - name: {name}\n    dtype: string\n" for name in ("sentence1", "sentence2"))
-    label = (
-        "  - name: label\n    dtype:\n      class_label:\n        names:\n          '0': different\n          '1': equivalent\n"
-    )
-    kinds = f"dataset_info:\n- config_name: mrpc\n  features:\n{kept}{label}  - name: idx\n    dtype: int32\n"
-    (glue / "README.md").write_text(f"---\n{kinds}configs:\n- config_name: mrpc\n  data_files:\n{files}---\n")
-    wiki = work / "hello" / "wikitext"
-    for name, count in (("train", 400), ("validation", 20), ("test", 20)):
-        lines(wiki / f"{name}.jsonl", [{"text": words(draw, 60, 160)} for _ in range(count)])
-    files = "".join(f"  - split: {name}\n    path: {name}.jsonl\n" for name in ("train", "validation", "test"))
-    (wiki / "README.md").write_text(f"---\nconfigs:\n- config_name: wikitext-2-v1\n  data_files:\n{files}---\n")
-    from PIL import Image
-
-    for split, count in (("train", 48), ("validation", 16)):
-        for n in range(count):
-            path = data / "images" / split / f"kind{n % 3}" / f"{n}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.frombytes("RGB", (96, 96), draw.randbytes(96 * 96 * 3)).save(path)
+    make_glue(work / "nlp", draw)
+    make_wikitext(work / "hello" / "wikitext", draw, train=400, rest=20)
+    make_images(data / "images", draw)
     talks = [{"instruction": words(draw, 20, 80), "input": "", "output": words(draw, 40, 300)} for _ in range(40)]
     (data / "litgpt.json").write_text(json.dumps(talks))
 

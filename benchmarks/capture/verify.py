@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.capture.compare import rows as last_rows
 from benchmarks.capture.measure import OFFLINE
-from benchmarks.capture.predict import STEPS
+from benchmarks.capture.predict import steps_of
 from zeroplan.capturing.measuring import measure_command
 from zeroplan.validate.rank.probe import Nvml
 
@@ -47,7 +47,7 @@ def measured(program: dict[str, Any], work: Path, caches: Path, card: str, *, li
     began = time.time()
     used: Callable[[], int | None] = Nvml(int(card)).used if alone else lambda: None
     words = ["sh", "-c", f"cd {shlex.quote(str(work / program['cwd']))} && exec env {program['command']}"]
-    steps = STEPS.get(program["name"], 3)
+    steps = steps_of(program)
     found = measure_command(words, used, steps=steps, seconds=200, limit=limit, environment=environment(program, caches, card))
     return {"name": program["name"], "limit": limit, "alone": alone, "wall": round(time.time() - began, 1), **asdict(found)}
 
@@ -60,12 +60,12 @@ def history(program: dict[str, Any], work: Path, caches: Path, path: Path) -> No
     }
     words = ["sh", "-c", f"cd {shlex.quote(str(work / program['cwd']))} && exec env {program['command']}"]
     found = environment(program, caches, "0") | more
-    measure_command(words, lambda: None, steps=STEPS.get(program["name"], 3), seconds=120, environment=found)
+    measure_command(words, lambda: None, steps=steps_of(program), seconds=120, environment=found)
 
 
 def by_verb(program: dict[str, Any], work: Path, caches: Path) -> dict[str, Any]:
     """Run one program by the verb; returns what it prints as JSON."""
-    words = [sys.executable, "-m", "zeroplan", "verify", "--json", "--steps", str(STEPS.get(program["name"], 3)), "--"]
+    words = [sys.executable, "-m", "zeroplan", "verify", "--json", "--steps", str(steps_of(program)), "--"]
     found = {
         **environment(program, caches, "0"),
         "PYTHONPATH": os.pathsep.join((str(HERE.parents[1]), os.environ.get("PYTHONPATH", ""))),

@@ -143,22 +143,23 @@ def _text(shapes: Shapes, other: Shapes) -> str:
     return f"{name or 'a tensor'} of {' x '.join(map(str, shape)) or 'no shape'}"
 
 
-def forwards_differ(events: Any, sizes: Sequence[Any], ends: Sequence[int]) -> BatchesSeen | None:
+def forwards_differ(events: Any, sizes: Sequence[Any], ends: Sequence[int], apart: Sequence[int] = ()) -> BatchesSeen | None:
     """Compare what the forwards of the steps allocate; None where fewer than three steps are there.
 
     Args:
         events: the tape, with columns ``op`` and ``arg``.
         sizes: each storage's size.
         ends: the number of events at the end of each step.
+        apart: events of steps that ran in another way, for plans of other stages, and are not compared.
     """
     if len(ends) < 3:
         return None
-    steps = [_forward(events, sizes, begin, end) for begin, end in zip([0, *ends[:-1]], ends, strict=True)]
-    if len(set(steps[1:])) == 1:
-        return BatchesSeen(f"the forwards of steps 2 to {len(ends)} allocate the same", open=False)
-    return BatchesSeen(
-        f"the forwards of steps 2 to {len(ends)} allocate different sizes, so that a larger one may follow", open=True
-    )
+    spans = zip([0, *ends[:-1]], ends, strict=True)
+    steps = [_forward(events, sizes, *span) for span in spans if not any(span[0] <= at < span[1] for at in apart)]
+    compared, which = (steps[1:], f"steps 2 to {len(ends)}") if len(steps) > 2 else (steps, "the first two steps")
+    if len(set(compared)) == 1:
+        return BatchesSeen(f"the forwards of {which} allocate the same", open=False)
+    return BatchesSeen(f"the forwards of {which} allocate different sizes, so that a larger one may follow", open=True)
 
 
 def _forward(events: Any, sizes: Sequence[Any], begin: int, end: int) -> tuple[Any, ...]:

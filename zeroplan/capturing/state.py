@@ -116,7 +116,7 @@ class Capture:
             captured.unmodelled.append(("condition", "unknown", says))
         with self.recorder, self.functions:
             drawn = read_on(self.ending.passes, self.spans.backwards)
-        ran = forwards_differ(captured, captured.sizes, self._ends)
+        ran = forwards_differ(captured, captured.sizes, self._ends, () if self.handed is None else self.handed.batches.apart)
         if drawn is None or (not drawn.open and drawn.says.endswith("of one shape") and ran is not None and ran.open):
             drawn = ran
         if drawn is None:

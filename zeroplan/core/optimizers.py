@@ -59,6 +59,7 @@ _ROWS = (
         "Loshchilov & Hutter 2019, algorithm 2",
         aliases=(
             "fusedadam",
+            "deepspeedcpuadam",
             "adamw_torch",
             "adamw_torch_fused",
             "adamw_torch_xla",
@@ -218,7 +219,7 @@ _ROWS = (
         "lion",
         (_EXP_AVG,),
         "Chen et al. 2023, algorithm 2",
-        aliases=("fusedlion", "lion_32bit", "paged_lion_32bit", "lion_pytorch"),
+        aliases=("fusedlion", "deepspeedcpulion", "lion_32bit", "paged_lion_32bit", "lion_pytorch"),
         deepspeed=(
             DeepSpeedType(
                 "Lion",

@@ -56,9 +56,9 @@ def _laid_out_as(query: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _cudnn_takes(query: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether cuDNN's kernels take these head dimensions, forward and backward (``sdp_utils.cpp``)."""
+    """Return whether cuDNN's kernels take these head dimensions, forward and backward (``sdp_utils.cpp``), and are allowed."""
     dim, value_dim = query.shape[-1], value.shape[-1]
-    if dim % 8 or value_dim % 8:
+    if dim % 8 or value_dim % 8 or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     return (dim <= 128 and value_dim <= 128) or (dim, value_dim) == (192, 128)
 
@@ -79,6 +79,7 @@ class FusedAttention(torch.autograd.Function):
         out, lse, offset, seed, state, unused = fused_forward(query, value)
         ctx.save_for_backward(bias, key, query, value, lse, out, offset, seed, state, unused)
         ctx.bias_grad = bias is not None and ctx.needs_input_grad[3]
+        ctx.cudnn = _cudnn_takes(query, value)
         return out
 
     @staticmethod
@@ -87,7 +88,7 @@ class FusedAttention(torch.autograd.Function):
         saved = ctx.saved_tensors  # kept whole: recomputed tensors have no other holder
         bias, key, query, value = saved[:4]
         grad_q, grad_k, grad_v, *grad_bias = fused_backward(
-            query, key, value, masked=bias is not None, bias=bias if ctx.bias_grad else None
+            query, key, value, masked=bias is not None, bias=bias if ctx.bias_grad else None, cudnn=ctx.cudnn
         )
         return grad_q, grad_k, grad_v, grad_bias[0] if grad_bias else None
 
@@ -113,11 +114,15 @@ def fused_forward(
 
 
 def fused_backward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masked: bool, bias: torch.Tensor | None = None
-) -> tuple[torch.Tensor, ...]:
-    """Allocate what the fused backward kernel allocates; returns the gradients of query, key, value, and of `bias` if given."""
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, masked: bool, bias: torch.Tensor | None = None,
+    cudnn: bool | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """Allocate what the fused backward kernel allocates; returns the gradients of query, key, value, and of `bias` if given.
+
+    `cudnn` says whether its forward was cuDNN's where the device has it; None for what is allowed now.
+    """
     batch, heads, seq, dim = query.shape
-    cudnn = _cudnn_takes(query, value)
+    cudnn = _cudnn_takes(query, value) if cudnn is None else cudnn
     grouped = key.shape[1] != heads
     made = [torch.empty_like(t) for t in (query, key, value)]
     if bias is not None:
@@ -214,14 +219,15 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """``F.scaled_dot_product_attention`` with the kernel that CUDA would choose (``sdp_utils.cpp``)."""
+    """``F.scaled_dot_product_attention`` with the kernel that CUDA would choose of those allowed (``sdp_utils.cpp``)."""
     if ring is not None:
         return ring(query, key, value, masked=attn_mask is not None or not is_causal)
     dim = query.shape[-1]
     half = query.dtype in (torch.float16, torch.bfloat16)
     dense = _dense(query, key, value, attn_mask, enable_gqa)
     square = not is_causal or query.shape[-2] == key.shape[-2]
-    if dense and half and attn_mask is None and dim == value.shape[-1] and dim <= 256 and square:
+    unmasked = half and attn_mask is None and dim == value.shape[-1] and dim <= 256 and square
+    if dense and unmasked and (torch.backends.cuda.flash_sdp_enabled() or _cudnn_takes(query, value)):
         if dim % 8:
             pad = [0, 8 - dim % 8]
             query, key, value = (torch.nn.functional.pad(t, pad) for t in (query, key, value))
@@ -231,9 +237,10 @@ def scaled_dot_product_attention(
     if dense and not enable_gqa and dim % alignment == 0 and value.shape[-1] % alignment == 0:
         learned = attn_mask is not None and attn_mask.requires_grad  # which cuDNN refuses (check_attn_mask_shape)
         fused = half and _cudnn_takes(query, value) and not learned
-        if attn_mask is not None:
-            attn_mask = _additive(attn_mask, query, padded=not fused)
-        return _run(FusedAttention if fused else EfficientAttention, query, key, value, attn_mask)
+        if fused or torch.backends.cuda.mem_efficient_sdp_enabled():
+            if attn_mask is not None:
+                attn_mask = _additive(attn_mask, query, padded=not fused)
+            return _run(FusedAttention if fused else EfficientAttention, query, key, value, attn_mask)
     whole = torch.ops.aten._scaled_dot_product_attention_math
     kernels.in_math_attention = True
     try:

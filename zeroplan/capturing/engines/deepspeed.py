@@ -151,7 +151,7 @@ def _engine_class(capture: Capture, module: Any) -> Any:
             self._is_gradient_accumulation_boundary = None
             self._running_engine_step = self._is_compiled = self.inside_no_sync_ctxt = False
             self._step_applied, self._global_grad_norm, self.has_moe_layers, self.zenflow = True, None, False, False
-            self.mpu = self.all_to_all_group = self.monitor = None
+            self.mpu = self.all_to_all_group = self.monitor = self.tput_timer = None
             said = {"ds_config": as_json(self.config), "zero_init": bool(capture.engine_notes.get("zero_init"))}
             stage = self.zero_optimization_stage()
             self.handed: Any = None

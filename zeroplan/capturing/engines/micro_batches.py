@@ -191,6 +191,11 @@ class MicroBatches:
 
     # ---- tapes -------------------------------------------------------------------------------------------------------
     @property
+    def apart(self) -> list[int]:
+        """The events at which the forwards of micro batches begin that were run in the other way."""
+        return [one.forward for one in self.slices if one.zero3 != self._zero3]
+
+    @property
     def accumulates(self) -> int:
         """Micro batches a step, as the script took them; 1 where it took no step."""
         if not self.steps or not self.slices:

@@ -23,6 +23,7 @@ def install(capture: Capture) -> None:
         transformers_models,
     )  # fmt: skip
     from zeroplan.capturing.hooks.imports import when_imported
+    from zeroplan.capturing.kernels import flex_attention
 
     torch_itself.install(capture)
     stand_ins.install(capture)
@@ -31,6 +32,7 @@ def install(capture: Capture) -> None:
     reporters.install(capture)
     kernels.install(capture)
     exits.install(capture)
+    when_imported("torch.nn.attention.flex_attention", flex_attention.install)
     when_imported("transformers.modeling_utils", lambda module: transformers_models.install(capture, module))
     when_imported("transformers.trainer", lambda module: transformers_models.install_trainer(capture, module))
     when_imported("transformers.tokenization_utils_base", lambda module: native_files.install_tokenizers(capture, module))

@@ -8,11 +8,35 @@ Source: torch 2.13, ``_inductor/kernel/flex/flex_attention.py`` (``flex_attentio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from zeroplan.capturing.hooks.imports import changes
 from zeroplan.trace.kernels import block
+
+
+def install(module: Any) -> None:
+    """Let block masks be made without ``vmap``, under which tensors have no storage; the blocks are the same."""
+    changes(module)
+
+    def over_all(mask_mod: Callable[..., torch.Tensor], prefix: tuple[Any, ...], **_: Any) -> Callable[..., torch.Tensor]:
+        def called(*args: torch.Tensor) -> torch.Tensor:
+            scores, indices = args[: len(prefix)], args[len(prefix) :]
+            at = [one.view(*(-1 if axis == n else 1 for axis in range(4))) for n, one in enumerate(indices)]
+            return mask_mod(*scores, *at).expand([len(one) for one in indices])
+
+        return called
+
+    ordered = module._ordered_to_dense
+
+    def to_dense(counts: torch.Tensor, columns: torch.Tensor, *size: int) -> torch.Tensor:
+        if counts.dim() == 1:
+            return ordered(counts, columns, *size)  # type: ignore[no-any-return]
+        return torch.stack([to_dense(*each, *size) for each in zip(counts, columns, strict=True)])
+
+    module._vmap_for_bhqkv, module._ordered_to_dense = over_all, to_dense
 
 
 class FlexAttention(torch.autograd.Function):

@@ -269,8 +269,6 @@ def _data(run: Builder, trainer: Keys) -> None:
 def _optimizer(run: Builder) -> None:
     """Take the optimizer that a section names by its class."""
     name = _class_of(run.value("optimizer")).lower()
-    if name in ("deepspeedcpuadam", "fusedadam"):
-        name = "adamw"
     if not name:
         run.leave_out("optimizer", UNKNOWN, "the module's own optimizer is not read; AdamW is counted")
         run.set("optimizer", "adamw")

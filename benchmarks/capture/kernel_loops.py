@@ -4,6 +4,7 @@ Names: flex (compiled FlexAttention), grouped (torch's grouped products), moe (t
 adamfp8 (torchao's optimizers), flash, efficient, cudnn and math (torch's attention), liger (Liger's Llama).
 """
 
+import os
 import sys
 from typing import Any
 
@@ -30,7 +31,7 @@ class Attention(nn.Module):
             self.mask = create_block_mask(causal, None, None, LENGTH, LENGTH, device="cuda")
             self.flex = torch.compile(flex_attention)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         """x: [B, S, D]."""
         q, k, v = (one.view(*one.shape[:2], HEADS, -1).transpose(1, 2) for one in self.qkv(x).chunk(3, -1))
         if self.kind == "flex":
@@ -60,7 +61,8 @@ class Experts(nn.Module):
         each = rows.shape[0] // EXPERTS
         ends = torch.arange(each, rows.shape[0] + 1, each, device=x.device, dtype=torch.int32)
         inner = F.silu(torch._grouped_mm(rows, self.up.to(rows.dtype), offs=ends))
-        return torch._grouped_mm(inner, self.down.to(rows.dtype), offs=ends).view_as(x)
+        found: torch.Tensor = torch._grouped_mm(inner, self.down.to(rows.dtype), offs=ends)
+        return found.view_as(x)
 
 
 class Block(nn.Module):
@@ -73,7 +75,7 @@ class Block(nn.Module):
         plain = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.mlp = Experts() if kind == "grouped" else plain
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         """x: [B, S, D]."""
         x = x + self.attention(self.first(x))
         return x + self.mlp(self.second(x))
@@ -85,6 +87,7 @@ def plain_loop(kind: str) -> None:
     model.to("cuda", torch.float32 if kind == "efficient" else torch.bfloat16)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     if kind.startswith("adam"):
+        sys.path.append(os.environ.get("TORCHAO", ""))  # a folder with it, which no other program may find
         import torchao.optim
 
         made = {"adam8bit": "AdamW8bit", "adam4bit": "AdamW4bit", "adamfp8": "AdamWFp8"}[kind]

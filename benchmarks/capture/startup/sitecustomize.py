@@ -88,7 +88,25 @@ def _write_history() -> None:
         found[line] = count + 1, size + event["size"]
     rows = sorted(found.items(), key=lambda one: -one[1][1])[:80]
     with open(os.environ["CAPTURE_HISTORY"], "a", encoding="utf-8") as file:
-        file.write(json.dumps({"argv": sys.argv[:2], "peak": peak, "events": len(events), "alive": rows}) + "\n")
+        row = {"argv": sys.argv[:2], "rank": os.environ.get("RANK"), "peak": peak, "events": len(events), "alive": rows}
+        file.write(json.dumps(row) + "\n")
+    _write_events(events, f"{os.environ['CAPTURE_HISTORY']}.{os.getpid()}.gz")
+
+
+def _write_events(events, path):  # type: ignore[no-untyped-def]
+    """Write every event as a line: action, address, bytes, stream, and the innermost lines outside torch's own."""
+    import gzip
+
+    places: dict[str, int] = {}
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        for event in events:
+            frames = [one for one in event.get("frames", []) if one["filename"].endswith(".py")]
+            outside = [one for one in frames if "/torch/" not in one["filename"]][:3]
+            line = ";".join(f"{'/'.join(one['filename'].rsplit('/', 3)[1:])}:{one['line']}" for one in outside)
+            at = places.setdefault(line, len(places))
+            known = [line] if at == len(places) - 1 and line else []
+            row = [event["action"], event.get("addr", 0), event["size"], event.get("stream", 0), at, *known]
+            file.write(json.dumps(row) + "\n")
 
 
 if "CAPTURE_HISTORY" in os.environ:

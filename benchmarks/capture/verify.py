@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 #: Run by the verb itself, too: one that trains by hand, one by a Trainer.
 BY_VERB = ("nanogpt-char", "run-glue", "lightning-kfold", "run-mlm")
 #: The longest that one program may take.
-SECONDS = 150
+SECONDS = 180
 
 
 def environment(program: dict[str, Any], caches: Path, card: str) -> dict[str, str]:

@@ -175,6 +175,32 @@ for step in range(6):
             assert abs(plan.gpu.peak_allocated - hand.gpu.peak_allocated) <= 4096, plan.stage
 
 
+@pytest.mark.long
+def test_deepspeed_is_given_its_data_and_an_optimizer_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    config = {
+        "train_micro_batch_size_per_gpu": 64, "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    }  # fmt: skip
+    code = f"""{BODY}
+import deepspeed
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+model = Net()
+data = [torch.empty(128, 256, dtype=torch.bfloat16)] * 512
+optimizer = DeepSpeedCPUAdam(model.parameters())
+engine, _, loader, _ = deepspeed.initialize(model=model, optimizer=optimizer, training_data=data, config={config!r})
+for x in loader:
+    engine.backward(engine(x.to(engine.device)).float().mean())
+    engine.step()
+"""
+    _, run = captured_run(tmp_path, code)
+    plan = run.report.plans[0]
+    assert (plan.stage, plan.offload_optimizer, plan.fits) == (3, "cpu", True)
+    loop = code.replace("for x in loader:", "for _ in range(3):\n    x = torch.empty(64, 128, 256, dtype=torch.bfloat16)")
+    _, run = captured_run(tmp_path, loop)  # its third micro batch runs as at another stage, which is no larger batch
+    assert run.report.plans[0].fits is True
+
+
 def test_a_stored_model_is_the_same() -> None:
     for name in ("meta-llama/Llama-3.2-1B", "google-t5/t5-small"):
         spec = load_model(name)

@@ -177,9 +177,32 @@ def test_torchao_and_grouped_products() -> None:
 
 
 def test_compiled_flex_attention_makes_no_scores() -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def near(_batch: Any, _head: Any, query: Any, key: Any) -> Any:
+        return (query >= key) & (query - key < 200)
+
+    there = create_block_mask(near, 2, None, 512, 512, device="cpu")
     with zeroplan.capture("H100") as plan:
         from torch.nn.attention.flex_attention import flex_attention
 
+        mask = create_block_mask(near, 2, None, 512, 512, device="cuda")
         q = gpu(1, 4, 2048, 64)
-        torch.compile(flex_attention)(q, q, q).sum().backward()
+        torch.compile(flex_attention)(q, q, q, block_mask=mask).sum().backward()
+    assert mask.kv_indices.shape == there.kv_indices.shape
+    assert mask.q_num_blocks.shape == there.q_num_blocks.shape
     assert plan.peak_allocated < 8 * MIB  # scores would be 32
+
+
+def test_attention_runs_by_the_kernels_that_the_script_allows() -> None:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    peaks = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
+        with zeroplan.capture("H100") as plan:
+            q = gpu(1, 4, 2048, 64)
+            with sdpa_kernel(backend):
+                torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+        peaks.append(plan.peak_allocated)
+    assert peaks[0] < 12 * MIB > peaks[1]
+    assert peaks[2] > 64 * MIB  # scores of fp32

@@ -320,10 +320,20 @@ def widen_messages(messages: torch.Tensor, out: torch.Tensor) -> None:
     config, (ranks, size), shard = KERNEL_CONFIGS["float8"], messages.shape, out.numel() // messages.shape[0]
     if shard == 0:
         return
-    kernel = _kernel(_index(out.device), "float8.cu", "zp_widen_float8", out.dtype, out.dtype, config)
+    kernel = _kernel(_index(out.device), "float8.cu", "zp_widen_float8", torch.bfloat16, torch.bfloat16, config)
     blocks = _blocks(config, out.device, shard)
     pointers = _pointer(messages), _pointer(out)
     _launch(out.device, kernel, ranks * blocks, config.threads, *pointers, shard, size, blocks)
+
+
+def turn_float8(bits: torch.Tensor, out: torch.Tensor) -> None:
+    """See :func:`.float8.turned`."""
+    config, (rows, columns) = KERNEL_CONFIGS["float8"], bits.shape
+    down, across = -(-rows // 64), -(-columns // 64)
+    if not down * across:
+        return
+    kernel = _kernel(_index(bits.device), "float8.cu", "zp_turn_float8", torch.bfloat16, torch.bfloat16, config)
+    _launch(bits.device, kernel, down * across, config.threads, _pointer(bits), _pointer(out), rows, columns, across)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, losses: torch.Tensor) -> None:

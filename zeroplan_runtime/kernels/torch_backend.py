@@ -183,6 +183,11 @@ def widen_messages(messages: torch.Tensor, out: torch.Tensor) -> None:
     values.mul_(messages[:, :4].view(torch.float32))
 
 
+def turn_float8(bits: torch.Tensor, out: torch.Tensor) -> None:
+    """See :func:`.float8.turned`."""
+    out.view(torch.uint8).copy_(bits.view(torch.uint8).t())
+
+
 def _rows(logits: torch.Tensor) -> Iterator[slice]:
     step = max(1, CHUNK // max(1, logits.shape[1]))
     for begin in range(0, logits.shape[0], step):

@@ -18,9 +18,10 @@ On GPUs ``torch._scaled_mm`` multiplies; elsewhere rounded values are multiplied
 Note [Graphs]
     The casts are torch's own operations, so that inductor fuses them with the norm or the activation in front of them where
     blocks are compiled. A product scaled by blocks is one opaque operation: dynamo's rules for ``_scaled_mm`` know no
-    scales of blocks in fp32, and inductor may lay scales out otherwise than cuBLAS takes them. Dynamo takes the whole product
-    as one node, which AOTAutograd then looks into: what dynamo traces of a Function by itself loses the mark of a checkpoint
-    around it up to torch 2.11, and its graph would keep the products' results and factors for the backward.
+    scales of blocks in fp32, and inductor may lay scales out otherwise than cuBLAS takes them. So is a turned factor, which
+    inductor writes byte by byte across rows where it fuses it (0.42 ms for a gate of an 8B on an H200). Dynamo takes the
+    whole product as one node, which AOTAutograd then looks into: what dynamo traces of a Function by itself loses the mark of
+    a checkpoint around it up to torch 2.11, and its graph would keep the products' results and factors for the backward.
 
 Sources: Micikevicius et al. 2022, "FP8 Formats for Deep Learning"; DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", 3.3;
 torchao ``float8/config.py`` (which formats and sums each recipe has).
@@ -40,6 +41,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import BLOCK, FLOAT8_CAPABILITY, Float8Recipe, multiple_of
 from zeroplan_runtime.compiled import whole_in_graphs
 from zeroplan_runtime.gradient_hooks import is_plain_linear
+from zeroplan_runtime.kernels.float8 import turned
 from zeroplan_runtime.local_tensors import is_distributed
 from zeroplan_runtime.unit_state import UnitState
 
@@ -112,9 +114,42 @@ def narrow_blocks(x: torch.Tensor) -> Narrow:
     return Narrow(bits.view(x.shape), scale)
 
 
+@torch.library.custom_op("zeroplan::turned_float8", mutates_args=())
+def _turned_bits(bits: torch.Tensor) -> torch.Tensor:
+    return turned(bits)
+
+
+@_turned_bits.register_fake
+def _(bits: torch.Tensor) -> torch.Tensor:
+    return bits.new_empty((bits.shape[1], bits.shape[0]))
+
+
 def _turned(one: Narrow) -> Narrow:
-    """The transpose of a factor scaled as a whole or by blocks."""
-    return Narrow(one.bits.t().contiguous(), one.scale.t() if one.scale.dim() else one.scale)
+    """The transpose of a factor, by whose scales its rows or blocks lie the other way round. See Note [Graphs]."""
+    return Narrow(torch.ops.zeroplan.turned_float8(one.bits), one.scale.t() if one.scale.dim() else one.scale)
+
+
+def turned_tensor(x: torch.Tensor) -> Narrow:
+    """Rounds the transpose of `x` with one scale."""
+    return _turned(narrow_tensor(x))
+
+
+def turned_rows(x: torch.Tensor) -> Narrow:
+    """Rounds the transpose of `x` with a scale for each row of it."""
+    scale = power_of_two_scale(torch.linalg.vector_norm(x, float("inf"), dim=0, keepdim=True), _NARROW)
+    return _turned(Narrow(_rounded(x, scale, _NARROW), scale))
+
+
+def turned_parts(x: torch.Tensor) -> Narrow:
+    """Rounds the transpose of `x` with a scale for each 128 columns of a row of it."""
+    parts = x.reshape(-1, BLOCK, x.shape[1])
+    scale = power_of_two_scale(torch.linalg.vector_norm(parts, float("inf"), dim=1), _NARROW)
+    return _turned(Narrow(_rounded(parts, scale.unsqueeze(1), _NARROW).view(x.shape), scale))
+
+
+def turned_blocks(x: torch.Tensor) -> Narrow:
+    """Rounds the transpose of `x` with a scale for each block of 128 × 128."""
+    return _turned(narrow_blocks(x))
 
 
 def is_traced() -> bool:
@@ -128,11 +163,8 @@ class Factors(NamedTuple):
     tokens: Callable[[torch.Tensor], Narrow]  # inputs and gradients of outputs, along what is summed
     grads: Callable[[torch.Tensor], Narrow]
     weight: Callable[[torch.Tensor], Narrow]
-    turns: bool  # the weight's transpose is that of its rounded form
-
-    def turned_weight(self, weight: torch.Tensor) -> Narrow:
-        """Returns the weight [out, in] as the factor [in, out]."""
-        return _turned(self.weight(weight)) if self.turns else self.weight(weight.t())
+    turned_tokens: Callable[[torch.Tensor], Narrow]
+    turned_weight: Callable[[torch.Tensor], Narrow]
 
 
 def _narrow_wide(x: torch.Tensor) -> Narrow:
@@ -140,9 +172,9 @@ def _narrow_wide(x: torch.Tensor) -> Narrow:
 
 
 _FACTORS: dict[Float8Recipe, Factors] = {
-    Float8Recipe.TENSORWISE: Factors(narrow_tensor, _narrow_wide, narrow_tensor, turns=True),
-    Float8Recipe.ROWWISE: Factors(narrow_rows, narrow_rows, narrow_rows, turns=False),
-    Float8Recipe.BLOCKWISE: Factors(narrow_parts, narrow_parts, narrow_blocks, turns=True),
+    Float8Recipe.TENSORWISE: Factors(narrow_tensor, _narrow_wide, narrow_tensor, turned_tensor, turned_tensor),
+    Float8Recipe.ROWWISE: Factors(narrow_rows, narrow_rows, narrow_rows, turned_rows, turned_rows),
+    Float8Recipe.BLOCKWISE: Factors(narrow_parts, narrow_parts, narrow_blocks, turned_parts, turned_blocks),
 }
 
 
@@ -231,12 +263,10 @@ class Float8Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             rows = _whole_parts(x.reshape(-1, x.shape[-1]), recipe)
             if whole is None:
-                left, right = how.grads(_whole_parts(grad, recipe).t()), how.tokens(rows.t())
-            else:
-                # pad() takes no 8-bit floats, but bytes.
+                left = how.turned_tokens(_whole_parts(grad, recipe))
+            else:  # pad() takes no 8-bit floats, but bytes
                 left = _turned(Narrow(_whole_parts(whole.bits.view(torch.uint8), recipe).view(_WIDE), whole.scale))
-                right = _turned(how.tokens(rows))
-            grad_weight = product(left, right, fast=False)
+            grad_weight = product(left, how.turned_tokens(rows), fast=False)
         return grad_x, grad_weight, grad.sum(0) if ctx.needs_input_grad[2] else None, None, None
 
 

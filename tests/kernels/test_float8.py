@@ -1,4 +1,4 @@
-"""Messages in 8 bits become the values that they stand for: every byte, every rank's scale, on every backend."""
+"""Messages in 8 bits become the values that they stand for, and factors turn: every byte, every rank's scale, every backend."""
 
 from __future__ import annotations
 
@@ -31,6 +31,21 @@ def test_every_byte_and_scale(target: str, count: int, monkeypatch: pytest.Monke
     assert int(out.isnan().sum()) == 3 * (2 * (count // 256) + max(0, count % 256 - 127))
 
 
+@pytest.mark.parametrize("target", DEVICES)
+@pytest.mark.parametrize("shape", [(16, 16), (48, 208), (192, 64), (4096, 1040)])
+def test_turned(target: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, device, _ = TARGETS[target]
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setattr(float8, "backend", lambda _: path)
+    bits = torch.randint(0, 256, shape, dtype=torch.uint8)
+    found = float8.turned(bits.view(torch.float8_e5m2).to(device))
+    assert found.is_contiguous()
+    assert torch.equal(found.view(torch.uint8).cpu(), bits.t())
+
+
 def test_sizes_that_do_not_fit() -> None:
+    with pytest.raises(ValueError, match="cannot be turned"):
+        float8.turned(torch.zeros(8, 16, dtype=torch.float8_e5m2))
     with pytest.raises(ValueError, match="do not hold"):
         float8.widen_messages(torch.zeros(2, 32, dtype=torch.uint8), torch.empty(64, dtype=torch.bfloat16))

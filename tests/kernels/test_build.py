@@ -21,6 +21,7 @@ from zeroplan_runtime.kernels import (
     backends,
     blockwise,
     cuda_backend,
+    float8,
     functional,
     layer_cuda,
     loss,
@@ -223,6 +224,7 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(cuda_stream=7))
         monkeypatch.setattr(functional, "backend", lambda _device: cuda_backend)
         monkeypatch.setattr(loss, "backend", lambda _device: cuda_backend)
+        monkeypatch.setattr(float8, "backend", lambda _device: cuda_backend)
         monkeypatch.setattr(blockwise, "backend", lambda _device: cuda_backend)
         monkeypatch.setattr(one_bit, "backend", lambda _device: cuda_backend)
 
@@ -249,6 +251,8 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
     labels = torch.zeros(4, dtype=torch.int64)
     lse, _ = loss.cross_entropy(g.view(4, -1), labels)
     loss.cross_entropy_grad(g.view(4, -1), labels, lse, scalars[:1])
+    float8.widen_messages(torch.zeros(2, 48, dtype=torch.uint8), out[:64])
+    float8.turned(torch.zeros(80, 32, dtype=torch.float8_e5m2))
     flat, messages = torch.ones(2 * 64 * 200), torch.zeros(2 * message_words(64 * 200))
     one_bit.sign_pack(flat, flat.bfloat16(), flat, messages, ranks=2, beta1=0.9, scalars=scalars)
     one_bit.sign_average(messages, flat[: 64 * 200], messages[: message_words(64 * 200)], ranks=2)
@@ -277,5 +281,9 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
             assert type(argument) is want, f"{name}: {words} is given {argument!r}"
         if name in ("zp_adam", "zp_lion", "zp_sgd", "zp_cast", "zp_frozen_adam"):
             assert threads * cuda_backend.KERNEL_CONFIGS[name[3:]].vector * cuda_backend.KERNEL_CONFIGS[name[3:]].unroll >= n
+        if name == "zp_widen_float8":  # 32 elements of each of two ranks, 16 a thread
+            assert threads == 2 * 256
+        if name == "zp_turn_float8":  # two tiles of 64 × 64
+            assert threads == 2 * 256
         if name.startswith("zp_sign"):  # a thread block of 1024 for each scale of each chunk
             assert threads == 1024 * 2 * (1 if name == "zp_sign_average" else 2)

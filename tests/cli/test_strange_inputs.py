@@ -196,6 +196,15 @@ CASES = [
     (f"explain {GPT2} --time --line optim.exp_avg", "--line"),
     ("estimat gpt2", "estimat"),
     ("--gpu H100", "--gpu"),
+    # failed in November 2026: another flag was blamed, or nothing said
+    (f"recommend {GPT2} --nodes ?", "no GPU is named"),
+    (f"recommend {GPT2} --gpu H100 --new-script ds.json", "--new-script: ds.json"),
+    (f"recommend {GPT2} --gpu H100 -o ''", "--output: no file"),
+    ("estimate --from '' --gpu H100", "'': no such file"),
+    (f"estimate {GPT2} --transformers-version abc", "'abc' is not a version"),
+    (f"estimate {GPT2} -gpu H100", "-gpu: there is no such option; did you mean '--gpu'"),
+    (f"tune {GPT2} --steps -1", "--steps"),
+    (f"verify {GPT2} --gpus 0", "ask for 1"),
 ]
 
 

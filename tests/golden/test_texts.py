@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,15 @@ def test_texts_are_those_that_were_read(requests: str) -> None:
     code = f"import tests.golden.texts as t; found = t.differing(t.{requests}); print(chr(10).join(found)); exit(bool(found))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_memory_beside_its_limit_has_one_form() -> None:
+    """``54.7 of 79.1 GiB``: in the answer of every verb, layouts and the doctor's plan among them."""
+    shown = {verb: text for verb, text in kept().items() if " of 79.1 GiB a GPU" in text}
+    assert {line.split()[0] for line in shown} >= {"estimate", "recommend", "check", "doctor"}
+    assert any("--layouts" in line for line in shown)
+    for line, text in kept().items():
+        assert not re.search(r"[KMGT]iB of \d", text), line
 
 
 def test_first_screens_hold_what_a_screen_holds() -> None:

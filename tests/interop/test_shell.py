@@ -55,6 +55,7 @@ TOLD = {
     "an array that grows": 'A=(torchrun t.py)\nA+=(--per_device_train_batch_size 4)\n"${A[@]}"\n',
     "a shell of its own": f'srun --jobid $J bash -c "{RUN} 4"\n',
     "a subshell": f"B=4\n(B=8)\n{RUN} $B\n",
+    "a count that a pipe prints": f"{RUN.replace('torchrun', 'torchrun --nproc_per_node $(nvidia-smi -L | wc -l)')} 4\n",
     "a pipe": f"{RUN} 4 2>&1 | tee log.txt\n",
     "a redirection before": f">log 2>&1 {RUN} 4 &\nwait\n",
     "a here-document": f"cat <<EOF > c.json\n{RUN} 16\nEOF\n{RUN} 4\n",

@@ -46,10 +46,10 @@ def test_the_head_in_tiles_needs_no_tape_of_the_users_and_is_what_its_flag_plans
 @pytest.mark.parametrize(
     ("engine", "program", "key"),
     [
-        ("ddp", "hf-trainer", "use_liger_kernel"),
-        ("deepspeed", "trl", "use_liger_kernel"),
-        ("ddp", "axolotl", "liger_fused_linear_cross_entropy"),
-        ("fsdp2", "torchtune", "loss: LinearCrossEntropyLoss"),
+        ("ddp", "hf-trainer", "use_liger_kernel keeps about as little"),
+        ("deepspeed", "trl", "use_liger_kernel keeps about as little"),
+        ("ddp", "axolotl", "liger_fused_linear_cross_entropy keeps about as little"),
+        ("fsdp2", "torchtune", ""),  # its loss keeps every chunk's probabilities
         ("zeroplan", "hf-trainer", "zeroplan.chunked_cross_entropy: 1024"),
         ("deepspeed", "ds_config", ""),
     ],
@@ -63,7 +63,7 @@ def test_the_knob_of_a_programs_run_has_the_programs_key(cli: Cli) -> None:
     with apart() as folder:
         (folder / "train.sh").write_text(f"{command} --per_device_train_batch_size 8 --finetuning_type full")
         out = cli("estimate", "--from", str(folder / "train.sh"), "--gpu", "RTX4090")[1]
-    assert "head and loss in tiles (enable_liger_kernel) −" in " ".join(out.split())
+    assert "head and loss in tiles (enable_liger_kernel keeps about as little) −" in " ".join(out.split())
 
 
 def test_the_runtimes_key_is_the_flag(cli: Cli) -> None:
@@ -107,3 +107,38 @@ def test_the_page_turns_the_knob(cli: Cli) -> None:
         asked = {"model": QWEN, "gpu": "RTX4090", "micro_batch": 4, "engine": "ddp"}
         (knob,) = [one for one in answer(asked)["knobs"] if one["flags"] == "--chunked-head"]
         assert answer(asked | knob["change"])["report"]["plans"][0]["gpu"]["total"] == knob["total"]
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        (("--gpu", "RTX4090"), "--lora-rank 16"),
+        (("--gpu", "RTX4090", "--stage", "2"), "--lora-rank 16 --gradient-checkpointing"),
+        (("--gpu", "8xH100", "--stage", "3", "--micro-batch", "4"), ""),  # recomputed blocks fit
+        (("--gpu", "RTX4090", "--from-scratch"), ""),  # nothing to adapt
+        (("--gpu", "RTX4090", "--lora-rank", "16", "--seq-len", "8192"), ""),
+    ],
+)
+def test_adapters_are_named_where_nothing_else_fits_and_fit_as_said(cli: Cli, words: tuple[str, ...], flags: str) -> None:
+    asked = ("estimate", "meta-llama/Llama-3.1-8B", *words)
+    with apart():
+        report, text = json.loads(cli(*asked, "--json")[1]), cli(*asked)[1]
+        named = [one for one in report["reliefs"] if one["flags"].startswith("--lora-rank")]
+        assert [one["flags"] for one in named] == ([flags] if flags else [])
+        assert ("LoRA adapters of rank 16 fit" in text) is bool(flags)
+        if flags:
+            totals = [
+                one["gpu"]["total"] for one in json.loads(cli(*asked, *flags.split(), "--json")[1])["plans"] if one["fits"]
+            ]
+            assert named[0]["total"] == totals[0]
+
+
+def test_freed_blocks_that_wait_are_told_from_fragments() -> None:
+    """One GPU waits for nobody; on many the host leads, and blocks that it has freed wait."""
+    for model, gpu, nodes, says in (("8B", "RTX4090", 1, "fragments of the allocator"), ("70B", "8xH100", 4, "freed blocks")):
+        offload = "cpu" if nodes == 1 else "none"
+        ask = Ask(model=f"meta-llama/Llama-3.1-{model}", gpu=gpu, nodes=nodes, stage=3, offload_optimizer=offload)
+        ask = ask.replace(offload_param=offload, gradient_checkpointing=nodes > 1)
+        (plan,) = estimate_runs(ask, relief=False).report.plans
+        assert plan.fits is None
+        assert says in plan.decides

@@ -8,10 +8,11 @@ from html import unescape
 import pytest
 
 import zeroplan
+from tests.golden.make import apart
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.report.plans import plans_sheet, report_text
 from zeroplan.report.plans_html import html_report
-from zeroplan.report.recommendation import answer_sheet, answer_text
+from zeroplan.report.recommendation import answer_sheet, answer_text, change_texts
 from zeroplan.report.recommendation_html import answer_html
 from zeroplan.report.scaling import scaling_sheet, scaling_text
 from zeroplan.report.scaling_html import scaling_page
@@ -49,3 +50,14 @@ def test_text_and_page_say_all_that_the_sheet_says(answer: Callable[[], tuple[Sh
     head, _, figures = sheet.verdict.partition(": ")
     assert head in shown
     assert figures in shown
+
+
+def test_what_fits_where_all_weights_only_may_is_on_both() -> None:
+    with apart():  # LoRA's tapes are shipped
+        found = run_search(Ask(model="meta-llama/Llama-3.1-8B", gpu="RTX4090"))
+    assert found.best is not None
+    assert found.best.fits is None
+    texts = change_texts(found)
+    assert texts[0].startswith("LoRA adapters of rank 16 (--lora-rank 16): ")
+    for shown in (answer_text(found), unescape(answer_html(found))):
+        assert all(text in " ".join(shown.split()) for text in texts)

@@ -76,7 +76,7 @@ def test_what_exceeds_the_card_by_counts_alone_is_not_simulated(cli: Cli) -> Non
     code, said, _ = cli("recommend", "meta-llama/Llama-3.1-405B", "--gpu", "H100", "--gpus", "8", "--layouts")
     assert code == 1
     assert "Nothing fits" in said
-    assert "20 layouts of 756.0 GiB of 79.1 GiB and more" in said
+    assert "20 layouts of 756.0 of 79.1 GiB a GPU and more" in said
     code, said, _ = cli("recommend", "meta-llama/Llama-3.1-405B", "--gpu", "H100", "--gpus", "8", "--layouts", "--json")
     answer = json.loads(said)
     assert answer["best"] is None
@@ -137,7 +137,7 @@ def test_the_fewest_nodes_are_asked_for_by_a_question_mark(cli: Cli) -> None:
     ("changed", "said"),
     [
         ({"engine": "ddp"}, "layouts are searched for deepspeed, fsdp2 and megatron alone"),
-        ({"gpu": None}, "no limit to fit"),
+        ({"gpu": None}, "no GPU is named"),
         ({"model": "nobody/knows-this-model"}, "nobody/knows-this-model"),
     ],
 )

@@ -182,6 +182,8 @@ def _usage(error: Any) -> None:
     text, remedy = " ".join(error.format_message().split()).rstrip("."), ""
     option = getattr(error, "option_name", None)
     if type(error).__name__ == "NoSuchOption" and option is not None:
+        given = (word for word in sys.argv[1:] if word.startswith(option) and not word.startswith("--"))
+        option = next(given, option)  # -gpu is read as -g, -p, -u
         known = [flag for parameter in error.ctx.command.get_params(error.ctx) for flag in parameter.opts]
         text, remedy = f"{option}: there is no such option", right_name(option, known)
     elif unknown := re.match("No such command '(.*?)'", text):

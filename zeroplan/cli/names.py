@@ -25,7 +25,7 @@ def models(words: Search = None, style: flags.Style = "plain", as_json: flags.Js
     found = [entry for entry in entries() if _holds([entry.id, *entry.also], words)]
     if as_json:
         show_json(models_json(found))
-    else:
+    elif found:
         show(models_table(found, style))
     _require(found, words)
 
@@ -42,7 +42,7 @@ def gpus(words: Search = None, style: flags.Style = "plain", as_json: flags.Json
     found = [gpu for gpu in GPUS.values() if _holds([gpu.name], words)]
     if as_json:
         show_json(gpus_json(found))
-    else:
+    elif found:
         show(gpus_table(found, style))
     _require(found, words)
 

@@ -248,6 +248,9 @@ def _target(
     from zeroplan.search.places import require_not_read, require_places
 
     engine = find_engine(request.engine)
+    for where, path in (("--output", output), ("--new-script", new_script), ("--html", html)):
+        if path == "":
+            raise BadInput("no file is named", where=where, remedy="give a path")
     if output is None and new_script is None:
         options = (("--form", form), ("--launcher", launcher), ("--script", script), ("--hosts", hosts), ("--force", force))
         for where, given in options:
@@ -273,8 +276,9 @@ def _target(
         return target
     main = output_of(target, form_of(engine, target))
     require_not_read(source, html, new_script, main)
-    if not force:
-        require_writable_over(path for path in (main, new_script) if path is not None)
+    for where, path in (("--output", main), ("--new-script", new_script)):
+        if path is not None and not force:
+            require_writable_over([path], where="--output" if output is not None else where)
     return target
 
 

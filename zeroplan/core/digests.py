@@ -15,12 +15,13 @@ DIGESTS = ".zeroplan-written.json"
 _MOST_BYTES = 16 << 20
 
 
-def require_writable_over(paths: Iterable[str], texts: Mapping[str, str] | None = None) -> None:
+def require_writable_over(paths: Iterable[str], texts: Mapping[str, str] | None = None, *, where: str = "--output") -> None:
     """Refuse to write over files that zeroplan did not write, or that were changed since.
 
     Args:
         paths: of the files.
         texts: what is to be written; a file that holds that already is no fault.
+        where: the option that names them.
 
     Raises:
         BadInput: naming the first such file.
@@ -35,7 +36,7 @@ def require_writable_over(paths: Iterable[str], texts: Mapping[str, str] | None 
         if said != hashlib.sha256(found).hexdigest():
             did = "was not written by recommend" if said is None else "was changed since recommend wrote it"
             raise BadInput(
-                f"{path} is there already and {did}", where="--output", remedy="name another place, or write over it by --force"
+                f"{path} is there already and {did}", where=where, remedy="name another place, or write over it by --force"
             )
 
 

@@ -264,6 +264,11 @@ class Relief(Frozen):
     total: int
     fits: bool | None = None
 
+    @property
+    def adapters(self) -> bool:
+        """Whether it trains adapters in place of all weights, which is no knob of the same training."""
+        return self.flags.startswith("--lora-rank")
+
 
 class Report(Frozen):
     """The plans of one request, with the request. ``--json`` prints it.

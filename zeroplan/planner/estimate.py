@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.plan import MemoryPlan, ModelInfo, Report, StageMemory
+from zeroplan.core.plan import MemoryPlan, ModelInfo, Report, StageMemory, Verdict
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.workload import DType
 from zeroplan.engines.base import Case, Engine
@@ -81,7 +81,7 @@ def estimate_runs(request: Ask, each: Callable[[Estimate, int], None] | None = N
         if each is not None:
             each(Estimate(_report(resolved, setup, shallow, plans), tuple(runs)), len(resolved.cases))
     report = _report(resolved, setup, shallow, plans)
-    return Estimate(_with_reliefs(report, resolved, runs, config) if relief else report, tuple(runs))
+    return Estimate(_with_reliefs(report, request, resolved, runs, config) if relief else report, tuple(runs))
 
 
 def _report(resolved: Resolved, setup: Setup | None, shallow: list[str], plans: list[MemoryPlan]) -> Report:
@@ -105,8 +105,12 @@ def _without_arithmetic(resolved: Resolved) -> tuple[str, ...]:
     return (f"{gpu.name} has no bf16 arithmetic: torch emulates it, slowly; --dtype fp16 is what it runs",)
 
 
-def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | None], config: AllocatorConfig | None) -> Report:
-    """The report with the options that would lower the memory of its decisive plan, if that was simulated."""
+def _with_reliefs(
+    report: Report, request: Ask, resolved: Resolved, runs: list[Simulated | None], config: AllocatorConfig | None
+) -> Report:
+    """The report with the options that would lower the memory of its decisive plan, if that was simulated; and with adapters,
+    where none of them makes it fit.
+    """
     plan = report.decisive
     at = next((index for index, one in enumerate(report.plans) if one is plan), None)
     run = None if at is None else runs[at]
@@ -118,6 +122,12 @@ def _with_reliefs(report: Report, resolved: Resolved, runs: list[Simulated | Non
     listed = {case.zero: one for case, one in zip(resolved.cases, report.plans, strict=True)}
     program = report.setup["program"] if report.setup else ""
     found = find_reliefs(resolved.engine, resolved.cases[at], run, config, listed, program)
+    short = plan.verdict in (Verdict.MAY_FIT, Verdict.DOES_NOT_FIT) and not any(one.fits for one in found)
+    if short and resolved.workload.lora_rank is None and not request.from_scratch:
+        from zeroplan.planner.adapters import adapters_that_fit
+
+        adapters = adapters_that_fit(request, config, plan.gpu.total or 0)
+        found += () if adapters is None else (adapters,)
     return report.model_copy(update={"reliefs": found})
 
 

@@ -107,7 +107,9 @@ def plan_of_log(
     plan = report.decisive
     relief = None
     if plan is not None and plan.fits is not True and plan.gpu.usable is not None:
-        relief = next((one for one in report.reliefs if one.fits), None) or _together(decided, plan, report.reliefs)
+        knobs = [one for one in report.reliefs if not one.adapters]
+        relief = next((one for one in knobs if one.fits), None) or _together(decided, plan, knobs)
+        relief = relief or next((one for one in report.reliefs if one.adapters), None)
     return FailedRunPlan(asked, report, tuple(taken), tuple(differs), relief)
 
 

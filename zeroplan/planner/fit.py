@@ -80,11 +80,16 @@ def unsure_at_limit(engine: Engine, case: Case, phase: str) -> tuple[Unmodelled,
     return (Unmodelled(LIMIT, Effect.MORE, f"the run fills the card, and gets through by emptying its cache: {says}"),)
 
 
-def unsure_of_fragments(config: AllocatorConfig | None) -> tuple[Unmodelled, ...]:
-    """Return what decides about a run whose card has room for all that it allocates, but not for the planned fragments."""
-    says = "only fragments of the allocator are too much for the card"
+def unsure_of_fragments(config: AllocatorConfig | None, *, waiting: bool = False) -> tuple[Unmodelled, ...]:
+    """Return what decides about a run whose card has room for all that it allocates, but not for the planned fragments, or
+    for freed blocks that wait for the GPU.
+    """
+    what, less = "fragments of the allocator", "has fewer"
+    if waiting:
+        what, less = "freed blocks that wait for a GPU far behind its host", "lets the allocator return more of them"
+    says = f"only {what} are too much for the card"
     if config is None or not config.expandable_segments:
-        says += "; PYTORCH_ALLOC_CONF=expandable_segments:True has fewer"
+        says += f"; PYTORCH_ALLOC_CONF=expandable_segments:True {less}"
     return (Unmodelled(LIMIT, Effect.LESS, says),)
 
 

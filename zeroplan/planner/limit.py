@@ -39,12 +39,15 @@ class RunOnCard:
         interval: the lower and the upper bound of the total, in bytes.
         released: what the allocator releases in each step of the limited run.
         fragmented: it does not get through, though the card may have room for all that is allocated.
+        waiting: so, and it would if the device followed the host closely: blocks that were freed, and wait for the device, are
+            what is too much.
     """
 
     simulation: Simulation
     interval: tuple[int, int]
     released: CacheRelease = NO_RELEASE
     fragmented: bool = False
+    waiting: bool = False
 
 
 def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: AllocatorConfig | None = None) -> RunOnCard:
@@ -79,10 +82,11 @@ def run_on_card(case: Case, simulation: Simulation, outside: Outside, config: Al
             released = CacheRelease.most(CacheRelease.of(run, case.workload.batch.grad_accum, page) for run in runs)
             return RunOnCard(limited, (min(low, top), top + doubt), released)
     fragmented = False
-    if (least := allocated + outside.total - doubt) <= usable:
-        low = min(low, least)  # under a limit the allocator caches less, and fragments vary with addresses and timing
+    waiting = bool(lags) and least + outside.total + unsure <= usable
+    if (lowest := allocated + outside.total - doubt) <= usable:
+        low = min(low, lowest)  # under a limit the allocator caches less, and fragments vary with addresses and timing
         fragmented = reserved + outside.total > usable
-    return RunOnCard(simulation, (low, max(high, usable + 1)), fragmented=fragmented)
+    return RunOnCard(simulation, (low, max(high, usable + 1)), fragmented=fragmented, waiting=waiting)
 
 
 def at_its_limit(case: Case, simulation: Simulation, outside: Outside) -> bool:

@@ -68,26 +68,27 @@ def find_reliefs(
 
 
 def _plan(engine: Engine, change: _Change, case: Case, tape: ExpandedTape) -> MemoryPlan | None:
-    """The plan after a change; None where the engine refuses it or its tape is neither shipped nor cached."""
-    try:
-        engine = engine.for_workload(change.case.workload)
-        engine.require_runnable(change.case.zero)
-        engine.require_workload(change.case)
-    except BadInput:
-        return None
+    """The plan after a change of `case`, which has this tape; None as of :func:`stored_plan`."""
     same = change.case.workload == case.workload and engine.trace_options(change.case) == engine.trace_options(case)
-    if not same:
-        zero3 = engine.trace_options(change.case).zero3
-        stored = find_tape(change.case.spec, engine.traced(change.case.workload), zero3=zero3, layout=case.parallel)
-        if stored is None:
-            return None
-        try:
-            tape = expand_for(stored, change.case, zero3=zero3)
-        except BadInput:  # the tape was traced for other numbers
-            return None
+    return stored_plan(engine, change.case, change.config, tape if same else None)
+
+
+def stored_plan(
+    engine: Engine, case: Case, config: AllocatorConfig | None, tape: ExpandedTape | None = None
+) -> MemoryPlan | None:
+    """The plan of a case by its tape; None where the engine refuses it or its tape is neither shipped nor cached."""
     try:
-        return simulated_plan(formula_plan(engine, change.case), engine, change.case, tape, change.config).plan
-    except BadInput:  # its head is another than the engine's tiles take
+        engine = engine.for_workload(case.workload)
+        engine.require_runnable(case.zero)
+        engine.require_workload(case)
+        if tape is None:
+            zero3 = engine.trace_options(case).zero3
+            stored = find_tape(case.spec, engine.traced(case.workload), zero3=zero3, layout=case.parallel)
+            if stored is None:
+                return None
+            tape = expand_for(stored, case, zero3=zero3)  # refused where it was traced for other numbers
+        return simulated_plan(formula_plan(engine, case), engine, case, tape, config).plan
+    except BadInput:  # or its head is another than the engine's tiles take
         return None
 
 

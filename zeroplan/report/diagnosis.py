@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.sizes import format_bytes
 from zeroplan.logs.diagnose import Diagnosis
 from zeroplan.report.terminal import PLAIN, Terminal
-from zeroplan.report.verdict import host_share, lacks_of, name_of, need, peak_sentence
+from zeroplan.report.verdict import fit_text, host_share, lacks_of, name_of, peak_sentence
 
 if TYPE_CHECKING:
     from zeroplan.logs.snapshot import Snapshot
@@ -61,11 +61,9 @@ def _plan_lines(planned: FailedRunPlan, terminal: Terminal) -> list[str]:
     plan = planned.plan
     if plan is None:
         return terminal.wrap("The plan names no single configuration: give --stage, or --ds-config.")
-    gpu = plan.gpu
-    limit = f" of {format_bytes(gpu.usable, digits=1)}" if gpu.usable is not None else ""
     host = "" if plan.fits is False and "cpu" in plan.misfits else host_share(plan, planned.report.cluster)
     says = "" if plan.fits is None and not plan.undecided else f": {plan.verdict}"
-    told = f"{name_of(plan)}, {need(plan)}{limit} a GPU{host}{says}."
+    told = f"{name_of(plan)}, {fit_text(plan)}{host}{says}."
     if plan.misfits and plan.fits is False:
         told = f"{name_of(plan)} {plan.verdict}: {' and '.join(lacks_of(plan, planned.report.cluster))}."
     lines = terminal.wrap(f"Planned: {told} {peak_sentence(plan)}".rstrip())

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from zeroplan.core.parallel import DEFAULT_SCHEDULE
-from zeroplan.core.sizes import format_bytes
+from zeroplan.core.sizes import GIB, format_bytes
 from zeroplan.planner.describe import describe_layout
 from zeroplan.report.terminal import Terminal
-from zeroplan.report.verdict import unknown_text
+from zeroplan.report.verdict import fit_text, of_usable, unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
 from zeroplan.search.policy import EQUALLY_FAST
 
@@ -48,9 +48,9 @@ def layouts_text(answer: LayoutAnswer, *, terminal: Terminal, quiet: bool = Fals
 def _verdict(answer: LayoutAnswer) -> str:
     best, may = answer.best, answer.may
     if best is not None:
-        return f"Fits: {_named(best)}, {_need(best)} a GPU."
+        return f"Fits: {_named(best)}, {fit_text(best.plan)}."
     if may is not None:
-        text = f"Unknown: no layout is known to fit. The fastest that may is {_named(may)}: a GPU needs {_need(may)}."
+        text = f"Unknown: no layout is known to fit. The fastest that may is {_named(may)}, {_need(may)}."
         return f"{text} {unknown_text(may.plan)}"
     kept = f" with {answer.fixed}" if answer.fixed else ""
     known = "is known to fit" if any(one.plan.undecided for one in answer.tried) else "fits"
@@ -63,7 +63,7 @@ def _plainest(answer: LayoutAnswer) -> str:
     if one is None or best is None:
         return ""
     slower = 1 - one.tokens_per_second / best.tokens_per_second
-    return f"Plainest within {EQUALLY_FAST:.0%}: {_named(one)}, {slower:.1%} slower, {_need(one)} a GPU.".replace("%", " %")
+    return f"Plainest within {EQUALLY_FAST:.0%}: {_named(one)}, {slower:.1%} slower, {_need(one)}.".replace("%", " %")
 
 
 def _why(answer: LayoutAnswer) -> str:
@@ -152,9 +152,9 @@ def _tried(answer: LayoutAnswer) -> list[str]:
     found = []
     for one in answer.too_large:
         count = f"{one.layouts} layouts" if one.layouts > 1 else "1 layout"
-        least, usable = (format_bytes(size, digits=1) for size in (one.least, one.usable))
+        least, usable = one.least / GIB, format_bytes(one.usable, digits=1)
         where = gpus_text(one.nodes, one.gpus)
-        found.append(f"{where}: {count} of {least} of {usable} and more without activations within blocks")
+        found.append(f"{where}: {count} of {least:,.1f} of {usable} a GPU and more without activations within blocks")
     return [*found, *(f"{_named(one)}: {_need(one)}" for one in answer.tried if not one.plan.undecided)]
 
 
@@ -167,9 +167,4 @@ def _named(one: LaidOut) -> str:
 
 
 def _need(one: LaidOut) -> str:
-    gpu = one.plan.gpu
-    usable = f"of {format_bytes(gpu.usable or 0, digits=1)}"
-    if gpu.total is None:
-        return f"{format_bytes(gpu.model_states, digits=1)} {usable} and activations that are not known"
-    most = f" (at most {format_bytes(gpu.interval[1], digits=1)})" if gpu.interval else ""
-    return f"{format_bytes(gpu.total, digits=1)} {usable}{most}"
+    return of_usable(one.plan) + (" and activations that are not known" if one.plan.gpu.total is None else "")

@@ -9,12 +9,11 @@ from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.report.html_parts import MARKS, items, judged, table
 from zeroplan.report.page import asset
 from zeroplan.report.palette import palette
-from zeroplan.report.plans import narrow_rows, report_notes
+from zeroplan.report.plans import narrow_rows, plans_sheet
 from zeroplan.report.recommendation import answer_text, ranking_rows
 from zeroplan.report.recommendation import verdict as best_verdict
 from zeroplan.report.table import Table
 from zeroplan.report.terminal import Terminal
-from zeroplan.report.verdict import peak_sentence, relief_sentence, verdict
 from zeroplan.search.results import SearchResult
 
 #: What a fragment's ``pre`` holds is as wide as in a terminal.
@@ -23,11 +22,10 @@ _TERMINAL = Terminal()
 
 def plans_html(report: Report) -> str:
     """Draw what ``estimate`` answers: verdict, peak and knobs, a row a plan, and the notes."""
-    plan = report.decisive or (report.plans[0] if report.plans else None)
-    parts = [_verdict(verdict(report), None if report.decisive is None else report.decisive.fits)]
-    parts += [_line(text) for text in (peak_sentence(plan) if plan else "", relief_sentence(report.reliefs)) if text]
+    sheet = plans_sheet(report)
+    parts = [_verdict(sheet.verdict, sheet.fits), *(_line(text) for _, text in sheet.sentences if text)]
     parts.append(_table(narrow_rows(report.plans), report.plans))
-    parts += [_line(f"note: {text}") for text in report_notes(report)]
+    parts += [_line(f"note: {text}") for text in sheet.said]
     return _fragment(parts)
 
 

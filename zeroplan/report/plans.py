@@ -16,7 +16,7 @@ from zeroplan.report.screen import LIST, ONE, counted_notes, first_screen
 from zeroplan.report.sheet import Sheet
 from zeroplan.report.table import Table, render
 from zeroplan.report.terminal import PLAIN, Terminal
-from zeroplan.report.verdict import name_of, peak_sentence, relief_sentence, stages_sentence, verdict
+from zeroplan.report.verdict import adapters_sentence, name_of, peak_sentence, relief_sentence, stages_sentence, verdict
 from zeroplan.report.words import machine_text, model_text, work_text
 
 _FITS = {True: "yes", False: "no", None: "-"}
@@ -52,8 +52,8 @@ def report_text(
         if not one:
             table = _table(report.plans, style, terminal)
             held = sum(len(lines) for rank, lines in blocks if rank == 0) + 2
-            some = [plan for plan in report.plans if plan.fits is not False]
-            if held + len(table) > LIST and some:
+            some = [plan for plan in report.plans if plan.fits is not False or plan is report.decisive]
+            if held + len(table) > LIST:
                 hidden, table = len(report.plans) - len(some), _table(some, style, terminal)
             blocks += [(0, ["", *table]), (5, ["", *_legend(report, style, terminal)])]
         there = [f"{hidden} that do not fit"] if hidden else []
@@ -94,7 +94,7 @@ def plans_sheet(report: Report) -> Sheet:
         verdict=verdict(report),
         fits=None if decisive is None else decisive.fits,
         plan=decisive,
-        sentences=(*peak, (1, relief_sentence(report.reliefs))),
+        sentences=(*peak, (1, relief_sentence(report.reliefs)), (0, adapters_sentence(report.reliefs))),
         said=tuple(report_notes(report)),
     )
 

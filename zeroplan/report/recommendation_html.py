@@ -23,13 +23,14 @@ def answer_html(answer: SearchResult, *, made: Mapping[str, str] | None = None) 
     """Return the page; `made` is of :func:`~zeroplan.report.page.page`."""
     best, ranking = answer.best, answer.ranking
     rows = rows_of(answer.points, ranking)
-    why = items(best.reasons) if best is not None else items(change_texts(answer))
-    title = "Why it is the first" if best is not None else "What would make it fit, cheapest first"
+    first = [card("Why it is the first", items(best.reasons))] if best is not None else []
+    others = "What surely fits in its place" if best is not None else "What would make it fit, cheapest first"
     picture = pareto_svg(answer.points, answer.cluster.usable_vram, rows)
     return answer_sheet(answer).page(
         card("Ranking", _ranking(ranking, rows)),
         card("Memory against speed", scrolling("Memory against speed", picture, f"<p class='words'>{_LEGEND}</p>")),
-        card(title, why),
+        *first,
+        card(others, items(change_texts(answer))),
         made=made,
     )
 

@@ -88,10 +88,10 @@ def need(plan: MemoryPlan) -> str:
 
 def fit_text(plan: MemoryPlan) -> str:
     """Return ``"54.7 of 79.4 GiB a GPU (at most 56.4), 29 % spare"``; the bound in place of what is spare if nothing fits."""
-    return _of_usable(plan) + (_bound(plan) if plan.undecided else _spare(plan) if plan.fits else "")
+    return of_usable(plan) + (_bound(plan) if plan.undecided else _spare(plan) if plan.fits else "")
 
 
-def _of_usable(plan: MemoryPlan) -> str:
+def of_usable(plan: MemoryPlan) -> str:
     """Return ``"54.7 of 79.4 GiB a GPU (at most 56.4)"``."""
     gpu = plan.gpu
     if gpu.usable is None:
@@ -112,7 +112,7 @@ def lacks_of(plan: MemoryPlan, cluster: Mapping[str, Any]) -> list[str]:
     gpu, found = plan.gpu, []
     if "gpu" in plan.misfits and gpu.usable is not None:
         over = gpu.at_most - gpu.usable
-        found.append(f"{_of_usable(plan)}, {_size(over)} too much")
+        found.append(f"{of_usable(plan)}, {_size(over)} too much")
     for key, held, what in (("cpu", plan.cpu.per_node, "host memory"), ("nvme", plan.nvme.per_node, "disk")):
         if key in plan.misfits:
             limit = cluster["usable_cpu_ram" if key == "cpu" else "nvme"]
@@ -142,9 +142,14 @@ def largest_item(plan: MemoryPlan) -> str:
 
 def relief_sentence(reliefs: Sequence[Relief]) -> str:
     """Return what each of the cheapest knobs saves; empty if there is none."""
-    if not reliefs:
-        return ""
-    return f"Cheapest relief: {sizes_text([(one.what, one.saves) for one in reliefs[:_KNOBS]], sign='−')}."
+    knobs = [(one.what, one.saves) for one in reliefs if not one.adapters][:_KNOBS]
+    return f"Cheapest relief: {sizes_text(knobs, sign='−')}." if knobs else ""
+
+
+def adapters_sentence(reliefs: Sequence[Relief]) -> str:
+    """Return which adapters fit in place of all weights; empty where none are known to, or are needed."""
+    found = next((one for one in reliefs if one.adapters), None)
+    return "" if found is None else f"{found.what} fit, in {_size(found.total)} a GPU ({found.flags})."
 
 
 def sizes_text(named: Sequence[tuple[str, int]], *, sign: str = "") -> str:

@@ -10,13 +10,13 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.models import catalog
+from zeroplan.planner.adapters import QUANTIZED_ENGINE, RANK
 from zeroplan.planner.describe import describe_cluster
 from zeroplan.planner.fit import ACTIVATIONS
 from zeroplan.run.ask import Ask
 from zeroplan.search.api import run_search
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.policy import QUANTIZED_ENGINE
 from zeroplan.search.recommend import Ranked
 from zeroplan.search.results import Recommendation, SearchResult, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
@@ -26,7 +26,6 @@ from zeroplan.techniques.lora import LoraTechnique
 #: Models that a method shows, and simulations that each may take.
 _SHOWN = 3
 _TRIES = 2
-_LORA_RANK = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +143,7 @@ def _resolved(
     asked = request.replace(
         model=entry.id,
         micro_batch=request.micro_batch or 1,
-        lora_rank=(request[LoraTechnique.lora_rank] or _LORA_RANK) if method.lora else None,
+        lora_rank=(request[LoraTechnique.lora_rank] or RANK) if method.lora else None,
         quantize=method.quantize,
         engine=engine_of(method, request),
     )

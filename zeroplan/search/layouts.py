@@ -418,7 +418,7 @@ def _checked_request(request: Ask, global_batch: int | None) -> Ask:
             remedy=f"leave it out for {ENGINE}",
         )
     if request.vram is None and request.gpu is None:
-        raise BadInput("no limit to fit", where="--gpu", remedy="name the GPU, or give --vram 80G")
+        raise BadInput("no GPU is named", where="the machine", remedy="give a card, --gpu H100, or --vram 80G")
     for where, device in (("--offload-optimizer", request.offload_optimizer), ("--offload-param", request.offload_param)):
         if device not in (None, "none"):
             raise BadInput("the time of layouts with offload is not modelled", where=where, remedy="leave it out")

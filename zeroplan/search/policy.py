@@ -14,8 +14,6 @@ from zeroplan.core.sizes import GIB
 SHOWN = 5
 #: Changes that an answer without a fitting configuration names: a line each.
 NAMED = 6
-#: The engine of a quantised base: a GPU has measured its.
-QUANTIZED_ENGINE = "ddp"
 #: Memory that a "what if" adds to each card: a tenth of an 80 GiB card.
 MORE_VRAM = 8 * GIB
 

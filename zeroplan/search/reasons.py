@@ -56,7 +56,7 @@ def name_of(engine: str, zero: ZeroConfig, workload: Workload | None = None) -> 
 
 
 #: How sentences begin that bear on which one to take, the most important first.
-CHOICES = ("at most", "the roomiest as fast", "head and loss in tiles", "the plainest as fast")
+CHOICES = ("at most", "as fast without offload", "the roomiest as fast", "head and loss in tiles", "the plainest as fast")
 
 
 def choice(ranking: Sequence[Ranked], space: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[str]:
@@ -71,7 +71,10 @@ def choice(ranking: Sequence[Ranked], space: Sequence[Candidate], memory: Memory
             said.append(f"the roomiest as fast is {_named(roomy)}: it leaves {100 * left:.0f} %, and {_loss(roomy, best)}")
     simple = plainest(ranking)
     if simple is not best:
-        said.append(f"the plainest as fast is {_named(simple)}: it {_loss(simple, best)}")
+        spares = best.candidate.zero.offload_optimizer and not simple.candidate.zero.offload_optimizer
+        said.append(
+            f"{'as fast without offload' if spares else 'the plainest as fast'} is {_named(simple)}: it {_loss(simple, best)}"
+        )
     return said
 
 

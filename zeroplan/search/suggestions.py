@@ -9,11 +9,12 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.sizes import GIB, TIB
+from zeroplan.planner.adapters import with_adapters
 from zeroplan.planner.relief import keeps_logits
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.memory import Memory
-from zeroplan.search.policy import FAR, NAMED, QUANTIZED_ENGINE, TRIES
+from zeroplan.search.policy import FAR, NAMED, TRIES
 from zeroplan.search.recommend import Ranked, search
 from zeroplan.search.results import Recommendation, Suggestion, recommendation
 from zeroplan.search.search_options import ResolvedSearch, SearchOptions, candidates_of, resolve_search
@@ -67,12 +68,8 @@ class _Option:
 
 
 def _adapters(request: Ask, options: SearchOptions) -> Iterator[_Option]:
-    """Yield LoRA, and QLoRA under the engine that it is planned for."""
-    adapters = request.replace(lora_rank=16)
-    yield _Option("LoRA adapters of rank 16 (--lora-rank 16)", adapters, options)
-    words = f"--lora-rank 16 --quantize nf4 --engine {QUANTIZED_ENGINE}"
-    quantized = adapters.replace(quantize="nf4", engine=QUANTIZED_ENGINE)
-    yield _Option(f"QLoRA: adapters of rank 16 over 4-bit weights ({words})", quantized, options)
+    for what, flags, changed in with_adapters(request):
+        yield _Option(f"{what} ({flags})", changed, options)
 
 
 def adapters_that_fit(resolved: ResolvedSearch, request: Ask, options: SearchOptions) -> Iterator[Suggestion]:

@@ -75,7 +75,7 @@ def tune(
         TypeError: an argument that does not exist, with the nearest name.
     """
     require_known(options, TuneOptions.__annotations__, "tune")
-    for where, value in (("--runs", runs), ("--candidates", candidates)):
+    for where, value in (("--runs", runs), ("--steps", steps), ("--candidates", candidates)):
         if value < 1:
             raise BadInput(f"{value} is out of range", where=where, remedy="use 1 or more")
     machine = find_machine()

@@ -120,5 +120,6 @@ def ranks_to_use(machine: VerifyMachine, asked: int | None, least: int = 1) -> i
     if asked is None:
         return machine.count
     if asked < 1 or (machine.device == "cuda" and asked > machine.count):
-        raise BadInput(f"{asked} is not among the {machine.count} that are here", where="--gpus", remedy="ask for fewer")
+        here = f"1 to {machine.count}" if machine.device == "cuda" else "1 or more"
+        raise BadInput(f"{asked} cannot be had here", where="--gpus", remedy=f"ask for {here}")
     return asked

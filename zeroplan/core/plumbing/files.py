@@ -29,6 +29,7 @@ _KINDS = (
 
 def fault(path: str, what: str, where: str = "", remedy: str = "") -> BadInput:
     """Return the error to raise for a file: at its path, or, where `where` names a flag or an argument, at that."""
+    path = path or "''"
     return BadInput(f"{path} {what}", where=where, remedy=remedy) if where else BadInput(what, where=path, remedy=remedy)
 
 

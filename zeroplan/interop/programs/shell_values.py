@@ -136,7 +136,7 @@ class ShellState:
             elif len(piece) > 1 and one in "$`":
                 value = self.value(piece)
                 parts = [value] if isinstance(value, str) else list(value)
-                if not quoted and split:
+                if not quoted and split and value != piece:  # what nothing tells stays one word
                     parts = " ".join(parts).split()
                 self._spend(sum(map(len, parts)))
                 if len(parts) > 1:

@@ -55,6 +55,16 @@ def test_a_batch_that_was_drawn_ahead_was_not_seen() -> None:
     assert read_on([one], 3).open is False  # type: ignore[union-attr]
 
 
+def test_the_tensor_that_is_larger_is_named() -> None:
+    import torch
+
+    one = Pass(iter([{"long": torch.zeros(2, 8), "short": torch.zeros(2, 5)}]), 0)
+    one.drawn = [shapes_of({"long": torch.zeros(2, 9), "short": torch.zeros(2, 4)})]
+    found = read_on([one], 1)
+    assert found is not None
+    assert found.says.endswith("batch 1 has short of 2 x 5, the largest that the model saw short of 2 x 4")
+
+
 def test_smaller_batches_are_covered_unless_the_rest_is_unread() -> None:
     import itertools
 

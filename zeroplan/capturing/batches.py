@@ -106,11 +106,11 @@ def _read_on(one: Pass, backwards: int, until: float) -> BatchesSeen | None:
     whole = why == "the loader ends there"
     read = f"{len(seen)} batches went through the model, {index} were looked at ({why})"
     if larger:
-        worst = max(larger, key=_elements)
+        worst, none = max(larger, key=_elements), ("", ())
         largest = max(seen, key=_elements)
-        says = (
-            f"{read}; batch {larger[worst]} has {_text(worst, largest)}, the largest that the model saw {_text(largest, worst)}"
-        )
+        more = next((one for one in worst if not any(_covers((kept,), (one,)) for kept in largest)), none)
+        same = next((kept for kept in largest if kept[0] == more[0]), none)
+        says = f"{read}; batch {larger[worst]} has {_text(*more)}, the largest that the model saw {_text(*same)}"
         return BatchesSeen(says, open=True)
     if len(kinds) == 1 and not lesser:
         return BatchesSeen(f"{read}, all of one shape", open=False)
@@ -136,10 +136,8 @@ def _elements(shapes: Shapes) -> int:
     return total
 
 
-def _text(shapes: Shapes, other: Shapes) -> str:
-    """The first of the shapes that differs from another batch's."""
-    known = dict(other)
-    name, shape = next(((name, shape) for name, shape in shapes if known.get(name) != shape), shapes[0] if shapes else ("", ()))
+def _text(name: str, shape: tuple[int, ...]) -> str:
+    """A tensor of a batch by its name and shape."""
     return f"{name or 'a tensor'} of {' x '.join(map(str, shape)) or 'no shape'}"
 
 

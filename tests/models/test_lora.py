@@ -9,7 +9,7 @@ import pytest
 from tests.models.reference import Row, assert_same_rows, build_on_meta, rows_of_module, rows_of_spec
 from zeroplan.core.errors import BadInput
 from zeroplan.models.load import bare_params, load_model
-from zeroplan.models.lora import with_lora
+from zeroplan.models.lora import unmatched_targets, with_lora
 
 _PREFIX = "base_model.model."
 
@@ -39,6 +39,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "phimoe": {"num_hidden_layers": 2},
     "deepseek_v2": {"num_hidden_layers": 2, "first_k_dense_replace": 1},
     "deepseek_v3": {"num_hidden_layers": 4},
+    "qwen3_next": {"num_hidden_layers": 4, "num_experts": 4},
+    "glm4_moe": {"num_hidden_layers": 2, "n_routed_experts": 4, "hidden_size": 256},
+    "minimax": {"num_hidden_layers": 2, "num_local_experts": 2, "hidden_size": 256},
+    "hunyuan_v1_moe": {"num_hidden_layers": 2, "num_experts": 2, "hidden_size": 256, "head_dim": 64},
 }
 
 
@@ -87,6 +91,7 @@ def test_all_linear_layers_equal_peft(model_type: str) -> None:
         ("qwen3_moe", ["q_proj", "gate_proj", "up_proj", "down_proj"]),
         ("deepseek_v2", ["kv_b_proj", "down_proj"]),
         ("qwen2_moe", ["gate_proj", "shared_expert_gate"]),
+        ("mixtral", ["q_proj", "gate_proj", "up_proj"]),  # of another architecture: passed over
     ],
 )
 def test_named_targets_equal_peft(model_type: str, targets: list[str]) -> None:
@@ -118,6 +123,11 @@ def test_an_unknown_target_names_its_neighbours() -> None:
         with_lora(load_model("meta-llama/Llama-3.2-1B"), 8, ["q_prj"])
     with pytest.raises(BadInput, match="c_attn, c_proj, c_fc"):
         with_lora(load_model("gpt2"), 8, ["xyzzy"])
+
+
+def test_targets_of_no_layer_are_named_beside_others() -> None:
+    spec = with_lora(load_model("mistralai/Mixtral-8x7B-v0.1"), 8, ["q_proj", "gate_proj", "w2"])
+    assert unmatched_targets(spec, ["q_proj", "gate_proj", "w2"]) == ("gate_proj",)
 
 
 def test_halves_of_a_fused_parameter_go_together() -> None:

@@ -11,7 +11,7 @@ Note [Experts]
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 from zeroplan.core.errors import BadInput, did_you_mean
@@ -22,11 +22,18 @@ ALL_LINEAR = "all-linear"
 _LINEAR = ("linear", "conv1d", "head")
 _LARGEST_RANK = 1 << 20
 
-_QWEN_EXPERTS = {"gate": "gate", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+_MIXTRAL = {"gate": "gate", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"}
+_QWEN = {"gate": "gate", "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+#: Architectures whose experts had layers of those names (transformers 5.17, ``conversion_mapping.py``).
+_LIKE_QWEN = (
+    *("afmoe", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo"),
+    *("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm_moe_dsa", "hunyuan_v1_moe", "longcat_flash", "mellum", "olmoe"),
+    *("qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "solar_open"),
+)
 #: model_type -> (a target's last word -> what it means); see Note [Experts].
 _EXPERT_NAMES: dict[str, dict[str, str]] = {
-    "mixtral": {"gate": "gate", "w1": "gate_up_proj", "w3": "gate_up_proj", "w2": "down_proj"},
-    **dict.fromkeys(("qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"), _QWEN_EXPERTS),
+    **dict.fromkeys(("mixtral", "minimax", "minimax_m2"), _MIXTRAL),
+    **dict.fromkeys(_LIKE_QWEN, _QWEN),
 }
 
 
@@ -38,7 +45,6 @@ class _Plan:
     layers: tuple[str, ...] | None
     experts: frozenset[str] = frozenset()
     expert_words: frozenset[str] = frozenset()
-    used: set[str] = field(default_factory=set)
 
     def wants(self, module: str, kind: str) -> bool:
         """Return whether the linear layer of that full name is adapted."""
@@ -47,9 +53,7 @@ class _Plan:
             return False
         if self.layers is None:
             return kind != "head"
-        names = {target for target in self.layers if module == target or module.endswith(f".{target}")}
-        self.used.update(names)
-        return bool(names)
+        return any(module == target or module.endswith(f".{target}") for target in self.layers)
 
 
 def with_lora(spec: ModelSpec, rank: int, targets: Sequence[str] = ()) -> ModelSpec:
@@ -64,7 +68,7 @@ def with_lora(spec: ModelSpec, rank: int, targets: Sequence[str] = ()) -> ModelS
             means every linear layer but the output projection.
 
     Raises:
-        BadInput: when the rank is not above zero, a target matches no linear layer, or the model has no shapes.
+        BadInput: when the rank is not above zero, no target matches a linear layer, or the model has no shapes.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= _LARGEST_RANK:
         raise BadInput(f"{rank!r} is no rank", where="LoRA rank", remedy="give a whole number such as 16")
@@ -73,10 +77,20 @@ def with_lora(spec: ModelSpec, rank: int, targets: Sequence[str] = ()) -> ModelS
         raise BadInput("a bare parameter count has no layers to adapt", where="LoRA", remedy=remedy)
     plan = _plan(spec, rank, tuple(target for target in targets if target.lower() != ALL_LINEAR))
     units = tuple(adapted for unit in spec.units for adapted in _adapt_unit(unit, plan))
-    unused = [target for target in plan.layers or () if target not in plan.used]
-    if unused or not any(tensor.trainable for unit in units for tensor in unit.tensors):
-        raise _no_match(spec, unused)
+    if not any(tensor.trainable for unit in units for tensor in unit.tensors):
+        raise _no_match(spec, plan.layers or ())
     return replace(spec, units=units)
+
+
+def unmatched_targets(spec: ModelSpec, targets: Sequence[str]) -> tuple[str, ...]:
+    """Return the targets of which a model with adapters has no layer, over which peft passes where others match."""
+    known = {
+        f".{tensor.name}".partition(".lora_")[0] for unit in spec.units for tensor in unit.tensors if "lora_" in tensor.name
+    }
+    words = _EXPERT_NAMES.get(spec.model_type, {})
+    leaves = {layer.rpartition(".")[2] for layer in known}
+    named = ((target, target.rpartition(".")[2]) for target in targets if target.lower() != ALL_LINEAR)
+    return tuple(target for target, leaf in named if leaf not in leaves and leaf not in words)
 
 
 def _plan(spec: ModelSpec, rank: int, targets: tuple[str, ...]) -> _Plan:
@@ -98,13 +112,15 @@ def _plan(spec: ModelSpec, rank: int, targets: tuple[str, ...]) -> _Plan:
     return _Plan(rank, layers, frozenset(meanings[word] for word in named), words)
 
 
-def _no_match(spec: ModelSpec, unused: Sequence[str]) -> BadInput:
+def _no_match(spec: ModelSpec, targets: Sequence[str]) -> BadInput:
     leaves = dict.fromkeys(
         f"{unit.name}.{tensor.name}".split(".")[-2] for unit in spec.units for tensor in unit.tensors if tensor.kind in _LINEAR
     )
-    near = did_you_mean(unused[0], leaves) if unused else ""
+    near = did_you_mean(targets[0], leaves) if targets else ""
     return BadInput(
-        f"{unused[0][:80]!r} matches no linear layer of {spec.name}" if unused else f"{spec.name} has no linear layer to adapt",
+        f"{targets[0][:80]!r} matches no linear layer of {spec.name}"
+        if targets
+        else f"{spec.name} has no linear layer to adapt",
         where="LoRA targets",
         remedy=near or f"its linear layers are {', '.join(list(leaves)[:12]) or 'none'}",
     )

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.option import WORK, Option
 from zeroplan.core.quantization import parse_quantization
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType, Lora, Precision
-from zeroplan.techniques.base import Asked, TakesTechniques, Technique
+from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
 from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
 
 if TYPE_CHECKING:
     from zeroplan.models.spec import ModelSpec
+    from zeroplan.tape.expanded import ExpandedTape
 
 
 def _names(text: str, where: str) -> tuple[str, ...]:
@@ -88,6 +90,14 @@ class LoraTechnique(Technique[Lora]):
         from zeroplan.models.lora import with_lora
 
         return with_lora(spec, value.rank, value.targets)
+
+    def left_out(self, value: Lora, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
+        """Return the targets of which the model has no layer."""
+        from zeroplan.models.lora import unmatched_targets
+
+        missing = unmatched_targets(facts.spec, value.targets)
+        says = f"no linear layer is called {', '.join(missing)[:60]}: peft passes over it"
+        return (Unmodelled("--lora-targets", Effect.NONE, says),) if missing else ()
 
     def unlooped(self, value: Lora) -> str:
         """Return the dropout, which the loop's adapters do not have."""

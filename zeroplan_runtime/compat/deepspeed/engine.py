@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch.utils.data import Dataset
 
 from zeroplan.core.workload import DType
+from zeroplan_runtime.checks import require_loss
 from zeroplan_runtime.compat.deepspeed.config import DeepSpeedConfig
 from zeroplan_runtime.compat.deepspeed.dataloader import DeepSpeedDataLoader
+from zeroplan_runtime.compat.deepspeed.loss_backward import LossBackward
 from zeroplan_runtime.compat.deepspeed.refusals import Refusal, refusing
 from zeroplan_runtime.compat.deepspeed.zero import unmark
 from zeroplan_runtime.engine import Engine
@@ -85,11 +88,23 @@ class DeepSpeedEngine(Engine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`zeroplan_runtime.engine.Engine.forward`."""
+        self._loss_backward.settle()
         with refusing():
-            return super().forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
+        return self._loss_backward.watch(output) if torch.is_grad_enabled() else output
+
+    @cached_property
+    def _loss_backward(self) -> LossBackward:
+        return LossBackward(self)
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Returns the loss, multiplied by the loss scale: with fp16 call ``engine.scale(loss).backward()``."""
+        require_loss(loss)
+        return self._loss_backward.scale(loss)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """See :meth:`zeroplan_runtime.engine.Engine.backward`."""
+        self._loss_backward.settle()
         with refusing():
             if self.optimizer is None:
                 raise Refusal("there is no optimizer", where="engine.backward", remedy="name one in the config or pass one")
@@ -103,6 +118,7 @@ class DeepSpeedEngine(Engine):
         Args:
             lr_kwargs: must be empty: the schedule's ``step`` is called without arguments.
         """
+        self._loss_backward.settle()
         if lr_kwargs:
             raise Refusal("keywords for the schedule are not supported", where="engine.step", remedy="call its step() yourself")
         with refusing():
@@ -150,6 +166,7 @@ class DeepSpeedEngine(Engine):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients."""
+        self._loss_backward.settle()
         with refusing():
             super().zero_grad(set_to_none)
 

@@ -345,7 +345,11 @@ class ModelStates:
                 if param.is_meta:
                     raise BadInput(f"parameter {name!r} has no values (meta device)", remedy="initialise the model first")
                 if not param.is_floating_point():
-                    raise BadInput(f"parameter {name!r} has dtype {param.dtype}, which cannot be cast", where="model")
+                    raise BadInput(
+                        f"parameter {name!r} holds {str(param.dtype).removeprefix('torch.')}, which is not trained or divided",
+                        where="model",
+                        remedy="keep quantised weights as buffers, or train them under FSDP2",
+                    )
                 value = local_of(param).detach().to(self.arena.device)
                 comm = self.comm_of(flat.layout)
                 if comm.world_size > 1:

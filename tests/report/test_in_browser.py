@@ -82,6 +82,13 @@ def test_reports_are_legible_everywhere(cli: Cli, browser: Browser, tmp_path: Pa
                 assert page.eval_on_selector("details.plan[open]", how) == ["auto", "exact"]
             page.context.close()
     page, said = visit(browser, estimate, "light", 390)
+    # The table of plans has the phone's width, and each bar lies below its row, as wide as the row.
+    table = "() => { const one = document.querySelector('table:has(.gauge)'), box = one.parentElement;"
+    assert page.evaluate(f"{table} return box.scrollWidth <= box.clientWidth }}")
+    bars = f"{table} return [...one.querySelectorAll('tr:has(> td > .gauge)')].map(row => {{"
+    bars += " const bar = row.querySelector('.gauge').getBoundingClientRect(), cell = row.cells[0].getBoundingClientRect();"
+    bars += " return bar.width >= row.getBoundingClientRect().width - 2 && bar.bottom <= cell.bottom }) }"
+    assert page.evaluate(bars) == [True] * 10
     assert page.locator(".plot svg").count() == page.locator("details.plan").count() == 10
     page.select_option("#right", label="ZeRO-3")
     assert page.inner_text("#differences th:nth-child(3)") == "ZeRO-3"

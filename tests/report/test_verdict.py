@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroplan.core.plan import MemoryPlan, Report
-from zeroplan.core.sizes import GIB
+from zeroplan.core.sizes import GIB, parse_size
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.report.plans import notes, report_text
 from zeroplan.report.terminal import PLAIN, Terminal
@@ -60,6 +60,17 @@ def test_host_and_disk_may_be_what_lacks() -> None:
     assert plan.misfits == ("cpu", "nvme")
     assert f", {_gib(plan.cpu.per_node)} of 2.0 GiB of host memory a node and " in verdict(found)
     assert verdict(found).endswith(f" and {_gib(plan.nvme.per_node)} of 1.0 GiB of disk a node.")
+
+
+def test_a_need_stands_in_the_unit_of_its_limit() -> None:
+    """``1.4 of 2.0 TiB``, and no GiB of TiB."""
+    big = Ask(model="meta-llama/Llama-3.1-70B", gpu="8xH100", stage=3, offload_optimizer="cpu", depth="formula")
+    for size, unit in (("2T", 1024), ("1000G", 1)):
+        (plan,) = (found := estimate_report(big.replace(cpu_ram=parse_size(size)))).plans
+        usable = found.cluster["usable_cpu_ram"]
+        assert usable
+        shown = f"{plan.cpu.per_node / GIB / unit:.1f} of {usable / GIB / unit:.1f} {'TiB' if unit > 1 else 'GiB'}"
+        assert shown in verdict(found)
 
 
 def test_one_plan_that_does_not_fit_says_how_much_is_too_much() -> None:

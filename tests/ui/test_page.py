@@ -237,6 +237,12 @@ def test_phone_dark_and_keyboard(visit: Callable[..., Visit]) -> None:
     one.page.click("#hold")
     one.page.click("summary:has-text('Every line')")
     assert one.page.evaluate(width) == 390
+    # A verdict with a long word, and rows of which two limits say no, stay within the narrowest phone.
+    small = visit(viewport={"width": 320, "height": 700}, is_mobile=True).open("#model=meta-llama/Llama-3.1-8B&gpu=RTX4090")
+    small.settled("PYTORCH_ALLOC_CONF=expandable_segments:True")
+    assert small.page.evaluate(width) == 320
+    cells = "() => [...document.querySelectorAll('#rows td:last-child')].map(one => one.getBoundingClientRect().right)"
+    assert max(small.page.evaluate(cells)) <= 320
     # All of it by keyboard: what has the focus shows it, and the chart's cursor moves.
     one.page.focus("#chart")
     assert one.text("legend").startswith("At the peak:")

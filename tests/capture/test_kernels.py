@@ -206,3 +206,62 @@ def test_attention_runs_by_the_kernels_that_the_script_allows() -> None:
         peaks.append(plan.peak_allocated)
     assert peaks[0] < 12 * MIB > peaks[1]
     assert peaks[2] > 64 * MIB  # scores of fp32
+
+
+def test_ligers_loss_and_norms_by_hand() -> None:
+    with zeroplan.capture("H100") as plan:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss, LigerRMSNorm
+
+        weight, hidden = (
+            gpu(4096, 512),
+            LigerRMSNorm(512, in_place=False).to("cuda", torch.bfloat16)(gpu(1024, 512, grad=False)),
+        )
+        begun = torch.cuda.memory_allocated()
+        loss = LigerFusedLinearCrossEntropyLoss()(weight, hidden, torch.zeros(1024, dtype=torch.long, device="cuda"))
+        held = torch.cuda.memory_allocated()
+    assert held - begun == 4 * MIB + MIB + 512, loss  # both gradients, and the loss; no logits
+    assert not [one for one in plan.plan.unmodelled if one.key.startswith("kernels")]
+
+
+@pytest.mark.parametrize("how", ["class", "instance", "trainer"])
+def test_ligers_kernels_take_a_models_whole_logits_away(how: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    words, rows = 32_000, 2 * 256
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=words,
+    )
+
+    def peak(liger: bool) -> int:
+        with zeroplan.capture("H100", steps=1) as plan:
+            if liger and how == "class":
+                from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+                apply_liger_kernel_to_llama(rms_norm=False)
+            model = transformers.LlamaForCausalLM(config).to("cuda", torch.bfloat16).train()
+            if liger and how == "instance":
+                import liger_kernel.transformers
+
+                liger_kernel.transformers.apply_liger_kernel_to_llama(model=model)
+            if liger and how == "trainer":
+                transformers.integrations.liger.apply_liger_kernel(model, None)
+            ids = torch.zeros(2, 256, dtype=torch.long, device="cuda")
+            model(input_ids=ids, labels=ids).loss.backward()
+        return plan.peak_allocated
+
+    plain = torch.nn.functional.cross_entropy
+    assert peak(False) - peak(True) > 2 * 4 * words * rows  # fp32 logits and their gradient
+    assert torch.nn.functional.cross_entropy is plain
+
+
+def test_a_family_of_ligers_without_a_rule_stops_by_its_name() -> None:
+    with zeroplan.capture("H100") as plan:
+        from liger_kernel.transformers import apply_liger_kernel_to_mixtral
+
+        apply_liger_kernel_to_mixtral(model=type("Mixtral", (), {"config": type("C", (), {"model_type": "mixtral"})})())
+    assert plan.plan.capture is not None
+    assert "Liger's kernels for mixtral" in str(plan.plan.capture.stopped)

@@ -97,9 +97,26 @@ for batch in DataLoader(Numbers(), 16, num_workers=8, persistent_workers=True, m
     for param in model.parameters():
         param.data.add_(param.grad, alpha=-0.1)
 """
+#: A loop that waits for a loss, settings of a service that is not installed, and a stop of the debugger's.
+WAITS = """
+import torch, wandb
+from torch.utils.tensorboard import SummaryWriter
+wandb.init(project="x", config={"hidden": 1024})
+writer = SummaryWriter("runs")
+model = torch.nn.Linear(wandb.config.hidden, wandb.config["hidden"], bias=False).to("cuda")
+optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+loss = torch.tensor(9.0)
+while loss > 0.01:
+    loss = model(torch.randn(256, 1024, device="cuda")).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    writer.add_scalar("loss", loss, 1)
+breakpoint()
+"""
 
 
-@pytest.mark.parametrize("code", [MACHINE, FILES, WORKERS], ids=["machine", "files", "workers"])
+@pytest.mark.parametrize("code", [MACHINE, FILES, WORKERS, WAITS], ids=["machine", "files", "workers", "waits"])
 def test_an_odd_script_ends_in_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kept").mkdir()
@@ -109,6 +126,11 @@ def test_an_odd_script_ends_in_an_answer(tmp_path: Path, monkeypatch: pytest.Mon
     assert captured.steps in (3, 4)
     assert run.report.plans[0].fits is (None if "torch.compile" in code else True)
     assert sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*")) == ["kept", "kept/a.txt", "train.py"]
+
+
+def test_a_loop_that_waits_for_a_value_is_ended_at_its_line(tmp_path: Path) -> None:
+    captured, _ = capture(tmp_path, WAITS)
+    assert (captured.steps, captured.ended) == (3, f"{tmp_path / 'train.py'}:9")
 
 
 def test_processes_that_a_script_starts_are_a_world(tmp_path: Path) -> None:

@@ -22,21 +22,9 @@ def changes_nothing(line: CodeLine, holds: bool) -> bool:
     Args:
         line: where the condition is read.
     """
-    text = "".join(linecache.getlines(line.file))
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    node = _deciding(line)
+    if node is None:
         return False
-    inside: list[tuple[int, Any]] = []
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.If, ast.Assert, ast.While, ast.IfExp)):
-            continue
-        test = node.test
-        if min(node.lineno, test.lineno) <= line.line <= (test.end_lineno or test.lineno):
-            inside.append((test.lineno, node))
-    if not inside:
-        return False
-    node = max(inside, key=lambda one: one[0])[1]
     names = {getattr(one, "attr", getattr(one, "id", "")) for one in ast.walk(node.test)}
     if isinstance(node, ast.Assert) or names & _FINITE:
         return True
@@ -46,6 +34,32 @@ def changes_nothing(line: CodeLine, holds: bool) -> bool:
     if isinstance(node.test, ast.BoolOp):  # either arm may be the one that is not taken
         return all(map(_is_nothing, (*node.body, *node.orelse)))
     return all(map(_is_nothing, node.orelse if holds != negated else node.body))
+
+
+def goes_on(line: CodeLine) -> bool | None:
+    """The truth of a value of a ``while`` loop's condition with which the loop goes on; None where no such loop asks."""
+    node = _deciding(line)
+    if not isinstance(node, ast.While):
+        return None
+    return not (isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not))
+
+
+@lru_cache(maxsize=256)
+def _deciding(line: CodeLine) -> Any:
+    """The innermost statement or expression whose condition lies on a line; None for none."""
+    text = "".join(linecache.getlines(line.file))
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return None
+    inside: list[tuple[int, Any]] = []
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.If, ast.Assert, ast.While, ast.IfExp)):
+            continue
+        test = node.test
+        if min(node.lineno, test.lineno) <= line.line <= (test.end_lineno or test.lineno):
+            inside.append((test.lineno, node))
+    return max(inside, key=lambda one: one[0])[1] if inside else None
 
 
 def _is_nothing(statement: ast.stmt) -> bool:

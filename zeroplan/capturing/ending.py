@@ -46,7 +46,7 @@ class Ending:
         self.spans, self.wanted = spans, steps
         self._until = time.monotonic() + seconds
         self._seconds = seconds
-        self._by_hand = False
+        self._by_hand = self.loader_ended = False
         self._last_step: float | None = None
         self._training: Any = weakref.WeakSet()
         self.passes: list[Pass] = []
@@ -66,7 +66,7 @@ class Ending:
     def _stepped(self) -> None:
         if self.done and self._last_step is None:
             self._last_step = time.monotonic()
-        if self.taken > self.wanted:
+        if self.taken > self.wanted + self.loader_ended:  # accelerate steps once more with the batch that it has drawn ahead
             raise EndedError(user_line())
         self._in_time()
 
@@ -177,6 +177,7 @@ class _Batches:
                 if trains or self._over:
                     raise EndedError(user_line())  # a loop that draws batches by hand draws for ever
             else:
+                ending.loader_ended |= ending.done
                 raise StopIteration
         batch = next(self._batches)
         self._given += 1

@@ -21,6 +21,7 @@ ENVIRONMENT = {
     "MLFLOW_TRACKING_URI": "", "CLEARML_OFFLINE_MODE": "1", "SWANLAB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false",
     "OMP_NUM_THREADS": "1", "TQDM_DISABLE": "1", "DS_SKIP_CUDA_CHECK": "1", "DS_ACCELERATOR": "cuda",
     "TORCHDYNAMO_DISABLE": "1", "PYTHONDONTWRITEBYTECODE": "1", "MPLBACKEND": "Agg", "HYDRA_FULL_ERROR": "1",
+    "PYTHONBREAKPOINT": "0",
 }  # fmt: skip
 #: Programs that are asked about the machine or a repository, and change nothing.
 _READERS = frozenset(("git", "uname", "ldconfig", "which", "hostname", "lscpu", "lsb_release", "file", "ls", "cat", "pwd"))

@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from zeroplan.capturing import places
-from zeroplan.capturing.branches import changes_nothing
+from zeroplan.capturing.branches import changes_nothing, goes_on
 from zeroplan.capturing.places import META, on_gpu, put_on_host
 from zeroplan.capturing.result import WORKSPACE
 from zeroplan.capturing.source import CodeLine, asking_line, deciding_line, user_line
@@ -39,6 +39,8 @@ _ALL = frozenset((_aten.all.default, _aten.all.dim, _aten.all.dims, _aten._is_al
 #: Operators of logic, and the operand that alone decides the result.
 _DECISIVE = {_aten.bitwise_or.Tensor: True, _aten.logical_or.default: True, _aten.bitwise_and.Tensor: False,
              _aten.logical_and.default: False, _aten.mul.Tensor: False}  # fmt: skip
+#: Turns after which a loop that waits for a value is ended, whatever it does.
+_MOST_TURNS = 200
 #: Blocks are whole multiples of this.
 _GRAIN = 512
 #: Bytes up to which invented floats are written.
@@ -77,6 +79,9 @@ class ScriptRecorder(StorageRecorder):
         self._workspaces: set[int] = set()
         self.bf16 = False
         self._peak_since = 0
+        self.waits: Callable[[], bool] = lambda: False  # whether steps are still wanted of a loop that asks the GPU
+        self.ended: dict[CodeLine, None] = {}  # loops whose end was invented
+        self._turns: dict[CodeLine, int] = {}
         self._process = os.getpid()
         self.on_fork: Callable[[CodeLine | None], None] = lambda _: None  # called where a forked process puts a tensor there
 
@@ -219,10 +224,16 @@ class ScriptRecorder(StorageRecorder):
         if tensor.dtype is not torch.bool:
             return 1.0 if tensor.is_floating_point() else 1
         holds = self._last in _ALL
-        line = user_line()
+        line, decides = user_line(), deciding_line()
+        onward = None if decides is None else goes_on(decides)
+        if onward is not None and decides is not None:  # a loop that waits for a value
+            self._turns[decides] = self._turns.get(decides, 0) + 1
+            if self.waits() and self._turns[decides] < _MOST_TURNS:
+                return onward
+            self.ended.setdefault(decides)
+            return not onward
         if line is not None:
             self.invented_reads.setdefault(line, f"a condition on values of the GPU is taken to be {str(holds).lower()}")
-        decides = deciding_line()
         if decides is not None and not changes_nothing(decides, holds):
             self.open_branches.setdefault(decides, holds)
         return holds

@@ -35,6 +35,7 @@ class Capture:
         self.spans = Spans(self.recorder)
         self.spans.on_module.append(self.trains)
         self.ending = Ending(self.spans, job.steps, job.seconds)
+        self.recorder.waits = lambda: not self.ending.done
         self._ends: list[int] = []
         self.spans.on_step.append(self._stepped)
         self.overlay: Overlay | None = None
@@ -63,7 +64,7 @@ class Capture:
         self._forked.write_text(str(line), encoding="utf-8")
 
     def _stepped(self) -> None:
-        if len(self._ends) < self.spans.steps:
+        if len(self._ends) < min(self.spans.steps, self.job.steps):  # one behind those is of fewer micro batches
             self._ends.append(len(self.recorder.out.op))
 
     def trains(self, model: nn.Module) -> None:
@@ -96,7 +97,7 @@ class Capture:
             phases=bytes(alloc.phase for alloc in out.allocs),
             steps=self.spans.steps or self.spans.backwards,  # a loop may update by hand
             stopped=self.stopped,
-            ended=self.ended,
+            ended=self.ended or ", ".join(map(str, self.recorder.ended)),
             notes=[*self.invented.values(), *(f"{line}: {what}" for line, what in self.recorder.invented_reads.items())],
             unmodelled=list(self.unmodelled.values()),
             engine=engine,

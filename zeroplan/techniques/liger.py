@@ -67,7 +67,7 @@ FAMILIES: dict[str, Kernels] = {
     "exaone4": Kernels(_EXAONE),
 }
 #: Families that Liger lists and nothing here models: experts, images, gates of other kinds.
-_OTHERS = frozenset(
+OTHERS = frozenset(
     ("deepseek_v2", "deepseek_v3", "deepseek_v4", "falcon_h1", "gemma3", "gemma4", "gemma4_text", "glm4v", "glm4v_moe",
      "gpt_oss", "hunyuan_v1_moe", "internvl", "llama4", "llama4_text", "llava", "mixtral", "mllama",
      "mllama_text_model", "muse_glimmer", "nemotron", "paligemma", "pixtral", "qwen2_5_vl", "qwen2_5_vl_text",
@@ -76,19 +76,19 @@ _OTHERS = frozenset(
 )  # fmt: skip
 #: The parts that programs switch one by one.
 PARTS = ("rope", "rms_norm", "glu", "fused_loss", "loss")
-_USUAL = ("rope", "rms_norm", "glu", "fused_loss")
+USUAL = ("rope", "rms_norm", "glu", "fused_loss")
 
 
 @dataclass(frozen=True, slots=True)
 class Liger:
     """Liger's kernels are on: those of `parts`, as far as the family has them."""
 
-    parts: tuple[str, ...] = _USUAL
+    parts: tuple[str, ...] = USUAL
 
     @property
     def key(self) -> str:
         """A short name for tapes."""
-        return "liger-0.8.5" + ("" if self.parts == _USUAL else "".join(f"+{part}" for part in self.parts))
+        return "liger-0.8.5" + ("" if self.parts == USUAL else "".join(f"+{part}" for part in self.parts))
 
     def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of peft's ``LoraConfig`` as they are."""
@@ -168,7 +168,7 @@ class LigerTechnique(Technique[Liger]):
     def left_out(self, value: Liger, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
         """Return what is counted as the model's own."""
         says = ""
-        if facts.spec.model_type in _OTHERS:
+        if facts.spec.model_type in OTHERS:
             says = f"Liger's kernels for {facts.spec.model_type} keep fewer tensors; the model's own are counted"
         elif facts.workload.has(Compilation):
             says = "Liger's kernels within compiled blocks are not modelled; the model's own are counted"

@@ -28,7 +28,7 @@ from torch import nn
 
 from zeroplan.core.losses import IGNORED_LABEL
 from zeroplan.trace.kernels import block
-from zeroplan.trace.replaced import fused_head, replaced, without_adapters
+from zeroplan.trace.replaced import Replace, fused_head, replaced, without_adapters
 
 _WIDE, _INDEX = 4, 8
 _ROTARY, _LOSS = "apply_rotary_pos_emb", "cross_entropy"
@@ -163,21 +163,26 @@ def liger_kernels(model: nn.Module, kernels: Any) -> Iterator[None]:
         model: on the meta device, with or without adapters.
         kernels: a :class:`zeroplan.techniques.liger.Kernels`.
     """
-    base = without_adapters(model)
     with replaced() as replace:
-        for name, module in base.named_modules():
-            last, kind = name.rpartition(".")[2], type(module).__name__
-            if kind.endswith("RMSNorm") and last in kernels.norms:
-                replace(module, "forward", partial(_normalized, module, kernels.norms[last]))
-            elif kernels.gated and kind.endswith("MLP") and hasattr(module, "down_proj"):
-                replace(module, "forward", partial(_gated, module))
-        if kernels.rotary:
-            replace(sys.modules[type(base).__module__], _ROTARY, _turned)
-        if kernels.loss:
-            replace(nn.functional, _LOSS, partial(_loss, nn.functional.cross_entropy))
-        if kernels.head:
-            fused_head(model, replace, _fused_loss)
+        put_kernels(model, kernels, replace)
         yield
+
+
+def put_kernels(model: nn.Module, kernels: Any, replace: Replace) -> None:
+    """Put Liger's kernels in place of a model's own functions, as :func:`liger_kernels` does."""
+    base = without_adapters(model)
+    for name, module in base.named_modules():
+        last, kind = name.rpartition(".")[2], type(module).__name__
+        if kind.endswith("RMSNorm") and last in kernels.norms:
+            replace(module, "forward", partial(_normalized, module, kernels.norms[last]))
+        elif kernels.gated and kind.endswith("MLP") and hasattr(module, "down_proj"):
+            replace(module, "forward", partial(_gated, module))
+    if kernels.rotary:
+        replace(sys.modules[type(base).__module__], _ROTARY, _turned)
+    if kernels.loss:
+        replace(nn.functional, _LOSS, partial(_loss, nn.functional.cross_entropy))
+    if kernels.head:
+        fused_head(model, replace, _fused_loss)
 
 
 def _normalized(module: Any, in_place: bool, x: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -48,7 +48,8 @@ def fused_head(model: nn.Module, replace: Replace, loss_of: HeadLoss) -> None:
     """
     base = without_adapters(model)
     if hasattr(base, "lm_head"):
-        replace(base, "forward", partial(_forward, base, base.forward, loss_of))
+        fused = partial(_forward, base, base.forward, loss_of)
+        replace(base, "forward", update_wrapper(fused, base.forward))  # a Trainer reads its arguments' names
 
 
 def _forward(model: Any, plain: Any, loss_of: HeadLoss, *args: Any, labels: torch.Tensor | None = None, **inputs: Any) -> Any:

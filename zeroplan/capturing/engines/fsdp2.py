@@ -300,11 +300,12 @@ def install_accelerate(capture: Capture, module: Any) -> None:
     module.fsdp2_load_full_state_dict = loaded
     own_save = ("save_fsdp_model", "save_fsdp_optimizer")
 
-    def saves(*_: Any, **__: Any) -> None:
+    def saves(plugin: Any, *_: Any, **__: Any) -> None:
         from zeroplan.capturing.spans import SAVE
 
         capture.spans.enter(SAVE)
-        capture.engine_notes["saves"] = "sharded"
+        kind = getattr(plugin.state_dict_type, "name", "")
+        capture.engine_notes["saves"] = "full" if kind == "FULL_STATE_DICT" else "sharded"
 
     for name in own_save:
         setattr(module, name, saves)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -60,8 +61,30 @@ class Nothing:
         return False
 
 
+class _Config(dict[str, Any]):
+    """A run's settings, as ``wandb.config`` has them: what the script has put in, by key or by attribute."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.get(name, Nothing())
+
+    __setattr__ = dict.__setitem__
+
+
+class _Run(Nothing):
+    """A run with the settings that it is started with."""
+
+    config = _Config()
+
+    def __init__(self, *_: Any, config: Any = None, **__: Any) -> None:
+        _Run.config.update(config if isinstance(config, dict) else vars(config) if hasattr(config, "__dict__") else {})
+
+
 class _Reporter(ModuleType):
     def __getattr__(self, name: str) -> Any:
+        if self.__name__ == "wandb" and name in ("init", "config", "run"):
+            return {"init": _Run, "config": _Run.config, "run": None}[name]
         if name.startswith("__"):
             raise AttributeError(name)
         return Nothing if name[:1].isupper() else Nothing()
@@ -93,4 +116,7 @@ class _ReporterFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install(capture: Capture) -> None:
     """Find them behind all that are there."""
+    if importlib.util.find_spec("tensorboard") is None:  # which torch's own writer imports, and more
+        for name in ("torch.utils.tensorboard", "torch.utils.tensorboard.writer"):
+            sys.modules.setdefault(name, _Reporter(name))
     sys.meta_path.append(_ReporterFinder(capture))

@@ -51,6 +51,13 @@ def install(capture: Capture) -> None:
     recurrent.flatten_parameters = flattened
     _data_parallel()
     _module_to()
+    enabled = torch.is_autocast_enabled
+
+    def autocasts(*kind: str) -> bool:
+        return enabled(*("cuda" if one == "meta" else one for one in kind))  # of kernels' rules, which run on meta tensors
+
+    home: Any = torch
+    home.is_autocast_enabled = autocasts
     clear = torch.clear_autocast_cache
 
     def cleared() -> None:

@@ -37,14 +37,14 @@ class Package:
         parts: modules in it that are attributes without an ``import`` of their own.
         always: whether libraries find it, too.
         rules: the file here that holds its rules; empty for the package's own name.
-        measured: the rules that a GPU has measured, or that are torch's own operators.
+        measured: the rules that a GPU has measured, or that are torch's own operators; None where all are.
     """
 
     version: str
     parts: tuple[str, ...] = ()
     always: bool = False
     rules: str = ""
-    measured: frozenset[str] = frozenset()
+    measured: frozenset[str] | None = frozenset()
 
 
 PACKAGES = {
@@ -69,6 +69,7 @@ PACKAGES = {
             ("Float8LinearConfig", "convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "config")
         ),
     ),
+    "liger_kernel": Package("0.8.5", ("transformers", "chunked_loss"), always=True, measured=None),
     "grouped_gemm": Package("0.3.0", ("ops",)),
 }
 
@@ -93,7 +94,7 @@ class _Kernels(ModuleType):
             raise AttributeError(name)
         rules = importlib.import_module(f"{__name__}.{package.rules or root}").RULES
         if name in rules:
-            if name not in package.measured and _Kernels.noting is not None:
+            if package.measured is not None and name not in package.measured and _Kernels.noting is not None:
                 unmeasured(_Kernels.noting, root)
             return rules[name]
         if self.__name__ == root and name in package.parts:

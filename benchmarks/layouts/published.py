@@ -5,7 +5,8 @@ Where a source gives operations a second, they were divided by the operations a 
 a source leaves open. A model that is given by its shape is a Llama of the same hidden size, depth, vocabulary and elements a
 block. Rows marked `blind` were drawn by lot (seed 20261124) before the first change to the model of time, and no change was
 made for their sake. What software a source says that it ran was added to rows of both halves when the model learned to tell it:
-`engine`; `layers`, whose layers; `shared_as`, the way in which ranks share work where stages are uneven; `overlap`, `attn`;
+`engine`; `arguments`, Megatron's own; `hides_exchange`, experts' exchanges run beside another micro batch; `layers`, whose
+layers; `shared_as`, the way in which ranks share work where stages are uneven; `overlap`, `attn`;
 `card` and `vram`, figures of a card unlike its preset; `sync_each`, gradients are reduced after each micro batch (Composer
 leaves that out for DDP alone: composer/distributed/dist_strategy.py, ddp_sync_context).
 
@@ -18,20 +19,26 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.rates import rates_of
+from zeroplan.engines.megatron.bridge import model_of, staged
 from zeroplan.engines.registry import find_engine
+from zeroplan.models.load import load_model
+from zeroplan.models.megatron import MODEL_TYPE
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_counts import rank_counts
+from zeroplan.search.layout_orders import without_degrees
 from zeroplan.search.layout_time import LayoutCost, LayoutTime
+from zeroplan.search.layouts import search_layouts
 
 ROWS = Path(__file__).with_name("published.jsonl")
 #: Within these a prediction counts as right, over published speed.
@@ -65,13 +72,40 @@ def rows() -> list[dict[str, Any]]:
 
 def request_of(row: dict[str, Any]) -> Ask:
     """Return a run as a request."""
-    model = row["model"] if isinstance(row["model"], str) else _llama(row["model"])
+    model = _megatron(row) if _runs_megatron(row) else row["model"] if isinstance(row["model"], str) else _llama(row["model"])
     asked: dict[str, Any] = {name: row[name] for name in _DEGREES if name in row}
     if "checkpointing" in row:
         asked |= {"gradient_checkpointing": True, "checkpoint_policy": row["checkpointing"]}
     sizes = {name: row[name] for name in ("gpus", "nodes", "gpu", "seq_len", "micro_batch", "grad_accum", "stage")}
     asked |= {name: row[name] for name in ("attn", "sync_each", "vram") if name in row}
+    if "fp8" in row and row.get("engine") == "megatron":
+        asked["fp8"] = row["fp8"]
     return Ask(model=model, engine=row.get("engine", "fsdp2"), network=row.get("network"), **sizes, **asked)
+
+
+def _runs_megatron(row: dict[str, Any]) -> bool:
+    return row.get("engine") == "megatron"
+
+
+def _megatron(row: dict[str, Any]) -> dict[str, Any]:
+    """Return Megatron's arguments of a run: its GPT of a shape, or its form of a model of transformers, with the row's own."""
+    shape = row["model"]
+    if isinstance(shape, str):
+        spec = load_model(shape)
+        made = model_of(spec.model_type, spec.config)
+        assert made is not None, "rows name architectures that Megatron has"
+        made, _ = staged(made, ParallelLayout(gpus=row.get("pp", 1), pp=row.get("pp", 1), vpp=row.get("vpp", 1)))
+        found = {name: value for name, value in asdict(made).items() if value not in ((), "")}
+    else:
+        found = {
+            "num_layers": shape["layers"],
+            "hidden_size": shape["hidden"],
+            "num_attention_heads": shape["heads"],
+            "vocab_size": shape["vocab"],
+            "max_position_embeddings": row["seq_len"],
+        }
+    arguments: dict[str, Any] = row.get("arguments", {})
+    return {"model_type": MODEL_TYPE, **found, **arguments}
 
 
 def _llama(shape: dict[str, int]) -> dict[str, Any]:
@@ -104,14 +138,15 @@ def model(row: dict[str, Any]) -> LayoutTime:
         sharing = replace(sharing, even_stages=False)
     if not row.get("overlap", True):
         sharing = replace(sharing, overlaps=False, pipelines_tensor=False)
+    sharing = replace(sharing, hides_exchange=row.get("hides_exchange", False))
     if row.get("compiled") or row.get("tp", 1) > 1:  # torchtitan's were compiled, others' layers are no DTensors
         sharing = replace(sharing, dispatches=False)
     case = resolved.cases[0]
-    if "fp8" in row:
+    if "fp8" in row and not _runs_megatron(row):
         case = replace(case, workload=case.workload.with_techniques(Float8Recipe.TENSORWISE))  # all recipes have one rate
     cluster = case.cluster
     gpu = replace(cluster.gpu, **row.get("card", {}))
-    return LayoutCost(case, counts, rates_of(gpu, cluster.network, cluster.gpus), sharing).time()
+    return LayoutCost(case, counts, rates_of(gpu, cluster.network, cluster.gpus), resolved.engine, sharing).time()
 
 
 def outcomes(only: str = "") -> Iterator[Outcome]:
@@ -143,11 +178,41 @@ def memory(only: str) -> None:
     for row in rows():
         if only.lower() in f"{row['source']} {row['name']}".lower():
             said = verdict(row)
-            kind = "in bf16 for 8 bits" if "fp8" in row else "itself" if isinstance(row["model"], str) else "stand-in"
+            itself = isinstance(row["model"], str) or _runs_megatron(row)
+            kind = "itself" if itself else "stand-in"
+            if "fp8" in row and not _runs_megatron(row):
+                kind = "in bf16 for 8 bits"
             print(f"| {row['name']} | {kind} | {said} |", flush=True)
             group = f"{kind}: {said.partition(':')[0]}"
             counted[group] = counted.get(group, 0) + 1
     print("\n" + ", ".join(f"{count} × {group}" for group, count in sorted(counted.items())))
+
+
+def against_best(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the time of a run's layout over that of the layout which the search names, of as many sequences a step.
+
+    Both are planned as the engine runs usually, with the run's micro batch; 8 bits where the engine's layouts know them.
+    """
+    asked = request_of(row)
+    try:
+        resolved = resolve(asked)
+        case, cluster = resolved.cases[0], resolved.cluster
+        rates = rates_of(cluster.gpu, cluster.network, cluster.gpus)
+        own = LayoutCost(case, rank_counts(resolved, {}), rates, resolved.engine).time()
+        batch = case.workload.batch
+        free = without_degrees(asked).replace(grad_accum=None, gradient_checkpointing=None, checkpoint_policy=None)
+        answer = search_layouts(free, global_batch=batch.micro_batch * batch.grad_accum * case.layout.dp)
+    except BadInput as error:
+        return {"name": row["name"], "refused": str(error)}
+    chosen = answer.chosen
+    if chosen is None:
+        return {"name": row["name"], "refused": "nothing fits"}
+    return {
+        "name": row["name"],
+        "over_best": own.tokens_per_second / chosen.time.tokens_per_second,
+        "best": chosen.flags + (" --gradient-checkpointing" if chosen.request.value("gradient_checkpointing") else ""),
+        "known_to_fit": answer.best is not None,
+    }
 
 
 def summary(found: Sequence[Outcome]) -> dict[str, Any]:
@@ -176,10 +241,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--source", default="", help="only runs whose source or name contains this")
     parser.add_argument("--json", type=Path, help="write ratios and summaries there")
+    parser.add_argument("--best", action="store_true", help="hold the runs' layouts against the best that the search finds")
     parser.add_argument("--memory", action="store_true", help="plan the runs' memory in place of their time")
     asked = parser.parse_args()
     if asked.memory:
         return memory(asked.source)
+    if asked.best:
+        for row in rows():
+            if asked.source.lower() in f"{row['source']} {row['name']}".lower():
+                print(json.dumps(against_best(row), ensure_ascii=False), flush=True)
+        return None
     found = list(outcomes(asked.source))
     print("| run | published, tokens/s a GPU | predicted | ratio | what it is predicted to be spent on |")
     print("|---|---:|---:|---:|---|")

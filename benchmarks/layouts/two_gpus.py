@@ -70,7 +70,7 @@ def predict(case: dict[str, Any], folder: Path, gpu: str) -> dict[str, Any]:
     resolved = resolve(Ask(**(_SHARED | case | {"model": _model(case["model"], folder), "gpu": gpu})))
     cluster, one = resolved.cluster, resolved.cases[0]
     rates, counts = rates_of(cluster.gpu, cluster.network, cluster.gpus), rank_counts(resolved, {})
-    cost = LayoutCost(one, counts, rates, resolved.engine.sharing(one.zero)).time()
+    cost = LayoutCost(one, counts, rates, resolved.engine).time()
     row: dict[str, Any] = {"seconds": cost.total, "parts": {name: value for name, value in cost.parts.items() if value}}
     if one.parallel is None:  # which recommend answers without --layouts, too
         alone = CostModel(resolved.engine, resolved.spec, cluster, rates)

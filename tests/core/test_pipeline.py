@@ -22,7 +22,7 @@ def test_stages_have_every_block_once_and_equal_weight(blocks: int, count: int) 
     try:
         found = stages_of(blocks, count)
     except BadInput:
-        assert blocks + 2 < 2 * count  # a first or last stage of one unit has no block beside embedding or head
+        assert blocks + 2 < count  # a first or last stage of one unit has embedding or head and no block
         return
     assert [s.first for s in found[1:]] == [s.end for s in found[:-1]]
     assert (found[0].first, found[-1].end) == (0, blocks)
@@ -33,6 +33,17 @@ def test_stages_have_every_block_once_and_equal_weight(blocks: int, count: int) 
 def test_torchtitans_split_of_llama_8b() -> None:
     """32 blocks on 4 stages: 34 / 4 = 8 and two heavier ones, less the embedding and the head."""
     assert [(s.first, s.end) for s in stages_of(32, 4)] == [(0, 8), (8, 17), (17, 25), (25, 32)]
+
+
+def test_the_ends_may_have_no_block() -> None:
+    """Llama 3's 126 blocks on 16 × 8 stages: embedding alone on the first, head alone on the last (arXiv 2407.21783, 3.3.2)."""
+    found = stages_of(126, 128)
+    assert (found[0].end, found[-1].first) == (0, 126)
+    assert all(stage.end - stage.first == 1 for stage in found[1:-1])
+    asked = Ask(model=DEEP, gpus=5, gpu="H100", pp=5, vpp=2, engine="fsdp2", stage=2, grad_accum=10, seq_len=128)
+    first, *_, last = estimate_report(asked).plans[0].stages
+    assert first.peak_allocated is not None
+    assert last.peak_allocated is not None
 
 
 def test_a_rank_with_several_chunks_has_every_second_stage() -> None:
@@ -54,7 +65,7 @@ def test_stages_share_the_parameters() -> None:
     [
         ({}, {"pp": 3}, "pp 3 does not divide 1 × 8 = 8 ranks"),
         ({}, {"pp": 2, "tp": 8}, "tp 8 × pp 2 = 16 does not divide 1 × 8 = 8 ranks"),
-        ({"num_hidden_layers": 2}, {"pp": 4}, "4 pipeline stages leave one without any of the 2 blocks"),
+        ({"num_hidden_layers": 2}, {"pp": 8}, "8 pipeline stages leave one without any of the 2 blocks"),
         ({"tie_word_embeddings": True}, {"pp": 2}, "the head is tied to the embedding, which is on another pipeline stage"),
         ({}, {"pp": 2, "stage": 3}, "on a pipeline stage fsdp2 keeps parameters gathered"),
         ({}, {"pp": 2, "lora_rank": 4}, "pipeline stages with LoRA are not modelled"),

@@ -57,7 +57,7 @@ def _time(request: Ask, *, sharing: Sharing | None = None, eight: bool = False) 
     if eight:
         case = replace(case, workload=case.workload.with_techniques(Float8Recipe.TENSORWISE))
     counts = rank_counts(resolved, {})
-    return LayoutCost(case, counts, rates_of(case.cluster.gpu), sharing or resolved.engine.sharing(case.zero)).time()
+    return LayoutCost(case, counts, rates_of(case.cluster.gpu), resolved.engine, sharing).time()
 
 
 def test_eight_bits_are_faster_by_less_than_two() -> None:

@@ -87,10 +87,8 @@ def test_a_small_models_tensor_parallelism_waits_for_the_host() -> None:
     resolved = resolve(SMALL.replace(tp=2))
     case, counts = resolved.cases[0], rank_counts(resolved, {})
     rates = rates_of(case.cluster.gpu)
-    slow = LayoutCost(case, counts, rates, Fsdp2().sharing(case.zero)).time()
-    fast = LayoutCost(
-        case, counts, rates.with_profile({"launch_us": 0.3, "autograd_us": 0.3}, "test"), Fsdp2().sharing(case.zero)
-    ).time()
+    slow = LayoutCost(case, counts, rates, Fsdp2()).time()
+    fast = LayoutCost(case, counts, rates.with_profile({"launch_us": 0.3, "autograd_us": 0.3}, "test"), Fsdp2()).time()
     assert slow.compute > 2 * fast.compute
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, PipelineSchedule
 from zeroplan.core.rates import rates_of
+from zeroplan.engines.fsdp2.engine import Fsdp2
 from zeroplan.ledger.work import guess_counts, matrices
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
@@ -20,7 +21,7 @@ def _time(request: Ask) -> LayoutTime:
     tokens = case.workload.batch.rows * (case.workload.batch.seq_len or 0) // (case.layout.cp * case.layout.tp)
     counts = guess_counts(matrices(case.spec), case.workload, tokens)
     cluster = case.cluster
-    return LayoutCost(case, counts, rates_of(cluster.gpu, cluster.network, cluster.gpus)).time()
+    return LayoutCost(case, counts, rates_of(cluster.gpu, cluster.network, cluster.gpus), Fsdp2()).time()
 
 
 def _orders(schedule: PipelineSchedule, ranks: int, chunks: int, count: int) -> list[list[Action]]:
@@ -111,7 +112,7 @@ def test_links_are_those_of_the_groups() -> None:
     case = resolve(LLAMA.replace(tp=4, pp=2, cp=2, stage=2, grad_accum=8, dp_replicate=2)).cases[0]
     counts = guess_counts(matrices(case.spec), case.workload, 1024)
     rates = rates_of(case.cluster.gpu)
-    found = {one.group: (one.ranks, one.inside, one.gbs) for one in LayoutCost(case, counts, rates).links}
+    found = {one.group: (one.ranks, one.inside, one.gbs) for one in LayoutCost(case, counts, rates, Fsdp2()).links}
     near, far = rates.link_gbs, rates.adapter_gbs
     assert found == {
         "tp": (4, True, near),

@@ -13,9 +13,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import Verdict
 from zeroplan.core.rates import Rates, rates_of
-from zeroplan.engines.base import Case, SearchedLayouts
+from zeroplan.engines.base import Case, Engine, SearchedLayouts
 from zeroplan.engines.megatron.bridge import staged
-from zeroplan.engines.traffic import Sharing
 from zeroplan.ledger.work import Counts
 from zeroplan.models.megatron import MegatronModel
 from zeroplan.planner.estimate import estimate_report
@@ -193,10 +192,10 @@ def test_layouts_of_deepspeed_are_searched() -> None:
     assert each.sharding > plain.sharding  # stage 2 reduces after each micro batch
 
 
-def _cost_of(ask: Ask) -> tuple[Case, Counts, Rates, Sharing]:
+def _cost_of(ask: Ask) -> tuple[Case, Counts, Rates, Engine]:
     resolved = resolve(ask)
     case = resolved.cases[0]
-    return case, rank_counts(resolved, {}), rates_of(case.cluster.gpu), resolved.engine.sharing(case.zero)
+    return case, rank_counts(resolved, {}), rates_of(case.cluster.gpu), resolved.engine
 
 
 def test_megatron_divides_126_layers_over_16_stages(cli: Cli) -> None:

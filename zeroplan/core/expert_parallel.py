@@ -41,6 +41,11 @@ def is_expert(name: str) -> bool:
     return name.rpartition(".")[0].rpartition(".")[2] == _EXPERTS
 
 
+def of_experts(name: str) -> bool:
+    """Return whether a parameter, by its full name, is of all experts of a block or of one of them."""
+    return f".{_EXPERTS}." in name
+
+
 def experts_of(parameters: Parameters) -> int:
     """Return the number of experts of a block; 0 for a model without."""
     shapes = (shape for name, shape in zip(parameters.names, parameters.shapes, strict=True) if is_expert(name))

@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8-bit floats while their weights stay as they are: torchao's training and the runtime's."""
+"""Linear layers that multiply in 8-bit floats: by torchao, TransformerEngine or the runtime."""
 
 from __future__ import annotations
 
@@ -6,27 +6,31 @@ from enum import StrEnum
 
 from zeroplan.core.errors import member_named
 
-#: Compute capability from which ``torch._scaled_mm`` multiplies 8-bit floats.
-FLOAT8_CAPABILITY = (8, 9)
+#: Compute capability from which ``torch._scaled_mm`` multiplies 8-bit floats, and that from which blocks of 32 are.
+FLOAT8_CAPABILITY, MXFP8_CAPABILITY = (8, 9), (10, 0)
 #: Elements of a row, and rows and columns of a weight, that share a scale in :attr:`Float8Recipe.BLOCKWISE`.
 BLOCK = 128
 
 
 class Float8Recipe(StrEnum):
-    """How operands are scaled: by one number, by one for each row, by rows with the weight's gradient left in 16 bits, or by
-    blocks.
+    """How operands are scaled: by one number, by one for each row, by rows with the weight's gradient left in 16 bits, by
+    blocks, by one number of earlier steps, or by 32 elements of a row or column.
 
-    The names are those of torchao 0.18, ``float8/config.py`` (``Float8LinearRecipeName``), but for the last, DeepSeek-V3's.
+    The names are those of torchao 0.18, ``float8/config.py`` (``Float8LinearRecipeName``), and of Megatron's ``--fp8-recipe``.
     """
 
     TENSORWISE = "tensorwise"
     ROWWISE = "rowwise"
     ROWWISE_WITH_GW_HP = "rowwise_with_gw_hp"
     BLOCKWISE = "blockwise"
+    DELAYED = "delayed"
+    MXFP8 = "mxfp8"
 
 
 #: What the included runtime multiplies by.
 RUNTIME_RECIPES = (Float8Recipe.TENSORWISE, Float8Recipe.ROWWISE, Float8Recipe.BLOCKWISE)
+#: What Megatron-Core passes to TransformerEngine.
+MEGATRON_RECIPES = (Float8Recipe.DELAYED, Float8Recipe.TENSORWISE, Float8Recipe.BLOCKWISE, Float8Recipe.MXFP8)
 #: What torchao's ``Float8LinearConfig`` knows by name.
 TORCHAO_RECIPES = (Float8Recipe.TENSORWISE, Float8Recipe.ROWWISE, Float8Recipe.ROWWISE_WITH_GW_HP)
 

@@ -2,9 +2,10 @@
 
 Note [Stages]
     A model's blocks are divided evenly, and the embedding and the head count as one block each: stages of equal weight, the
-    first ones one heavier where they do not divide. The embedding is on the first stage, the final norm and the head are on
-    the last. With several chunks a rank (vpp) the pipeline has ranks × chunks such stages, and a rank has every `ranks`-th, or
-    under a folded schedule one from each end (Note [Folded schedules] in ``pipeline_order.py``).
+    first ones one heavier where they do not divide; where all weigh one, the ends have no block. The embedding is on the first
+    stage, the final norm and the head are on the last. With several chunks a rank (vpp) the pipeline has ranks × chunks such
+    stages, and a rank has every `ranks`-th, or under a folded schedule one from each end (Note [Folded schedules] in
+    ``pipeline_order.py``).
     Source: torchtitan, ``distributed/pipeline_parallel.py`` (``generate_llm_fqn_per_model_part``).
 
 Note [Layers of a PipelineModule]
@@ -72,11 +73,11 @@ def stages_of(blocks: int, stages: int) -> tuple[Stage, ...]:
     for index in range(stages):
         first = end
         end += weight + (index < heavier) - (index == 0) - (index == stages - 1)
-        if end <= first:
+        if end < first or (end == first and 0 < index < stages - 1):
             raise BadInput(
                 f"{stages} pipeline stages leave one without any of the {blocks} blocks",
                 where="--pp",
-                remedy=f"use pp × vpp of at most {(blocks + 2) // 2}",
+                remedy=f"use pp × vpp of at most {blocks + 2}",
             )
         found.append(Stage(index, stages, first, end))
     return tuple(found)

@@ -11,13 +11,14 @@ formula depth loads a ledger and nothing else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizer_row import Optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Unmodelled
@@ -328,6 +329,16 @@ class Engine(ABC):
         from zeroplan.engines.traffic import Sharing
 
         return Sharing()
+
+    def held_elements(self, case: Case, stages: Sequence[Stage]) -> tuple[int, int]:
+        """Return the dense elements and the experts' that the case's pipeline rank has before they are sharded."""
+        parameters = case.parameters
+        if case.layout.pp > 1:
+            from zeroplan.core.pipeline import stage_parameters
+
+            parameters = stage_parameters(parameters, stages)
+        experts = sum(count for name, count in zip(parameters.names, parameters.numel, strict=True) if is_expert(name))
+        return parameters.total - experts, experts
 
     def computed_tape(self, case: Case, tape: ExpandedTape) -> ExpandedTape:
         """Return `tape` changed where the engine computes in another way than the model's own code. The default changes

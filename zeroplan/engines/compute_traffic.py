@@ -47,7 +47,6 @@ class ComputeFacts:
         counts: kernels, bytes and module calls.
         workload: the run.
         remapped: segments, bytes and pages a step, of a run that fills its card.
-        casts_counted: whether the counts hold casts to 8-bit floats, as those of a tape that was traced with them.
         cp: the ranks that share each sample's tokens.
     """
 
@@ -55,7 +54,6 @@ class ComputeFacts:
     counts: Counts
     workload: Workload
     remapped: tuple[int, int, int] = (0, 0, 0)
-    casts_counted: bool = False
     cp: int = 1
 
     tokens = fact("micro batch × sequence length", lambda c: c.workload.batch.rows * c.seq_len // c.cp)
@@ -121,7 +119,7 @@ class ComputeFacts:
 
     @property
     def _casts(self) -> bool:
-        return self._recipe is not None and not self.casts_counted
+        return self._recipe is not None and not self.counts.casts
 
 
 def _matmul(c: ComputeFacts) -> Resource:

@@ -37,6 +37,7 @@ class Sharing:
         dispatches: matrices and norms that ranks share are torch's DTensors, whose operations Python dispatches.
         hooks: what runs hooks.
         sums_jointly: layers of one input sum its gradient over tensor-parallel ranks together, and not each by itself.
+        hides_exchange: exchanges of experts run beside another micro batch's computation, as far as that lasts.
         gathers_again: tokens that ranks share are gathered once more in the backward, and not kept.
     """
 
@@ -50,6 +51,7 @@ class Sharing:
     hooks: Hooks = Hooks.PARAMETERS
     sums_jointly: bool = False
     gathers_again: bool = False
+    hides_exchange: bool = False
 
 
 class Traffic(ABC):

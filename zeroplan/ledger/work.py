@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeroplan.core.expert_parallel import of_experts
 from zeroplan.core.model_config import CAUSAL_LM, text_config
 from zeroplan.core.workload import Workload
-from zeroplan.models.facts import spec_facts
+from zeroplan.models.facts import experts_a_token, spec_facts
 from zeroplan.models.spec import ModelSpec, Tensor
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 
@@ -62,6 +63,7 @@ class Counts:
         traced: whether a tape was counted; False for an estimate.
         unfinished: elements of the matrices whose product recomputation leaves out. It stops when every saved tensor is there
             again, and a product saves its operands before it runs. Source: torch/utils/checkpoint.py, _StopRecomputationError
+        casts: whether casts to 8-bit floats are among the kernels and bytes.
     """
 
     forward_kernels: int
@@ -75,6 +77,7 @@ class Counts:
     checkpoints: int = 0
     traced: bool = True
     unfinished: int = 0
+    casts: bool = False
 
 
 def matrices(spec: ModelSpec) -> Matrices:
@@ -90,6 +93,8 @@ def matrices(spec: ModelSpec) -> Matrices:
                 elements, rows = round(elements * part), round(rows * tensor.shape[0] * part)
             elif tensor.kind == "conv1d":
                 rows = tensor.shape[-1]
+            elif of_experts(f"{unit.name}.{tensor.name}"):
+                elements, rows = round(elements * part), round(rows * part)
             whole += elements * unit.count
             trained += elements * unit.count if tensor.trainable else 0
             blocks += elements * unit.count if unit.block else 0
@@ -99,8 +104,24 @@ def matrices(spec: ModelSpec) -> Matrices:
     if not spec.has_shapes:
         whole = trained = blocks = spec.params
     facts = spec_facts(spec)
-    width = (facts.heads or 0) * (facts.head_dim or 0) * (facts.layers or 0)
+    width = int((facts.heads or 0) * _head_width(spec.config, facts.head_dim or 0) * (facts.layers or 0))
     return Matrices(whole, trained, blocks, count, outputs, width, spec.auto_class in ("", CAUSAL_LM), inputs)
+
+
+def _head_width(config: Mapping[str, Any], usual: int) -> float:
+    """Return the channels of a head that attention multiplies: the mean of a query's and a value's, which latent attention has
+    apart.
+
+    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.3
+    """
+    config = text_config(config)
+    if not config.get("kv_lora_rank") or not config.get("multi_latent_attention", True):
+        return usual
+    values, turned = config.get("v_head_dim"), config.get("qk_rope_head_dim") or config.get("qk_pos_emb_head_dim")
+    plain = config.get("qk_nope_head_dim") or config.get("qk_head_dim")
+    if isinstance(values, int) and isinstance(turned, int) and isinstance(plain, int):
+        return (plain + turned + values) / 2
+    return usual
 
 
 def _multiplies(tensor: Tensor, unit: str) -> bool:
@@ -112,9 +133,9 @@ def _multiplies(tensor: Tensor, unit: str) -> bool:
 
 def _active_experts(config: Mapping[str, Any]) -> float:
     config = text_config(config)
-    used = config.get("num_experts_per_tok") or config.get("moe_topk")
+    used = experts_a_token(config)
     total = next((config[name] for name in _EXPERTS if isinstance(config.get(name), int) and config[name] > 0), None)
-    return min(1.0, used / total) if isinstance(used, int) and total else 1.0
+    return min(1.0, used / total) if used and total else 1.0
 
 
 def count_tape(tape: ExpandedTape) -> Counts:
@@ -169,6 +190,7 @@ def scale_counts(one: Counts, two: Counts, micro_batch: int) -> Counts:
         one.checkpoints,
         one.traced,
         one.unfinished,
+        one.casts,
     )
 
 

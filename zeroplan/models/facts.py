@@ -13,7 +13,8 @@ from zeroplan.models.spec import ModelSpec
 _HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads", "n_heads")
-_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "num_query_groups")
+_EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_router_topk")
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "seq_length", "max_seq_len", "block_size")
 
 #: Names of tables of positions, and model types whose table is made, not learned.
@@ -57,8 +58,13 @@ def spec_facts(spec: ModelSpec) -> SpecFacts:
         vocab_size=_first(config, ("vocab_size",)),
         heads=heads,
         kv_heads=kv_heads or heads,
-        head_dim=_first(config, ("head_dim", "d_kv")) or (hidden // heads if hidden and heads else None),
+        head_dim=_first(config, ("head_dim", "d_kv", "kv_channels")) or (hidden // heads if hidden and heads else None),
     )
+
+
+def experts_a_token(config: Mapping[str, Any]) -> int | None:
+    """Return how many experts of a block a token takes; None where the config does not say."""
+    return _first(text_config(config), _EXPERTS_A_TOKEN)
 
 
 def max_seq_len(spec: ModelSpec) -> int | None:

@@ -46,7 +46,6 @@ class MegatronModel:
     position_embedding_type: str = "learned_absolute"
     normalization: str = "LayerNorm"
     swiglu: bool = False
-    squared_relu: bool = False
     add_bias_linear: bool = True
     add_qkv_bias: bool = True
     qk_layernorm: bool = False
@@ -56,13 +55,14 @@ class MegatronModel:
     transformer_impl: str = "transformer_engine"
     attention_backend: str = "auto"
     masked_softmax_fusion: bool = True
-    bias_activation_fusion: bool = True
     bias_dropout_fusion: bool = True
     apply_rope_fusion: bool = True
     gradient_accumulation_fusion: bool = True
     cross_entropy_loss_fusion: bool = False
     cross_entropy_fusion_impl: str = "native"
     grad_reduce_in_bf16: bool = False
+    fp8_param_gather: bool = False
+    fp8_amax_history_len: int = 1
     overlap_grad_reduce: bool = False
     ddp_bucket_size: int = 0
     create_attention_mask_in_dataloader: bool = True
@@ -187,6 +187,11 @@ class Weight:
     split: int | None = None
     expert: bool = False
     block: str = ""
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether a layer multiplies with it; a router's matrix is no linear layer's."""
+        return bool(self.block) and len(self.shape) == 2 and ".router." not in self.name
 
     def local(self, ranks: int) -> tuple[int, ...]:
         """Return the shape of one of `ranks` parts."""

@@ -69,7 +69,7 @@ class CostModel:
         """
         gpu = None if plan is None else plan.gpu
         remapped = (0, 0, 0) if gpu is None else (gpu.segments_remapped, gpu.bytes_remapped, gpu.pages_remapped)
-        compute = ComputeFacts(self.matrices, counts, workload, remapped, counts.traced)
+        compute = ComputeFacts(self.matrices, counts, workload, remapped)
         own, ledger = self.traffic.facts(compute, workload, zero), self.traffic.ledger
         if derive:
             return [*derived_work(COMPUTE, compute, self.rates), *derived_work(ledger, own, self.rates)]
@@ -84,7 +84,7 @@ class CostModel:
 
     def facts(self, workload: Workload, zero: ZeroConfig, counts: Counts) -> tuple[Any, Any]:
         """Return the facts that the lines read: the computation's, and the engine's."""
-        compute = ComputeFacts(self.matrices, counts, workload, casts_counted=counts.traced)
+        compute = ComputeFacts(self.matrices, counts, workload)
         return compute, self.traffic.facts(compute, workload, zero)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import log2
 
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.engines.base import Case
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
 from zeroplan.planner.resolve import Resolved
@@ -29,10 +30,12 @@ def rank_counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
     case = resolved.cases[0]
     if resolved.engine.own_layers:
         whole = _unstaged(case)
-        key = f"{whole.layout.tp} {whole.layout.sp} {whole.layout.cp} {whole.layout.ep} {whole.workload.recomputation}"
+        layout, work = whole.layout, whole.workload
+        casts = work.technique(Float8Recipe)
+        key = f"{layout.tp} {layout.sp} {layout.cp} {layout.ep} {work.recomputation} {casts}"
         if key not in known:
             own = resolved.engine.own_tape(whole)
-            known[key] = _guessed(case) if own is None else count_tape(own)
+            known[key] = _guessed(case) if own is None else replace(count_tape(own), casts=casts is not None)
         return known[key]
     options = resolved.engine.trace_options(case)
     if options.key not in known:

@@ -29,17 +29,17 @@ from functools import cached_property
 from math import gcd
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.expert_parallel import is_expert
+from zeroplan.core.expert_parallel import of_experts
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import Stage, chunks_of, even_stages
 from zeroplan.core.pipeline_order import GATHERED_CHUNKS, Action, Do, PipelineOrder, PipelineSchedule, schedule_of, with_gathers
 from zeroplan.core.rates import Rates
-from zeroplan.engines.base import Case
+from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts
 from zeroplan.engines.traffic import Sharing
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
-from zeroplan.models.facts import spec_facts
+from zeroplan.models.facts import experts_a_token, spec_facts
 from zeroplan.search.collectives import Collective, RankGroup, fabric_of
 from zeroplan.search.layout_host import dispatch_seconds, hook_seconds, input_sums
 
@@ -141,11 +141,13 @@ class LayoutCost:
         case: model, workload, cluster and layout.
         counts: kernels and bytes of a rank's micro batch, over all blocks of the model.
         rates: of the machine.
-        sharing: how the engine's ranks share their work; FSDP2's way, if left out.
+        engine: whose ranks share the work.
+        sharing: how they do, where it is not the engine's usual way.
     """
 
-    def __init__(self, case: Case, counts: Counts, rates: Rates, sharing: Sharing | None = None) -> None:
-        self.case, self.counts, self.rates, self.sharing = case, counts, rates, sharing or Sharing()
+    def __init__(self, case: Case, counts: Counts, rates: Rates, engine: Engine, sharing: Sharing | None = None) -> None:
+        self.case, self.counts, self.rates, self.engine = case, counts, rates, engine
+        self.sharing = sharing or engine.sharing(case.zero)
         self.fabric = fabric_of(rates, case.cluster.gpu)
         self.layout, self.work = case.layout, case.workload
         self.whole: Matrices = matrices(case.spec)
@@ -229,11 +231,16 @@ class LayoutCost:
         beside = [0.0, 0.0]
         if self.sharing.pipelines_tensor and self.layout.sp:
             beside = [_products(items, phase) / self.blocks for phase in (Phase.FORWARD, Phase.BACKWARD)]
-        forward = _PassSeconds(first, self._shown(tensor, beside[0]), max(0.0, ring - attention[0] / self.layout.cp), exchange)
         repeats = 1 + self.again
+        exchanges = [exchange, repeats * exchange]
+        if self.sharing.hides_exchange:
+            exchanges = [max(0.0, one - other) for one, other in zip(exchanges, (first, second), strict=True)]
+        forward = _PassSeconds(
+            first, self._shown(tensor, beside[0]), max(0.0, ring - attention[0] / self.layout.cp), exchanges[0]
+        )
         hidden = max(0.0, ring * (repeats + 2) - attention[1])  # again the gather, and gradients in fp32
         sums = self._shown(self.again * tensor + self._tensor_back(tensor), beside[1])
-        backward = _PassSeconds(second, sums, hidden, repeats * exchange)
+        backward = _PassSeconds(second, sums, hidden, exchanges[1])
         return forward, backward
 
     def _spent(self, items: list[WorkItem], phase: Phase) -> tuple[float, float]:
@@ -283,11 +290,11 @@ class LayoutCost:
         ep, config = self.layout.ep, self.case.spec.config
         if ep == 1:
             return 0.0
-        routed = self.hidden_bytes * int(config.get("num_experts_per_tok") or 1)
+        routed = self.hidden_bytes * (experts_a_token(config) or 1)
         if self.layout.experts_across:
             routed //= self.layout.tp  # each of them has its part of the tokens
         names = zip(self.case.spec.parameters.names, self.case.spec.parameters.blocks, strict=True)
-        mixtures = len({block for name, block in names if is_expert(name)})
+        mixtures = len({block for name, block in names if of_experts(name)})
         return 2 * self.fabric.exchange(routed, self._group(ep)) * mixtures / self.blocks
 
     def _group(self, ranks: int, stride: int = 1) -> RankGroup:
@@ -310,13 +317,7 @@ class LayoutCost:
 
     def _held(self, rank: int) -> tuple[int, int]:
         """Return the elements that a pipeline rank has before they are sharded: dense ones, and experts'."""
-        parameters = replace(self.case, pp_rank=rank).parameters
-        if self.layout.pp > 1:
-            from zeroplan.core.pipeline import stage_parameters
-
-            parameters = stage_parameters(parameters, self._chunks[rank])
-        experts = sum(count for name, count in zip(parameters.names, parameters.numel, strict=True) if is_expert(name))
-        return parameters.total - experts, experts
+        return self.engine.held_elements(replace(self.case, pp_rank=rank), self._chunks[rank])
 
     def _sharding(self, rank: int, passes: list[tuple[_PassSeconds, _PassSeconds]]) -> float:
         """Seconds of gathers and reductions beyond the computation that they run beside."""

@@ -30,7 +30,6 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.unmodelled import may_add
 from zeroplan.engines.registry import engine_names, find_engine
-from zeroplan.engines.traffic import Sharing
 from zeroplan.ledger.work import Counts
 from zeroplan.planner.estimate import allocator_config, plan_case
 from zeroplan.planner.fit import left_out
@@ -332,7 +331,7 @@ class _Search:
                 yield timed
 
     def _timed(self, request: Ask, resolved: Resolved) -> _Timed:
-        cost = LayoutCost(resolved.cases[0], rank_counts(resolved, self._counted), self._rates, _sharing(resolved))
+        cost = LayoutCost(resolved.cases[0], rank_counts(resolved, self._counted), self._rates, resolved.engine)
         return _Timed(request, resolved, cost.time(), cost.links)
 
     def _can_be(self, request: Ask) -> bool:
@@ -387,10 +386,6 @@ class _Search:
         shown = (resolved, self._tapes, self._config, warnings)
         plan, _ = plan_case(plan, case, *shown, to_first_miss=True, most_stages=most_stages)
         return LaidOut(one.request, case.layout, plan, one.time, one.links, None if one.plain is None else one.plain.time)
-
-
-def _sharing(resolved: Resolved) -> Sharing:
-    return resolved.engine.sharing(resolved.cases[0].zero)
 
 
 def _require_batch(resolved: Resolved, global_batch: int) -> None:

@@ -16,6 +16,7 @@ from dataclasses import replace
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.plan import CpuMemory, MemoryPlan, Verdict
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.workload import Workload
@@ -124,7 +125,8 @@ class Memory:
             found, stream = None, self._stream(candidate, micro_batch)
             if stream is not None:
                 case = self.case(replace(candidate, workload=candidate.workload.but(micro_batch=micro_batch)))
-                found = count_tape(self.engine.computed_tape(case, stream))
+                counted = count_tape(self.engine.computed_tape(case, stream))
+                found = replace(counted, casts=case.workload.has(Float8Recipe))
             self._traced[key] = found
         return self._traced[key]
 

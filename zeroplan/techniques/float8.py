@@ -1,4 +1,4 @@
-"""Linear layers that multiply in 8-bit floats, as torchao or the included runtime runs them (:mod:`zeroplan.core.float8`)."""
+"""Linear layers that multiply in 8-bit floats (:mod:`zeroplan.core.float8`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.float8 import FLOAT8_CAPABILITY, RUNTIME_RECIPES, TORCHAO_RECIPES, Float8Recipe, parse_recipe
+from zeroplan.core.float8 import (
+    FLOAT8_CAPABILITY,
+    MEGATRON_RECIPES,
+    MXFP8_CAPABILITY,
+    RUNTIME_RECIPES,
+    TORCHAO_RECIPES,
+    Float8Recipe,
+    parse_recipe,
+)
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType
@@ -24,17 +32,21 @@ class Float8Technique(Technique[Float8Recipe]):
     fp8 = Option[str | None](
         str,
         None,
-        "Linear layers multiply in 8 bits: tensorwise, rowwise, rowwise_with_gw_hp (torchao) or blockwise (zeroplan).",
+        "Linear layers multiply in 8 bits: tensorwise, blockwise, rowwise, rowwise_with_gw_hp (torchao), delayed, mxfp8.",
         WORK,
         metavar="RECIPE",
         without=(*(verb for verb in SEARCHES if verb != "recommend"), *RUNS),
         wins=True,
         merges=False,
     )
-    engines = ("fsdp2", "ddp", "zeroplan")
-    recipes: ClassVar[Mapping[str, tuple[Float8Recipe, ...]]] = {"zeroplan": RUNTIME_RECIPES}  # others run torchao's
+    engines = ("fsdp2", "ddp", "zeroplan", "megatron")
+    recipes: ClassVar[Mapping[str, tuple[Float8Recipe, ...]]] = {  # others run torchao's
+        "zeroplan": RUNTIME_RECIPES,
+        "megatron": MEGATRON_RECIPES,
+    }
+    shares = ("megatron",)  # whose ranks may share more than samples
     refusal = "8-bit products are not modelled under {engine}"
-    remedy = "use --engine fsdp2, ddp or zeroplan"
+    remedy = "use --engine fsdp2, ddp, zeroplan or megatron"
     apart = ("--lora-rank",)
     because = "adapters beside 8-bit products are not modelled"
 
@@ -60,13 +72,14 @@ class Float8Technique(Technique[Float8Recipe]):
         if value not in known:
             what = f"{value} is not a recipe of {facts.engine.name}"
             raise BadInput(what, where=self.where, remedy=f"use {', '.join(known[:-1])} or {known[-1]}")
-        if facts.cluster.gpu.capability < FLOAT8_CAPABILITY:
-            what = f"{facts.cluster.gpu.name} has no 8-bit floats"
-            raise BadInput(what, where=self.where, remedy="leave it out, or name an H100")
+        blocks = value is Float8Recipe.MXFP8
+        if facts.cluster.gpu.capability < (MXFP8_CAPABILITY if blocks else FLOAT8_CAPABILITY):
+            what = f"{facts.cluster.gpu.name} has no 8-bit floats{' with a scale for each 32 of them' if blocks else ''}"
+            raise BadInput(what, where=self.where, remedy=f"leave it out, or name {'a B200' if blocks else 'an H100'}")
 
     def require_degrees(self, value: Float8Recipe, facts: Facts) -> None:
         """Refuse ranks that share more than samples."""
-        if facts.shared:
+        if facts.shared and facts.engine.name not in self.shares:
             raise BadInput("8-bit products are modelled for data parallelism alone", where=self.where, remedy=facts.alone)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine, SearchedLayouts
 from zeroplan.engines.megatron.bridge import model_of, require_known, staged
+from zeroplan.engines.megatron.float8 import Quantization
 from zeroplan.engines.megatron.lines import LEDGER
 from zeroplan.engines.megatron.rank import MegatronRank, Parameter
 from zeroplan.ledger.line import Ledger
@@ -21,6 +23,7 @@ from zeroplan.models.megatron import MEGATRON_CORE, MODEL_TYPE, MegatronModel, e
 
 if TYPE_CHECKING:
     from zeroplan.core.cluster import Cluster
+    from zeroplan.core.pipeline import Stage
     from zeroplan.engines.megatron.chunk import ChunkLayers
     from zeroplan.engines.megatron.shapes import Shapes
     from zeroplan.engines.megatron.traffic import MegatronTraffic
@@ -102,7 +105,6 @@ class Megatron(Engine):
         for given, where in (
             (work.batch.lengths, "--lengths"),
             (work.batch.images, "--images"),
-            (work.technique(Float8Recipe), "--fp8"),
         ):
             if given:
                 raise BadInput("not modelled under Megatron-LM", where=where, remedy="leave it out")
@@ -206,6 +208,7 @@ class Megatron(Engine):
             parts=parts,
             capability=case.cluster.gpu.capability,
             pp_rank=case.pp_rank,
+            gathers_eight=model is not None and model.fp8_param_gather,
         )
 
     @staticmethod
@@ -219,6 +222,7 @@ class Megatron(Engine):
 
         work, layout = case.workload, case.layout
         backend = model.attention_backend
+        recipe = work.technique(Float8Recipe)
         return Shapes(
             model=model,
             micro_batch=work.batch.rows,
@@ -229,6 +233,7 @@ class Megatron(Engine):
             flash=not self._scores(case, model),
             ep=layout.ep,
             etp=layout.etp,
+            eight=None if recipe is None else Quantization.on(recipe, case.cluster.gpu.capability),
             cudnn=backend == "fused" or (backend == "auto" and case.cluster.gpu.capability >= _CUDNN),
         )
 
@@ -280,6 +285,14 @@ class Megatron(Engine):
             gathers_again=True,
         )
 
+    def held_elements(self, case: Case, stages: Sequence[Stage]) -> tuple[int, int]:
+        """Return them of Megatron's own arguments, too, whose parameters no other engine divides."""
+        if case.spec.model_type != MODEL_TYPE:
+            return super().held_elements(case, stages)
+        held = [p for chunk in self.rank(case).chunks for p in chunk]
+        experts = sum(p.numel for p in held if p.expert)
+        return sum(p.numel for p in held) - experts, experts
+
     # --- time -------------------------------------------------------------------------------------------------------------
 
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> MegatronTraffic:
@@ -314,5 +327,5 @@ def _parameters(model: MegatronModel, layout: ParallelLayout, part: ChunkLayers)
         count = 1
         for size in shape:
             count *= size
-        found.append(Parameter(count, one.expert and layout.ep > 1, shared))
+        found.append(Parameter(count, one.expert and layout.ep > 1, shared, model.uses_engine and one.multiplies))
     return tuple(found)

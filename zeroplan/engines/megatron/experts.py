@@ -327,5 +327,6 @@ def _grouped(w: TapeWriter, s: Shapes, x: Value, shape: tuple[int, int], output:
         engine=model.uses_engine,
         keeps=model.uses_engine,
         element=s.element,
+        eight=s.eight,
     )
     return ops.grouped_linear(w, x, sizes, experts)

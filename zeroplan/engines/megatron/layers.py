@@ -275,7 +275,7 @@ def _attention(w: TapeWriter, s: Shapes, x: Value) -> Value:
         context = ops.checkpoint(w, run, [query, key, value]) if selected else run([query, key, value])
     width = model.value_channels * model.num_attention_heads
     with w.module("linear_proj", "RowParallelLinear"):
-        return ops.row_linear(w, context, s.row(model.hidden_size, width, bias=model.add_bias_linear))
+        return ops.row_linear(w, context, s.row(model.hidden_size, width, bias=model.add_bias_linear, kept=True))
 
 
 def _query_key_value(w: TapeWriter, s: Shapes, x: Value) -> tuple[Value, Value, Value]:
@@ -399,7 +399,8 @@ def head(w: TapeWriter, s: Shapes, x: Value, loss_mask: Storage, *, tied: bool) 
     with w.module("final_layernorm", model.normalization):
         normed = ops.normalize(w, x, s.norm)
     vocabulary = model.padded(s.tp)
-    sizes = replace(s.column(vocabulary, model.hidden_size, bias=False, adds=False), engine=False)  # always Megatron's own
+    column = s.column(vocabulary, model.hidden_size, bias=False, adds=False)
+    sizes = replace(column, engine=False, eight=None)  # always Megatron's own
     with w.module("output_layer", "ColumnParallelLinear"):
         logits = ops.column_linear(w, normed, sizes, kind=Kind.LOGITS, waits=tied)
     del normed

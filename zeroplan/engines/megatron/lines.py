@@ -20,7 +20,7 @@ def param_full(c: MegatronRank) -> int:
 
     Source: megatron/core/distributed/param_and_grad_buffer.py, _ParamAndGradBuffer
     """
-    return c.element * c.in_params
+    return c.param_bytes
 
 
 @_add(Buffer.PARAM_FROZEN, Place.HBM, ALWAYS, state=True)
@@ -60,6 +60,24 @@ def grad_copies(c: MegatronRank) -> int:
     Source: megatron/core/optimizer/distrib_optimizer.py, _copy_model_grads_to_main_grads
     """
     return 4 * c.grad_copies
+
+
+@_add(Buffer.PARAM_FULL, Place.HBM, FROM_FIRST_STEP)
+def quantized_weights(c: MegatronRank) -> int:
+    """Matrices in 8 bits, by rows and by columns, which each step writes anew; where they are in 8 bits themselves, transposed.
+
+    Source: transformer_engine/pytorch/module/base.py, quantize_weight
+    """
+    return c.quantized_bytes
+
+
+@_add(Buffer.MODEL_BUFFER, Place.HBM, FROM_FIRST_STEP)
+def amax_history(c: MegatronRank) -> int:
+    """The largest elements of earlier steps, by which delayed scaling scales.
+
+    Source: transformer_engine/pytorch/quantization.py, DelayedScalingRecipeState
+    """
+    return c.history_bytes
 
 
 @_add(Buffer.COMM_ALL_GATHER, Place.HBM, FROM_FIRST_STEP)

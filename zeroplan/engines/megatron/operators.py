@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
+from zeroplan.engines.megatron.float8 import Quantization
 from zeroplan.tape.expanded import Kind
 from zeroplan.tape.sizes import FUNCTIONS
 
@@ -51,6 +52,8 @@ class Linear:
         engine: whether it is TransformerEngine's; else Megatron's own.
         keeps: whether its stand-in for a fused gradient is TransformerEngine's, which has one for each shape and keeps it.
         element: bytes of one element.
+        eight: how its operands are quantised to 8 bits; None for products of 16 bits.
+        original: whether it keeps its input as it came, and quantises it once more in the backward.
     """
 
     shape: tuple[int, int]
@@ -63,6 +66,8 @@ class Linear:
     engine: bool = True
     keeps: bool = True
     element: int = 2
+    eight: Quantization | None = None
+    original: bool = False
 
     @property
     def weight(self) -> int:
@@ -148,7 +153,7 @@ def column_linear(w: TapeWriter, x: Value, sizes: Linear, kind: Kind | None = No
     """A column-wise linear layer. Its input is saved as it is, and gathered again for the weight's gradient. `kind` is that of
     its output. `waits`: the embedding has the same matrix, so that its gradient waits for the embedding's.
     """
-    out = _product(w, sizes, kind)
+    out, kept = _multiplied(w, sizes, x.nbytes, kind)
     size = x.nbytes
 
     def backward(saved: Saved, g: Gradients) -> Gradients:
@@ -157,7 +162,25 @@ def column_linear(w: TapeWriter, x: Value, sizes: Linear, kind: Kind | None = No
             w.attributes[WAITING] = [one for one in made[1:2] if one is not None]
         return made
 
-    return w.apply([x], [out], [x.storage], backward)[0]
+    return w.apply([x], [out], kept or [x.storage], backward)[0]
+
+
+def _multiplied(
+    w: TapeWriter, sizes: Linear, size: int, kind: Kind | None = None, *, source: list[Storage] | None = None
+) -> tuple[Storage, list[Storage]]:
+    """Return the product of an input of `size` bytes, and what is kept of the input in 8 bits; nothing where it is kept itself.
+
+    `source` holds what is quantised and goes then.
+    """
+    eight = sizes.eight
+    if eight is None:
+        return _product(w, sizes, kind), []
+    gathers = bool(sizes.gathers) and not eight.blocks  # again in the backward, which takes rows
+    rows, columns = eight.make(w, size // sizes.element, columns=w.recording and not gathers and not sizes.original)
+    if source is not None:
+        source.clear()
+    out = _product(w, sizes, kind)
+    return out, [] if sizes.original else [rows if columns is None else columns]
 
 
 def _product(w: TapeWriter, sizes: Linear, kind: Kind | None = None) -> Storage:
@@ -173,13 +196,14 @@ def _product(w: TapeWriter, sizes: Linear, kind: Kind | None = None) -> Storage:
 def _gather(w: TapeWriter, sizes: Linear) -> Storage | None:
     """Gather the input: TransformerEngine into a new tensor, Megatron's own layers into one that they all share."""
     if sizes.gathers and sizes.engine:
-        return w.empty(sizes.gathers, Kind.COMM)
+        return w.empty(sizes.gathers if sizes.eight is None else sizes.eight.size(sizes.gathers // sizes.element), Kind.COMM)
     w.keep(SHARED, sizes.gathers)
     return None
 
 
 def _linear_backward(w: TapeWriter, sizes: Linear, size: int) -> Gradients:
     """Return the gradients of the input, of the weight and of the bias."""
+    narrow = _quantized_backward(w, sizes, size)
     gathered = _gather(w, sizes)
     made = w.empty(sizes.gathers or size)
     part = w.empty(size, Kind.COMM) if sizes.gathers else made
@@ -190,10 +214,25 @@ def _linear_backward(w: TapeWriter, sizes: Linear, size: int) -> Gradients:
         w.keep(("stand-in", sizes.shape), sizes.weight)  # for each shape one, so that DDP's hook runs in the same thread
     else:
         grads.append(w.empty(sizes.weight, Kind.GRAD))  # a stand-in as well, but made anew
-    del gathered, made
+    del gathered, made, narrow
     if sizes.bias and sizes.adds_bias:
         grads.append(w.empty(sizes.bias, Kind.GRAD))
     return [part, *grads]
+
+
+def _quantized_backward(w: TapeWriter, sizes: Linear, size: int) -> list[Storage | None]:
+    """Return the output's gradient in 8 bits, by rows for the input's and by columns for the weight's, and what of the input is
+    made once more: all of it, or the columns of what is gathered.
+    """
+    eight = sizes.eight
+    if eight is None:
+        return []
+    held = [*eight.make(w, sizes.output // sizes.element)]
+    if sizes.original:
+        held += eight.make(w, size // sizes.element)
+    elif sizes.gathers and not eight.blocks and eight.transposes:
+        held.append(w.empty(eight.size(sizes.gathers // sizes.element)))
+    return held
 
 
 def grouped_linear(w: TapeWriter, x: Value, sizes: Linear, experts: int) -> Value:
@@ -206,14 +245,16 @@ def grouped_linear(w: TapeWriter, x: Value, sizes: Linear, experts: int) -> Valu
             grads += [] if sizes.keeps and sizes.fused else [w.empty(sizes.weight, Kind.GRAD)]
         return [first, *grads]
 
-    return w.apply([x], [w.empty(sizes.output)], [x.storage], backward)[0]
+    out, kept = _multiplied(w, sizes, size)
+    return w.apply([x], [out], kept or [x.storage], backward)[0]
 
 
 def norm_linear(w: TapeWriter, x: Value, norm: Norm, sizes: Linear) -> Value:
     """TransformerEngine's ``LayerNormLinear``: the norm's input and output are saved, the output not gathered."""
-    normed = w.empty(x.nbytes)
+    eight = sizes.eight
+    normed = [] if eight is not None and eight.normalizes else [w.empty(x.nbytes)]
     stats = [w.empty(norm.stats) for _ in range(1 + norm.biased)]
-    out = _product(w, sizes)
+    out, kept = _multiplied(w, sizes, x.nbytes, source=None if eight is None else normed)
     size = x.nbytes
 
     def backward(saved: Saved, g: Gradients) -> Gradients:
@@ -223,26 +264,26 @@ def norm_linear(w: TapeWriter, x: Value, norm: Norm, sizes: Linear) -> Value:
         grads = [w.empty(norm.weight, Kind.GRAD) for _ in range(1 + norm.biased)]
         return [made, *grads, *rest]
 
-    return w.apply([x], [out], [x.storage, normed, *stats], backward)[0]
+    return w.apply([x], [out], [x.storage, *(kept or normed), *stats], backward)[0]
 
 
 def row_linear(w: TapeWriter, x: Value, sizes: Linear) -> Value:
     """A row-wise linear layer: its output is summed in place over the ranks, or scattered over their tokens."""
     size = x.nbytes
     if sizes.engine:
-        out = _product(w, sizes)
+        out, kept = _multiplied(w, sizes, size)
         if sizes.scatters:
             part = w.empty(sizes.scatters, Kind.COMM)
             out = part
             del part
 
         def backward(saved: Saved, g: Gradients) -> Gradients:
-            gathered = w.empty(sizes.output, Kind.COMM) if sizes.scatters else None
+            gathered = w.empty(sizes.output, Kind.COMM) if sizes.scatters and sizes.eight is None else None
             grads = _linear_backward(w, sizes, size)
             del gathered
             return grads
 
-        return w.apply([x], [out], [x.storage], backward)[0]
+        return w.apply([x], [out], kept or [x.storage], backward)[0]
     whole = w.apply([x], [_product(w, sizes)], [x.storage], lambda saved, g: _linear_backward(w, sizes, size))[0]
     return scatter(w, whole, sizes.scatters) if sizes.scatters else whole
 

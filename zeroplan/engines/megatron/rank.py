@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.workload import DType
 from zeroplan.engines.megatron.chunk import ChunkLayers
+from zeroplan.engines.megatron.float8 import Quantization
 from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.engines.rank import Rank
 from zeroplan.ledger.line import means
@@ -29,19 +31,25 @@ _ENGINE_WORKSPACE, _OLDER_WORKSPACE = (32 << 20) + 1024, 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter on this rank: elements, whether it is a shared expert's, and whether embedding and head share it."""
+    """One parameter on this rank: elements, whether it is a shared expert's, whether embedding and head share it, and whether
+    it is a matrix that TransformerEngine multiplies with.
+    """
 
     numel: int
     expert: bool = False
     tied: bool = False
+    multiplies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GradBuffer:
-    """One contiguous buffer: elements with padding, and those of each parameter's part that this rank's optimizer has."""
+    """One contiguous buffer: elements with padding, those of each parameter's part that this rank's optimizer has, and bytes of
+    one parameter in it.
+    """
 
     numel: int
     shards: tuple[int, ...]
+    element: int = 0
 
 
 def grad_buffer(parameters: Sequence[Parameter], ranks: int, *, distributed: bool, bucket: int = 0) -> GradBuffer:
@@ -95,6 +103,7 @@ class MegatronRank(Rank):
         parts: what of the model each chunk has.
         capability: of the GPU.
         pp_rank: its place in the pipeline, counted from 0.
+        gathers_eight: whether the matrices themselves are in 8 bits (``--fp8-param-gather``).
     """
 
     chunks: tuple[tuple[Parameter, ...], ...]
@@ -106,18 +115,42 @@ class MegatronRank(Rank):
     parts: tuple[ChunkLayers, ...] = ()
     capability: tuple[int, int] = (9, 0)
     pp_rank: int = 0
+    gathers_eight: bool = False
+
+    @property
+    def eight(self) -> Quantization | None:
+        """How the layers' operands are quantised; None for products of 16 bits."""
+        return self.shapes.eight if self.shapes is not None else None
 
     @cached_property
     def buffers(self) -> tuple[GradBuffer, ...]:
-        """The buffers of every chunk: of its dense parameters, then of its shared experts."""
+        """The buffers of every chunk: of its dense parameters, then of its shared experts, those in 8 bits by themselves."""
         found = []
         for number, chunk in enumerate(self.chunks):
             bucket = self.bucket if not number else 0
             for expert, ranks in ((False, self.layout.shard_group), (True, self.layout.expert_shard_group)):
-                members = [p for p in chunk if p.expert == expert]
-                if members:
-                    found.append(grad_buffer(members, ranks, distributed=self.distributed, bucket=bucket))
+                for eight in (False, True):
+                    members = [p for p in chunk if p.expert == expert and (self._in_eight(p)) == eight]
+                    if members:
+                        made = grad_buffer(members, ranks, distributed=self.distributed, bucket=bucket)
+                        found.append(replace(made, element=self._eight_element if eight else self.element))
         return tuple(found)
+
+    def _in_eight(self, parameter: Parameter) -> bool:
+        """Return whether a parameter itself is in 8 bits."""
+        return parameter.multiplies and self.eight is not None and self.gathers_eight
+
+    def made_bytes(self, parameter: Parameter) -> int:
+        """Return the bytes of a parameter as the model is made, before it moves into its buffer."""
+        return (self._eight_element if self._in_eight(parameter) else self.element) * parameter.numel
+
+    @property
+    def _eight_element(self) -> int:
+        """Bytes of one parameter of 8 bits in its buffer: none by blocks of 32, which are gathered by way of the gradients'.
+
+        Source: megatron/core/distributed/param_and_grad_buffer.py (``reuse_grad_buf_for_mxfp8_param_ag``)
+        """
+        return 0 if self.eight is not None and self.eight.recipe is Float8Recipe.MXFP8 else 1
 
     @cached_property
     def element(self) -> int:
@@ -140,9 +173,36 @@ class MegatronRank(Rank):
         return sum(buffer.numel for buffer in self.buffers)
 
     @cached_property
-    def in_params(self) -> int:
-        """Elements of the parameters' memory: that of the buffers under the distributed optimizer, else their own."""
-        return self.buffered if self.distributed else self.held
+    def param_bytes(self) -> int:
+        """Bytes of the parameters' memory: that of the buffers under the distributed optimizer, else their own."""
+        if not self.distributed:
+            return self.element * self.held
+        return sum(buffer.element * buffer.numel for buffer in self.buffers)
+
+    @cached_property
+    def quantized(self) -> tuple[int, ...]:
+        """Bytes of the copies in 8 bits of each matrix that the layers multiply with, beside the parameters' memory."""
+        if self.eight is None:
+            return ()
+        beside = self.eight.directions - (self._eight_element if self.gathers_eight else 0)
+        matrices = (p.numel for chunk in self.chunks for p in chunk if p.multiplies)
+        return tuple(beside * self.eight.size(numel) for numel in matrices) if beside else ()
+
+    @cached_property
+    def history_bytes(self) -> int:
+        """Bytes of the largest elements of earlier steps: three tensors' of a layer's forward, two of its backward, in fp32.
+
+        Source: transformer_engine/pytorch/quantization.py (``DelayedScalingRecipeState``)
+        """
+        if self.eight is None or self.eight.recipe is not Float8Recipe.DELAYED or self.shapes is None:
+            return 0
+        layers = sum(p.multiplies for chunk in self.chunks for p in chunk)
+        return 5 * DType.FP32.bytes * layers * self.shapes.model.fp8_amax_history_len
+
+    @cached_property
+    def quantized_bytes(self) -> int:
+        """Bytes of all these copies."""
+        return sum(self.quantized)
 
     @cached_property
     def stepped(self) -> int:

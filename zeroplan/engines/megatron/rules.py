@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Workload
 from zeroplan.engines.megatron.chunk import ChunkLayers
@@ -131,6 +132,8 @@ def _computation(m: MegatronModel, layout: ParallelLayout, work: Workload) -> It
     if m.position_embedding_type not in ("learned_absolute", "rope", "none"):
         what = f"{m.position_embedding_type[:40]!r} positions are not modelled"
         yield RefusedArgument(what, "--position-embedding-type", "use rope, learned_absolute or none")
+    if work.has(Float8Recipe) and not m.uses_engine:
+        yield RefusedArgument("8-bit products are TransformerEngine's", "--transformer-impl", "use transformer_engine")
     if not m.uses_engine and m.normalization == "RMSNorm" and layout.sp:
         yield RefusedArgument("torch's RMSNorm knows no sequence parallelism", "--transformer-impl", "use transformer_engine")
     if not m.uses_engine and layout.cp > 1:

@@ -52,7 +52,7 @@ class MegatronSchedule(EngineSchedule):
         """Allocate each parameter by itself."""
         rank = self.rank
         for chunk in rank.chunks:
-            self.params += [self.alloc(rank.element * p.numel, Buffer.PARAM_FULL) for p in chunk]
+            self.params += [self.alloc(rank.made_bytes(p), Buffer.PARAM_FULL) for p in chunk]
         if rank.frozen_numel:
             self.alloc(rank.element * rank.frozen_numel, Buffer.PARAM_FROZEN)
 
@@ -60,8 +60,8 @@ class MegatronSchedule(EngineSchedule):
         """Allocate the buffers, move the parameters into theirs, and make the masters, each from a copy in 16 bits."""
         rank = self.rank
         for buffer in rank.buffers:
-            if rank.distributed:
-                self.alloc(rank.element * buffer.numel, Buffer.PARAM_FULL)
+            if rank.distributed and buffer.element:
+                self.alloc(buffer.element * buffer.numel, Buffer.PARAM_FULL)
             self.alloc(rank.grad_element * buffer.numel, Buffer.GRAD_ACCUM)
         if rank.distributed:
             self.recorder.free_all(self.params)
@@ -79,6 +79,10 @@ class MegatronSchedule(EngineSchedule):
         if self.kept:
             return
         self.kept = True
+        for size in self.rank.quantized:
+            self.alloc(size, Buffer.PARAM_FULL)
+        if self.rank.history_bytes:
+            self.alloc(self.rank.history_bytes, Buffer.MODEL_BUFFER)
         for kind, size in self.rank.kept.items():
             self.alloc(size, _KEPT[kind])
         if self.rank.engine_workspace:

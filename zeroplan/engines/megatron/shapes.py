@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from zeroplan.core.float8 import Float8Recipe
+from zeroplan.engines.megatron.float8 import Quantization
 from zeroplan.engines.megatron.operators import Linear, Norm
 from zeroplan.models.megatron import MegatronModel
 
@@ -25,6 +27,7 @@ class Shapes:
         cudnn: whether that kernel is cuDNN's (``FusedAttention``) and not FlashAttention's.
         ep: ranks that share the experts.
         etp: ranks that share each expert's matrices.
+        eight: how operands of the layers' products are quantised; None for products of 16 bits.
     """
 
     model: MegatronModel
@@ -37,6 +40,7 @@ class Shapes:
     cudnn: bool = False
     ep: int = 1
     etp: int = 1
+    eight: Quantization | None = None
 
     @property
     def tokens(self) -> int:
@@ -114,6 +118,7 @@ class Shapes:
             engine=self.model.uses_engine,
             keeps=self.model.uses_engine,
             element=self.element,
+            eight=self.eight,
         )
 
     def whole_linear(self, out: int, width: int) -> Linear:
@@ -121,8 +126,8 @@ class Shapes:
         sizes = self.column(out * self.tp, width, bias=False, adds=False)
         return replace(sizes, output=self.rows * out * self.element, gathers=0)
 
-    def row(self, out: int, width: int, *, bias: bool) -> Linear:
-        """Return a row-wise layer; who calls it adds the bias."""
+    def row(self, out: int, width: int, *, bias: bool, kept: bool = False) -> Linear:
+        """Return a row-wise layer; who calls it adds the bias. `kept`: another operator keeps its input anyway."""
         whole = self.tokens * out * self.element
         return Linear(
             (out, width // self.tp),
@@ -133,4 +138,6 @@ class Shapes:
             engine=self.model.uses_engine,
             keeps=self.model.uses_engine,
             element=self.element,
+            eight=self.eight,
+            original=kept and self.eight is not None and self.eight.recipe is not Float8Recipe.DELAYED,
         )

@@ -15,6 +15,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import MEGATRON_RECIPES, Float8Recipe
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import OPTIMIZERS, STATELESS, known_optimizer
 from zeroplan.core.unmodelled import Effect
@@ -55,15 +56,14 @@ _SPECIAL = (
     "recompute_modules",
     "num_query_groups",
     "vocab_size",
-    "bias_activation_fusion",
 )
 #: The words of tokenizers that have a vocabulary of their own.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "BertWordPieceLowerCase": 30522}
 #: What changes memory and is in no figure.
 _NOT_MODELLED = {
-    "fp8_format": (UNKNOWN, "8-bit products, with their copies and scales; 16 bits are counted"),
-    "fp8": (UNKNOWN, "8-bit products, with their copies and scales; 16 bits are counted"),
-    "fp8_param_gather": (UNKNOWN, "8-bit parameters; 16 bits are counted"),
+    "first_last_layers_bf16": (UNKNOWN, "first and last layers in 16 bits; 8 are counted"),
+    "fp8_dot_product_attention": (UNKNOWN, "attention in 8 bits; 16 are counted"),
+    "fp8_multi_head_attention": (UNKNOWN, "attention in 8 bits; 16 are counted"),
     "fp4_format": (UNKNOWN, "4-bit products; 16 bits are counted"),
     "use_megatron_fsdp": (UNKNOWN, "Megatron-FSDP shards parameters and gradients; none is sharded in the figures"),
     "use_custom_fsdp": (UNKNOWN, "Megatron-FSDP shards parameters and gradients; none is sharded in the figures"),
@@ -117,7 +117,7 @@ _HARMLESS = re.compile(
     r"|no_(save|load)_.*|ckpt_.*|.*dist_ckpt.*|async_save|auto_detect_ckpt_format|finetune|data_.*|mock_data|split|.*_file|tokenizer_.*"
     r"|num_workers|num_dataset_builder_threads|dataloader_.*|no_mmap_bin_files|seed|init_method.*|rotary_(base|seq_len.*|scaling.*)"
     r"|use_rope_scaling|rope_scaling_factor|norm_epsilon|layernorm_epsilon|apply_layernorm_1p|layernorm_zero_centered_gamma"
-    r"|use_mcore_models|bf16|fp16|loss_scale.*|initial_loss_scale|min_loss_scale|hysteresis|distributed_(backend|timeout.*)|local_rank"
+    r"|use_mcore_models|bias_activation_fusion|bf16|fp16|fp8_(margin|interval|recipe|amax_compute_algo)|no_fp8_wgrad|reuse_grad_buf_for_mxfp8_param_ag|loss_scale.*|initial_loss_scale|min_loss_scale|hysteresis|distributed_(backend|timeout.*)|local_rank"
     r"|use_cpu_initialization|lazy_mpu_init|manual_gc.*|empty_unused_memory_level|profile.*|use_pytorch_profiler|nccl_(?!ub|comm).*"
     r"|no_(async_tensor_model_parallel_allreduce|check_for_nan_in_loss_and_grad|persist_layer_norm|overlap_p2p_communication|align.*)"
     r"|overlap_(p2p_comm|param_gather)|use_(fused_weight_gradient|checkpoint_args|persistent_ckpt_worker|tp_pp_dp_mapping|dist_ckpt)"
@@ -184,6 +184,12 @@ class MegatronLm(Program):
     def _precision(self, run: Builder) -> None:
         half = next((name for name in ("bf16", "fp16") if run.flag(name)), None)
         run.set("dtype", half or "fp32", half or "")
+        products = next((name for name in ("fp8_format", "fp8") if run.word(name)), None)
+        recipe = run.word("fp8_recipe") or Float8Recipe.DELAYED.value
+        if products and half == "bf16" and recipe in MEGATRON_RECIPES:
+            run.set("fp8", recipe, products)
+        elif products:
+            run.leave_out(products, UNKNOWN, f"8-bit products beside {half or 'fp32'} by {recipe[:20]}; 16 bits are counted")
         name = run.word("optimizer") or DEFAULT_OPTIMIZER
         row = OPTIMIZERS.get(known_optimizer(name))
         if row is not None and row.name == STATELESS:

@@ -55,7 +55,7 @@ def allocate_backward(
 ) -> list[torch.Tensor]:
     """Allocate as a kernel's backward does; returns the gradients of query, key, value, and of the mask if asked for."""
     made, order = _KERNELS[kernel]
-    context = SimpleNamespace(saved_tensors=order(query, key, value, bias), bias_grad=bias_grad)
+    context = SimpleNamespace(saved_tensors=order(query, key, value, bias), bias_grad=bias_grad, cudnn=None)
     with attention.kernel():
         found = made.backward(context, grad)
     return [gradient for gradient in found if gradient is not None]

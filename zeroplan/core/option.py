@@ -11,8 +11,8 @@ from zeroplan.core.errors import BadInput
 
 T = TypeVar("T")
 
-#: Verbs that search for the best of several runs, and verbs that train here.
-SEARCHES, RUNS = ("recommend", "scale", "tune"), ("verify", "tune")
+#: Verbs that search for the best of several runs, verbs that train here, and verbs of data parallelism alone.
+SEARCHES, RUNS, DATA_PARALLEL = ("recommend", "scale", "tune"), ("verify", "tune"), ("scale", "tune", "doctor")
 #: Groups of the help.
 WORK, CLUSTER, MESH, SHARDING, FILES = "Workload", "Cluster", "Parallelism", "Sharding", "Files"
 #: No count of an option goes beyond this; it keeps arithmetic and loops sane.

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput
 
-#: The degrees that divide ranks.
 #: The order of a pipeline's micro batches that needs no flag.
 DEFAULT_SCHEDULE = "1f1b"
+#: The degrees that divide ranks.
 DEGREES = ("tp", "cp", "ulysses", "pp", "ep", "etp", "dp_replicate")
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.model_config import auto_class_of
-from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.parallel import DEFAULT_SCHEDULE, DEGREES, ParallelLayout
+from zeroplan.core.parallel import DEGREES, ParallelLayout
 from zeroplan.core.preferences import PLAIN_TASKS, PLANNED, PairLoss, passes_of
 from zeroplan.core.tasks import parse_task, training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
@@ -26,8 +23,10 @@ from zeroplan.planner.workload import beyond_positions, workload_of
 from zeroplan.run.ask import Ask
 from zeroplan.techniques.base import Facts
 from zeroplan.techniques.compiled import COMPILED
+from zeroplan.techniques.degrees import DIVIDING, require_language_model
 from zeroplan.techniques.experts import AUTO_EP, OWN_EXPERTS
 from zeroplan.techniques.images import ImagesTechnique
+from zeroplan.techniques.pipeline import PipelineTechnique
 from zeroplan.techniques.quantized_base import ADAPTERS_RANK, QuantizedBaseTechnique, lacks_adapters
 from zeroplan.techniques.table import techniques_of
 
@@ -47,16 +46,12 @@ def layout_of(request: Ask, engine: Engine, facts: Facts, *, auto_ep: bool = Fal
         BadInput: degrees that do not divide the ranks or the model, or a model that cannot be divided so.
     """
     cluster, spec = facts.cluster, facts.spec
-    if request.schedule != DEFAULT_SCHEDULE and request.pp == 1:
-        raise BadInput("a schedule without pipeline stages", where="--schedule", remedy="give --pp as well")
-    if request.partition is not None and not (engine.partition and request.pp > 1):
-        what, remedy = "layers are divided by a method on stages of DeepSpeed's PipelineModule", "or leave it out"
-        raise BadInput(what, where="--partition", remedy=f"use --engine deepspeed --pp 2, {remedy}")
+    PipelineTechnique.require_stages(request, divides_layers=bool(engine.partition))
     if spec.own_experts is not None:
         return OWN_EXPERTS.layout(facts, spec.own_experts.ranks)
     if auto_ep:
         AUTO_EP.require_alone(facts)
-        _require_language_model(request, facts)
+        require_language_model(facts)
         return AUTO_EP.layout(facts)
     degrees: dict[str, Any] = {name: facts.degrees[name] for name in _DEGREES}
     splits = set(degrees.values()) != {1} or request.sp
@@ -71,9 +66,7 @@ def layout_of(request: Ask, engine: Engine, facts: Facts, *, auto_ep: bool = Fal
         **degrees,
     )
     if splits and not engine.own_layers:
-        from zeroplan.techniques.degrees import DIVIDING
-
-        _require_language_model(request, facts)
+        require_language_model(facts)
         for technique in DIVIDING:
             if technique.divides(layout):
                 technique.require_layout(layout, facts)
@@ -102,19 +95,6 @@ def unmeasured(layout: ParallelLayout) -> str:
     if layout.own_experts and not layout.auto_ep:
         return "MoE layers: measured on two GPUs alone"
     return ""
-
-
-def _require_language_model(request: Ask, facts: Facts) -> None:
-    where = next((f"--{name}" for name in _DEGREES if getattr(request, name) > 1), "--pp")
-    work, spec = facts.workload, facts.spec
-    if request.task is not None or (spec.config and auto_class_of(spec.config) != "AutoModelForCausalLM"):
-        raise BadInput("is modelled for causal language models alone", where=where, remedy="leave it at 1, and --task out")
-    if work.batch.lengths and max(request.cp, request.ulysses, request.pp) > 1:
-        where = next(f"--{name}" for name in ("cp", "ulysses", "pp") if getattr(request, name) > 1)
-        raise BadInput(f"batches of different lengths are not modelled with {where}", where="--lengths", remedy="leave it out")
-    if Buffer.OPTIM_FACTORED in (row := find_optimizer(work.numerics.optimizer)).buffers or row.rest:
-        what = f"{row.name} steps whole matrices, and is not modelled on their parts"
-        raise BadInput(what, where="--optimizer", remedy="use adamw")
 
 
 #: Sections of a config whose models take images or sound beside tokens.

@@ -10,12 +10,12 @@ from zeroplan.core.errors import did_you_mean
 from zeroplan.core.option import MESH, Option
 from zeroplan.run.options import (
     ClusterOptions,
-    MeshOptions,
     ModelOptions,
     ProgramOptions,
     ShardingOptions,
     WorkloadOptions,
 )
+from zeroplan.techniques.degrees import MeshOptions
 from zeroplan.techniques.table import TABLE
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Every option of a run, once: what Python, the flags, the page and readers of files call it, and its default.
+"""The options that no technique declares: what Python, flags, the page and readers of files call them, and their defaults.
 
 The order is that of the help. An option without help has no flag: Python alone has it, or readers of files and the planner.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.core.lit_model import LitModel
-from zeroplan.core.option import CLUSTER, FILES, MESH, RUNS, SEARCHES, SHARDING, WORK, Option
+from zeroplan.core.option import CLUSTER, FILES, RUNS, SEARCHES, SHARDING, WORK, Option
 from zeroplan.core.sizes import parse_count, parse_tokens
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision
@@ -18,8 +18,6 @@ from zeroplan.core.workload import OptimizerKind, Precision
 #: The engine of ``estimate``, ``explain`` and ``recommend`` unless the user names another.
 DEFAULT_ENGINE = "deepspeed"
 _NOT_SEARCHED = (*SEARCHES, *RUNS)
-#: Verbs of data parallelism alone.
-_DATA_PARALLEL = ("scale", "tune", "doctor")
 
 
 def _count(text: str, where: str) -> int:
@@ -142,73 +140,6 @@ class ClusterOptions:
     host = Option[str | None](
         str, None, "server or desktop: what its system keeps of --cpu-ram. [by the GPU]", CLUSTER, without=RUNS, page=True
     )
-
-
-class MeshOptions:
-    """How ranks share the model beside data parallelism, which is what these leave of the ranks."""
-
-    __slots__ = ()
-    tp = Option(int, 1, "GPUs that share each matrix (tensor parallelism). [1]", MESH, without=_DATA_PARALLEL, page=True)
-    sp = Option(
-        bool,
-        False,
-        "They share the tokens between matrices, too (sequence parallelism).",
-        MESH,
-        flag="--sp/--no-sp",
-        without=_DATA_PARALLEL,
-        page=True,
-    )
-    cp = Option(
-        int,
-        1,
-        "GPUs that share each sample's tokens (context parallelism: ring attention). [1]",
-        MESH,
-        without=_DATA_PARALLEL,
-        page=True,
-    )
-    ulysses = Option(
-        int,
-        1,
-        "GPUs that share each sample's tokens by exchanging heads (DeepSpeed's sequence_parallel_size). [1]",
-        MESH,
-        without=("recommend", *_DATA_PARALLEL),
-        page=True,
-    )
-    pp = Option(
-        int,
-        1,
-        "Stages of consecutive blocks (pipeline parallelism); --grad-accum micro batches pass. [1]",
-        MESH,
-        without=_DATA_PARALLEL,
-        page=True,
-    )
-    vpp = Option(
-        int, 1, "Chunks of blocks a pipeline rank has (interleaved schedules). [1]", MESH, without=_DATA_PARALLEL, page=True
-    )
-    ep = Option(int, 1, "GPUs that share the experts of a layer (expert parallelism). [1]", MESH, without=_DATA_PARALLEL)
-    etp = Option(
-        int,
-        1,
-        "GPUs that share each expert's matrices: 1, or as many as --tp; any under megatron. [1]",
-        MESH,
-        without=_DATA_PARALLEL,
-    )
-    schedule = Option(
-        str,
-        "1f1b",
-        "The order of a stage's micro batches: 1f1b, gpipe, zero-bubble, zbv or dualpipev. [1f1b]",
-        MESH,
-        without=_DATA_PARALLEL,
-        page=True,
-    )
-    partition = Option[str | None](
-        str,
-        None,
-        "How DeepSpeed's PipelineModule divides layers: parameters, uniform or type:decoder. [parameters]",
-        MESH,
-        without=("recommend", *_DATA_PARALLEL),
-    )
-    dp_replicate = Option(int, 1, "Replicas of the group of GPUs that shards (HSDP). [1]", MESH, without=_DATA_PARALLEL)
 
 
 class ShardingOptions:

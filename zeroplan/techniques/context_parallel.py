@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.expert_parallel import GROUPED
+from zeroplan.core.option import DATA_PARALLEL, MESH, Option
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tensor_parallel import PLANS
 from zeroplan.core.workload import Attention
 from zeroplan.techniques.base import Degree, Facts
 
@@ -18,9 +17,20 @@ class ContextParallelTechnique(Degree):
 
     name, where, of_layout = "context parallelism", "--cp", ("cp",)
     apart = ("--lora-rank",)
+    cp = Option(
+        int,
+        1,
+        "GPUs that share each sample's tokens (context parallelism: ring attention). [1]",
+        MESH,
+        without=DATA_PARALLEL,
+        page=True,
+    )
 
     def require_layout(self, layout: ParallelLayout, facts: Facts) -> None:
         """Refuse what torch's ``context_parallel`` does not take, and what is not modelled."""
+        from zeroplan.core.expert_parallel import GROUPED
+        from zeroplan.core.tensor_parallel import PLANS
+
         work, cp, model = facts.workload, layout.cp, facts.spec.model_type
         tokens, pieces = work.batch.seq_len or 0, 2 * cp * (layout.tp if layout.sp else 1)
         if tokens % pieces:

@@ -7,6 +7,7 @@ take the place of a mixture's blocks (:mod:`zeroplan.core.auto_ep`). Both follow
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.option import DATA_PARALLEL, MESH, Option
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.techniques.base import Degree, Facts
 
@@ -16,6 +17,14 @@ class ExpertParallelTechnique(Degree):
 
     name, where, of_layout = "expert parallelism", "--ep", ("ep", "etp")
     apart = ("--lora-rank",)
+    ep = Option(int, 1, "GPUs that share the experts of a layer (expert parallelism). [1]", MESH, without=DATA_PARALLEL)
+    etp = Option(
+        int,
+        1,
+        "GPUs that share each expert's matrices: 1, or as many as --tp; any under megatron. [1]",
+        MESH,
+        without=DATA_PARALLEL,
+    )
 
     def require_layout(self, layout: ParallelLayout, facts: Facts) -> None:
         """Refuse what expert parallelism does not divide, and what is not modelled beside it."""

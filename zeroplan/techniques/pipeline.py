@@ -5,12 +5,9 @@ tape is cut at block boundaries (:mod:`zeroplan.engines.pipeline_cut`).
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.expert_parallel import GROUPED
+from zeroplan.core.option import DATA_PARALLEL, MESH, Option
 from zeroplan.core.parallel import DEFAULT_SCHEDULE, ParallelLayout
-from zeroplan.core.pipeline import layer_stages, stages_of
-from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
-from zeroplan.core.tensor_parallel import PLANS
-from zeroplan.techniques.base import Degree, Facts
+from zeroplan.techniques.base import Asked, Degree, Facts
 
 
 class PipelineTechnique(Degree):
@@ -18,9 +15,54 @@ class PipelineTechnique(Degree):
 
     name, where, of_layout = "pipeline stages", "--pp", ("pp",)
     apart = ("--lora-rank",)
+    pp = Option(
+        int,
+        1,
+        "Stages of consecutive blocks (pipeline parallelism); --grad-accum micro batches pass. [1]",
+        MESH,
+        without=DATA_PARALLEL,
+        page=True,
+    )
+    vpp = Option(
+        int, 1, "Chunks of blocks a pipeline rank has (interleaved schedules). [1]", MESH, without=DATA_PARALLEL, page=True
+    )
+    schedule = Option(
+        str,
+        DEFAULT_SCHEDULE,
+        "The order of a stage's micro batches: 1f1b, gpipe, zero-bubble, zbv or dualpipev. [1f1b]",
+        MESH,
+        without=DATA_PARALLEL,
+        page=True,
+    )
+    partition = Option[str | None](
+        str,
+        None,
+        "How DeepSpeed's PipelineModule divides layers: parameters, uniform or type:decoder. [parameters]",
+        MESH,
+        without=("recommend", *DATA_PARALLEL),
+    )
+
+    @classmethod
+    def require_stages(cls, asked: Asked, *, divides_layers: bool) -> None:
+        """Refuse what is asked of stages where there are none, or where the engine divides no layers (`divides_layers`).
+
+        Raises:
+            BadInput: naming the flag.
+        """
+        stages = asked[cls.pp] > 1
+        if asked[cls.schedule] != DEFAULT_SCHEDULE and not stages:
+            raise BadInput("a schedule without pipeline stages", where="--schedule", remedy="give --pp as well")
+        if asked[cls.partition] is not None and not (divides_layers and stages):
+            what, remedy = "layers are divided by a method on stages of DeepSpeed's PipelineModule", "or leave it out"
+            raise BadInput(what, where="--partition", remedy=f"use --engine deepspeed --pp 2, {remedy}")
 
     def require_layout(self, layout: ParallelLayout, facts: Facts) -> None:
         """Refuse models that are not cut, and orders of micro batches that the stages do not run."""
+        from zeroplan.core.expert_parallel import GROUPED
+        from zeroplan.core.pipeline import layer_stages, stages_of
+        from zeroplan.core.pipeline_order import PipelineOrder, schedule_of
+        from zeroplan.core.tensor_parallel import PLANS
+
         spec, partition, order = facts.spec, facts.partition, schedule_of(facts.schedule)
         if not spec.has_shapes:
             what, remedy = "a count of parameters does not tell the blocks", "give the model's id or config.json"
@@ -47,6 +89,8 @@ class PipelineTechnique(Degree):
 
 def _require_halves(layout: ParallelLayout, facts: Facts) -> None:
     """Refuse where the halves of a backward are not known, or run otherwise than anyone wants."""
+    from zeroplan.core.tensor_parallel import PLANS
+
     where, remedy, work = "--schedule", "use 1f1b", facts.workload
     if work.recomputation is not None:
         what = "the second half of a zero-bubble backward recomputes a block once for each of its weights"

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.option import DATA_PARALLEL, MESH, Option
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tensor_parallel import require_divides, tensor_plan
 from zeroplan.techniques.base import Degree, Facts
 
 
@@ -15,9 +15,21 @@ class TensorParallelTechnique(Degree):
 
     name, where, of_layout = "tensor parallelism", "--tp", ("tp",)
     apart = ("--lora-rank",)
+    tp = Option(int, 1, "GPUs that share each matrix (tensor parallelism). [1]", MESH, without=DATA_PARALLEL, page=True)
+    sp = Option(
+        bool,
+        False,
+        "They share the tokens between matrices, too (sequence parallelism).",
+        MESH,
+        flag="--sp/--no-sp",
+        without=DATA_PARALLEL,
+        page=True,
+    )
 
     def require_layout(self, layout: ParallelLayout, facts: Facts) -> None:
         """Refuse what does not divide, and plans that the model does not have."""
+        from zeroplan.core.tensor_parallel import require_divides, tensor_plan
+
         spec = facts.spec
         if not spec.has_shapes:
             what, remedy = "a count of parameters does not tell what is shared", "give the model's id or config.json"

@@ -6,8 +6,8 @@ Source: DeepSpeed 0.19.8, runtime/sequence_parallel/ulysses_sp.py (UlyssesSPAtte
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.option import DATA_PARALLEL, MESH, Option
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.tensor_parallel import PLANS
 from zeroplan.core.workload import Attention
 from zeroplan.techniques.base import Degree, Facts
 
@@ -16,9 +16,19 @@ class UlyssesTechnique(Degree):
     """Ranks that share each sample's tokens by exchanging heads."""
 
     name, where, of_layout = "Ulysses", "--ulysses", ("ulysses",)
+    ulysses = Option(
+        int,
+        1,
+        "GPUs that share each sample's tokens by exchanging heads (DeepSpeed's sequence_parallel_size). [1]",
+        MESH,
+        without=("recommend", *DATA_PARALLEL),
+        page=True,
+    )
 
     def require_layout(self, layout: ParallelLayout, facts: Facts) -> None:
         """Refuse what DeepSpeed's Ulysses refuses, and what is not modelled beside it."""
+        from zeroplan.core.tensor_parallel import PLANS
+
         ranks, where, work, spec = layout.ulysses, self.where, facts.workload, facts.spec
         if max(layout.tp, layout.cp, layout.pp, layout.ep) > 1:
             what, remedy = "Ulysses is modelled beside data parallelism alone", "leave --tp, --cp, --pp and --ep at 1"

@@ -81,6 +81,14 @@ def test_reports_are_legible_everywhere(cli: Cli, browser: Browser, tmp_path: Pa
             if path is estimate:
                 assert page.eval_on_selector("details.plan[open]", how) == ["auto", "exact"]
             page.context.close()
+    # A verdict with a word longer than a phone is wide.
+    long = tmp_path / "long.html"
+    assert cli("estimate", "meta-llama/Llama-3.1-8B", "--gpu", "RTX4090", "--html", str(long))[0] == 0
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in long.read_text()
+    for path in (long, estimate, recommend):
+        page, _ = visit(browser, path, "light", 320)
+        assert page.evaluate("document.documentElement.scrollWidth") == 320
+        page.context.close()
     page, said = visit(browser, estimate, "light", 390)
     # The table of plans has the phone's width, and each bar lies below its row, as wide as the row.
     table = "() => { const one = document.querySelector('table:has(.gauge)'), box = one.parentElement;"

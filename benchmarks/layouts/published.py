@@ -70,9 +70,15 @@ def rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 
-def request_of(row: dict[str, Any]) -> Ask:
-    """Return a run as a request."""
-    model = _megatron(row) if _runs_megatron(row) else row["model"] if isinstance(row["model"], str) else _llama(row["model"])
+def request_of(row: dict[str, Any], *, staged_as_run: bool = True) -> Ask:
+    """Return a run as a request; Megatron's uneven stages are those of the run, or left open."""
+    model = (
+        _megatron(row, staged_as_run)
+        if _runs_megatron(row)
+        else row["model"]
+        if isinstance(row["model"], str)
+        else _llama(row["model"])
+    )
     asked: dict[str, Any] = {name: row[name] for name in _DEGREES if name in row}
     if "checkpointing" in row:
         asked |= {"gradient_checkpointing": True, "checkpoint_policy": row["checkpointing"]}
@@ -87,14 +93,15 @@ def _runs_megatron(row: dict[str, Any]) -> bool:
     return row.get("engine") == "megatron"
 
 
-def _megatron(row: dict[str, Any]) -> dict[str, Any]:
+def _megatron(row: dict[str, Any], staged_as_run: bool) -> dict[str, Any]:
     """Return Megatron's arguments of a run: its GPT of a shape, or its form of a model of transformers, with the row's own."""
     shape = row["model"]
     if isinstance(shape, str):
         spec = load_model(shape)
         made = model_of(spec.model_type, spec.config)
         assert made is not None, "rows name architectures that Megatron has"
-        made, _ = staged(made, ParallelLayout(gpus=row.get("pp", 1), pp=row.get("pp", 1), vpp=row.get("vpp", 1)))
+        if staged_as_run:
+            made, _ = staged(made, ParallelLayout(gpus=row.get("pp", 1), pp=row.get("pp", 1), vpp=row.get("vpp", 1)))
         found = {name: value for name, value in asdict(made).items() if value not in ((), "")}
     else:
         found = {
@@ -200,7 +207,9 @@ def against_best(row: dict[str, Any]) -> dict[str, Any]:
         rates = rates_of(cluster.gpu, cluster.network, cluster.gpus)
         own = LayoutCost(case, rank_counts(resolved, {}), rates, resolved.engine).time()
         batch = case.workload.batch
-        free = without_degrees(asked).replace(grad_accum=None, gradient_checkpointing=None, checkpoint_policy=None)
+        free = without_degrees(request_of(row, staged_as_run=False)).replace(
+            grad_accum=None, gradient_checkpointing=None, checkpoint_policy=None
+        )
         answer = search_layouts(free, global_batch=batch.micro_batch * batch.grad_accum * case.layout.dp)
     except BadInput as error:
         return {"name": row["name"], "refused": str(error)}

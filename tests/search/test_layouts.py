@@ -173,6 +173,15 @@ def test_layouts_of_megatron_are_searched(cli: Cli) -> None:
     assert "layouts are searched for deepspeed, fsdp2 and megatron alone" in said
 
 
+def test_a_batch_too_small_for_some_stages_leaves_the_others() -> None:
+    """Of Megatron's layouts, whose stages take fewer micro batches than there are, those without a time are left out."""
+    asked = LLAMA.replace(model="meta-llama/Llama-3.1-70B", nodes=16, engine="megatron", depth="formula")
+    found = search_layouts(asked, global_batch=64)
+    assert found.tried
+    for one in found.tried:
+        assert one.layout.pp == 1 or one.request.grad_accum >= one.layout.pp
+
+
 def test_layouts_of_deepspeed_are_searched() -> None:
     """Ranks share matrices or stages, never both, nor tokens; on stages it is ZeRO-1, and the stages are PipelineModule's."""
     asked = LLAMA.replace(model="meta-llama/Llama-3.1-8B", gpu="A100-40G", gpus=8, nodes=2, seq_len=4096, engine="deepspeed")

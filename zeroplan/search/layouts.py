@@ -240,7 +240,9 @@ class _Search:
             if states > self._usable:
                 floors.append(states)
                 continue
-            found.append(self._timed(possible, resolved))
+            timed = self._timed(possible, resolved)
+            if timed is not None:
+                found.append(timed)
         too_large = (TooLarge(nodes, asked.gpus, len(floors), min(floors), self._usable),) if floors else ()
         found.sort(key=lambda one: -one.time.tokens_per_second)
         answer = LayoutAnswer(None, (), (), too_large, flags_of(fixed_degrees(asked)))
@@ -326,13 +328,20 @@ class _Search:
             resolved = self._allowed(request)
             if resolved is None:
                 continue
-            timed = replace(self._timed(request, resolved), plain=one)
+            timed = self._timed(request, resolved)
+            if timed is None:
+                continue
+            timed = replace(timed, plain=one)
             if timed.time.tokens_per_second > (1 + LEAST_GAIN) * one.time.tokens_per_second:
                 yield timed
 
-    def _timed(self, request: Ask, resolved: Resolved) -> _Timed:
+    def _timed(self, request: Ask, resolved: Resolved) -> _Timed | None:
+        """Return a layout with its time; None where its schedule has too few micro batches, or a stage no block."""
         cost = LayoutCost(resolved.cases[0], rank_counts(resolved, self._counted), self._rates, resolved.engine)
-        return _Timed(request, resolved, cost.time(), cost.links)
+        try:
+            return _Timed(request, resolved, cost.time(), cost.links)
+        except BadInput:
+            return None
 
     def _can_be(self, request: Ask) -> bool:
         """Return whether some layout is possible at all, however large; where nothing is fixed, one is.

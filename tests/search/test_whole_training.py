@@ -17,6 +17,7 @@ from zeroplan.search.whole_training import (
     WholeTraining,
     budget_of,
     read_prices,
+    spare_nodes,
     whole_training,
 )
 
@@ -58,6 +59,25 @@ def test_by_hand() -> None:
     assert found.failures == pytest.approx(8 * FAILURES_PER_DAY / (1 - lost))
     assert found.megawatt_hours == pytest.approx(24 * 8 * 700 / 1e6 / (1 - lost))
     assert found.price == pytest.approx(2.0 * 24 * 8 / (1 - lost))
+
+
+def test_spare_nodes_are_as_many_as_bloom_kept() -> None:
+    """1.5 failures a week, for which it kept 4 nodes of 52; many more where a thousand fail."""
+    assert spare_nodes(7 * 384 * FAILURES_PER_DAY) == 4
+    assert spare_nodes(0.001) == 0
+    assert 1000 < spare_nodes(1000.0) < 1100
+
+
+def test_what_one_more_node_buys_and_a_slow_host_costs() -> None:
+    def trained(nodes: int, speed: float = 100.0) -> WholeTraining:
+        budget, size = Budget(8_640_000_000, {}), 10**9
+        return whole_training(
+            budget, tokens_per_second=speed * nodes, ranks=8 * nodes, nodes=nodes, gpu="H100", params=size, write_gbs=1.0
+        )
+
+    days = [one.days or 0.0 for one in (trained(10), trained(11), trained(10, 100 / 1.1))]
+    assert trained(10).next_node_days == pytest.approx(days[0] - days[1], rel=0.01)  # failures are a little more
+    assert trained(10).slow_host_days == pytest.approx(days[2] - days[0], rel=0.01)
 
 
 def test_what_is_not_known_is_not_said() -> None:

@@ -60,7 +60,7 @@ def scaling_text(
     asked = ["", *terminal.wrap(sheet.request)]
     table = ["", *scaling_table(found, style, width=terminal.width).splitlines()]
     legend = ["", *map(terminal.dim, terminal.wrap(_LEGEND))]
-    of_training = [] if found.budget is None else [*map(terminal.dim, terminal.wrap(_OF_A_TRAINING))]
+    of_training = [] if found.budget is None else [*map(terminal.dim, terminal.wrap(_OF_A_TRAINING + _of_nodes(found)))]
     said = sheet.notes
     if terminal.full:
         parts = (lines, growth, following, asked, table, legend, of_training, notes(said, terminal))
@@ -192,6 +192,18 @@ def _row(found: Scaling, point: ScalePoint) -> list[str]:
         "-" if efficiency is None else f"{efficiency:.2f}",
         *_training_cells(found, point),
     ]
+
+
+def _of_nodes(found: Scaling) -> str:
+    """Say what nodes are worth in the training on the most GPUs; nothing where that is not known."""
+    fitting = [point for point in found.points if point.best is not None]
+    one = found.training(fitting[-1]) if fitting else None
+    if one is None or one.next_node_days is None or one.slow_host_days is None:
+        return ""
+    return (
+        f" On {fitting[-1].ranks:,} GPUs one more node would save {one.next_node_days:,.2g} days, a host that computes a tenth"
+        f" longer cost {one.slow_host_days:,.2g} at most; {one.spare_nodes:,} spare nodes replace those that fail in a week."
+    )
 
 
 def _training_cells(found: Scaling, point: ScalePoint) -> list[str]:

@@ -164,7 +164,10 @@ def test_layouts_of_megatron_are_searched(cli: Cli) -> None:
     ask = found.may.request
     assert (ask.engine, ask.stage, ask.sp) == ("megatron", 1, True)
     assert ask.tp <= 8 < ask.tp * ask.pp * ask.cp
-    assert found.may.plan.gpu.interval[1] <= found.may.plan.gpu.usable
+    interval, usable = found.may.plan.gpu.interval, found.may.plan.gpu.usable
+    assert interval is not None
+    assert usable is not None
+    assert interval[1] <= usable
     assert ask.vpp > 1
     assert found.may.simpler is not None
     assert found.may.simpler.waiting > found.may.time.waiting

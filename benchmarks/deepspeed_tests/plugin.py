@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch.multiprocessing
+import torch.nn.parallel
 
 from benchmarks.deepspeed_tests.placeholders import install_with_placeholders
 from zeroplan_runtime.compat.deepspeed.accelerator import Accelerator
@@ -28,6 +29,16 @@ torch.multiprocessing.Pool = multiprocessing.get_context("fork").Pool
 if os.environ.get("DEEPSPEED_TESTS_AS_CPU"):
     Accelerator.is_fp16_supported = _false  # type: ignore
     compatible_ops["fused_lamb"] = False
+
+_ddp: Any = torch.nn.parallel.DistributedDataParallel.__init__
+
+
+def _without_device_ids(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **options: Any) -> None:
+    """Lets the plain model that a test compares with be on a CPU, though the test numbers its devices."""
+    _ddp(self, module, **options)
+
+
+torch.nn.parallel.DistributedDataParallel.__init__ = _without_device_ids  # type: ignore
 
 _OUTCOMES = Path(os.environ["DEEPSPEED_TESTS_OUTCOMES"])
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan_runtime.compat.deepspeed import accelerator, comm, lr_schedules, ops, utils, zero
+from zeroplan_runtime.compat.deepspeed import accelerator, checkpointing, comm, lr_schedules, ops, utils, zero
 from zeroplan_runtime.compat.deepspeed.accelerator import get_accelerator
 from zeroplan_runtime.compat.deepspeed.comm import init_distributed
 from zeroplan_runtime.compat.deepspeed.config import DeepSpeedConfig, DeepSpeedConfigError
@@ -24,6 +24,7 @@ __all__ = [
     "DeepSpeedEngine",
     "accelerator",
     "add_config_arguments",
+    "checkpointing",
     "comm",
     "get_accelerator",
     "init_distributed",

@@ -164,6 +164,32 @@ class DeepSpeedEngine(Engine):
         with refusing(), super().no_sync():
             yield
 
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Enters a context whose backwards add up to the gradients of one step, taken after it; at stages 1 to 3.
+
+        DeepSpeed reduces once, as it is left; here each backward reduces, and the sum is the same but for rounding.
+
+        Raises:
+            Refusal: at stage 0, within ``no_sync`` or another such context, and where the engine counts no micro batches.
+        """
+        where = "engine.coalesce_grad_reduction"
+        if not self.zero_optimization():
+            raise Refusal("requires ZeRO stage 1/2/3", where=where, remedy="use no_sync()")
+        if not self.managed_gradient_accumulation():
+            raise Refusal("managed_gradient_accumulation is false", where=where, remedy="call step() where the step ends")
+        if self._in_no_sync:
+            raise Refusal("cannot be nested inside another no_sync context", where=where)
+        self._in_no_sync, boundary = True, self.progress.boundary  # which refuses a step
+        self.progress.boundary = True
+        try:
+            yield
+        finally:
+            self._in_no_sync, self.progress.boundary = False, boundary
+
+    def allreduce_gradients(self, *_: Any, **__: Any) -> None:
+        """Does nothing: gradients are reduced in the backward."""
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients."""
         self._loss_backward.settle()
@@ -318,6 +344,16 @@ class DeepSpeedEngine(Engine):
     def config(self) -> dict[str, Any]:
         """The ds_config as it was given."""
         return self._config._param_dict
+
+    @property
+    def global_samples(self) -> int:
+        """Samples of all steps so far, over all ranks."""
+        return self.global_steps * self.train_batch_size()
+
+    @property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """Layers whose gradients are sparse: none, as gradients lie in flat buffers."""
+        return set()
 
     def gradient_clipping(self) -> float:
         """Returns the clipping norm; 0 for none."""

@@ -141,9 +141,9 @@ def _returned(engine: DeepSpeedEngine, ours: ZeroOptimizer | None, made: list[to
     scaler: Any = LossScalerView(engine)
     visible.loss_scaler = visible.loss_scale_config = scaler
     visible.dynamic_loss_scale = scaler.dynamic_loss_scale
+    visible.optimizer = made[0] if made else ours
     if not made or made[0] is ours:
         return ours
-    visible.optimizer = made[0]
     if engine.zero_optimization_stage() or engine.fp16_enabled() or engine.bfloat16_enabled():
         return ours
     theirs: Any = made[0]

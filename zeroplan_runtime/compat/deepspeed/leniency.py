@@ -22,6 +22,8 @@ def as_deepspeed_reads(source: Mapping[str, Any], *, trains: bool) -> dict[str, 
         trains: there is an optimizer.
     """
     config = copy.deepcopy(removed_but_off(source)[0])
+    if config.get("zero_allow_untested_optimizer") in (0, 1):  # DeepSpeed does not look at its type
+        config["zero_allow_untested_optimizer"] = bool(config["zero_allow_untested_optimizer"])
     read = inspect_ds_config(config, dialect=Dialect.DEEPSPEED)
     for finding in read.findings:
         if finding.id == "key.ignored" and not finding.where.startswith("zeroplan"):

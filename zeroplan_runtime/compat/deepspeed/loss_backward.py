@@ -54,7 +54,8 @@ class LossBackward:
 
         for one in found.values():
             handle = one.register_hook(hook)
-            one._backward_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+            hooks: Any = one._backward_hooks
+            hooks.move_to_end(handle.id, last=False)
         return output
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -93,7 +94,7 @@ class LossBackward:
         stack.enter_context(refusing())
         stack.enter_context(engine.during_backward(boundary=engine.is_gradient_accumulation_boundary()))
         self._open = stack
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._end)
         return True
 
     def _end(self) -> None:
@@ -108,6 +109,6 @@ class LossBackward:
             with torch._C.DisableTorchFunctionSubclass():
                 self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in trained]
         try:
-            return any(torch._C._will_engine_execute_node(node) for node in self._nodes)  # type: ignore[attr-defined]
+            return any(torch._C._will_engine_execute_node(node) for node in self._nodes)
         except RuntimeError:  # torch.autograd.grad() with respect to a parameter
             return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
@@ -48,6 +50,16 @@ def safe_set_full_grad(param: nn.Parameter, value: torch.Tensor) -> None:
     """Writes the gradient of `param`, after the backward that ends an accumulation."""
     with refusing():
         _required(param).set_grad(param, value)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: list[nn.Parameter], update_func: Callable[[torch.Tensor, nn.Parameter], torch.Tensor]
+) -> None:
+    """Writes what `update_func` makes of each gradient, whole, and its parameter; parameters without one are left out."""
+    for param in param_list:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> torch.Tensor | None:

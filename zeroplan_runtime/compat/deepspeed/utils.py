@@ -12,6 +12,15 @@ from packaging.version import Version
 
 from zeroplan_runtime.compat.deepspeed.accelerator import get_accelerator
 from zeroplan_runtime.compat.deepspeed.dataloader import RepeatingLoader
+from zeroplan_runtime.compat.deepspeed.leaf_modules import (
+    get_z3_leaf_modules,
+    set_z3_leaf_module,
+    set_z3_leaf_modules,
+    set_z3_leaf_modules_by_name,
+    set_z3_leaf_modules_by_suffix,
+    unset_z3_leaf_modules,
+    z3_leaf_module,
+)
 from zeroplan_runtime.compat.deepspeed.tensor_fragment import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -25,10 +34,12 @@ from zeroplan_runtime.compat.deepspeed.tensor_fragment import (
     safe_set_local_fp32_param,
     safe_set_local_grad,
     safe_set_local_optimizer_state,
+    safe_update_full_grad_vectorized,
 )
 
 __all__ = [
     "RepeatingLoader",
+    "get_z3_leaf_modules",
     "log_dist",
     "logger",
     "required_torch_version",
@@ -44,7 +55,14 @@ __all__ = [
     "safe_set_local_fp32_param",
     "safe_set_local_grad",
     "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
     "see_memory_usage",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
 ]
 
 logger = logging.getLogger("zeroplan_runtime")

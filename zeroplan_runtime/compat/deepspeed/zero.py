@@ -141,7 +141,7 @@ def is_zero_param(parameter: object) -> bool:
 
 
 #: Attributes that DeepSpeed's stage 3 sets on a parameter and that scripts look for.
-_MARKS = ("ds_id", "ds_numel", "ds_shape", "ds_status")
+_MARKS = ("ds_id", "ds_numel", "ds_persist", "ds_shape", "ds_status")
 
 
 def mark(engine: Engine) -> None:
@@ -149,7 +149,7 @@ def mark(engine: Engine) -> None:
     numbered: Any
     for number, numbered in enumerate(engine.module.parameters()):
         numbered.ds_id, numbered.ds_numel, numbered.ds_shape = number, numbered.numel(), numbered.shape
-        numbered.ds_status = ZeroParamStatus.NOT_AVAILABLE
+        numbered.ds_status, numbered.ds_persist = ZeroParamStatus.NOT_AVAILABLE, False
 
 
 def unmark(engine: Engine) -> None:

@@ -136,6 +136,9 @@ class GradientTarget:
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    if type(module) is not nn.Linear:  # its class was changed since
+        other: torch.Tensor = type(module).forward(module, x)
+        return other
     target = direct_target(module, x)
     if target is None:
         return functional.linear(x, module.weight, module.bias)

@@ -88,7 +88,7 @@ class Heard(dict[str, Any]):
     def __call__(self, *given: Any, **named: Any) -> None:
         for one in given:
             if isinstance(one, Ask):
-                self.update(one.said)
+                self.update(one.values)
             elif is_dataclass(one):
                 self.update({each.name: getattr(one, each.name) for each in fields(one) if getattr(one, each.name) is not None})
             elif isinstance(one, str):
@@ -160,5 +160,5 @@ def test_a_question_of_the_page_holds_an_option_or_is_refused(tmp_path: Path) ->
                 read_question(question, str(folder))
             continue
         asked = read_question(question, str(folder))
-        assert asked.request.said[name] == (7_000_000_000 if name == "params" else value), name
+        assert asked.request.values[name] == (7_000_000_000 if name == "params" else value), name
         assert name == "model" or OPTIONS[name].words(value)[0] in asked.words

@@ -84,7 +84,7 @@ def test_a_loop_without_the_trainer(read: Read) -> None:
     assert (glue.ask.detached_loss, glue.ask.value("saves"), glue.unmodelled) == (False, False, ())
     clm = read("accelerate launch --num_processes 2 run_clm_no_trainer.py --checkpointing_steps epoch --num_train_epochs 1")
     ask = clm.ask
-    assert (ask.head, ask.value("pads"), ask.value("eval_batch"), ask.value("saves"), ask.value("saver")) == (
+    assert (ask.head, ask.value("dynamic_padding"), ask.value("eval_batch"), ask.value("saves"), ask.value("saver")) == (
         "causal-lm",
         False,
         8,

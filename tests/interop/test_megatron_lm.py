@@ -54,7 +54,7 @@ torchrun --nproc_per_node $GPUS --nnodes 2 pretrain_gpt.py ${{MODEL_ARGS[@]}} ${
     assert setup.ask.model["vocab_size"] == 4001  # the tokenizer adds the end of a document
     assert (setup.value("gpus"), setup.value("nodes"), setup.ask.stage, setup.ask.global_batch) == (8, 2, 1, 32)
     assert setup.degrees["ep"] == 4
-    assert setup.ask.said["fp8"] == "delayed"
+    assert setup.ask.values["fp8"] == "delayed"
     assert "fp8_format" not in named(setup)
 
 

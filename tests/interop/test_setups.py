@@ -198,10 +198,10 @@ def test_accelerates_layout() -> None:
 def test_accelerates_8_bit_products() -> None:
     config: dict[str, Any] = {"distributed_type": "MULTI_GPU", "num_processes": 2, "mixed_precision": "fp8"}
     torchao = config | {"fp8_config": {"backend": "AO", "pad_inner_dim": True}}
-    assert read_setup(torchao).ask.said.get("fp8") == "tensorwise"
+    assert read_setup(torchao).ask.values.get("fp8") == "tensorwise"
     asked = Ask(model="meta-llama/Llama-3.2-1B", seq_len=64, gpu="H100", depth="formula", files=[torchao])
     filled_in, _ = with_files(asked)
-    assert (filled_in.said.get("fp8"), filled_in.engine, filled_in.dtype) == ("tensorwise", "ddp", "bf16")
+    assert (filled_in.values.get("fp8"), filled_in.engine, filled_in.dtype) == ("tensorwise", "ddp", "bf16")
     for changed, said in (
         ({"fp8_config": {"backend": "TE"}}, "te"),
         ({"fp8_config": {}}, "whichever package"),
@@ -210,7 +210,7 @@ def test_accelerates_8_bit_products() -> None:
     ):
         setup = read_setup(config | changed)
         assert any(said in one.says for one in setup.unmodelled)
-        assert (setup.ask.said.get("fp8") is None) == ("padding" not in said)
+        assert (setup.ask.values.get("fp8") is None) == ("padding" not in said)
 
 
 def test_accelerates_8_bit_products_under_fsdp2() -> None:
@@ -218,26 +218,26 @@ def test_accelerates_8_bit_products_under_fsdp2() -> None:
     config: dict[str, Any] = {"distributed_type": "FSDP", "num_processes": 2, "mixed_precision": "fp8"}
     config["fsdp_config"] = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     setup = read_setup(config | {"fp8_config": {"backend": "AO", "enable_fsdp_float8_all_gather": False}})
-    assert (setup.ask.said.get("fp8"), setup.value("engine"), setup.unmodelled) == ("tensorwise", "fsdp2", ())
+    assert (setup.ask.values.get("fp8"), setup.value("engine"), setup.unmodelled) == ("tensorwise", "fsdp2", ())
 
 
 def test_8_bit_products_of_axolotl_and_llama_factory() -> None:
     axolotl: dict[str, Any] = {"base_model": "meta-llama/Llama-3.2-1B", "micro_batch_size": 1, "bf16": True, "fp8": True}
     axolotl |= {"sequence_len": 64, "datasets": []}
     plain = read_setup(axolotl, program="axolotl")
-    assert (plain.ask.said.get("fp8"), [one.effect for one in plain.unmodelled]) == ("tensorwise", [Effect.LESS])
+    assert (plain.ask.values.get("fp8"), [one.effect for one in plain.unmodelled]) == ("tensorwise", [Effect.LESS])
     fsdp = {"fsdp_version": 2, "fsdp_config": {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}}
     gathered = read_setup(axolotl | fsdp | {"fp8_enable_fsdp_float8_all_gather": True}, program="axolotl")
     assert [one.says for one in gathered.unmodelled if one.effect is Effect.UNKNOWN] == [
         "weights are gathered in 8 bits; 16 are counted"
     ]
     request, _ = with_files(Ask(files=(axolotl | fsdp,), program="axolotl", gpu="H100"))
-    assert (request.said["fp8"], request.engine) == ("tensorwise", "fsdp2")
+    assert (request.values["fp8"], request.engine) == ("tensorwise", "fsdp2")
     factory: dict[str, Any] = {"model_name_or_path": "meta-llama/Llama-3.2-1B", "stage": "sft", "finetuning_type": "full"}
     factory |= {"bf16": True, "fp8": True, "cutoff_len": 64, "template": "llama3"}
-    assert read_setup(factory, program="llama-factory").ask.said.get("fp8") == "rowwise"
+    assert read_setup(factory, program="llama-factory").ask.values.get("fp8") == "rowwise"
     other = read_setup(factory | {"fp8_backend": "te"}, program="llama-factory")
-    assert (other.ask.said.get("fp8"), [one.key for one in other.unmodelled]) == (None, ["fp8_backend"])
+    assert (other.ask.values.get("fp8"), [one.key for one in other.unmodelled]) == (None, ["fp8_backend"])
 
 
 def test_a_plain_ds_config(write: Callable[[str, str], str]) -> None:

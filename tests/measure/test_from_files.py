@@ -64,7 +64,7 @@ def test_the_command_alone_says_what_its_files_say(case: Case) -> None:
     for name in {field.name for field in fields(Setup)} - SAID_BY_COMMAND - {"ask"}:
         assert getattr(command, name) == getattr(files, name), name
     assert files.training.values.items() <= command.training.values.items()  # the script's own defaults stand in the command
-    for name in (command.ask.said.keys() | files.ask.said.keys()) - SAID_BY_COMMAND:
+    for name in (command.ask.values.keys() | files.ask.values.keys()) - SAID_BY_COMMAND:
         assert command.value(name) == files.value(name), name
 
 

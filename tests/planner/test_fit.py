@@ -131,7 +131,7 @@ def test_the_plan_states_the_hosts_share() -> None:
     ("engine", "more", "fits"),
     [
         ("fsdp2", {}, True),
-        ("fsdp2", {"pads": True}, None),  # other lengths leave other fragments
+        ("fsdp2", {"dynamic_padding": True}, None),  # other lengths leave other fragments
         ("fsdp", {}, None),  # never measured at its limit
     ],
 )

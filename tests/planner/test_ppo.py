@@ -40,7 +40,7 @@ def test_what_the_arguments_say(tmp_path: Path) -> None:
         False,
         None,
     )
-    ppo = setup.ask.said["ppo"]
+    ppo = setup.ask.values["ppo"]
     assert ppo is not None
     assert (ppo.reward, ppo.prompt, ppo.response, ppo.rollout) == (
         "EleutherAI/pythia-31m",

@@ -60,5 +60,5 @@ def test_no_layout_that_fits_is_better_than_the_answer(case: str) -> None:
             fits = search._planned(one, []).plan.fits
         except BadInput:
             continue
-        assert fits is not True, (one.request.said, other, mine)
+        assert fits is not True, (one.request.values, other, mine)
     assert tried, "nothing faster was left out: the case holds nothing"

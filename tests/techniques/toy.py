@@ -12,7 +12,7 @@ from zeroplan.core.buffers import ALWAYS, Buffer, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.ledger.line import LedgerBuilder
-from zeroplan.techniques.base import Asked, Facts, HoldsTrained, KeptBlocks, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, HoldsTrained, KeptBlocks, OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.models.spec import ModelSpec
@@ -51,7 +51,7 @@ class SoftPromptTechnique(Technique[SoftPrompt]):
     remedy = "use --engine ddp"
     lines = _lines.ledger()
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> SoftPrompt | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> SoftPrompt | None:
         """Return the prompt that the option asks for."""
         tokens = asked[SoftPromptTechnique.soft_prompt]
         return None if tokens is None else SoftPrompt(tokens)

@@ -50,7 +50,7 @@ def doctor(
             flag = "--report" if report else "--calibrate"
             raise BadInput("a log is read, and nothing measured", where=flag, remedy="leave LOG out, or this")
         _of_log(log, request, as_json=as_json, quiet=quiet, why=why)
-    elif request.said:
+    elif request.values:
         raise BadInput(
             "there is no log to hold the plan against", where="LOG", remedy="give the file, or use zeroplan estimate"
         )

@@ -127,7 +127,7 @@ def takes_run(
 
 def searched_checkpointing(request: Ask) -> tuple[bool | None, Ask]:
     """Return whether a search is to checkpoint, None for both ways, and the request that leaves it open unless it is to."""
-    again = request.said.get("gradient_checkpointing")
+    again = request.values.get("gradient_checkpointing")
     return again, request.replace(gradient_checkpointing=again or None)
 
 
@@ -167,7 +167,7 @@ def recommend_words(request: Ask) -> list[str]:
     kept = [one.name for one in OPTIONS.values() if one.taken_by("recommend") and not one.found and one.panel != MESH]
     words = ["zeroplan", "recommend", *request.words([*kept, *degrees])]
     if request.files:  # which may say another number
-        words += [word for name in ("gpus", "nodes") if request.said.get(name) == 1 for word in OPTIONS[name].words(1)]
+        words += [word for name in ("gpus", "nodes") if request.values.get(name) == 1 for word in OPTIONS[name].words(1)]
     if (request.micro_batch or request.grad_accum) and not request.files and request.ds_config is None:
         ranks = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu).layout.world_size
         data_parallel = ranks // (request.tp * request.cp * request.pp if degrees else 1)

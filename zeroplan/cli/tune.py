@@ -61,7 +61,7 @@ def tune(
         raise BadInput("no model", where="MODEL", remedy="give one id, path or config")
     if output is not None and find_engine(engine).dialect is None:
         raise BadInput(f"{engine} reads no ds_config", where="--output", remedy="leave it out")
-    given = dict(request.said)
+    given = dict(request.values)
     model = given.pop("model")
     found = run(
         model,

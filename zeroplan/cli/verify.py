@@ -86,7 +86,7 @@ def verify(
         refuse_captured(request.files)
     from zeroplan.validate.api import verify as run
 
-    options = {**request.said, "engine": engine, "gpus": gpus}
+    options = {**request.values, "engine": engine, "gpus": gpus}
     silent = (lambda _: None) if quiet else None
     drift = run(tolerance=tolerance, steps=steps, timeout=timeout, progress=silent, **options)
     if _first_rank():

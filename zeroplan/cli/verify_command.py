@@ -44,7 +44,7 @@ def verify_command(
     """
     from zeroplan.validate.machine import find_machine
 
-    named = [name for name in request.said if name not in ("offline", "token")] + (["engine"] if engine is not None else [])
+    named = [name for name in request.values if name not in ("offline", "token")] + (["engine"] if engine is not None else [])
     if named:
         flag = f"--{named[0].replace('_', '-')}"
         raise BadInput("is of a model's run, and a command decides it itself", where=flag, remedy="leave it out")

@@ -19,10 +19,18 @@ WORK, CLUSTER, MESH, SHARDING, FILES = "Workload", "Cluster", "Parallelism", "Sh
 MOST = 1 << 31
 
 
-class Said(Protocol):
-    """What options are read from: the value of each that was said."""
+class OptionValues(Protocol):
+    """Where options are read: an :class:`~zeroplan.run.ask.Ask`."""
 
-    said: Mapping[str, Any]
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """The options that somebody said, by name."""
+
+    def __getitem__(self, option: Option[T]) -> T:
+        """Return an option's value, its default where nobody said one."""
+
+    def source(self, name: str) -> str:
+        """Return who said an option; empty where nobody is known."""
 
 
 class Option(Generic[T]):
@@ -86,11 +94,11 @@ class Option(Generic[T]):
     @overload
     def __get__(self, ask: None, owner: type) -> Self: ...
     @overload
-    def __get__(self, ask: Said, owner: type) -> T: ...
-    def __get__(self, ask: Said | None, owner: type) -> Self | T:
+    def __get__(self, ask: OptionValues, owner: type) -> T: ...
+    def __get__(self, ask: OptionValues | None, owner: type) -> Self | T:
         if ask is None:
             return self
-        value: T = ask.said.get(self.name, self.default)
+        value: T = ask.values.get(self.name, self.default)
         return value
 
     @property

@@ -196,9 +196,9 @@ class Batch:
 
     `seq_len` None means 2048, or the model's maximum if that is less. `target_len` is the length of an encoder-decoder's
     targets; None where it is `seq_len`, that of its sources. `lengths` are those of samples that a batch is padded to the
-    longest of, cut at `seq_len`; empty where all have that length. `pads` means that each batch is padded to its longest
-    sample, of which nothing but the most, `seq_len`, is known; `longest_first` that the first micro batch holds the longest
-    of samples that differ in length, and no later one. `pairs` means that a sample is a chosen and a rejected one, which pass
+    longest of, cut at `seq_len`; empty where all have that length. `dynamic_padding`: each batch is padded to its longest
+    sample, of which nothing but the most, `seq_len`, is known; `longest_first`: the first micro batch holds the longest of
+    samples that differ in length, and no later one. `pairs` means that a sample is a chosen and a rejected one, which pass
     together. `images` of `image_size` pixels a side come with each sample of a vision-language model; None is the size of its
     config. `labelled_share` of the tokens have a label, where the head sees those alone; None where it sees all.
     """
@@ -208,7 +208,7 @@ class Batch:
     grad_accum: int = 1
     target_len: int | None = None
     lengths: tuple[int, ...] = ()
-    pads: bool = False
+    dynamic_padding: bool = False
     longest_first: bool = False
     pairs: bool = False
     images: int = 0

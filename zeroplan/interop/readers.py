@@ -235,12 +235,12 @@ def _with_launcher(run: Setup, launcher: Setup) -> Setup:
         taken.append("dtype")
     if "ulysses" in theirs:
         taken += [*launcher.degrees, *(["attn"] if "attn" in theirs and "attn" not in own else [])]
-    changes = {name: theirs.said[name] for name in taken}
+    changes = {name: theirs.values[name] for name in taken}
     if theirs.dtype in ("bf16", "fp16") and not own.autocast and not own.source("autocast"):
         changes["autocast"] = True  # accelerate's mixed precision, over weights in 16 bits
     if theirs[CheckpointingTechnique.gradient_checkpointing]:
         changes["gradient_checkpointing"] = True
-    keys = {name: key for name in theirs.said if not own.source(name) and (key := theirs.source(name))}
+    keys = {name: key for name in theirs.values if not own.source(name) and (key := theirs.source(name))}
     return replace(
         run.saying(keys, **changes),
         assumed=(*run.assumed, *launcher.assumed),

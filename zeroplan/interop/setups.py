@@ -47,7 +47,7 @@ class Setup:
 
     def value(self, name: str) -> Any:
         """Return what the files say of an option, or a field of the setup; None where they leave an option open."""
-        return getattr(self, name) if name in _OWN else self.ask.said.get(name)
+        return getattr(self, name) if name in _OWN else self.ask.values.get(name)
 
     def key(self, name: str) -> str:
         """Return the key that said an option; its name where none is known."""
@@ -67,7 +67,7 @@ class Setup:
     @property
     def degrees(self) -> dict[str, Any]:
         """The degrees of parallelism that the files say, by their options' names."""
-        return {name: self.ask.said[name] for name in MESH_OPTIONS if name in self.ask}
+        return {name: self.ask.values[name] for name in MESH_OPTIONS if name in self.ask}
 
     def saying(self, by: Mapping[str, str] | None = None, **values: Any) -> Setup:
         """Return the setup with other values of options, and the keys that said them."""

@@ -27,7 +27,7 @@ def describe_workload(workload: Workload) -> dict[str, Any]:
             value = getattr(mine, field.name)
             if field.name in _ALWAYS or value != getattr(usual, field.name):
                 told[field.name] = str(value) if isinstance(value, str) else value
-    told.pop("pads", None)  # it decides no figure, but whether one at the limit of its card is a promise
+    told.pop("dynamic_padding", None)  # it decides no figure, but whether one at the limit of its card is a promise
     for technique in TABLE:
         found = technique.of(workload)
         told |= technique.off if found is None else technique.described(found)

@@ -69,7 +69,7 @@ def unsure_at_limit(engine: Engine, case: Case, phase: str) -> tuple[Unmodelled,
     Args:
         phase: in which it peaks.
     """
-    if case.workload.batch.pads:
+    if case.workload.batch.dynamic_padding:
         says = "batches are padded to lengths that nothing tells, and fragments of theirs can be too much; give --lengths"
     elif not engine.measured:
         says = f"no run of {engine.name} at the limit of its card was measured"

@@ -50,7 +50,7 @@ def reported(setup: Setup, request: Ask) -> Setup:
         theirs, ours = setup.value(name), getattr(machine, name)
         if theirs not in (None, ours) and (ours != 1 or name in request):
             said.append(f"{ours} {what} by the flags, where {setup.key(name)} makes it {theirs}")
-    for name, value in request.said.items():
+    for name, value in request.values.items():
         option, theirs = OPTIONS[name], setup.value(name)
         if option.wins and theirs not in (None, (), value) and name not in (*_UNREPORTED, "gpus", "nodes"):
             said.append(f"{option.where} {value}, where {setup.key(name)} says {theirs}")
@@ -73,12 +73,12 @@ def merge(request: Ask, setup: Setup, usual: str = DEFAULT_ENGINE, *, search: bo
     if training_of(request.task) is not None:
         request = request.replace(task=None)  # it has named the run, not the head
     values: dict[str, Any] = {}
-    for name, said in setup.ask.said.items():
+    for name, said in setup.ask.values.items():
         option = OPTIONS[name]
-        if not option.merges or option.panel == MESH or (option.wins and request.said.get(name) not in (None, ())):
+        if not option.merges or option.panel == MESH or (option.wins and request.values.get(name) not in (None, ())):
             continue
-        if name in request and _plain(name, request.said[name]) != said:
-            _contradict(files, setup, name, said, request.said[name])
+        if name in request and _plain(name, request.values[name]) != said:
+            _contradict(files, setup, name, said, request.values[name])
         values[name] = said
     values |= _model_and_machine(request, setup)
     engine = _engine(request, setup, usual, search=search)
@@ -132,7 +132,7 @@ def _engine(request: Ask, setup: Setup, usual: str, *, search: bool) -> str | No
     Raises:
         BadInput: a flag that asks for another engine than the files start.
     """
-    theirs, ours = "fsdp" if _is_fsdp_1(setup) else setup.value("engine"), request.said.get("engine", usual)
+    theirs, ours = "fsdp" if _is_fsdp_1(setup) else setup.value("engine"), request.values.get("engine", usual)
     if theirs is None or theirs == ours:
         return None
     if find_engine(ours).dialect is not None and (
@@ -209,9 +209,9 @@ def _of_techniques(setup: Setup, request: Ask, engine: Engine) -> tuple[dict[str
         name = technique.decides
         if name not in setup.ask or (OPTIONS[name].wins and name in request):
             continue
-        said = setup.ask.said[name]
-        if name in request and request.said[name] != said:
-            _contradict(setup.files[0], setup, name, said, request.said[name])
+        said = setup.ask.values[name]
+        if name in request and request.values[name] != said:
+            _contradict(setup.files[0], setup, name, said, request.values[name])
         filled = technique.filled(said, facts)
         if isinstance(filled, Unmodelled):
             left_out.append(filled)

@@ -99,7 +99,7 @@ def _fused_head(engine: Engine, case: Case, run: Simulated, config: AllocatorCon
     cross-entropy keep about as little; their tapes are traced, and so they are left to their own flags.
     """
     head = ChunkedHeadTechnique()
-    if not keeps_logits(run.plan) or not head.offered(engine, case.workload) or case.parallel is not None:
+    if not keeps_logits(run.plan) or not head.available(engine, case.workload) or case.parallel is not None:
         return
     tiled = case.workload.with_techniques(head.under(engine))
     key = head.key(engine, program)

@@ -76,20 +76,20 @@ def diff_answers(a: str, b: str) -> PlanDiff:
 def diff_plans(
     ours: Sequence[PrintedPlan],
     theirs: Sequence[PrintedPlan],
-    said: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
+    files: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
 ) -> PlanDiff:
     """Compare two answers: of many plans the first of `ours` that `theirs` has, too, else the first of each.
 
     Args:
         ours: the plans of one.
         theirs: of the other.
-        said: what the files that they are of say, by key.
+        files: what the files that they are of say, by key.
     """
     pairs = ((one, other) for one in ours for other in theirs if one.key == other.key)
     one, other = next(pairs, (ours[0], theirs[0]))
     options = _moved(one.options, other.options)
     figures = _by_size(_figures(one.plan), _figures(other.plan))
-    keys = () if said is None else _moved(dict(_flat(said[0])), dict(_flat(said[1])))
+    keys = () if files is None else _moved(dict(_flat(files[0])), dict(_flat(files[1])))
     return PlanDiff(one, other, options, figures, _by_size(_lines(one.plan), _lines(other.plan)), keys)
 
 

@@ -25,7 +25,7 @@ def plans_html(report: Report) -> str:
     sheet = plans_sheet(report)
     parts = [_verdict(sheet.verdict, sheet.fits), *(_line(text) for _, text in sheet.sentences if text)]
     parts.append(_table(narrow_rows(report.plans), report.plans))
-    parts += [_line(f"note: {text}") for text in sheet.said]
+    parts += [_line(f"note: {text}") for text in sheet.remarks]
     return _fragment(parts)
 
 

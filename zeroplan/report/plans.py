@@ -95,7 +95,7 @@ def plans_sheet(report: Report) -> Sheet:
         fits=None if decisive is None else decisive.fits,
         plan=decisive,
         sentences=(*peak, (1, relief_sentence(report.reliefs)), (0, adapters_sentence(report.reliefs))),
-        said=tuple(report_notes(report)),
+        remarks=tuple(report_notes(report)),
     )
 
 

@@ -125,7 +125,7 @@ def answer_sheet(answer: SearchResult, files: Files | None = None) -> Sheet:
         fits=None if best is not None and best.fits is None else best is not None,
         plan=best.plan if best is not None else None if nearest is None else nearest.plan,
         sentences=() if best is None else ((5, peak_sentence(best.plan)),),
-        said=(*left_out, *answer.warnings, *(files.notes if files is not None else ())),
+        remarks=(*left_out, *answer.warnings, *(files.notes if files is not None else ())),
     )
 
 

@@ -80,7 +80,7 @@ def scaling_sheet(found: Scaling) -> Sheet:
         fits=False if best is None else best.fits,
         plan=found.points[-1].shown.plan if best is None else best.plan,
         sentences=((1, growth_sentence(found)),),
-        said=(*left_out, *found.warnings),
+        remarks=(*left_out, *found.warnings),
     )
 
 

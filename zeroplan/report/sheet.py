@@ -21,7 +21,7 @@ class Sheet:
         fits: in which colour it is said: whether what decides fits; None where that is not known.
         plan: what decides; None where no single plan does.
         sentences: what stands behind the verdict, each with its rank on the first screen (:mod:`zeroplan.report.screen`).
-        said: what else to know, the most severe first.
+        remarks: what else to know, the most severe first.
     """
 
     name: str
@@ -30,12 +30,12 @@ class Sheet:
     fits: bool | None
     plan: MemoryPlan | None
     sentences: tuple[tuple[int, str], ...]
-    said: tuple[str, ...]
+    remarks: tuple[str, ...]
 
     @cached_property
     def notes(self) -> list[str]:
         """The notes below the answer: what was said beside the sentences, each text once."""
-        return list(dict.fromkeys(self.said))
+        return list(dict.fromkeys(self.remarks))
 
     def lines(self, terminal: Terminal) -> list[str]:
         """Return the verdict as lines of a terminal."""

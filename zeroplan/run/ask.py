@@ -34,9 +34,9 @@ class Ask(ModelOptions, WorkloadOptions, ClusterOptions, MeshOptions, ShardingOp
         TypeError: an option that does not exist.
     """
 
-    __slots__ = ("_sources", "said")
+    __slots__ = ("_sources", "values")
     #: The value of each option that was said.
-    said: Mapping[str, Any]
+    values: Mapping[str, Any]
     _sources: dict[str, str]
 
     def __init__(self, **values: Any) -> None:
@@ -44,14 +44,14 @@ class Ask(ModelOptions, WorkloadOptions, ClusterOptions, MeshOptions, ShardingOp
             if name not in OPTIONS:
                 raise TypeError(f"there is no option {name!r}; {did_you_mean(name, OPTIONS)}")
         said = {name: value for name, value in values.items() if value is not None}
-        object.__setattr__(self, "said", MappingProxyType(said))
+        object.__setattr__(self, "values", MappingProxyType(said))
         object.__setattr__(self, "_sources", {})
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"an Ask is immutable: use replace({name}=…)")
 
     def __contains__(self, name: object) -> bool:
-        return name in self.said
+        return name in self.values
 
     def __getitem__(self, option: Option[T]) -> T:
         """Return the value of an option that a technique's own file declares."""
@@ -67,25 +67,25 @@ class Ask(ModelOptions, WorkloadOptions, ClusterOptions, MeshOptions, ShardingOp
 
     def replace(self, **values: Any) -> Self:
         """Return the ask with other values; None leaves an option open."""
-        found = type(self)(**{**self.said, **values})
+        found = type(self)(**{**self.values, **values})
         found._sources.update({name: by for name, by in self._sources.items() if name not in values})
         return found
 
     def by(self, sources: Mapping[str, str]) -> Self:
         """Return the ask with the names of those who said some of its options."""
-        found = type(self)(**self.said)
+        found = type(self)(**self.values)
         found._sources.update({**self._sources, **sources})
         return found
 
     def checked(self) -> Self:
         """Return the ask with every value of its option's type. Raises BadInput: a value of another type, or out of range."""
-        found = {name: OPTIONS[name].checked(value) for name, value in self.said.items()}
-        return self.replace(**{name: value for name, value in found.items() if value is not self.said[name]})
+        found = {name: OPTIONS[name].checked(value) for name, value in self.values.items()}
+        return self.replace(**{name: value for name, value in found.items() if value is not self.values[name]})
 
     @property
     def chosen(self) -> dict[str, Any]:
         """The options that have another value than their default."""
-        return {name: value for name, value in self.said.items() if value != OPTIONS[name].default}
+        return {name: value for name, value in self.values.items() if value != OPTIONS[name].default}
 
     def words(self, names: Iterable[str]) -> list[str]:
         """Return the words of a command that says those of the named options that have another value than their default."""
@@ -93,15 +93,15 @@ class Ask(ModelOptions, WorkloadOptions, ClusterOptions, MeshOptions, ShardingOp
         return [word for name in names if name in chosen for word in OPTIONS[name].words(chosen[name])]
 
     def __eq__(self, other: object) -> bool:
-        return self.said == other.said if isinstance(other, Ask) else NotImplemented
+        return self.values == other.values if isinstance(other, Ask) else NotImplemented
 
     __hash__ = None  # type: ignore[assignment]  # a ds_config is no more hashable
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (dict(self.said), dict(self._sources))
+        return _made, (dict(self.values), dict(self._sources))
 
     def __repr__(self) -> str:
-        return f"Ask({', '.join(f'{name}={value!r}' for name, value in self.said.items())})"
+        return f"Ask({', '.join(f'{name}={value!r}' for name, value in self.values.items())})"
 
 
 def _made(said: dict[str, Any], sources: dict[str, str]) -> Ask:

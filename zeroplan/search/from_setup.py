@@ -45,7 +45,7 @@ def with_source(request: Ask, options: SearchOptions) -> tuple[Ask, SearchOption
     # The split of the batch is the search's, so flags of it bind the search and not the run in use.
     unbound = request.replace(micro_batch=None, grad_accum=None, compile=None)
     asked = merge(unbound, setup, search=True)
-    changes = {name for name, value in asked.said.items() if unbound.said.get(name) != value}
+    changes = {name for name, value in asked.values.items() if unbound.values.get(name) != value}
     try:
         return _free_search(asked, request, options, setup)
     except BadInput as error:

@@ -56,7 +56,7 @@ class LaidOut:
         """The flags of ``zeroplan estimate`` that ask for the layout."""
         request = self.request
         words = [f"--gpus {request.gpus}"] + ([f"--nodes {request.nodes}"] if request.nodes > 1 else [])
-        words += [flags_of(one)] if (one := {name: request.said[name] for name in FIXED if name in request.chosen}) else []
+        words += [flags_of(one)] if (one := {name: request.values[name] for name in FIXED if name in request.chosen}) else []
         words += [f"--grad-accum {request.grad_accum}"] if request.grad_accum and request.grad_accum > 1 else []
         words += ["--gradient-checkpointing"] if request.value("gradient_checkpointing") else []
         return " ".join([*words, f"--engine {request.engine}", f"--stage {self.plan.stage}"])

@@ -51,7 +51,7 @@ _LEAST_TOKENS = 4096
 
 def fixed_degrees(request: Ask) -> dict[str, Any]:
     """Return the degrees that a request says, by field. See Note [Fixed degrees]."""
-    return {name: request.said[name] for name in FIXED if name in request}
+    return {name: request.values[name] for name in FIXED if name in request}
 
 
 def without_degrees(request: Ask) -> Ask:

@@ -121,7 +121,7 @@ def smallest_cluster(
         return found
 
     def whole(found: LayoutAnswer) -> LayoutAnswer:
-        more = (search.said,) if search.said else ()
+        more = (search.assumed,) if search.assumed else ()
         return replace(
             found,
             tried=(*tried, *(found.tried if found.best else ())),
@@ -129,7 +129,7 @@ def smallest_cluster(
             warnings=(*more, *found.warnings),
         )
 
-    for gpus in _powers(search.gpus // 2) if search.said else ():
+    for gpus in _powers(search.gpus // 2) if search.assumed else ():
         found = on(1, gpus)
         if found.chosen is not None:
             return whole(found)
@@ -177,9 +177,9 @@ class _Search:
         self._request = _checked_request(request, global_batch)
         self._choices = (False, True) if checkpointing is None else (checkpointing,)
         self._batch = global_batch
-        self.gpus, self.said = self._request.gpus, ""
+        self.gpus, self.assumed = self._request.gpus, ""
         if any_nodes and self.gpus == 1 and "gpus" not in request:
-            self.gpus, self.said = _USUAL_NODE, f"nodes of {_USUAL_NODE} GPUs are assumed; --gpus says otherwise"
+            self.gpus, self.assumed = _USUAL_NODE, f"nodes of {_USUAL_NODE} GPUs are assumed; --gpus says otherwise"
         self._tapes = None if request.depth == FORMULA else ExpandedTapes(find_engine(self._request.engine))
         self._config = allocator_config(request.alloc_conf)
         layouts = find_engine(self._request.engine).layouts

@@ -222,7 +222,7 @@ def _seconds(value: float) -> str:
 def what_tiles_buy(resolved: ResolvedSearch, request: Ask, options: SearchOptions, best: Ranked) -> list[str]:
     """Say what head and loss in tiles would make of the step, where logits and loss are a large part of the best's peak."""
     head = ChunkedHeadTechnique()
-    if not keeps_logits(best.plan) or not head.offered(resolved.engine, resolved.workload):
+    if not keeps_logits(best.plan) or not head.available(resolved.engine, resolved.workload):
         return []
     work = resolved.workload.with_techniques(head.under(resolved.engine))
     tiled = replace(resolved, workload=work, engine=resolved.engine.for_workload(work))

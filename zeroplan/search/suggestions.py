@@ -86,7 +86,7 @@ def adapters_that_fit(resolved: ResolvedSearch, request: Ask, options: SearchOpt
 def _options(resolved: ResolvedSearch, request: Ask, options: SearchOptions, nearest: Recommendation) -> Iterator[_Option]:
     """Yield the changes, the cheapest first: those that cost a flag, then quality, then money."""
     cluster, workload = resolved.cluster, resolved.workload
-    if ChunkedHeadTechnique().offered(resolved.engine, workload) and keeps_logits(nearest.plan):
+    if ChunkedHeadTechnique().available(resolved.engine, workload) and keeps_logits(nearest.plan):
         key = ChunkedHeadTechnique().key(resolved.engine, options.program or "") or ChunkedHeadTechnique.where
         yield _Option(f"head and loss in tiles ({key})", request.replace(chunked_head=True), options)
     eight_bit = find_optimizer(workload.numerics.optimizer).eight_bit
@@ -169,7 +169,7 @@ def cheapest_suggestions(
 def _same_model(one: Ask, two: Ask) -> bool:
     """Return whether two requests train the same parameters, so that tapes can be shared."""
     names = ("lora_rank", "lora_targets", "gpu", "quantize", "engine", "chunked_head")
-    return all(one.said.get(name) == two.said.get(name) for name in names)
+    return all(one.values.get(name) == two.values.get(name) for name in names)
 
 
 def _changed(

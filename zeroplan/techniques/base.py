@@ -19,6 +19,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.option import Option
+from zeroplan.core.option import OptionValues as OptionValues
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import ChunkedHead, Compilation, DType, Lora, Precision, QuantizedBase, Workload
@@ -106,20 +107,6 @@ class KeptBlocks:
     passing: tuple[int, ...] = ()
 
 
-class Asked(Protocol):
-    """Where a technique reads its options."""
-
-    @property
-    def said(self) -> Mapping[str, Any]:
-        """The options that somebody said, by name."""
-
-    def __getitem__(self, option: Option[V]) -> V:
-        """Return an option's value, its default where nobody said one."""
-
-    def source(self, name: str) -> str:
-        """Return who said an option; empty where nobody is known."""
-
-
 @dataclass(frozen=True, slots=True)
 class FileFacts:
     """What a technique reads of a run that files describe, where flags may say more.
@@ -132,8 +119,8 @@ class FileFacts:
         task: what is trained for, in the files' words.
     """
 
-    files: Asked
-    flags: Asked
+    files: OptionValues
+    flags: OptionValues
     engine: TakesTechniques
     degrees: bool
     task: str
@@ -238,7 +225,7 @@ class Technique(Generic[V]):
         """Its options, in the order of the help."""
         return tuple(one for one in vars(type(self)).values() if isinstance(one, Option))
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> V | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> V | None:
         """Return the value that its own options ask for; None where the technique is off.
 
         Raises:
@@ -246,7 +233,7 @@ class Technique(Generic[V]):
         """
         return None
 
-    def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
+    def leaves(self, asked: OptionValues, engine: TakesTechniques) -> Mapping[str, Any]:
         """Return the fields of a workload's parts that its own options decide: by default those of an option's name.
 
         Raises:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
 from zeroplan.core.workload import CheckpointPolicy, GradientCheckpointing
-from zeroplan.techniques.base import Asked, TakesTechniques, Technique
+from zeroplan.techniques.base import OptionValues, TakesTechniques, Technique
 from zeroplan.techniques.older_transformers import before_5
 
 _NOT_SEARCHED = (*SEARCHES, *RUNS)
@@ -51,7 +51,7 @@ class CheckpointingTechnique(Technique[GradientCheckpointing]):
     reentrant = Option[bool | None](bool, None)
     off: ClassVar[Mapping[str, Any]] = {"gradient_checkpointing": False, "checkpoint_policy": "full"}
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> GradientCheckpointing | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> GradientCheckpointing | None:
         """Return what the backward recomputes; None where it keeps all."""
         policy = CheckpointPolicy.parse(asked[CheckpointingTechnique.checkpoint_policy])
         offload = asked[CheckpointingTechnique.offload_checkpoints]

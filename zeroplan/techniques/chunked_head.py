@@ -10,14 +10,14 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.workload import ChunkedHead, Compilation, Workload
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, OptionValues, TakesTechniques, Technique
 from zeroplan.techniques.cut_cross_entropy import CutCrossEntropy
 from zeroplan.techniques.liger import Liger, LigerTechnique
 
 #: The engine that has a key of its own for it, and the tokens of one of its tiles.
 _RUNTIME, _TOKENS = "zeroplan", 1024
 #: Engines under which its figures are held to measured runs, or to their source.
-_OFFERED = ("ddp", "deepspeed", "fsdp2", _RUNTIME)
+_ENGINES = ("ddp", "deepspeed", "fsdp2", _RUNTIME)
 
 
 class ChunkedHeadTechnique(Technique[ChunkedHead]):
@@ -42,11 +42,11 @@ class ChunkedHeadTechnique(Technique[ChunkedHead]):
         page=True,
     )
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> ChunkedHead | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> ChunkedHead | None:
         """Return the head where a flag or a file asks for it."""
         if not asked[ChunkedHeadTechnique.chunked_head]:
             return None
-        of_trl = "pairs" in asked.said or "kl_batch" in asked.said  # its losses of preferences
+        of_trl = "pairs" in asked.values or "kl_batch" in asked.values  # its losses of preferences
         return ChunkedHead() if of_trl else self.under(engine)
 
     def under(self, engine: TakesTechniques) -> ChunkedHead:
@@ -64,7 +64,7 @@ class ChunkedHeadTechnique(Technique[ChunkedHead]):
         key = "loss.chunked" if program == "torchtitan" else LigerTechnique.head_key(program)
         return key and f"{key} keeps about as little"
 
-    def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
+    def leaves(self, asked: OptionValues, engine: TakesTechniques) -> Mapping[str, Any]:
         """Return the share of tokens with a label."""
         share = asked[ChunkedHeadTechnique.labelled_share]
         if share is not None and not 0 < share <= 1:
@@ -80,12 +80,12 @@ class ChunkedHeadTechnique(Technique[ChunkedHead]):
                 "Liger's fused loss has a head of its own", where=self.where, remedy="leave out --chunked-head or --liger"
             )
 
-    def offered(self, engine: TakesTechniques, work: Workload) -> bool:
+    def available(self, engine: TakesTechniques, work: Workload) -> bool:
         """Return whether a run could have it in place of a head that keeps all logits, at the figures that plans have."""
         objective = work.objective
         other = work.batch.pairs or objective.kl_batch or objective.reference is not None or objective.pair_loss is not None
         fused = work.has(ChunkedHead) or work.has(Liger) or work.has(CutCrossEntropy) or work.has(Compilation)
-        return engine.name in _OFFERED and not other and not fused
+        return engine.name in _ENGINES and not other and not fused
 
     def described(self, value: ChunkedHead) -> Mapping[str, Any]:
         """Return what a report's JSON shows."""

@@ -11,7 +11,7 @@ from zeroplan.core.option import WORK, Option
 from zeroplan.core.sparse_attention import SparseAttention
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import CheckpointPolicy, Compilation, Lora
-from zeroplan.techniques.base import Asked, Facts, FileFacts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, FileFacts, OptionValues, TakesTechniques, Technique
 from zeroplan.techniques.checkpointing import CheckpointingTechnique
 from zeroplan.techniques.float8 import Float8Technique
 from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
@@ -67,10 +67,10 @@ class CompiledTechnique(Technique[Compilation]):
     eager_first = ("zeroplan",)
     multiplies_in_float8 = ("zeroplan",)
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Compilation | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Compilation | None:
         """Return what is compiled."""
         said = asked[CompiledTechnique.compile]
-        if said is not None and hasattr(asked.said.get("model"), "named_parameters"):
+        if said is not None and hasattr(asked.values.get("model"), "named_parameters"):
             raise BadInput("live modules are planned as written", where="compile", remedy="leave it out")
         return None if said is None else member_named(Compilation, said, where=self.where)
 

@@ -13,7 +13,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.workload import ChunkedHead
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, OptionValues, TakesTechniques, Technique
 from zeroplan.techniques.liger import Liger
 
 
@@ -48,7 +48,7 @@ class CutCrossEntropyTechnique(Technique[CutCrossEntropy]):
     refusal = "cut cross-entropy is not modelled under {engine}"
     remedy = "use --engine ddp, fsdp2, fsdp or deepspeed"
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> CutCrossEntropy | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> CutCrossEntropy | None:
         """Return it where ``--cut-cross-entropy`` asks for it."""
         return CutCrossEntropy() if asked[CutCrossEntropyTechnique.cut_cross_entropy] else None
 

@@ -17,7 +17,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.option import WORK, Option
 from zeroplan.core.workload import Lora, QuantizedBase
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.models.spec import ModelSpec
@@ -58,7 +58,7 @@ class DoraTechnique(Technique[Dora]):
     because = "compiled blocks with DoRA are not modelled"
     looped = True
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Dora | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Dora | None:
         """Return DoRA where ``--dora`` asks for it."""
         return Dora() if asked[DoraTechnique.dora] else None
 

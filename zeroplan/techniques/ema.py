@@ -23,7 +23,7 @@ from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ledger.line import LedgerBuilder
-from zeroplan.techniques.base import Asked, Facts, FileFacts, HoldsTrained, KeptBlocks, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, FileFacts, HoldsTrained, KeptBlocks, OptionValues, TakesTechniques, Technique
 
 _lines = LedgerBuilder()
 
@@ -88,7 +88,7 @@ class EmaTechnique(Technique[Ema]):
     because = "whether the frozen base is copied, too, is up to the program"
     lines = _lines.ledger()
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Ema | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Ema | None:
         """Return the average that ``--ema`` asks for."""
         device = asked[EmaTechnique.ema]
         return None if device is None else Ema(member_named(AverageDevice, device, where=self.where))

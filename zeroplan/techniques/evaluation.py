@@ -9,7 +9,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
@@ -34,7 +34,7 @@ class EvaluationTechnique(Technique[Evaluation]):
     )
     engines = ("fsdp2", "ddp", "deepspeed", "fsdp")
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Evaluation | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Evaluation | None:
         """Return the evaluation between steps."""
         batch, kept = asked[EvaluationTechnique.eval_batch], asked[EvaluationTechnique.eval_logits]
         if batch is None:

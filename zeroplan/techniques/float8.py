@@ -18,7 +18,7 @@ from zeroplan.core.float8 import (
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType
-from zeroplan.techniques.base import Asked, Facts, FileFacts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, FileFacts, OptionValues, TakesTechniques, Technique
 
 
 class Float8Technique(Technique[Float8Recipe]):
@@ -50,14 +50,14 @@ class Float8Technique(Technique[Float8Recipe]):
     apart = ("--lora-rank",)
     because = "adapters beside 8-bit products are not modelled"
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Float8Recipe | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Float8Recipe | None:
         """Return the recipe of the products."""
         name = asked[Float8Technique.fp8]
         return None if name is None else parse_recipe(name)
 
     def filled(self, value: str, facts: FileFacts) -> Mapping[str, Any] | Unmodelled:
         """Return 8-bit products under an engine that plans them; elsewhere, and beside adapters, they are left out."""
-        if self.taken_by(facts.engine) and "lora_rank" not in facts.files.said and not facts.degrees:
+        if self.taken_by(facts.engine) and "lora_rank" not in facts.files.values and not facts.degrees:
             return {"fp8": value}
         return Unmodelled(facts.key(Float8Technique.fp8), Effect.UNKNOWN, "fp8 products; bf16 ones are counted")
 

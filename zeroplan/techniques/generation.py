@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.option import Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
@@ -26,7 +26,7 @@ class GenerationTechnique(Technique[Generation]):
     generation = Option[Generation | None](object, None)
     engines = ("ddp", "deepspeed")
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Generation | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Generation | None:
         """Return what files say is generated."""
         found = asked[GenerationTechnique.generation]
         return None if found is None else replace(found, casts=engine.casts_outputs)
@@ -51,7 +51,7 @@ class ColocatedTechnique(Technique[Colocated]):
     where = "--from"
     colocated = Option[Colocated | None](object, None)
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Colocated | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Colocated | None:
         """Return what files say of vLLM."""
         return asked[ColocatedTechnique.colocated]
 

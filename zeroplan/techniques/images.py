@@ -7,7 +7,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, WORK, Option
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, OptionValues, TakesTechniques, Technique
 
 
 class ImagesTechnique(Technique[int]):
@@ -22,12 +22,12 @@ class ImagesTechnique(Technique[int]):
         int, None, "Pixels of an image's side. [by the config]", WORK, metavar="PIXELS", least=1, without=RUNS
     )
 
-    def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
+    def leaves(self, asked: OptionValues, engine: TakesTechniques) -> Mapping[str, Any]:
         """Return the images and their size."""
         images, size = asked[ImagesTechnique.images], asked[ImagesTechnique.image_size]
         if size is not None and not images:
             raise BadInput("a size without images", where="--image-size", remedy="give --images 1 as well")
-        if images and asked.said.get("depth") == "formula":
+        if images and asked.values.get("depth") == "formula":
             raise BadInput("images are known to a trace alone", where=self.where, remedy="leave --depth out")
         return super().leaves(asked, engine)
 

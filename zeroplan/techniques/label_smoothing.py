@@ -10,7 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import ChunkedHead, Precision
-from zeroplan.techniques.base import Asked, Facts, FileFacts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, FileFacts, OptionValues, TakesTechniques, Technique
 from zeroplan.techniques.cut_cross_entropy import CutCrossEntropy
 from zeroplan.techniques.liger import Liger, LigerTechnique
 
@@ -68,7 +68,7 @@ class LabelSmoothingTechnique(Technique[LabelSmoothing]):
         key = facts.key(LabelSmoothingTechnique.label_smoothing)
         return Unmodelled(key, Effect.MORE, "labels are smoothed over whole logits, which Liger's loss does not hold")
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> LabelSmoothing | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> LabelSmoothing | None:
         """Return the smoothing; none where its share is 0."""
         return LabelSmoothing(engine.casts_outputs) if asked[LabelSmoothingTechnique.label_smoothing] else None
 

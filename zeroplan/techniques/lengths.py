@@ -8,22 +8,22 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.lengths import read_lengths, sampled
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.techniques.base import Asked, Facts, FileFacts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, FileFacts, OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
 
 
 class LengthsTechnique(Technique[tuple[int, ...]]):
-    """Lengths of samples. Files alone say `pads`: the program pads each batch to its longest sample, at most ``seq_len``; and
-    `longest_first`: the first micro batch holds the longest of the samples.
+    """Lengths of samples. Files alone say `dynamic_padding`: the program pads each batch to its longest sample, at most
+    ``seq_len``; and `longest_first`: the first micro batch holds the longest of the samples.
     """
 
     name = "lengths"
     kind = tuple
     where = "--lengths"
     leaf = "lengths"
-    decides = "pads"
+    decides = "dynamic_padding"
     lengths = Option[str | Sequence[int] | None](
         object,
         None,
@@ -33,11 +33,11 @@ class LengthsTechnique(Technique[tuple[int, ...]]):
         text=str,
         without=RUNS,
     )
-    pads = Option(bool, False, merges=False)
+    dynamic_padding = Option(bool, False, merges=False)
     longest_first = Option(bool, False)
     engines = ("fsdp2", "ddp", "deepspeed", "fsdp")
 
-    def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
+    def leaves(self, asked: OptionValues, engine: TakesTechniques) -> Mapping[str, Any]:
         """Return the lengths of samples that are padded batch by batch; none where all are alike."""
         said = asked[LengthsTechnique.lengths]
         lengths = () if said is None else read_lengths(said) if isinstance(said, str) else sampled(said)
@@ -45,7 +45,7 @@ class LengthsTechnique(Technique[tuple[int, ...]]):
 
     def filled(self, value: bool, facts: FileFacts) -> Mapping[str, Any]:
         """Return that batches are padded, unless a flag says to which lengths."""
-        return {"pads": value and facts.flags[LengthsTechnique.lengths] is None}
+        return {"dynamic_padding": value and facts.flags[LengthsTechnique.lengths] is None}
 
     def left_out(self, value: tuple[int, ...], facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
         """Return what batches of other lengths reserve, where the tape has none of them or the engine does not play them."""

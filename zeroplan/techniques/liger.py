@@ -19,7 +19,7 @@ from zeroplan.core.generation import Generation
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Compilation
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
@@ -144,7 +144,7 @@ class LigerTechnique(Technique[Liger]):
     refusal = "Liger's kernels are not modelled under {engine}"
     remedy = "use --engine ddp, fsdp2, fsdp or deepspeed"
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Liger | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Liger | None:
         """Return the kernels that the options ask for."""
         parts = tuple(filter(None, asked[LigerTechnique.liger_parts].split(",")))
         if parts:

@@ -15,7 +15,7 @@ from zeroplan.core.option import WORK, Option
 from zeroplan.core.quantization import parse_quantization
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType, Lora, Precision
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, OptionValues, TakesTechniques, Technique
 from zeroplan.techniques.quantized_base import QuantizedBaseTechnique
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ class LoraTechnique(Technique[Lora]):
     lora_dropout = Option(bool, False)
     off: ClassVar[Mapping[str, Any]] = {"lora_rank": None, "lora_targets": ()}
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Lora | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Lora | None:
         """Return the adapters that the options ask for."""
-        rank, targets = asked[LoraTechnique.lora_rank], tuple(asked.said.get("lora_targets", ()))
+        rank, targets = asked[LoraTechnique.lora_rank], tuple(asked.values.get("lora_targets", ()))
         if targets and rank is None:
             raise BadInput("targets without a rank", where="--lora-targets", remedy="give --lora-rank 16 as well")
         return None if rank is None else Lora(rank, targets, asked[LoraTechnique.lora_dropout])
 
-    def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
+    def leaves(self, asked: OptionValues, engine: TakesTechniques) -> Mapping[str, Any]:
         """Return the division of dtypes, which ``--base-dtype`` says of frozen weights under adapters.
 
         Without it they are read in 16 bits, as programs do: ``from_pretrained`` takes the checkpoint's dtype (transformers 5),
@@ -69,7 +69,7 @@ class LoraTechnique(Technique[Lora]):
             return {}
         if wanted is not None and quantize is not None:
             raise BadInput("the base is quantised", where=where, remedy="leave it or --quantize out")
-        dtype = DType(asked.said.get("dtype", DType.BF16))
+        dtype = DType(asked.values.get("dtype", DType.BF16))
         frozen = engine.base_precision(dtype, None if quantize is None else parse_quantization(quantize))
         if wanted in (None, dtype):
             return {"precision": frozen}

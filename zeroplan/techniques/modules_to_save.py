@@ -16,7 +16,7 @@ from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.option import WORK, Option
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Lora, Precision
-from zeroplan.techniques.base import Asked, Facts, FileFacts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, FileFacts, OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
@@ -82,7 +82,7 @@ class ModulesToSaveTechnique(Technique[ModulesToSave]):
         says = f"modules trained whole beside the adapters, under {facts.engine.name}"
         return Unmodelled(facts.key(ModulesToSaveTechnique.modules_to_save), Effect.MORE, says)
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> ModulesToSave | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> ModulesToSave | None:
         """Return the modules that ``--modules-to-save`` names."""
         names = _names(asked[ModulesToSaveTechnique.modules_to_save], self.where)
         return ModulesToSave(names) if names else None

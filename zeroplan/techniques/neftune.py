@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.workload import Workload
-from zeroplan.techniques.base import Asked, TakesTechniques, Technique
+from zeroplan.techniques.base import OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
@@ -45,7 +45,7 @@ class NeftuneTechnique(Technique[Neftune]):
     apart = ("--compile", "--images")
     because = "noise on embeddings beside it is not modelled"
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Neftune | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Neftune | None:
         """Return the noise; none where its scale is 0."""
         alpha = asked[NeftuneTechnique.neftune]
         return Neftune(alpha) if alpha else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import WORK, Option
 from zeroplan.core.versions import TRANSFORMERS, parse_version, version_text
-from zeroplan.techniques.base import Asked, TakesTechniques, Technique
+from zeroplan.techniques.base import OptionValues, TakesTechniques, Technique
 
 #: The first transformers that takes quantised weights to the host where FSDP or ZeRO shards them (``modeling_utils.py`` of
 #: 4.40.0, ``_load_state_dict_into_meta_model``).
@@ -27,13 +27,13 @@ class OlderTransformersTechnique(Technique[bool]):
         wins=True,
     )
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> bool | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> bool | None:
         """Refuse a version that is not known, also where nothing depends on it."""
         before_5(asked)
         return None
 
 
-def before_5(asked: Asked) -> bool:
+def before_5(asked: OptionValues) -> bool:
     """Return whether transformers is one before 5.
 
     Raises:

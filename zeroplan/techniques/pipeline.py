@@ -7,7 +7,7 @@ from __future__ import annotations
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import DATA_PARALLEL, MESH, Option
 from zeroplan.core.parallel import DEFAULT_SCHEDULE, ParallelLayout
-from zeroplan.techniques.base import Asked, Degree, Facts
+from zeroplan.techniques.base import Degree, Facts, OptionValues
 
 
 class PipelineTechnique(Degree):
@@ -43,7 +43,7 @@ class PipelineTechnique(Degree):
     )
 
     @classmethod
-    def require_stages(cls, asked: Asked, *, divides_layers: bool) -> None:
+    def require_stages(cls, asked: OptionValues, *, divides_layers: bool) -> None:
         """Refuse what is asked of stages where there are none, or where the engine divides no layers (`divides_layers`).
 
         Raises:

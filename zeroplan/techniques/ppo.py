@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.option import Option
 from zeroplan.core.workload import Workload
-from zeroplan.techniques.base import Asked, TakesTechniques, Technique
+from zeroplan.techniques.base import OptionValues, TakesTechniques, Technique
 
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
@@ -71,7 +71,7 @@ class PpoTechnique(Technique[Rollout]):
     ppo = Option[Ppo | None](object, None, merges=False)
     rollout = Option[Rollout | None](object, None)
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Rollout | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Rollout | None:
         """Return what passes before a step."""
         return asked[PpoTechnique.rollout]
 

@@ -10,7 +10,7 @@ from zeroplan.core.option import WORK, Option
 from zeroplan.core.quantization import PackedWeights, Products, Quantization, parse_quantization
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import DType, QuantizedBase
-from zeroplan.techniques.base import Asked, Facts, FileFacts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, FileFacts, OptionValues, TakesTechniques, Technique
 from zeroplan.techniques.older_transformers import before_5
 
 if TYPE_CHECKING:
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 ADAPTERS_RANK = 16
 
 
-def lacks_adapters(asked: Asked) -> bool:
+def lacks_adapters(asked: OptionValues) -> bool:
     """Return whether a quantised base is asked for without adapters: it is frozen, so nothing would be trained."""
     base = asked[QuantizedBaseTechnique.quantize] is not None and not asked[QuantizedBaseTechnique.built]
-    return base and "lora_rank" not in asked.said
+    return base and "lora_rank" not in asked.values
 
 
 class QuantizedBaseTechnique(Technique[QuantizedBase]):
@@ -58,7 +58,7 @@ class QuantizedBaseTechnique(Technique[QuantizedBase]):
         """Return whether an engine's plans know packed weights of a method."""
         return method in self.packed.get(engine.name, ())
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> QuantizedBase | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> QuantizedBase | None:
         """Return the frozen base whose linear layers are quantised, before transformers 5 in other layers and another place."""
         quantize, adapters = asked[QuantizedBaseTechnique.quantize], asked[QuantizedBaseTechnique.adapter_dtype]
         if quantize is None:
@@ -84,16 +84,16 @@ class QuantizedBaseTechnique(Technique[QuantizedBase]):
         stage 3 in 4 bits; elsewhere it stands among what is left out.
         """
         files, key = facts.files, facts.key(QuantizedBaseTechnique.quantize)
-        zero = (files.said.get("ds_config") or {}).get("zero_optimization")
+        zero = (files.values.get("ds_config") or {}).get("zero_optimization")
         zero = zero if isinstance(zero, Mapping) else {}
         said = zero.get("offload_param")
         device = said.get("device") if isinstance(said, Mapping) else said
-        offloads = files.said.get("offload_param", "none") != "none" or device not in (None, "none", False)
+        offloads = files.values.get("offload_param", "none") != "none" or device not in (None, "none", False)
         elsewhere = offloads or facts.degrees or (value == Quantization.INT8 and zero.get("stage") == 3)
-        if elsewhere or "lora_rank" not in files.said or not self.taken_by(facts.engine):
+        if elsewhere or "lora_rank" not in files.values or not self.taken_by(facts.engine):
             says = f"base weights in {value} are counted in 16 bits, and their dequantised copies are not"
             return Unmodelled(key, Effect.UNKNOWN, says)
-        kept = {name: files.said[name] for name in ("adapter_dtype", "whole_base") if name in files.said}
+        kept = {name: files.values[name] for name in ("adapter_dtype", "whole_base") if name in files.values}
         return {"quantize": value, "quantized_by": key, **kept}
 
     def trained(self, value: QuantizedBase, spec: ModelSpec) -> ModelSpec:

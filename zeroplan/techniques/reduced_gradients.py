@@ -8,7 +8,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
 from zeroplan.core.workload import DType
-from zeroplan.techniques.base import Asked, FileFacts, TakesTechniques, Technique
+from zeroplan.techniques.base import FileFacts, OptionValues, TakesTechniques, Technique
 
 _NOT_SEARCHED = (*SEARCHES, *RUNS)
 
@@ -34,12 +34,12 @@ class ReducedGradientsTechnique(Technique[DType]):
     refusal = "{engine} has no such policy"
     remedy = "leave it out, or use --engine fsdp2"
 
-    def leaves(self, asked: Asked, engine: TakesTechniques) -> Mapping[str, Any]:
+    def leaves(self, asked: OptionValues, engine: TakesTechniques) -> Mapping[str, Any]:
         """Return the dtype in which gradients are reduced, where it is not the engine's own."""
         said = asked[ReducedGradientsTechnique.reduce_dtype]
         if said is None:
             return {}
-        found, dtype = member_named(DType, said, where=self.where), DType(asked.said.get("dtype", DType.BF16))
+        found, dtype = member_named(DType, said, where=self.where), DType(asked.values.get("dtype", DType.BF16))
         if found not in (DType.FP32, dtype):
             what = f"gradients made in {dtype} are not reduced in {found}"
             raise BadInput(what, where=self.where, remedy=f"use fp32 or {dtype}")
@@ -47,7 +47,7 @@ class ReducedGradientsTechnique(Technique[DType]):
 
     def filled(self, value: str, facts: FileFacts) -> Mapping[str, Any]:
         """Return the files' dtype under an engine that has such a policy; ``products`` stands for that of the arithmetic."""
-        dtype = facts.flags.said.get("dtype") or facts.files.said.get("dtype") or "bf16"
+        dtype = facts.flags.values.get("dtype") or facts.files.values.get("dtype") or "bf16"
         return {"reduce_dtype": dtype if value == "products" else value} if self.taken_by(facts.engine) else {}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.option import RUNS, WORK, Option
 from zeroplan.core.saving import Saver, Saving, StateDict
-from zeroplan.techniques.base import Asked, Facts, FileFacts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, FileFacts, OptionValues, TakesTechniques, Technique
 
 
 class SavingTechnique(Technique[Saving]):
@@ -46,7 +46,7 @@ class SavingTechnique(Technique[Saving]):
     refusal = "{engine} keeps no whole state dict on its GPUs"
     remedy = "use --save full, or --engine fsdp"
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> Saving | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> Saving | None:
         """Return what is saved between steps."""
         form, by = asked[SavingTechnique.save], asked[SavingTechnique.save_by]
         model_alone = asked[SavingTechnique.save_only_model]
@@ -62,7 +62,7 @@ class SavingTechnique(Technique[Saving]):
         """Return saving by the program, in its form; a flag decides the form where the file leaves it open."""
         found = {}
         for option, theirs in ((SavingTechnique.save, "state_dict"), (SavingTechnique.save_by, "saver")):
-            said, ours = facts.files.said.get(theirs), facts.flags[option]
+            said, ours = facts.files.values.get(theirs), facts.flags[option]
             if said is not None and ours not in (None, said):
                 raise BadInput(f"the file says {said}, the flag {ours}", where=option.where, remedy="change one of the two")
             found[option.name] = ours or said

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
-from zeroplan.techniques.base import Asked, TakesTechniques, Technique
+from zeroplan.techniques.base import OptionValues, TakesTechniques, Technique
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class SyncedPassesTechnique(Technique[SyncedPasses]):
     refusal = "whether {engine} reduces each pass is not an option of its programs"
     remedy = "leave it out, or use --engine fsdp2"
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> SyncedPasses | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> SyncedPasses | None:
         """Return it where ``--sync-each`` asks for it."""
         return SyncedPasses() if asked[SyncedPassesTechnique.sync_each] else None
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
 from zeroplan.core.workload import CheckpointPolicy, TiledLoss, TiledMlp
-from zeroplan.techniques.base import Asked, Facts, TakesTechniques, Technique
+from zeroplan.techniques.base import Facts, OptionValues, TakesTechniques, Technique
 
 _T = TypeVar("_T", bound=TiledMlp | TiledLoss)
 
@@ -24,7 +24,7 @@ class _Tiled(Technique[_T]):
     refusal = "tiles are DeepSpeed's, and {engine} has none"
     remedy = "use --engine deepspeed"
 
-    def value(self, asked: Asked, engine: TakesTechniques) -> _T | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> _T | None:
         """Return the tiles that the option asks for."""
         tiles = asked[self.options[0]]
         if tiles < 0:

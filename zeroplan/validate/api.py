@@ -163,7 +163,7 @@ def verify(
     # Models are built with random weights.
     request = Ask(**{"from_scratch": True, **given, **{name: value for name, value in options.items() if value is not None}})
     if not request.files:
-        request = request.replace(engine=request.said.get("engine", DEFAULT_VERIFIED))
+        request = request.replace(engine=request.values.get("engine", DEFAULT_VERIFIED))
     else:
         request, setup, asked = with_runnable_files(request, asked or machine.ranks or None)
         say(setup.line)
@@ -268,8 +268,8 @@ def _raw(source: Any) -> Mapping[str, Any] | None:
 #: Options of a file that change neither the model nor its sharding: the loop does as its engine does, and neither evaluates nor
 #: saves. FSDP2 shards blocks and the root there, and reduces in fp32.
 _LEFT_TO_THE_LOOP = (
-    *("optimizer_kind", "torch_adam", "detached_loss", "moved", "pads", "unmodelled", "task", "zero_init", "accelerate_units"),
-    *("reduce_dtype", "eval_batch", "eval_logits", "save", "save_by", "save_only_model"),
+    *("optimizer_kind", "torch_adam", "detached_loss", "moved", "dynamic_padding", "unmodelled", "task", "zero_init"),
+    *("accelerate_units", "reduce_dtype", "eval_batch", "eval_logits", "save", "save_by", "save_only_model"),
 )
 
 

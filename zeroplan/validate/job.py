@@ -183,7 +183,7 @@ PLAIN = {
     **dict.fromkeys(
         ("detached_loss", "whole_embedding_states", "accelerate_units", "one_unit", "mixed_units", "moved"), "--from"
     ),
-    "pads": LengthsTechnique.where,
+    "dynamic_padding": LengthsTechnique.where,
     "longest_first": LengthsTechnique.where,
     "image_size": ImagesTechnique.where,
     **dict.fromkeys(("pairs", "wide_logits"), PairLossTechnique.where),

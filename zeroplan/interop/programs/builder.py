@@ -303,7 +303,7 @@ class Builder(Keys):
             ):
                 self.leave_out(key, Effect.UNKNOWN, f"is no key of {self.title.rpartition(' ')[0]}, and it speaks of memory")
         if "seq_len" in self.fields and self.fields.get("task") != "pretrain":
-            self.fields.setdefault("pads", not any(self.on(key) for key in _PACKED))
+            self.fields.setdefault("dynamic_padding", not any(self.on(key) for key in _PACKED))
         own = {name: self.fields.pop(name) for name in ("task", "method") if name in self.fields}
         typed = {name: OPTIONS[name].typed(value) for name, value in {**self.fields, **self.degrees, **self.options}.items()}
         return Setup(

@@ -103,7 +103,7 @@ def _example(run: Builder, found: _Example, alone: bool) -> None:
     elif "seq_len" not in run.fields and length is not None:
         run.assume(f"samples of {length} tokens", seq_len=length)
     if found.packs and not run.flag("line_by_line"):
-        run.set("pads", False)
+        run.set("dynamic_padding", False)
 
 
 def command_key(run: Builder) -> str:

@@ -57,7 +57,7 @@ class Functions:
                 yield from (called(node.value) for node in inner if isinstance(node, ast.Return) and called(node.value))
 
 
-def given(call: ast.Call, name: str, at: int | None) -> ast.expr | None:
+def argument_of(call: ast.Call, name: str, at: int | None) -> ast.expr | None:
     """The expression that a call gives a parameter, by its name or its place; None for neither."""
     by_name = next((word.value for word in call.keywords if word.arg == name), None)
     return by_name if by_name is not None else call.args[at] if at is not None and at < len(call.args) else None

@@ -47,7 +47,7 @@ class ParserArguments:
             elif called(call.func) == "set_defaults":
                 self.arguments |= {one.arg: UNKNOWN for one in call.keywords if one.arg}
 
-    def given(self, flags: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
+    def parsed(self, flags: Mapping[str, Any], words: Sequence[str]) -> dict[str, Any]:
         """The arguments that a command line's flags and short options give, also taken into :attr:`arguments`."""
         given: dict[str, Any] = {}
         for name, value in flags.items():

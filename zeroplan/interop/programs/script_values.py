@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zeroplan.interop.programs.script_arithmetic import computed
-from zeroplan.interop.programs.script_functions import Functions, given
+from zeroplan.interop.programs.script_functions import Functions, argument_of
 from zeroplan.interop.programs.script_parser import ParserArguments
 from zeroplan.interop.programs.script_syntax import CHANGING, OPAQUE, READING, UNKNOWN, base_name, called
 
@@ -222,7 +222,7 @@ class Values:
         """Follow names through flags, functions and other names, until nothing changes."""
         fired = {name: value for name, value in self._flags.items() if name in self._fired}
         self._bound |= {name: [ast.Constant(value)] for name, value in fired.items()}
-        self._flags = fired | self._parser.given(self._flags, self._words)
+        self._flags = fired | self._parser.parsed(self._flags, self._words)
         for name, found in list(self._bound.items()):  # what a function returns has two names
             for other in self._functions.returned(found):
                 self._alias(name, other)
@@ -337,7 +337,7 @@ class Values:
         calls, handed = self._uses(function.name)
         once = self._functions.called_once(function) if not handed else None
         for at, one in enumerate((*plain, *own.kwonlyargs)):
-            value = None if once is None else given(once, one.arg, at if at < len(plain) else None)
+            value = None if once is None else argument_of(once, one.arg, at if at < len(plain) else None)
             if value is not None:
                 if not (isinstance(value, ast.Name) and value.id == one.arg):  # else the name has the value of its one binding
                     self._bind(one.arg, value)

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan_runtime.checkpoint import atomic_files
-from zeroplan_runtime.checkpoint.foreign import Counts, WantedTensors, load_whole
+from zeroplan_runtime.checkpoint.foreign import TrainingCounts, WantedTensors, load_whole
 from zeroplan_runtime.checkpoint.manifest import METADATA
 from zeroplan_runtime.checkpoint.reader import unpickled_metadata
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint, run_conversion
@@ -140,7 +140,7 @@ def load_dcp_checkpoint(engine: EngineParts, *folders: str | Path, load_optimize
         engine,
         wanted,
         lambda: _TorchCheckpoint(paths, wanted),
-        lambda checkpoint: Counts(checkpoint.steps, checkpoint.steps),
+        lambda checkpoint: TrainingCounts(checkpoint.steps, checkpoint.steps),
         where=where,
         name=where,
     )

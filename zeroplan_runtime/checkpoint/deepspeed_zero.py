@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from zeroplan.core.errors import BadInput
-from zeroplan_runtime.checkpoint.foreign import Counts, WantedTensors, load_whole, resume_schedule
+from zeroplan_runtime.checkpoint.foreign import TrainingCounts, WantedTensors, load_whole, resume_schedule
 from zeroplan_runtime.checkpoint.parameter_shapes import require_same_groups
 from zeroplan_runtime.checkpoint.torch_files import read_torch_file, require_sums
 from zeroplan_runtime.engine_parts import EngineParts
@@ -256,11 +256,11 @@ class _ZeroCheckpoint:
             if tuple(shapes.get(name, ())) != tuple(param.shape):
                 raise BadInput(f"holds no frozen {name!r} of its shape", where=self._where, remedy="freeze what was frozen")
 
-    def _counts(self) -> Counts:
+    def _counts(self) -> TrainingCounts:
         steps, skipped = (int(self.model.get(key, 0)) for key in ("global_steps", "skipped_steps"))
         states, groups = self._base[0]["state"].values(), self._base[0]["param_groups"]
         taken = next((one["step"] for one in [*states, *groups] if "step" in one), steps - skipped)
-        return Counts(int(taken), steps, skipped)
+        return TrainingCounts(int(taken), steps, skipped)
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

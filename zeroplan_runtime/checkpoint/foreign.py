@@ -85,7 +85,7 @@ def _write(engine: EngineParts, wanted: WantedTensors, tensors: WholeTensors, *,
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class TrainingCounts:
     """Where a checkpoint's training stood.
 
     Attributes:
@@ -106,7 +106,7 @@ def load_whole(
     engine: EngineParts,
     wanted: WantedTensors,
     find: Callable[[], T],
-    counts: Callable[[T], Counts | None],
+    counts: Callable[[T], TrainingCounts | None],
     *,
     where: str,
     name: str,

@@ -19,7 +19,7 @@ import torch
 from zeroplan.core.errors import BadInput
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan_runtime.checkpoint import atomic_files
-from zeroplan_runtime.checkpoint.foreign import Counts, WantedTensors, load_whole, resume_schedule
+from zeroplan_runtime.checkpoint.foreign import TrainingCounts, WantedTensors, load_whole, resume_schedule
 from zeroplan_runtime.checkpoint.torch_files import read_torch_file, require_sums
 from zeroplan_runtime.checkpoint.whole import WholeCheckpoint, run_conversion
 from zeroplan_runtime.engine_parts import EngineParts
@@ -135,9 +135,9 @@ def load_universal_checkpoint(
             raise BadInput(f"holds no frozen parameter {missing[0]!r}", where=str(files[0]), remedy="train what was trained")
         return _UniversalTensors(files, model, sources, wanted)
 
-    def counts(found: _UniversalTensors) -> Counts:
+    def counts(found: _UniversalTensors) -> TrainingCounts:
         applied = _steps(folder / _STATES, found.model)
-        return Counts(applied, int(found.model.get("global_steps", applied)), int(found.model.get("skipped_steps", 0)))
+        return TrainingCounts(applied, int(found.model.get("global_steps", applied)), int(found.model.get("skipped_steps", 0)))
 
     model = load_whole(engine, wanted, find, counts, where=str(folder), name=folder.name).model
     if load_lr_scheduler_states:

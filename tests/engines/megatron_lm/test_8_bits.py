@@ -17,7 +17,7 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.megatron.chunk import ChunkLayers, ChunkTape, chunk_tape
 from zeroplan.engines.megatron.engine import Megatron
-from zeroplan.engines.megatron.float8 import Quantization
+from zeroplan.engines.megatron.float8 import QuantizedOperands
 from zeroplan.engines.megatron.rank import MegatronRank
 from zeroplan.engines.megatron.rules import require_valid
 from zeroplan.engines.megatron.shapes import Shapes
@@ -55,7 +55,7 @@ def kept_by_a_layer(recipe: Float8Recipe | None, capability: tuple[int, int] = H
     """Return the bytes that one layer keeps of a token from its forward to its backward."""
 
     def held(layers: int) -> int:
-        eight = None if recipe is None else Quantization.on(recipe, capability)
+        eight = None if recipe is None else QuantizedOperands.on(recipe, capability)
         shapes = Shapes(model=MODEL, micro_batch=1, seq=TOKENS, tp=tp, sequence=tp > 1, eight=eight, cudnn=True)
         return live(chunk_tape(shapes, ChunkLayers(tuple(range(layers)), embeds=False, ends=False)))
 

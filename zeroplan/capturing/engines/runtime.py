@@ -58,7 +58,7 @@ def _captured(capture: Capture, kind: Any, said: dict[str, Any]) -> Any:
     from zeroplan_runtime.arena import DTYPES
     from zeroplan_runtime.progress import TrainingProgress
 
-    class CapturedEngine(kind):  # type: ignore[misc]
+    class CapturedRuntime(kind):  # type: ignore[misc]
         """The runtime's engine as scripts see it."""
 
         def __init__(self, model: Any, config: Any, optimizer: Any, *, ranks: Any, device: Any, policy: Any = None) -> None:
@@ -168,5 +168,5 @@ def _captured(capture: Capture, kind: Any, said: dict[str, Any]) -> Any:
 
         zero_grad = finish_step = drain = wait_parameters = wait_for_checkpoint = destroy = nothing
 
-    CapturedEngine.__name__ = CapturedEngine.__qualname__ = kind.__name__
-    return CapturedEngine
+    CapturedRuntime.__name__ = CapturedRuntime.__qualname__ = kind.__name__
+    return CapturedRuntime

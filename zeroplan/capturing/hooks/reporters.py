@@ -72,19 +72,19 @@ class _Config(dict[str, Any]):
     __setattr__ = dict.__setitem__
 
 
-class _Run(Nothing):
+class _TrackedRun(Nothing):
     """A run with the settings that it is started with."""
 
     config = _Config()
 
     def __init__(self, *_: Any, config: Any = None, **__: Any) -> None:
-        _Run.config.update(config if isinstance(config, dict) else vars(config) if hasattr(config, "__dict__") else {})
+        _TrackedRun.config.update(config if isinstance(config, dict) else vars(config) if hasattr(config, "__dict__") else {})
 
 
 class _Reporter(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if self.__name__ == "wandb" and name in ("init", "config", "run"):
-            return {"init": _Run, "config": _Run.config, "run": None}[name]
+            return {"init": _TrackedRun, "config": _TrackedRun.config, "run": None}[name]
         if name.startswith("__"):
             raise AttributeError(name)
         return Nothing if name[:1].isupper() else Nothing()

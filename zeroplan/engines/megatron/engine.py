@@ -15,7 +15,7 @@ from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine, SearchedLayouts
 from zeroplan.engines.megatron.bridge import model_of, require_known, staged
-from zeroplan.engines.megatron.float8 import Quantization
+from zeroplan.engines.megatron.float8 import QuantizedOperands
 from zeroplan.engines.megatron.lines import LEDGER
 from zeroplan.engines.megatron.rank import MegatronRank, Parameter
 from zeroplan.ledger.line import Ledger
@@ -233,7 +233,7 @@ class Megatron(Engine):
             flash=not self._scores(case, model),
             ep=layout.ep,
             etp=layout.etp,
-            eight=None if recipe is None else Quantization.on(recipe, case.cluster.gpu.capability),
+            eight=None if recipe is None else QuantizedOperands.on(recipe, case.cluster.gpu.capability),
             cudnn=backend == "fused" or (backend == "auto" and case.cluster.gpu.capability >= _CUDNN),
         )
 

@@ -29,7 +29,7 @@ _ELEMENTS_A_SCALE_BYTE = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Quantization:
+class QuantizedOperands:
     """How operands are quantised. See Note [TransformerEngine's 8 bits].
 
     Attributes:
@@ -41,7 +41,7 @@ class Quantization:
     transposes: bool = True
 
     @classmethod
-    def on(cls, recipe: Float8Recipe, capability: tuple[int, int]) -> Quantization:
+    def on(cls, recipe: Float8Recipe, capability: tuple[int, int]) -> QuantizedOperands:
         """Return that of a recipe on cards of a compute capability."""
         return cls(recipe, capability < _EITHER_WAY)
 

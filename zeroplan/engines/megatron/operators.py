@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
-from zeroplan.engines.megatron.float8 import Quantization
+from zeroplan.engines.megatron.float8 import QuantizedOperands
 from zeroplan.tape.expanded import Kind
 from zeroplan.tape.sizes import FUNCTIONS
 
@@ -66,7 +66,7 @@ class Linear:
     engine: bool = True
     keeps: bool = True
     element: int = 2
-    eight: Quantization | None = None
+    eight: QuantizedOperands | None = None
     original: bool = False
 
     @property

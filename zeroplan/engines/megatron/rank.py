@@ -20,7 +20,7 @@ from functools import cached_property
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.workload import DType
 from zeroplan.engines.megatron.chunk import ChunkLayers
-from zeroplan.engines.megatron.float8 import Quantization
+from zeroplan.engines.megatron.float8 import QuantizedOperands
 from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.engines.rank import Rank
 from zeroplan.ledger.line import means
@@ -118,7 +118,7 @@ class MegatronRank(Rank):
     gathers_eight: bool = False
 
     @property
-    def eight(self) -> Quantization | None:
+    def eight(self) -> QuantizedOperands | None:
         """How the layers' operands are quantised; None for products of 16 bits."""
         return self.shapes.eight if self.shapes is not None else None
 

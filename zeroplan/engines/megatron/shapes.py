@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zeroplan.core.float8 import Float8Recipe
-from zeroplan.engines.megatron.float8 import Quantization
+from zeroplan.engines.megatron.float8 import QuantizedOperands
 from zeroplan.engines.megatron.operators import Linear, Norm
 from zeroplan.models.megatron import MegatronModel
 
@@ -40,7 +40,7 @@ class Shapes:
     cudnn: bool = False
     ep: int = 1
     etp: int = 1
-    eight: Quantization | None = None
+    eight: QuantizedOperands | None = None
 
     @property
     def tokens(self) -> int:

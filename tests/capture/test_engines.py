@@ -10,6 +10,7 @@ import pytest
 
 from zeroplan import estimate
 from zeroplan.capturing.answer import CapturedRun, answer
+from zeroplan.capturing.kept import keep
 from zeroplan.capturing.result import Captured, as_data, of_data
 from zeroplan.capturing.run import capture_command
 from zeroplan.core.cluster import Cluster
@@ -94,6 +95,23 @@ def test_ddp_is_planned_by_its_schedule_as_if_told_by_hand(tmp_path: Path) -> No
     other = answer(again, Cluster.of(gpu="A100-80G", gpus=4)).report.plans[0]  # a kept capture is planned for other machines
     hand = told("ddp", dtype="fp32", gpus=4, gpu="A100-80G")
     assert hand.gpu.peak_allocated - other.gpu.peak_allocated == NUMBER
+
+
+def test_kept_runs_of_engines_are_explained_and_compared(tmp_path: Path, cli: Any) -> None:
+    paths = []
+    for name, code in (("a", DDP), ("b", DDP.replace("AdamW", "SGD"))):
+        captured, run = captured_run(tmp_path, code)
+        paths.append(str(tmp_path / f"{name}.json"))
+        keep(run, captured, paths[-1])
+    code, out, _ = cli("explain", "--from", paths[0], "--json")
+    asked = {line["line"] for line in json.loads(out)["plans"][0]["lines"]}
+    assert code == 0
+    assert "layers.0.up" in asked
+    assert not [one for one in asked if one.lstrip("-").isdigit()], asked
+    text = cli("diff", *paths)[1]
+    assert "optim.exp_avg" in text
+    host = json.loads(cli("estimate", "--from", paths[0], "--json")[1])["cluster"]["cpu_ram"]
+    assert host == run.report.cluster["cpu_ram"]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -29,6 +29,7 @@ from zeroplan.planner.limit import ALLOCATED_SPREAD, RESERVED_SPREAD
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import Timeline
+from zeroplan.tape.expanded import ExpandedTape
 
 #: What runs a script that calls no engine.
 TORCH = "torch"
@@ -37,10 +38,11 @@ _STOPPED, _LIMIT = "stopped", "limit"
 
 @dataclass(frozen=True, slots=True)
 class CapturedRun:
-    """A report with the simulated run of the script behind it."""
+    """A report with the simulated run of the script behind it, and the tape under an engine's schedule."""
 
     report: Report
     timeline: Timeline
+    tape: ExpandedTape | None = None
 
 
 def answer(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,5 +110,5 @@ def recorded(held: Mapping[str, Any], request: Ask, where: str) -> tuple[Capture
     if gpu is None and (vram is not None or machine.get("vram") is not None):
         gpu, vram = machine.get("gpu"), vram if vram is not None else machine["vram"]
     card = None if gpu is None else re.sub(r"^\d+x", "", gpu)
-    found = Cluster.of(gpu=card, vram=vram, cpu_ram=request.cpu_ram, host=request.host)
-    return captured, replace(found, gpus=then.gpus, nodes=then.nodes)
+    machine = Cluster.of(gpus=then.gpus, nodes=then.nodes, gpu=card, vram=vram, cpu_ram=request.cpu_ram, host=request.host)
+    return captured, machine

@@ -57,7 +57,9 @@ def capture_command(
     if not start.module and not Path(start.target).is_file():
         raise BadInput("there is no such script", where=start.target, remedy="give the path as from this folder")
     world = _world(start, cluster, explicit_gpus=explicit_gpus, rank=rank)
-    cluster = replace(cluster, gpus=world.local_size, nodes=world.nodes) if start.launcher else cluster
+    if start.launcher:
+        sized = cluster.resized(world.local_size) if cluster.assumes_host else cluster
+        cluster = replace(sized, gpus=world.local_size, nodes=world.nodes)
     with _folder() as folder:
         answer = os.path.join(folder, "answer.json")
         job = Job(

@@ -50,10 +50,10 @@ def explained(request: Ask, line: str | None, *, time: bool, quiet: bool, as_jso
     if as_json:
         plan = run.report.plans[0]
         figures = {"phase": plan.gpu.peak_phase, "peak_allocated": plan.gpu.peak_allocated}
-        held = {"plan": "the script as it runs", **figures, "lines": peak_rows(run.timeline, line)}
+        held = {"plan": "the script as it runs", **figures, "lines": peak_rows(run, line)}
         show_json({"schema": 1, "plans": [held]})
     else:
-        show(peak_lines_text(run.report, run.timeline, Terminal.here(), buffer=line, quiet=quiet))
+        show(peak_lines_text(run, Terminal.here(), buffer=line, quiet=quiet))
     return True
 
 

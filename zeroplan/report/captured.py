@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Report
 from zeroplan.core.sizes import format_bytes
+from zeroplan.report.peak import origin_in
 from zeroplan.report.plans import notes, report_notes
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
@@ -15,8 +16,8 @@ from zeroplan.report.verdict import peak_sentence, verdict
 from zeroplan.report.words import machine_text, model_text
 
 if TYPE_CHECKING:
+    from zeroplan.capturing.answer import CapturedRun
     from zeroplan.capturing.cards import CardPlan, FittingCards
-    from zeroplan.simulate.timeline import Timeline
 
 _WAYS = {
     "loop": "what the script itself allocates and frees, in its order",
@@ -69,29 +70,28 @@ def _phases(plan: MemoryPlan) -> list[str]:
     return [f"  {name:<{width}}  {format_bytes(count):>12}" for name, count in rows]
 
 
-def peak_rows(timeline: Timeline, buffer: str | None = None) -> list[dict[str, Any]]:
+def peak_rows(run: CapturedRun, buffer: str | None = None) -> list[dict[str, Any]]:
     """Return what is alive at the peak by what it is and the line of code that asked for it: the largest first, bytes.
 
     Args:
-        timeline: the simulated run of a captured script.
+        run: a captured script's; under an engine's schedule the module or the parameter asks.
         buffer: one buffer alone.
     """
-    found = timeline.alive_by_buffer_and_note()
-    return [
-        {"buffer": kind.value, "line": str(line or ""), "bytes": count}
-        for (kind, line), count in found.items()
-        if buffer in (None, kind.value)
-    ]
+    origin = None if run.tape is None else origin_in(run.tape)
+    found: dict[tuple[str, str], int] = {}
+    for (kind, line), count in run.timeline.alive_by_buffer_and_note().items():
+        if buffer in (None, kind.value):
+            key = kind.value, str(line or "") if origin is None else origin(kind, line)
+            found[key] = found.get(key, 0) + count
+    rows = [{"buffer": kind, "line": line, "bytes": count} for (kind, line), count in found.items()]
+    return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def peak_lines_text(
-    report: Report, timeline: Timeline, terminal: Terminal = PLAIN, *, buffer: str | None = None, quiet: bool = False
-) -> str:
+def peak_lines_text(run: CapturedRun, terminal: Terminal = PLAIN, *, buffer: str | None = None, quiet: bool = False) -> str:
     """Return ``explain``'s answer to a captured script: what is alive at the peak, and the lines of code that asked for it.
 
     Args:
-        report: its plan.
-        timeline: its simulated run.
+        run: its plan and its simulated run.
         terminal: where it goes.
         buffer: one buffer alone.
         quiet: the table alone.
@@ -99,13 +99,13 @@ def peak_lines_text(
     Raises:
         BadInput: a buffer of which nothing is alive at the peak.
     """
-    rows = peak_rows(timeline, buffer)
+    rows = peak_rows(run, buffer)
     if not rows:
-        known = sorted({row["buffer"] for row in peak_rows(timeline)})
+        known = sorted({row["buffer"] for row in peak_rows(run)})
         raise BadInput(
             f"nothing of {str(buffer)[:40]!r} is alive at the peak", where="--line", remedy=f"use {', '.join(known)}"
         )
-    plan = report.plans[0]
+    plan = run.report.plans[0]
     cells = [[row["buffer"], row["line"] or "-", format_bytes(row["bytes"])] for row in rows[:_MOST_ROWS]]
     table = render(["buffer", "asked for by", "bytes"], cells, "plain", width=terminal.width)
     if quiet:
@@ -116,7 +116,7 @@ def peak_lines_text(
     outside = terminal.wrap(
         f"Outside torch's allocator: {format_bytes(plan.gpu.outside_torch or 0)}, as measured of a process."
     )
-    return "\n".join([*head, "", table, *more, "", *outside, *notes(report_notes(report), terminal)])
+    return "\n".join([*head, "", table, *more, "", *outside, *notes(report_notes(run.report), terminal)])
 
 
 #: Rows of a table of what is alive.

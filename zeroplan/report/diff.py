@@ -78,14 +78,15 @@ def diff_plans(
     theirs: Sequence[PrintedPlan],
     files: tuple[Mapping[str, Any], Mapping[str, Any]] | None = None,
 ) -> PlanDiff:
-    """Compare two answers: of many plans the first of `ours` that `theirs` has, too, else the first of each.
+    """Compare two answers: of many plans the first of `ours` that `theirs` has, too, else, and of a capture, the first of each.
 
     Args:
         ours: the plans of one.
         theirs: of the other.
         files: what the files that they are of say, by key.
     """
-    pairs = ((one, other) for one in ours for other in theirs if one.key == other.key)
+    captured = any(plans[0].plan.capture is not None for plans in (ours, theirs))  # whose first plan is the run itself
+    pairs = ((one, other) for one in ours for other in theirs if one.key == other.key and not captured)
     one, other = next(pairs, (ours[0], theirs[0]))
     options = _moved(one.options, other.options)
     figures = _by_size(_figures(one.plan), _figures(other.plan))

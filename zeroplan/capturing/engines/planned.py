@@ -21,6 +21,7 @@ from zeroplan.tape.codec import from_json
 if TYPE_CHECKING:
     from zeroplan.core.plan import Report
     from zeroplan.simulate.timeline import Timeline
+    from zeroplan.tape.expanded import ExpandedTape
 
 _DEEPSPEED = "deepspeed"
 _TYPES: Mapping[str, Any] = {"optimizer_kind": OptimizerKind, "precision": Precision}
@@ -63,8 +64,8 @@ def _left_out(captured: Captured) -> tuple[Unmodelled, ...]:
     return tuple(found)
 
 
-def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple[Report, Timeline]:
-    """Return the report: the run as the script starts it, then the engine's other stages and offloads; and its timeline.
+def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple[Report, Timeline, ExpandedTape]:
+    """Return the report (the run as the script starts it, then the engine's other stages and offloads), its timeline and tape.
 
     Raises:
         BadInput: what the planner refuses of the engine's arguments.
@@ -86,7 +87,7 @@ def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple
             "warnings": (*found.report.warnings, *captured.notes),
         }
     )
-    return report, run.simulation.timeline
+    return report, run.simulation.timeline, run.tape
 
 
 def _beyond(plan: MemoryPlan, captured: Captured, step: int) -> MemoryPlan:

@@ -53,7 +53,7 @@ def test_each_stack_has_its_own_depth(config: dict[str, Any], real: list[int]) -
 def test_a_tape_of_another_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"model_type": "llama", **_TEXT, "num_hidden_layers": 2}
     two, trace = load_model(config), tapes._traced
-    monkeypatch.setattr(tapes, "find_tape", lambda *_, **__: None)
+    monkeypatch.setattr(tapes, "lookup", lambda *_, **__: None)
     monkeypatch.setattr(tapes, "_traced", lambda _, *args: trace(two, *args))
     zeroplan.estimate(config, seq_len=16, stage=2, gpus=1, depth="simulated")
     with pytest.raises(BadInput, match="the traced model has"):

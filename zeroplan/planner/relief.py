@@ -13,10 +13,9 @@ from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.words import higher_stage
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import Simulated, simulated_plan
-from zeroplan.planner.tapes import expand_for
+from zeroplan.planner.tapes import tape_at_hand
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.tape.expanded import ExpandedTape
-from zeroplan.tapes import find_tape
 from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 
 #: An option that saves less than this part of the total is not listed.
@@ -82,11 +81,9 @@ def stored_plan(
         engine.require_runnable(case.zero)
         engine.require_workload(case)
         if tape is None:
-            zero3 = engine.trace_options(case).zero3
-            stored = find_tape(case.spec, engine.traced(case.workload), zero3=zero3, layout=case.parallel)
-            if stored is None:
+            tape = tape_at_hand(engine, case)  # refused where it was traced for other numbers
+            if tape is None:
                 return None
-            tape = expand_for(stored, case, zero3=zero3)  # refused where it was traced for other numbers
         return simulated_plan(formula_plan(engine, case), engine, case, tape, config).plan
     except BadInput:  # or its head is another than the engine's tiles take
         return None

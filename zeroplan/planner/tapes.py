@@ -12,7 +12,6 @@ from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.generation import Generation
 from zeroplan.core.lengths import padded_batches
 from zeroplan.core.model_config import text_config
-from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.workload import (
     Attention,
@@ -36,7 +35,7 @@ from zeroplan.tape.offloaded_checkpoints import with_offloaded_checkpoints
 from zeroplan.tape.options import Checkpointing, TraceOptions, evaluation_options, options_for
 from zeroplan.tape.reference_forward import forward_without_gradients, with_forward_before, with_reference
 from zeroplan.tape.sizes import KernelDevice
-from zeroplan.tapes import find_tape, get_tape, lookup, tape_for
+from zeroplan.tapes import lookup, tape_for
 from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.table import techniques_of
 
@@ -58,9 +57,9 @@ class NoTapeError(Exception):
         self.remedy = remedy
 
 
-def _traced(spec: ModelSpec, workload: Workload, zero3: bool, layout: ParallelLayout | None) -> Tape:
+def _traced(spec: ModelSpec, options: TraceOptions, workload: Workload) -> Tape:
     try:
-        return get_tape(spec, workload, zero3=zero3, layout=layout)
+        return tape_for(spec, options, workload)
     except BadInput:
         raise
     except Exception as error:  # the model's own code runs here and may raise anything
@@ -144,8 +143,8 @@ def _without_gradients(case: Case, *, zero3: bool = False) -> ExpandedTape:
     work = case.workload.but(reference=None, kl_batch=False, lengths=()).without(Evaluation, Generation, Compilation)
     again = work.technique(GradientCheckpointing) or GradientCheckpointing()
     work = work.with_techniques(replace(again, policy=CheckpointPolicy()))
-    tape = find_tape(case.spec, work, zero3=zero3) or _traced(case.spec, work, zero3, None)
-    return expand_for(tape, replace(case, workload=work))
+    options = options_for(work, zero3=zero3)
+    return expand_for(lookup(case.spec, options) or _traced(case.spec, options, work), replace(case, workload=work))
 
 
 def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
@@ -171,11 +170,12 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
     try:
         apart = asked.grouped or asked.checkpointing is Checkpointing.REENTRANT
         tape = _with_recomputation(case, asked) if apart else None
-        tape = tape or find_tape(spec, workload, zero3=zero3, layout=case.parallel)
+        options = _gathered(options_for(workload, zero3=zero3, layout=case.parallel), asked)
+        tape = tape or lookup(spec, options)
         if tape is None:
             if sys.stderr.isatty():
                 print(f"tracing {spec.name}, once …", file=sys.stderr)
-            tape = _traced(spec, workload, zero3, case.parallel)
+            tape = _traced(spec, options, workload)
         expanded = expand_for(tape, case, trace=True, zero3=zero3)
         _require_all_parameters(expanded, case)
         if case.halves:
@@ -191,6 +191,23 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
         if workload.batch.images:
             raise
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
+
+
+def _gathered(options: TraceOptions, asked: TraceOptions) -> TraceOptions:
+    """Return a workload's options with parameters in the dtype in which an engine gathers them, which its own options say."""
+    return replace(options, arithmetic=asked.arithmetic, base=asked.base)
+
+
+def tape_at_hand(engine: Engine, case: Case, *, plain: bool | None = None) -> ExpandedTape | None:
+    """Return the case's tape where it is shipped or cached; None where it would have to be traced.
+
+    Args:
+        plain: see :func:`zeroplan.tapes.find_tape`.
+    """
+    asked = engine.trace_options(case)
+    options = _gathered(options_for(engine.traced(case.workload), zero3=asked.zero3, layout=case.parallel), asked)
+    stored = lookup(case.spec, options, plain=plain)
+    return None if stored is None else expand_for(stored, case, zero3=asked.zero3)
 
 
 def _require_all_parameters(tape: ExpandedTape, case: Case) -> None:
@@ -219,7 +236,7 @@ def _with_recomputation(case: Case, asked: TraceOptions) -> Tape | None:
     """Return the case's tape with the engine's own way of recomputation; None where a model cannot be traced with reentrant
     checkpoints, whose tape without reentrance differs in single tensors.
     """
-    plain = options_for(case.workload, layout=case.parallel)
+    plain = _gathered(options_for(case.workload, layout=case.parallel), asked)
     options = replace(plain, grouped=asked.grouped, checkpointing=asked.checkpointing)
     try:
         return lookup(case.spec, options) or tape_for(case.spec, options, case.workload)
@@ -239,8 +256,8 @@ def _after_eager(engine: Engine, tape: ExpandedTape, case: Case) -> ExpandedTape
     """Return the tape behind a micro batch of the model as written."""
     written = replace(case, workload=engine.traced(case.workload.without(Compilation, Evaluation)))
     zero3 = engine.trace_options(written).zero3
-    found = find_tape(case.spec, written.workload, zero3=zero3, layout=case.parallel)
-    stored = _traced(case.spec, written.workload, zero3, case.parallel) if found is None else found
+    options = options_for(written.workload, zero3=zero3, layout=case.parallel)
+    stored = lookup(case.spec, options) or _traced(case.spec, options, written.workload)
     return replace(tape, shapes=(*tape.shapes, expand_for(stored, written)))
 
 

@@ -38,12 +38,11 @@ from zeroplan.planner.formula import (
 )
 from zeroplan.planner.host import host_memory
 from zeroplan.planner.simulated import simulated_plan
-from zeroplan.planner.tapes import NoTapeError, expand_for, expanded_tape_of
+from zeroplan.planner.tapes import NoTapeError, expanded_tape_of, tape_at_hand
 from zeroplan.search.policy import ANALYTIC_SPREAD, FLOOR_SLACK
 from zeroplan.search.space import Candidate
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.tape.expanded import ExpandedTape
-from zeroplan.tapes import find_tape
 
 
 class Memory:
@@ -292,8 +291,7 @@ class Memory:
     def _tape(self, case: Case) -> ExpandedTape:
         if self.trace:
             return expanded_tape_of(self.engine, case)
-        zero3 = self.engine.trace_options(case).zero3
-        tape = find_tape(case.spec, self.engine.traced(case.workload), zero3=zero3, plain=True)
+        tape = tape_at_hand(self.engine, case, plain=True)
         if tape is None:
             raise NoTapeError(f"no tape of {case.spec.name} is at hand")
-        return expand_for(tape, case, zero3=zero3)
+        return tape

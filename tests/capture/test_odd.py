@@ -203,3 +203,31 @@ def test_a_notebooks_magics_are_left_out(tmp_path: Path) -> None:
     captured, _ = capture_command(["python", str(path)], Cluster.of(gpu="H100"))
     assert captured.stopped is None, captured.stopped
     assert captured.steps == 3
+
+
+def test_under_accelerate_what_follows_the_steps_is_captured(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    code = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils.memory import find_executable_batch_size
+from torch.utils.data import DataLoader
+accelerator = Accelerator()
+@find_executable_batch_size(starting_batch_size=4)
+def train(size):
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = DataLoader([torch.zeros(64) for _ in range(64)], batch_size=size)
+    model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
+    for row in rows:
+        accelerator.backward(model(row).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(accelerator.get_state_dict(model), "model.pt")
+train()
+print("after")
+"""
+    captured, run = capture(tmp_path, code)
+    assert (captured.stopped, captured.ended, captured.steps) == (None, "", 4)
+    assert run.report.plans[0].gpu.phases["save"] > 0
+    assert [key for key, *_ in captured.unmodelled] == ["find_executable_batch_size"]

@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,12 @@ class Session:
                 notebooks.run(name)
             else:
                 runpy.run_path(name, run_name="__main__")
-        return capture.captured()
+        try:
+            return capture.captured()
+        except Exception as error:
+            traceback.print_exc(file=sys.stderr)
+            why = f"what was recorded cannot be planned ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
+            return result.Captured(stopped=result.Stop(self.job.target, 0, why))
 
     def _by_accelerate(self) -> None:
         from zeroplan.capturing.launchers import by_accelerate, process_group

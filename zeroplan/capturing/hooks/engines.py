@@ -1,4 +1,4 @@
-"""Kernels of programs on transformers: what they allocate."""
+"""What programs on transformers call that a run without a GPU would answer otherwise."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ def install_trl_kernels(capture: Capture, module: Any) -> None:
         return
     module._use_triton = lambda *_: False
     module._forward_tile, module._backward_tile, module._addmm_fp32 = folded, folded, added
+
+
+def install_batch_finder(capture: Capture, module: Any) -> None:
+    """Say that batches are halved on a GPU where memory runs out (``auto_find_batch_size``), which it does not here."""
+    own = module.find_executable_batch_size
+
+    def find(*args: Any, **kwargs: Any) -> Any:
+        says = "the batch is made smaller where memory runs out; the first size is planned"
+        capture.leave_out("find_executable_batch_size", "less", says)
+        return own(*args, **kwargs)
+
+    module.find_executable_batch_size = find

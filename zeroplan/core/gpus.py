@@ -91,6 +91,7 @@ GPUS: dict[str, Gpu] = {
         Gpu(
             *("RTXPro6000", _mib(97887), 503, 1792, 50, 50, (12, 0), "NVIDIA RTX PRO 6000 Blackwell data sheet"),
             reserve=_mib(650),
+            fp8_tflops=1007,
         ),
         Gpu("RTX6000Ada", _mib(49140), 364, 960, 25, 25, (8, 9), "NVIDIA RTX 6000 Ada data sheet, no ECC", fp8_tflops=728),
         Gpu("TitanRTX", _mib(24220), 130, 672, 50, 12, (7, 5), "NVIDIA Turing white paper (fp16; no bf16)", bf16=False),

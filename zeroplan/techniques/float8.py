@@ -72,6 +72,9 @@ class Float8Technique(Technique[Float8Recipe]):
         if value not in known:
             what = f"{value} is not a recipe of {facts.engine.name}"
             raise BadInput(what, where=self.where, remedy=f"use {', '.join(known[:-1])} or {known[-1]}")
+        if facts.cluster.gpu.amd:
+            what = f"8-bit products of {facts.cluster.gpu.name} are not modelled: ROCm's were not read"
+            raise BadInput(what, where=self.where, remedy="leave it out")
         blocks = value is Float8Recipe.MXFP8
         if facts.cluster.gpu.capability < (MXFP8_CAPABILITY if blocks else FLOAT8_CAPABILITY):
             what = f"{facts.cluster.gpu.name} has no 8-bit floats{' with a scale for each 32 of them' if blocks else ''}"

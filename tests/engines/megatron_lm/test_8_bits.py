@@ -10,7 +10,8 @@ from tests.engines.test_contract import ledger_and_schedule_differ
 from tests.workloads import flat_workload
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.float8 import FLOAT8_CAPABILITY, Float8Recipe
+from zeroplan.core.gpus import GPUS
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.rates import rates_of
 from zeroplan.core.zero_config import ZeroConfig
@@ -148,11 +149,18 @@ def test_ledger_and_schedule_hold_them_alike(gathers: bool) -> None:
         ({"fp8": "mxfp8"}, "scale for each 32"),
         ({"fp8": "mxfp8", "engine": "fsdp2"}, "is not a recipe of fsdp2"),
         ({"fp8": "delayed", "gpu": "A100-80G"}, "has no 8-bit floats"),
+        ({"fp8": "tensorwise", "gpu": "MI300X"}, "8-bit products of MI300X are not modelled"),
     ],
 )
 def test_what_cannot_be_is_one_line(changed: dict[str, str], said: str) -> None:
     with pytest.raises(BadInput, match=said):
         resolve(ASK.replace(**changed))
+
+
+def test_every_card_that_takes_8_bits_has_their_rate() -> None:
+    """A search divides by it."""
+    for gpu in GPUS.values():
+        assert gpu.amd or (gpu.fp8_tflops is not None) == (gpu.capability >= FLOAT8_CAPABILITY), gpu.name
 
 
 def test_megatrons_own_layers_have_no_8_bits() -> None:

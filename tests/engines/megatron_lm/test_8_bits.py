@@ -17,7 +17,7 @@ from zeroplan.core.rates import rates_of
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.megatron.chunk import ChunkLayers, ChunkTape, chunk_tape
-from zeroplan.engines.megatron.engine import Megatron
+from zeroplan.engines.megatron.engine import Megatron, user_buffers
 from zeroplan.engines.megatron.float8 import QuantizedOperands
 from zeroplan.engines.megatron.rank import MegatronRank
 from zeroplan.engines.megatron.rules import require_valid
@@ -167,6 +167,16 @@ def test_megatrons_own_layers_have_no_8_bits() -> None:
     model = replace(MODEL, transformer_impl="local")
     with pytest.raises(BadInput, match="8-bit products are TransformerEngine's"):
         require_valid(model, ParallelLayout(gpus=1), flat_workload(seq_len=256).with_techniques(Float8Recipe.DELAYED))
+
+
+def test_user_buffers_are_named_with_their_size() -> None:
+    """Twelve of all tokens' hidden states: eight gather, in 8 bits where products are, four scatter in 16."""
+    shapes = Shapes(model=MODEL, micro_batch=2, seq=TOKENS, tp=4, sequence=True)
+    assert user_buffers(shapes) == 12 * 2 * 2 * TOKENS * HIDDEN
+    eight = replace(shapes, eight=QuantizedOperands.on(Float8Recipe.DELAYED, HOPPER))
+    assert user_buffers(eight) == (8 + 4 * 2) * 2 * TOKENS * HIDDEN
+    case = resolve(ASK.replace(tp=2, sp=True, stage=1)).cases[0]
+    assert "--tp-comm-overlap" in {one.key for one in Megatron().unmodelled(case)}
 
 
 def test_casts_are_counted_once() -> None:

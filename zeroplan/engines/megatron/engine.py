@@ -10,6 +10,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.sizes import GIB
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
@@ -47,6 +48,9 @@ _FLEX = (
     " decide; activations are not shown"
 )
 _RING = "the keys and values that TransformerEngine's attention receives from a sample's next rank while it computes"
+#: Buffers that gather hidden states of all tokens, in the format of products, and that scatter them, in 16 bits.
+#: Source: TransformerEngine, pytorch/module/base.py (initialize_ub: layers_all_gather_overlap, layers_reduce_scatter_overlap)
+_GATHERING, _SCATTERING = 8, 4
 _ROUTING = "each expert is planned with as many tokens as the others"
 
 
@@ -124,6 +128,11 @@ class Megatron(Engine):
         found = [replace(_NO_MEASUREMENT, says=f"{_NO_MEASUREMENT.says}; {_ROUTING}") if mixture else _NO_MEASUREMENT]
         if model is not None and model.num_experts and model.moe_token_dispatcher_type == "flex":
             found.append(Unmodelled("--moe-token-dispatcher-type", Effect.MORE, _FLEX))
+        if case.layout.sp and case.spec.model_type != MODEL_TYPE:  # a script says itself whether it has them
+            shapes = self.rank(case).shapes
+            size = 0 if shapes is None else user_buffers(shapes)
+            says = f"its user buffers, {size / GIB:.1f} GiB beside torch's memory, which the time of layouts counts on"
+            found.append(Unmodelled("--tp-comm-overlap", Effect.MORE, says))
         if case.layout.cp > 1:
             found.append(
                 Unmodelled(
@@ -306,6 +315,12 @@ class Megatron(Engine):
     def require_verifiable(self, zero: ZeroConfig) -> None:
         """Refuse: Megatron-LM needs its own program."""
         raise BadInput("verify does not run Megatron-LM", where="--engine", remedy="use --engine zeroplan, or estimate alone")
+
+
+def user_buffers(shapes: Shapes) -> int:
+    """Return the bytes of the buffers in which collectives of tensor parallelism overlap products."""
+    elements = shapes.whole // shapes.element
+    return elements * (_GATHERING * (shapes.element if shapes.eight is None else 1) + _SCATTERING * shapes.element)
 
 
 def _parameters(model: MegatronModel, layout: ParallelLayout, part: ChunkLayers) -> tuple[Parameter, ...]:

@@ -20,7 +20,7 @@ from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.tapes import shipped
 from zeroplan.tapes.cache import versions
 from zeroplan.tapes.regenerate import TapeFolder, Wanted, run, units
-from zeroplan.tapes.variants import evaluation_variants, variants_of
+from zeroplan.tapes.variants import further_variants, variants_of
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,8 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = {e.id: [v for v in variants_of(e.id) if options.variants in v.key] for e in entries}
     if options.status:
         return status(entries, wanted, options.into)
-    optional = [v for v in evaluation_variants() if options.variants in v.key]
-    wanted = {model: [*own, *optional] for model, own in wanted.items()}
+    wanted = {
+        model: [*own, *(v for v in further_variants(model) if options.variants in v.key)] for model, own in wanted.items()
+    }
     if options.compare:
         return compare(entries, wanted, options.into, options.compare)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # read when the processes import torch: a trace is the same with and without

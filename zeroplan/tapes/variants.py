@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from zeroplan.core.model_config import CAUSAL_LM, auto_class_of
+from zeroplan.core.quantization import Products
 from zeroplan.core.workload import Attention
-from zeroplan.tape.options import Arithmetic, Checkpointing, TracedMesh, TraceOptions
+from zeroplan.models import catalog
+from zeroplan.tape.options import Arithmetic, Checkpointing, TracedBase, TracedMesh, TraceOptions
 
 _NONE, _FULL, _SELECTIVE = Checkpointing.NONE, Checkpointing.NON_REENTRANT, Checkpointing.SELECTIVE
 _SDPA, _EAGER, _FLASH = Attention.SDPA, Attention.EAGER, Attention.FLASH
@@ -30,8 +35,21 @@ def variants() -> tuple[TraceOptions, ...]:
     return tuple(wanted)
 
 
-def evaluation_variants() -> tuple[TraceOptions, ...]:
-    """Return the variants of an evaluation's forward. Not every model is shipped with them: they are traced where they lack."""
+def further_variants(model: str) -> tuple[TraceOptions, ...]:
+    """Return variants that not every model is shipped with, and that are traced where they lack: an evaluation's forward, and
+    adapters of a causal language model over 16-bit weights under DDP, and over a 4-bit base under DDP, TRL's adapters of 16
+    bits among them, and under what shards or casts it.
+    """
+    entry = catalog.find(model)
+    if entry is None or auto_class_of(entry.config) != CAUSAL_LM:
+        return _evaluations()
+    base = TracedBase(Products.NESTED)
+    over = ((_AUTOCAST, base), (_HALF, base), (_AUTOCAST, replace(base, half_adapters=True)), (Arithmetic.HALF_AUTOCAST, None))
+    adapted = [TraceOptions(_SDPA, how, by, lora=(), base=kept) for how in (_FULL, _NONE) for by, kept in over]
+    return (*_evaluations(), *adapted)
+
+
+def _evaluations() -> tuple[TraceOptions, ...]:
     whole = [TraceOptions(_SDPA, arithmetic=arithmetic, evaluation=True) for arithmetic in (_HALF, _AUTOCAST, _FP32)]
     adapted = [TraceOptions(_SDPA, arithmetic=arithmetic, lora=(), evaluation=True) for arithmetic in (_HALF, _AUTOCAST)]
     return (*whole, *adapted)

@@ -145,6 +145,79 @@ assert engine.module_state_dict()["head.weight"].shape == (512, 256)
 
 
 @pytest.mark.long
+def test_the_runtime_by_deepspeeds_names_and_lightnings_strategy_is_an_engine(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    config = {
+        "train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-3}},
+    }  # fmt: skip
+    net = "import torch\nfrom torch import nn\n" + BODY[BODY.index("class Block") :]
+    script = tmp_path / "train.py"
+    script.write_text(f"""{net}
+import deepspeed
+engine, *_ = deepspeed.initialize(model=Net(), config={config!r})
+for step in range(3):
+    engine.backward(engine(torch.empty(8, 16, 256, device="cuda", dtype=torch.bfloat16)).float().mean())
+    engine.step()
+    assert engine.was_step_applied()
+""")
+    words = ["python", "-m", "zeroplan_runtime.compat.deepspeed", str(script)]
+    by_names, _ = capture_command(words, Cluster.of(gpu="H100"))
+    script.write_text(f"""{net}
+import lightning, zeroplan_runtime
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+    def training_step(self, batch, index):
+        return self.net(batch).float().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+rows = torch.utils.data.DataLoader(torch.zeros(64, 16, 256, dtype=torch.bfloat16), batch_size=8)
+options = dict(max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, precision="bf16-true")
+lightning.Trainer(accelerator="gpu", devices=1, strategy="zeroplan_stage_2", **options).fit(Module(), rows)
+""")
+    by_strategy, _ = capture_command(["python", str(script)], Cluster.of(gpu="H100"))
+    for captured in (by_names, by_strategy):
+        assert captured.stopped is None, captured.stopped
+        assert (captured.engine["engine"], captured.steps) == ("zeroplan", 3)
+        assert answer(captured, Cluster.of(gpu="H100")).report.plans[0].stage == 2
+
+
+@pytest.mark.long
+def test_accelerates_fsdp_1_is_an_engine(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\nfrom torch import nn\n"
+        + BODY[BODY.index("class Block") :]
+        + """
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+accelerator = Accelerator()
+model, optimizer = Net(), None
+optimizer = torch.optim.AdamW(model.parameters())
+rows = DataLoader([torch.zeros(16, 256) for _ in range(64)], batch_size=4)
+model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
+for row in rows:
+    accelerator.backward(model(row).float().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.save_state("state")
+"""
+    )
+    words = ["accelerate", "launch", "--use_fsdp", "--fsdp_version", "1", "--fsdp_sharding_strategy", "FULL_SHARD",
+             "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "--fsdp_transformer_layer_cls_to_wrap", "Block",
+             "--fsdp_state_dict_type", "FULL_STATE_DICT", "--mixed_precision", "bf16", "--num_processes", "2",
+             str(script)]  # fmt: skip
+    captured, cluster = capture_command(words, Cluster.of(gpu="H100"))
+    plan = answer(captured, cluster).report.plans[0]
+    assert captured.stopped is None, captured.stopped
+    assert (plan.engine, plan.stage, plan.fits) == ("fsdp", 3, True), plan.unmodelled
+    assert plan.gpu.phases["save"] > 0
+
+
+@pytest.mark.long
 def test_fsdp2_lists_both_ways_to_reshard(tmp_path: Path) -> None:
     _, run = captured_run(tmp_path, FSDP2)
     assert [(plan.engine, plan.stage) for plan in run.report.plans] == [("fsdp2", 3), ("fsdp2", 2)]

@@ -126,6 +126,8 @@ def install(card: PlannedCard, gpus: int, recorder: ScriptRecorder) -> None:
         setattr(torch.cuda.memory, name, answers[name])
     for name in ("get_rng_state", "set_rng_state", "manual_seed", "manual_seed_all", "get_rng_state_all"):
         setattr(torch.cuda.random, name, answers[name])
+    nccl: Any = torch.cuda.nccl
+    nccl.version = lambda: (2, 28, 9)
     nvtx: Any = torch.cuda.nvtx
     for name in ("range_push", "range_pop", "mark"):
         setattr(nvtx, name, nothing)

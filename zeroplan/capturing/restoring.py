@@ -34,7 +34,7 @@ def _homes() -> list[Any]:
     import torch.utils.data
 
     named = (
-        "torch", "torch.cuda", "torch.cuda.memory", "torch.cuda.random", "torch.cuda.nvtx", "torch.version",
+        "torch", "torch.cuda", "torch.cuda.memory", "torch.cuda.random", "torch.cuda.nvtx", "torch.cuda.nccl", "torch.version",
         "torch.backends.cuda", "torch.random", "torch.accelerator", "torch.serialization", "torch.autograd",
         "torch.autograd.graph", "torch.utils.checkpoint", "torch.utils._foreach_utils", "torch.optim.optimizer",
         "torch.nn.utils.clip_grad", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.modules.module",

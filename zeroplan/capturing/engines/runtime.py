@@ -105,6 +105,7 @@ def _captured(capture: Capture, kind: Any, said: dict[str, Any]) -> Any:
             """Count the micro batch, and at a boundary the step."""
             boundary = self.is_gradient_accumulation_boundary()
             self.progress.micro_steps += 1
+            self._step_applied = boundary
             if boundary:
                 capture.spans.enter(STEP)
                 self.progress.global_steps += 1

@@ -301,7 +301,7 @@ class Engine(ABC):
 
     @abstractmethod
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """Return the engine's lines, and the facts that they read, for rank 0."""
+        """Return the engine's lines and those of techniques (``with_techniques``), and the facts that they read, for rank 0."""
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how the model must be traced to run under this engine."""

@@ -10,7 +10,6 @@ from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.evaluation import Evaluation
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.ledger.line import Item, derived, glossary_of
 from zeroplan.planner.estimate import allocator_config
 from zeroplan.planner.formula import FORMULA
@@ -92,7 +91,7 @@ def _explain(engine: Engine, case: Case, tapes: ExpandedTapes | None) -> Explana
     ledger, facts = engine.ledger(case)
     meanings = glossary_of(type(facts))
     derivations = []
-    for item in derived(with_techniques(ledger, case.workload), facts):
+    for item in derived(ledger, facts):
         names = dict.fromkeys(_NAME.findall(item.formula))
         known = ((name, getattr(facts, name, None)) for name in names)
         values = tuple((name, value, meanings.get(name, "")) for name, value in known if isinstance(value, int))

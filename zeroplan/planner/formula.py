@@ -11,7 +11,6 @@ from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, CheckpointPolicy, Workload
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.engines.base import Case, Engine
-from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.ledger.deepspeed_estimator import estimate_zero2, estimate_zero3
 from zeroplan.ledger.line import Item, derived
 from zeroplan.models.facts import largest_module_params, spec_facts
@@ -57,8 +56,7 @@ def lives_between_steps(item: Item) -> bool:
 
 def formula_plan(engine: Engine, case: Case) -> MemoryPlan:
     """Plan one configuration from its ledger."""
-    ledger, facts = engine.ledger(case)
-    items = list(derived(with_techniques(ledger, case.workload), facts))
+    items = list(derived(*engine.ledger(case)))
     on_gpu = [item for item in items if item.place is Place.HBM]
     states = sum(item.bytes for item in on_gpu if item.state)
     per_node = case.cluster.gpus

@@ -23,7 +23,7 @@ from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
 from zeroplan.engines.process import Outside
-from zeroplan.engines.technique_lines import technique_host, with_techniques
+from zeroplan.engines.technique_lines import technique_host
 from zeroplan.ledger.line import evaluate
 from zeroplan.ledger.work import Counts, Matrices, count_tape, guess_counts, matrices, scale_counts
 from zeroplan.models.spec import ModelSpec
@@ -149,13 +149,8 @@ class Memory:
         found = self._host.get(candidate.zero)
         if found is None:
             case = self.case(candidate)
-            ledger, facts = self.engine.ledger(case)
             # Inputs that leave with checkpointing grow with the micro batch, which the floor is not of.
-            items = [
-                item
-                for item in evaluate(with_techniques(ledger, case.workload), facts)
-                if item.buffer is not Buffer.ACTIVATION_CHECKPOINT
-            ]
+            items = [item for item in evaluate(*self.engine.ledger(case)) if item.buffer is not Buffer.ACTIVATION_CHECKPOINT]
             local = self.cluster.gpus
             host = sum(i.bytes for i in items if i.place in (Place.PINNED, Place.DRAM) and lives_between_steps(i))
             disk = sum(i.bytes for i in items if i.place is Place.NVME)
@@ -238,8 +233,7 @@ class Memory:
 
     def _live_states(self, candidate: Candidate) -> tuple[int, int, int]:
         case = self.case(candidate)
-        ledger, facts = self.engine.ledger(case)
-        on_gpu = [item for item in evaluate(with_techniques(ledger, case.workload), facts) if item.place is Place.HBM]
+        on_gpu = [item for item in evaluate(*self.engine.ledger(case)) if item.place is Place.HBM]
         outside = self._outside(case)
         between = sum(item.bytes for item in on_gpu if lives_between_steps(item))
         stepping = sum(i.bytes for i in on_gpu if Phase.STEP in i.phases) if self.engine.step_buffers_coexist else 0

@@ -13,6 +13,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, Precision
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.ledger.line import Ledger, LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines
 from zeroplan.models.spec import ModelSpec
@@ -69,7 +70,7 @@ class Toy(Engine):
         return Precision.FP32 if dtype is DType.FP32 else Precision.AUTOCAST
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        return LEDGER, ToyRank(
+        return with_techniques(LEDGER, case.workload), ToyRank(
             workload=case.workload,
             parameters=case.spec.parameters,
             layout=case.layout,

@@ -18,6 +18,7 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.ddp.lines import LEDGER
 from zeroplan.engines.ddp.rank import DdpRank
 from zeroplan.engines.quantized_base import kernels_of
+from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -80,7 +81,7 @@ class Ddp(TorchEngine[DdpRank]):
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DDP's lines and a rank; all ranks are alike."""
-        return LEDGER, self.rank(case, case.parameters)
+        return with_techniques(LEDGER, case.workload), self.rank(case, case.parameters)
 
     def derive_rank(self, case: Case, parameters: Parameters) -> DdpRank:
         """Return a rank; all ranks are alike."""

@@ -22,6 +22,7 @@ from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.moe import require_moe
 from zeroplan.engines.deepspeed.versions import as_wrapped, require_wrapper, unmodelled_by_version, version_remark
 from zeroplan.engines.quantized_base import packed_kernels, require_stored, unmeasured_base
+from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 
@@ -224,7 +225,7 @@ class DeepSpeed(Engine):
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return DeepSpeed's lines, and rank 0."""
         case = self._as_run(case)
-        return LEDGER, rank_of(case, case.parameters)
+        return with_techniques(LEDGER, case.workload), rank_of(case, case.parameters)
 
     def trace_options(self, case: Case) -> TraceOptions:
         """Return how to trace the model: stage 3 runs it through its own hooks and linear function."""

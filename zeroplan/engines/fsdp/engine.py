@@ -15,6 +15,7 @@ from zeroplan.engines.base import Case
 from zeroplan.engines.fsdp.lines import LEDGER
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.engines.quantized_base import packed_kernels, require_stored, stored
+from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -116,7 +117,7 @@ class Fsdp(TorchEngine[FsdpRank]):
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP 1's lines, and rank 0."""
-        return LEDGER, self.rank(case, case.parameters)
+        return with_techniques(LEDGER, case.workload), self.rank(case, case.parameters)
 
     def derive_rank(self, case: Case, parameters: Parameters) -> FsdpRank:
         """Return rank 0; one rank alone is not sharded, whatever the strategy."""

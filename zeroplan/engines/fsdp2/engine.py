@@ -19,6 +19,7 @@ from zeroplan.engines.base import Case, SearchedLayouts
 from zeroplan.engines.fsdp2.lines import LEDGER
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.quantized_base import packed_kernels, require_stored, stored
+from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.torch_engine import TorchEngine
 from zeroplan.ledger.line import Ledger
 
@@ -144,7 +145,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return FSDP2's lines, and rank 0."""
-        return LEDGER, self.rank(case, case.parameters)
+        return with_techniques(LEDGER, case.workload), self.rank(case, case.parameters)
 
     def derive_rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
         """Return rank 0 of a pipeline rank's data-parallel ranks, which holds the largest shards."""

@@ -19,6 +19,7 @@ from zeroplan.engines.megatron.bridge import model_of, require_known, staged
 from zeroplan.engines.megatron.float8 import QuantizedOperands
 from zeroplan.engines.megatron.lines import LEDGER
 from zeroplan.engines.megatron.rank import MegatronRank, Parameter
+from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.megatron import MEGATRON_CORE, MODEL_TYPE, MegatronModel, embedding_weights, final_weights, layer_weights
 
@@ -182,7 +183,7 @@ class Megatron(Engine):
 
     def ledger(self, case: Case) -> tuple[Ledger, Any]:
         """Return Megatron's lines, and the first rank of the pipeline rank that is looked at."""
-        return LEDGER, self.rank(case)
+        return with_techniques(LEDGER, case.workload), self.rank(case)
 
     def rank(self, case: Case) -> MegatronRank:
         """Return the first rank of a pipeline rank's, derived once."""

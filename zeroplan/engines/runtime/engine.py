@@ -47,6 +47,7 @@ from zeroplan.engines.runtime.layouts import (
     require_whole_samples,
 )
 from zeroplan.engines.runtime.rank import RuntimeRank
+from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
@@ -182,7 +183,8 @@ class Runtime(Engine):
         layout = self.layout(case)
         inputs = offloaded_input_sizes(case, layout)
         workspace, received = case.cluster.gpu.workspace, _received(case)
-        return lines.LEDGER, RuntimeRank(layout=layout, cublas_workspace=workspace, inputs=inputs, received=received)
+        rank = RuntimeRank(layout=layout, cublas_workspace=workspace, inputs=inputs, received=received)
+        return with_techniques(lines.LEDGER, case.workload), rank
 
     def offloaded_inputs(self, case: Case, tape: ExpandedTape) -> tuple[OffloadedInput, ...]:
         """Return the checkpointed inputs that leave for pinned memory in one micro batch (``cpu_checkpointing``), or that

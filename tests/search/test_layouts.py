@@ -176,6 +176,18 @@ def test_layouts_of_megatron_are_searched(cli: Cli) -> None:
     assert "layouts are searched for deepspeed, fsdp2 and megatron alone" in said
 
 
+def test_layouts_in_8_bits_are_faster(cli: Cli) -> None:
+    words = ("meta-llama/Llama-3.1-8B", "--engine", "megatron", "--gpu", "8xH100", "--seq-len", "4096", "--json")
+    fixed = ("--tp", "2", "--sp", "--pp", "1", "--cp", "1")
+    half, eight = (
+        json.loads(cli("recommend", *words, *fixed, *more)[1])["may_fit"]["modelled"]["tokens_per_second"]
+        for more in ((), ("--fp8", "tensorwise"))
+    )
+    assert 1.15 < eight / half < 1.9
+    code, _, fault = cli("recommend", *words, *fixed, "--fp8", "rowwise")
+    assert (code, len(fault.splitlines())) == (2, 1)
+
+
 def test_a_batch_too_small_for_some_stages_leaves_the_others() -> None:
     """Of Megatron's layouts, whose stages take fewer micro batches than there are, those without a time are left out."""
     asked = LLAMA.replace(model="meta-llama/Llama-3.1-70B", nodes=16, engine="megatron", depth="formula")

@@ -187,8 +187,11 @@ def test_compiled_flex_attention_makes_no_scores() -> None:
         from torch.nn.attention.flex_attention import flex_attention
 
         mask = create_block_mask(near, 2, None, 512, 512, device="cuda")
-        q = gpu(1, 4, 2048, 64)
-        torch.compile(flex_attention)(q, q, q, block_mask=mask).sum().backward()
+        q = gpu(1, 2048, 4, 64).transpose(1, 2)
+        out = torch.compile(flex_attention)(q, q, q, block_mask=mask)
+        assert out.stride() == q.stride()
+        out.sum().backward()
+    assert [one.key for one in plan.plan.unmodelled] == ["steps"]  # a GPU has measured it
     assert mask.kv_indices.shape == there.kv_indices.shape
     assert mask.q_num_blocks.shape == there.q_num_blocks.shape
     assert plan.peak_allocated < 8 * MIB  # scores would be 32
@@ -265,3 +268,13 @@ def test_a_family_of_ligers_without_a_rule_stops_by_its_name() -> None:
         apply_liger_kernel_to_mixtral(model=type("Mixtral", (), {"config": type("C", (), {"model_type": "mixtral"})})())
     assert plan.plan.capture is not None
     assert "Liger's kernels for mixtral" in str(plan.plan.capture.stopped)
+
+
+def test_a_softmax_of_a_slice_copies_it() -> None:
+    peaks = []
+    for whole in (True, False):
+        with zeroplan.capture("H100") as plan:
+            logits = gpu(4, 1024, 1024, dtype=torch.float32, grad=False)
+            (logits if whole else logits[:, 1:]).log_softmax(-1)
+        peaks.append(plan.peak_allocated)
+    assert peaks == [2 * 16 * MIB, 3 * 16 * MIB]  # a rest under 1 MiB stays with its block

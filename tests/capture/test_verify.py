@@ -59,6 +59,10 @@ def test_each_part_of_an_unchanged_loop_is_measured(tmp_path: Path) -> None:
 def test_a_loop_without_end_is_ended_after_its_steps_and_not_a_failure(tmp_path: Path) -> None:
     found = run(tmp_path, ON_CPU.replace("for step in range(3):", "while True:"))
     assert (found.code, found.steps) == (0, 4)
+    drawn = "from torch.utils.data import DataLoader\nbatches = (one for one in DataLoader([torch.zeros(1)] * 9))\n"
+    by_hand = ON_CPU.replace("for step in range(3):", f"{drawn}while True:\n    next(batches)")
+    found = run(tmp_path, by_hand)  # the script's own StopIteration
+    assert (found.code, found.steps) == (0, 3)
 
 
 def test_a_run_out_of_memory_is_one(tmp_path: Path) -> None:

@@ -87,7 +87,15 @@ class _Measured:
         recorder, functions, capture = cast("Any", self.parts), cast("Any", _Nothing()), cast("Any", self)
         self.spans = Spans(recorder)
         self.spans.install(functions)
-        Ending(self.spans, orders["steps"], orders["seconds"]).install()
+        ending = Ending(self.spans, orders["steps"], orders["seconds"])
+        ending.install()
+        self.ended, own = False, sys.excepthook
+
+        def passed_on(kind: Any, error: Any, trace: Any) -> None:
+            self.ended = kind is StopIteration and ending.done  # it asked a loader by hand, which gives no more batches
+            own(kind, error, trace)
+
+        sys.excepthook = passed_on
         self.steps = orders["steps"]
         when_imported("transformers.trainer", lambda module: install_trainer(capture, module))
         if orders["limit"]:
@@ -127,6 +135,7 @@ class _Measured:
             "used_at_end": total - free,
             "retries": stats["num_alloc_retries"],
             "ooms": stats["num_ooms"],
+            "ended": self.ended,
             "steps": self.spans.steps or self.spans.backwards,
             "parts": {str(mark): peak for mark, peak in self.parts.peaks.items()},
             "gpu": torch.cuda.get_device_name(),

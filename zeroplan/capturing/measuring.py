@@ -211,6 +211,7 @@ def _of_rank(
     """Return the figures of a rank's process, the largest where it has several; zeros where none used the GPU."""
     mine = [row for row in rows if row["rank"] == rank]
     row = max(mine, key=lambda one: one["allocated"], default={})
+    code = 0 if row.get("ended") else code
     phases: dict[str, int] = {}
     for mark, peak in row.get("parts", {}).items():
         name = MARKS[int(mark) - FIRST_MARK]

@@ -47,7 +47,7 @@ def _like_transposed(tensor: torch.Tensor, heads: int | None = None, dim: int | 
     return tensor.new_empty((batch, seq, heads or own_heads, dim or own_dim)).transpose(1, 2)
 
 
-def _laid_out_as(query: torch.Tensor, dim: int) -> torch.Tensor:
+def laid_out_as(query: torch.Tensor, dim: int) -> torch.Tensor:
     """Empty [B, H, S, dim] whose dimensions lie in memory in the order of the query's."""
     order = sorted(range(query.dim()), key=query.stride, reverse=True)
     shape = (*query.shape[:-1], dim)
@@ -103,7 +103,7 @@ def fused_forward(
     cudnn = _cudnn_takes(query, value)
     seed, offset = (block(("cudnn", 8)), block(("cudnn", 8))) if cudnn else (None, None)
     # Both kernels lay the output out as the query is (MHA.cpp, alloc_with_matching_layout; flash_api.cpp).
-    out = torch.empty_like(query) if value.shape[-1] == dim else _laid_out_as(query, value.shape[-1])
+    out = torch.empty_like(query) if value.shape[-1] == dim else laid_out_as(query, value.shape[-1])
     lse = query.new_empty((batch, heads, seq), dtype=torch.float32)
     if cudnn:
         block(("cudnn", 256))

@@ -75,6 +75,11 @@ def _softmax_backward(args: Any, kwargs: Any, out: Any) -> Sizes:
     return [args[0].numel() * max(args[0].element_size(), args[1].element_size())]
 
 
+def _whole_input(args: Any, kwargs: Any, out: Any) -> Sizes:
+    """Return the bytes of the copy that the kernel makes of a slice (``SoftMax.cu``, ``host_softmax``)."""
+    return [] if args[0].is_contiguous() else [args[0].numel() * args[0].element_size()]
+
+
 def _safe_softmax(args: Any, kwargs: Any, out: Any) -> Sizes:
     """Return the bytes of the masks of scores, and of whole rows, that are minus infinity (``SoftMax.cpp``)."""
     return [out.numel(), out.numel() // max(out.shape[-1], 1), out.element_size()]
@@ -82,6 +87,7 @@ def _safe_softmax(args: Any, kwargs: Any, out: Any) -> Sizes:
 
 AFTER[_aten.cumsum.default] = _scan
 AFTER[_aten._softmax_backward_data.default] = _softmax_backward
+AFTER[_aten._softmax.default] = AFTER[_aten._log_softmax.default] = _whole_input
 AFTER[_aten._safe_softmax.default] = _safe_softmax
 
 

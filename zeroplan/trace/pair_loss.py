@@ -82,10 +82,7 @@ def _mean_log_probabilities(logits: torch.Tensor, labels: torch.Tensor, *, whole
     mask = labels != _IGNORED
     index = torch.where(labels == _IGNORED, 0, labels)
     if whole:
-        with torch.no_grad():
-            copy = logits.contiguous()  # CUDA's kernel takes no slices (aten/src/ATen/native/cuda/SoftMax.cu, host_softmax)
         scores = logits.log_softmax(-1)
-        del copy
         found = torch.gather(scores, dim=2, index=index.unsqueeze(2)).squeeze(2)
     else:
         found = _PickedLogProbabilities.apply(logits, index)

@@ -30,10 +30,8 @@ def install(capture: Capture) -> None:
 
     def compiled(model: Any = None, **options: Any) -> Any:
         if model is getattr(sys.modules.get("torch.nn.attention.flex_attention"), "flex_attention", sys):
-            from zeroplan.capturing.kernels import unmeasured
             from zeroplan.capturing.kernels.flex_attention import compiled_flex_attention
 
-            unmeasured(capture, "compiled FlexAttention")
             return compiled_flex_attention
         capture.leave_out("torch.compile", "unknown", "torch.compile is called; figures are of the code run eagerly")
         if isinstance(model, torch.nn.Module):

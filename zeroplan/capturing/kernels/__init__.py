@@ -66,7 +66,15 @@ PACKAGES = {
         "0.18.0",
         ("float8", "optim", "quantization"),
         measured=frozenset(
-            ("Float8LinearConfig", "convert_to_float8_training", "precompute_float8_dynamic_scale_for_fsdp", "config")
+            (
+                "Float8LinearConfig",
+                "convert_to_float8_training",
+                "precompute_float8_dynamic_scale_for_fsdp",
+                "config",
+                "AdamW8bit",
+                "AdamW4bit",
+                "AdamWFp8",
+            )
         ),
     ),
     "liger_kernel": Package("0.8.5", ("transformers", "chunked_loss"), always=True, measured=None),

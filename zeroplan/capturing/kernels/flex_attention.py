@@ -1,4 +1,6 @@
-"""torch's FlexAttention, compiled: its Triton kernels keep inputs, output and a fp32 number a query and head; unmeasured.
+"""torch's FlexAttention, compiled: its Triton kernels keep inputs, output and a fp32 number a query and head.
+
+The output lies in memory as the query does. Measured on an H200 with torch 2.11 (benchmarks/capture/kernel_loops.py).
 
 Called without ``torch.compile`` it is the plain products, with whole scores, which torch runs by itself.
 
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 
 from zeroplan.capturing.hooks.imports import changes
+from zeroplan.trace.attention import laid_out_as
 from zeroplan.trace.kernels import block
 
 
@@ -45,7 +48,7 @@ class FlexAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output and the sums."""
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+        out = laid_out_as(query, value.shape[-1])
         sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, out, sums)
         ctx.mark_non_differentiable(sums)

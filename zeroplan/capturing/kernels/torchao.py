@@ -1,4 +1,4 @@
-"""torchao: optimizers with states in 8 and 4 bits and 8-bit floats (unmeasured), and training in 8-bit floats.
+"""torchao: optimizers with states in 8 and 4 bits and 8-bit floats (AdamW's are measured), and training in 8-bit floats.
 
 A state of a parameter of 4,096 elements or more, in whole blocks, is packed with an fp32 scale a block and, of integers, a
 table of its values; others keep the parameter's dtype. Steps are compiled, and allocate nothing. What

@@ -195,6 +195,8 @@ def test_a_batch_too_small_for_some_stages_leaves_the_others() -> None:
     assert found.tried
     for one in found.tried:
         assert one.layout.pp == 1 or (one.request.grad_accum or 1) >= one.layout.pp
+    with pytest.raises(BadInput, match="takes 8 micro batches or more, and not 4"):  # where no other is left
+        search_layouts(LLAMA.replace(engine="megatron", pp=8, tp=1, cp=1), global_batch=4)
 
 
 def test_layouts_of_deepspeed_are_searched() -> None:

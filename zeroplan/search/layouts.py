@@ -196,6 +196,8 @@ class _Search:
         self._counted: dict[str, Counts] = {}
         self._refused: BadInput | None = None
         self._allowed_one = False
+        self._untimed: BadInput | None = None
+        self._looked_at_one = False
 
     @property
     def least_nodes(self) -> int:
@@ -211,6 +213,8 @@ class _Search:
         """
         if self._refused is not None and not self._allowed_one:
             raise self._refused
+        if self._untimed is not None and not self._looked_at_one:
+            raise self._untimed
 
     def on(self, nodes: int, gpus: int | None = None, *, doubtful: bool = False) -> LayoutAnswer:
         """Search on a number of nodes.
@@ -243,6 +247,7 @@ class _Search:
             timed = self._timed(possible, resolved)
             if timed is not None:
                 found.append(timed)
+        self._looked_at_one = self._looked_at_one or bool(found or floors)
         too_large = (TooLarge(nodes, asked.gpus, len(floors), min(floors), self._usable),) if floors else ()
         found.sort(key=lambda one: -one.time.tokens_per_second)
         answer = LayoutAnswer(None, (), (), too_large, flags_of(fixed_degrees(asked)))
@@ -340,7 +345,8 @@ class _Search:
         cost = LayoutCost(resolved.cases[0], rank_counts(resolved, self._counted), self._rates, resolved.engine)
         try:
             return _Timed(request, resolved, cost.time(), cost.links)
-        except BadInput:
+        except BadInput as error:
+            self._untimed = self._untimed or error
             return None
 
     def _can_be(self, request: Ask) -> bool:

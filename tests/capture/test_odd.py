@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,18 @@ print("after")
     assert (captured.stopped, captured.ended, captured.steps) == (None, "", 4)
     assert run.report.plans[0].gpu.phases["save"] > 0
     assert [key for key, *_ in captured.unmodelled] == ["find_executable_batch_size"]
+
+
+def test_the_kernel_lets_no_library_write_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ctypes.CDLL(None, use_errno=True).syscall(444, None, ctypes.c_size_t(0), 1) < 1:
+        pytest.skip("needs a kernel with Landlock")
+    monkeypatch.chdir(tmp_path)
+    code = f"""
+import ctypes, os, torch
+torch.jit.save(torch.jit.script(torch.nn.Linear(2, 2)), "scripted.pt")
+assert os.path.exists("scripted.pt")
+assert ctypes.CDLL(None).creat(b"native.txt", 0o600) < 0  # as a library's own code would
+{LOOP}"""
+    captured, _ = capture(tmp_path, code)
+    assert captured.stopped is None, captured.stopped
+    assert [one.name for one in tmp_path.iterdir()] == ["train.py"]

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from zeroplan.capturing import guards, result
+from zeroplan.capturing import guards, landlock, result
 from zeroplan.capturing.machine import Job, PlannedCard, World
 
 #: Seconds beyond its time after which a script is stopped wherever it is.
@@ -33,6 +33,7 @@ def _job(path: str) -> Job:
 def main() -> None:
     """Run the job."""
     job = _job(sys.argv[1])
+    landlock.forbid_writes(os.path.realpath(job.folder))
     os.environ.update(guards.ENVIRONMENT)
     os.environ.update(job.environment)
     temporary = os.path.join(job.folder, "tmp")

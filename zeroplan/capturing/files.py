@@ -3,8 +3,9 @@
 Note [Redirected writes]
     Python's functions that open, make, rename and remove files are replaced. A path that was written, or made, is a file of
     the same path below the temporary folder; reads look there first. As a second guard an audit hook refuses, with an error,
-    every write outside the folder that Python announces, so that none goes by. Libraries that write by code of their own
-    (safetensors, Arrow, torch's archives) have their entry points replaced in the hook of that library.
+    every write outside the folder that Python announces, and Linux those of libraries' own code, too
+    (:mod:`zeroplan.capturing.landlock`). Of such libraries (safetensors, Arrow, torch's archives) the entry points are
+    replaced in the hook of that library.
 """
 
 from __future__ import annotations

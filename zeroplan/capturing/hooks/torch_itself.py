@@ -93,8 +93,31 @@ def install(capture: Capture) -> None:
         held = _saved[at]
         return held if onto is None else tree_map_only(torch.Tensor, lambda one: one.to(onto, copy=True), held)
 
+    _native_writers(capture)
     torch.save, torch.load = save, loaded
     torch.serialization.save, torch.serialization.load = save, loaded
+
+
+def _native_writers(capture: Capture) -> None:
+    """Let what torch writes by code of its own go to the temporary folder: scripted modules, and a profiler's trace."""
+    import torch.profiler
+
+    profiler: Any = torch.profiler.profile
+    for home, name, at in ((torch.jit, "save", 1), (profiler, "export_chrome_trace", 1), (profiler, "export_stacks", 1)):
+        changes(home)
+        setattr(home, name, _redirected(capture, getattr(home, name), at))
+
+
+def _redirected(capture: Capture, own: Any, at: int) -> Any:
+    """A function whose argument number `at` is the path of a file that it writes."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        words, overlay = list(args), capture.overlay
+        if overlay is not None and len(words) > at and isinstance(words[at], (str, os.PathLike)):
+            words[at] = overlay.writing(words[at])
+        return own(*words, **kwargs)
+
+    return call
 
 
 def _module_to() -> None:

@@ -34,6 +34,7 @@ CAMPAIGNS = {
     "random": ("drawn at random", (DRAWN,)),
     "classes": ("classes of transformers, drawn at random", (CLASSES,)),
     "kernels": ("Liger and cut cross-entropy, parameters without gradient", (KERNELS,)),
+    "beside_adapters": ("FSDP 1 with offload, averages, modules beside adapters", (RESULTS / "beside_adapters.jsonl",)),
     "classes2": ("classes of transformers, drawn anew", (CLASSES,)),
 }
 #: A prediction is right if it is off by no more.

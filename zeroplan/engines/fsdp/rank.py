@@ -15,10 +15,11 @@ Note [Units that mix trained and frozen weights]
 
 Note [CPUOffload of FSDP 1]
     Each unit's part is pinned on the host, and with it a gradient of the same size, for frozen units, too. To unshard a unit
-    its part is copied to the GPU, and cast there where the arithmetic has another dtype. Reduced gradients stay on the GPU
+    its part is copied to the GPU, and cast there where the arithmetic has another dtype; a copy that is not cast stays until
+    the unit is freed, since the optimizer's parameters are views of it (``use_orig_params``). Reduced gradients stay on the GPU
     until the backward's end, beside their copies on the host, where the optimizer steps. A quantised base waits on the host
     until its units are sharded, since whole it is what the GPU has no room for.
-    Source: torch 2.11, fsdp/_flat_param.py (init_flat_param_attributes, pre_unshard, _use_low_precision_shard,
+    Source: torch 2.11, fsdp/_flat_param.py (init_flat_param_attributes, pre_unshard, flat_param_to, _use_low_precision_shard,
     prepare_gradient_for_optim), fsdp/_runtime_utils.py (_accumulate_sharded_grad, _offload_grad)
 Source: torch/distributed/fsdp/_flat_param.py of torch 2.11, _init_flat_param_and_metadata and shard
 """

@@ -49,6 +49,7 @@ class FlatUnit:
         name: of the block; empty for the root.
         params: its trained parameters.
         whole: the gathered flat parameter.
+        copied: this rank's part, as it came from the host.
         grads: by parameter, gradients that wait for the unit's others.
         arrived: how many have come.
         flat_grad: the flat gradient of micro batches that were not reduced.
@@ -58,6 +59,7 @@ class FlatUnit:
     name: str
     params: set[int]
     whole: int = _NONE
+    copied: int = _NONE
     grads: dict[int, int] = field(default_factory=dict)
     arrived: int = 0
     flat_grad: int = _NONE
@@ -162,15 +164,16 @@ class FsdpSchedule(EngineSchedule):
             if casts:
                 self.free(copied)
             else:
-                cast = copied
+                unit.copied = copied
         unit.whole = self.alloc(rank.param_bytes * rank.padded(unit.name), Buffer.PARAM_FULL, stream=GATHER)
         if cast >= 0:
             self.free(cast)
 
     def _reshard(self, unit: FlatUnit) -> None:
-        if unit.whole >= 0:
-            self.free(unit.whole)
-            unit.whole = _NONE
+        for block in (unit.whole, unit.copied):
+            if block >= 0:
+                self.free(block)
+        unit.whole = unit.copied = _NONE
 
     def forward_begin(self) -> None:
         """Unshard the root. The gradients of the step before go first."""

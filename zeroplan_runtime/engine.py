@@ -182,11 +182,12 @@ class Engine(EngineGetters):
         return scaled
 
     @contextmanager
-    def during_backward(self, *, boundary: bool) -> Iterator[None]:
+    def during_backward(self, *, boundary: bool, in_hook: bool = False) -> Iterator[None]:
         """Enters the context of one micro batch's backward, whoever runs it; the loss scale is this step's within it.
 
         Args:
             boundary: the optimizer steps after it.
+            in_hook: a hook of autograd's enters it, and modes of torch's that it enters would not outlive it.
 
         Raises:
             BadInput: as :meth:`backward`.
@@ -201,7 +202,7 @@ class Engine(EngineGetters):
         self.arena.phase = Phase.BACKWARD
         self.techniques.choose_layers(self.progress.global_steps)
         self.schedule.root_pre_backward()
-        with self.checks.during_backward(boundary=boundary), self._computing(backward=True):
+        with self.checks.during_backward(boundary=boundary), self._computing(backward=True, modes=not in_hook):
             yield
             self.schedule.root_post_backward()
 
@@ -265,11 +266,12 @@ class Engine(EngineGetters):
         return self.host is not None and self.host.early_request is not None
 
     @contextmanager
-    def _computing(self, *, backward: bool) -> Iterator[None]:
-        """Enters the context of a forward or backward, in which the watchdog, the audits and the profiler look on."""
+    def _computing(self, *, backward: bool, modes: bool = True) -> Iterator[None]:
+        """Enters the context of a forward or backward, in which the watchdog and, by `modes`, audits and profiler look on."""
         naming = self.ranks.world.naming_ranks_that_computing_lost()
-        audited = self.first_batches.audited(self.progress.micro_steps)
-        with self.activity.inside(), naming, audited, self._counted(backward=backward):
+        audited = self.first_batches.audited(self.progress.micro_steps) if modes else nullcontext()
+        counted = self._counted(backward=backward) if modes else nullcontext()
+        with self.activity.inside(), naming, audited, counted:
             yield
 
     def _counted(self, *, backward: bool) -> AbstractContextManager[object]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 import torch.multiprocessing
 import torch.nn.parallel
 
@@ -38,6 +40,13 @@ def _without_device_ids(self: Any, module: Any, device_ids: Any = None, output_d
     _ddp(self, module, **options)
 
 
+def _agreed(flag: bool, op: Any = all) -> bool:
+    """What the tests' own helper says of all ranks' flags; it makes them on a numbered device, which a CPU has not."""
+    flags = [flag] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(flags, flag)
+    return bool(op(flags))
+
+
 torch.nn.parallel.DistributedDataParallel.__init__ = _without_device_ids  # type: ignore
 
 _OUTCOMES = Path(os.environ["DEEPSPEED_TESTS_OUTCOMES"])
@@ -49,6 +58,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
     With ``DEEPSPEED_TESTS_BF16`` tests of bf16 run too: DeepSpeed's check wants a GPU for them, the runtime does not.
     """
+    if "unit.common" in sys.modules:
+        vars(sys.modules["unit.common"])["reduce_boolean_flags"] = _agreed
     for item in items:
         if getattr(item.cls, "is_dist_test", False) and not item.cls.non_daemonic_procs:
             item.cls.reuse_dist_env = True

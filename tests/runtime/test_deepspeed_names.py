@@ -13,6 +13,7 @@ from torch.nn import functional
 import zeroplan_runtime.compat.deepspeed as deepspeed
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.compat.deepspeed import checkpointing, leaf_modules, utils
+from zeroplan_runtime.compat.deepspeed.leniency import as_deepspeed_reads
 
 pytestmark = pytest.mark.torch
 
@@ -122,3 +123,11 @@ def test_gradients_by_a_function_and_several_backwards(stage: int) -> None:
         torch.testing.assert_close(utils.safe_get_full_fp32_param(ours), theirs)
     assert engine.global_samples == 4
     engine.destroy()
+
+
+def test_a_key_with_dots_is_left_out_and_its_section_stays() -> None:
+    """TRL writes such keys for a reference model at stage 3; DeepSpeed ignores them."""
+    found = as_deepspeed_reads(
+        {"zero_optimization.reduce_bucket_size": 5, "zero_optimization": {"stage": 3, "reduce_bucket_size": 7}}, trains=False
+    )
+    assert found == {"zero_optimization": {"stage": 3, "reduce_bucket_size": 7}}

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import zeroplan_runtime.compat.deepspeed as deepspeed
+from tests.runtime.ranks import RankPool
 from zeroplan.core.errors import BadInput
 
 pytestmark = pytest.mark.torch
@@ -70,6 +73,41 @@ def test_steps_are_those_of_plain_torch(stage: int, accum: int, kind: str) -> No
             optimizer.step()
             optimizer.zero_grad()
     engine.destroy()
+
+
+def on_ranks(group: dist.ProcessGroup, stage: int) -> tuple[list[float], list[float]]:
+    """The losses of ``loss.backward()``, and of ``engine.backward(loss)``, of each rank's own data."""
+    mpu = SimpleNamespace(
+        get_model_parallel_world_size=lambda: 1,
+        get_data_parallel_world_size=group.size,
+        get_data_parallel_group=lambda: group,
+    )
+    found = []
+    for own in (True, False):
+        torch.manual_seed(0)
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        config |= {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+        engine = deepspeed.initialize(model=Model(), config=config, mpu=mpu)[0]
+        torch.manual_seed(engine.comm.rank)
+        losses = []
+        for _ in range(4):
+            loss = loss_of(engine, "logits", torch.randn(4, 6), torch.randn(4, 3))
+            if own:
+                loss.backward()
+            else:
+                engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found.append(losses)
+        engine.destroy()
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_on_ranks_it_is_the_engines_own(pool: RankPool, stage: int) -> None:
+    for own, engines in pool.run(2, on_ranks, stage):
+        assert own == engines
+        assert len(set(own)) == 4
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -106,14 +106,15 @@ def test_deepspeed_need_not_be_installed(pair: RankPool) -> None:
         assert (module, version, name) == ("zeroplan_runtime.compat.deepspeed.install", DEEPSPEED_VERSION, "deepspeed")
 
 
-def test_trl_equals_itself_without_the_runtime(tmp_path: Path, warm_python: Path) -> None:
+@pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("dpo", "reward", "grpo"))])
+def test_trl_equals_itself_without_the_runtime(kind: str, tmp_path: Path, warm_python: Path) -> None:
     """In one process: what TRL adds to the Trainer is its own loss and its data's form."""
     pytest.importorskip("trl", reason="TRL is no dependency of the suite")
     script = Path(__file__).with_name("trl_run.py")
     said = []
     for stage in ("plain", "3"):
         done = subprocess.run(
-            [warm_python, str(script), stage, str(tmp_path / stage)],
+            [warm_python, str(script), stage, str(tmp_path / stage), kind],
             capture_output=True,
             text=True,
             check=False,
@@ -122,7 +123,7 @@ def test_trl_equals_itself_without_the_runtime(tmp_path: Path, warm_python: Path
         )
         assert done.returncode == 0, done.stderr
         said.append([float(word) for word in done.stdout.splitlines()[-1].split()])
-    assert len(said[0]) == 6
+    assert len(said[0]) == (10 if kind == "sft" else 8)
     assert said[1] == pytest.approx(said[0], abs=1e-5)
 
 

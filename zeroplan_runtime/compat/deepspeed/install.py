@@ -125,7 +125,7 @@ def install() -> ModuleType:
         sys.modules[name] = module
         parent, _, last = name.rpartition(".")
         if parent:
-            setattr(sys.modules[parent], last, module)
+            sys.modules[parent].__dict__.setdefault(last, module)  # a function of the same name stays, as in DeepSpeed
     sys.modules["deepspeed.ops"].__dict__["__compatible_ops__"] = ops.compatible_ops
     sys.modules["deepspeed"].__dict__["zero"] = sys.modules["deepspeed.zero"]
     sys.meta_path.insert(0, _Refusing())

@@ -40,6 +40,9 @@ def as_deepspeed_reads(source: Mapping[str, Any], *, trains: bool) -> dict[str, 
 
 
 def _remove(config: dict[str, Any], path: str) -> None:
+    if path in config:  # a key with dots, as TRL writes for a reference model
+        del config[path]
+        return
     *parents, name = path.split(".")
     section: Any = config
     for parent in parents:

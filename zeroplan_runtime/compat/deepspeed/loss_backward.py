@@ -92,7 +92,8 @@ class LossBackward:
         self._is_scaled = False
         stack = ExitStack()
         stack.enter_context(refusing())
-        stack.enter_context(engine.during_backward(boundary=engine.is_gradient_accumulation_boundary()))
+        boundary = engine.is_gradient_accumulation_boundary()
+        stack.enter_context(engine.during_backward(boundary=boundary, in_hook=True))
         self._open = stack
         torch.autograd.Variable._execution_engine.queue_callback(self._end)
         return True

@@ -16,8 +16,8 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.base import Case
 from zeroplan.engines.megatron.autograd import TapeWriter
 from zeroplan.engines.megatron.chunk import ChunkLayers
+from zeroplan.engines.megatron.end_operators import embedding_gradient
 from zeroplan.engines.megatron.engine import Megatron
-from zeroplan.engines.megatron.operators import embedding_gradient
 from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.load import load_model

@@ -18,6 +18,7 @@ from functools import partial
 
 from zeroplan.engines.megatron import operators as ops
 from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, Value
+from zeroplan.engines.megatron.end_operators import cross_entropy, embedding_gradient, mean_loss
 from zeroplan.engines.megatron.experts import mixture
 from zeroplan.engines.megatron.operators import Linear, Saved
 from zeroplan.engines.megatron.rotary import rotated
@@ -177,7 +178,7 @@ def _look_up(w: TapeWriter, s: Shapes, words: Storage) -> Value:
     size = s.whole
 
     def look_up_backward(saved: Saved, g: Gradients) -> Gradients:
-        made = ops.embedding_gradient(w, count, s.model.padded(s.tp) // s.tp, s.model.hidden_size, table)
+        made = embedding_gradient(w, count, s.model.padded(s.tp) // s.tp, s.model.hidden_size, table)
         w.attributes.pop(ops.WAITING, None)
         return [made]
 
@@ -196,7 +197,7 @@ def _with_positions(w: TapeWriter, s: Shapes, x: Value) -> Value:
 
     def table_backward(saved: Saved, g: Gradients) -> Gradients:
         rows, width = s.model.max_position_embeddings, s.model.hidden_size
-        return [ops.embedding_gradient(w, s.tokens, rows, width, table)]
+        return [embedding_gradient(w, s.tokens, rows, width, table)]
 
     looked_up = w.apply([], [positions], [], table_backward)[0]
     del positions
@@ -406,6 +407,6 @@ def head(w: TapeWriter, s: Shapes, x: Value, loss_mask: Storage, *, tied: bool) 
     del normed
     fused = model.cross_entropy_loss_fusion
     in_place = fused and model.cross_entropy_fusion_impl == "te"
-    loss = ops.cross_entropy(w, logits, s.tokens, fused=fused, in_place=in_place)
+    loss = cross_entropy(w, logits, s.tokens, fused=fused, in_place=in_place)
     del logits
-    return ops.mean_loss(w, loss, s.tokens, loss_mask)
+    return mean_loss(w, loss, s.tokens, loss_mask)

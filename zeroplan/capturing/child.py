@@ -67,7 +67,7 @@ def main() -> None:
 
 def _ends_after(seconds: float) -> None:
     """Stop the script after that long where it does not come back to torch; what was learnt until then stays."""
-    late = signal.SIGRTMAX
+    late = getattr(signal, "SIGRTMAX", signal.SIGVTALRM)  # macOS has no signals of one's own
 
     def stop(*_: Any) -> None:
         from zeroplan.capturing.recorder import StoppedError

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,3 +279,21 @@ def test_a_softmax_of_a_slice_copies_it() -> None:
             (logits if whole else logits[:, 1:]).log_softmax(-1)
         peaks.append(plan.peak_allocated)
     assert peaks == [2 * 16 * MIB, 3 * 16 * MIB]  # a rest under 1 MiB stays with its block
+
+
+def test_trls_log_probabilities_keep_no_softmax() -> None:
+    from zeroplan.capturing.kernels import trl_log_probabilities
+
+    older, module = SimpleNamespace(), SimpleNamespace(_supports_trl_loss_kernel=None, is_triton_available=lambda: False)
+    for one in (older, module):
+        trl_log_probabilities.install(one)
+    assert not vars(older)
+    assert module.is_triton_available()
+    with zeroplan.capture("H100") as plan:
+        logits = gpu(4, 1025, 1024, dtype=torch.float32)
+        index = torch.empty(4, 1024, dtype=torch.int64, device="cuda")
+        chosen, _ = module._fused_logprob_entropy(logits[:, :-1], index)
+        held = torch.cuda.memory_allocated()
+        chosen.sum().backward()
+    assert held < 17 * MIB
+    assert 3 * 16 * MIB < plan.peak_allocated < 3.2 * 16 * MIB  # logits, the slice's gradient, and that of all

@@ -23,7 +23,7 @@ def install(capture: Capture) -> None:
         transformers_models,
     )  # fmt: skip
     from zeroplan.capturing.hooks.imports import when_imported
-    from zeroplan.capturing.kernels import flex_attention
+    from zeroplan.capturing.kernels import flex_attention, trl_log_probabilities
 
     torch_itself.install(capture)
     stand_ins.install(capture)
@@ -44,5 +44,6 @@ def install(capture: Capture) -> None:
         when_imported(name, lambda module: native_files.install_sqlite(capture, module))
     when_imported("pyarrow", lambda module: native_files.install_arrow(capture, module))
     when_imported("pyarrow.parquet", lambda module: native_files.install_parquet(capture, module))
+    when_imported("trl.trainer.utils", trl_log_probabilities.install)
     when_imported("trl.kernels.chunked_logprob", lambda module: engines.install_trl_kernels(capture, module))
     when_imported("safetensors.torch", lambda module: torch_itself.install_safetensors(capture, module))

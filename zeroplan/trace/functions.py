@@ -25,7 +25,7 @@ _LOWER = frozenset(
 #: Functions that autocast runs in fp32.
 _FP32 = frozenset(
     ("__rpow__", "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
-     "sinh", "tan", "pow", "__pow__", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm",
+     "sinh", "tan", "pow", "__pow__", "square", "softplus", "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm",
      "nuclear_norm", "cosine_similarity", "poisson_nll_loss", "cosine_embedding_loss", "nll_loss", "nll_loss_nd",
      "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss",
      "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss",

@@ -19,7 +19,7 @@ from zeroplan.tape.format import FORMAT, Tape
 from zeroplan.tape.options import TraceOptions
 
 #: Bumped when a trace of the same model comes out otherwise, so that older ones are not read.
-_REVISION = 13
+_REVISION = 14
 #: The same of one model type alone, whose traces came out otherwise since.
 _REVISED: dict[str, int] = {}
 #: Config keys that change no allocation and differ between copies of one model.

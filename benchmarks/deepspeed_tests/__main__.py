@@ -33,12 +33,40 @@ CORE = (
     "v1/half_precision/test_gradient_clipping_default.py",
 )
 
+#: What some programs use, and much of DeepSpeed's inside.
+MORE = (
+    "runtime/zero/test_zero_config.py",
+    "runtime/zero/test_zero_context.py",
+    "runtime/zero/test_zero_context_ancestry.py",
+    "runtime/zero/test_zero_context_return.py",
+    "runtime/zero/test_zero_nesting_init.py",
+    "runtime/zero/test_zero_dynamic_class.py",
+    "runtime/zero/test_zero_tiled.py",
+    "runtime/zero/test_unwrap_model.py",
+    "runtime/zero/test_zero_leaf_module.py",
+    "runtime/zero/test_zero_tensor_fragment.py",
+    "runtime/test_multiple_models.py",
+    "runtime/test_autocast.py",
+    "runtime/test_runtime_utils.py",
+    "runtime/activation_checkpointing/test_activation_checkpointing.py",
+    "runtime/activation_checkpointing/test_activation_checkpointing_non_reentrant.py",
+    "checkpoint/test_zero_optimizer.py",
+    "checkpoint/test_other_optimizer.py",
+    "checkpoint/test_lr_scheduler.py",
+    "checkpoint/test_tag_validation.py",
+    "checkpoint/test_latest_checkpoint.py",
+    "checkpoint/test_shared_weights.py",
+    "v1/zero/test_zero.py",
+    "v1/zero/test_zero_user_backward.py",
+)
+
 
 def main() -> None:
     """Runs the files named, or the core list, and writes a table and a JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("deepspeed", type=Path, help="a checkout of DeepSpeed, with tests/unit")
     parser.add_argument("--files", nargs="*", default=CORE, help="test files, relative to tests/unit; the core list by default")
+    parser.add_argument("--more", dest="files", action="store_const", const=MORE, help="the second list of files")
     parser.add_argument("-k", default="", help="as pytest's")
     parser.add_argument("--bf16", action="store_true", help="run the tests of bf16 that DeepSpeed skips without a GPU")
     parser.add_argument("--as-cpu", action="store_true", help="skip what DeepSpeed skips on a CPU without fp16")

@@ -107,6 +107,7 @@ def test_every_technique_has_a_field_here() -> None:
     """Whatever options make the workload carry; values of a technique's own file have tests of their own."""
     tried = {type(one) for name in OF_TECHNIQUES for one in changed(Workload(), name).techniques}
     made = {technique.kind for technique in TABLE if "value" in vars(type(technique))}
+    made.discard(bool)  # a version of transformers is checked there, and carried by no workload
     assert not {kind for kind in made - tried if not kind.__module__.startswith("zeroplan.techniques")}
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 RANKS, STAGES, SAVED, END = 2, (1, 2, 3), 3, 6
 #: Sections of 16 bits. The first loss scale overflows, so that a step is skipped before the checkpoint.
-HALVES = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}
+HALVES = {"bf16": {"enabled": True}, "fp16": {"enabled": True, "initial_scale_power": 16, "hysteresis": 1}}
 
 
 def make(seed: int) -> nn.Module:

@@ -348,9 +348,7 @@ def megatron_lm(text: str, path: str) -> Expected:
             else {"degrees": degrees}
         ),
         **({"global_batch": number["global_batch_size"]} if "global_batch_size" in number else {}),
-        "left_out": sorted(
-            key for key in ("fp8_param_gather", "rampup_batch_size", "activations_checkpoint_method") if key in on
-        ),
+        "left_out": sorted(key for key in ("rampup_batch_size", "activations_checkpoint_method") if key in on),
     }
 
 

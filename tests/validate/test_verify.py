@@ -136,7 +136,7 @@ def test_a_file_with_comments_is_read_as_deepspeed_reads_it(tmp_path: Path) -> N
     [
         (("--tolerance", "2"), "is no fraction"),
         (("--steps", "1"), "is too few"),
-        (("--gpus", "0"), "is not among"),
+        (("--gpus", "0"), "cannot be had here"),
         (("--stage", "3", "--offload-optimizer", "none", "--offload-param", "cpu"), "only where their whole optimizer does"),
         (("--optimizer", "muon"), "has no optimizer 'muon'"),
         (("--engine", "zeroplam"), "did you mean 'zeroplan'"),

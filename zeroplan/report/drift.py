@@ -62,9 +62,10 @@ def _verdict(comparison: Comparison, terminal: Terminal) -> list[str]:
 def _stage(whole: Comparison, one: Comparison) -> str:
     """Name a pipeline's rank and its blocks: ``"pipeline rank 1 of 2: blocks 4 to 7, on 2 ranks"``."""
     blocks = next((stage.blocks for stage in whole.plan.stages if stage.stage == one.pp_rank), ())
-    named = " and ".join(f"{first} to {end - 1}" if end - first > 1 else f"{first}" for first, end in blocks)
+    named = " and ".join(f"{first} to {end - 1}" if end - first > 1 else f"{first}" for first, end in blocks if end > first)
     many = one.measurement.ranks
-    return f"pipeline rank {one.pp_rank} of {len(whole.stages)}: blocks {named}, on {many} {'rank' if many == 1 else 'ranks'}"
+    held = f"blocks {named}" if named else "no blocks"
+    return f"pipeline rank {one.pp_rank} of {len(whole.stages)}: {held}, on {many} {'rank' if many == 1 else 'ranks'}"
 
 
 def _table(comparison: Comparison, style: str, terminal: Terminal) -> list[str]:

@@ -78,10 +78,10 @@ def _rank(explanation: Explanation) -> str:
     stage = explanation.stage
     if stage is None:
         return "one rank"
-    blocks = " and ".join(f"{first}–{end - 1}" for first, end in stage.blocks)
+    blocks = " and ".join(f"{first}–{end - 1}" for first, end in stage.blocks if end > first)
     peak = "" if stage.peak_allocated is None else f", peak {format_bytes(stage.peak_allocated)} allocated"
     flying = f"{stage.in_flight} micro batches" if stage.in_flight > 1 else "1 micro batch"
-    return f"pipeline rank {stage.rank}, blocks {blocks}, {flying} in flight at most{peak}"
+    return f"pipeline rank {stage.rank}, {f'blocks {blocks}' if blocks else 'no blocks'}, {flying} in flight at most{peak}"
 
 
 def explanation_json(explanations: Iterable[Explanation]) -> list[dict[str, object]]:

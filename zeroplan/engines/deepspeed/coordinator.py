@@ -39,6 +39,11 @@ _NEVER = -(10**10)
 FETCHES_BEHIND = 3
 
 
+def least_behind(rank: DeepSpeedRank) -> int:
+    """Return how many fetches a rank's device is behind at least: none under offload, as measured (E111, E119, D33, U10)."""
+    return FETCHES_BEHIND if rank.device_lags and not rank.offloads_optimizer and not rank.zero.offloads_param else 0
+
+
 class _Gather:
     """One all-gather that has been issued and not yet waited for (partition_parameters.py, AllGatherCoalescedHandle).
 
@@ -105,7 +110,7 @@ class Coordinator:
         self.copies_shards = self.on_host or any(travel != rank.param_bytes for travel in rank.gather_of)
         self.stream = GATHER if zero.overlaps_comm else COMPUTE
         self.alone = waiting is None
-        self.deferred_frees = waiting or DeferredFrees(recorder, FETCHES_BEHIND if rank.device_lags else 0)
+        self.deferred_frees = waiting or DeferredFrees(recorder, least_behind(rank))
         recorder.deferred_frees = self.deferred_frees if rank.device_lags else None
         self.frozen_stay = rank.does(Knob.FROZEN_STAY_FOR_BACKWARD)
         self.prefetch = 1 if zero.stage3.allgather_sequential else zero.stage3.prefetch_bucket_size

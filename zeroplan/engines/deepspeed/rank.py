@@ -99,10 +99,12 @@ class DeepSpeedRank(SteppedGroups):
     def device_lags(self) -> bool:
         """Whether stage 3's freed parameters wait for a device that nothing makes the host wait for (coordinator.py).
 
-        The host waits at every fetch for a single rank, and for one that copies from the host.
+        The host waits at every fetch for a single rank. Of several ranks it waits for nothing that computes, with offload
+        either: gradients leave by copies that return at once, and parameters come on the gathers' stream.
+
+        Source: stage3.py, partition_grads; partition_parameters.py, NoGatherHandle, _all_gather_dtype
         """
-        waited_for = self.ranks == 1 or self.offloads_optimizer or self.zero.offloads_param
-        return self.zero.stage == 3 and self.zero.overlaps_comm and not waited_for
+        return self.zero.stage == 3 and self.zero.overlaps_comm and self.ranks > 1
 
     @property
     def pin_optimizer(self) -> bool:

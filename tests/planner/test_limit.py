@@ -142,7 +142,13 @@ def test_a_verdict_follows_the_interval(gib: int) -> None:
 
 def test_a_host_that_is_assumed_and_a_disk_that_is_not_named_refuse_nothing() -> None:
     """A usual host is assumed in every verb, and said; what exceeds it may fit, and what exceeds a given one does not."""
-    known = {"model": "mistralai/Mixtral-8x7B-v0.1", "gpu": "4xA100-80G", "stage": 3, "offload_param": "none"}
+    known = {
+        "model": "mistralai/Mixtral-8x7B-v0.1",
+        "gpu": "4xA100-80G",
+        "stage": 3,
+        "gradient_checkpointing": True,
+        "offload_param": "none",
+    }
     for given, verdict in (
         ({}, Verdict.MAY_FIT),
         ({"cpu_ram": "576G"}, Verdict.DOES_NOT_FIT),

@@ -99,12 +99,14 @@ class DeepSpeedRank(SteppedGroups):
     def device_lags(self) -> bool:
         """Whether stage 3's freed parameters wait for a device that nothing makes the host wait for (coordinator.py).
 
-        The host waits at every fetch for a single rank. Of several ranks it waits for nothing that computes, with offload
-        either: gradients leave by copies that return at once, and parameters come on the gathers' stream.
+        The host waits at every fetch for a single rank. Of several ranks it waits for nothing that computes, but with offload
+        to memory that is not pinned for each gradient's copy: the call returns once the copy has completed.
 
-        Source: stage3.py, partition_grads; partition_parameters.py, NoGatherHandle, _all_gather_dtype
+        Source: stage3.py, partition_grads; partition_parameters.py, NoGatherHandle, _all_gather_dtype; CUDA Runtime API, "API
+        synchronization behavior"
         """
-        return self.zero.stage == 3 and self.zero.overlaps_comm and self.ranks > 1
+        waited_for = self.ranks == 1 or (self.offloads_optimizer and not self.pin_optimizer)
+        return self.zero.stage == 3 and self.zero.overlaps_comm and not waited_for
 
     @property
     def pin_optimizer(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zeroplan.capturing import places
-from zeroplan.capturing.machine import PlannedCard
+from zeroplan.capturing.machine import DRIVER_VERSION, PlannedCard
 from zeroplan.capturing.recorder import ScriptRecorder, StoppedError
 from zeroplan.capturing.source import user_line
 from zeroplan.engines.process import CONTEXT
@@ -163,7 +163,7 @@ def install_nvml(card: PlannedCard, gpus: int, recorder: ScriptRecorder, module:
 
     answers: dict[str, Any] = {
         "nvmlInit": 0, "nvmlInitWithFlags": 0, "nvmlShutdown": 0, "nvmlDeviceGetCount": gpus, "nvmlDeviceGetName": card.name,
-        "nvmlSystemGetDriverVersion": "580.65.06", "nvmlSystemGetCudaDriverVersion": 13000, "nvmlDeviceGetTemperature": 40,
+        "nvmlSystemGetDriverVersion": DRIVER_VERSION, "nvmlSystemGetCudaDriverVersion": 13000, "nvmlDeviceGetTemperature": 40,
         "nvmlDeviceGetPowerUsage": 100_000, "nvmlDeviceGetComputeRunningProcesses": [], "nvmlDeviceGetUUID": "GPU-0",
         "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=0, memory=0),
         "nvmlDeviceGetCudaComputeCapability": card.capability,

@@ -9,10 +9,9 @@ import subprocess
 from collections.abc import Callable
 from multiprocessing import context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from zeroplan.capturing.machine import PlannedCard
+from zeroplan.capturing.machine import DRIVER_VERSION, PlannedCard
 
 #: Variables that keep libraries from asking servers, reporting to them, or building their own kernels.
 ENVIRONMENT = {
@@ -42,7 +41,7 @@ def _smi(words: list[str], card: PlannedCard, gpus: int, live: int) -> str:
         used = live if at == 0 else 0
         sizes = {"memory.total": card.memory, "memory.used": used, "memory.free": card.memory - used}
         texts = {"name": card.name, "gpu_name": card.name, "count": str(gpus), "index": str(at), "uuid": f"GPU-{at}",
-                 "driver_version": "580.65.06", "compute_cap": ".".join(map(str, card.capability))}  # fmt: skip
+                 "driver_version": DRIVER_VERSION, "compute_cap": ".".join(map(str, card.capability))}  # fmt: skip
         unit = "" if "nounits" in form else " MiB"
         lines.append(", ".join(f"{sizes[one] >> 20}{unit}" if one in sizes else texts.get(one, "0") for one in asked))
     return "\n".join(lines) + "\n"

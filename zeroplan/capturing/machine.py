@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: The driver that NVML and ``nvidia-smi`` name.
+DRIVER_VERSION = "580.65.06"
+
 
 @dataclass(frozen=True, slots=True)
 class PlannedCard:

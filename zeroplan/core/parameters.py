@@ -49,6 +49,11 @@ class Parameters:
         return len(self.names)
 
     @cached_property
+    def block_count(self) -> int:
+        """How many blocks there are."""
+        return len({block for block in self.blocks if block})
+
+    @cached_property
     def numel(self) -> tuple[int, ...]:
         """Elements of each."""
         return tuple(math.prod(shape) for shape in self.shapes)

@@ -65,8 +65,8 @@ class Case:
 
         if self.partition:
             return (layer_stages(self.spec.parameters, self.layout.pp, self.partition)[self.pp_rank],)
-        blocks = len({block for block in self.spec.parameters.blocks if block})
-        return chunks_of(blocks, self.layout.pp, self.layout.vpp, self.pp_rank, schedule_of(self.pipeline))
+        layout, blocks = self.layout, self.spec.parameters.block_count
+        return chunks_of(blocks, layout.pp, layout.vpp, self.pp_rank, schedule_of(self.pipeline))
 
     @property
     def halves(self) -> bool:

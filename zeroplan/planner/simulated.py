@@ -314,7 +314,7 @@ def beyond_last_rank(case: Case) -> int:
     )
     if work.recomputation is not None:
         return copy
-    blocks = len({block for block in case.spec.parameters.blocks if block})
+    blocks = case.spec.parameters.block_count
     if layout.pp == 1:
         return copy * blocks
     return copy * -(-blocks // layout.pp) * min(work.batch.grad_accum, layout.pp * layout.vpp)

@@ -68,7 +68,7 @@ def _block_tensors(case: Case) -> list[str]:
 
 
 def _blocks(case: Case) -> int:
-    return len({block for block in case.spec.parameters.blocks if block}) or 1
+    return case.spec.parameters.block_count or 1
 
 
 def _plan(case: Case) -> TensorPlan | None:

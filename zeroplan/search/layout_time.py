@@ -152,7 +152,7 @@ class LayoutCost:
         self.layout, self.work = case.layout, case.workload
         self.whole: Matrices = matrices(case.spec)
         self.facts = spec_facts(case.spec)
-        self.blocks = len({block for block in case.spec.parameters.blocks if block}) or 1
+        self.blocks = case.spec.parameters.block_count or 1
         self.tokens = self.work.batch.rows * (self.work.batch.seq_len or 0) // self.layout.cp
         self.hidden_bytes = _HALF * self.tokens * int(case.spec.config.get("hidden_size") or 0)
         self.again = 0 if self.work.recomputation is None or self.work.recomputation.selective else 1

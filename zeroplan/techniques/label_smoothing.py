@@ -102,10 +102,6 @@ class LabelSmoothingTechnique(Technique[LabelSmoothing]):
             return ()
         return (Unmodelled(self.where, Effect.LESS, "logits that nothing makes fp32 are counted in fp32"),)
 
-    def written(self, value: LabelSmoothing, program: str) -> Mapping[str, Any]:
-        """Return the program's key."""
-        return dict.fromkeys(self.keys.get(program, ()), 0.1)
-
     def described(self, value: LabelSmoothing) -> Mapping[str, Any]:
         """Return that it is on."""
         return {"label_smoothing": True}

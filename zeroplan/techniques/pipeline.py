@@ -78,7 +78,7 @@ class PipelineTechnique(Degree):
         if order.halves:
             _require_halves(layout, facts)
         if not partition:
-            stages_of(len({block for block in spec.parameters.blocks if block}), layout.pp * layout.vpp)
+            stages_of(spec.parameters.block_count, layout.pp * layout.vpp)
             PipelineOrder(order, 0, layout.pp, layout.vpp, facts.workload.batch.grad_accum)
             return
         if facts.schedule != DEFAULT_SCHEDULE or layout.vpp > 1:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from zeroplan.trace import attention
-from zeroplan.trace.compiled_float8 import allocate_blockwise, allocate_turned
+from zeroplan.trace.compiled_float8 import allocate_blockwise
+from zeroplan_runtime.techniques.float8 import empty_turned
 
 #: The kernels by name, each with the order in which its backward finds query, key, value and mask.
 _KERNELS: dict[str, tuple[Any, Callable[..., tuple[Any, ...]]]] = {
@@ -101,7 +102,7 @@ class OpaqueAttention(torch.autograd.Function):
 #: What generated code calls under the name ``torch.ops.zeroplan``.
 ALLOCATING = SimpleNamespace(
     blockwise_product=SimpleNamespace(default=allocate_blockwise),
-    turned_float8=SimpleNamespace(default=allocate_turned),
+    turned_float8=SimpleNamespace(default=empty_turned),
     attention_forward=SimpleNamespace(default=allocate_forward),
     attention_backward=SimpleNamespace(default=allocate_backward),
 )

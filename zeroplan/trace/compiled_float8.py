@@ -27,11 +27,6 @@ def multiply_in_float8(model: nn.Module, recipe: Float8Recipe) -> None:
         layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
 
 
-def allocate_turned(bits: torch.Tensor) -> torch.Tensor:
-    """Allocate as the runtime's turned factor does."""
-    return bits.new_empty((bits.shape[1], bits.shape[0]))
-
-
 def allocate_blockwise(
     left: torch.Tensor, left_scale: torch.Tensor, right: torch.Tensor, right_scale: torch.Tensor
 ) -> torch.Tensor:

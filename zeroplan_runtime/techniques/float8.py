@@ -120,7 +120,8 @@ def _turned_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 @_turned_bits.register_fake
-def _(bits: torch.Tensor) -> torch.Tensor:
+def empty_turned(bits: torch.Tensor) -> torch.Tensor:
+    """Returns memory for the transpose of `bits` [rows, columns]."""
     return bits.new_empty((bits.shape[1], bits.shape[0]))
 
 

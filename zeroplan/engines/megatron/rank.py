@@ -130,7 +130,7 @@ class MegatronRank(Rank):
             bucket = self.bucket if not number else 0
             for expert, ranks in ((False, self.layout.shard_group), (True, self.layout.expert_shard_group)):
                 for eight in (False, True):
-                    members = [p for p in chunk if p.expert == expert and (self._in_eight(p)) == eight]
+                    members = [p for p in chunk if p.expert == expert and self._in_eight(p) == eight]
                     if members:
                         made = grad_buffer(members, ranks, distributed=self.distributed, bucket=bucket)
                         found.append(replace(made, element=self._eight_element if eight else self.element))

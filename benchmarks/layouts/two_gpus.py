@@ -65,9 +65,14 @@ def _model(name: str, folder: Path) -> str:
     return str(path.parent)
 
 
+def request_of(case: dict[str, Any], folder: Path) -> Ask:
+    """Return a case as a request, whose model's config is written under `folder`."""
+    return Ask(**(_SHARED | case | {"model": _model(case["model"], folder)}))
+
+
 def predict(case: dict[str, Any], folder: Path, gpu: str) -> dict[str, Any]:
     """Return the modelled seconds of a step on such GPUs, and their parts."""
-    resolved = resolve(Ask(**(_SHARED | case | {"model": _model(case["model"], folder), "gpu": gpu})))
+    resolved = resolve(request_of(case, folder).replace(gpu=gpu))
     cluster, one = resolved.cluster, resolved.cases[0]
     rates, counts = rates_of(cluster.gpu, cluster.network, cluster.gpus), rank_counts(resolved, {})
     cost = LayoutCost(one, counts, rates, resolved.engine).time()

@@ -236,7 +236,7 @@ class EngineChecks:
             )
 
     def require_gradients(self) -> None:
-        """Checks that a complete backward came before the step and that no parameter was frozen or unfrozen since the start.
+        """Checks that a complete backward came before the step and that no parameter was thawed that was frozen at the start.
 
         Raises:
             BadInput: with the remedy.
@@ -250,12 +250,11 @@ class EngineChecks:
             )
         with torch._C.DisableTorchFunctionSubclass():
             for param, trained in zip(self._params, self._trained, strict=True):
-                if param.requires_grad is not trained:
-                    was, now = ("trained", "frozen") if trained else ("frozen", "trained")
+                if param.requires_grad and not trained:
                     raise BadInput(
-                        f"{self._name(param)!r} was {was} when the engine was made and is {now} now",
+                        f"{self._name(param)!r} was frozen when the engine was made, so it has no states, and is trained now",
                         where="engine.step",
-                        remedy="call engine.destroy(keep_parameters=True) and initialize again",
+                        remedy="freeze it after initialize(), or engine.destroy(keep_parameters=True) and initialize again",
                     )
                 if trained and param.grad is not None:
                     raise BadInput(
@@ -366,7 +365,8 @@ class EngineChecks:
         """
         self._failed = "step failed half-way (the ranks went through different units)"
         raise BadInput(
-            "the ranks went through different units, so that gradients of one were added to another's",
+            "the ranks went through different units, so that gradients of one were added to another's, "
+            "or froze different parameters",
             where="engine.step",
             remedy="load a checkpoint; call every unit on every rank, if need be with an empty input, or give a policy that "
             "takes the module which chooses among them",

@@ -137,6 +137,8 @@ class Engine(EngineGetters):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.checks.require_parameters()
+        if self.optimizer_step is not None and torch.is_grad_enabled():
+            self.optimizer_step.frozen.look()
         self.schedule.require_no_early_updates("engine")
         self.techniques.choose_layers(self.progress.global_steps, in_forward=True)
         self.schedule.root_pre_forward()
@@ -346,6 +348,8 @@ class Engine(EngineGetters):
             self.progress.step_was_skipped(self.ranks.world.rank, self.unit_names, self.model_states.squares)
             return
         self.progress.step_was_applied()
+        if self.optimizer_step is not None:
+            self.optimizer_step.frozen.was_applied()
         if self.optimizer is not None:
             self.optimizer.was_stepped(self.progress.applied)
         if self.lr_scheduler is not None:

@@ -21,7 +21,7 @@ from torch.nn import functional
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime import function_transforms
 from zeroplan_runtime.checks import refuse_copy
-from zeroplan_runtime.gradient_reduction import RECEIVED_NOW
+from zeroplan_runtime.gradient_reduction import note_arrival
 from zeroplan_runtime.local_tensors import is_distributed, is_local_product, local_grad, local_part
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.unit_state import UnitState
@@ -120,6 +120,8 @@ class GradientTarget:
             grad: [tokens, out], the gradient of the layer's output; of a DTensor this rank's part.
             x: [tokens, in], the layer's input; likewise.
         """
+        if not self.weight.requires_grad:  # frozen since the forward, as autograd's own accumulation asks, too
+            return
         unit, position = self.place
         self.schedule.grads.acquire(unit)
         view = unit.grads.views[position]
@@ -132,7 +134,7 @@ class GradientTarget:
             torch.addmm(view, grad.t(), x, out=view, **wider)
         else:
             torch.mm(grad.t(), x, out=view, **wider)
-        unit.grads.received[position] = RECEIVED_NOW
+        note_arrival(unit, position)
 
 
 def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:

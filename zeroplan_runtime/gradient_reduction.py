@@ -23,6 +23,11 @@ from zeroplan_runtime.unit_state import UnitState
 RECEIVED_EARLIER, RECEIVED_NOW = 1, 2
 
 
+def note_arrival(unit: UnitState, position: int) -> None:
+    """Notes that ``unit.grads.full`` holds a gradient of the parameter at `position`, of this micro batch."""
+    unit.grads.received[position], unit.grads.arrived[position] = RECEIVED_NOW, True
+
+
 class GradientReduction:
     """Collects the gradients of each unit and averages them over the ranks.
 
@@ -137,7 +142,7 @@ class GradientReduction:
             torch.mul(grad, scale, out=view)
         else:
             view.copy_(grad)
-        unit.grads.received[position] = RECEIVED_NOW
+        note_arrival(unit, position)
 
     def reduce(self, unit: UnitState, *, last: bool = False) -> None:
         """Averages `unit`'s gradients over the ranks, on the reduce stream. A parameter without a gradient counts as zero.
@@ -270,7 +275,7 @@ class GradientReduction:
     def free(self, unit: UnitState) -> None:
         """Frees `unit`'s gradients, once its update has been issued or they are dropped; the next ones start a new sum."""
         unit.grads.accumulated = unit.grads.averaged = False
-        unit.grads.received = bytearray(len(unit.grads.received))
+        unit.grads.received, unit.grads.arrived = (bytearray(len(unit.grads.received)) for _ in range(2))
         if unit.grads.buffer is not None and unit.grads.buffer.is_allocated:
             unit.grads.buffer.free()
 

@@ -187,7 +187,7 @@ class ModelStates:
 
     def _add_training(self, state: UnitState, trainable: FlatParam, carved: _Carved) -> None:
         name = state.name
-        state.grads.received = bytearray(len(trainable.layout.params))
+        state.grads.received, state.grads.arrived = (bytearray(len(trainable.layout.params)) for _ in range(2))
         in_files = state.layout.place is Place.NVME and self.setup.separate_masters
         state.master = None if in_files else carved.get((Buffer.PARAM_MASTER, name), trainable.shard)
         beside = self.setup.has_masters and not self.setup.casts_masters and not state.in_files

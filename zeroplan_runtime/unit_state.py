@@ -136,7 +136,8 @@ class UnitGradients:
         full: the gradients, 1-D; None until they are first needed.
         views: views of `full` in the parameters' shapes.
         gaps: the padding of `full`.
-        received: for each parameter, whether `full` holds a gradient of it (see RECEIVED_NOW in schedule).
+        received: for each parameter, whether `full` holds a gradient of it (see RECEIVED_NOW in gradient_reduction).
+        arrived: for each parameter, whether this step has had a gradient of it on this rank.
         reduced: those of this micro batch have been reduced.
         accumulated: the unit's `grad` holds the sum of earlier micro batches.
         averaged: `full`, where it lives until the step (stages 0 and 1), holds the mean over the ranks.
@@ -149,6 +150,7 @@ class UnitGradients:
     views: list[torch.Tensor] = field(default_factory=list)
     gaps: list[torch.Tensor] = field(default_factory=list)
     received: bytearray = field(default_factory=bytearray)
+    arrived: bytearray = field(default_factory=bytearray)
     reduced: bool = False
     accumulated: bool = False
     averaged: bool = False
@@ -255,6 +257,7 @@ class GroupSlice:
         tensors: the bounds of the parameters within, for LAMB.
         grad: the gradients; None until the first step.
         coefficients: fp32 [2, tensors] that the optimizer keeps; None where it keeps none.
+        missed: applied steps that its parameters have missed while they were frozen; None where this step passes over them.
     """
 
     unit: UnitState
@@ -266,6 +269,7 @@ class GroupSlice:
     tensors: TensorSegments | None
     grad: torch.Tensor | None = None
     coefficients: torch.Tensor | None = None
+    missed: int | None = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -276,6 +280,7 @@ class PinnedBuffers:
         grad: receives the gradients.
         param: what is copied to the device after the update: 16-bit parameters, or the fp32 masters; None where the updated
             parameters stay on the host.
+        refreshed: parameters that the update refreshes from the masters; None where there are none.
         slices: the update's work, by parameter group.
         grad_ready: recorded after the copy of the gradients into `grad`.
         param_sent: recorded after the last copy of `param` to the device.
@@ -285,6 +290,7 @@ class PinnedBuffers:
 
     grad: torch.Tensor
     param: torch.Tensor | None
+    refreshed: torch.Tensor | None
     slices: list[GroupSlice]
     grad_ready: Event
     param_sent: Event

@@ -20,11 +20,15 @@ STAGES = (0, 1, 2, 3)
 
 
 class Zeros(Plain):
-    """Plain torch where a parameter without a gradient has one of zeros, as in the runtime."""
+    """Plain torch where a trained parameter without a gradient has one of zeros, as in the runtime."""
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
+        self.frozen = {p for p in self.module.parameters() if not p.requires_grad}
+        super().backward(loss, retain_graph)
 
     def step(self) -> None:
         for p in self.module.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            p.grad = torch.zeros_like(p) if p.grad is None and p not in self.frozen else p.grad
         super().step()
 
 

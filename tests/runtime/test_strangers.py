@@ -334,7 +334,7 @@ SCRIPTS: dict[Callable[[Any], Any], tuple[int, ...]] = {
     deletes: (),
     adds_a_layer: (),
     parametrizes: (),
-    freezes: (0, 1, 2, 3),
+    freezes: (),
     casts: (0, 1, 2, 3),
     copies: (3,),
     pickles: (0, 1, 2, 3),

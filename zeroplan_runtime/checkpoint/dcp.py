@@ -56,7 +56,7 @@ def to_dcp(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | None =
     """
     checkpoint = WholeCheckpoint(checkpoint_dir, tag)
     checkpoint.require_frozen()
-    step = torch.tensor(float(checkpoint.state["progress"]["applied"]))
+    steps = checkpoint.steps()
     stored: dict[str, _LazyTensor] = {}
     for kind in ("master", "param", "buffer"):
         for name in checkpoint.names(kind):
@@ -71,7 +71,7 @@ def to_dcp(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | None =
         groups[checkpoint.state["model"]["groups"].get(name, 0)]["params"].append(name)
         shape = torch.empty(checkpoint.shapes[name], device="meta")
         states = {key: _LazyTensor(shape, read) for key, read in checkpoint.optimizer_states(name)}
-        counted = {_STEP: _LazyTensor(torch.empty((), device="meta"), step.clone)} if states else {}
+        counted = {_STEP: _LazyTensor(torch.empty((), device="meta"), steps[name].clone)} if states else {}
         stored |= {f"optim.state.{name}.{key}": value for key, value in (states | counted).items()}
     final = Path(output_dir)
     name = atomic_files.require_tag(final.name, str(final))
@@ -140,11 +140,11 @@ def load_dcp_checkpoint(engine: EngineParts, *folders: str | Path, load_optimize
         engine,
         wanted,
         lambda: _TorchCheckpoint(paths, wanted),
-        lambda checkpoint: TrainingCounts(checkpoint.steps, checkpoint.steps),
+        lambda checkpoint: TrainingCounts.of(checkpoint.steps),
         where=where,
         name=where,
     )
-    return found.steps
+    return max(found.steps.values(), default=0)
 
 
 class _TorchReader(FileSystemReader):
@@ -167,7 +167,7 @@ class _TorchCheckpoint:
     """The tensors of a checkpoint; see :class:`~zeroplan_runtime.checkpoint.foreign.WholeTensors`.
 
     Attributes:
-        steps: those that the optimizer has taken.
+        steps: those that each parameter has taken.
 
     Raises:
         BadInput: when one that is wanted is not there, or has another shape.
@@ -191,7 +191,7 @@ class _TorchCheckpoint:
         keys = [key for key in wanted.keys if key != MASTER]
         of_states = {f"{name}.{key}": shapes[name] for name in wanted.trained for key in keys}
         self._optimizer = self._prefix(of_states, "optimizer state", lambda key: "state." in key)
-        self.steps = self._steps(wanted) if keys else 0
+        self.steps = self._steps(wanted) if keys else {}
 
     def state(self, name: str, key: str) -> torch.Tensor:
         """Return a trained parameter or a state of it."""
@@ -245,9 +245,9 @@ class _TorchCheckpoint:
                 return f"{begin + name!r} has the shape {list(home.tensors[begin + name].size)}, not {list(shape)}"
         return ""
 
-    def _steps(self, wanted: WantedTensors) -> int:
-        key = f"{self._optimizer}{next(iter(wanted.trained))}.{_STEP}"
-        return int(self._read(key)) if key in self._home else 0
+    def _steps(self, wanted: WantedTensors) -> dict[str, int]:
+        keys = {name: f"{self._optimizer}{name}.{_STEP}" for name in wanted.trained}
+        return {name: int(self._read(key)) for name, key in keys.items() if key in self._home}
 
 
 def _listed(prefixes: Iterable[str]) -> str:

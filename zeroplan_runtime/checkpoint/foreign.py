@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -92,11 +92,20 @@ class TrainingCounts:
         applied: steps that the optimizer has taken.
         global_steps: those that it was asked for, the skipped ones included.
         skipped: steps whose gradients were not finite.
+        missed: by name the applied steps that a parameter has missed while it was frozen.
     """
 
     applied: int
     global_steps: int
     skipped: int = 0
+    missed: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, steps: Mapping[str, int], global_steps: int | None = None, skipped: int = 0) -> TrainingCounts:
+        """Makes them from the steps that each parameter has taken."""
+        applied = max(steps.values(), default=0)
+        missed = {name: applied - taken for name, taken in steps.items() if taken < applied}
+        return cls(applied, applied if global_steps is None else global_steps, skipped, missed)
 
 
 T = TypeVar("T", bound=WholeTensors)
@@ -137,6 +146,8 @@ def load_whole(
                 state = {**asdict(stood), "loss_scaler": engine.progress.scaler.state_dict()}
                 engine.progress.load_state_dict(state, optimizer=len(wanted.keys) > 1)
                 engine.techniques.load_state_dict({})
+                if engine.optimizer_step is not None and len(wanted.keys) > 1:
+                    engine.optimizer_step.load_missed_steps(stood.missed)
     return found[0]
 
 

@@ -238,6 +238,7 @@ def _take_over(engine: EngineParts, state: dict[str, Any], *, optimizer: bool, s
         engine.optimizer.take_hyperparameters(state["groups"])
         if engine.optimizer_step is not None:
             engine.optimizer_step.load_coefficient_state(state.get("coefficients", {}))
+            engine.optimizer_step.load_missed_steps(state.get("missed_steps", {}))
     if schedule and engine.lr_scheduler is not None and state["schedule"] is not None:
         try:
             engine.lr_scheduler.load_state_dict(state["schedule"])

@@ -188,6 +188,7 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: 
         "progress": engine.progress.state_dict(),
         "schedule": encode(engine.lr_scheduler.state_dict(), "lr_scheduler") if engine.lr_scheduler is not None else None,
         "coefficients": engine.optimizer_step.coefficient_state() if engine.optimizer_step is not None else {},
+        "missed_steps": engine.optimizer_step.frozen.state_dict() if engine.optimizer_step is not None else {},
         **engine.techniques.state_dict(),
         "extra_state": encode(_extra_states(engine), "extra_state"),
         "client_state": encode(client_state or {}, "client_state"),

@@ -53,7 +53,7 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
     folder = atomic_files.begin(final.parent, tag)  # a kill leaves no folder of that name, or the one from before
     groups = [{**group, "params": []} for group in checkpoint.typed("groups")]
     progress = checkpoint.state["progress"]
-    step = torch.tensor(float(progress["applied"]))
+    steps = checkpoint.steps()
     module: dict[str, torch.Tensor] = {}
     for name in checkpoint.names("master"):
         place = folder / _STATES / name
@@ -61,7 +61,7 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
         torch.save({"param": checkpoint.read("master", name)}, place / f"{_FP32}.pt")
         for key, read in checkpoint.optimizer_states(name):
             torch.save({"param": read()}, place / f"{key}.pt")
-        torch.save(step, place / "step.pt")
+        torch.save(steps[name], place / "step.pt")
     for kind in ("param", "buffer"):
         module |= {name: checkpoint.read(kind, name) for name in checkpoint.names(kind)}
     torch.save(
@@ -69,7 +69,7 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
             "ds_version": DEEPSPEED_VERSION,
             "zero_stage": checkpoint.state["stage"],
             "param_groups": groups,
-            "optimizer_state_dict": {"state": {0: {"step": step}}, "param_groups": groups},
+            "optimizer_state_dict": {"state": {0: {"step": torch.tensor(float(progress["applied"]))}}, "param_groups": groups},
         },
         folder / _STATES / _OPTIMIZER,
     )
@@ -136,8 +136,9 @@ def load_universal_checkpoint(
         return _UniversalTensors(files, model, sources, wanted)
 
     def counts(found: _UniversalTensors) -> TrainingCounts:
-        applied = _steps(folder / _STATES, found.model)
-        return TrainingCounts(applied, int(found.model.get("global_steps", applied)), int(found.model.get("skipped_steps", 0)))
+        steps, model = _steps(folder / _STATES, found.model), found.model
+        asked = int(model.get("global_steps", max(steps.values())))
+        return TrainingCounts.of(steps, asked, int(model.get("skipped_steps", 0)))
 
     model = load_whole(engine, wanted, find, counts, where=str(folder), name=folder.name).model
     if load_lr_scheduler_states:
@@ -190,15 +191,14 @@ def _frozen(files: list[Path], model: dict[str, Any], name: str) -> torch.Tensor
     return torch.cat(parts)[: shape.numel()].view(shape)
 
 
-def _steps(states: Path, model: dict[str, Any]) -> int:
-    """The number of steps that the optimizer has taken. DeepSpeed writes it beside the parameters, at stage 3 once for all."""
-    file = next(iter(sorted(states.glob("*/step.pt"))), None)
-    if file is not None:
-        return int(read_torch_file(file))
+def _steps(states: Path, model: dict[str, Any]) -> dict[str, int]:
+    """The steps that each parameter has taken. DeepSpeed writes them beside the parameters, at stage 3 once for all."""
+    if files := sorted(states.glob("*/step.pt")):
+        return {file.parent.name: int(read_torch_file(file)) for file in files}
     try:
-        return int(read_torch_file(states / _OPTIMIZER)["optimizer_state_dict"]["state"][0]["step"])
+        return {"": int(read_torch_file(states / _OPTIMIZER)["optimizer_state_dict"]["state"][0]["step"])}
     except (BadInput, LookupError, TypeError):  # it may hold DeepSpeed's own objects
-        return int(model.get("global_steps", 0)) - int(model.get("skipped_steps", 0))
+        return {"": int(model.get("global_steps", 0)) - int(model.get("skipped_steps", 0))}
 
 
 def _require_names(folder: Path, wanted: set[str], *, known: frozenset[str]) -> None:

@@ -90,6 +90,11 @@ class WholeCheckpoint:
         if self.state["model"]["without_frozen"]:
             raise BadInput("the checkpoint lacks the frozen parameters", where=str(self.path), remedy="save all of them")
 
+    def steps(self) -> dict[str, torch.Tensor]:
+        """The steps that the optimizer has taken with each parameter, fp32: all but those in which it was frozen."""
+        applied, missed = self.state["progress"]["applied"], self.state.get("missed_steps", {})
+        return {name: torch.tensor(float(applied - missed.get(name, 0))) for name in self.shapes}
+
     def names(self, kind: str) -> Iterator[str]:
         """The names of the parameters or buffers of which it has a tensor of `kind`, in the model's order."""
         return (name for name in self.shapes if f"{kind}/{name}" in self._stored or self._is_empty(kind, name))

@@ -208,7 +208,7 @@ class HostOptimizer:
             host.has_grads = host.update_requested = False
 
     def _request_update(self, host: OffloadedUnit, request: UpdateRequest, *, send: bool) -> None:
-        buffers = host.current
+        buffers, slices = host.current, host.current.slices
 
         def work() -> None:
             buffers.grad_ready.synchronize()
@@ -219,7 +219,7 @@ class HostOptimizer:
             buffers.skipped = scalars is not None and bool(scalars[kernels.SKIP])
             if buffers.skipped:
                 return
-            for group_slice in buffers.slices:
+            for group_slice in slices:
                 self.update(group_slice, request.hyperparameters[group_slice.group], request.step, scalars)
             if send:
                 self._send_params(host.unit, buffers)
@@ -281,8 +281,12 @@ class HostOptimizer:
             self._send_delayed(host, now)
         for host in self.units:
             host.wait_for_update()
-        self.worker.submit(lambda: None).wait()  # for prefetches and the last writes of a pass
+        self.wait_for_worker()  # for prefetches and the last writes of a pass
         self._prefetched = False
+
+    def wait_for_worker(self) -> None:
+        """Blocks until the worker has done what was requested."""
+        self.worker.submit(lambda: None).wait()
 
     def close(self) -> None:
         """Ends the worker thread, after it has done what was requested."""

@@ -118,5 +118,5 @@ def _pinned_buffers(unit: UnitState, model_states: ModelStates, optimizer_step: 
             refreshed = sent = grad.view(DTYPES[setup.param_dtype])
         slices = optimizer_step.group_slices(unit, refreshed, grad)
         sends_master = unit.master is None and not setup.has_masters
-        made.append(PinnedBuffers(grad, sent, slices, Event(device), Event(device), sends_master))
+        made.append(PinnedBuffers(grad, sent, refreshed, slices, Event(device), Event(device), sends_master))
     return tuple(made)

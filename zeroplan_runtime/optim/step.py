@@ -18,6 +18,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_optimizer import HostOptimizer
 from zeroplan_runtime.offload.update_request import UpdateRequest
+from zeroplan_runtime.optim.frozen_parameters import FrozenParameters
 from zeroplan_runtime.optim.zero_optimizer import ZeroOptimizer
 from zeroplan_runtime.replicas import replicated_runs
 from zeroplan_runtime.schedule import Schedule
@@ -84,6 +85,7 @@ class OptimizerStep:
         host: updates the offloaded units; None where there are none.
         exchange: averages momentum instead of gradients after the warm-up; None unless the optimizer compresses.
         slices: for each unit the work of its update on the device.
+        frozen: which parameters the step passes over.
     """
 
     def __init__(self, schedule: Schedule, optimizer: ZeroOptimizer, *, clip: float, may_skip: bool) -> None:
@@ -94,10 +96,9 @@ class OptimizerStep:
         self._early: list[dict[str, Any]] | None = None  # those of updates that have begun in the backward
         self.host: HostOptimizer | None = None
         self._compression: CompressionStep | None = None  # of the present gradients
-        self.slices = [
-            [] if unit.trainable is None or unit.layout.offloaded else self.group_slices(unit, unit.param_16bit)
-            for unit in self.model_states.units
-        ]
+        self.frozen = FrozenParameters(self.model_states.units)
+        self._divided = self._division  # by which the slices are
+        self.slices = self._device_slices()
         self._divide_coefficients()
         self.exchange: MomentumExchange | None = None
         if self.model_states.setup.compresses:
@@ -117,6 +118,8 @@ class OptimizerStep:
 
     def begin_backward(self, number: int) -> None:
         """Prepares for the gradients of the applied step `number`, from 1."""
+        if self.frozen.look() and self.host is not None:
+            self.host.early_request = None  # which are passed over is known at the step
         self.next_step = number
         self._compression = None if self.exchange is None else self.optimizer.compression(number)
         self.schedule.grads.keeps_own = self._compression is not None and self._compression.compresses
@@ -148,7 +151,7 @@ class OptimizerStep:
         return UpdateRequest(self.next_step, self._early)
 
     def group_slices(self, unit: UnitState, param: torch.Tensor | None, grad: torch.Tensor | None = None) -> list[GroupSlice]:
-        """Divides a unit's share by parameter group.
+        """Divides a unit's share by parameter group, and by the steps that parameters have missed.
 
         Args:
             unit: the unit; must have trainable parameters.
@@ -158,12 +161,9 @@ class OptimizerStep:
         assert unit.trainable is not None
         master = unit.master if unit.master is not None else torch.empty(0)  # in files: the swapper puts chunks in its place
         flat, params = unit.trainable.layout, unit.layout.shape.params
-        begins = [
-            (offset, params[i].group)
-            for n, (offset, i) in enumerate(zip(flat.offsets, flat.params, strict=True))
-            if n == 0 or params[i].group != params[flat.params[n - 1]].group
-        ]
-        ends = [begin for begin, _ in begins[1:]] + [flat.full]
+        kinds = [(params[i].group, self._missed((unit.index, n))) for n, i in enumerate(flat.params)]
+        begins = [(offset, *kinds[n]) for n, offset in enumerate(flat.offsets) if n == 0 or kinds[n] != kinds[n - 1]]
+        ends = [begin for begin, *_ in begins[1:]] + [flat.full]
         first, last = self.model_states.owned_range(flat)
         workspace = (
             kernels.SegmentWorkspace(unit.lamb_workspace, self.model_states.layout.segments(unit.layout))
@@ -171,7 +171,7 @@ class OptimizerStep:
             else None
         )
         made = []
-        for (begin, group), end in zip(begins, ends, strict=True):
+        for (begin, group, missed), end in zip(begins, ends, strict=True):
             part = slice(max(begin, first) - first, min(end, last) - first)
             # LAMB adds norms over the ranks, so a rank that owns nothing of a group takes part, too.
             if part.start < part.stop or workspace is not None:
@@ -183,7 +183,7 @@ class OptimizerStep:
                 ]
                 out = None if param is None else param[part]
                 tensors = self._tensors(flat, begin, end, part, workspace) if workspace is not None else None
-                made.append(GroupSlice(unit, group, master[part], out, part, states, tensors))
+                made.append(GroupSlice(unit, group, master[part], out, part, states, tensors, missed=missed))
                 if grad is not None:
                     made[-1].grad = grad[part]
         return made
@@ -242,6 +242,7 @@ class OptimizerStep:
         if self.exchange is not None:
             self.exchange.end()
         self._early = None
+        self.frozen.stepped()
         return result
 
     def _measure(self, loss_scale: float) -> torch.Tensor | None:
@@ -319,15 +320,60 @@ class OptimizerStep:
         """Reads the groups' hyperparameters, for the next :meth:`step`.
 
         Raises:
-            BadInput: when updates have begun with others, or the optimizer cannot take them.
+            BadInput: when updates have begun with others, or the optimizer cannot take them or pass over what is frozen.
         """
         self._hyperparameters = self._read()
+        self._pass_over()
         if self._early is not None and self._early != self._hyperparameters:
             raise BadInput(
                 "a hyperparameter was changed between the backward and the step, but updates with the one of before have begun",
                 where="optimizer.param_groups",
                 remedy="change it before engine.backward(), or set gradient_clipping, with which updates wait for the step",
             )
+
+    # ------------------------------------------------------------------ frozen parameters
+
+    @property
+    def _division(self) -> tuple[object, ...]:
+        passed = self.frozen.passed_over
+        return passed, {place: missed for place, missed in self.frozen.missed.items() if place not in passed}
+
+    def _missed(self, place: tuple[int, int]) -> int | None:
+        return None if place in self.frozen.passed_over else self.frozen.missed.get(place, 0)
+
+    def _device_slices(self) -> list[list[GroupSlice]]:
+        return [
+            [] if unit.trainable is None or unit.layout.offloaded else self.group_slices(unit, unit.param_16bit)
+            for unit in self.model_states.units
+        ]
+
+    def _pass_over(self) -> None:
+        """Lets the coming step pass over the parameters that are frozen.
+
+        Raises:
+            BadInput: for an optimizer whose update of one parameter depends on others.
+        """
+        if chosen := self.frozen.choose():
+            self.frozen.require_separate(self.optimizer.kernel, self.model_states.setup)
+            self.model_states.comm.record_collective(chosen)
+        self._divide()
+
+    def load_missed_steps(self, state: Mapping[str, int]) -> None:
+        """Continues from what a checkpoint has of :attr:`frozen`."""
+        self.frozen.load_state_dict(state)
+        self._divide()
+
+    def _divide(self) -> None:
+        """Divides the units' shares anew if other parameters are passed over, or have missed other steps, than before."""
+        if self._division == self._divided:
+            return
+        self._divided = self._division
+        self.slices = self._device_slices()
+        if self.host is not None:
+            self.host.wait_for_worker()
+            for host in self.host.units:
+                for buffers in host.buffers:
+                    buffers.slices = self.group_slices(host.unit, buffers.refreshed, buffers.grad)
 
     def _read(self) -> list[dict[str, Any]]:
         self.optimizer.require_same_groups()
@@ -342,6 +388,11 @@ class OptimizerStep:
             number: the number of the applied step, from 1.
             scalars: the step's scalars; None for factor 1 and no skip.
         """
+        if part.missed is None:
+            if part.param is not None:  # it may share its memory with the gradients
+                part.param.copy_(part.master)
+            return
+        number -= part.missed
         if part.grad is None:
             assert part.unit.grad is not None
             part.grad = part.unit.grad[part.part]

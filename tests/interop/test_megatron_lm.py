@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 
 from zeroplan.core.errors import BadInput
+from zeroplan.interop.programs import megatron_lm
+from zeroplan.interop.programs.known import moving_in, names_in
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.run.ask import Ask
+
+#: Arguments that the reader takes beside the model's and the layout's.
+_WITH_A_MEANING = ("fp8_format", "optimizer", "no_bias_gelu_fusion")
 
 BASE = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --max-position-embeddings 256 "
@@ -147,3 +152,29 @@ def test_megatron_deepspeed_is_refused_by_its_name(tmp_path: Any, head: str, fla
     with pytest.raises(BadInput, match="is a command of Megatron-DeepSpeed") as found:
         read_setup(script(tmp_path, f"{BASE} {flags}", head=head), program)
     assert key in found.value.where
+
+
+def test_every_argument_of_its_parser_is_sorted(tmp_path: Any) -> None:
+    """What moves memory and is in no figure is listed by its name, and what moves none leaves a verdict as it is."""
+    everyone, moving = names_in("megatron-lm"), moving_in("megatron-lm")
+    assert len(everyone) > 900
+    assert set(megatron_lm._NOT_MODELLED) <= moving
+    read_ones = {*megatron_lm._OWN, *megatron_lm._DEGREES, *megatron_lm._SPECIAL, *megatron_lm._SWITCHED_OFF}
+    assert not read_ones & moving
+    base = {word[2:].replace("-", "_") for word in BASE.split() if word.startswith("--")}
+    harmless = everyone - moving - read_ones - base
+    silent = [name for name in sorted(harmless) if name not in _WITH_A_MEANING]
+    assert named(read(tmp_path, " ".join(f"--{name.replace('_', '-')} 1" for name in silent))) == set()
+    loud = read(tmp_path, " ".join(f"--{name.replace('_', '-')} 7" for name in sorted(moving)))
+    assert named(loud) == {*moving}
+
+
+def test_an_argument_that_moves_memory_moves_none_at_its_usual_value(tmp_path: Any) -> None:
+    assert named(read(tmp_path, "--cp-comm-type p2p --softmax-type vanilla --eval-micro-batch-size 2")) == set()
+    assert named(read(tmp_path, "--cp-comm-type a2a --eval-micro-batch-size 4")) == {"cp_comm_type", "eval_micro_batch_size"}
+
+
+def test_gradients_that_are_summed_in_fp32_are_more_beside_fp16_alone(tmp_path: Any) -> None:
+    assert named(read(tmp_path, "--accumulate-allreduce-grads-in-fp32")) == set()
+    path = script(tmp_path, f"{BASE.replace('--bf16', '--fp16')} --accumulate-allreduce-grads-in-fp32")
+    assert named(read_setup(path)) == {"accumulate_allreduce_grads_in_fp32"}

@@ -1,7 +1,8 @@
 """Megatron-LM: command lines of ``pretrain_gpt.py``, and the files of ``--yaml-cfg``.
 
-The model is what the arguments describe (:mod:`zeroplan.models.megatron`). Of arguments that no field holds, those that have no
-part in memory are known by name; all others are listed among what the figures leave out.
+The model is what the arguments describe (:mod:`zeroplan.models.megatron`). ``keys/megatron-lm.txt`` has every argument of its
+parser, with a star where it moves memory. Those with a star that nothing reads, and names that Megatron-LM does not have, are
+listed among what the figures leave out.
 
 Source: Megatron-LM core_v0.16.1, ``megatron/training/arguments.py`` (``validate_args``), ``yaml_arguments.py``,
 ``tokenizer/tokenizer.py``.
@@ -21,6 +22,7 @@ from zeroplan.core.optimizers import OPTIMIZERS, STATELESS, known_optimizer
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
+from zeroplan.interop.programs.known import moving_in, names_in
 from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.refused_files import refuse_megatron_deepspeed
@@ -109,25 +111,28 @@ _NOT_MODELLED = {
     "step_batch_size_schedule": (UNKNOWN, "a batch that grows; the last size is planned"),
     "rampup_batch_size": (UNKNOWN, "a batch that grows; the last size is planned"),
     "perform_rl_step": (MORE, "rollouts beside training"),
+    "use_checkpoint_args": (UNKNOWN, "the model's shape is the checkpoint's; the script's is counted"),
+    "sft": (UNKNOWN, "samples packed to one length; unpacked ones are counted"),
+    "hybrid_layer_pattern": (UNKNOWN, "layers of other kinds"),
+    "no_rope_freq": (LESS, "layers without rotary positions"),
+    "qk_l2_norm": (MORE, "normalised queries and keys"),
+    "freeze_all_layers": (LESS, "frozen layers without gradients and states"),
+    "moe_layer_recompute": (LESS, "experts run again in the backward"),
+    "moe_enable_deepep": (MORE, "DeepEP's buffers"),
+    "enable_mhc_connections": (MORE, "several residual streams"),
+    "use_mup": (MORE, "scaled copies of embeddings and logits"),
+    "fp16_lm_cross_entropy": (LESS, "a loss in fp16; fp32 is counted"),
+    "export_kd_teacher_load": (MORE, "a teacher's weights and logits"),
+    "no_fp8_wgrad": (MORE, "inputs kept in 16 bits for weights' gradients"),
 }
-#: Names that have no part in a GPU's memory: data, logs, checkpoints, learning rates, seeds, and what only runs otherwise.
+#: Names by which forks call what has no part in a GPU's memory: data, logs, checkpoints, learning rates. Megatron-LM's own
+#: arguments stand in ``keys/megatron-lm.txt``.
 _HARMLESS = re.compile(
-    r"(decoupled_)?(min_)?lr(_.*)?|(adam|muon)_.*|weight_decay.*|(start|end)_weight_decay|sgd_momentum|clip_grad|train_.*|valid_.*"
-    r"|test_data_path|eval_(iters|interval)|exit_.*|log_.*|tensorboard_.*|wandb_.*|timing_.*|one_logger.*|no_one_logger|save.*|load.*"
-    r"|no_(save|load)_.*|ckpt_.*|.*dist_ckpt.*|async_save|auto_detect_ckpt_format|finetune|data_.*|mock_data|split|.*_file|tokenizer_.*"
-    r"|num_workers|num_dataset_builder_threads|dataloader_.*|no_mmap_bin_files|seed|init_method.*|rotary_(base|seq_len.*|scaling.*)"
-    r"|use_rope_scaling|rope_scaling_factor|norm_epsilon|layernorm_epsilon|apply_layernorm_1p|layernorm_zero_centered_gamma"
-    r"|use_mcore_models|bias_activation_fusion|bf16|fp16|fp8_(margin|interval|recipe|amax_compute_algo)|no_fp8_wgrad|reuse_grad_buf_for_mxfp8_param_ag|loss_scale.*|initial_loss_scale|min_loss_scale|hysteresis|distributed_(backend|timeout.*)|local_rank"
-    r"|use_cpu_initialization|lazy_mpu_init|manual_gc.*|empty_unused_memory_level|profile.*|use_pytorch_profiler|nccl_(?!ub|comm).*"
-    r"|no_(async_tensor_model_parallel_allreduce|check_for_nan_in_loss_and_grad|persist_layer_norm|overlap_p2p_communication|align.*)"
-    r"|overlap_(p2p_comm|param_gather)|use_(fused_weight_gradient|checkpoint_args|persistent_ckpt_worker|tp_pp_dp_mapping|dist_ckpt)"
-    r"|ddp_average_in_collective|calculate_per_token_loss|eod_mask_loss|reset_(position_ids|attention_mask)|override_opt.*|skip_train"
-    r"|moe_(router_(bias_update_rate|topk_scaling_factor"
-    r"|num_groups|group_topk|fusion)|per_layer_logging)|apply_query_key_layer_scaling|attention_softmax_in_fp32"
-    r"|rerun_mode|error_injection.*|enable_(ft_package|experimental|gloo_process_groups)|disable_(gloo.*|msc|jit_fuser)|high_priority.*"
-    r"|yaml_cfg|fake_process_group|no_barrier.*|barrier.*|use_sharp|app_tag_.*|iterations_to_skip|no_position_embedding|mscale.*"
-    r"|transformer_pipeline_model_parallel_size|deterministic_mode|te_rng_tracker|cross_entropy_loss_fusion"
+    r"(log|save|load|wandb|tensorboard|timing|profile|eval|exit|train|valid|test|data|dataloader|tokenizer|ckpt|lr|adam)_.*"
+    r"|no_(save|load)_.*|.*_(file|path|dir)"
 )
+#: Values of arguments that move memory with which they move none: Megatron-LM's own defaults.
+_USUAL = {"cp_comm_type": "p2p", "softmax_type": "vanilla", "moe_dispatch_fwd_dtype": "bf16", "moe_combine_bwd_dtype": "bf16"}
 #: What Megatron evaluates of a pattern: lists of zeros and ones, repeated and joined.
 _PATTERN = re.compile(r"\[([01](?:,[01])*)\](?:\*(\d{1,4}))?")
 
@@ -190,6 +195,10 @@ class MegatronLm(Program):
             run.set("fp8", recipe, products)
         elif products:
             run.leave_out(products, UNKNOWN, f"8-bit products beside {half or 'fp32'} by {recipe[:20]}; 16 bits are counted")
+        if run.flag("accumulate_allreduce_grads_in_fp32") and half == "fp16":
+            run.leave_out("accumulate_allreduce_grads_in_fp32", MORE, "gradients in fp32; fp16 is counted")
+        if (rows := run.number("eval_micro_batch_size")) is not None and rows > int(run.number("micro_batch_size") or rows):
+            run.leave_out("eval_micro_batch_size", MORE, "an evaluation of larger batches than training's")
         name = run.word("optimizer") or DEFAULT_OPTIMIZER
         row = OPTIMIZERS.get(known_optimizer(name))
         if row is not None and row.name == STATELESS:
@@ -324,7 +333,7 @@ class MegatronLm(Program):
         if run.amount("rotary_percent") not in (None, 1.0):
             run.leave_out("rotary_percent", UNKNOWN, "positions of a part of the channels")
         for key in run.data:
-            if key not in run.read and not _HARMLESS.fullmatch(key) and run.on(key):
+            if key not in run.read and not _is_harmless(key, run.data[key]) and run.on(key):
                 run.leave_out(key, UNKNOWN, "what it does to memory is not known here")
 
 
@@ -332,6 +341,13 @@ def _apart(key: str, value: Any) -> tuple[str, Any]:
     """Return name and value of a flag that a script quotes together with its value, which bash splits later on."""
     name, space, said = key.partition(" ")
     return (name, said.strip()) if space and value is True else (key, value)
+
+
+def _is_harmless(key: str, value: Any) -> bool:
+    """Whether an argument that nothing reads moves no memory with this value."""
+    if key in moving_in(MegatronLm.name):
+        return key in _USUAL and value in (_USUAL[key], [_USUAL[key]])
+    return key in names_in(MegatronLm.name) or _HARMLESS.fullmatch(key) is not None
 
 
 def _typed(run: Builder, name: str, kind: str) -> Any:

@@ -34,7 +34,8 @@ from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.ds_config.sections import SECTIONS
 from zeroplan.ds_config.versions import DEFAULT_CHANGES, KEY_HISTORIES
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.deepspeed.versions import OLDEST, Knob
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.line import derived, glossary_of

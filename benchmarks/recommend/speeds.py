@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.rows import EXTRA, GPUS, GRID, MEASURED, load_rows, request_of
 from zeroplan.core.errors import BadInput
 from zeroplan.core.rates import Rates, rates_of
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.work import Counts, count_tape
 from zeroplan.planner.resolve import resolve

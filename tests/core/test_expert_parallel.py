@@ -12,7 +12,7 @@ from zeroplan.core.expert_parallel import is_expert, with_local_experts
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.fsdp2.engine import Fsdp2
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.models.load import load_model

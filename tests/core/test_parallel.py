@@ -12,7 +12,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout, least_ranks
 from zeroplan.core.workload import Workload
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.models.load import bare_params
 

@@ -20,7 +20,8 @@ from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.grouping import units_of_tensors

@@ -16,7 +16,7 @@ from zeroplan.core.pipeline import stages_of
 from zeroplan.core.pipeline_order import PipelineSchedule
 from zeroplan.core.workload import Compilation, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.pipeline_cut import cut
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model

@@ -6,7 +6,7 @@ import pytest
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.models.load import load_model
 from zeroplan.techniques.ema import AverageDevice, Ema, EmaTechnique

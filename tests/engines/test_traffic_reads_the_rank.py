@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 
 from zeroplan.core.workload import Workload
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.compute_traffic import ComputeFacts
 from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.work import Counts, Matrices

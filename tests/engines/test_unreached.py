@@ -9,7 +9,7 @@ from tests.engines.deepspeed.llama_tape import CONFIG, llama_tape
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.tape.expanded import ExpandedTape, Op

@@ -19,7 +19,7 @@ from zeroplan.core.pipeline import Stage, chunks_of
 from zeroplan.core.pipeline_order import PipelineOrder, PipelineSchedule
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.pipeline import ModelChunk, PipelineEngineSchedule, PipelineRun, play_pipeline
 from zeroplan.engines.pipeline_cut import cut, passing_on
 from zeroplan.engines.registry import find_engine

@@ -14,7 +14,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS, find_optimizer
 from zeroplan.core.workload import DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.ledger.derive import Derived
 from zeroplan.ledger.line import derived, evaluate, glossary_of, symbols

@@ -13,7 +13,7 @@ from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.sizes import MIB
 from zeroplan.core.workload import Precision
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor
 from zeroplan.planner.estimate import estimate_report

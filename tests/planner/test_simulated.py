@@ -17,7 +17,7 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.sizes import MIB
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.deepspeed.engine import DeepSpeed
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.spec import ModelSpec, SpecUnit, Tensor

@@ -13,7 +13,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import Verdict
 from zeroplan.core.rates import Rates, rates_of
-from zeroplan.engines.base import Case, Engine, SearchedLayouts
+from zeroplan.engines.base import Engine, SearchedLayouts
+from zeroplan.engines.case import Case
 from zeroplan.engines.megatron.bridge import staged
 from zeroplan.ledger.work import Counts
 from zeroplan.models.megatron import MegatronModel

@@ -13,7 +13,7 @@ from zeroplan.core.generation import Generation
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.workload import Precision
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.estimate import estimate_report

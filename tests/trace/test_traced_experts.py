@@ -13,7 +13,7 @@ from zeroplan.core.expert_parallel import with_local_experts
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.simulated import uneven

@@ -10,7 +10,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tensor_parallel import local_parameters
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.tape.expanded import ExpandedTape, Kind, Op

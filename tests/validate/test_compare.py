@@ -15,7 +15,7 @@ from zeroplan.core.plan import GpuMemory
 from zeroplan.core.sizes import GIB, MIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.models.load import load_model

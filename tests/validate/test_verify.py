@@ -22,7 +22,7 @@ from zeroplan.core.plan import ModelInfo
 from zeroplan.core.sizes import GIB
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 from zeroplan.planner.describe import describe_workload

@@ -25,7 +25,7 @@ from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import ChunkedHead, Compilation, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
-from zeroplan.engines.case import Case as Case
+from zeroplan.engines.case import Case
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 

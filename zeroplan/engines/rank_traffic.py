@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.rank import Rank
 from zeroplan.engines.traffic import Traffic
 from zeroplan.models.spec import ModelSpec

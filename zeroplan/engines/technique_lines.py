@@ -10,7 +10,8 @@ from zeroplan.techniques.table import techniques_of
 
 if TYPE_CHECKING:
     from zeroplan.core.workload import Workload
-    from zeroplan.engines.base import Case, Engine
+    from zeroplan.engines.base import Engine
+    from zeroplan.engines.case import Case
     from zeroplan.engines.simulation import HostBytes
 
 

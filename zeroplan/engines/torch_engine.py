@@ -13,7 +13,8 @@ from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saving
 from zeroplan.core.versions import TORCH_GPU
 from zeroplan.core.workload import DType, Precision
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.quantized_base import read_at_once
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.models.spec import ModelSpec

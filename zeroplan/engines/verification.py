@@ -71,7 +71,7 @@ class TrainingRun:
         layout: how the ranks divide the work; data parallelism alone but for engines that run others
             (:attr:`~zeroplan.engines.base.Engine.verified_degrees`).
         schedule: the order of micro batches on pipeline stages (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`).
-        partition: how layers are divided over them (:class:`~zeroplan.engines.base.Case`).
+        partition: how layers are divided over them (:class:`~zeroplan.engines.case.Case`).
     """
 
     stage: int

@@ -10,7 +10,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, ModelInfo, Report, StageMemory, Verdict
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.workload import DType
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.planner.describe import describe_cluster, describe_setup, describe_workload
 from zeroplan.planner.formula import FORMULA, formula_plan, how_to_simulate
 from zeroplan.planner.resolve import Resolved, resolve

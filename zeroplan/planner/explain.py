@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput, did_you_mean
 from zeroplan.core.evaluation import Evaluation
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.ledger.line import Item, derived, glossary_of
 from zeroplan.planner.estimate import allocator_config
 from zeroplan.planner.formula import FORMULA

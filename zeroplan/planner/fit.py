@@ -13,7 +13,8 @@ from zeroplan.core.plan import Verdict
 from zeroplan.core.saving import Saving
 from zeroplan.core.sizes import format_bytes
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled, may_add, may_save
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.techniques.base import Facts
 from zeroplan.techniques.table import techniques_of
 

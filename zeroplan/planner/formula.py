@@ -10,7 +10,8 @@ from zeroplan.core.sizes import format_bytes
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, CheckpointPolicy, Workload
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.ledger.deepspeed_estimator import estimate_zero2, estimate_zero3
 from zeroplan.ledger.line import Item, derived
 from zeroplan.models.facts import largest_module_params, spec_facts

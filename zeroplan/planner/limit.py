@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation
 from zeroplan.simulate.allocator.config import AllocatorConfig

@@ -10,7 +10,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.lengths import padded_batches
 from zeroplan.core.workload import DType
 from zeroplan.ds_config.dialect import Dialect
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.run.ask import Ask

@@ -9,7 +9,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.families import Family
 from zeroplan.core.plan import MemoryPlan, Relief
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, ZeroConfig
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.words import higher_stage
 from zeroplan.planner.formula import formula_plan
 from zeroplan.planner.simulated import Simulated, simulated_plan

@@ -13,7 +13,8 @@ from zeroplan.core.tasks import parse_task, training_of
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Attention, Reference, TiledMlp, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.attention import eager_only
 from zeroplan.models.load import bare_params, load_model

@@ -29,7 +29,8 @@ from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.families import Family, family_of
 from zeroplan.core.generation import Colocated
 from zeroplan.core.plan import MemoryPlan, PeakShare, PlanLine
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.process import Outside
 from zeroplan.engines.simulation import Simulation, phase_of_mark
 from zeroplan.engines.technique_lines import technique_host

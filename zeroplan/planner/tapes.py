@@ -24,7 +24,8 @@ from zeroplan.core.workload import (
     Reference,
     Workload,
 )
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
 from zeroplan.tape.chunked_head import chunked_head_of, with_chunked_forward, with_chunked_head

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import Verdict
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.words import may_become
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel

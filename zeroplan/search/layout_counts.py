@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import log2
 
 from zeroplan.core.float8 import Float8Recipe
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
 from zeroplan.planner.resolve import Resolved
 from zeroplan.planner.tapes import expand_for

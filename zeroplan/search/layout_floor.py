@@ -25,7 +25,7 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import stages_of
 from zeroplan.core.pipeline_order import GATHERED_CHUNKS
 from zeroplan.core.workload import DType, Precision
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.run.ask import Ask
 
 #: What a block keeps beside its input, in inputs: 32 bytes of 34.

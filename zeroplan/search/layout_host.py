@@ -18,7 +18,7 @@ from dataclasses import replace
 from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import Rates
 from zeroplan.core.tensor_parallel import PLANS, TensorPlan, tensor_plan
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.traffic import Hooks
 from zeroplan.ledger.work import Counts, matrices
 from zeroplan.models.facts import spec_facts

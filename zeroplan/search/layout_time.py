@@ -34,7 +34,8 @@ from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import Stage, chunks_of, even_stages
 from zeroplan.core.pipeline_order import GATHERED_CHUNKS, Action, Do, PipelineOrder, PipelineSchedule, schedule_of, with_gathers
 from zeroplan.core.rates import Rates
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.compute_traffic import COMPUTE, ComputeFacts
 from zeroplan.engines.traffic import Sharing
 from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items

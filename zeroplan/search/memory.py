@@ -21,7 +21,8 @@ from zeroplan.core.plan import CpuMemory, MemoryPlan, Verdict
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.process import Outside
 from zeroplan.engines.technique_lines import technique_host
 from zeroplan.ledger.line import evaluate

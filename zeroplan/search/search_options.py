@@ -12,7 +12,8 @@ from zeroplan.core.errors import BadInput, member_named
 from zeroplan.core.rates import Rates
 from zeroplan.core.unmodelled import Unmodelled
 from zeroplan.core.workload import Compilation, DType, Workload
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.interop.training import NO_TRAINING, Training
 from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.formula import FORMULA

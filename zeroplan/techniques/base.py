@@ -144,7 +144,7 @@ class Facts:
         task: what ``--task`` says; None where it says nothing.
         alone: the way out where data parallelism alone is modelled: which options to leave out.
         schedule: of a pipeline's micro batches.
-        partition: how layers are divided over pipeline stages (:class:`~zeroplan.engines.base.Case`).
+        partition: how layers are divided over pipeline stages (:class:`~zeroplan.engines.case.Case`).
     """
 
     engine: TakesTechniques

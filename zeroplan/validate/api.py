@@ -17,7 +17,8 @@ from zeroplan.core.versions import parse_version, version_text
 from zeroplan.core.workload import Compilation
 from zeroplan.core.zero_config import OffloadDevice
 from zeroplan.ds_config.source import load_source
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import DEFAULT_VERIFIED, engine_names, find_engine
 from zeroplan.interop.readers import read_setups
 from zeroplan.interop.setups import Setup

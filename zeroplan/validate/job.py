@@ -13,7 +13,8 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import auto_class_of
 from zeroplan.core.parallel import DEGREES, ParallelLayout
 from zeroplan.core.workload import Workload
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import engine_path
 from zeroplan.techniques.images import ImagesTechnique
 from zeroplan.techniques.lengths import LengthsTechnique
@@ -90,7 +91,7 @@ class VerifyJob:
         timeout: seconds without progress after which a rank gives up.
         layout: how the ranks divide the work.
         schedule: the order of micro batches on pipeline stages (:class:`~zeroplan.core.pipeline_order.PipelineSchedule`).
-        partition: how layers are divided over them (:class:`~zeroplan.engines.base.Case`).
+        partition: how layers are divided over them (:class:`~zeroplan.engines.case.Case`).
         live: the user's own module in place of `model`. It is handed to other processes in a file.
     """
 

@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.models.spec import FUSED_WEIGHT
 from zeroplan.planner.tapes import ExpandedTapes, NoTapeError
 from zeroplan.tape.expanded import ExpandedTape

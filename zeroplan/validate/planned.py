@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.simulation import phase_of_mark
 from zeroplan.engines.verification import OwnedBuffers
 from zeroplan.planner.estimate import plan_stages

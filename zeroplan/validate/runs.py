@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zeroplan.core.plumbing.progress import watched, working
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.validate.job import VerifyJob, ended_early
 from zeroplan.validate.launch import TorchrunLaunch

@@ -21,7 +21,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model

@@ -17,7 +17,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.tensor_parallel import auto_tp_rejects, local_parameters
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.families import FAMILIES
 from zeroplan.models.load import load_model

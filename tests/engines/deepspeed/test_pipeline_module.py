@@ -23,7 +23,7 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.workload import Attention, DType, OptimizerKind, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.reader import read_ds_config
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.pipeline import record_stage, slots_of, train_schedule
 from zeroplan.engines.pipeline_cut import cut

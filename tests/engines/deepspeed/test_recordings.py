@@ -10,7 +10,7 @@ import pytest
 from tests.workloads import flat_workload
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.deepspeed import simulation
 from zeroplan.engines.deepspeed.engine import DeepSpeed
 from zeroplan.engines.deepspeed.job import rank_of

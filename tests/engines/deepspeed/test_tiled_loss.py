@@ -12,7 +12,7 @@ from tests.engines.deepspeed.scripts import rows_of
 from tests.engines.deepspeed.test_auto_tp import CONFIG
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.resolve import resolve

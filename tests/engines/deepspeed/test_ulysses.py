@@ -18,7 +18,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.reader import read_ds_config
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.interop.readers import read_setup
 from zeroplan.models.load import load_model

@@ -15,7 +15,7 @@ from zeroplan.core.gpus import GPUS
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.rates import rates_of
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.megatron.chunk import ChunkLayers, ChunkTape, chunk_tape
 from zeroplan.engines.megatron.engine import Megatron, user_buffers
 from zeroplan.engines.megatron.float8 import QuantizedOperands

@@ -12,7 +12,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.megatron.engine import Megatron
 from zeroplan.engines.megatron.rules import layers_of, require_valid
 from zeroplan.models.load import load_model

@@ -13,7 +13,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, Precision
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.megatron.autograd import TapeWriter
 from zeroplan.engines.megatron.chunk import ChunkLayers
 from zeroplan.engines.megatron.end_operators import embedding_gradient

@@ -22,7 +22,7 @@ from zeroplan.core.workload import DType, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.reader import read_ds_config
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.runtime import simulation as planned_run
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.models.load import load_model

@@ -8,7 +8,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.registry import find_engine
 from zeroplan.models.load import load_model
 

@@ -20,7 +20,7 @@ from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.reader import read_ds_config
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.runtime.engine import Runtime
 from zeroplan.ledger.line import evaluate
 from zeroplan.models.live import spec_from_module

@@ -11,7 +11,7 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.workload import DType, Precision
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.ddp.engine import Ddp
 from zeroplan.engines.fsdp2.engine import Fsdp2
 from zeroplan.ledger.line import evaluate

@@ -10,7 +10,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.optimizer_row import Domain
 from zeroplan.core.workload import Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.ddp.engine import Ddp
 from zeroplan.engines.ddp.rank import DdpRank
 from zeroplan.engines.torch_step import optimizer_step

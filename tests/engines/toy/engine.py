@@ -12,7 +12,8 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import DType, Precision
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.ledger.line import Ledger, LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_state_lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.engines.toy.rank import ToyRank
 from zeroplan.core.buffers import Buffer
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.simulation import Simulation
 from zeroplan.engines.torch_step import STEPS_UNTIL_STEADY, optimizer_step

@@ -14,7 +14,7 @@ from zeroplan.core.sizes import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import Compilation, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.ddp.lines import LEDGER
 from zeroplan.engines.ddp.rank import DdpRank
 from zeroplan.engines.quantized_base import kernels_of

@@ -20,7 +20,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.deepspeed.moe import LARGEST_GROUP
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 

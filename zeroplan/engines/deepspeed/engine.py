@@ -16,7 +16,8 @@ from zeroplan.core.versions import parse_version, version_text
 from zeroplan.core.workload import ChunkedHead, GradientCheckpointing, Reference, TiledLoss, TiledMlp, Workload
 from zeroplan.core.zero_config import DEEPSPEED_VERSION, ZeroConfig, stages_and_offloads
 from zeroplan.ds_config.dialect import Dialect
-from zeroplan.engines.base import Case, Engine, SearchedLayouts
+from zeroplan.engines.base import Engine, SearchedLayouts
+from zeroplan.engines.case import Case
 from zeroplan.engines.deepspeed.job import rank_of, require_pipeline
 from zeroplan.engines.deepspeed.lines import LEDGER
 from zeroplan.engines.deepspeed.moe import require_moe

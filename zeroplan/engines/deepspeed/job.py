@@ -6,7 +6,7 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parameters import Parameters
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank, deepspeed_rank
 from zeroplan.engines.deepspeed.saved_weights import saved_elements
 

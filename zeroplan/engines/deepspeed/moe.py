@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 
 #: Elements of one parameter group of experts, at most (moe/utils.py, max_group_size).
 LARGEST_GROUP = 178_956_971

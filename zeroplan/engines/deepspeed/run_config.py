@@ -16,7 +16,7 @@ from zeroplan.core.optimizers import deepspeed_type, find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.workload import DType, GradientCheckpointing
 from zeroplan.ds_config.writer import write_ds_config
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.verification import optimizer_section
 
 #: Architectures whose layers trainer_pipeline.py lists.

@@ -27,7 +27,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from zeroplan.core.workload import Precision
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 
 if TYPE_CHECKING:  # formulas use this module, too, and need no tape

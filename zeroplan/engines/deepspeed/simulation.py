@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from zeroplan.core.buffers import Phase
 from zeroplan.core.rates import Rates, rates_of
 from zeroplan.core.workload import ChunkedHead, DType, Precision
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.compute_traffic import PASSES
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.coordinator import least_behind

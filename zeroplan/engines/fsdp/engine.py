@@ -11,7 +11,7 @@ from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.fsdp.lines import LEDGER
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.engines.quantized_base import packed_kernels, require_stored, stored

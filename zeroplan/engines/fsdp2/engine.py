@@ -15,7 +15,8 @@ from zeroplan.core.saving import Saver, Saving
 from zeroplan.core.sizes import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
-from zeroplan.engines.base import Case, SearchedLayouts
+from zeroplan.engines.base import SearchedLayouts
+from zeroplan.engines.case import Case
 from zeroplan.engines.fsdp2.lines import LEDGER
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.quantized_base import packed_kernels, require_stored, stored

@@ -14,7 +14,8 @@ from zeroplan.core.sizes import GIB
 from zeroplan.core.unmodelled import UNMEASURED, Effect, Unmodelled
 from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.core.zero_config import ZeroConfig
-from zeroplan.engines.base import Case, Engine, SearchedLayouts
+from zeroplan.engines.base import Engine, SearchedLayouts
+from zeroplan.engines.case import Case
 from zeroplan.engines.megatron.bridge import model_of, require_known, staged
 from zeroplan.engines.megatron.float8 import QuantizedOperands
 from zeroplan.engines.megatron.lines import LEDGER

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from zeroplan.core.arena.layout import LEAST_MOVED_BYTES, ArenaLayout, UnitKind
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.runtime.units import PEFT_PREFIX
 from zeroplan.models.facts import spec_facts
 from zeroplan.tape.checkpointed_inputs import checkpointed_inputs

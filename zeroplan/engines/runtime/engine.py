@@ -26,7 +26,8 @@ from zeroplan.core.zero_config import OffloadDevice, ZeroConfig, stages_and_offl
 from zeroplan.ds_config.dialect import Dialect
 from zeroplan.ds_config.rules_runtime import remark, require_offloadable, require_runnable
 from zeroplan.ds_config.runtime_options import RuntimeOptions
-from zeroplan.engines.base import Case, Engine
+from zeroplan.engines.base import Engine
+from zeroplan.engines.case import Case
 from zeroplan.engines.runtime import lines
 from zeroplan.engines.runtime.checkpoints import (
     OffloadedInput,

@@ -24,7 +24,7 @@ from zeroplan.models.spec import ModelSpec, SpecUnit
 
 if TYPE_CHECKING:
     from zeroplan.core.pipeline import Stage
-    from zeroplan.engines.base import Case
+    from zeroplan.engines.case import Case
 
 
 def setup_of(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout, runtime_options: RuntimeOptions) -> RuntimeSetup:

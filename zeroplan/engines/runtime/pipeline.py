@@ -19,7 +19,7 @@ from zeroplan.core.arena.layout import ArenaLayout, UnitKind
 from zeroplan.core.pipeline import Stage
 from zeroplan.core.pipeline_order import Do, PipelineOrder, schedule_of
 from zeroplan.core.workload import DType
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.pipeline import PipelineEngineSchedule, PipelineRun, chunks_of, play_pipeline
 from zeroplan.engines.pipeline_cut import StageTape
 from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, UnitRun

@@ -8,7 +8,7 @@ from typing import Any
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.workload import DType
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.verification import LEARNING_RATE, optimizer_section
 
 #: fp16 begins at this loss scale where no file says otherwise, so that no step is lost to finding it.

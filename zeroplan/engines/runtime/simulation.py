@@ -18,7 +18,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.losses import leaves_loss_to_function
 from zeroplan.core.workload import ChunkedHead, DType, Workload
 from zeroplan.ds_config.runtime_options import RuntimeOptions
-from zeroplan.engines.base import Case
+from zeroplan.engines.case import Case
 from zeroplan.engines.player import Run, play
 from zeroplan.engines.runtime.checkpoints import OffloadedInput, host_buffers, with_offloaded_inputs
 from zeroplan.engines.runtime.chunked_cross_entropy import KEY, with_chunked_cross_entropy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 from torch import nn
 
@@ -20,44 +21,20 @@ from zeroplan_runtime.techniques.sparse_attention.sparsity_config import (
     VariableSparsityConfig,
 )
 
-_SHARED = ("block", "different_layout_per_head")
-_GLOBAL = ("global_block_indices", "global_block_end_indices")
-#: Each mode's class, and the keys that it reads.
-_KINDS: dict[str, tuple[type[SparsityConfig], tuple[str, ...]]] = {
-    SparsityMode.DENSE: (DenseSparsityConfig, _SHARED),
-    SparsityMode.FIXED: (
-        FixedSparsityConfig,
-        (
-            *_SHARED,
-            "num_local_blocks",
-            "num_global_blocks",
-            "attention",
-            "horizontal_global_attention",
-            "num_different_global_patterns",
-        ),
-    ),
-    SparsityMode.VARIABLE: (
-        VariableSparsityConfig,
-        (*_SHARED, "num_random_blocks", "local_window_blocks", *_GLOBAL, "attention", "horizontal_global_attention"),
-    ),
-    SparsityMode.BIGBIRD: (
-        BigBirdSparsityConfig,
-        (*_SHARED, "num_random_blocks", "num_sliding_window_blocks", "num_global_blocks", "attention"),
-    ),
-    SparsityMode.BSLONGFORMER: (
-        BSLongformerSparsityConfig,
-        (*_SHARED, "num_sliding_window_blocks", *_GLOBAL, "attention"),
-    ),
-    SparsityMode.LOCAL_SLIDING_WINDOW: (
-        LocalSlidingWindowSparsityConfig,
-        ("block", "num_sliding_window_blocks", "attention"),
-    ),
+_KINDS: dict[str, type[SparsityConfig]] = {
+    SparsityMode.DENSE: DenseSparsityConfig,
+    SparsityMode.FIXED: FixedSparsityConfig,
+    SparsityMode.VARIABLE: VariableSparsityConfig,
+    SparsityMode.BIGBIRD: BigBirdSparsityConfig,
+    SparsityMode.BSLONGFORMER: BSLongformerSparsityConfig,
+    SparsityMode.LOCAL_SLIDING_WINDOW: LocalSlidingWindowSparsityConfig,
 }
 
 
 def sparsity_config(section: SparseAttention, num_heads: int) -> SparsityConfig:
     """Returns the section's kind for layers of `num_heads` heads; random blocks are drawn with seed 0."""
-    kind, keys = _KINDS[section.mode]
+    kind = _KINDS[section.mode]
+    keys = [one.name for one in fields(kind) if one.init and one.name not in ("num_heads", "seed")]
     return kind(num_heads, **{key: getattr(section, key) for key in keys}, seed=0)
 
 

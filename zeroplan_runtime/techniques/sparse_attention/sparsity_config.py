@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -29,25 +30,25 @@ from zeroplan.core.sparse_attention import (
 Sample = Callable[[range, int], list[int]]
 
 
+@dataclass(eq=False)
 class SparsityConfig:
     """What all kinds share. A kind of your own overrides :meth:`make_layout`.
 
-    Args:
+    Attributes:
         num_heads: attention heads of a layer.
         block: tokens of a block's side.
         different_layout_per_head: each head has a layout of its own; otherwise all have the first one's.
         seed: of the random blocks; see Note [Random blocks]. None draws from Python's own generator.
     """
 
-    def __init__(
-        self, num_heads: int, block: int = 16, different_layout_per_head: bool = False, *, seed: int | None = None
-    ) -> None:
-        require_counts(num_heads=num_heads, block=block)
-        self.num_heads = num_heads
-        self.block = block
-        self.different_layout_per_head = different_layout_per_head
-        self.num_layout_heads = num_heads if different_layout_per_head else 1
-        self.seed = seed
+    num_heads: int
+    block: int = 16
+    different_layout_per_head: bool = False
+    seed: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        require_counts(num_heads=self.num_heads, block=self.block)
+        self.num_layout_heads = self.num_heads if self.different_layout_per_head else 1
         #: Whether keys and queries are attended in another order: Note [Order of tokens] in :mod:`.tiles`.
         self.moves_keys = self.moves_queries = False
 
@@ -115,52 +116,38 @@ class DenseSparsityConfig(_Pattern):
         layout.fill_(True)
 
 
+@dataclass(eq=False)
 class FixedSparsityConfig(_Pattern):
     """Local windows side by side, and the last blocks of each window seen by all (Child et al. 2019, arXiv 1904.10509).
 
-    Args:
-        num_heads: see :class:`SparsityConfig`.
-        block: see :class:`SparsityConfig`.
-        different_layout_per_head: see :class:`SparsityConfig`.
+    Attributes:
         num_local_blocks: blocks of a window.
         num_global_blocks: blocks of a window that represent it to all others.
         attention: ``unidirectional`` leaves out blocks of the future; within a block tokens still see the future.
         horizontal_global_attention: global blocks see all others, too; bidirectional only.
         num_different_global_patterns: heads take turns in which blocks of the window are global, counted from its end.
-        seed: without effect.
 
     Raises:
         BadInput: for counts that do not divide, and for options that exclude each other.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_local_blocks: int = 4,
-        num_global_blocks: int = 1,
-        attention: str = "bidirectional",
-        horizontal_global_attention: bool = False,
-        num_different_global_patterns: int = 1,
-        *,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head, seed=seed)
+    num_local_blocks: int = 4
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+    num_different_global_patterns: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         require_fixed(
-            num_local_blocks,
-            num_global_blocks,
-            attention,
-            horizontal=horizontal_global_attention,
-            by_head=different_layout_per_head,
-            patterns=num_different_global_patterns,
+            self.num_local_blocks,
+            self.num_global_blocks,
+            self.attention,
+            horizontal=self.horizontal_global_attention,
+            by_head=self.different_layout_per_head,
+            patterns=self.num_different_global_patterns,
         )
-        self.moves_keys, self.moves_queries = True, horizontal_global_attention
-        self.num_local_blocks = num_local_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
-        self.num_different_global_patterns = num_different_global_patterns
+        self.moves_keys, self.moves_queries = True, self.horizontal_global_attention
 
     def _mark(self, layout: torch.Tensor, head: int, sample: Sample) -> None:
         blocks, window, wide = len(layout), self.num_local_blocks, self.num_global_blocks
@@ -174,50 +161,35 @@ class FixedSparsityConfig(_Pattern):
             _mark_global(layout, start, start + wide, self.attention, rows=self.horizontal_global_attention)
 
 
+@dataclass(eq=False)
 class VariableSparsityConfig(_Pattern):
     """Fixed with windows of several sizes, chosen global blocks, and random ones.
 
-    Args:
-        num_heads: see :class:`SparsityConfig`.
-        block: see :class:`SparsityConfig`.
-        different_layout_per_head: see :class:`SparsityConfig`.
+    Attributes:
         num_random_blocks: random blocks of each row; also of the future, whatever `attention` says.
         local_window_blocks: blocks of the first windows; the last number holds for all further ones.
         global_block_indices: global blocks; those beyond the sequence are left out.
         global_block_end_indices: where given, global are the blocks from each index to its end, excluded.
         attention: ``unidirectional`` leaves out blocks of the future in windows and global columns.
         horizontal_global_attention: global blocks see all others, too; bidirectional only.
-        seed: see Note [Random blocks].
 
     Raises:
         BadInput: for options that exclude each other.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 0,
-        local_window_blocks: Sequence[int] = (4,),
-        global_block_indices: Sequence[int] = (0,),
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = "bidirectional",
-        horizontal_global_attention: bool = False,
-        *,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head, seed=seed)
-        require_counts(least=0, num_random_blocks=num_random_blocks)
-        require_windows(local_window_blocks)
-        require_global(global_block_indices, global_block_end_indices)
-        require_direction(attention, horizontal_global_attention)
-        self.num_random_blocks = num_random_blocks
-        self.local_window_blocks = local_window_blocks
-        self.global_block_indices = global_block_indices
-        self.global_block_end_indices = global_block_end_indices
-        self.attention = attention
-        self.horizontal_global_attention = horizontal_global_attention
+    num_random_blocks: int = 0
+    local_window_blocks: Sequence[int] = (4,)
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+    horizontal_global_attention: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_counts(least=0, num_random_blocks=self.num_random_blocks)
+        require_windows(self.local_window_blocks)
+        require_global(self.global_block_indices, self.global_block_end_indices)
+        require_direction(self.attention, self.horizontal_global_attention)
 
     def _mark(self, layout: torch.Tensor, head: int, sample: Sample) -> None:
         _mark_random(layout, self.num_random_blocks, sample, past_only=False)
@@ -226,43 +198,30 @@ class VariableSparsityConfig(_Pattern):
             _mark_global(layout, start, end, self.attention, rows=self.horizontal_global_attention)
 
 
+@dataclass(eq=False)
 class BigBirdSparsityConfig(_Pattern):
     """A sliding window, random blocks, and the first blocks global (Zaheer et al. 2020, arXiv 2007.14062).
 
-    Args:
-        num_heads: see :class:`SparsityConfig`.
-        block: see :class:`SparsityConfig`.
-        different_layout_per_head: see :class:`SparsityConfig`.
+    Attributes:
         num_random_blocks: random blocks of each row.
         num_sliding_window_blocks: blocks of the window around each block.
         num_global_blocks: of the first blocks, which see all and are seen by all.
         attention: ``unidirectional`` leaves out blocks of the future.
-        seed: see Note [Random blocks].
 
     Raises:
         BadInput: for a direction that does not exist.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_random_blocks: int = 1,
-        num_sliding_window_blocks: int = 3,
-        num_global_blocks: int = 1,
-        attention: str = "bidirectional",
-        *,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head, seed=seed)
-        require_counts(least=0, num_random_blocks=num_random_blocks, num_global_blocks=num_global_blocks)
-        require_counts(num_sliding_window_blocks=num_sliding_window_blocks)
-        require_direction(attention)
-        self.num_random_blocks = num_random_blocks
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.num_global_blocks = num_global_blocks
-        self.attention = attention
+    num_random_blocks: int = 1
+    num_sliding_window_blocks: int = 3
+    num_global_blocks: int = 1
+    attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_counts(least=0, num_random_blocks=self.num_random_blocks, num_global_blocks=self.num_global_blocks)
+        require_counts(num_sliding_window_blocks=self.num_sliding_window_blocks)
+        require_direction(self.attention)
 
     def _mark(self, layout: torch.Tensor, head: int, sample: Sample) -> None:
         past_only = self.attention == "unidirectional"
@@ -275,43 +234,32 @@ class BigBirdSparsityConfig(_Pattern):
             layout.tril_()
 
 
+@dataclass(eq=False)
 class BSLongformerSparsityConfig(_Pattern):
     """Longformer by blocks: a sliding window and chosen global blocks (Beltagy et al. 2020, arXiv 2004.05150).
 
-    Args:
-        num_heads: see :class:`SparsityConfig`.
-        block: see :class:`SparsityConfig`.
-        different_layout_per_head: without effect: nothing differs between heads.
+    No head differs from another, whatever `different_layout_per_head` says.
+
+    Attributes:
         num_sliding_window_blocks: blocks of the window around each block.
         global_block_indices: blocks that see all and are seen by all; those beyond the sequence are left out.
         global_block_end_indices: where given, global are the blocks from each index to its end, excluded.
         attention: ``unidirectional`` leaves out blocks of the future.
-        seed: without effect.
 
     Raises:
         BadInput: for a direction that does not exist, or ends that are not behind their starts.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        different_layout_per_head: bool = False,
-        num_sliding_window_blocks: int = 3,
-        global_block_indices: Sequence[int] = (0,),
-        global_block_end_indices: Sequence[int] | None = None,
-        attention: str = "bidirectional",
-        *,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(num_heads, block, different_layout_per_head, seed=seed)
-        require_counts(num_sliding_window_blocks=num_sliding_window_blocks)
-        require_global(global_block_indices, global_block_end_indices)
-        require_direction(attention)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.global_block_indices = global_block_indices
-        self.global_block_end_indices = global_block_end_indices
-        self.attention = attention
+    num_sliding_window_blocks: int = 3
+    global_block_indices: Sequence[int] = (0,)
+    global_block_end_indices: Sequence[int] | None = None
+    attention: str = "bidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_counts(num_sliding_window_blocks=self.num_sliding_window_blocks)
+        require_global(self.global_block_indices, self.global_block_end_indices)
+        require_direction(self.attention)
 
     def _mark(self, layout: torch.Tensor, head: int, sample: Sample) -> None:
         _mark_sliding_window(layout, self.num_sliding_window_blocks)
@@ -321,34 +269,26 @@ class BSLongformerSparsityConfig(_Pattern):
             layout.tril_()
 
 
+@dataclass(eq=False)
 class LocalSlidingWindowSparsityConfig(_Pattern):
     """A sliding window alone.
 
-    Args:
-        num_heads: see :class:`SparsityConfig`.
-        block: see :class:`SparsityConfig`.
+    Attributes:
         num_sliding_window_blocks: blocks of the window around each block.
         attention: ``unidirectional``, the default here, leaves out blocks of the future.
-        seed: without effect.
 
     Raises:
         BadInput: for a direction that does not exist.
     """
 
-    def __init__(
-        self,
-        num_heads: int,
-        block: int = 16,
-        num_sliding_window_blocks: int = 3,
-        attention: str = "unidirectional",
-        *,
-        seed: int | None = None,
-    ) -> None:
-        super().__init__(num_heads, block, seed=seed)
-        require_counts(num_sliding_window_blocks=num_sliding_window_blocks)
-        require_direction(attention)
-        self.num_sliding_window_blocks = num_sliding_window_blocks
-        self.attention = attention
+    different_layout_per_head: bool = field(default=False, init=False)
+    num_sliding_window_blocks: int = 3
+    attention: str = "unidirectional"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_counts(num_sliding_window_blocks=self.num_sliding_window_blocks)
+        require_direction(self.attention)
 
     def _mark(self, layout: torch.Tensor, head: int, sample: Sample) -> None:
         _mark_sliding_window(layout, self.num_sliding_window_blocks)

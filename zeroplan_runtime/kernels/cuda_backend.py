@@ -6,6 +6,7 @@ Everything is asynchronous on the current stream; the kernels read FACTOR and SK
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -117,14 +118,40 @@ def _stream(handle: int) -> Any:
     return nvrtc.core().Stream.from_handle(handle or 1)
 
 
-def _launch(device: torch.device, kernel: Any, blocks: int, threads: int, *arguments: object) -> None:
-    core, index = nvrtc.core(), _index(device)
-    stream = _stream(torch.cuda.current_stream(index).cuda_stream)
-    if index == torch.cuda.current_device():
-        core.launch(stream, _launch_config(blocks, threads), kernel, *arguments)
-    else:
-        with torch.cuda.device(index):
-            core.launch(stream, _launch_config(blocks, threads), kernel, *arguments)
+def _run(
+    file: str,
+    name: str,
+    config: KernelConfig,
+    blocks: int,
+    *arguments: object,
+    like: torch.Tensor,
+    grad: torch.dtype | None = None,
+    out: torch.dtype | None = None,
+    more: tuple[tuple[str, str], ...] = (),
+    threads: int | None = None,
+) -> None:
+    """Launches a kernel on the device of `like`; tensors are given by their address, None by null.
+
+    Args:
+        file, name: where it is.
+        config: how it is built and launched.
+        blocks: of the grid.
+        arguments: the kernel's.
+        like: says where to launch.
+        grad, out: ``ZP_GRAD`` and ``ZP_OUT`` of the build; by default the dtype of `like`, and void.
+        more: further macros.
+        threads: of a block, where they are fewer than the config's.
+    """
+    index = _index(like.device)
+    kernel = _kernel(index, f"{file}.cu", name, grad or like.dtype, out, config, more)
+    given = [each.data_ptr() if isinstance(each, torch.Tensor) else 0 if each is None else each for each in arguments]
+    core, stream = nvrtc.core(), _stream(torch.cuda.current_stream(index).cuda_stream)
+    with nullcontext() if index == torch.cuda.current_device() else torch.cuda.device(index):
+        core.launch(stream, _launch_config(blocks, threads or config.threads), kernel, *given)
+
+
+def _dtype(tensor: torch.Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 def _blocks(config: KernelConfig, device: torch.device, n: int) -> int:
@@ -138,123 +165,88 @@ def _index(device: torch.device) -> int:
     return torch.cuda.current_device() if device.index is None else device.index
 
 
-def _pointer(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 _f = ctypes.c_float
 _d = ctypes.c_double
 
 
-def _update(file: str, args: UpdateArgs, pointers: tuple[int, ...], *coefficients: object) -> None:
-    assert args.grad is not None
-    n, device, config = args.param.numel(), args.param.device, KERNEL_CONFIGS[file]
-    if n == 0:
-        return
-    out = None if args.out is None else args.out.dtype
-    kernel = _kernel(_index(device), f"{file}.cu", f"zp_{file}", args.grad.dtype, out, config)
-    head = _head(config.vector, *args.buffers())
-    blocks = _blocks(config, device, n)
-    _launch(device, kernel, blocks, config.threads, *pointers, n, head, _pointer(args.scalars), *coefficients)
+def _update(
+    name: str,
+    args: UpdateArgs,
+    tensors: tuple[torch.Tensor | None, ...],
+    numbers: tuple[float, ...],
+    *more: object,
+    file: str = "",
+) -> None:
+    n, config = args.param.numel(), KERNEL_CONFIGS[name]
+    if n:
+        blocks, head = _blocks(config, args.param.device, n), _head(config.vector, *args.buffers())
+        like = args.param if args.grad is None else args.grad
+        given = (*tensors, n, head, args.scalars, *map(_f, numbers), *more)
+        _run(file or name, f"zp_{name}", config, blocks, *given, like=like, out=_dtype(args.out))
 
 
 def adam(args: UpdateArgs) -> None:
     """Steps Adam or AdamW; see :func:`.functional.adamw`."""
-    pointers = (_pointer(args.param), _pointer(args.grad), _pointer(args.first), _pointer(args.second), _pointer(args.out))
-    numbers = (args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2)
-    _update("adam", args, pointers, *map(_f, (*numbers, args.root2, args.eps, args.l2, args.keep, args.rate)))
+    tensors = (args.param, args.grad, args.first, args.second, args.out)
+    _update("adam", args, tensors, (*_decays(args), args.root2, args.eps, args.l2, args.keep, args.rate))
+
+
+def _decays(args: UpdateArgs) -> tuple[float, float, float, float]:
+    return args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2
 
 
 def adam_blockwise(args: BlockwiseArgs) -> None:
     """Steps AdamW with blockwise states; see :func:`.blockwise.adamw_blockwise`."""
     update, kept, config = args.update, args.format, KERNEL_CONFIGS["adam_blockwise"]
     assert update.grad is not None
-    device, count = update.param.device, kept.blocks(update.param.numel())
+    count = kept.blocks(update.param.numel())
     if count == 0:
         return
-    out = None if update.out is None else update.out.dtype
     sizes = (("ZP_BITS", str(kept.bits)), ("ZP_BLOCK", str(kept.block)))
-    kernel = _kernel(_index(device), "adam_blockwise.cu", "zp_adam_blockwise", update.grad.dtype, out, config, sizes)
     # A warp works on a block of elements, so each of its threads on a 32nd.
-    grid = _blocks(replace(config, vector=kept.block // 32), device, update.param.numel())
+    grid = _blocks(replace(config, vector=kept.block // 32), update.param.device, update.param.numel())
     tensors = (update.param, update.grad, args.first, args.second, args.scales, update.out, args.maps)
-    numbers = (update.beta1, update.one_minus_beta1, update.beta2, update.one_minus_beta2)
-    _launch(
-        device,
-        kernel,
-        grid,
-        config.threads,
-        *map(_pointer, tensors),
-        count,
-        _pointer(update.scalars),
-        *map(_f, (*numbers, update.root2, update.eps, update.keep, update.rate)),
-    )
+    numbers = map(_f, (*_decays(update), update.root2, update.eps, update.keep, update.rate))
+    given = (*tensors, count, update.scalars, *numbers)
+    _run("adam_blockwise", "zp_adam_blockwise", config, grid, *given, like=update.grad, out=_dtype(update.out), more=sizes)
 
 
 def lion(args: UpdateArgs) -> None:
     """Steps Lion; see :func:`.functional.lion`."""
-    pointers = (_pointer(args.param), _pointer(args.grad), _pointer(args.first), _pointer(args.out))
-    numbers = (args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2, args.keep, args.rate)
-    _update("lion", args, pointers, *map(_f, numbers))
+    _update("lion", args, (args.param, args.grad, args.first, args.out), (*_decays(args), args.keep, args.rate))
 
 
 def sgd(args: UpdateArgs) -> None:
     """SGD; `beta1` is the momentum, `one_minus_beta1` the factor on the gradient."""
-    pointers = (_pointer(args.param), _pointer(args.grad), _pointer(args.first), _pointer(args.out))
-    numbers = map(_f, (args.beta1, args.one_minus_beta1, args.l2, args.rate))
-    _update("sgd", args, pointers, *numbers, ctypes.c_int(args.nesterov))
+    tensors, numbers = (args.param, args.grad, args.first, args.out), (args.beta1, args.one_minus_beta1, args.l2, args.rate)
+    _update("sgd", args, tensors, numbers, ctypes.c_int(args.nesterov))
 
 
 def lamb_moments(args: UpdateArgs, segments: TensorSegments) -> None:
     """Runs LAMB's first pass: updates the moments and writes ``segments.norms``."""
     assert args.grad is not None
-    device, config = args.param.device, KERNEL_CONFIGS["lamb"]
+    config, grad = KERNEL_CONFIGS["lamb"], args.grad
     if segments.count == 0:
         return
-    build = (_index(device), "lamb.cu")
     if len(segments.tiles):
-        buffers = [t for t in args.buffers() if t is not args.out]
-        _launch(
-            device,
-            _kernel(*build, "zp_lamb_moments", args.grad.dtype, None, config),
-            len(segments.tiles),
-            config.threads,
-            *map(_pointer, (args.param, args.grad, args.first, args.second, segments.tiles, segments.partial)),
-            args.param.numel(),
-            _head(config.vector, *buffers),
-            _pointer(args.scalars),
-            *map(_f, (args.beta1, args.one_minus_beta1, args.beta2, args.one_minus_beta2, args.eps, args.l2)),
-        )
-    _launch(
-        device,
-        _kernel(*build, "zp_lamb_norms", args.grad.dtype, None, config),
-        segments.count,
-        config.threads,
-        *map(_pointer, (segments.partial, segments.first_tile, segments.norms)),
-    )
+        head = _head(config.vector, *(t for t in args.buffers() if t is not args.out))
+        tensors = (args.param, grad, args.first, args.second, segments.tiles, segments.partial)
+        given = (*tensors, args.param.numel(), head, args.scalars, *map(_f, (*_decays(args), args.eps, args.l2)))
+        _run("lamb", "zp_lamb_moments", config, len(segments.tiles), *given, like=grad)
+    _run("lamb", "zp_lamb_norms", config, segments.count, segments.partial, segments.first_tile, segments.norms, like=grad)
 
 
 def lamb_apply(args: UpdateArgs, segments: TensorSegments, min_trust: float, max_trust: float) -> None:
     """Runs LAMB's second pass: updates the parameters by the trust ratios from ``segments.norms``."""
     assert args.grad is not None
-    device, config = args.param.device, KERNEL_CONFIGS["lamb"]
+    config = KERNEL_CONFIGS["lamb"]
     if not len(segments.tiles):
         return
-    out = None if args.out is None else args.out.dtype
-    buffers = [t for t in args.buffers() if t is not args.grad]
-    _launch(
-        device,
-        _kernel(_index(device), "lamb.cu", "zp_lamb_apply", args.grad.dtype, out, config),
-        len(segments.tiles),
-        config.threads,
-        *map(_pointer, (args.param, args.first, args.second, args.out, segments.tiles, segments.norms)),
-        args.param.numel(),
-        _head(config.vector, *buffers),
-        _pointer(args.scalars),
-        _f(args.eps),
-        _f(args.l2),
-        *map(_d, (args.rate, min_trust, max_trust)),
-    )
+    head = _head(config.vector, *(t for t in args.buffers() if t is not args.grad))
+    tensors = (args.param, args.first, args.second, args.out, segments.tiles, segments.norms)
+    numbers = (_f(args.eps), _f(args.l2), *map(_d, (args.rate, min_trust, max_trust)))
+    given = (*tensors, args.param.numel(), head, args.scalars, *numbers)
+    _run("lamb", "zp_lamb_apply", config, len(segments.tiles), *given, like=args.grad, out=_dtype(args.out))
 
 
 @cache
@@ -270,132 +262,87 @@ def sum_of_squares(
 
     `workspace` is :data:`WORKSPACE_BYTES` zeroed bytes that one stream uses at a time; by default the device's own.
     """
-    device, config = grad.device, KERNEL_CONFIGS["norm_fp32" if grad.dtype == torch.float32 else "norm"]
-    index = _index(device)
-    space = _workspace(index) if workspace is None else workspace
-    blocks = min(_blocks(config, device, grad.numel()), NORM_PARTS)
-    _launch(
-        device,
-        _kernel(index, "norm.cu", "zp_sum_of_squares", grad.dtype, None, config),
-        blocks,
-        config.threads,
-        _pointer(grad),
-        grad.numel(),
-        _head(config.vector, grad),
-        space.data_ptr(),
-        space.data_ptr() + NORM_PARTS * 8,
-        _pointer(scalars),
-        ctypes.c_int(accumulate),
-    )
+    config = KERNEL_CONFIGS["norm_fp32" if grad.dtype == torch.float32 else "norm"]
+    space = _workspace(_index(grad.device)) if workspace is None else workspace
+    blocks = min(_blocks(config, grad.device, grad.numel()), NORM_PARTS)
+    room = (space, space.data_ptr() + NORM_PARTS * 8)
+    given = (grad, grad.numel(), _head(config.vector, grad), *room, scalars, ctypes.c_int(accumulate))
+    _run("norm", "zp_sum_of_squares", config, blocks, *given, like=grad)
 
 
 def finalize(scalars: torch.Tensor, max_norm: float, loss_scale: float, *, may_skip: bool) -> None:
     """Computes NORM, FACTOR and SKIP from SQUARES."""
-    kernel = _kernel(_index(scalars.device), "norm.cu", "zp_finalize", torch.bfloat16, None, KERNEL_CONFIGS["norm"])
-    _launch(scalars.device, kernel, 1, 1, _pointer(scalars), _d(max_norm), _d(loss_scale), ctypes.c_int(may_skip))
+    given = (scalars, _d(max_norm), _d(loss_scale), ctypes.c_int(may_skip))
+    _run("norm", "zp_finalize", KERNEL_CONFIGS["norm"], 1, *given, like=scalars, grad=torch.bfloat16, threads=1)
 
 
 def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """Writes ``source * scale``, computed in fp32, to `out`."""
     config, n = KERNEL_CONFIGS["cast"], source.numel()
-    if n == 0:
-        return
-    kernel = _kernel(_index(source.device), "cast.cu", "zp_cast", source.dtype, out.dtype, config)
-    head = _head(config.vector, source, out)
-    _launch(
-        source.device,
-        kernel,
-        _blocks(config, source.device, n),
-        config.threads,
-        _pointer(source),
-        _pointer(out),
-        n,
-        head,
-        _f(scale),
-    )
+    if n:
+        given = (source, out, n, _head(config.vector, source, out), _f(scale))
+        _run("cast", "zp_cast", config, _blocks(config, source.device, n), *given, like=source, out=out.dtype)
 
 
 def widen_messages(messages: torch.Tensor, out: torch.Tensor) -> None:
     """See :func:`.float8.widen_messages`."""
     config, (ranks, size), shard = KERNEL_CONFIGS["float8"], messages.shape, out.numel() // messages.shape[0]
-    if shard == 0:
-        return
-    kernel = _kernel(_index(out.device), "float8.cu", "zp_widen_float8", torch.bfloat16, torch.bfloat16, config)
-    blocks = _blocks(config, out.device, shard)
-    pointers = _pointer(messages), _pointer(out)
-    _launch(out.device, kernel, ranks * blocks, config.threads, *pointers, shard, size, blocks)
+    if shard:
+        blocks = _blocks(config, out.device, shard)
+        _run("float8", "zp_widen_float8", config, ranks * blocks, messages, out, shard, size, blocks, like=out, out=out.dtype)
 
 
 def turn_float8(bits: torch.Tensor, out: torch.Tensor) -> None:
     """See :func:`.float8.turned`."""
     config, (rows, columns) = KERNEL_CONFIGS["float8"], bits.shape
     down, across = -(-rows // 64), -(-columns // 64)
-    if not down * across:
-        return
-    kernel = _kernel(_index(bits.device), "float8.cu", "zp_turn_float8", torch.bfloat16, torch.bfloat16, config)
-    _launch(bits.device, kernel, down * across, config.threads, _pointer(bits), _pointer(out), rows, columns, across)
+    if down * across:
+        given, dtype = (bits, out, rows, columns, across), torch.bfloat16
+        _run("float8", "zp_turn_float8", config, down * across, *given, like=bits, grad=dtype, out=dtype)
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, losses: torch.Tensor) -> None:
     """Writes each row's log-sum-exp to `lse` and its loss to `losses`."""
-    device, config = logits.device, KERNEL_CONFIGS["loss"]
     rows, vocab = logits.shape
-    if rows == 0:
-        return
-    kernel = _kernel(_index(device), "loss.cu", "zp_cross_entropy", logits.dtype, None, config)
-    pointers = (_pointer(logits), _pointer(labels), vocab, ignore, _pointer(lse), _pointer(losses))
-    _launch(device, kernel, rows, config.threads, *pointers)
+    if rows:
+        given = (logits, labels, vocab, ignore, lse, losses)
+        _run("loss", "zp_cross_entropy", KERNEL_CONFIGS["loss"], rows, *given, like=logits)
 
 
 def cross_entropy_grad(
     logits: torch.Tensor, labels: torch.Tensor, ignore: int, lse: torch.Tensor, scale: torch.Tensor, grad: torch.Tensor
 ) -> None:
     """Writes the gradient of `scale` × the sum of the rows' losses to `grad`."""
-    device, config = logits.device, KERNEL_CONFIGS["loss"]
     rows, vocab = logits.shape
-    if rows == 0:
-        return
-    kernel = _kernel(_index(device), "loss.cu", "zp_cross_entropy_grad", logits.dtype, None, config)
-    pointers = (_pointer(logits), _pointer(labels), vocab, ignore, _pointer(lse), _pointer(scale), _pointer(grad))
-    _launch(device, kernel, rows, config.threads, *pointers)
+    if rows:
+        given = (logits, labels, vocab, ignore, lse, scale, grad)
+        _run("loss", "zp_cross_entropy_grad", KERNEL_CONFIGS["loss"], rows, *given, like=logits)
 
 
 def frozen_adam(args: UpdateArgs) -> None:
     """Steps Adam with a second moment that stays; see :func:`.one_bit.frozen_adam`."""
-    n, device, config = args.param.numel(), args.param.device, KERNEL_CONFIGS["frozen_adam"]
-    if n == 0:
-        return
-    out = None if args.out is None else args.out.dtype
-    kernel = _kernel(_index(device), "onebit.cu", "zp_frozen_adam", torch.float32, out, config)
-    pointers = map(_pointer, (args.param, args.first, args.second, args.out))
-    numbers = map(_f, (args.root2, args.eps, args.keep, args.rate))
-    head = _head(config.vector, *args.buffers())
-    _launch(device, kernel, _blocks(config, device, n), config.threads, *pointers, n, head, _pointer(args.scalars), *numbers)
+    tensors = (args.param, args.first, args.second, args.out)
+    _update("frozen_adam", args, tensors, (args.root2, args.eps, args.keep, args.rate), file="onebit")
 
 
 def sign_pack(args: SignArgs, momentum: torch.Tensor, grad: torch.Tensor, error: torch.Tensor, beta1: float) -> None:
     """Compresses a rank's momentum; see :func:`.one_bit.sign_pack`."""
-    pointers = map(_pointer, (momentum, grad, error, args.messages))
-    numbers = (_f(beta1), _f(1 - beta1))
-    _signs(args, "pack", args.ranks, grad.dtype, *pointers, args.shard, args.words, _pointer(args.scalars), *numbers)
+    given = (momentum, grad, error, args.messages, args.shard, args.words, args.scalars, _f(beta1), _f(1 - beta1))
+    _signs(args, "pack", args.ranks, grad, *given)
 
 
 def sign_average(args: SignArgs, error: torch.Tensor, message: torch.Tensor) -> None:
     """Averages the ranks' messages and compresses the mean; see :func:`.one_bit.sign_average`."""
-    pointers = map(_pointer, (args.messages, error, message))
-    share = (ctypes.c_int(args.ranks), _pointer(args.scalars), _f(1 / args.ranks))
-    _signs(args, "average", 1, torch.float32, *pointers, args.shard, args.words, *share)
+    share = (ctypes.c_int(args.ranks), args.scalars, _f(1 / args.ranks))
+    _signs(args, "average", 1, error, args.messages, error, message, args.shard, args.words, *share)
 
 
 def sign_unpack(args: SignArgs, values: torch.Tensor, decay: float) -> None:
     """Writes the values of the messages; see :func:`.one_bit.sign_unpack`."""
-    pointers = map(_pointer, (args.messages, values))
-    numbers = (_f(decay), _f(1 - decay))
-    _signs(args, "unpack", args.ranks, torch.float32, *pointers, args.shard, args.words, _pointer(args.scalars), *numbers)
+    given = (args.messages, values, args.shard, args.words, args.scalars, _f(decay), _f(1 - decay))
+    _signs(args, "unpack", args.ranks, values, *given)
 
 
-def _signs(args: SignArgs, what: str, chunks: int, grad: torch.dtype, *arguments: object) -> None:
+def _signs(args: SignArgs, what: str, chunks: int, grad: torch.Tensor, *arguments: object) -> None:
     """Launches a kernel with one thread block for each scale of `chunks` chunks."""
-    device, config = args.messages.device, KERNEL_CONFIGS["signs"]
-    kernel = _kernel(_index(device), "onebit.cu", f"zp_sign_{what}", grad, None, config)
-    _launch(device, kernel, chunks * scales_of(args.shard), config.threads, *arguments)
+    _run("onebit", f"zp_sign_{what}", KERNEL_CONFIGS["signs"], chunks * scales_of(args.shard), *arguments, like=grad)

@@ -39,11 +39,7 @@ def _gelu_chunks(columns: int) -> int:
 
 def _launch(name: str, like: torch.Tensor, blocks: int, threads: int, *arguments: object) -> None:
     """Launches a kernel; tensors are given by their address, None by null."""
-    kernel = cuda_backend._kernel(
-        cuda_backend._index(like.device), "layer.cu", name, like.dtype, None, KernelConfig(threads=threads)
-    )
-    given = (cuda_backend._pointer(each) if each is None or isinstance(each, torch.Tensor) else each for each in arguments)
-    cuda_backend._launch(like.device, kernel, blocks, threads, *given)
+    cuda_backend._run("layer", name, KernelConfig(threads=threads), blocks, *arguments, like=like)
 
 
 def _dropping(dropout: Dropout | None) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.step.timing import command
-from zeroplan_runtime.kernels import backends, blockwise, functional
+from zeroplan_runtime.kernels import backends, functional
 from zeroplan_runtime.kernels.cuda_backend import KERNEL_CONFIGS, KernelConfig
 
 RESULTS = Path(__file__).resolve().parent.parent / "results"
@@ -44,9 +44,8 @@ def start(doc: str, *, tuned: bool = True) -> argparse.Namespace:
 
 def use_path(path: Any) -> None:
     """Lets the kernels' functions call this backend, whatever the device; None: the device's own again."""
-    chosen = backends.backend if path is None else lambda _device: path
-    for module in (functional, blockwise):
-        vars(module)["backend"] = chosen  # a name that the module imported and does not export
+    # A name that the module imported and does not export.
+    vars(functional)["backend"] = backends.backend if path is None else lambda _device: path
 
 
 def seconds(call: Callable[[], object], device: torch.device, times: int) -> list[float]:

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 
-from zeroplan_runtime.kernels import backends, blockwise, cuda_backend, functional, native_backend, one_bit, torch_backend
+from zeroplan_runtime.kernels import backends, cuda_backend, functional, native_backend, one_bit, torch_backend
 
 #: name → (path module, device type, instruction set of the native routines)
 TARGETS = {
@@ -43,7 +43,6 @@ def using(target: str):
     try:
         with (
             mock.patch.object(functional, "backend", return_value=path),
-            mock.patch.object(blockwise, "backend", functional.backend),
             mock.patch.object(one_bit, "backend", functional.backend),
         ):
             yield torch.device(device)

@@ -19,7 +19,6 @@ from tests.patience import PATIENCE
 from zeroplan.core.one_bit import message_words
 from zeroplan_runtime.kernels import (
     backends,
-    blockwise,
     cuda_backend,
     float8,
     functional,
@@ -225,7 +224,6 @@ class Recorder:
         monkeypatch.setattr(functional, "backend", lambda _device: cuda_backend)
         monkeypatch.setattr(loss, "backend", lambda _device: cuda_backend)
         monkeypatch.setattr(float8, "backend", lambda _device: cuda_backend)
-        monkeypatch.setattr(blockwise, "backend", lambda _device: cuda_backend)
         monkeypatch.setattr(one_bit, "backend", lambda _device: cuda_backend)
 
     def launch(self, _stream, threads, kernel, *arguments) -> None:
@@ -240,7 +238,7 @@ def test_arguments_are_those_of_the_sources(monkeypatch):
     g, out, scalars = torch.ones(n).bfloat16(), torch.ones(n).bfloat16(), torch.zeros(16)
     functional.adamw(p, g, m, v, lr=0.1, step=1, param_out=out, scalars=scalars)
     codes, scales = torch.zeros(4864, dtype=torch.uint8), torch.zeros(38)
-    blockwise.adamw_blockwise(
+    functional.adamw_blockwise(
         p[:4864], g[:4864], codes, codes, scales, block_format(8, 256), lr=0.1, step=1, param_out=out[:4864], scalars=scalars
     )
     functional.lion(p, g, m, lr=0.1, param_out=out)

@@ -7,9 +7,8 @@ Public: :func:`adamw`, :func:`adamw_blockwise`, :func:`lamb`, :func:`lion`, :fun
 
 from zeroplan_runtime.kernels.backends import backend_report
 from zeroplan_runtime.kernels.block_quantisation import BlockFormat, Map, block_format, decode, encode, map_words
-from zeroplan_runtime.kernels.blockwise import adamw_blockwise
 from zeroplan_runtime.kernels.elementwise import CARRIED
-from zeroplan_runtime.kernels.functional import adamw, cast, global_norm, grad_norm, lamb, lion, sgd, squares
+from zeroplan_runtime.kernels.functional import adamw, adamw_blockwise, cast, global_norm, grad_norm, lamb, lion, sgd, squares
 from zeroplan_runtime.kernels.loss import cross_entropy, cross_entropy_grad
 from zeroplan_runtime.kernels.one_bit import frozen_adam, sign_average, sign_pack, sign_unpack
 from zeroplan_runtime.kernels.one_bit_lamb import FactorLimits, frozen_lamb

@@ -196,7 +196,7 @@ def _decays(args: UpdateArgs) -> tuple[float, float, float, float]:
 
 
 def adam_blockwise(args: BlockwiseArgs) -> None:
-    """Steps AdamW with blockwise states; see :func:`.blockwise.adamw_blockwise`."""
+    """Steps AdamW with blockwise states; see :func:`.functional.adamw_blockwise`."""
     update, kept, config = args.update, args.format, KERNEL_CONFIGS["adam_blockwise"]
     assert update.grad is not None
     count = kept.blocks(update.param.numel())

@@ -21,6 +21,7 @@ import torch
 
 from zeroplan_runtime.kernels import cuda_backend, torch_backend
 from zeroplan_runtime.kernels.backends import backend
+from zeroplan_runtime.kernels.block_quantisation import BlockFormat, BlockwiseArgs, map_words
 from zeroplan_runtime.kernels.segments import TensorSegments
 from zeroplan_runtime.kernels.update import NORM, SQUARES, UpdateArgs, bias_corrections, check_elements
 
@@ -28,7 +29,7 @@ Betas = tuple[float, float]
 Reduce = Callable[[torch.Tensor], object] | None
 
 
-def _checked(param: torch.Tensor, scalars: torch.Tensor | None, betas: Betas, **rest: Any) -> UpdateArgs:
+def checked(param: torch.Tensor, scalars: torch.Tensor | None, betas: Betas, **rest: Any) -> UpdateArgs:
     """Checks the update's arguments and returns them, with the moments' coefficients from `betas`.
 
     The scalars are copied to the parameters' device, which waits for the GPU where only the parameters are in host memory.
@@ -69,7 +70,7 @@ def adamw(
     """
     correction1, _ = bias_corrections(step, *betas, wanted=bias_correction)
     _, correction2 = bias_corrections(step if second_step is None else second_step, *betas, wanted=bias_correction)
-    args = _checked(
+    args = checked(
         param,
         scalars,
         betas,
@@ -84,6 +85,63 @@ def adamw(
         rate=lr / correction1,
     )
     backend(param.device).adam(args)
+
+
+@torch.no_grad()
+def adamw_blockwise(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    scales: torch.Tensor,
+    kept: BlockFormat,
+    *,
+    lr: float,
+    step: int,
+    betas: Betas = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    bias_correction: bool = True,
+    param_out: torch.Tensor | None = None,
+    scalars: torch.Tensor | None = None,
+    maps: torch.Tensor | None = None,
+) -> None:
+    """Steps AdamW (Loshchilov & Hutter 2019, algorithm 2) with its moments in 8 or 4 bits: Note [Blockwise states] in
+    :mod:`.block_quantisation`.
+
+    The update reads the new moments before they are rounded.
+
+    Args:
+        param: fp32 [n], whole blocks.
+        grad: [n], fp32, bf16 or fp16.
+        exp_avg, exp_avg_sq: uint8, n codes each.
+        scales: fp32 [2 × blocks], of each block the first moment's and the second's.
+        kept: the format of the states.
+        lr, betas, eps, weight_decay: as ``torch.optim.AdamW`` has them.
+        step: the number of the applied step, from 1.
+        bias_correction: divide the moments by 1 − βᵗ.
+        param_out: [n], bf16 or fp16, receives the updated parameters; None where there are none.
+        maps: the tables of `kept` on the device; by default the device's own.
+
+    Raises:
+        ValueError: for tensors that do not fit together.
+    """
+    correction1, correction2 = bias_corrections(step, *betas, wanted=bias_correction)
+    update = checked(
+        param,
+        scalars,
+        betas,
+        grad=grad,
+        out=param_out,
+        root2=1 / math.sqrt(correction2),
+        eps=eps,
+        keep=1 - lr * weight_decay,
+        rate=lr / correction1,
+    )
+    tables = map_words(kept.bits, kept.block, param.device) if maps is None else maps
+    args = BlockwiseArgs(update, kept, exp_avg, exp_avg_sq, scales, tables)
+    args.check()
+    backend(param.device).adam_blockwise(args)
 
 
 @torch.no_grad()
@@ -102,7 +160,7 @@ def lion(
 
     p ← (1 − ηλ)p − η·sign(β₁m + (1−β₁)g), m ← β₂m + (1−β₂)g, with g scaled by the factor first.
     """
-    args = _checked(
+    args = checked(
         param,
         scalars,
         betas,
@@ -134,7 +192,7 @@ def sgd(
 
     Nesterov: p ← p − η(g + μb). `momentum_buffer` None: p ← p − ηg. g is scaled by the factor, then λp is added.
     """
-    args = _checked(
+    args = checked(
         param,
         scalars,
         (momentum, 0.0),
@@ -177,8 +235,12 @@ def lamb(
         segments: the bounds of the tensors in the flat buffers.
         reduce: called between the two passes with the squared norms, fp64 [segments, 2]; adds the other ranks' in place.
     """
+    if not param.numel():  # a rank that owns nothing of the group takes part in the sums
+        if reduce is not None:
+            reduce(segments.norms.zero_())
+        return
     correction1, correction2 = bias_corrections(step, *betas, wanted=bias_correction)
-    args = _checked(
+    args = checked(
         param,
         scalars,
         betas,

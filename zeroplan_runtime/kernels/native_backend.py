@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -159,28 +159,17 @@ def _update(name: str, args: UpdateArgs) -> None:
         getattr(_loaded(), name)(ctypes.byref(arguments), _threads())
 
 
-def adam(args: UpdateArgs) -> None:
-    """Steps Adam or AdamW; see :func:`.functional.adamw`."""
-    _update("zeroplan_adam", args)
+#: Each steps an optimizer; see :mod:`.functional` and, of the last, :mod:`.one_bit`.
+adam, lion, sgd, frozen_adam = (partial(_update, f"zeroplan_{name}") for name in ("adam", "lion", "sgd", "frozen_adam"))
 
 
 def adam_blockwise(args: BlockwiseArgs) -> None:
-    """Steps AdamW with blockwise states; see :func:`.blockwise.adamw_blockwise`."""
+    """Steps AdamW with blockwise states; see :func:`.functional.adamw_blockwise`."""
     step = _arguments(args.update)
     if step is not None:
         pointers = (_pointer(t) for t in (args.first, args.second, args.scales, args.maps))
         arguments = _Blockwise(step, *pointers, args.format.bits, args.format.block)
         _loaded().zeroplan_adam_blockwise(ctypes.byref(arguments), _threads())
-
-
-def lion(args: UpdateArgs) -> None:
-    """Steps Lion; see :func:`.functional.lion`."""
-    _update("zeroplan_lion", args)
-
-
-def sgd(args: UpdateArgs) -> None:
-    """SGD; `beta1` is the momentum, `one_minus_beta1` the factor on the gradient."""
-    _update("zeroplan_sgd", args)
 
 
 def lamb_moments(args: UpdateArgs, segments: TensorSegments) -> None:
@@ -224,11 +213,6 @@ def cast(source: torch.Tensor, out: torch.Tensor, scale: float) -> None:
     """Writes ``source * scale``, computed in fp32, to `out`."""
     arguments = _Cast(_pointer(source), _pointer(out), source.numel(), _TYPES[source.dtype], _TYPES[out.dtype], scale)
     _loaded().zeroplan_cast(ctypes.byref(arguments), _threads())
-
-
-def frozen_adam(args: UpdateArgs) -> None:
-    """Steps Adam with a second moment that stays; see :func:`.one_bit.frozen_adam`."""
-    _update("zeroplan_frozen_adam", args)
 
 
 def sign_pack(args: SignArgs, momentum: torch.Tensor, grad: torch.Tensor, error: torch.Tensor, beta1: float) -> None:

@@ -12,8 +12,8 @@ import torch
 
 from zeroplan.core.one_bit import message_words
 from zeroplan_runtime.kernels.backends import backend
-from zeroplan_runtime.kernels.functional import Betas
-from zeroplan_runtime.kernels.update import SignArgs, UpdateArgs, bias_corrections, check_elements
+from zeroplan_runtime.kernels.functional import Betas, checked
+from zeroplan_runtime.kernels.update import SignArgs, bias_corrections, check_elements
 
 
 def _checked(messages: torch.Tensor, ranks: int, shard: int, scalars: torch.Tensor | None, **fp32: torch.Tensor) -> SignArgs:
@@ -136,17 +136,17 @@ def frozen_adam(
     """
     correction1 = bias_corrections(step, *betas, wanted=bias_correction)[0]
     correction2 = bias_corrections(second_step, *betas, wanted=bias_correction)[1]
-    args = UpdateArgs(
-        param=param,
+    args = checked(
+        param,
+        scalars,
+        betas,
         grad=None,
         first=exp_avg,
         second=exp_avg_sq,
         out=param_out,
-        scalars=scalars,
         root2=1 / math.sqrt(correction2),
         eps=eps,
         keep=1 - lr * weight_decay,
         rate=lr / correction1,
     )
-    args.check()
     backend(param.device).frozen_adam(args)

@@ -63,11 +63,8 @@ def onebit_lamb(
     assert segments is not None
     coefficients, kept = keywords["coefficients"], keywords["coeff_beta"]
     scalars: torch.Tensor | None = keywords.get("scalars")
-    if master.numel():
-        own = {name: keywords[name] for name in _OF_LAMB if name in keywords}
-        lamb(master, grad, states[0], states[1], segments, step=step, reduce=reduce, **own)
-    elif reduce is not None:  # a rank that owns nothing of the group takes part in the sums
-        reduce(segments.norms.zero_())
+    own = {name: keywords[name] for name in _OF_LAMB if name in keywords}
+    lamb(master, grad, states[0], states[1], segments, step=step, reduce=reduce, **own)
     weight, update = segments.norms.sqrt().unbind(1)
     ratio = torch.where((weight != 0) & (update != 0), (weight / update).clamp(*(keywords[name] for name in _BOUNDS)), 1.0)
     mean = coefficients[0].double() * kept + ratio * (1 - kept)

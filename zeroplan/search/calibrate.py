@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from zeroplan.core.errors import BadInput
@@ -193,6 +194,11 @@ def _gpu(torch: Any) -> dict[str, float]:
     for name, dtype in (("matmul_tflops", torch.bfloat16), ("fp32_tflops", torch.float32)):
         a, b = (torch.randn(n, n, device="cuda", dtype=dtype) for _ in range(2))
         found[name] = 2 * n**3 / timed(lambda a=a, b=b: a @ b) / 1e12  # type: ignore[misc]
+    if torch.cuda.get_device_capability() >= (8, 9):
+        a, b = (torch.randn(n, n, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device="cuda")
+        product = partial(torch._scaled_mm, a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+        found["fp8_tflops"] = 2 * n**3 / timed(product) / 1e12
     q = torch.randn(1, 16, 4096, 128, device="cuda", dtype=torch.bfloat16)
     attend = torch.nn.functional.scaled_dot_product_attention
     found["attention_tflops"] = 2 * 4096 * 4096 * 16 * 128 / timed(lambda: attend(q, q, q, is_causal=True)) / 1e12

@@ -71,7 +71,7 @@ TENSOR_PARALLEL = frozenset(
 
 
 #: Of these, those that are shipped for rings of two ranks, too, which a search over layouts asks for from 8,192 tokens on.
-RING = frozenset({"meta-llama/Llama-3.1-70B"})
+RING = frozenset({"meta-llama/Llama-3.1-8B", "meta-llama/Llama-3.1-70B", "meta-llama/Llama-3.1-405B", "Qwen/Qwen3-32B"})
 
 
 #: Mixtures that are shipped as expert-parallel ranks run them, with the degrees that people use.

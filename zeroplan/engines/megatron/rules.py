@@ -225,7 +225,7 @@ def layers_of(model: MegatronModel, layout: ParallelLayout, rank: int) -> tuple[
     """
     pp, vpp = layout.pp, layout.vpp
     stages = pp * vpp
-    first, last = model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers
+    first, last = (model.decoder_first_pipeline_num_layers, model.decoder_last_pipeline_num_layers) if pp > 1 else (0, 0)
     counts: list[int] = []
     for stage in range(stages):
         if stage == 0 and first:

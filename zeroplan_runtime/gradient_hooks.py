@@ -113,6 +113,18 @@ class GradientTarget:
     def __init__(self, schedule: Schedule, place: _Place, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.schedule, self.place, self.weight, self.bias = schedule, place, weight, bias
 
+    def is_due(self, node: Any) -> bool:
+        """Returns whether the backward that runs accumulates the weight's gradient; `node` has the weight as second input.
+
+        ``engine.backward()`` does, but not a ``torch.autograd.grad()`` within it, as hooks of implicit layers call it.
+        """
+        if not self.schedule.in_engine_backward:
+            return False
+        try:
+            return torch._C._will_engine_execute_node(node.next_functions[1][0])
+        except RuntimeError:  # torch.autograd.grad() with respect to the weight
+            return False
+
     def accumulate_weight_grad(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """Adds gradᵀ · x to the weight's gradient in the flat buffer, or writes it there if it is the first.
 
@@ -202,7 +214,7 @@ class DirectLinear(torch.autograd.Function):
         rows, columns = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         grad_x = grad.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
         grad_weight = None
-        direct = ctx.target.schedule.in_engine_backward and not torch.is_grad_enabled()
+        direct = ctx.target.is_due(ctx) and not torch.is_grad_enabled()
         if direct and is_local_product(grad, x, ctx.weight):
             ctx.target.accumulate_weight_grad(local_part(rows), local_part(columns))
         else:

@@ -239,7 +239,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         if weight._version != ctx.version:  # in the words of autograd, which checks what it saves itself
             raise RuntimeError("a weight needed for gradient computation has been modified by an inplace operation")
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        direct = ctx.target is not None and ctx.target.schedule.in_engine_backward
+        direct = ctx.target is not None and ctx.target.is_due(ctx)
         scale = (grad / count).float()
         grad_x = torch.empty_like(x) if needs_x else None
         grad_weight = torch.zeros_like(weight) if needs_weight and not direct else None

@@ -42,9 +42,8 @@ class Audit(TorchDispatchMode):
         self._views: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
         self._view_owners: dict[int, tuple[UnitState, str]] = {}
         for unit in model_states.units:
-            for flat in unit.flats():
-                for i, param in zip(flat.layout.params, flat.params, strict=True):
-                    self._owners[id(param)] = (unit, unit.layout.shape.params[i].name)
+            for placed in unit.placed():
+                self._owners[id(placed.param)] = (unit, placed.name)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

@@ -28,11 +28,10 @@ def full_params(schedule: Schedule) -> Iterator[tuple[str, nn.Parameter, torch.T
     """
     for unit in schedule.model_states.units:
         with schedule.unsharded(unit):
-            for flat in unit.flats():
-                for i, param in zip(flat.layout.params, flat.params, strict=True):
-                    with torch._C.DisableTorchFunctionSubclass():
-                        values = local_of(param).detach()
-                    yield unit.layout.shape.params[i].name, param, values
+            for placed in unit.placed():
+                with torch._C.DisableTorchFunctionSubclass():
+                    values = local_of(placed.param).detach()
+                yield placed.name, placed.param, values
 
 
 def whole_params(schedule: Schedule) -> Iterator[tuple[str, nn.Parameter, torch.Tensor]]:
@@ -78,7 +77,7 @@ def _entries(model: nn.Module, schedule: Schedule) -> tuple[dict[str, Any], dict
     stands: dict[int, nn.Parameter] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for unit in schedule.model_states.units:
-            for param in (one for flat in unit.flats() for one in flat.params):
+            for param, *_ in unit.placed():
                 stands[id(param)] = _stand_in(param, torch.empty(param.shape, dtype=param.dtype, device="meta"))
     places = {stand.untyped_storage()._cdata: key for key, stand in stands.items()}
     with _standing_in(model, stands):

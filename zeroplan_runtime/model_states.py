@@ -16,7 +16,8 @@ Note [Places]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -153,6 +154,20 @@ class ModelStates:
         assert self.nvme is not None
         assert self.nvme.optimizer_swapper is not None
         return self.nvme.optimizer_swapper
+
+    def swapper_of(self, buffer: Buffer) -> ParamSwapper | OptimizerSwapper:
+        """Returns what reads and writes `buffer` where it is in files."""
+        return self.param_swapper if buffer in (Buffer.PARAM_SHARD, Buffer.PARAM_FROZEN) else self.optimizer_swapper
+
+    @contextmanager
+    def share_in_file(self, unit: UnitState, buffer: Buffer) -> Iterator[torch.Tensor]:
+        """A context that gives this rank's share of `buffer`, read from its file, and writes it back."""
+        swapper, flat = self.swapper_of(buffer), unit.frozen if buffer is Buffer.PARAM_FROZEN else unit.trainable
+        assert flat is not None
+        begin, end = self.owned_range(flat.layout)
+        share = swapper.read(unit.name, buffer, 0, end - begin)
+        yield share
+        swapper.write(unit.name, buffer, share)
 
     def _slot(self, name: str, tensor: torch.Tensor) -> ParamSlot:
         return ParamSlot(name, tensor, Event(self.arena.device), Event(self.arena.device))

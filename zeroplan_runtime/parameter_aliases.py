@@ -108,7 +108,7 @@ class ParameterAliases:
         end = begin + unit.param_slot.tensor.nbytes
         found = [] if guarded else [one for one in self._search() if begin <= one.data_ptr() < end]
         for alias in found:
-            self._guard.guard_alias(alias, unit.index, self._name_in(unit, alias))
+            self._guard.guard_alias(alias, unit.index, unit.owner_of(alias)[1])
         if not found:
             known.add(left)
 
@@ -132,17 +132,6 @@ class ParameterAliases:
         uses: int = sum(_use_count(storage) for storage in self._storages.values())
         return uses - len(self._guard.aliases)
 
-    @staticmethod
-    def _name_in(unit: UnitState, alias: torch.Tensor) -> str:
-        """The parameter of `unit` whose memory `alias` begins in."""
-        begins = [
-            (local_of(param).data_ptr(), unit.layout.shape.params[i].name)
-            for flat in unit.flats()
-            for i, param in zip(flat.layout.params, flat.params, strict=True)
-            if local_of(param).data_ptr() <= alias.data_ptr()
-        ]
-        return max(begins)[1]
-
     def _search(self) -> list[torch.Tensor]:
         """The aliases that are not guarded."""
         found = []
@@ -163,15 +152,8 @@ class ParameterAliases:
 
     def _owner(self, alias: torch.Tensor) -> tuple[UnitState, str]:
         """Returns a unit and a parameter of it whose memory `alias` begins in; of several units in turn the first."""
-        begins = [
-            (local_of(param).data_ptr(), unit, unit.layout.shape.params[i].name)
-            for unit in self._model_states.units
-            for flat in unit.flats()
-            for i, param in zip(flat.layout.params, flat.params, strict=True)
-        ]
-        address = alias.data_ptr()
-        _, unit, name = max((one for one in begins if one[0] <= address), key=lambda one: one[0])
-        return unit, name
+        unit = max(self._model_states.units, key=lambda unit: unit.owner_of(alias)[0])
+        return unit, unit.owner_of(alias)[1]
 
 
 def _address(tensor: torch.Tensor) -> int:

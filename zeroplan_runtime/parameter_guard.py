@@ -80,11 +80,9 @@ class ParameterGuard:
         self._owner = weakref.ref(owner)
         self._params: dict[UnitState, list[nn.Parameter]] = {}
         for unit in units:
-            self._params[unit] = []
-            for flat in unit.flats():
-                for i, param in zip(flat.layout.params, flat.params, strict=True):
-                    self._params[unit].append(param)
-                    _guarded[param] = (weakref.ref(self), unit.index, unit.layout.shape.params[i].name)
+            self._params[unit] = [placed.param for placed in unit.placed()]
+            for placed in unit.placed():
+                _guarded[placed.param] = (weakref.ref(self), unit.index, placed.name)
         self._units = list(self._params)
         #: Aliases that are guarded, and tensors whose memory an array of numpy's shares, with the parameters' names.
         self.aliases: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
@@ -142,12 +140,7 @@ class ParameterGuard:
         end = begin + unit.param_slot.tensor.nbytes
         for tensor in tensors_of(output):
             if type(tensor) is torch.Tensor and has_memory(tensor) and begin <= tensor.data_ptr() < end:
-                self.guard_alias(tensor, unit.index, self._name_at(unit, tensor.data_ptr()))
-
-    def _name_at(self, unit: UnitState, address: int) -> str:
-        """The parameter of `unit` whose memory `address` is in."""
-        begins = [(local_of(param).data_ptr(), _guarded[param][2]) for param in self._params[unit]]
-        return max(one for one in begins if one[0] <= address)[1]
+                self.guard_alias(tensor, unit.index, unit.owner_of(tensor)[1])
 
     def remove(self) -> None:
         """Stops guarding all parameters for good."""

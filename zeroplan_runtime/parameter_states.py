@@ -207,10 +207,8 @@ class ParameterStates:
             if self._engine.optimizer_step is not None:
                 self._engine.optimizer_step.states_were_written()
             return
-        swapper = self._states.optimizer_swapper
-        share = swapper.read(unit.name, buffer, 0, self._states.layout.share(unit.layout))
-        share[begin:end].copy_(values)
-        swapper.write(unit.name, buffer, share)
+        with self._states.share_in_file(unit, buffer) as share:
+            share[begin:end].copy_(values)
 
     def _blocks(self, kept: kernels.BlockFormat, unit: UnitState, buffer: Buffer, begin: int, end: int) -> _Blocks:
         """Where elements ``[begin, end)`` of a quantised state of a unit's share are: a parameter's part, so whole blocks but

@@ -12,21 +12,18 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime.local_tensors import local_of, version_of
 from zeroplan_runtime.model_states import ModelStates
-from zeroplan_runtime.unit_state import FlatParam, UnitState
+from zeroplan_runtime.unit_state import PlacedParam, UnitState
 
 
 class _Place(NamedTuple):
     """One parameter and its masters and shards that have separate memory."""
 
-    param: nn.Parameter
     unit: UnitState
-    flat: FlatParam
-    position: int
+    placed: PlacedParam
     copies: list[torch.Tensor]
 
 
@@ -41,7 +38,7 @@ class ParameterWrites:
         units = model_states.units
         self._trained = [p for unit in units if unit.trainable is not None for p in unit.trainable.params]
         self._places = [place for unit in units for place in _places(unit)]
-        self._watched = [place.param for place in self._places]
+        self._watched = [place.placed.param for place in self._places]
         self._of_unit: dict[UnitState, list[int]] = {}
         for i, place in enumerate(self._places):
             self._of_unit.setdefault(place.unit, []).append(i)
@@ -107,7 +104,7 @@ class ParameterWrites:
         """
         for i in self._of_unit.get(unit, ()):
             place = self._places[i]
-            if place.unit.layout.shape.params[place.flat.layout.params[place.position]].name != name:
+            if place.placed.name != name:
                 continue
             states = self._model_states
             narrow = states.float8_gathers is not None and states.float8_gathers.takes(unit)
@@ -126,17 +123,16 @@ class ParameterWrites:
             self._keep_one(place)
 
     def _keep_one(self, place: _Place) -> None:
+        param, name, flat, position = place.placed
         if self._model_states.quantiser is not None:
-            raise rounded_weights(place.unit.layout.shape.params[place.flat.layout.params[place.position]].name)
+            raise rounded_weights(name)
         if place.unit.param_slot.is_rounded and place.unit.param_slot.holder is place.unit:
-            name = place.unit.layout.shape.params[place.flat.layout.params[place.position]].name
             raise BadInput(
                 f"parameter {name!r} was written to where it is gathered in 8 bits",
                 where="float8_gathers",
                 remedy="write within engine.gathered(unit)",
             )
         if not place.copies or self._model_states.setup.delayed_update:
-            name = place.unit.layout.shape.params[place.flat.layout.params[place.position]].name
             raise BadInput(
                 f"parameter {name!r} was written to, but its master or shard is in a file or has a delayed update",
                 where="offload",
@@ -144,7 +140,7 @@ class ParameterWrites:
             )
         self._before()
         for copy in place.copies:
-            self._model_states.fill_shard(copy, place.flat.layout, place.position, local_of(place.param), changed=True)
+            self._model_states.fill_shard(copy, flat.layout, position, local_of(param), changed=True)
 
 
 def rounded_weights(name: str) -> BadInput:
@@ -163,7 +159,7 @@ def _places(unit: UnitState) -> Iterator[_Place]:
         kept = [flat.shard, unit.master] if flat is unit.trainable else [flat.shard]
         copies = [] if in_files else [one for one in kept if one is not None and not _shares_memory(one, flat.full)]
         if copies or in_files:
-            yield from (_Place(param, unit, flat, i, copies) for i, param in enumerate(flat.params))
+            yield from (_Place(unit, placed, copies) for placed in unit.placed() if placed.flat is flat)
 
 
 def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

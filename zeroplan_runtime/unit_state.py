@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -98,6 +99,15 @@ class FlatParam:
             flat[offset : offset + numel].view(local_of(param).shape)
             for offset, numel, param in zip(self.layout.offsets, self.layout.numels, self.params, strict=True)
         ]
+
+
+class PlacedParam(NamedTuple):
+    """A parameter, its full name, and its place in a unit: a flat and the position there."""
+
+    param: nn.Parameter
+    name: str
+    flat: FlatParam
+    position: int
 
 
 @dataclass(slots=True, eq=False)
@@ -231,6 +241,17 @@ class UnitState:
     def in_files(self) -> bool:
         """Whether its parameters rest in a file."""
         return self.layout.param_place is Place.NVME
+
+    def placed(self) -> Iterator[PlacedParam]:
+        """Yields the parameters, the trained ones first."""
+        for flat in self.flats():
+            for position, (i, param) in enumerate(zip(flat.layout.params, flat.params, strict=True)):
+                yield PlacedParam(param, self.layout.shape.params[i].name, flat, position)
+
+    def owner_of(self, alias: torch.Tensor) -> tuple[int, str]:
+        """Returns the address and the name of the parameter whose memory `alias` begins in; (0, "") for none."""
+        begins = ((local_of(placed.param).data_ptr(), placed.name) for placed in self.placed())
+        return max((one for one in begins if one[0] <= alias.data_ptr()), default=(0, ""))
 
     def flats(self) -> Iterator[FlatParam]:
         """Returns the trainable and the frozen flat parameter, where they exist."""

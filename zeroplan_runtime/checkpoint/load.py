@@ -259,10 +259,7 @@ def _read_into_files(checkpoint: _Checkpoint, unit: UnitState, *, optimizer: boo
         checkpoint.verify(wanted)
         checkpoint.read(wanted)
     for buffer, tensor in tensors.items():
-        if buffer is Buffer.PARAM_FROZEN:
-            engine.model_states.param_swapper.write(unit.name, buffer, tensor)
-        else:
-            engine.model_states.optimizer_swapper.write(unit.name, buffer, tensor)
+        engine.model_states.swapper_of(buffer).write(unit.name, buffer, tensor)
     master = tensors.get(Buffer.PARAM_MASTER, unit.master)
     if unit.trainable is None or master is None:
         return

@@ -97,10 +97,9 @@ def _parts(engine: EngineParts) -> Iterator[tuple[str, str, bool]]:
     """Yields each parameter's name in a checkpoint, how this rank's part lies, and whether this rank is the first with it."""
     model_states = engine.model_states
     for unit in model_states.units:
-        for flat in unit.flats():
-            first = model_states.comm_of(flat.layout).rank == 0
-            for i, param in zip(flat.layout.params, flat.params, strict=True):
-                yield f"{model_states.part_of(unit)}{unit.layout.shape.params[i].name}", _cut(param), first
+        for placed in unit.placed():
+            first = model_states.comm_of(placed.flat.layout).rank == 0
+            yield f"{model_states.part_of(unit)}{placed.name}", _cut(placed.param), first
 
 
 def _cut(param: torch.Tensor) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from zeroplan.core.arena.layout import ArenaLayout
+import torch
+
+from zeroplan.core.arena.layout import PAGE, ArenaLayout
 from zeroplan.core.buffers import Buffer, Place
+from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,3 +67,37 @@ def param_chunks(layout: ArenaLayout) -> dict[str, list[tuple[Buffer, Chunk]]]:
 def block_sizes(chunks: Sequence[tuple[Buffer, Chunk]], element_size: int) -> dict[str, int]:
     """Returns the bytes of the swap file's block of each chunk, by the block's name."""
     return {chunk.block(buffer): chunk.numel * element_size for buffer, chunk in chunks}
+
+
+def write_share(
+    file: SwapFile, buffer: Buffer, chunks: Iterable[Chunk], values: torch.Tensor | None, memory: Sequence[torch.Tensor]
+) -> None:
+    """Writes a share of `buffer`, chunk by chunk, through `memory`: pinned rooms for a chunk each, which take turns. Nothing
+    else may use them meanwhile. `values` None writes zeros.
+    """
+    under_way: deque[Transfer] = deque()
+    for chunk, room in zip(chunks, itertools.cycle(memory), strict=False):
+        if len(under_way) == len(memory):
+            file.finish(under_way.popleft())
+        if values is None:
+            room[: chunk.numel].zero_()
+        else:
+            room[: chunk.numel].copy_(values[chunk.begin : chunk.end])
+        pages = -(-chunk.numel * room.element_size() // PAGE) * PAGE
+        under_way.append(file.write(chunk.block(buffer), room.view(torch.uint8)[:pages]))
+    for transfer in under_way:
+        file.finish(transfer)
+
+
+def read_share(
+    file: SwapFile, buffer: Buffer, chunks: Iterable[Chunk], begin: int, end: int, memory: torch.Tensor
+) -> torch.Tensor:
+    """Returns elements ``[begin, end)`` of a share of `buffer`, read through `memory` as long as a chunk, in new memory."""
+    found = torch.empty(end - begin, dtype=memory.dtype)
+    for chunk in chunks:
+        first, last = max(begin, chunk.begin), min(end, chunk.end)
+        if first < last:
+            block = chunk.block(buffer)
+            file.finish(file.read(block, memory.view(torch.uint8)[: file.stored_bytes(block)]))
+            found[first - begin : last - begin].copy_(memory[first - chunk.begin : last - chunk.begin])
+    return found

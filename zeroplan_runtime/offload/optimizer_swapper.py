@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from zeroplan.core.arena.layout import PAGE, SWAP_SLOTS, ArenaLayout, UnitLayout
+from zeroplan.core.arena.layout import SWAP_SLOTS, ArenaLayout, UnitLayout
 from zeroplan.core.buffers import Buffer, Place
 from zeroplan_runtime import kernels
-from zeroplan_runtime.offload.chunks import Chunk, optimizer_chunks
+from zeroplan_runtime.offload.chunks import Chunk, optimizer_chunks, read_share, write_share
 from zeroplan_runtime.offload.host_worker import HostTask
 from zeroplan_runtime.offload.param_swapper import ParamSwapper
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
@@ -25,8 +25,6 @@ from zeroplan_runtime.offload.swap_pipeline import PipelineBuffers, SwapPipeline
 from zeroplan_runtime.offload.update_request import Update, UpdateRequest
 from zeroplan_runtime.streams import Event, Stream
 from zeroplan_runtime.unit_state import GroupSlice, OffloadedUnit, PinnedBuffers
-
-_FP32_BYTES = 4
 
 
 def states_in_files(layout: ArenaLayout) -> tuple[Buffer, ...]:
@@ -92,13 +90,7 @@ class OptimizerSwapper:
         """
         assert self.states is not None
         self.drop_prefetch()
-        for chunk in self._chunks[unit]:
-            if values is None:
-                self._scratch[: chunk.numel].zero_()
-            else:
-                self._scratch[: chunk.numel].copy_(values[chunk.begin : chunk.end])
-            pages = -(-chunk.numel * _FP32_BYTES // PAGE) * PAGE
-            self.states.finish(self.states.write(chunk.block(buffer), self._scratch.view(torch.uint8)[:pages]))
+        write_share(self.states, buffer, self._chunks[unit], values, [self._scratch])
 
     def read(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
         """Elements ``[begin, end)`` of a unit's masters or states, fp32, in new memory. No update may be under way.
@@ -108,14 +100,7 @@ class OptimizerSwapper:
         """
         assert self.states is not None
         self.drop_prefetch()
-        found = torch.empty(end - begin, dtype=torch.float32)
-        for chunk in self._chunks[unit]:
-            first, last = max(begin, chunk.begin), min(end, chunk.end)
-            if first < last:
-                stored = self.states.stored_bytes(chunk.block(buffer))
-                self.states.finish(self.states.read(chunk.block(buffer), self._scratch.view(torch.uint8)[:stored]))
-                found[first - begin : last - begin].copy_(self._scratch[first - chunk.begin : last - chunk.begin])
-        return found
+        return read_share(self.states, buffer, self._chunks[unit], begin, end, self._scratch)
 
     # ------------------------------------------------------------------ a step
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 
 import torch
 
-from zeroplan.core.arena.layout import PAGE, PAGE_NUMEL, ArenaLayout, align
+from zeroplan.core.arena.layout import PAGE_NUMEL, ArenaLayout, align
 from zeroplan.core.buffers import Buffer
-from zeroplan_runtime.offload.chunks import Chunk, param_chunks
+from zeroplan_runtime.offload.chunks import Chunk, param_chunks, read_share, write_share
 from zeroplan_runtime.offload.swap_file import SwapFile, Transfer
 from zeroplan_runtime.streams import Event, Stream
 
@@ -219,19 +219,12 @@ class ParamSwapper:
             DiskFault: when the disk refuses.
         """
         self.drop_prefetch()
-        under_way: deque[Transfer] = deque()
-        for i, (_, chunk) in enumerate(pair for pair in self._chunks[unit] if pair[0] is buffer):
-            number = i % len(self._buffers)
-            if len(under_way) == len(self._buffers):
-                self.file.finish(under_way.popleft())
-            self._last_copy[number].synchronize()
-            memory = self._buffers[number]
-            memory[: chunk.numel].copy_(values[chunk.begin : chunk.end])
-            pages = -(-chunk.numel * memory.element_size() // PAGE) * PAGE
+        for copied in self._last_copy:
+            copied.synchronize()
+        chunks = self._chunks_of(unit, buffer)
+        for chunk in chunks:
             self._writes.pop(chunk.block(buffer), None)
-            under_way.append(self.file.write(chunk.block(buffer), memory.view(torch.uint8)[:pages]))
-        for transfer in under_way:
-            self.file.finish(transfer)
+        write_share(self.file, buffer, chunks, values, self._buffers)
 
     def read(self, unit: str, buffer: Buffer, begin: int, end: int) -> torch.Tensor:
         """Reads elements ``[begin, end)`` of this rank's shard into new memory; arguments as in :meth:`write`.
@@ -241,15 +234,10 @@ class ParamSwapper:
         """
         self.drop_prefetch()
         self._last_copy[0].synchronize()
-        memory = self._buffers[0]
-        found = torch.empty(end - begin, dtype=memory.dtype)
-        for _, chunk in (pair for pair in self._chunks[unit] if pair[0] is buffer):
-            first, last = max(begin, chunk.begin), min(end, chunk.end)
-            if first < last:
-                block = chunk.block(buffer)
-                self.file.finish(self.file.read(block, memory.view(torch.uint8)[: self.file.stored_bytes(block)]))
-                found[first - begin : last - begin].copy_(memory[first - chunk.begin : last - chunk.begin])
-        return found
+        return read_share(self.file, buffer, self._chunks_of(unit, buffer), begin, end, self._buffers[0])
+
+    def _chunks_of(self, unit: str, buffer: Buffer) -> list[Chunk]:
+        return [chunk for own, chunk in self._chunks[unit] if own is buffer]
 
 
 def _batches(unit: str, chunks: Iterable[tuple[Buffer, Chunk]], limit: int) -> list[ReadBatch]:

@@ -5,26 +5,27 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from dataclasses import replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.saving import Saving
+from zeroplan.core.saving import Saver, Saving
 from zeroplan.core.versions import TORCH_GPU
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Engine
 from zeroplan.engines.case import Case
 from zeroplan.engines.quantized_base import read_at_once
+from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.torch_rank import TorchRank
+from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 from zeroplan.tape.options import Arithmetic, TraceOptions
 
 if TYPE_CHECKING:
     from zeroplan.core.quantization import Base
-    from zeroplan.core.saving import Saving
     from zeroplan.engines.saved_files import Written
-    from zeroplan.engines.simulation import HostPhase, HostRun, Simulation
+    from zeroplan.engines.simulation import HostRun, Simulation
     from zeroplan.engines.torch_traffic import TorchTraffic
     from zeroplan.simulate.allocator.config import AllocatorConfig
     from zeroplan.simulate.recorder import Recorder
@@ -37,10 +38,14 @@ class TorchEngine(Engine, Generic[R]):
     """An engine that is part of torch.
 
     Attributes:
+        lines: its ledger, without those of techniques.
+        saves_by_lightning: whether Lightning's way of saving is in its figures.
         gathers_in_half: whether every parameter, adapters included, is gathered in the dtype of the arithmetic.
         made_on_host: whether a model is made whole on every rank's host, pretrained or not.
     """
 
+    lines: ClassVar[Ledger]
+    saves_by_lightning: ClassVar[bool] = False
     version = TORCH_GPU
     measured = True
     gathers_in_half = False
@@ -63,6 +68,10 @@ class TorchEngine(Engine, Generic[R]):
         """Return the rank that holds the most, derived once for a case and the list of parameters."""
         return case.once((self.name, parameters), lambda: self.derive_rank(case, parameters))
 
+    def ledger(self, case: Case) -> tuple[Ledger, Any]:
+        """Return the engine's lines, and rank 0."""
+        return with_techniques(self.lines, case.workload), self.rank(case, case.parameters)
+
     @abstractmethod
     def derive_rank(self, case: Case, parameters: Parameters) -> R:
         """Derive that rank."""
@@ -71,21 +80,19 @@ class TorchEngine(Engine, Generic[R]):
     def record(self, rank: R, tape: ExpandedTape) -> Recorder:
         """Record the allocations and frees of a rank that :meth:`rank` returned."""
 
-    def host(self, rank: R) -> tuple[HostPhase, ...]:
-        """Return such a rank's buffers on the host by phase; none unless the engine offloads."""
-        return ()
-
     @abstractmethod
     def parts_of_save(self, rank: R, saving: Saving) -> tuple[Written, ...]:
         """Return what a save needs on the host, part by part."""
 
     def unsaved(self, case: Case) -> str:
-        """Return what is not modelled of saving: layouts beside data parallelism, states whose parts are no parts of tensors,
-        and experts that are taken apart.
+        """Return what is not modelled of saving: Lightning's way where weights are sharded, layouts beside data parallelism,
+        states whose parts are no parts of tensors, and experts that are taken apart.
         """
         from zeroplan.engines.saved_files import EXPERTS_APART, rewrites_experts
 
         saving, rank = case.workload.technique(Saving), self.rank(case, case.parameters)
+        if saving is not None and saving.saver is Saver.LIGHTNING and not self.saves_by_lightning:
+            return "Lightning's way of saving shards is in no figure"
         if case.parallel is not None:
             return "saving with further kinds of parallelism is in no figure"
         row = rank.optimizer
@@ -118,7 +125,7 @@ class TorchEngine(Engine, Generic[R]):
         """
         from zeroplan.engines.simulation import CheckpointPhase, HostRun
 
-        host = self.host(rank)
+        host = rank.host_phases()
         beside = sum(sum(one.kept.values()) for one in host if one.phase is Phase.LOAD)
         read = rank.original_bytes * rank.trainable + rank.frozen_bytes * rank.frozen
         if case.workload.quantize is not None and not (case.workload.base_on_host or case.zero.offloads_param):

@@ -15,12 +15,16 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from zeroplan.core.buffers import Buffer
+from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.optimizer_row import LEVELS, Domain, factors_of
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.rank import Rank
 from zeroplan.techniques.synced_passes import SyncedPasses
+
+if TYPE_CHECKING:
+    from zeroplan.engines.simulation import HostPhase
 
 _IN_A_BLOCK = re.compile(r"(^|\.)\d+\.")
 
@@ -175,6 +179,18 @@ class TorchRank(Rank, ABC):
     def whole_states(self) -> int:
         """Elements whose states an 8-bit optimizer keeps in fp32: small parameters, and registered embeddings."""
         return sum(self.chunks[p] for p in self.trained if self.keeps_whole_states(p))
+
+    def host_phases(self) -> tuple[HostPhase, ...]:
+        """Return the rank's buffers on the host by phase; none unless the engine offloads."""
+        return ()
+
+    def states_on_host(self) -> dict[tuple[Buffer, Place], int]:
+        """Return the bytes of the optimizer's states where they are offloaded."""
+        found: dict[tuple[Buffer, Place], int] = {}
+        for domain, p in self.stepped():
+            for buffer, nbytes in self.states(domain, p):
+                found[buffer, Place.DRAM] = found.get((buffer, Place.DRAM), 0) + nbytes
+        return found
 
     def stepped_shape(self, param: int) -> tuple[int, ...]:
         """Return the shape in which the optimizer sees this rank's part of a parameter."""

@@ -1,17 +1,19 @@
-"""Gradient clipping and the step of torch's optimizers, which FSDP2's and DDP's schedules share."""
+"""Gradient clipping and the step of torch's optimizers, which the schedules of torch's engines share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.optimizer_row import LEVELS, Domain, Optimizer
 from zeroplan.core.optimizers import OPTIMIZERS
 from zeroplan.core.saving import Saving
 from zeroplan.core.workload import OptimizerKind
-from zeroplan.engines.player import Run
+from zeroplan.engines.player import EngineSchedule, Run, play
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.simulate.recorder import Recorder
+from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.techniques.table import blocks_of
 
 #: Optimizer steps until peaks repeat: the first makes the states, the second runs with them, the third meets the blocks
@@ -22,11 +24,27 @@ _SCALAR = 4
 _BF16 = 2
 _FP32 = 4
 
+R = TypeVar("R", bound=TorchRank)
 
-def torch_run(rank: TorchRank) -> Run:
-    """Return the part of a job that is played, until it repeats."""
-    workload = rank.workload
-    return Run(
+
+class TorchSchedule(EngineSchedule, Generic[R]):
+    """What the schedules of torch's engines share: the optimizer allocates nothing before its first step."""
+
+    def __init__(self, rank: R, recorder: Recorder) -> None:
+        self.rank, self.recorder = rank, recorder
+        self.alloc, self.free = recorder.alloc, recorder.free
+        self.stepped = False
+
+    def step_optimizer(self, applied: bool) -> None:
+        """Clip and step on the GPU."""
+        optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
+        self.stepped |= applied
+
+
+def record(rank: TorchRank, tape: ExpandedTape, make: Callable[[Recorder], EngineSchedule]) -> Recorder:
+    """Record every allocation and free of one rank's run, until it repeats. See :func:`zeroplan.engines.player.play`."""
+    workload, recorder = rank.workload, Recorder()
+    run = Run(
         workload.batch.grad_accum,
         STEPS_UNTIL_STEADY,
         cublas_workspace=rank.cublas_workspace,
@@ -35,6 +53,8 @@ def torch_run(rank: TorchRank) -> Run:
         longest_first=workload.batch.longest_first,
         blocks=blocks_of(workload, rank),
     )
+    play(run, tape, recorder, make(recorder))
+    return recorder
 
 
 def optimizer_step(recorder: Recorder, rank: TorchRank, *, applied: bool, first: bool) -> None:

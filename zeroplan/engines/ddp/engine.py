@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
@@ -18,9 +18,7 @@ from zeroplan.engines.case import Case
 from zeroplan.engines.ddp.lines import LEDGER
 from zeroplan.engines.ddp.rank import DdpRank
 from zeroplan.engines.quantized_base import kernels_of
-from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.torch_engine import TorchEngine
-from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
     from zeroplan.core.saving import Saving
@@ -39,6 +37,8 @@ class Ddp(TorchEngine[DdpRank]):
     """DistributedDataParallel: everything whole on every rank, reported as stage 0."""
 
     name = "ddp"
+    lines = LEDGER
+    saves_by_lightning = True
     casts_outputs = True
     trainer = "zeroplan.engines.ddp.trainer:build"
     takes_modules = True
@@ -79,20 +79,17 @@ class Ddp(TorchEngine[DdpRank]):
         key = case.workload.quantized_by
         return (Unmodelled("--quantize int8" if key == "--quantize" else key, Effect.MORE, says),)
 
-    def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """Return DDP's lines and a rank; all ranks are alike."""
-        return with_techniques(LEDGER, case.workload), self.rank(case, case.parameters)
-
     def derive_rank(self, case: Case, parameters: Parameters) -> DdpRank:
         """Return a rank; all ranks are alike."""
         workspace = case.cluster.gpu.workspace
         return DdpRank(workload=case.workload, parameters=parameters, layout=case.layout, cublas_workspace=workspace)
 
     def record(self, rank: DdpRank, tape: ExpandedTape) -> Recorder:
-        """See :func:`zeroplan.engines.ddp.schedule.record_ddp`."""
-        from zeroplan.engines.ddp.schedule import record_ddp
+        """See ``zeroplan/engines/ddp/schedule.py``."""
+        from zeroplan.engines.ddp.schedule import DdpSchedule
+        from zeroplan.engines.torch_step import record
 
-        return record_ddp(rank, tape)
+        return record(rank, tape, lambda recorder: DdpSchedule(rank, recorder))
 
     def nccl_bytes(self, workload: Workload, zero: ZeroConfig, layout: ParallelLayout) -> int:
         """Return the bytes of one communicator that all-reduces; 0 for one rank."""

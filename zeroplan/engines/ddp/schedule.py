@@ -16,26 +16,22 @@ from collections.abc import Sequence
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.sizes import MIB
 from zeroplan.engines.ddp.rank import DdpRank
-from zeroplan.engines.player import EngineSchedule, play
-from zeroplan.engines.torch_step import optimizer_step, torch_run
+from zeroplan.engines.torch_step import TorchSchedule
 from zeroplan.simulate.recorder import Recorder
-from zeroplan.tape.expanded import ExpandedTape
 
 FIRST_BUCKET = MIB
 BUCKET = 25 * MIB
 
 
-class DdpSchedule(EngineSchedule):
+class DdpSchedule(TorchSchedule[DdpRank]):
     """One rank's run. Buckets are reduced in place, and the optimizer allocates nothing before its first step."""
 
     def __init__(self, rank: DdpRank, recorder: Recorder) -> None:
-        self.rank, self.recorder = rank, recorder
-        self.alloc, self.free = recorder.alloc, recorder.free
+        super().__init__(rank, recorder)
         self.grads: dict[int, int] = {}
         self.arrived: list[int] = []
         self.buckets: list[int] = []
         self.rebuilt = False
-        self.stepped = False
 
     def build(self) -> None:
         """Allocate the whole model. The second owner of a tied parameter has its own copy until the tie is made."""
@@ -89,17 +85,8 @@ class DdpSchedule(EngineSchedule):
 
     def step(self, applied: bool) -> None:
         """Clip the gradients, step the optimizer and free the gradients (``zero_grad``)."""
-        optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
-        self.stepped |= applied
+        self.step_optimizer(applied)
         if not self.rank.workload.loop.set_to_none:
             return
         self.recorder.free_all(self.grads.values())
         self.grads.clear()
-
-
-def record_ddp(rank: DdpRank, tape: ExpandedTape) -> Recorder:
-    """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
-    recorder = Recorder()
-    run = torch_run(rank)
-    play(run, tape, recorder, DdpSchedule(rank, recorder))
-    return recorder

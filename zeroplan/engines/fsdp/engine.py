@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import find_optimizer
@@ -15,14 +15,11 @@ from zeroplan.engines.case import Case
 from zeroplan.engines.fsdp.lines import LEDGER
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.engines.quantized_base import packed_kernels, require_stored, stored
-from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.torch_engine import TorchEngine
-from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
     from zeroplan.core.saving import Saving
     from zeroplan.engines.saved_files import Written
-    from zeroplan.engines.simulation import HostPhase
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
     from zeroplan.tape.expanded import ExpandedTape
@@ -32,6 +29,7 @@ class Fsdp(TorchEngine[FsdpRank]):
     """``FullyShardedDataParallel``: stage 3 is FULL_SHARD, 2 SHARD_GRAD_OP, 0 NO_SHARD; each block is a unit."""
 
     name = "fsdp"
+    lines = LEDGER
     casts_outputs = True
     measured = False
     gathers_in_half = True
@@ -106,19 +104,14 @@ class Fsdp(TorchEngine[FsdpRank]):
         return (*found, Unmodelled(UNMEASURED, Effect.MORE, says))
 
     def unsaved(self, case: Case) -> str:
-        """Return what is not modelled of saving: also Lightning's way."""
+        """Return what is not modelled of saving: also parts on the host, and a sharded state dict without shards."""
         saving = case.workload.technique(Saving)
         if case.zero.offloads_param:
             return "a save of parts on the host is in no figure"
-        if saving is not None and saving.saver is Saver.LIGHTNING:
-            return "Lightning's way of saving shards is in no figure"
-        if saving is not None and saving.state_dict is StateDict.SHARDED and not self.rank(case, case.parameters).sharded:
+        sharded = saving is not None and saving.saver is not Saver.LIGHTNING and saving.state_dict is StateDict.SHARDED
+        if sharded and not self.rank(case, case.parameters).sharded:
             return "FSDP 1 makes a sharded state dict of shards alone, and here are none"
         return super().unsaved(case)
-
-    def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """Return FSDP 1's lines, and rank 0."""
-        return with_techniques(LEDGER, case.workload), self.rank(case, case.parameters)
 
     def derive_rank(self, case: Case, parameters: Parameters) -> FsdpRank:
         """Return rank 0; one rank alone is not sharded, whatever the strategy."""
@@ -132,22 +125,19 @@ class Fsdp(TorchEngine[FsdpRank]):
             offload=case.zero.offloads_param,
         )
 
-    def host(self, rank: FsdpRank) -> tuple[HostPhase, ...]:
-        """See :func:`zeroplan.engines.fsdp.host.host_phases`."""
-        from zeroplan.engines.fsdp.host import host_phases
-
-        return host_phases(rank)
-
     def graded(self, case: Case) -> frozenset[str]:
         """Return what lies frozen in a unit that is trained. See Note [Units that mix trained and frozen weights]."""
         rank = self.rank(case, case.parameters)
         return frozenset(rank.parameters.names[p] for p in rank.with_gradient)
 
     def record(self, rank: FsdpRank, tape: ExpandedTape) -> Recorder:
-        """See :func:`zeroplan.engines.fsdp.schedule.record_fsdp`."""
-        from zeroplan.engines.fsdp.schedule import record_fsdp
+        """See ``zeroplan/engines/fsdp/schedule.py``."""
+        from zeroplan.engines.fsdp.schedule import FsdpSchedule
+        from zeroplan.engines.torch_step import record
+        from zeroplan.tape.tied_gradients import with_gradients_apart
 
-        return record_fsdp(rank, tape)
+        tape = with_gradients_apart(tape)
+        return record(rank, tape, lambda recorder: FsdpSchedule(rank, tape, recorder))
 
     def parts_of_save(self, rank: FsdpRank, saving: Saving) -> tuple[Written, ...]:
         """See :func:`zeroplan.engines.fsdp.saving.parts_of_save`."""

@@ -29,10 +29,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
+from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.optimizer_row import Domain
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import pow2
+
+if TYPE_CHECKING:
+    from zeroplan.engines.simulation import HostPhase
 
 #: With ``use_orig_params`` each parameter begins at a multiple of so many bytes of the flat parameter.
 _ALIGNMENT = 16
@@ -206,3 +211,17 @@ class FsdpRank(TorchRank):
     def gathered_blocks(self) -> int:
         """Elements of all blocks' flat parameters."""
         return sum(self.padded(unit) for unit in self.units if unit)
+
+    def host_phases(self) -> tuple[HostPhase, ...]:
+        """Return the host's peaks by phase. Parts are pinned at the first forward. See Note [CPUOffload of FSDP 1]."""
+        if not self.offload:
+            return ()
+        from zeroplan.engines.simulation import HostPhase
+        from zeroplan.simulate.allocator.pinned_host import pinned_bytes
+
+        parts = [self.bytes_of(unit) * self.shard(unit) for unit in self.units]
+        pinned = pinned_bytes(parts)
+        running = {(Buffer.PARAM_SHARD, Place.PINNED): pinned, (Buffer.GRAD_SHARD, Place.PINNED): pinned}
+        running |= self.states_on_host()
+        wrapped = HostPhase.of(Phase.INIT, {(Buffer.PARAM_SHARD, Place.DRAM): sum(parts)})
+        return (wrapped, *(HostPhase.of(phase, running) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)))

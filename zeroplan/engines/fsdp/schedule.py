@@ -29,11 +29,9 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.saving import Saving
 from zeroplan.engines.fsdp.rank import FsdpRank
 from zeroplan.engines.fsdp.saving import record_save
-from zeroplan.engines.player import EngineSchedule, play
-from zeroplan.engines.torch_step import optimizer_step, torch_run
+from zeroplan.engines.torch_step import TorchSchedule
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape, Kind, Op, block_of_each
-from zeroplan.tape.tied_gradients import with_gradients_apart
 
 #: Streams of the simulated device: compute, the all-gathers', the reductions', the casts' before a gather.
 COMPUTE, GATHER, REDUCE, CAST = 0, 1, 2, 3
@@ -66,14 +64,13 @@ class FlatUnit:
     reduced: int = _NONE
 
 
-class FsdpSchedule(EngineSchedule):
+class FsdpSchedule(TorchSchedule[FsdpRank]):
     """One rank's run. The optimizer allocates nothing before its first step."""
 
     follows_modules = True
 
     def __init__(self, rank: FsdpRank, tape: ExpandedTape, recorder: Recorder) -> None:
-        self.rank, self.recorder = rank, recorder
-        self.alloc, self.free = recorder.alloc, recorder.free
+        super().__init__(rank, recorder)
         self.parts = Counter(arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.GRAD)
         self.in_reduction: list[int] = []  # flat gradients that the reductions' stream reads
         self.home = self._homes(tape)
@@ -91,7 +88,7 @@ class FsdpSchedule(EngineSchedule):
         self.position: dict[int, int] = {}
         self.in_backward = False
         self.reduces = True
-        self.stepped = self.begun = self.over = False  # over: a step is, whose gradients are still there
+        self.begun = self.over = False  # over: a step is, whose gradients are still there
 
     def _homes(self, tape: ExpandedTape) -> list[int]:
         """The module of each parameter's unit: its block, an adapter's own module, or -1 for the root."""
@@ -336,8 +333,7 @@ class FsdpSchedule(EngineSchedule):
         self._complete_reductions()
         if self.rank.offload:
             return
-        optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
-        self.stepped |= applied
+        self.step_optimizer(applied)
         self.over = True
 
     def _free_stepped(self) -> None:
@@ -353,12 +349,3 @@ class FsdpSchedule(EngineSchedule):
         saving = self.rank.workload.technique(Saving)
         if saving is not None:
             record_save(self.rank, saving, self.recorder)
-
-
-def record_fsdp(rank: FsdpRank, tape: ExpandedTape) -> Recorder:
-    """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
-    recorder = Recorder()
-    tape = with_gradients_apart(tape)
-    run = torch_run(rank)
-    play(run, tape, recorder, FsdpSchedule(rank, tape, recorder))
-    return recorder

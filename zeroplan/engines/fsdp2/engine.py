@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.saving import Saver, Saving
+from zeroplan.core.saving import Saving
 from zeroplan.core.sizes import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -20,9 +20,7 @@ from zeroplan.engines.case import Case
 from zeroplan.engines.fsdp2.lines import LEDGER
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.quantized_base import packed_kernels, require_stored, stored
-from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.torch_engine import TorchEngine
-from zeroplan.ledger.line import Ledger
 
 if TYPE_CHECKING:
     from zeroplan.core.cluster import Cluster
@@ -30,7 +28,6 @@ if TYPE_CHECKING:
     from zeroplan.core.workload import Compilation, Workload
     from zeroplan.engines.process import Outside
     from zeroplan.engines.saved_files import Written
-    from zeroplan.engines.simulation import HostPhase
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
     from zeroplan.tape.expanded import ExpandedTape
@@ -49,6 +46,7 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
     """``fully_shard``: stage 3 when parameters are resharded after the forward, stage 2 when they are not."""
 
     name = "fsdp2"
+    lines = LEDGER
     layouts = SearchedLayouts(stage=3, staged=2)
     trainer = "zeroplan.engines.fsdp2.trainer:build"
     verified_degrees = ("tp", "cp", "pp", "ep", "etp", "dp_replicate")
@@ -137,17 +135,6 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
             Unmodelled("--optimizer", Effect.UNKNOWN, "Adafactor's factors of sharded matrices; whole states are counted"),
         )
 
-    def unsaved(self, case: Case) -> str:
-        """Return what is not modelled of saving: also Lightning's way."""
-        saving = case.workload.technique(Saving)
-        if saving is not None and saving.saver is Saver.LIGHTNING:
-            return "Lightning's way of saving shards is in no figure"
-        return super().unsaved(case)
-
-    def ledger(self, case: Case) -> tuple[Ledger, Any]:
-        """Return FSDP2's lines, and rank 0."""
-        return with_techniques(LEDGER, case.workload), self.rank(case, case.parameters)
-
     def derive_rank(self, case: Case, parameters: Parameters) -> Fsdp2Rank:
         """Return rank 0 of a pipeline rank's data-parallel ranks, which holds the largest shards."""
         chunks = case.pipeline_chunks
@@ -178,20 +165,15 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         return replace(found, spread=found.spread + _SCATTERED) if scattered else found
 
     def record(self, rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
-        """See :func:`zeroplan.engines.fsdp2.schedule.record_fsdp2`."""
+        """See ``zeroplan/engines/fsdp2/schedule.py``, and ``pipeline.py`` beside it."""
         if rank.pipeline_chunks:
             from zeroplan.engines.fsdp2.pipeline import record_fsdp2_stages
 
             return record_fsdp2_stages(rank, tape)
-        from zeroplan.engines.fsdp2.schedule import record_fsdp2
+        from zeroplan.engines.fsdp2.schedule import Fsdp2Schedule
+        from zeroplan.engines.torch_step import record
 
-        return record_fsdp2(rank, tape)
-
-    def host(self, rank: Fsdp2Rank) -> tuple[HostPhase, ...]:
-        """See :func:`zeroplan.engines.fsdp2.host.host_phases`."""
-        from zeroplan.engines.fsdp2.host import host_phases
-
-        return host_phases(rank)
+        return record(rank, tape, lambda recorder: Fsdp2Schedule(rank, tape, recorder))
 
     def parts_of_save(self, rank: Fsdp2Rank, saving: Saving) -> tuple[Written, ...]:
         """See :func:`zeroplan.engines.fsdp2.saving.parts_of_save`."""

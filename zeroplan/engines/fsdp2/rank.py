@@ -1,4 +1,10 @@
-"""One rank under FSDP2: a chunk of every parameter, whole units gathered for a while."""
+"""One rank under FSDP2: a chunk of every parameter, whole units gathered for a while.
+
+Note [CPUOffloadPolicy]
+    Each sharded parameter is pinned, and so is each gradient, because a copy to the host that does not block gets pinned
+    memory; the optimizer's states are pageable. torch's fused and single-tensor optimizers need nothing more that lasts.
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param; _fsdp_collectives.py, foreach_reduce
+"""
 
 from __future__ import annotations
 
@@ -6,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.expert_parallel import experts_of, is_expert, sharded_dimension
 from zeroplan.core.tensor_parallel import EMBEDDING
 from zeroplan.core.workload import DType
@@ -14,6 +21,7 @@ from zeroplan.ledger.derive import pow2
 
 if TYPE_CHECKING:
     from zeroplan.core.pipeline import Stage
+    from zeroplan.engines.simulation import HostPhase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,3 +189,20 @@ class Fsdp2Rank(TorchRank):
     def largest_chunk(self) -> int:
         """Elements of this rank's chunk of the largest parameter."""
         return max(self.chunks, default=0)
+
+    def host_phases(self) -> tuple[HostPhase, ...]:
+        """Return the host's peaks by phase. See Note [CPUOffloadPolicy]."""
+        if not self.offload:
+            return ()
+        from zeroplan.engines.simulation import HostPhase
+        from zeroplan.simulate.allocator.pinned_host import pinned_bytes
+
+        params = pinned_bytes(self.width(p) * count for p, count in enumerate(self.chunks))
+        grads = pinned_bytes(self.original_bytes * self.chunks[p] for p in self.trained)
+        loaded = {(Buffer.PARAM_SHARD, Place.PINNED): params}
+        with_states = loaded | {(Buffer.GRAD_SHARD, Place.PINNED): grads} | self.states_on_host()
+        return (
+            *(HostPhase.of(phase, loaded) for phase in (Phase.LOAD, Phase.INIT)),
+            # From the second step on, states are there throughout, and torch keeps the gradients' pinned blocks.
+            *(HostPhase.of(phase, with_states) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)),
+        )

@@ -33,8 +33,7 @@ from zeroplan.core.saving import Saving
 from zeroplan.core.workload import ChunkedHead
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
 from zeroplan.engines.fsdp2.saving import gathered
-from zeroplan.engines.player import EngineSchedule, play
-from zeroplan.engines.torch_step import optimizer_step, torch_run
+from zeroplan.engines.torch_step import TorchSchedule
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape, Op, block_of_each
 
@@ -76,14 +75,13 @@ class Group:
     reduced: int = -1
 
 
-class Fsdp2Schedule(EngineSchedule):
+class Fsdp2Schedule(TorchSchedule[Fsdp2Rank]):
     """One rank's run. Adapters are sharded with the rest, and the optimizer allocates nothing before its first step."""
 
     follows_modules = True
 
     def __init__(self, rank: Fsdp2Rank, tape: ExpandedTape, recorder: Recorder) -> None:
-        self.rank, self.recorder = rank, recorder
-        self.alloc, self.free = recorder.alloc, recorder.free
+        super().__init__(rank, recorder)
         self.groups: dict[int, Group] = {}
         self.experts: dict[int, Group] = {}  # the second group of blocks whose experts ranks share
         self.order: list[int] = []  # modules of groups, as the forward first meets them
@@ -91,7 +89,6 @@ class Fsdp2Schedule(EngineSchedule):
         self.in_backward = False
         self.reduces = True  # whether this micro batch's backward reduces gradients
         self.casts_grads = rank.reduce_bytes != rank.param_bytes
-        self.stepped = False
         self.kept_output: int = -1  # the forward's last all-gather output
         self.reduce_inputs: list[int] = []
         self.all_reduced: list[int] = []  # parts in the reduction's dtype
@@ -414,8 +411,7 @@ class Fsdp2Schedule(EngineSchedule):
         """Clip, step this rank's chunks and free their gradients (``zero_grad``); with offload all of this is on the host."""
         if self.rank.offload:
             return
-        optimizer_step(self.recorder, self.rank, applied=applied, first=not self.stepped)
-        self.stepped |= applied
+        self.step_optimizer(applied)
         self.zero_grad()
 
     def zero_grad(self) -> None:
@@ -450,11 +446,3 @@ def _gradients(tape: ExpandedTape) -> dict[int, int]:
     size, grad = tape.storage_bytes, int(Op.GRAD)
     made = ((arg, size[aux]) for op, arg, aux in zip(tape.op, tape.arg, tape.aux, strict=True) if op == grad)
     return {param: nbytes // tape.params[param].itemsize for param, nbytes in made}
-
-
-def record_fsdp2(rank: Fsdp2Rank, tape: ExpandedTape) -> Recorder:
-    """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`."""
-    recorder = Recorder()
-    run = torch_run(rank)
-    play(run, tape, recorder, Fsdp2Schedule(rank, tape, recorder))
-    return recorder

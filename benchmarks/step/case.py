@@ -26,6 +26,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "llama-1b": _shape("meta-llama/Llama-3.2-1B"),
     "llama-8b": _shape("meta-llama/Llama-3.1-8B"),
     "llama-1b-4": _shape("meta-llama/Llama-3.2-1B") | {"num_hidden_layers": 4},
+    "llama-8b-4": _shape("meta-llama/Llama-3.1-8B") | {"num_hidden_layers": 4},
     "llama-8b-8": _shape("meta-llama/Llama-3.1-8B") | {"num_hidden_layers": 8},
     "toy": _shape("meta-llama/Llama-3.2-1B")
     | {

@@ -26,6 +26,22 @@ def _stood_in(name: str, **attributes: Any) -> None:
     sys.modules[name] = module
 
 
+class _Labels:
+    """The labels of tokens [micro, seq], which are on the device already: the trainer counts them on the host first."""
+
+    def __init__(self, tokens: torch.Tensor) -> None:
+        self._tokens = tokens
+
+    def __ne__(self, ignored: object) -> torch.Tensor:  # type: ignore[override]
+        """Return which are not ignored, on the host: all but the last of each row."""
+        micro, seq = self._tokens.shape
+        return torch.ones(micro, seq - 1, dtype=torch.bool)
+
+    def to(self, device: torch.device) -> torch.Tensor:
+        """Return the labels on the device: each token's is the next one."""
+        return torch.cat([self._tokens[:, 1:], torch.full_like(self._tokens[:, :1], _IGNORED)], 1)
+
+
 def _llama(shape: str) -> Any:
     from torchtitan.models.llama3 import TransformerModelArgs
 
@@ -37,7 +53,7 @@ def _llama(shape: str) -> Any:
         n_kv_heads=config["num_key_value_heads"],
         vocab_size=config["vocab_size"],
         multiple_of=config["intermediate_size"],  # to which it rounds up
-        ffn_dim_multiplier=1e-3,
+        ffn_dim_multiplier=1e-2,
         rope_theta=config.get("rope_theta", 5e5),
     )
 
@@ -94,8 +110,7 @@ def build(case: Case, shape: str, micro: int) -> tuple[Callable[[torch.Tensor], 
     trainer.loss_fn = loss_of
 
     def step(tokens: torch.Tensor) -> torch.Tensor:
-        labels = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], _IGNORED)], 1)
-        trainer.train_step(iter([({"input": tokens}, labels)]))
+        trainer.train_step(iter([({"input": tokens}, _Labels(tokens))]))
         return losses.pop()
 
     return step, trainer

@@ -125,6 +125,15 @@ def test_a_run_that_only_fragments_stop_may_fit() -> None:
     assert (refused.verdict, refused.fits, refused.unmodelled) == (Verdict.DOES_NOT_FIT, False, ())
 
 
+def test_a_run_that_only_a_gpu_far_behind_its_host_stops_says_so() -> None:
+    """With pinned offload a GPU close behind its host has room on 24 GiB, one far behind may have none."""
+    known = {"model": "meta-llama/Llama-3.1-8B", "gpus": 4, "stage": 3, "offload_optimizer": "cpu", "seq_len": 4096}
+    plan = _run(**known, offload_param="none", gradient_checkpointing=True, vram="24G").plan
+    assert plan.verdict is Verdict.MAY_FIT
+    assert plan.gpu.total < plan.gpu.usable < plan.gpu.interval[1]  # type: ignore[operator, index]
+    assert "wait for a GPU far behind its host" in plan.decides
+
+
 @pytest.mark.parametrize("gib", [20, 30, 34, 38, 42, 46, 60])
 def test_a_verdict_follows_the_interval(gib: int) -> None:
     """False only where the lower end does not fit, true only where the upper end does."""

@@ -130,7 +130,7 @@ def simulated_plan(
     unmodelled = left_out(engine, case, tape=tape)
     if simulation is not unlimited and at_its_limit(case, simulation, outside):
         unmodelled += unsure_at_limit(engine, case, phase)
-    elif run.fragmented:
+    elif run.fragmented or run.waiting:
         unmodelled += unsure_of_fragments(config, waiting=run.waiting)
     fit = judged(case, unmodelled, gpu=(low, high), cpu=cpu.per_node, nvme=formula.nvme.per_node)
     plan = formula.model_copy(

@@ -160,7 +160,7 @@ class Torchtitan(Program):
                     key, UNKNOWN, f"{', '.join(map(str, found)) if isinstance(found, list) else found}: 16 bits are counted"
                 )
         if run.on("loss.chunked"):
-            run.leave_out("loss", LESS, "the loss is computed in chunks; all logits are counted")
+            run.leave_out("loss", LESS, "the logits of one chunk are kept at a time; all are counted")
         run.leave_out_flags(_NOT_MODELLED)
         run.leave_out("model.name", UNKNOWN, "torchtitan's own model code keeps other tensors than transformers'")
         return run.setup(self.name)

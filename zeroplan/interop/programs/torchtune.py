@@ -116,7 +116,7 @@ class Torchtune(Program):
             run.take_compile("blocks", "compile", backend=None, mode=None)
         run.leave_out("model._component_", UNKNOWN, "torchtune's own model code keeps other tensors than transformers'")
         if "LinearCrossEntropy" in _component(run.value("loss")) or "Chunked" in _component(run.value("loss")):
-            run.leave_out("loss._component_", LESS, "the loss is computed in chunks; all logits are counted")
+            run.leave_out("loss._component_", LESS, "each chunk's probabilities are kept, and no logits; both are counted")
         return run.setup(self.name)
 
     def _length(self, run: Builder) -> None:

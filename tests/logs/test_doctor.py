@@ -170,6 +170,19 @@ SNAPSHOT = {
 }
 
 
+@pytest.mark.parametrize(
+    ("more", "blamed"),
+    [("--stage 9", "--stage: stage 9 does not exist"), ("--gpus 8", "--gpus: is of a run that is planned, and no model")],
+)
+@pytest.mark.parametrize("line", ["{'train_runtime': 100.0, 'train_loss': 2.0}", "torch.OutOfMemoryError: CUDA out of memory."])
+def test_options_that_nothing_reads_are_refused(line: str, more: str, blamed: str, tmp_path: Path, cli: Cli) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"{line}\n")
+    code, out, err = cli("doctor", str(log), *more.split())
+    assert (code, out) == (2, "")
+    assert blamed in err
+
+
 def test_a_memory_snapshot(tmp_path: Path, cli: Cli) -> None:
     path = tmp_path / "snapshot.pickle"
     path.write_bytes(pickle.dumps(SNAPSHOT))

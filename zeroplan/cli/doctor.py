@@ -63,7 +63,12 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool, why: bool) -
     from zeroplan.report.terminal import Terminal
 
     terminal = Terminal.here(why=why)
+    planned_of = request.model is not None or request.params is not None or bool(request.files)
+    if not planned_of:
+        _without_a_plan(request)
     if is_snapshot(path):
+        if planned_of:
+            raise BadInput("a memory snapshot is held against no plan", where=path, remedy="leave MODEL and --from out")
         from zeroplan.logs.snapshot import read_snapshot
         from zeroplan.report.diagnosis import snapshot_json, snapshot_text
 
@@ -85,7 +90,7 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool, why: bool) -
     planned, following = None, list[str]()
     if request.files and (captured := _captured(request, found)) is not None:
         planned, following = captured, ["zeroplan", "recommend", "--from", str(request.files[0])] if found.failed else []
-    elif request.model is not None or request.params is not None or request.files:
+    elif planned_of:
         from zeroplan.planner.failed_run import plan_of_log
 
         card, allowed, tried = (found.sizes.get(name) for name in ("total", "allowed", "tried"))
@@ -97,6 +102,17 @@ def _of_log(path: str, request: Ask, *, as_json: bool, quiet: bool, why: bool) -
         show_json(diagnosis_json(found, planned))
     else:
         show(diagnosis_text(found, planned, following, terminal))
+
+
+def _without_a_plan(request: Ask) -> None:
+    """Refuse options of a plan where none is made; of a log alone the stage is read, for what to try next."""
+    from zeroplan.planner.resolve import require_stage
+
+    if request.stage is not None:
+        require_stage(request.stage)
+    if others := [name for name in request.values if name != "stage"]:
+        what = "is of a run that is planned, and no model is named to plan it"
+        raise BadInput(what, where=f"--{others[0].replace('_', '-')}", remedy="name the model after LOG, or leave this out")
 
 
 def _captured(request: Ask, found: Diagnosis) -> FailedRunPlan | None:

@@ -256,14 +256,20 @@ def _cases(request: Ask, engine: Engine, cases: list[Case]) -> tuple[Case, ...]:
     return tuple(kept)
 
 
+def require_stage(stage: int) -> None:
+    """Raise BadInput where ZeRO has no such stage."""
+    if stage not in (0, 1, 2, 3):
+        raise BadInput(f"stage {stage} does not exist", where="--stage", remedy="use 0, 1, 2 or 3")
+
+
 def _zeros(request: Ask, engine: Engine) -> list[ZeroConfig]:
     """Return the configurations that the flags leave open: all options of the engine, one stage's, or exactly one."""
     optimizer, param = request.offload_optimizer, request.offload_param
+    if request.stage is not None:
+        require_stage(request.stage)
     if request.stage is not None and (optimizer is not None or param is not None):
         param = param or "none"
         return [engine.configured(ZeroConfig.of(request.stage, optimizer or engine.optimizer_device(param), param))]
-    if request.stage is not None and request.stage not in (0, 1, 2, 3):
-        raise BadInput(f"stage {request.stage} does not exist", where="--stage", remedy="use 0, 1, 2 or 3")
     if request.stage is not None:
         engine.require_runnable(ZeroConfig.of(request.stage))
         return [engine.configured(ZeroConfig.of(request.stage))]

@@ -21,9 +21,9 @@ def _full(low: int, emptied: int = 2) -> Ranked:
 def test_a_card_that_only_a_far_lead_of_the_host_fills_costs_up_to_its_retries() -> None:
     best = cast(Ranked, SimpleNamespace(time=SimpleNamespace(tokens_per_second=100.0)))
     (said,) = reasons._full_card(_full(58))
-    assert "costs up to 0.93 s; 58.00 GiB may do" in said
+    assert "costs up to 0.93 s; 58.0 GiB may do" in said
     assert (
-        reasons._loss(_full(58), best) == "costs up to 2.0 % of the speed, and that only if the card fills (58.00 GiB may do)"
+        reasons._loss(_full(58), best) == "costs up to 2.0 % of the speed, and that only if the card fills (58.0 GiB may do)"
     )
     (sure,) = reasons._full_card(_full(76))
     assert sure.endswith("empties its cache 2 × a step and so costs 0.93 s")

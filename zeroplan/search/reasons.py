@@ -8,7 +8,7 @@ from dataclasses import replace
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan
-from zeroplan.core.sizes import format_bytes
+from zeroplan.core.sizes import format_bytes, format_gib
 from zeroplan.core.workload import Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadOptimizer, OffloadParam, ZeroConfig
 from zeroplan.engines.words import sharding_text
@@ -88,7 +88,7 @@ def _loss(one: Ranked, best: Ranked) -> str:
     if lost < EQUAL:
         return "is as fast"
     if (enough := _enough(one.plan)) is not None and one.plan.gpu.cache_emptied:
-        return f"costs up to {100 * lost:.1f} % of the speed, and that only if the card fills ({format_bytes(enough)} may do)"
+        return f"costs up to {100 * lost:.1f} % of the speed, and that only if the card fills ({_size(enough)} may do)"
     return f"costs {100 * lost:.1f} % of the speed"
 
 
@@ -145,16 +145,16 @@ def _faster_that_do_not_fit(
     said = []
     for floor, speed, candidate in sorted(lightest.values(), key=lambda entry: entry[0])[:most]:
         gain = f"{100 * (speed / best.time.tokens_per_second - 1):.0f} % faster"
-        name = name_of(memory.engine.name, candidate.zero, candidate.workload)
+        name = label_of(memory.engine.name, candidate.zero, candidate.workload)
         if floor > limit:
-            said.append(
-                f"{name} would be {gain} and needs at least {format_bytes(floor)} a GPU of {format_bytes(limit)} usable"
-            )
+            digits = 1 if _size(floor) != _size(limit) else 3
+            needs, usable = format_bytes(floor, digits=digits), format_gib(limit, digits=digits)
+            said.append(f"{name} would be {gain} and needs {needs} a GPU at least, of {usable} usable")
             continue
         plan = memory.plan(candidate)
         if plan.fits is False:
             lacks = " and ".join({"gpu": "GPU", "cpu": "host", "nvme": "disk"}[m] for m in plan.misfits)
-            high = f"; up to {format_bytes(plan.gpu.interval[1])} a GPU" if plan.gpu.interval else ""
+            high = f"; up to {_size(plan.gpu.interval[1])} a GPU" if plan.gpu.interval else ""
             said.append(f"{name} would be {gain} and does not fit ({lacks} memory{high})")
     return said
 
@@ -183,9 +183,7 @@ def _costs(best: Ranked, memory: Memory, cost: CostModel) -> list[str]:
         kept = replace(candidate, workload=workload.checkpointed(False))
         gained = total - cost.step_time(kept.workload, zero, memory.counts(kept)).total
         need = memory.floor(kept) - memory.floor(candidate)
-        said.append(
-            f"checkpointing costs {_seconds(gained)} of {_seconds(total)} a step and saves at least {format_bytes(need)}"
-        )
+        said.append(f"checkpointing costs {_seconds(gained)} of {_seconds(total)} a step and saves at least {_size(need)}")
     if workload.compile is not None:
         eager = replace(candidate, workload=workload.compiled(None))
         gained = cost.step_time(eager.workload, zero, memory.counts(eager)).total - total
@@ -211,8 +209,12 @@ def _full_card(best: Ranked) -> list[str]:
         stalls = _seconds(best.time.busy[Executor.STALL])
         text += f", empties its cache {gpu.cache_emptied} × a step and so costs {'' if enough is None else 'up to '}{stalls}"
     if enough is not None:
-        text += f"; {format_bytes(enough)} may do, where the host runs less far ahead and fewer freed blocks wait for a stream"
+        text += f"; {_size(enough)} may do, where the host runs less far ahead and fewer freed blocks wait for a stream"
     return [text]
+
+
+def _size(count: int) -> str:
+    return format_bytes(count, digits=1)
 
 
 def _seconds(value: float) -> str:

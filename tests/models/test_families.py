@@ -237,7 +237,8 @@ def test_nulls_and_heads_that_transformers_refuses(model_type: str) -> None:
     units_of(reader, model_type)
     sizes = {name: value for name, value in reader.defaults.items() if isinstance(value, int) and not isinstance(value, bool)}
     heads = [name for name in sizes if name.endswith(("attention_heads", "n_head")) and name != "num_key_value_heads"]
-    cases = [{name: None} for name in sizes.keys() - NULLABLE] + [{name: 7} for name in heads]
+    shared = {"num_key_value_heads": 7} if "num_key_value_heads" in sizes else {}
+    cases = [{name: None} for name in sizes.keys() - NULLABLE] + [{name: 7} | shared for name in heads]
     for case in cases:
         config = {**base, **case}
         try:
@@ -247,3 +248,34 @@ def test_nulls_and_heads_that_transformers_refuses(model_type: str) -> None:
             assert not _builds(config, auto_class), f"{case}: refused, and transformers builds it"
         else:
             assert _builds(config, auto_class), f"{case}: described, and transformers refuses it"
+
+
+def test_heads_that_are_built_and_cannot_be_run_are_refused() -> None:
+    """Queries share keys and values in equal groups; transformers builds other counts, and its forward ends in an error."""
+    config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+    config |= {"num_attention_heads": 8, "num_key_value_heads": 3}
+    with pytest.raises(BadInput, match="'num_attention_heads' over 'num_key_value_heads': 8 is not a multiple of 3"):
+        load_model(config)
+    import torch
+
+    module = build_on_meta(config, FAMILIES["llama"][1])
+    with pytest.raises(RuntimeError):
+        module(input_ids=torch.ones(1, 8, dtype=torch.long, device="meta"))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"num_hidden_layers": None, "n_layers": 16},
+            "has 'n_layers' and no 'num_hidden_layers', for which transformers takes 32",
+        ),
+        ({"hidden_size": None, "dim": 64}, "has 'dim' and no 'hidden_size', for which transformers takes 4096"),
+        ({"vocab_size": 1e5}, "'vocab_size' must be a whole number, and 100000.0 is none to transformers; write 100000"),
+    ],
+)
+def test_sizes_that_transformers_would_not_read_are_refused(change: dict[str, Any], says: str) -> None:
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 64} | change
+    with pytest.raises(BadInput) as found:
+        load_model({name: value for name, value in config.items() if value is not None})
+    assert says in str(found.value)

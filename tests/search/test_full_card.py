@@ -22,9 +22,7 @@ def test_a_card_that_only_a_far_lead_of_the_host_fills_costs_up_to_its_retries()
     best = cast(Ranked, SimpleNamespace(time=SimpleNamespace(tokens_per_second=100.0)))
     (said,) = reasons._full_card(_full(58))
     assert "costs up to 0.93 s; 58.0 GiB may do" in said
-    assert (
-        reasons._loss(_full(58), best) == "costs up to 2.0 % of the speed, and that only if the card fills (58.0 GiB may do)"
-    )
+    assert reasons._loss(_full(58), best) == "costs up to 2.0 % of the speed, and that only if the card fills (58.0 GiB may do)"
     (sure,) = reasons._full_card(_full(76))
     assert sure.endswith("empties its cache 2 × a step and so costs 0.93 s")
     assert reasons._loss(_full(76), best) == reasons._loss(_full(58, emptied=0), best) == "costs 2.0 % of the speed"

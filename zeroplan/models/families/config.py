@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,6 +36,16 @@ NULLABLE = frozenset(
 
 _REMEDY = "check the config.json"
 
+#: What other programs call a size. transformers takes its own default where a config has such a name alone, and says nothing.
+_ELSEWHERE = {
+    "num_hidden_layers": ("n_layers", "n_layer", "num_layers"),
+    "hidden_size": ("n_embd", "d_model", "dim", "embed_dim", "hidden_dim"),
+    "num_attention_heads": ("n_heads", "n_head", "num_heads"),
+    "num_key_value_heads": ("n_kv_heads", "num_kv_heads", "num_query_groups"),
+    "intermediate_size": ("n_inner", "d_ff", "ffn_dim", "ffn_hidden_size", "intermediate_dim"),
+    "vocab_size": ("n_vocab", "padded_vocab_size"),
+}
+
 
 class NotDescribedError(Exception):
     """A variant that the family's description does not cover; transformers' meta device describes it instead."""
@@ -65,6 +74,10 @@ class Config:
                 return name, self.data[name]
         if names[0] not in self.data:
             self.defaults[names[0]] = default
+            other = next((key for key in _ELSEWHERE.get(names[0], ()) if self.data.get(key) is not None), None)
+            if other is not None and default is not None:
+                what = f"has {other!r} and no {names[0]!r}, for which transformers takes {_show(default)}"
+                raise self.bad(what, f"name it {names[0]!r}")
         return names[0], default
 
     def _integer(self, names: tuple[str, ...], default: int | None, low: int, high: int) -> int:
@@ -75,12 +88,15 @@ class Config:
         if value is None:
             near = did_you_mean(name, (key for key in list(self.data)[:1000] if isinstance(key, str)))
             raise self.bad(f"key {name!r} is missing", near or _REMEDY)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.bad(f"{name!r} must be a whole number, not {_show(value)}")
-        if isinstance(value, float) and (not math.isfinite(value) or value != int(value)):
+        whole = isinstance(value, float) and value.is_integer()
+        if isinstance(value, bool) or not (isinstance(value, int) or whole):
             raise self.bad(f"{name!r} must be a whole number, not {_show(value)}")
         if not low <= value <= high:
             raise self.bad(f"{name!r} must be between {low:,} and {high:,}, not {_show(value)}")
+        if whole:
+            raise self.bad(
+                f"{name!r} must be a whole number, and {_show(value)} is none to transformers", f"write {int(value)}"
+            )
         return int(value)
 
     def size(self, *names: str, default: int | None = None, null: int | None = None, low: int = 1) -> int:

@@ -52,10 +52,12 @@ def self_attention(
     heads = count("num_attention_heads", default=heads)
     head = c.size("head_dim", default=hidden // heads if head is None else head)
     kv_default = heads if kv_heads is None else kv_heads
+    shared = c.count("num_key_value_heads", default=kv_default, null=heads if null_kv_heads else None)
+    c.divided(heads, shared, "'num_attention_heads' over 'num_key_value_heads'")
     return attention(
         hidden,
         heads,
-        c.count("num_key_value_heads", default=kv_default, null=heads if null_kv_heads else None),
+        shared,
         head,
         qkv_bias=c.flag("attention_bias", default=False) if qkv_bias is None else qkv_bias,
         out_bias=c.flag("attention_bias", default=False) if out_bias is None else out_bias,

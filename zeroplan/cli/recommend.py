@@ -13,6 +13,7 @@ from zeroplan.cli import flags
 from zeroplan.cli.main import made_by, show, show_json, verb
 from zeroplan.core.errors import EXIT_DOES_NOT_FIT, BadInput
 from zeroplan.run.ask import MESH_OPTIONS, Ask
+from zeroplan.techniques.liger import LigerTechnique
 
 if TYPE_CHECKING:
     from zeroplan.search.files import Files, Target
@@ -159,7 +160,7 @@ def recommend(
         _layouts(request, options, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
         return
     target = _target(request, output, form, launcher, script, new_script, hosts, html, source or [], force)
-    if target is not None and target.form == "trl":
+    if target is not None and target.form == "trl" and not request[LigerTechnique.liger]:
         request = request.replace(chunked_head=True)  # SFTTrainer's own: head and loss in tiles
 
     if request.model is None and request.params is None and not source:

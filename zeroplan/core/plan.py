@@ -256,18 +256,17 @@ class ModelInfo(Frozen):
 
 
 class Relief(Frozen):
-    """A knob that lowers a plan's GPU memory: what to turn, the flags for it, the bytes it saves, and the new total."""
+    """A knob that lowers a plan's GPU memory: what to turn, the flags for it, the bytes it saves, and the new total.
+
+    `adapters`: whether it trains adapters in place of all weights, which is no knob of the same training.
+    """
 
     what: str
     flags: str
     saves: int
     total: int
     fits: bool | None = None
-
-    @property
-    def adapters(self) -> bool:
-        """Whether it trains adapters in place of all weights, which is no knob of the same training."""
-        return self.flags.startswith("--lora-rank")
+    adapters: bool = Field(default=False, exclude=True)
 
 
 class Report(Frozen):

@@ -48,5 +48,5 @@ def adapters_that_fit(request: Ask, config: AllocatorConfig | None, before: int)
                 plan = stored_plan(resolved.engine, case, config)
                 if plan is not None and plan.fits and plan.gpu.total is not None:
                     total = plan.gpu.total
-                    return Relief(what=what, flags=words, saves=before - total, total=total, fits=True)
+                    return Relief(what=what, flags=words, saves=before - total, total=total, fits=True, adapters=True)
     return None

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import Verdict
+from zeroplan.core.tasks import training_of
 from zeroplan.engines.base import Engine
 from zeroplan.engines.case import Case
 from zeroplan.engines.words import may_become
@@ -23,6 +24,7 @@ from zeroplan.search.search_options import AUTO, ResolvedSearch, SearchOptions, 
 from zeroplan.search.space import Candidate
 from zeroplan.search.suggestions import adapters_that_fit, cheapest_suggestions, nearest_miss
 from zeroplan.techniques.compiled import CompiledTechnique
+from zeroplan.techniques.table import techniques_of
 
 if TYPE_CHECKING:
     from zeroplan.interop.edits.written import ChangedFiles
@@ -92,6 +94,7 @@ def _changed_files(
     request: Ask, options: SearchOptions, best: Recommendation, current: Recommendation
 ) -> tuple[ChangedFiles, Recommendation] | None:
     """Change the source's files to the best configuration; None where it has no file, or they cannot be read so changed."""
+    from zeroplan.interop.readers import read_setups
     from zeroplan.search.from_setup import with_source
     from zeroplan.search.patched import patched
 
@@ -102,7 +105,13 @@ def _changed_files(
 
     sources = list(options.source) if isinstance(options.source, list | tuple) else [options.source]
     try:
-        return patched(sources, options.program, best, current, plan)
+        theirs = read_setups(sources, options.program, training_of(request.task)).ask
+        added = [
+            (technique, value)
+            for technique, value in techniques_of(best.workload)
+            if any(one.name in request and one.name not in theirs and not one.found for one in technique.options)
+        ]
+        return patched(sources, options.program, best, current, plan, added)
     except BadInput:
         return None
 

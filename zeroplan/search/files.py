@@ -109,6 +109,7 @@ def files_of(
         new_script=target.new_script is not None,
         training=training,
         carried=carried,
+        program=form.program,
     )
     written = form.write(configuration)
     scripts: dict[str, str] = {}

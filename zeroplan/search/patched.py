@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zeroplan.core.plumbing.files import as_if
-from zeroplan.interop.edits.changes import Wanted, edits_for
-from zeroplan.interop.edits.places import places_of
+from zeroplan.interop.edits.changes import Wanted, ask_for, edits_for
+from zeroplan.interop.edits.places import ACCELERATE, DS_CONFIG, places_of
 from zeroplan.interop.edits.written import ChangedFiles
 from zeroplan.search.policy import EQUALLY_FAST
 from zeroplan.search.results import Recommendation
+from zeroplan.techniques.base import Technique
 
 
 def patched(
@@ -19,6 +20,7 @@ def patched(
     best: Recommendation,
     current: Recommendation,
     plan: Callable[[str], Recommendation],
+    added: Sequence[tuple[Technique[Any], Any]] = (),
 ) -> tuple[ChangedFiles, Recommendation] | None:
     """Change the files to a recommendation by the fewest changes with which they are predicted to fit and to run as fast.
 
@@ -30,6 +32,7 @@ def patched(
         best: the recommendation.
         current: the files as they are.
         plan: plans the files as they are read at the time of the call, under these settings of the allocator.
+        added: techniques that flags ask for and the files do not, with their values.
 
     Returns:
         The changed files, and what they are predicted to need and to do.
@@ -42,9 +45,11 @@ def patched(
     wanted = Wanted(
         best.zero, work.batch.micro_batch, work.batch.grad_accum, work.gradient_checkpointing, best.ds_config(), conf
     )
+    arguments = [one for one in places if one.program not in (DS_CONFIG, ACCELERATE)]
     in_script = any(one.kind == "shell" for one in places)
     for whole in (False, True):
         edits = edits_for(places, wanted, current.workload, whole=whole)
+        ask_for(edits, arguments, added)
         with as_if(edits.texts):
             run = plan("" if in_script else conf)
         as_good = run.plan.verdict.rank <= best.plan.verdict.rank

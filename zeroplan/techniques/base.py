@@ -198,6 +198,7 @@ class Technique(Generic[V]):
         decides: the option of files that is not taken as it is: :meth:`filled` decides; empty for none.
         lines: what it adds to the ledger of each engine that takes it: formulas over the engine's rank.
         looped: whether the training loops of ``verify`` and ``tune`` do it.
+        in_forms: whether each form that ``recommend`` writes sees to it, so that no key of the program asks for it.
         unsearched: why no search knows its time and memory; empty where searches do.
         shown: the name by which a report's JSON shows the value; empty where :meth:`described` shows more.
         off: what a report's JSON shows where the technique is off.
@@ -216,6 +217,7 @@ class Technique(Generic[V]):
     decides: ClassVar[str] = ""
     lines: ClassVar[Ledger] = Ledger()
     looped: ClassVar[bool] = False
+    in_forms: ClassVar[bool] = False
     unsearched: ClassVar[str] = ""
     shown: ClassVar[str] = ""
     off: ClassVar[Mapping[str, Any]] = {}
@@ -327,9 +329,20 @@ class Technique(Generic[V]):
         """Return why the training loops of ``verify`` and ``tune`` are none of such a run; empty where they are."""
         return "" if self.looped else f"verify's loop has no {self.name}"
 
+    def setting(self, value: V) -> Any:
+        """Return what the key of a program says that asks for the technique; None where none says it so."""
+        return True
+
     def written(self, value: V, program: str) -> Mapping[str, Any]:
-        """Return the keys of a program, or of ``peft``'s ``adapter_config.json``, that ask for the technique."""
-        return {}
+        """Return the key of a program, or of ``peft``'s ``adapter_config.json``, that asks for the technique: the first of
+        :attr:`keys`; empty where it has none.
+        """
+        key, setting = next(iter(self.keys.get(program, ())), None), self.setting(value)
+        return {} if key is None or setting is None else {key: setting}
+
+    def instructions(self, value: V) -> tuple[str, ...]:
+        """Return what a user's own program must do where no key of it is written; empty where each form sees to it itself."""
+        return () if self.in_forms else (f"train with {self.name}",)
 
     def described(self, value: V) -> Mapping[str, Any]:
         """Return what a report's JSON shows of the technique, by names that no other technique has."""

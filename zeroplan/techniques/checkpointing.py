@@ -71,6 +71,11 @@ class CheckpointingTechnique(Technique[GradientCheckpointing]):
         """Return the policy, of which the loop has the plain one."""
         return "" if value.policy == CheckpointPolicy() else "verify's loop has no checkpoint policy"
 
+    def instructions(self, value: GradientCheckpointing) -> tuple[str, ...]:
+        """Return what no form says: every form switches plain checkpoints on."""
+        said = [] if value.policy == CheckpointPolicy() else [f"recompute by the policy {value.policy}"]
+        return (*said, *(["keep the inputs of recomputed blocks on the host"] if value.on_host else []))
+
     def described(self, value: GradientCheckpointing) -> Mapping[str, Any]:
         """Return the policy, and what is unusual of the way."""
         unusual = {

@@ -87,6 +87,16 @@ class ChunkedHeadTechnique(Technique[ChunkedHead]):
         fused = work.has(ChunkedHead) or work.has(Liger) or work.has(CutCrossEntropy) or work.has(Compilation)
         return engine.name in _ENGINES and not other and not fused
 
+    def written(self, value: ChunkedHead, program: str) -> Mapping[str, Any]:
+        """Return the loss of SFTTrainer, which computes it so, or the runtime's key."""
+        if program == _RUNTIME:
+            return {"chunked_cross_entropy": value.tokens}
+        return {"loss_type": "nll"} if program == "trl" else {}
+
+    def instructions(self, value: ChunkedHead) -> tuple[str, ...]:
+        """Return who else computes it so."""
+        return ("compute head and loss in tiles, as TRL's SFTTrainer does",)
+
     def described(self, value: ChunkedHead) -> Mapping[str, Any]:
         """Return what a report's JSON shows."""
         return {"chunked_head": True}

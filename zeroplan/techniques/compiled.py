@@ -58,7 +58,7 @@ class CompiledTechnique(Technique[Compilation]):
     remedy = "use --engine zeroplan, fsdp2 or ddp"
     apart = ("--quantize", "--images", "--lengths", "--checkpoint-policy")
     because = "compiled graphs with {flag} are not modelled"
-    looped = True
+    looped = in_forms = True
     degrees: ClassVar[Mapping[str, tuple[str, ...]]] = {"zeroplan": ("pp",)}
     whole: ClassVar[Mapping[str, tuple[Effect, str]]] = {
         "fsdp2": (Effect.MORE, "no GPU has measured a model that is compiled as a whole"),

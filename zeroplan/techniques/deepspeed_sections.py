@@ -24,6 +24,10 @@ class SectionTechnique(Technique[Any]):
         """Return the section."""
         return {self.shown: value.as_section() if hasattr(value, "as_section") else value}
 
+    def instructions(self, value: Any) -> tuple[str, ...]:
+        """Return the section, which an engine that writes one has."""
+        return (f"keep {self.where} in its ds_config",)
+
 
 class SparseAttentionTechnique(SectionTechnique):
     """Attention that leaves out blocks of scores."""

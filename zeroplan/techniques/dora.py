@@ -102,10 +102,6 @@ class DoraTechnique(Technique[Dora]):
             units.append(replace(unit, tensors=tuple(tensors)))
         return replace(spec, units=tuple(units))
 
-    def written(self, value: Dora, program: str) -> Mapping[str, Any]:
-        """Return the program's key."""
-        return dict.fromkeys(self.keys.get(program, ()), True)
-
     def described(self, value: Dora) -> Mapping[str, Any]:
         """Return what a report's JSON shows."""
         return {"dora": True}

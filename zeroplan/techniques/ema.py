@@ -121,6 +121,13 @@ class EmaTechnique(Technique[Ema]):
         each = tuple(rank.original_bytes * rank.chunks[p] for p in rank.parameters.trained)
         return KeptBlocks(Buffer.OPTIM_AVERAGE, each, Buffer.OPTIM_TEMP, each)
 
+    def setting(self, value: Ema) -> None:
+        """Return none: Lightning's callback is an object with arguments of its own."""
+
+    def instructions(self, value: Ema) -> tuple[str, ...]:
+        """Return who keeps it."""
+        return (f"keep an average of the weights on the {value.device.value}: AveragedModel(model, device=…)",)
+
     def described(self, value: Ema) -> Mapping[str, Any]:
         """Return where it is kept."""
         return {"ema": value.device.value}

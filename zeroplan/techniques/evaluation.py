@@ -55,6 +55,10 @@ class EvaluationTechnique(Technique[Evaluation]):
         says = f"an evaluation with {value.batch} samples a GPU is in no figure"
         return (Unmodelled("evaluation", Effect.MORE, says),)
 
+    def instructions(self, value: Evaluation) -> tuple[str, ...]:
+        """Return its samples."""
+        return (f"evaluate in passes of at most {value.batch} samples a GPU",)
+
     def described(self, value: Evaluation) -> Mapping[str, Any]:
         """Return samples of a pass, and batches whose logits stay."""
         return {"evaluation": {"batch": value.batch, "kept": value.kept}}

@@ -61,6 +61,14 @@ class Float8Technique(Technique[Float8Recipe]):
             return {"fp8": value}
         return Unmodelled(facts.key(Float8Technique.fp8), Effect.UNKNOWN, "fp8 products; bf16 ones are counted")
 
+    def written(self, value: Float8Recipe, program: str) -> Mapping[str, Any]:
+        """Return the runtime's key."""
+        return {"float8": str(value)} if program == "zeroplan" else {}
+
+    def instructions(self, value: Float8Recipe) -> tuple[str, ...]:
+        """Return the recipe."""
+        return (f"multiply in 8 bits by the recipe {value}",)
+
     def require(self, value: Float8Recipe, facts: Facts) -> None:
         """Refuse other arithmetic, and cards without such products."""
         work = facts.workload

@@ -36,3 +36,7 @@ class ImagesTechnique(Technique[int]):
         if "vision_config" not in facts.spec.config:
             what = f"images of {facts.spec.model_type} are not known: its config has no vision_config"
             raise BadInput(what, where=self.where, remedy="leave it out")
+
+    def instructions(self, value: int) -> tuple[str, ...]:
+        """Return how many a sample has."""
+        return (f"give each sample {value} image{'s' * (value > 1)}",)

@@ -24,3 +24,7 @@ class KeptGradientsTechnique(Technique[bool]):
     engines = ("ddp",)
     refusal = "{engine} frees gradients after each step"
     remedy = "leave it out"
+
+    def instructions(self, value: bool) -> tuple[str, ...]:
+        """Return the call."""
+        return ("call optimizer.zero_grad(set_to_none=False)",)

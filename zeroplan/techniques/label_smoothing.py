@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from zeroplan.core.errors import BadInput
@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LabelSmoothing:
-    """The Trainer smooths labels; `wide`: the wrapper around the model makes its logits fp32."""
+    """The Trainer smooths labels by `share`, of which no memory follows; `wide`: the wrapper around the model makes its logits
+    fp32.
+    """
 
     wide: bool
+    share: float = field(compare=False)
 
     @property
     def key(self) -> str:
@@ -70,7 +73,12 @@ class LabelSmoothingTechnique(Technique[LabelSmoothing]):
 
     def value(self, asked: OptionValues, engine: TakesTechniques) -> LabelSmoothing | None:
         """Return the smoothing; none where its share is 0."""
-        return LabelSmoothing(engine.casts_outputs) if asked[LabelSmoothingTechnique.label_smoothing] else None
+        share = asked[LabelSmoothingTechnique.label_smoothing]
+        return LabelSmoothing(engine.casts_outputs, share) if share else None
+
+    def setting(self, value: LabelSmoothing) -> float:
+        """Return the share."""
+        return value.share
 
     def require(self, value: LabelSmoothing, facts: Facts) -> None:
         """Refuse other losses beside it, and tasks without a label for each row of logits."""

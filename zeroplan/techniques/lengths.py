@@ -22,6 +22,7 @@ class LengthsTechnique(Technique[tuple[int, ...]]):
     name = "lengths"
     kind = tuple
     where = "--lengths"
+    in_forms = True
     leaf = "lengths"
     decides = "dynamic_padding"
     lengths = Option[str | Sequence[int] | None](

@@ -180,9 +180,13 @@ class LigerTechnique(Technique[Liger]):
         keys = cls.plugin if program == "axolotl" else cls.keys.get(program, {})
         return next((key for key, part in keys.items() if part in ("liger", "fused_loss")), "")
 
-    def written(self, value: Liger, program: str) -> Mapping[str, Any]:
-        """Return the program's key."""
-        return dict.fromkeys(self.keys.get(program, ()), True)
+    def setting(self, value: Liger) -> bool | None:
+        """Return that all kernels are on; None where a file switches some of them off."""
+        return True if value == Liger() else None
+
+    def instructions(self, value: Liger) -> tuple[str, ...]:
+        """Return which kernels a program has to take."""
+        return (f"take Liger's kernels ({', '.join(value.parts)})",)
 
     def described(self, value: Liger) -> Mapping[str, Any]:
         """Return what a report's JSON shows."""

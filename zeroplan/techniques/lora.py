@@ -33,6 +33,7 @@ class LoraTechnique(Technique[Lora]):
     name = "LoRA"
     kind = Lora
     where = "--lora-rank"
+    in_forms = True
     lora_rank = Option[int | None](int, None, "Train LoRA adapters of this rank only.", WORK, least=1, page=True)
     lora_targets = Option[Sequence[str]](
         object, (), "Layers to adapt, by comma. [all linear layers]", WORK, read=_names, text=str, wins=True

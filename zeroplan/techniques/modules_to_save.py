@@ -123,9 +123,9 @@ class ModulesToSaveTechnique(Technique[ModulesToSave]):
             ),
         )
 
-    def written(self, value: ModulesToSave, program: str) -> Mapping[str, Any]:
-        """Return the program's key."""
-        return {key: list(value.names) for key in self.keys.get(program, ())}
+    def setting(self, value: ModulesToSave) -> list[str]:
+        """Return the names."""
+        return list(value.names)
 
     def described(self, value: ModulesToSave) -> Mapping[str, Any]:
         """Return the names."""

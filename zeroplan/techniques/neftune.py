@@ -75,9 +75,9 @@ class NeftuneTechnique(Technique[Neftune]):
         write.free(noise, plain)
         return edit.result()
 
-    def written(self, value: Neftune, program: str) -> Mapping[str, Any]:
-        """Return the program's key."""
-        return dict.fromkeys(self.keys.get(program, ()), value.alpha)
+    def setting(self, value: Neftune) -> float:
+        """Return the scale."""
+        return value.alpha
 
     def described(self, value: Neftune) -> Mapping[str, Any]:
         """Return its scale."""

@@ -13,6 +13,7 @@ class OffloadedCheckpointsTechnique(Technique[GradientCheckpointing]):
     name = "offloaded checkpoints"
     kind = GradientCheckpointing
     where = "--offload-checkpoints"
+    in_forms = True  # by the checkpointing's own
     engines = ("deepspeed",)
     refusal = "checkpoints on the host by DeepSpeed's context are planned under DeepSpeed alone"
     remedy = "use --engine deepspeed, or zeroplan with activation_checkpointing"

@@ -19,7 +19,7 @@ class RuntimeOptimizersTechnique(Technique[Optimizer]):
     kind = Optimizer
     where = "--optimizer"
     engines = ("zeroplan",)
-    looped = True
+    looped = in_forms = True
 
     def of(self, workload: Workload) -> Optimizer | None:
         """Return the optimizer's row, where nothing else makes it."""
@@ -39,7 +39,7 @@ class ConfiguredOptimizersTechnique(Technique[Optimizer]):
     name = "optimizers of a ds_config"
     kind = Optimizer
     where = "--optimizer"
-    looped = True
+    looped = in_forms = True
 
     def of(self, workload: Workload) -> Optimizer | None:
         """Return the optimizer's row."""

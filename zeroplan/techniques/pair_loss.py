@@ -29,6 +29,7 @@ class PairLossTechnique(Technique[PairLoss]):
     name = "pair loss"
     kind = PairLoss
     where = "--task"
+    in_forms = True  # it follows from the pairs
     leaf = "pair_loss"
     pairs = Option(bool, False)
     pair_loss = Option[PairLoss | None](PairLoss, None)
@@ -65,3 +66,12 @@ class ReferenceTechnique(Technique[Objective]):
             return {"reference": value}
         says = "the forward of the quantised model without adapters"
         return Unmodelled(f"task {facts.task}", Effect.MORE, says)
+
+    def instructions(self, value: Objective) -> tuple[str, ...]:
+        """Return who answers beside the trained model, and the second batch."""
+        said = []
+        if value.reference is not None:
+            base = value.reference is Reference.BASE
+            who = "the model with its adapters switched off" if base else "a frozen copy of the model"
+            said.append(f"ask {who} as the reference")
+        return (*said, *(["pass a second batch for the KL term"] if value.kl_batch else []))

@@ -124,6 +124,10 @@ class QuantizedBaseTechnique(Technique[QuantizedBase]):
             what = "quantised bases are modelled for data parallelism alone"
             raise BadInput(what, where=value.named_by, remedy=facts.alone)
 
+    def instructions(self, value: QuantizedBase) -> tuple[str, ...]:
+        """Return the packed weights to load; forms see to those of bitsandbytes."""
+        return (f"load the frozen base in {value.kept}",) if isinstance(value.kept, PackedWeights) else ()
+
     def described(self, value: QuantizedBase) -> Mapping[str, Any]:
         """Return how it is kept, and what is unusual of it."""
         parts = {

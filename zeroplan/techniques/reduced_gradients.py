@@ -19,6 +19,7 @@ class ReducedGradientsTechnique(Technique[DType]):
     name = "reduce dtype"
     kind = DType
     where = "--reduce-dtype"
+    in_forms = True
     leaf = "reduce_dtype"
     decides = "reduce_dtype"
     reduce_dtype = Option[str | None](

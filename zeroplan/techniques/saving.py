@@ -74,6 +74,10 @@ class SavingTechnique(Technique[Saving]):
         if value.state_dict is StateDict.FULL_GPU:
             super().require(value, facts)
 
+    def instructions(self, value: Saving) -> tuple[str, ...]:
+        """Return what is saved."""
+        return (f"save {value.state_dict} states{'' if value.optimizer else ', the model alone'}",)
+
     def described(self, value: Saving) -> Mapping[str, Any]:
         """Return the form, whose code saves, and whether optimizer states are saved."""
         return {

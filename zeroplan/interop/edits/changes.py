@@ -22,6 +22,7 @@ from zeroplan.interop.edits.texts import (
     edit_yaml,
 )
 from zeroplan.interop.readers import ALLOCATOR_VARIABLES
+from zeroplan.techniques.base import Technique
 
 #: Programs that have the Trainer's arguments.
 _TRAINERS = ("hf-trainer", "trl", "llama-factory", "ms-swift", "open-instruct")
@@ -124,6 +125,17 @@ def edits_for(places: Sequence[SourceFile], wanted: Wanted, now: Workload, *, wh
     if wanted.alloc_conf:
         _allocator(edits, places, wanted.alloc_conf)
     return edits
+
+
+def ask_for(edits: Edits, places: Sequence[SourceFile], added: Sequence[tuple[Technique[Any], Any]]) -> None:
+    """Have the files ask for techniques, each with its value, that they leave out; what no program has a key for is listed."""
+    for technique, value in added:
+        written = next(((one, keys) for one in places if (keys := technique.written(value, one.program))), None)
+        if written is None:
+            edits.left += [f"{what} in your program" for what in technique.instructions(value)]
+            continue
+        for key, setting in written[1].items():
+            edits.put(written[0], [key], setting)
 
 
 def _with_ds_config(edits: Edits, places: Sequence[SourceFile], arguments: Sequence[SourceFile], wanted: Wanted) -> bool:

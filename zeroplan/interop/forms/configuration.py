@@ -51,6 +51,7 @@ class Configuration:
         new_script: whether `script` is to be written, too; else it is the user's.
         training: what the file of the run in use says of training, beside what the plan holds.
         carried: names of those values that `ds_config` holds.
+        program: whose keys the form writes (:attr:`Form.program`).
     """
 
     zero: ZeroConfig
@@ -64,6 +65,7 @@ class Configuration:
     new_script: bool = False
     training: Training = NO_TRAINING
     carried: tuple[str, ...] = ()
+    program: str = ""
 
     def sibling(self, name: str) -> str:
         """Return the path of a file in the main file's folder. Raises BadInput: where the main file has this name."""
@@ -110,12 +112,15 @@ class Form:
         launchers: what can start such a program (:data:`zeroplan.interop.forms.launch.LAUNCHERS`), the usual one first.
         main: the usual name of the main file; empty for a program that reads no file, whose script is all that is written.
         script: makes a training script; None for a form without one.
+        program: whose keys for techniques the form writes, by the name that readers of files have for it; empty for a program
+            of one's own.
     """
 
     write: Callable[[Configuration], FormFiles]
     launchers: tuple[str, ...] = ("torchrun", "slurm")
     main: str = DS_CONFIG
     script: Callable[[Configuration], str] | None = None
+    program: str = ""
 
 
 def json_text(data: object) -> str:

@@ -140,4 +140,4 @@ def _accelerate(one: Configuration) -> FormFiles:
 
 DEEPSPEED = Form(_explicit, ("deepspeed", "torchrun", "accelerate", "slurm"), script=deepspeed_script)
 ACCELERATE = Form(_accelerate, ("accelerate", "slurm"), script=accelerate_script)
-RUNTIME = Form(_explicit, script=runtime_script)
+RUNTIME = Form(_explicit, script=runtime_script, program="zeroplan")

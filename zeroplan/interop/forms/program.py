@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from zeroplan.core.evaluation import Evaluation
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import Quantization
-from zeroplan.core.saving import Saving
-from zeroplan.core.workload import Attention, Compilation, Lora, Reference, Workload
+from zeroplan.core.workload import Attention, Compilation, Lora, Workload
 from zeroplan.interop.forms.configuration import Configuration, json_text
 from zeroplan.interop.training import ADAPTERS as ADAPTER_VALUES
 from zeroplan.techniques.table import techniques_of
@@ -47,6 +45,15 @@ def adapter_files(one: Configuration) -> dict[str, str]:
         config |= technique.written(value, "peft")
     said = {name: value for name, value in one.training.values.items() if name in ADAPTER_VALUES}
     return {one.sibling(ADAPTERS): json_text(config | {"lora_dropout": 0.0, "bias": "none"} | said)}
+
+
+def asked_for(one: Configuration, *, beside_peft: bool = True) -> dict[str, Any]:
+    """Return the keys of the form's program that ask for the run's techniques; without those that peft's file says, too."""
+    found: dict[str, Any] = {}
+    for technique, value in techniques_of(one.workload):
+        if beside_peft or not technique.written(value, "peft"):
+            found |= technique.written(value, one.program)
+    return found
 
 
 def training_notes(one: Configuration, where: str, taken: Iterable[str] = ()) -> tuple[str, ...]:
@@ -92,28 +99,14 @@ def must_feed(one: Configuration) -> tuple[str, ...]:
 def must_else(one: Configuration) -> tuple[str, ...]:
     """Return sentences on what the plan holds beside a plain step, which no file says and no script of ours does."""
     work = one.workload
-    said = []
+    adapts, said = work.lora_rank is not None, []
     if work.batch.pairs:
         said.append("train on pairs of a chosen and a rejected answer, a pair a sample")
-    if work.objective.reference is not None:
-        base = (
-            "the model with its adapters switched off"
-            if work.objective.reference is Reference.BASE
-            else "a frozen copy of the model"
-        )
-        said.append(f"ask {base} as the reference")
-    if work.objective.kl_batch:
-        said.append("pass a second batch for the KL term")
-    if work.batch.images:
-        said.append(f"give each sample {work.batch.images} image{'s' * (work.batch.images > 1)}")
     if work.batch.labelled_share is not None:
         said.append(f"compute the head of labelled tokens alone, {100 * work.batch.labelled_share:g} % of all")
-    if (evaluation := work.technique(Evaluation)) is not None:
-        said.append(f"evaluate in passes of at most {evaluation.batch} samples a GPU")
-    if (saving := work.technique(Saving)) is not None:
-        said.append(f"save {saving.state_dict} states{'' if saving.optimizer else ', the model alone'}")
-    if not work.loop.set_to_none:
-        said.append("call optimizer.zero_grad(set_to_none=False)")
+    for technique, value in techniques_of(work):
+        if not technique.written(value, one.program) and not (adapts and technique.written(value, "peft")):
+            said += technique.instructions(value)
     return tuple(said)
 
 

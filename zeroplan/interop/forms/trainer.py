@@ -17,7 +17,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import CAUSAL_LM
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.quantization import Quantization
-from zeroplan.core.workload import DType
+from zeroplan.core.workload import ChunkedHead, DType
 from zeroplan.ds_config.framework_forms import hf_trainer_form
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.interop.forms.configuration import Configuration, Form, FormFiles, json_text
@@ -25,6 +25,7 @@ from zeroplan.interop.forms.explicit import ranks_file
 from zeroplan.interop.forms.program import (
     CHECKPOINTING,
     adapter_files,
+    asked_for,
     attention,
     folder_of,
     lora_targets,
@@ -36,7 +37,7 @@ from zeroplan.interop.forms.program import (
 )
 from zeroplan.interop.forms.scripts.parts import script
 from zeroplan.interop.training import ADAPTERS as ADAPTER_VALUES
-from zeroplan.techniques.table import techniques_of
+from zeroplan.techniques.liger import Liger
 
 _TRAINER = """
 def main() -> None:
@@ -105,6 +106,7 @@ ARGUMENTS = "training_arguments.json"
 _DTYPES = {DType.BF16: "bfloat16", DType.FP16: "float16", DType.FP32: "float32"}
 #: TRL 1.16, ``trainer/sft_trainer.py``: compute_loss asks for ``fused_lm_head``.
 _FUSED_HEAD = "the plan is of SFTTrainer's own head and loss, which never hold the whole logits"
+_WHOLE_LOGITS = "the plan counts whole logits, which SFTTrainer's own head and loss never hold: ask for --chunked-head"
 #: Names of further arguments that a note lists at most.
 _MOST_NAMES = 8
 _LAUNCHERS = ("deepspeed", "torchrun", "accelerate", "slurm")
@@ -127,6 +129,7 @@ def training_arguments(one: Configuration) -> tuple[dict[str, Any], dict[str, An
         if not row.optim:
             raise BadInput(f"the Trainer builds no {row.name}", where="--form", remedy="use --form explicit")
         arguments["optim"] = row.optim
+    arguments |= asked_for(one, beside_peft=False)
     scheduler = one.training.scheduler
     if scheduler is not None:
         form["scheduler"] = dict(scheduler)  # as it stands in the file: the Trainer fills what it leaves open
@@ -166,9 +169,9 @@ def _trl(one: Configuration) -> FormFiles:
     if work.lora_rank is not None:
         own |= {"use_peft": True, "lora_r": work.lora_rank, "lora_dropout": 0.0, "lora_target_modules": lora_targets(work)}
         own |= {name: value for name, value in one.training.values.items() if name in ADAPTER_VALUES}
-        for technique, value in techniques_of(work):
-            own |= technique.written(value, "trl")
-    return _files(one, form, arguments, own, (*must_feed(one), *must_else(one)), (_FUSED_HEAD,))
+        own |= asked_for(one)
+    heads = () if work.has(Liger) else (_FUSED_HEAD,) if work.has(ChunkedHead) else (_WHOLE_LOGITS,)
+    return _files(one, form, arguments, own, (*must_feed(one), *must_else(one)), heads)
 
 
 def _quantized(how: Quantization) -> dict[str, Any]:
@@ -226,5 +229,5 @@ def _as_written(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-TRAINER = Form(_trainer, _LAUNCHERS, script=trainer_script)
-TRL = Form(_trl, _LAUNCHERS, script=trl_script)
+TRAINER = Form(_trainer, _LAUNCHERS, script=trainer_script, program="hf-trainer")
+TRL = Form(_trl, _LAUNCHERS, script=trl_script, program="trl")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.streams import Event
-from zeroplan_runtime.watchdog import RankActivity
+from zeroplan_runtime.watchdog import RankActivity, Watchdog, watch, weakly
 
 
 class Activity:
@@ -19,6 +21,9 @@ class Activity:
         schedule: the engine's schedule, which counts the work done and names what is being done.
         device: the rank's device.
         step: gives the number of the step.
+
+    Attributes:
+        watchdog: asks for the activity; None where nobody does.
     """
 
     def __init__(self, schedule: Schedule, device: torch.device, step: Callable[[], int]) -> None:
@@ -26,6 +31,21 @@ class Activity:
         self._inside = False
         self._pieces = 0
         self._last_event = Event(device)
+        self.watchdog: Watchdog | None = None
+
+    def watch(self, ranks: MeshRanks, timeout: float) -> None:
+        """Starts a watchdog, where the engine has all ranks; a pipeline's wait for each other outside it, too."""
+        if ranks.world.group is None and ranks.pp is None:
+            self.watchdog = watch(ranks.world.rank, ranks.world.world_size, weakly(self.report), timeout)
+        if self.watchdog is not None:
+            ranks.explain_losses(self.watchdog.explain)
+            weakref.finalize(self, self.watchdog.stop)
+
+    def end_watch(self, ranks: MeshRanks) -> None:
+        """Stops the watchdog."""
+        if self.watchdog is not None:
+            self.watchdog.stop()
+            ranks.explain_losses(None)
 
     @contextmanager
     def inside(self, doing: str = "") -> Iterator[None]:

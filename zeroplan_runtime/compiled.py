@@ -83,16 +83,24 @@ def keep_out_of_graphs(handles: Iterable[RemovableHandle]) -> None:
             hooks[handle.id] = _Opaque(hooks[handle.id])
 
 
-def compile_units(model: nn.Module, blocks: Sequence[nn.Module], *, whole: bool, args: Any, kwargs: Any) -> None:
-    """Compiles each block in place and, if `whole` or where there is none, the model around them.
+def compile_units(model: nn.Module, blocks: Sequence[nn.Module], *, hooked: bool, args: Any, kwargs: Any) -> None:
+    """Compiles each block in place and, if hooks part the units or where there is no block, the model around them.
 
     Gradient checkpointing keeps dynamo away from what it wraps, so blocks are compiled by themselves. A graph over several
-    would hold the gradients of all of them until its backward ends, so `whole` is for models whose units hooks part.
+    would hold the gradients of all of them until its backward ends, so the model around them is one only where hooks part it.
+
+    Raises:
+        BadInput: as ``Engine.compile``.
     """
+    if kwargs.get("fullgraph") and hooked:
+        remedy = "leave fullgraph out, or use zeroplan_runtime.compile_blocks(model, fullgraph=True) before initialize()"
+        raise BadInput("hooks between the units part the graph", where="engine.compile", remedy=remedy)
+    require_whole(model)
     for block in blocks:
         block.compile(*args, **kwargs)
-    if whole or not blocks:
+    if hooked or not blocks:
         model.compile(*args, **kwargs)
+    refuse_compiled(model)
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.activity import Activity
 from zeroplan_runtime.arena import DTYPES, Arena
 from zeroplan_runtime.checks import EngineChecks, refuse_copy, require_loss
-from zeroplan_runtime.compiled import compile_units, outside_graphs, refuse_compiled, require_whole
+from zeroplan_runtime.compiled import compile_units, outside_graphs
 from zeroplan_runtime.config import RuntimeConfig
 from zeroplan_runtime.copies import allow_copies
 from zeroplan_runtime.engine_getters import EngineGetters
@@ -25,7 +23,7 @@ from zeroplan_runtime.engine_states import make_states, zero_of
 from zeroplan_runtime.first_batches import FirstBatches
 from zeroplan_runtime.full_tensors import full_params, full_state_dict, full_tensors
 from zeroplan_runtime.gradient_hooks import attach_gradient_hooks
-from zeroplan_runtime.local_tensors import local_of, put_values
+from zeroplan_runtime.local_tensors import local_of
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.offload.host_setup import offload_optimizer
 from zeroplan_runtime.optim.step import OptimizerStep, StepResult
@@ -38,7 +36,6 @@ from zeroplan_runtime.schedule import Schedule
 from zeroplan_runtime.state_dict_hooks import StateDictHooks
 from zeroplan_runtime.techniques.attached import Techniques
 from zeroplan_runtime.units import Policy
-from zeroplan_runtime.watchdog import watch, weakly
 
 if TYPE_CHECKING:
     from zeroplan_runtime.pipeline_kinds import TorchSchedule
@@ -71,11 +68,9 @@ class Engine(EngineGetters):
         self.ranks = ranks
         self.comm = ranks.shard
         self.optimizer = optimizer
-        self.lr_scheduler = None
         self.progress = progress = TrainingProgress(config.loss_scaler(), config.grad_accum)
         if not config.counts_micro_batches:
             progress.boundary = True
-        self.last_step = None
         self._in_no_sync = False
         self._pending_result: StepResult | None = None
 
@@ -97,14 +92,7 @@ class Engine(EngineGetters):
         self.schedule.keep_writes, self.schedule.exported = self.writes.keep_unit, self.writes.exported
         self.activity = Activity(self.schedule, device, lambda: progress.global_steps)
         self.schedule.reading = self.activity.alone
-        self.watchdog = (
-            watch(ranks.world.rank, ranks.world.world_size, weakly(self.activity.report), config.runtime_options.timeout)
-            if ranks.world.group is None and ranks.pp is None
-            else None
-        )
-        if self.watchdog is not None:
-            ranks.explain_losses(self.watchdog.explain)
-            weakref.finalize(self, self.watchdog.stop)
+        self.activity.watch(ranks, config.runtime_options.timeout)
         self.optimizer_step = self.host = None
         if optimizer is not None:
             clip, may_skip = zero.step.gradient_clipping, config.check_overflow
@@ -195,7 +183,7 @@ class Engine(EngineGetters):
             BadInput: as :meth:`backward`.
         """
         self.checks.require_usable("engine.backward")
-        self.checks.require_backward(once=self._reduces_once())
+        self.checks.require_backward(once=self.host is not None and self.host.early_request is not None)
         self.writes.keep()  # updates on the host may begin in this backward
         self.finish_step()
         self.schedule.grads.boundary = boundary
@@ -230,12 +218,7 @@ class Engine(EngineGetters):
             BadInput: for a mode with CUDA graphs, where steps leave blocks out, and where ranks have parts of parameters.
         """
         self.techniques.require_compilable()
-        if kwargs.get("fullgraph") and self.schedule.hooked:
-            remedy = "leave fullgraph out, or use zeroplan_runtime.compile_blocks(model, fullgraph=True) before initialize()"
-            raise BadInput("hooks between the units part the graph", where="engine.compile", remedy=remedy)
-        require_whole(self.module)
-        compile_units(self.module, self.model_states.blocks, whole=self.schedule.hooked, args=args, kwargs=kwargs)
-        refuse_compiled(self.module)
+        compile_units(self.module, self.model_states.blocks, hooked=self.schedule.hooked, args=args, kwargs=kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -263,24 +246,15 @@ class Engine(EngineGetters):
         finally:
             self._in_no_sync, self.progress.boundary = False, boundary
 
-    def _reduces_once(self) -> bool:
-        """Returns whether reduced gradients cannot be added to, because updates on the host use them at once."""
-        return self.host is not None and self.host.early_request is not None
-
     @contextmanager
     def _computing(self, *, backward: bool, modes: bool = True) -> Iterator[None]:
         """Enters the context of a forward or backward, in which the watchdog and, by `modes`, audits and profiler look on."""
         naming = self.ranks.world.naming_ranks_that_computing_lost()
         audited = self.first_batches.audited(self.progress.micro_steps) if modes else nullcontext()
-        counted = self._counted(backward=backward) if modes else nullcontext()
+        profiler = self.flops_profiler if modes and torch.is_grad_enabled() else None
+        counted = nullcontext() if profiler is None else profiler.counting(self.progress.global_steps, backward=backward)
         with self.activity.inside(), naming, audited, counted:
             yield
-
-    def _counted(self, *, backward: bool) -> AbstractContextManager[object]:
-        """Returns a context that counts the FLOPs of the step that the config profiles."""
-        if self.flops_profiler is None or not torch.is_grad_enabled():
-            return nullcontext()
-        return self.flops_profiler.counting(self.progress.global_steps, backward=backward)
 
     def step(self) -> None:
         """Ends a micro batch; the last one of an accumulation updates the parameters and the learning rate."""
@@ -394,10 +368,6 @@ class Engine(EngineGetters):
         """
         self.schedule.wait_for_unshard()
 
-    def unit_names(self) -> list[str]:
-        """The names of the units that the model was divided into, the root first."""
-        return [unit.name for unit in self.model_states.units]
-
     @contextmanager
     def gathered(self, name: str = "root") -> Iterator[None]:
         """A context in which one unit's parameters are unsharded. Every rank must enter it.
@@ -449,20 +419,8 @@ class Engine(EngineGetters):
         """See :func:`zeroplan_runtime.checkpoint.save.save_checkpoint`."""
         from zeroplan_runtime.checkpoint.save import save_checkpoint
 
-        self.checks.require_usable("engine.save_checkpoint")
-        if not isinstance(save_dir, str | os.PathLike) or not str(save_dir):
-            raise BadInput(f"{save_dir!r} is no folder", where="engine.save_checkpoint", remedy="give the path of one")
-        self.checks.require_no_gradients(self.schedule.grads.has_grads)
-        if self.optimizer_step is not None:
-            self.optimizer_step.require_common_masters("engine.save_checkpoint")
-        self.checks.require_same_names(self.module)
         return save_checkpoint(
-            self,
-            save_dir,
-            tag,
-            client_state,
-            latest=save_latest,
-            exclude_frozen_parameters=exclude_frozen_parameters,
+            self, save_dir, tag, client_state, latest=save_latest, exclude_frozen_parameters=exclude_frozen_parameters
         )
 
     def wait_for_checkpoint(self) -> None:
@@ -482,17 +440,12 @@ class Engine(EngineGetters):
         """See :func:`zeroplan_runtime.checkpoint.load.load_checkpoint`."""
         from zeroplan_runtime.checkpoint.load import load_checkpoint
 
-        self.checks.require_usable("engine.load_checkpoint", allow_failed_step=True)
-        self.wait_for_checkpoint()
         return load_checkpoint(self, load_dir, tag, **options)
 
     def save_16bit_model(self, save_dir: str | Path, save_filename: str = "model.safetensors") -> None:
         """See :func:`zeroplan_runtime.checkpoint.export.save_16bit_model`."""
         from zeroplan_runtime.checkpoint.export import save_16bit_model
 
-        self.checks.require_usable("engine.save_16bit_model")
-        if self.optimizer_step is not None:
-            self.optimizer_step.require_common_masters("engine.save_16bit_model")
         save_16bit_model(self, save_dir, save_filename)
 
     # ------------------------------------------------------------------ end
@@ -508,7 +461,11 @@ class Engine(EngineGetters):
         if self.checks.is_destroyed:
             return
         self.wait_for_checkpoint()
-        kept = self._parameters_on_host() if keep_parameters else {}
+        kept: dict[int, torch.Tensor] = {}
+        if keep_parameters:
+            self.checks.require_usable("engine.destroy")
+            self.drain()
+            kept = {id(param): values.to("cpu", copy=True) for _, param, values in full_params(self.schedule)}
         self.checks.give_up_parameters(emptied=not keep_parameters)
         with suppress(BadInput):  # an overflow at the least loss scale does not matter any more
             self.finish_step()
@@ -516,9 +473,7 @@ class Engine(EngineGetters):
             self.host.close()
         if self.monitor is not None:
             self.monitor.close()
-        if self.watchdog is not None:
-            self.watchdog.stop()
-            self.ranks.explain_losses(None)
+        self.activity.end_watch(self.ranks)
         for undo in reversed(self._undo):
             undo()
         self.schedule.remove()
@@ -526,12 +481,6 @@ class Engine(EngineGetters):
         self.schedule.grads.drop(anyway=True)
         for param in self._frozen_here:
             param.requires_grad_(True)
-        for unit in self.model_states.units:
-            for flat in unit.flats():
-                for param in flat.params:
-                    value = kept.get(id(param))
-                    empty = torch.empty(0, dtype=param.dtype, device=self.device)
-                    put_values(param, empty if value is None else value)
         self.writes.free()
         if self.optimizer is not None:
             self.optimizer.release_states()
@@ -539,13 +488,8 @@ class Engine(EngineGetters):
             self.optimizer_step.slices.clear()
         self.optimizer_step = self.host = self.schedule.grads.host = self.last_step = None
         self.first_batches.close()
-        self.model_states.free()
+        self.model_states.free(kept)
         self.arena.release_host()
-
-    def _parameters_on_host(self) -> dict[int, torch.Tensor]:
-        self.checks.require_usable("engine.destroy")
-        self.drain()
-        return {id(param): values.to("cpu", copy=True) for _, param, values in full_params(self.schedule)}
 
     def _synchronize_parameters(self) -> None:
         self.drain()

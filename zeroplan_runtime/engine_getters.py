@@ -55,6 +55,10 @@ class EngineGetters(EngineParts):
         """The number of ranks."""
         return self.ranks.world.world_size
 
+    def unit_names(self) -> list[str]:
+        """The names of the units that the model was divided into, the root first."""
+        return [unit.name for unit in self.model_states.units]
+
     def is_gradient_accumulation_boundary(self) -> bool:
         """Returns whether this micro batch is the last before the parameters are updated."""
         return self.progress.ends_accumulation()

@@ -57,7 +57,7 @@ class EngineParts(nn.Module):
     ranks: MeshRanks
     comm: Communicator
     optimizer: ZeroOptimizer | None
-    lr_scheduler: Any
+    lr_scheduler: Any = None
     progress: TrainingProgress
     arena: Arena
     model_states: ModelStates
@@ -70,7 +70,7 @@ class EngineParts(nn.Module):
     monitor: Monitor | None = None
     flops_profiler: FlopsProfiler | None = None
     techniques: Techniques
-    last_step: StepResult | None
+    last_step: StepResult | None = None
 
     def finish_step(self) -> None:
         """Updates loss scale, step count and learning rate from the last step's result."""

@@ -16,7 +16,7 @@ Note [Places]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, Protocol
@@ -295,13 +295,17 @@ class ModelStates:
         unit.grads.views = trainable.views(full)
         unit.grads.gaps = [full[a:b] for a, b in trainable.layout.gaps()]
 
-    def free(self) -> None:
+    def free(self, kept: Mapping[int, torch.Tensor]) -> None:
         """Drops every tensor, so that the memory is freed even while something refers to the units.
 
-        The gradients must have been freed before.
+        The gradients must have been freed before. Parameters are empty then, but for those whose values `kept` has by their
+        identity.
         """
         nothing = torch.empty(0, device=self.arena.device)
         for unit in self.units:
+            for param, *_ in unit.placed():
+                value = kept.get(id(param))
+                put_values(param, torch.empty(0, dtype=param.dtype, device=self.arena.device) if value is None else value)
             unit.grads.full = unit.grad = unit.master = unit.param_16bit = unit.lamb_workspace = unit.exchanged = None
             unit.grads.views, unit.grads.gaps, unit.optim_states, unit.offloaded = [], [], {}, None
             unit.param_slot.tensor = nothing

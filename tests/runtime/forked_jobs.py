@@ -143,10 +143,10 @@ def _train(job: Job) -> None:
         if number == 3 and job.act:
             engine.save_checkpoint("checkpoints")
         if number == 4:
-            while len(engine.watchdog._processes) < job.ranks:  # until it has seen all of them alive
+            while len(engine.activity.watchdog._processes) < job.ranks:  # until it has seen all of them alive
                 time.sleep(0.05)
         if number == 5:
-            engine.watchdog._timeout = job.timeout
+            engine.activity.watchdog._timeout = job.timeout
             if engine.global_rank == job.victim:
                 Path("begun").touch()
                 exec(job.fault, names)

@@ -48,7 +48,7 @@ for number in range(1_000_000):
     + f"{_STEPS - 1}"
     + """:
         engine.save_checkpoint("checkpoints")
-    if len(engine.watchdog._processes) == engine.world_size:
+    if len(engine.activity.watchdog._processes) == engine.world_size:
         open(f"knows{engine.global_rank}", "w").close()
     time.sleep(0.01)
 """

@@ -41,11 +41,14 @@ def save_16bit_model(
     """
     from safetensors.torch import save_file
 
-    folder = Path(folder)
+    where, folder = "engine.save_16bit_model", Path(folder)
+    engine.checks.require_usable(where)
+    if engine.optimizer_step is not None:
+        engine.optimizer_step.require_common_masters(where)
     if engine.ranks.pp is not None:
         raise BadInput(
             "each rank of pp has a model of its own",
-            where="engine.save_16bit_model",
+            where=where,
             remedy="write engine.module_state_dict() on the first rank of each stage",
         )
     first = engine.ranks.world.rank == 0

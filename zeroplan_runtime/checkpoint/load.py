@@ -69,6 +69,8 @@ def load_checkpoint(
         RankLost: when a rank died.
     """
     comm, where = engine.ranks.world, "engine.load_checkpoint"
+    engine.checks.require_usable(where, allow_failed_step=True)
+    engine.wait_for_checkpoint()
     with engine.activity.inside("finding the checkpoint to load"):
         paths = on_all_ranks(engine, lambda: _find(Path(folder), tag), where)
         path = paths[comm.rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,13 @@ def save_checkpoint(
         RankLost: when a rank died.
     """
     comm, where = engine.ranks.world, "engine.save_checkpoint"
+    engine.checks.require_usable(where)
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise BadInput(f"{folder!r} is no folder", where=where, remedy="give the path of one")
+    engine.checks.require_no_gradients(engine.schedule.grads.has_grads)
+    if engine.optimizer_step is not None:
+        engine.optimizer_step.require_common_masters(where)
+    engine.checks.require_same_names(engine.module)
     engine.wait_for_checkpoint()
     folder, tag = Path(folder), f"global_step{engine.progress.global_steps}" if tag is None else tag
     first = comm.rank == 0

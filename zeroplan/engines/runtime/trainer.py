@@ -60,8 +60,7 @@ def build(run: TrainingRun) -> Trainer:
     def close() -> None:
         if engine.model_states.nvme is not None:  # files stay on the disk of a process that ends as a rank's does
             engine.destroy()
-        if engine.watchdog is not None:
-            engine.watchdog.stop()
+        engine.activity.end_watch(engine.ranks)
         for parameter in engine.module.parameters():  # hooks hold the units, which hold the parameters, through C++
             for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).copy():
                 parameter._post_accumulate_grad_hooks.pop(hook)

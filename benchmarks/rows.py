@@ -80,12 +80,14 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
         "depth": depth,
         "alloc_conf": row.get("alloc_conf") or "",
         "from_scratch": True,  # the runs built their models with random weights
-        "task": None if row.get("images") else row.get("task"),  # its class is what its config says
+        "task": None if row.get("images") or row.get("audio_seconds") else row.get("task"),  # its class is what its config says
         "quantize": row.get("quantize"),
         "adapter_dtype": row.get("adapter_dtype"),
         "fp8": row.get("fp8"),
         "images": row.get("images", 0),
         "image_size": row.get("image_size"),
+        "video_frames": row.get("video_frames", 0),
+        "audio_seconds": row.get("audio_seconds", 0),
         "set_to_none": row.get("set_to_none", True),
         "target_len": row.get("target_len"),
         "save": row.get("save"),

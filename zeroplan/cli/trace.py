@@ -25,7 +25,8 @@ Stage = Annotated[int | None, typer.Option("--stage", rich_help_panel="Sharding"
     only=(
         *("model", "task", "micro_batch", "seq_len", "source_len", "target_len", "dtype", "transformers_version", "attn"),
         *("gradient_checkpointing", "checkpoint_policy", "lora_rank", "lora_targets", "quantize", "compile", "images"),
-        *("image_size", "labelled_share", "gpu", "engine", "deepspeed_version", "token", "trust_remote_code"),
+        *("image_size", "video_frames", "audio_seconds", "labelled_share", "gpu", "engine", "deepspeed_version", "token"),
+        "trust_remote_code",
     ),
 )
 def trace_command(

@@ -191,6 +191,26 @@ class TiledLoss:
 
 
 @dataclass(frozen=True, slots=True)
+class Media:
+    """What comes with each sample beside its text.
+
+    `images` of `image_size` pixels a side, None for the size of the model's config; with `video_frames` each of them is a video
+    of so many. One recording of `audio_seconds`; 0 for none.
+    """
+
+    images: int = 0
+    image_size: int | None = None
+    video_frames: int = 0
+    audio_seconds: int = 0
+
+    @property
+    def key(self) -> str:
+        """A short name for tapes."""
+        said = {"images": self.images, "x": self.image_size, "f": self.video_frames, "audio": self.audio_seconds}
+        return "".join(f"{name}{number}" for name, number in said.items() if number)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """What one optimizer step is fed on one rank, in samples and tokens.
 
@@ -199,8 +219,8 @@ class Batch:
     longest of, cut at `seq_len`; empty where all have that length. `dynamic_padding`: each batch is padded to its longest
     sample, of which nothing but the most, `seq_len`, is known; `longest_first`: the first micro batch holds the longest of
     samples that differ in length, and no later one. `pairs` means that a sample is a chosen and a rejected one, which pass
-    together. `images` of `image_size` pixels a side come with each sample of a vision-language model; None is the size of its
-    config. `labelled_share` of the tokens have a label, where the head sees those alone; None where it sees all.
+    together. `media` come with each sample of a model that takes more than text. `labelled_share` of the tokens have a label,
+    where the head sees those alone; None where it sees all.
     """
 
     micro_batch: int = 1
@@ -211,8 +231,7 @@ class Batch:
     dynamic_padding: bool = False
     longest_first: bool = False
     pairs: bool = False
-    images: int = 0
-    image_size: int | None = None
+    media: Media | None = None
     labelled_share: float | None = None
 
     @property

@@ -43,6 +43,8 @@ class PassArguments(TypedDict, total=False):
     adapter_dtype: str | None
     images: int
     image_size: int | None
+    video_frames: int
+    audio_seconds: int
     lengths: str | Sequence[int] | None
     eval_batch: int | None
     eval_logits: int

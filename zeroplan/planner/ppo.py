@@ -31,7 +31,7 @@ def with_ppo(request: Ask, setup: Setup) -> Ask:
     torch and transformers are not installed.
     """
     ppo, micro_batch = setup.ask[PpoTechnique.ppo], request.micro_batch or 1
-    plain = not setup.degrees and not {"lora_rank", "quantize", "images"} & request.chosen.keys()
+    plain = not setup.degrees and not {"lora_rank", "quantize", "images", "audio_seconds"} & request.chosen.keys()
     if ppo is None or not plain or request.model is None or find_spec("torch") is None or find_spec("transformers") is None:
         return request
     policy = load_model(request.model)

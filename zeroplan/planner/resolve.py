@@ -26,7 +26,7 @@ from zeroplan.techniques.base import Facts
 from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.degrees import DIVIDING, require_language_model
 from zeroplan.techniques.experts import AUTO_EP, OWN_EXPERTS
-from zeroplan.techniques.images import ImagesTechnique
+from zeroplan.techniques.media import TOWERS, MediaTechnique
 from zeroplan.techniques.pipeline import PipelineTechnique
 from zeroplan.techniques.quantized_base import ADAPTERS_RANK, QuantizedBaseTechnique, lacks_adapters
 from zeroplan.techniques.table import techniques_of
@@ -98,9 +98,6 @@ def unmeasured(layout: ParallelLayout) -> str:
     return ""
 
 
-#: Sections of a config whose models take images or sound beside tokens.
-_TOWERS = frozenset(("vision_config", "audio_config"))
-
 DEPTHS = ("formula", "simulated")
 
 
@@ -156,8 +153,10 @@ def resolve(request: Ask) -> Resolved:
         named = request[QuantizedBaseTechnique.quantized_by] if "quantize" in request else KEY
         whole = request[QuantizedBaseTechnique.whole_base] or checkpoint.in_bytes
         request = request.replace(quantize=quantize, quantized_by=named, whole_base=whole)
-    if request.described_by_files and not request[ImagesTechnique.images] and (towers := _TOWERS & spec.config.keys()):
-        says = f"the model has a {min(towers)}, and no key tells of images or sound; text alone is counted (--images)"
+    told = request[MediaTechnique.images] or request[MediaTechnique.audio_seconds]
+    if request.described_by_files and not told and (towers := TOWERS & spec.config.keys()):
+        says = f"the model has a {min(towers)}, and no key tells of images or sound; text alone is counted"
+        says += f" ({'--images' if 'vision_config' in towers else '--audio-seconds'})"
         unmodelled += (Unmodelled("images", Effect.UNKNOWN, says),)
     if request.ds_config is None:
         workload = workload_of(request, engine, spec)

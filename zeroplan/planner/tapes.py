@@ -185,11 +185,11 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             expanded if workload.compile is None or not COMPILED.starts_eager(engine) else _after_eager(engine, expanded, case)
         )
     except NoTapeError as error:
-        if workload.batch.images:  # no formula knows what images keep
+        if workload.batch.media:  # no formula knows what images and sound keep
             raise BadInput(str(error), where="--images") from error
         raise
     except BadInput as error:
-        if workload.batch.images:
+        if workload.batch.media:
             raise
         raise NoTapeError(str(error), **({"remedy": error.remedy} if error.remedy else {})) from None
 
@@ -318,7 +318,7 @@ def evaluation_tape(case: Case, tape: ExpandedTape, *, trace: bool) -> Evaluatio
     """
     work = case.workload
     evaluation = work.technique(Evaluation)
-    if evaluation is None or max(case.layout.pp, case.layout.cp, case.layout.ulysses) > 1 or work.batch.images:
+    if evaluation is None or max(case.layout.pp, case.layout.cp, case.layout.ulysses) > 1 or work.batch.media:
         return None
     options = evaluation_options(work, case.parallel)
     stored = lookup(case.spec, options)
@@ -373,9 +373,8 @@ def known_cache(case: Case) -> bool:
     facts = spec_facts(case.spec)
     known = None not in (facts.kv_heads, facts.head_dim, facts.heads, facts.vocab_size)
     slides = config.get("sliding_window") is not None and config.get("use_sliding_window", True)
-    alone = (
-        case.parallel is None and not work.batch.images and work.numerics.attn is Attention.SDPA and not work.has(Float8Recipe)
-    )
+    plain = case.parallel is None and work.batch.media is None and not work.has(Float8Recipe)
+    alone = plain and work.numerics.attn is Attention.SDPA
     return known and case.spec.model_type in GROWING_CACHES and not slides and alone
 
 

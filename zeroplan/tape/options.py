@@ -13,7 +13,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Products
 from zeroplan.core.sparse_attention import SparseAttention, SparseTables
-from zeroplan.core.workload import Attention, Compilation, Lora, Precision, QuantizedBase, TiledLoss, TiledMlp, Workload
+from zeroplan.core.workload import Attention, Compilation, Lora, Media, Precision, QuantizedBase, TiledLoss, TiledMlp, Workload
 
 
 class Arithmetic(StrEnum):
@@ -110,14 +110,6 @@ class TracedBase:
 
 
 @dataclass(frozen=True, slots=True)
-class TracedImages:
-    """`count` images of `size` pixels a side that come with each sample; None is the size of the model's config."""
-
-    count: int
-    size: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class TracedTiles:
     """Tiles in which MLPs run (:mod:`zeroplan.trace.tiled`), and head and loss (:mod:`zeroplan.trace.tiled_loss`); 0: none."""
 
@@ -203,7 +195,7 @@ class TraceOptions:
     target_len: int = 0
     mesh: TracedMesh = TracedMesh()
     base: TracedBase | None = None
-    images: TracedImages | None = None
+    media: Media | None = None
     fp8: Float8Recipe | None = None
     sparse: SparseTables | None = None
     tiles: TracedTiles = TracedTiles()
@@ -245,8 +237,8 @@ class TraceOptions:
         if self.lora_dropout:
             parts.append("dropout")
         parts += self.mesh.key
-        if self.images is not None:
-            parts.append(f"images{self.images.count}" + (f"x{self.images.size}" if self.images.size else ""))
+        if self.media is not None:
+            parts.append(self.media.key)
         if self.evaluation:
             parts.append("eval")
         if self.target_len:
@@ -302,7 +294,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         target_len=batch.target_len or 0,
         mesh=TracedMesh.of(layout),
         base=None if base is None else TracedBase(base.kept.products, half_adapters, base.linear_experts),
-        images=TracedImages(batch.images, batch.image_size) if batch.images else None,
+        media=batch.media,
         fp8=float8 if compiled is None else None,
         sparse=None if sparse is None else sparse.tables,
         tiles=TracedTiles(0 if mlp is None else mlp.tiles, 0 if loss is None else loss.tiles),

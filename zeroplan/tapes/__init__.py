@@ -93,7 +93,7 @@ def tape_for(spec: ModelSpec, options: TraceOptions, workload: Workload) -> Tape
     # A described family's own head is traced as its config names it: Gemma 3's as text with images.
     own = spec.auto_class == FAMILIES[spec.model_type][1] if spec.model_type in FAMILIES else not spec.auto_class
     auto_class = auto_class_of(spec.config) if own else spec.auto_class
-    if options.images:
+    if options.media and not options.media.audio_seconds:
         auto_class = IMAGE_TEXT_TO_TEXT
     tape = traced(spec.config, auto_class, options, workload.batch.micro_batch, seq, workload.lora_rank)
     if options.at is not None or tape.programs[-1].seqs[1] == 0:  # holds for all numbers that the options stand for

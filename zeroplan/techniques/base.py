@@ -170,7 +170,7 @@ class Facts:
             "--quantize": work.has(QuantizedBase),
             "--compile": work.has(Compilation),
             "--fp8": work.has(Float8Recipe),
-            "--images": work.batch.images > 0,
+            "--images": work.batch.media is not None,
             "--lengths": bool(work.batch.lengths),
             "--checkpoint-policy": again is not None and again.selective,
             "loss": work.has(ChunkedHead) or work.objective.pair_loss is not None,

@@ -23,12 +23,12 @@ from zeroplan.techniques.ema import EmaTechnique
 from zeroplan.techniques.evaluation import EvaluationTechnique
 from zeroplan.techniques.float8 import FLOAT8
 from zeroplan.techniques.generation import ColocatedTechnique, GenerationTechnique
-from zeroplan.techniques.images import ImagesTechnique
 from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
 from zeroplan.techniques.label_smoothing import LabelSmoothingTechnique
 from zeroplan.techniques.lengths import LengthsTechnique
 from zeroplan.techniques.liger import LigerTechnique
 from zeroplan.techniques.lora import LoraTechnique
+from zeroplan.techniques.media import MediaTechnique
 from zeroplan.techniques.modules_to_save import ModulesToSaveTechnique
 from zeroplan.techniques.neftune import NeftuneTechnique
 from zeroplan.techniques.offloaded_checkpoints import OffloadedCheckpointsTechnique
@@ -55,7 +55,7 @@ TABLE: list[Technique[Any]] = [
     ReferenceTechnique(),
     PpoTechnique(),
     COMPILED,
-    ImagesTechnique(),
+    MediaTechnique(),
     ChunkedHeadTechnique(),
     LengthsTechnique(),
     TiledMlpTechnique(),

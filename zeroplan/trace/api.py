@@ -25,11 +25,11 @@ from zeroplan.trace.assemble import Assembler, find_blocks
 from zeroplan.trace.build import Depth, build_inputs, build_model, depths_of, full_config, shorten, thresholds, vocabulary_of
 from zeroplan.trace.fit import DoesNotFitError, SizeForm, TracePoint, fit_size, form_of
 from zeroplan.trace.fold import DoesNotFoldError, UnlikeError
+from zeroplan.trace.media import Medium, media_of
 from zeroplan.trace.ranks import ALONE, Ranks
 from zeroplan.trace.recorder import Recording
 from zeroplan.trace.run import record
 from zeroplan.trace.tiled import MOST_TRACED
-from zeroplan.trace.vision import Picture, picture_of
 
 #: Offsets of the traced sequence lengths from the begin of a range. They are no multiples of 128, so that padding shows.
 _STEPS = (192, 320, 448)
@@ -141,7 +141,7 @@ def traced(
     """Trace the tape for any numbers, or, for a model whose sizes follow no expressions, for these numbers alone."""
     try:
         many = max(options.tiles.mlp, options.tiles.loss) > MOST_TRACED or options.grouped is not None
-        if not options.images and options.at is None and not many:  # images' placeholders need a length of their own
+        if not options.media and options.at is None and not many:  # placeholders need a length of their own
             return trace_model(config, auto_class, options)
     except (UnlikeError, DoesNotFitError):
         pass
@@ -261,7 +261,7 @@ class _Attempt:
         self._ranks = lora if options.lora is not None else (0,)
         self._on = on
         self._models: dict[int, nn.Module] = {}
-        self._picture: Picture | None = None
+        self._media: tuple[Medium, ...] = ()
         self._traces: dict[TracePoint, Recording] = {}
         model = self._model(self._ranks[0])
         self._assembler = Assembler(
@@ -285,18 +285,18 @@ class _Attempt:
             whole = point._replace(seq=point.seq * self._options.split_tokens)
 
             def inputs() -> dict[str, Any]:
-                return self._on.inputs(build_inputs(self._config, self._auto_class, self._options, whole, picture))
+                return self._on.inputs(build_inputs(self._config, self._auto_class, self._options, whole, media))
 
             model, headless = self._model(point.rank), self._auto_class in HEADLESS
-            picture = self._picture_of(model)
+            media = self._media_of(model)
             self._traces[point] = record(model, inputs, self._options, self._on, needs_loss=not headless)
         return self._traces[point]
 
-    def _picture_of(self, model: nn.Module) -> Picture | None:
-        """How the model takes an image, if the options have any; derived once."""
-        if self._options.images and self._picture is None:
-            self._picture = picture_of(model, self._config, self._options.images.size)
-        return self._picture
+    def _media_of(self, model: nn.Module) -> tuple[Medium, ...]:
+        """How the model takes what comes beside text, if the options have any; derived once."""
+        if self._options.media and not self._media:
+            self._media = media_of(model, self._config, self._options.media)
+        return self._media
 
     # ---- ranges of sequence lengths ------------------------------------------------------------------------------------
     def _cuts(self) -> list[int]:

@@ -31,13 +31,13 @@ from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.compiled_float8 import multiply_in_float8
 from zeroplan.trace.fit import TracePoint
 from zeroplan.trace.float8 import convert
+from zeroplan.trace.media import Medium, media_inputs
 from zeroplan.trace.pair_loss import pairs_of
 from zeroplan.trace.quantized import adapt, quantize, quantize_experts
 from zeroplan.trace.quiet import errors_alone
 from zeroplan.trace.sparse_attention import register_sparse
 from zeroplan.trace.tiled import tile_mlps
 from zeroplan.trace.tiled_loss import tile_loss
-from zeroplan.trace.vision import Picture, image_inputs
 
 #: Config keys that hold a number of blocks.
 _DEPTHS = (
@@ -336,9 +336,9 @@ def vocabulary_of(config: Mapping[str, Any]) -> int:
 
 
 def build_inputs(
-    config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint, picture: Picture | None = None
+    config: Mapping[str, Any], auto_class: str, options: TraceOptions, point: TracePoint, media: Sequence[Medium] = ()
 ) -> dict[str, Any]:
-    """Make one micro batch on the meta device, with the options' images of that kind. A language model's labels are its ids."""
+    """Make one micro batch on the meta device, with `media` in each sample. A language model's labels are its ids."""
     dtype = torch.bfloat16 if options.arithmetic.half_model else torch.float32
 
     def tokens(*shape: int) -> torch.Tensor:
@@ -346,6 +346,9 @@ def build_inputs(
 
     if config.get("attention_window") and auto_class in _MARKED and not ends_samples(config):
         raise BadInput(f"{auto_class} of {config['model_type']} attends globally to tokens that it marks, which no trace knows")
+    if media:
+        made = media_inputs(media, point.batch, point.seq, dtype)
+        return {name: tensor.to("meta") for name, tensor in made.items()}
     if auto_class == IMAGE_CLASSIFICATION:
         size = config.get("image_size", 224)
         height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -355,10 +358,6 @@ def build_inputs(
         frames = 2 * int(config.get("max_source_positions", 1500))
         features = torch.empty(point.batch, config.get("num_mel_bins", 80), frames, dtype=dtype, device="meta")
         return {"input_features": features, "labels": tokens(point.batch, point.seq)}
-    if options.images:
-        assert picture is not None, "a batch of images needs the model that takes them"
-        made = image_inputs(picture, point.batch, point.seq, options.images.count, dtype)
-        return {name: tensor.to("meta") for name, tensor in made.items()}
     if auto_class in (CTC, AUDIO_CLASSIFICATION):
         return _audio(config, auto_class, point, dtype)
     if auto_class == MULTIPLE_CHOICE:

@@ -136,7 +136,7 @@ def _record(
     model: nn.Module, inputs: Callable[[], Mapping[str, Any]], options: TraceOptions, ranks: Ranks, needs_loss: bool
 ) -> Recording:
     outside = [ranks.local(tensor) for tensor in (*model.parameters(), *model.buffers())]
-    known = KnownValues() if options.images or _reads_tokens(model) else None
+    known = KnownValues() if options.media or _reads_tokens(model) else None
     recorder = StorageRecorder(outside, unwrapped=ranks.unwrapped, known=known)
     regions = _regions(model, options)
     follower = ModuleHooks(model, recorder, zero3=options.zero3, local=ranks.local, left_out=regions.inner)

@@ -16,7 +16,6 @@ from zeroplan.core.workload import Workload
 from zeroplan.engines.base import Engine
 from zeroplan.engines.case import Case
 from zeroplan.engines.registry import engine_path
-from zeroplan.techniques.images import ImagesTechnique
 from zeroplan.techniques.lengths import LengthsTechnique
 from zeroplan.techniques.pair_loss import PairLossTechnique
 from zeroplan.techniques.table import techniques_of
@@ -186,7 +185,6 @@ PLAIN = {
     ),
     "dynamic_padding": LengthsTechnique.where,
     "longest_first": LengthsTechnique.where,
-    "image_size": ImagesTechnique.where,
     **dict.fromkeys(("pairs", "wide_logits"), PairLossTechnique.where),
 }
 

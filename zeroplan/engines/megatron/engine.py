@@ -110,7 +110,7 @@ class Megatron(Engine):
             raise BadInput("Megatron-LM recomputes by layers", where="--checkpoint-policy", remedy="use full or selective")
         for given, where in (
             (work.batch.lengths, "--lengths"),
-            (work.batch.images, "--images"),
+            (work.batch.media, "--images"),
         ):
             if given:
                 raise BadInput("not modelled under Megatron-LM", where=where, remedy="leave it out")

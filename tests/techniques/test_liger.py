@@ -15,6 +15,7 @@ from zeroplan.interop.readers import read_setups
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 from zeroplan.tape.options import Arithmetic, TracedTechnique, TraceOptions
 from zeroplan.tape.sizes import FUNCTIONS, KernelDevice
+from zeroplan.techniques.chunked_head import ChunkedHeadTechnique
 from zeroplan.techniques.cut_cross_entropy import CutCrossEntropy, CutCrossEntropyTechnique
 from zeroplan.techniques.liger import FAMILIES, Liger, LigerTechnique
 
@@ -119,7 +120,8 @@ def test_parts_are_those_of_the_family() -> None:
 def read(tmp_path: Path, name: str, text: str) -> dict[str, object]:
     (tmp_path / name).write_text(text)
     ask = read_setups([tmp_path / name]).ask
-    options = (LigerTechnique.liger, LigerTechnique.liger_parts, CutCrossEntropyTechnique.cut_cross_entropy)
+    chunked = ChunkedHeadTechnique.chunked_head
+    options = (LigerTechnique.liger, LigerTechnique.liger_parts, CutCrossEntropyTechnique.cut_cross_entropy, chunked)
     return {option.name: ask[option] for option in options}
 
 
@@ -150,11 +152,33 @@ def read(tmp_path: Path, name: str, text: str) -> dict[str, object]:
             "template: llama3\ndataset: x\nenable_liger_kernel: true\n",
             {"liger_parts": "rope,rms_norm,glu"},
         ),
+        (
+            "trl_dpo.yaml",  # TRL's own head is there all the same
+            "model_name_or_path: meta-llama/Llama-3.2-1B\nloss_type: sigmoid\nbeta: 0.1\nmax_length: 512\nbf16: true\n"
+            "use_liger_kernel: true\n",
+            {"liger_parts": "rope,rms_norm,glu", "chunked_head": True},
+        ),
+        (
+            "trl_sft.yaml",
+            "model_name_or_path: meta-llama/Llama-3.2-1B\ndataset_text_field: text\nmax_length: 512\nbf16: true\n"
+            "use_liger_kernel: true\n",
+            {"liger_parts": "rope,rms_norm,glu", "chunked_head": True},
+        ),
     ],
 )
 def test_programs_keys(tmp_path: Path, name: str, text: str, expected: dict[str, object]) -> None:
     found = read(tmp_path, name, text)
     assert {key: value for key, value in found.items() if value} == expected
+
+
+def test_a_file_with_ligers_layers_beside_trls_head_is_planned_with_both(tmp_path: Path) -> None:
+    text = "model_name_or_path: meta-llama/Llama-3.2-1B\nloss_type: sigmoid\nbeta: 0.1\nmax_length: 512\nbf16: true\n"
+    plans = []
+    for key in ("", "use_liger_kernel: true\n"):
+        (tmp_path / "dpo.yaml").write_text(text + key)
+        plans.append(zeroplan.estimate(files=[tmp_path / "dpo.yaml"], program="trl", gpu="H100")[0])
+    assert not [one for one in plans[1].unmodelled if one.key == "use_liger_kernel"]
+    assert plans[1].gpu.peak_allocated < plans[0].gpu.peak_allocated
 
 
 def test_conflicts_are_one_line() -> None:

@@ -41,6 +41,7 @@ class PassArguments(TypedDict, total=False):
     """What passes beside plain samples of one length, and what is done between steps: no loop of verify does these."""
 
     adapter_dtype: str | None
+    freeze: Sequence[str]
     images: int
     image_size: int | None
     video_frames: int

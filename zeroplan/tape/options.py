@@ -160,6 +160,14 @@ class KernelTechnique(Protocol):
 
 
 @runtime_checkable
+class FreezingTechnique(Protocol):
+    """A traced technique that freezes parts of the model."""
+
+    def freeze(self, model: Any) -> None:
+        """Freeze them."""
+
+
+@runtime_checkable
 class LossTechnique(Protocol):
     """A traced technique that makes the loss of what a model returns, in place of the model."""
 

@@ -175,8 +175,24 @@ class LigerTechnique(Technique[Liger]):
         return (Unmodelled(self.where, Effect.LESS, says),) if says else ()
 
     @classmethod
+    def layers_alone(cls, program: str, task: str | None) -> str | None:
+        """Return what is said where a program's key switches on Liger's layers without its head; None where it has both.
+
+        TRL has a head of its own in SFT, DPO, KTO and GRPO, and whole logits in ORPO and CPO: 1.16 takes Liger's losses in none
+        (``trainer/dpo_trainer.py``); neither does LLaMA-Factory 0.9.6 (``require_logits``). A classifier has no such head at
+        all, on which Liger's forward ends.
+        """
+        if program != "trl" and task in (None, "sft", "pretrain"):
+            return None
+        if task == "reward":
+            return "Liger's forward asks for a language model's head, which a classifier has not: the run would end"
+        return "" if program in ("trl", "llama-factory") else "Liger's loss of this task is not modelled; logits are counted"
+
+    @classmethod
     def head_key(cls, program: str) -> str:
         """Return the key by which a program computes head and loss together; empty where it has none."""
+        if cls.layers_alone(program, "sft") is not None:
+            return ""
         keys = cls.plugin if program == "axolotl" else cls.keys.get(program, {})
         return next((key for key, part in keys.items() if part in ("liger", "fused_loss")), "")
 

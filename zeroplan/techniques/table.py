@@ -22,6 +22,7 @@ from zeroplan.techniques.dora import DoraTechnique
 from zeroplan.techniques.ema import EmaTechnique
 from zeroplan.techniques.evaluation import EvaluationTechnique
 from zeroplan.techniques.float8 import FLOAT8
+from zeroplan.techniques.freeze import FreezeTechnique
 from zeroplan.techniques.generation import ColocatedTechnique, GenerationTechnique
 from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
 from zeroplan.techniques.label_smoothing import LabelSmoothingTechnique
@@ -50,6 +51,7 @@ TABLE: list[Technique[Any]] = [
     CheckpointingTechnique(),
     QUANTIZED_BASE,
     LoraTechnique(),
+    FreezeTechnique(),
     FLOAT8,
     PairLossTechnique(),
     ReferenceTechnique(),

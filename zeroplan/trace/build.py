@@ -26,7 +26,7 @@ from zeroplan.core.model_config import (
     text_config,
 )
 from zeroplan.core.workload import Attention
-from zeroplan.tape.options import Arithmetic, Checkpointing, TracedTechnique, TraceOptions
+from zeroplan.tape.options import Arithmetic, Checkpointing, FreezingTechnique, TracedTechnique, TraceOptions
 from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.compiled_float8 import multiply_in_float8
 from zeroplan.trace.fit import TracePoint
@@ -240,6 +240,9 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         tile_mlps(model, options.tiles.mlp)
     if options.tiles.loss:
         tile_loss(model, options.tiles.loss)
+    for one in options.techniques:
+        if isinstance(one, FreezingTechnique):
+            one.freeze(model)
     trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False

@@ -17,6 +17,7 @@ from zeroplan.interop.programs.known import arguments_of, moving_of
 from zeroplan.interop.setups import Setup
 from zeroplan.interop.training import read_training
 from zeroplan.run.ask import OPTIONS, Ask
+from zeroplan.techniques.liger import LigerTechnique
 from zeroplan.techniques.table import TABLE
 
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
@@ -284,11 +285,13 @@ class Builder(Keys):
                 unknown.
         """
         self._take_techniques()
-        if self.options.get("liger") and self.fields.get("task") not in (None, "sft", "pretrain"):
+        says = LigerTechnique.layers_alone(self.program, self.fields.get("task"))
+        if self.options.get("liger") and says is not None:
             key = self.keys.pop("liger")
             del self.options["liger"]
             self.options["liger_parts"], self.keys["liger_parts"] = "rope,rms_norm,glu", key
-            self.leave_out(key, Effect.LESS, "Liger's loss of this task holds no logits; they are counted")
+            if says:
+                self.leave_out(key, Effect.UNKNOWN, says)
         for key in sorted(moving_of(*programs) & self.data.keys() - self.read) if programs else ():
             if self.on(key):
                 self.leave_out(key, Effect.UNKNOWN, "what it does to memory is not in the figures")

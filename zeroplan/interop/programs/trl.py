@@ -18,7 +18,6 @@ from zeroplan.interop.programs.known import arguments_of, names_in, only_of, tel
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import EXAMPLES, TrainerDefaults, read_trainer
 from zeroplan.interop.setups import Setup
-from zeroplan.techniques.liger import LigerTechnique
 from zeroplan.techniques.ppo import Ppo
 
 #: Arguments that, of all programs read here, TRL alone has; recipes of older versions and of the handbook among them.
@@ -185,7 +184,7 @@ class Trl(Program):
                 _ppo(run)
             else:
                 run.leave_out(f"task {task}", *_TASKS[task])
-        elif not (run.amount("label_smoothing_factor") or any(run.flag(key) for key in LigerTechnique.keys["trl"])):
+        elif not run.amount("label_smoothing_factor"):
             run.set("chunked_head", True)  # of every loss_type; label smoothing takes all logits
             if run.data.get("fsdp"):
                 run.leave_out("fsdp", Effect.UNKNOWN, _GATHERS)

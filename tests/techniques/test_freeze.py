@@ -1,0 +1,98 @@
+"""Frozen parts of a full fine-tune: what gets gradients and states, and what a forward then keeps, beside plain torch."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+
+import pytest
+
+import zeroplan
+from tests.small_llama import small_llama
+from zeroplan.core.errors import BadInput
+from zeroplan.core.workload import Attention
+from zeroplan.models.from_config import spec_from_config
+from zeroplan.tape.expanded import Mark, Op
+from zeroplan.tape.options import Arithmetic, TraceOptions
+from zeroplan.techniques.freeze import FreezeTechnique, Frozen
+
+B, S = 2, 64
+
+
+def test_frozen_parts_have_no_states_under_any_engine() -> None:
+    config = small_llama(layers=4)
+    for engine, stage in (("ddp", 0), ("fsdp2", 3), ("deepspeed", 2), ("deepspeed", 3)):
+        whole, frozen = (
+            zeroplan.estimate(config, engine=engine, stage=stage, gpus=2, seq_len=64, depth="formula", freeze=parts)[0]
+            for parts in ((), ("mlp", "embed_tokens"))
+        )
+        states = [sum(line.bytes for line in plan.lines if line.buffer == "optim.exp_avg") for plan in (whole, frozen)]
+        spec = spec_from_config(config, name="", source="")
+        left = FreezeTechnique().trained(Frozen(("mlp", "embed_tokens")), spec)
+        assert left.trainable < spec.trainable == spec.params
+        assert states[1] / states[0] == pytest.approx(left.trainable / spec.params, rel=0.02)
+
+
+def test_parts_are_whole_and_known() -> None:
+    config = small_llama(layers=4)
+    for parts, words in ((("no_such",), "no parameter lies in 'no_such'"), (("model", "lm_head"), "nothing is left to train")):
+        with pytest.raises(BadInput, match=words):
+            zeroplan.estimate(config, engine="ddp", freeze=parts, depth="formula")
+    with pytest.raises(BadInput, match="adapters freeze the whole model"):
+        zeroplan.estimate(config, engine="ddp", freeze=("mlp",), lora_rank=4, depth="formula")
+    with pytest.raises(BadInput, match="not modelled under fsdp"):
+        zeroplan.estimate(config, engine="fsdp", freeze=("mlp",), depth="formula")
+
+
+def test_a_tied_head_is_frozen_with_its_embedding() -> None:
+    config = {**small_llama(layers=2), "tie_word_embeddings": True}
+    spec = FreezeTechnique().trained(Frozen(("lm_head",)), spec_from_config(config, name="", source=""))
+    assert not [
+        t.name for unit in spec.units for t in unit.tensors if "embed_tokens" in f"{unit.name}.{t.name}" and t.trainable
+    ]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("parts", [("embed_tokens",), ("mlp",), ("embed_tokens", "self_attn")])
+def test_a_trace_keeps_what_a_real_forward_saves(parts: tuple[str, ...]) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from zeroplan.trace.api import TracePoint, trace_at
+
+    config = small_llama(layers=2)
+    made = transformers.AutoConfig.for_model(**config)
+    made.use_cache = False
+    model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").train()
+    Frozen(parts).freeze(model)
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept: list[weakref.ref[object]] = []
+
+    def pack(tensor: object) -> object:
+        kept.append(weakref.ref(tensor.untyped_storage()))  # type: ignore[attr-defined]
+        return tensor.detach()  # type: ignore[attr-defined]
+
+    ids = torch.randint(0, 100, (B, S))
+    own.add(ids.untyped_storage().data_ptr())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=ids, labels=ids).loss
+    assert torch.isfinite(loss)
+    alive = {one.data_ptr(): one.nbytes() for one in (ref() for ref in kept) if one is not None}  # type: ignore[attr-defined]
+    real = Counter(size for place, size in alive.items() if place not in own)
+
+    options = TraceOptions(attn=Attention.EAGER, arithmetic=Arithmetic.FP32, techniques=(Frozen(parts),))
+    stream = trace_at(config, "AutoModelForCausalLM", options, TracePoint(B, S)).expand(B, S)
+    traced: dict[int, int] = {}
+    for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):
+        if op == Op.ALLOC:
+            traced[arg] = aux
+        elif op == Op.FREE:
+            traced.pop(arg, None)
+        elif op == Op.MARK and arg == Mark.FORWARD_END:
+            break
+    assert not real - Counter(traced.values())
+    assert sum((Counter(traced.values()) - real).elements()) < 4096  # the loss, and small numbers of positions
+
+
+def test_a_report_says_the_parts() -> None:
+    plans = zeroplan.estimate(small_llama(layers=2), engine="ddp", freeze=("mlp",), depth="formula")
+    assert plans.report.workload["freeze"] == ["mlp"]

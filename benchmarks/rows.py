@@ -88,6 +88,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
         "image_size": row.get("image_size"),
         "video_frames": row.get("video_frames", 0),
         "audio_seconds": row.get("audio_seconds", 0),
+        "freeze": tuple(row.get("freeze", ())),
         "set_to_none": row.get("set_to_none", True),
         "target_len": row.get("target_len"),
         "save": row.get("save"),

@@ -21,6 +21,7 @@ from benchmarks.measure.models import CLASS, auto_class, build_config
 from benchmarks.measure.probe import Probe
 from benchmarks.measure.saving import save
 from benchmarks.measure.spec import FUSED, Spec
+from zeroplan.techniques.freeze import Frozen
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -59,6 +60,8 @@ def _from_config(spec: Spec, dtype: torch.dtype) -> Any:
         import_module("liger_kernel.transformers")._apply_liger_kernel_to_instance(model=model)
     elif spec.kernels == "cut_cross_entropy":
         model.forward = partial(_cut_cross_entropy, model)
+    if spec.freeze:
+        Frozen(tuple(spec.freeze)).freeze(model)
     return model.train()
 
 
@@ -83,7 +86,7 @@ def _prepare(spec: Spec, model: Any) -> Any:
         targets: Any = spec.lora_targets or LORA_TARGETS
         targets = "all-linear" if targets == ["all-linear"] else targets
         causal = auto_class(model.config.model_type, spec.task).__name__ == "AutoModelForCausalLM"
-        task = "CAUSAL_LM" if causal or spec.images else None
+        task = "CAUSAL_LM" if causal or spec.images or spec.audio_seconds else None
         saved = spec.modules_to_save
         lora = LoraConfig(r=spec.lora_rank, lora_alpha=32, target_modules=targets, task_type=task, modules_to_save=saved)
         if spec.quantize is not None and spec.engine in ("ddp", "deepspeed"):  # FSDP shards one dtype beside the adapters

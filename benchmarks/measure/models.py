@@ -140,6 +140,7 @@ TASKS = {
     "token-classification": "AutoModelForTokenClassification",
     "question-answering": "AutoModelForQuestionAnswering",
     "image-text-to-text": "AutoModelForImageTextToText",
+    "multimodal": "AutoModelForMultimodalLM",
 }
 
 
@@ -150,18 +151,18 @@ def auto_class(model_type: str, task: str | None = None) -> Any:
     return getattr(transformers, TASKS[task] if task else AUTO_CLASS.get(model_type, "AutoModelForCausalLM"))
 
 
-def image_batch(spec: Spec, dtype: Any, device: Any) -> dict[str, Any]:
-    """Return one micro batch of the spec's samples, each with its images."""
+def media_batch(spec: Spec, dtype: Any, device: Any) -> dict[str, Any]:
+    """Return one micro batch of the spec's samples, each with its images, videos and sound."""
     import torch
-    import transformers
 
-    from zeroplan.trace.vision import image_inputs, picture_of
+    from zeroplan.core.workload import Media
+    from zeroplan.trace.media import media_inputs, media_of
 
     config = build_config(spec.model, spec.model_overrides)
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(config)
-    picture = picture_of(model, config.to_dict(), spec.image_size)
-    made = image_inputs(picture, spec.micro_batch, spec.seq_len, spec.images, dtype)
+        model = auto_class(config.model_type, spec.task).from_config(config)
+    media = media_of(model, config.to_dict(), Media(spec.images, spec.image_size, spec.video_frames, spec.audio_seconds))
+    made = media_inputs(media, spec.micro_batch, spec.seq_len, dtype)
     return {name: tensor.to(device) for name, tensor in made.items()}
 
 

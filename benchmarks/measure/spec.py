@@ -18,6 +18,9 @@ OPTIONAL = (
     "task",
     "images",
     "image_size",
+    "video_frames",
+    "audio_seconds",
+    "freeze",
     "quantize",
     "fp8",
     "set_to_none",
@@ -67,6 +70,9 @@ class Spec:
     task: str | None = None  # another head than the config's
     images: int = 0  # of each sample, for vision-language models
     image_size: int | None = None  # pixels of a side; None: the config's
+    video_frames: int = 0  # each of the images is a video of so many
+    audio_seconds: int = 0  # of the recording that comes with each sample
+    freeze: list[str] = field(default_factory=list)  # parts that are not trained
     quantize: str | None = None  # a quantised base: nf4, fp4, nf4-single, fp4-single; under ddp int8 too
     target_len: int | None = None  # of an encoder-decoder, where it is not seq_len
     save: str | None = None  # after the steps, by a loop's own calls: sharded or full; two more steps follow

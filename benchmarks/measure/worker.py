@@ -49,7 +49,7 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
 
     from benchmarks.measure import classes
     from benchmarks.measure.engines import DTYPES, build
-    from benchmarks.measure.models import CLASS, batch, image_batch, other_batch
+    from benchmarks.measure.models import CLASS, batch, media_batch, other_batch
 
     transformers.utils.logging.set_verbosity_error()
     torch.manual_seed(0)
@@ -57,7 +57,8 @@ def main(spec: Spec, row_file: Path, history_file: Path | None) -> None:
     trained = build(spec, probe, device)
     half = spec.engine == "deepspeed" or spec.precision == "pure"
     dtype = DTYPES[spec.dtype] if half else torch.float32
-    inputs: Any = image_batch(spec, dtype, device) if spec.images else other_batch(spec, dtype, device)
+    given = spec.images or spec.audio_seconds
+    inputs: Any = media_batch(spec, dtype, device) if given else other_batch(spec, dtype, device)
     if spec.model.startswith(CLASS):
         inputs = classes.batch(spec, dtype, device)
     if inputs is None:

@@ -19,6 +19,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 _aten = torch.ops.aten
 #: Elements up to which values are kept: integers and masks tell shapes, other numbers hardly do.
 _MOST = {True: 1 << 22, False: 1 << 12}
+#: Bytes of those of integers and masks: a mask that is spread over the hidden states has one value a token.
+_MOST_BYTES = 1 << 25
 #: Operators whose result has a shape that follows from values.
 _SHAPED_BY_VALUES = frozenset(
     (
@@ -107,7 +109,9 @@ class KnownValues:
 
 
 def _large(value: torch.Tensor) -> bool:
-    return value.numel() > _MOST[not (value.is_floating_point() or value.is_complex())]
+    if value.is_floating_point() or value.is_complex():
+        return value.numel() > _MOST[False]
+    return value.untyped_storage().nbytes() > _MOST_BYTES
 
 
 def _small_factory(args: Any, kwargs: Any) -> bool:

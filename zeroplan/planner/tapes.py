@@ -442,11 +442,11 @@ class RecordedRun:
 
     Attributes:
         tapes: by the way they were run, the first micro batches of other shapes, then the largest.
-        beside: bytes on the GPU beside the model's parameters all the time, its registered buffers among them.
+        other_bytes: on the GPU beside the model's parameters all the time, its registered buffers among them.
     """
 
     tapes: Mapping[str, tuple[Tape, ...]]
-    beside: int = 0
+    other_bytes: int = 0
 
 
 class RecordedTapes(ExpandedTapes):
@@ -467,5 +467,5 @@ class RecordedTapes(ExpandedTapes):
             *first, largest = (
                 tape.expand(batch.micro_batch, batch.seq_len or 1, None, device=device) for tape in self._recorded.tapes[way]
             )
-            self._expanded[way] = replace(largest, shapes=tuple(first), buffers=self._recorded.beside)
+            self._expanded[way] = replace(largest, shapes=tuple(first), buffers=self._recorded.other_bytes)
         return self._expanded[way]

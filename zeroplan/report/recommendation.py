@@ -71,7 +71,7 @@ def answer_text(
     if best is not None and best.reasons:
         name = name_of(best.plan.engine, best.zero, best.workload)
         reasons = ["", terminal.bold(f"Why {name}"), *terminal.items(best.reasons)]
-    other = ["", *terminal.wrap(_of_the_other(answer, answer.beside))] if answer.beside is not None else []
+    other = ["", *terminal.wrap(_of_the_other(answer, answer.other_engine))] if answer.other_engine is not None else []
     instead = change_texts(answer) if best is not None else []
     difference: list[str] = []
     if best is None:

@@ -135,9 +135,9 @@ class Point:
 class SearchResult:
     """The answer of ``recommend``. `ranking` is best first; `nearest` is the nearest miss when nothing fits.
 
-    `changed` are the user's files changed to the best, `changed_run` what these are predicted to do; `beside` is the best of
-    another engine that gains something. `loaded` says where a training script gets the model from, `training` what the run in
-    use says beside what a plan holds.
+    `changed` are the user's files changed to the best, `changed_run` what these are predicted to do; `other_engine` is the best
+    of another engine that gains something. `loaded` says where a training script gets the model from, `training` what the run
+    in use says beside what a plan holds.
     """
 
     model: dict[str, Any]
@@ -158,7 +158,7 @@ class SearchResult:
     training: Training = NO_TRAINING
     changed: ChangedFiles | None = None
     changed_run: Recommendation | None = None
-    beside: Recommendation | None = None
+    other_engine: Recommendation | None = None
 
     @property
     def best(self) -> Recommendation | None:
@@ -190,5 +190,5 @@ class SearchResult:
                 if self.changed is None or self.changed_run is None
                 else {"patched": self._patched(self.changed, self.changed_run)}
             ),
-            **({} if self.beside is None else {"beside": self.beside.to_dict()}),
+            **({} if self.other_engine is None else {"beside": self.other_engine.to_dict()}),
         }

@@ -254,7 +254,7 @@ def _made(engine: Any, optimizer: Any, parameters: Any) -> Any:
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer) and callable(optimizer):
         optimizer = optimizer(list(parameters or engine.module.parameters()))
     if optimizer is not None:
-        engine.handed.said |= optimizer_facts(optimizer)
+        engine.handed.options |= optimizer_facts(optimizer)
     elif engine.optimizer_name():
         held = [p for p in engine.module.parameters() if p.requires_grad] if parameters is None else list(parameters)
         optimizer = _stand_in(engine.optimizer_name())(held, lr=dict(engine.optimizer_params() or {}).get("lr", 1e-3))

@@ -208,9 +208,9 @@ class Sharding:
         assert self.handed is not None
         batches = self.handed.batches
         if batches.accumulates > 1 and not self.delays:
-            self.handed.said["sync_each"] = True
+            self.handed.options["sync_each"] = True
         autocast = batches.slices[-1].autocast if batches.slices else None
-        if autocast is not None and self.handed.said.get("dtype") == "fp32":
+        if autocast is not None and self.handed.options.get("dtype") == "fp32":
             self._leave_out("autocast", "unknown", "autocast over shards that are gathered in fp32")
 
     def _leave_out(self, key: str, effect: str, says: str) -> None:

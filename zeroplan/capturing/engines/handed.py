@@ -37,7 +37,7 @@ class Handed:
         capture: the capture.
         engine: the name of the planner's engine.
         module: the model, on the GPU as the stand-in has put it there.
-        said: options of an ask that the engine's own arguments decide.
+        options: of an ask, those that the engine's own arguments decide.
         zero3, both, keeps_grads: as :class:`MicroBatches` has them.
         since: the event from which the engine has it; None for this one.
         as_made: whether the engine leaves parameters as the script has made them.
@@ -48,7 +48,7 @@ class Handed:
         capture: Capture,
         engine: str,
         module: nn.Module,
-        said: dict[str, Any],
+        options: dict[str, Any],
         *,
         zero3: bool = False,
         both: bool = False,
@@ -61,7 +61,7 @@ class Handed:
             first = capture.engine_notes["line"]
             raise StoppedError(f"a second model is handed to an engine (the first: {first}), and plans are of one", line)
         capture.handed, capture.engine_notes["line"] = self, line
-        self.capture, self.engine, self.module, self.said, self.line = capture, engine, module, said, line
+        self.capture, self.engine, self.module, self.options, self.line = capture, engine, module, options, line
         self.optimizer: Any = None
         self.as_made = as_made
         self.notes: list[Any] = []
@@ -81,7 +81,7 @@ class Handed:
     def optimized(self, optimizer: Any) -> None:
         """Note the optimizer, by its class and its own switches."""
         self.optimizer = optimizer
-        self.said |= optimizer_facts(optimizer)
+        self.options |= optimizer_facts(optimizer)
 
     # ---- what the planner gets -----------------------------------------------------------------------------------------
     def as_data(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Handed:
                     "tapes": [to_json(tape) for tape in found.tapes],
                     "shapes": [list(map(list, s)) for s in found.shapes],
                 }
-        said = dict(self.said)
+        said = dict(self.options)
         one = batches.slices[-1] if batches.slices else None
         if one is not None:
             self._of_batches(said, one)

@@ -3,7 +3,7 @@
 Note [Slices of a recording]
     The whole script is one recording. A micro batch's slice begins behind the backward, or the optimizer's step, before it, so
     that its own batch lies in it, and ends where the next one begins. What was there before a slice is not the tape's: its
-    parameters are the engine's, and what else there is counts as lying beside the model (:attr:`MicroBatches.beside`).
+    parameters are the engine's, and what else there is counts as other bytes.
     Storages of a slice that outlive it are what the loop keeps. Where the next slice frees them in its forward, the loop keeps
     them by name until the model has returned again, and the tape marks that point (``Mark.OUTPUT``).
 """
@@ -102,7 +102,6 @@ class MicroBatches:
         self.capture, self.module = capture, module
         self.slices: list[MicroBatchSlice] = []
         self.steps: list[int] = []
-        self.beside: int | None = None
         self._zero3, self._both, self._keeps_grads = zero3, both, keeps_grads
         self._next = len(capture.recorder.out.op)
         self._open: MicroBatchSlice | None = None

@@ -15,12 +15,17 @@ class Functions:
         nodes: of the script's tree.
         parents: the node around each, by its id.
         calls: by the last name of what is called.
+        loads: where each name is read.
     """
 
     def __init__(
-        self, nodes: Sequence[ast.AST], parents: Mapping[int, ast.AST], calls: Mapping[str, Sequence[ast.Call]]
+        self,
+        nodes: Sequence[ast.AST],
+        parents: Mapping[int, ast.AST],
+        calls: Mapping[str, Sequence[ast.Call]],
+        loads: Mapping[str, Sequence[ast.Name]],
     ) -> None:
-        self._parents, self._calls = parents, calls
+        self._parents, self._calls, self._loads = parents, calls, loads
         self.named: dict[str, list[ast.FunctionDef]] = {}
         for node in nodes:
             if isinstance(node, ast.FunctionDef):
@@ -34,6 +39,38 @@ class Functions:
         spread = alone and any(isinstance(one, ast.Starred) for one in calls[0].args)
         spread = spread or (alone and any(word.arg is None for word in calls[0].keywords))
         return calls[0] if alone and not method and not spread and not function.decorator_list else None
+
+    def parameters(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[tuple[str, ast.expr | None, bool]]:
+        """Yield a function's parameters with what they stand for, and whether fire's command line may say it: what the one call
+        gives, else the default where no call gives others and the function is handed to none; None where that is not sure.
+        """
+        own = function.args
+        plain = [*own.posonlyargs, *own.args]
+        defaults: dict[str, ast.expr] = {
+            one.arg: default for one, default in zip(plain[len(plain) - len(own.defaults) :], own.defaults, strict=True)
+        }
+        defaults |= {one.arg: value for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is not None}
+        calls = self._calls.get(function.name, [])
+        fired = [one for call in self._calls.get("Fire", []) for one in call.args]
+        known = {id(call.func) for call in calls} | {id(one) for one in fired}
+        handed = any(id(node) not in known for node in self._loads.get(function.name, []))
+        once = self.called_once(function) if not handed else None
+        starred = any(isinstance(inner, ast.Starred) for call in calls for inner in call.args)
+        for at, one in enumerate((*plain, *own.kwonlyargs)):
+            value = None if once is None else argument_of(once, one.arg, at if at < len(plain) else None)
+            if value is not None:
+                if not (isinstance(value, ast.Name) and value.id == one.arg):  # else the name has the value of its one binding
+                    yield one.arg, value, False
+                continue
+            by_call = starred or any(
+                len(call.args) > at or any(word.arg in (one.arg, None) for word in call.keywords) for call in calls
+            )
+            default = one.arg in defaults and not by_call and not handed and not function.decorator_list
+            by_fire = default and any(called(name) == function.name for name in fired)
+            yield one.arg, defaults[one.arg] if default else None, by_fire
+        for rest in (own.vararg, own.kwarg):
+            if rest is not None:
+                yield rest.arg, None, False
 
     def parameter_of(self, call: ast.Call, given: ast.AST) -> str | None:
         """The parameter by which the one function of that name gets an argument; None where that is not sure."""

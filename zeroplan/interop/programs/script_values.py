@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from zeroplan.interop.programs.script_arithmetic import computed
-from zeroplan.interop.programs.script_functions import Functions, argument_of
+from zeroplan.interop.programs.script_functions import Functions
 from zeroplan.interop.programs.script_parser import ParserArguments
 from zeroplan.interop.programs.script_syntax import CHANGING, OPAQUE, READING, UNKNOWN, base_name, called
 
@@ -72,17 +72,15 @@ class Values:
         self._parsed: set[str] = set()
         self._classes: dict[str, ast.ClassDef] = {}
         self._known: dict[int, Any] = {}
-        self._passed: list[
-            tuple[str, str]
-        ] = []  # names that a function of the file gets, with the parameter that it calls them
-        self._calls: dict[str, list[ast.Call]] = {}
+        self._passed: list[tuple[str, str]] = []  # names that functions of the file get, and the parameters for them
+        calls: dict[str, list[ast.Call]] = {}
         self._loads: dict[str, list[ast.Name]] = {}
         for node in self.nodes:
             if isinstance(node, ast.Call):
-                self._calls.setdefault(called(node.func), []).append(node)
+                calls.setdefault(called(node.func), []).append(node)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 self._loads.setdefault(node.id, []).append(node)
-        self._functions = Functions(self.nodes, self.parents, self._calls)
+        self._functions = Functions(self.nodes, self.parents, calls, self._loads)
         self._collect()
         self._known.clear()  # what was read before all changes were known
 
@@ -327,31 +325,10 @@ class Values:
                     self._aliases[one.asname] = one.name
 
     def _parameters(self, function: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        """Bind parameters: to their defaults where no call in the file gives others and the function is not handed around."""
-        own = function.args
-        plain = [*own.posonlyargs, *own.args]
-        defaults: dict[str, ast.expr] = {
-            one.arg: default for one, default in zip(plain[len(plain) - len(own.defaults) :], own.defaults, strict=True)
-        }
-        defaults |= {one.arg: value for one, value in zip(own.kwonlyargs, own.kw_defaults, strict=True) if value is not None}
-        calls, handed = self._uses(function.name)
-        once = self._functions.called_once(function) if not handed else None
-        for at, one in enumerate((*plain, *own.kwonlyargs)):
-            value = None if once is None else argument_of(once, one.arg, at if at < len(plain) else None)
-            if value is not None:
-                if not (isinstance(value, ast.Name) and value.id == one.arg):  # else the name has the value of its one binding
-                    self._bind(one.arg, value)
-                continue
-            by_call = any(
-                len(call.args) > at or any(word.arg in (one.arg, None) for word in call.keywords) for call in calls
-            ) or any(isinstance(inner, ast.Starred) for call in calls for inner in call.args)
-            known = one.arg in defaults and not by_call and not handed and not function.decorator_list
-            self._bind(one.arg, defaults[one.arg] if known else None)
-            if known and self._is_fired(function.name):
-                self._fired.add(one.arg)
-        for rest in (own.vararg, own.kwarg):
-            if rest is not None:
-                self._bind(rest.arg, None)
+        for name, value, fired in self._functions.parameters(function):
+            self._bind(name, value)
+            if fired:
+                self._fired.add(name)
 
     def _parses(self, value: ast.expr | None, depth: int = 0) -> bool:
         """Whether an expression is what a parser parses, also where a function of the file returns it."""
@@ -370,15 +347,6 @@ class Values:
             and bool(inside)
             and all(bool(found) and all(self._parses(one, depth + 1) for one in found) for found in inside)
         )
-
-    def _uses(self, name: str) -> tuple[list[ast.Call], bool]:
-        """The calls of a function, and whether it is handed to another one; fire's call of it is neither."""
-        calls = self._calls.get(name, [])
-        known = {id(call.func) for call in calls} | {id(one) for call in self._calls.get("Fire", []) for one in call.args}
-        return calls, any(id(node) not in known for node in self._loads.get(name, []))
-
-    def _is_fired(self, name: str) -> bool:
-        return any(called(one) == name for call in self._calls.get("Fire", []) for one in call.args)
 
     def _called(self, call: ast.Call) -> None:
         name = called(call.func)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.patience import PATIENCE
 from tests.runtime.integrations import huggingface_runs as runs
+from tests.runtime.integrations import save_runs
 from tests.runtime.ranks import RankPool
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan_runtime.integrations.huggingface import zeroplan_config
@@ -90,6 +93,28 @@ def test_accelerates_own_loop(pair: RankPool, tmp_path: Path) -> None:
             assert mine["again"] == pytest.approx(theirs["again"], abs=1e-5)
             if mine["state"] is not None:  # at stage 3 the first rank has it
                 assert max((mine["state"][name] - theirs["state"][name]).abs().max().item() for name in theirs["state"]) < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["whole", "tied", "LoRA", "quantised"])
+@pytest.mark.parametrize(
+    ("stage", "offload"),
+    [*(pytest.param(stage, "", marks=pytest.mark.long) for stage in (0, 1)), (2, "host"), (3, ""), (3, "all on the host")],
+)
+def test_what_save_pretrained_writes_has_the_logits_that_were_trained(
+    pair: RankPool, stage: int, offload: str, kind: str, tmp_path: Path
+) -> None:
+    logits = pair.run(2, save_runs.saves, stage, offload, kind, str(tmp_path))[0]
+    ways = sorted(tmp_path.iterdir())
+    assert len(ways) == (2 if kind in ("LoRA", "quantised") else 5) + (stage < 3)
+    for way in ways:
+        if way.name == "weights":  # accelerate writes no config
+            (way / "config.json").write_text((tmp_path / "engine" / "config.json").read_text())
+        if way.name == "files":
+            index = json.loads((way / "model.safetensors.index.json").read_text())
+            assert len(set(index["weight_map"].values())) > 3
+        with torch.no_grad():
+            again = save_runs.loaded(kind, str(way)).eval()(input_ids=save_runs.TOKENS).logits
+        torch.testing.assert_close(again, logits, rtol=1e-5, atol=1e-5, msg=way.name)
 
 
 def ask_for_deepspeed(group: dist.ProcessGroup) -> tuple[str, str, str]:

@@ -106,16 +106,25 @@ def test_check_says_what_was_read(script: Path, cli: Any) -> None:
     ("text", "stages", "partition"),
     [
         ("m = PipelineModule(layers=x, num_stages=2)", 2, None),
-        ("N = 3\nm = deepspeed.pipe.PipelineModule(x, N, partition_method=f'type:b')", None, "partition_method"),
+        ("N = 3\nm = deepspeed.pipe.PipelineModule(x, N, partition_method=f'type:{b}')", None, "partition_method"),
         ("t = PipeDataParallelTopology(num_pp=4, num_dp=2)\nm = PipelineModule(layers=x, topology=t)", 4, None),
         ("m = PipelineModule(x, topology=PipeModelDataParallelTopology(num_pp=4, num_mp=2, num_dp=1))", None, "num_mp"),
         ("def f(n=4):\n  return PipelineModule(x, num_stages=n)\nf()", 4, None),
-        ("def f(n=4):\n  return PipelineModule(x, num_stages=n)\nf(8)", None, "is no number that the text tells"),
+        ("def f(n=4):\n  return PipelineModule(x, num_stages=n)\nf(8)", 8, None),
+        ("def f(n=4):\n  return PipelineModule(x, num_stages=n)\nf(8)\nf(2)", None, "is no number that the text tells"),
+        ("N = 3\nm = deepspeed.pipe.PipelineModule(x, N, partition_method='type:' + 'b')", 3, "type:b"),
         ("class G(PipelineModule):\n  def __init__(s):\n    super().__init__(layers=x, num_stages=6)", 6, None),
         ("m = PipelineModule(x, num_stages=int(os.environ['PP']))", None, r"num_stages \(int\(os.environ\['PP'\]\)\)"),
         ("N = 2\nN = 4\nm = PipelineModule(x, num_stages=N)", None, "is no number that the text tells"),
         ("a = PipelineModule(x, num_stages=2)\nb = PipelineModule(x, num_stages=4)", None, "of 2 and 4 stages"),
         ("model = AutoModel.from_pretrained('x')", None, "and it builds none"),
+        (
+            "def get():\n  p = ArgumentParser()\n  p.add_argument('--pp', default=2)\n  args = p.parse_args()\n  return args\n"
+            "def train(args):\n  return PipelineModule(x, num_stages=args.pp)\n"
+            "args = get()\nargs.local_rank = 0\ninitialize(args=args)\ntrain(args)",
+            2,
+            None,
+        ),
         ("def (", None, "no Python"),
     ],
 )

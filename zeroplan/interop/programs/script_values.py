@@ -150,8 +150,9 @@ class Values:
         return any(isinstance(parent, loops) for parent, _ in self.ancestors(node))
 
     def flag(self, name: str) -> Any:
-        """The value of a flag of the command line; None without it."""
-        return self._command.get(name)
+        """The value of a flag of the command line, else the default of the parser's argument; None without either."""
+        value = self._command.get(name, self._parser.arguments.get(name))
+        return None if value is UNKNOWN else value
 
     def changed(self, name: str) -> bool:
         """Whether a field or an item of what a name stands for is assigned somewhere."""
@@ -265,7 +266,8 @@ class Values:
             method = isinstance(holder, ast.Call) and holder.func is parent
             safe = parent.attr != "__dict__" and (not method or parent.attr in ("get", "copy", "keys"))
         elif isinstance(parent, ast.Return):
-            safe = all(isinstance(one, ast.Call) and called(one.func) == "parse_args" for one in self._bound[node.id])
+            known = ("parse_args", *self._functions.named)  # what a function of the file returns has both names (_settle)
+            safe = all(isinstance(one, ast.Call) and called(one.func) in known for one in self._bound[node.id])
         else:
             safe = isinstance(parent, ast.Dict | ast.Compare | ast.FormattedValue | ast.BinOp)
         if not safe and (child is node or (isinstance(child, ast.expr) and isinstance(self.of(child), dict | list))):

@@ -135,6 +135,10 @@ class TapeWriter:
         self._event(Op.ALLOC, ident, nbytes, self._inside[-1])
         return Storage(self, ident, nbytes)
 
+    def fresh(self, *sizes: int, kind: Kind | None = None) -> Backward:
+        """Return a backward that makes a new gradient of so many bytes for each input."""
+        return lambda saved, g: [self.empty(nbytes, kind) for nbytes in sizes]
+
     def outside(self, nbytes: int) -> Storage:
         """Return a storage that is not the tape's, such as what a stage receives."""
         ident = -1 - len(self._outside)

@@ -73,10 +73,7 @@ def cross_entropy(w: TapeWriter, logits: Value, tokens: int, *, fused: bool, in_
         del numbers, update
         return [saved[0]]
 
-    def cast_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
-    whole = w.apply([logits], [logits.storage], [], cast_backward)[0]
+    whole = w.apply([logits], [logits.storage], [], w.fresh(size))[0]
     return w.apply([whole], [loss], [softmax, mask, indices], backward)[0]
 
 
@@ -127,8 +124,5 @@ def mean_loss(w: TapeWriter, loss: Value, tokens: int, mask: Storage) -> Value:
     """The masked sum of the tokens' losses. Source: pretrain_gpt.py, loss_func"""
     row = tokens * _FP32
 
-    def times_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(row)]
-
-    masked = w.apply([loss], [w.empty(row)], [mask], times_backward)[0]
+    masked = w.apply([loss], [w.empty(row)], [mask], w.fresh(row))[0]
     return w.apply([masked], [w.empty(_FP32, Kind.LOSS)], [], lambda saved, g: g[:])[0]

@@ -92,37 +92,21 @@ def _permute(w: TapeWriter, r: Routing, x: Value, probabilities: Value, order: l
     del numbers
     turned = w.apply([probabilities], [w.empty(scores)], [], lambda saved, g: g[:])[0]
 
-    def select_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(scores)]
-
-    weights = w.apply([turned], [w.empty(chosen)], [turned.storage, mask], select_backward)[0]
+    weights = w.apply([turned], [w.empty(chosen)], [turned.storage, mask], w.fresh(scores))[0]
     del turned, mask
 
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
-    return w.apply([x], [w.empty(tokens)], order, backward)[0], weights
+    return w.apply([x], [w.empty(tokens)], order, w.fresh(size))[0], weights
 
 
 def _unpermute(w: TapeWriter, r: Routing, x: Value, order: list[Storage]) -> Value:
     """Add up what the experts made of each token."""
-    size = x.nbytes
-
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
-    return w.apply([x], [w.empty(r.rows * r.token)], order, backward)[0]
+    return w.apply([x], [w.empty(r.rows * r.token)], order, w.fresh(x.nbytes))[0]
 
 
 def _all_to_all(w: TapeWriter, r: Routing, x: Value) -> Value:
     if r.ep == 1:
         return x
-    size = x.nbytes
-
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size, Kind.COMM)]
-
-    return w.apply([x], [w.empty(size, Kind.COMM)], [], backward)[0]
+    return w.apply([x], [w.empty(x.nbytes, Kind.COMM)], [], w.fresh(x.nbytes, kind=Kind.COMM))[0]
 
 
 def _local_experts(w: TapeWriter, s: Shapes, r: Routing, arrived: Value, weights: Value) -> Value:
@@ -143,24 +127,14 @@ def _local_experts(w: TapeWriter, s: Shapes, r: Routing, arrived: Value, weights
 
 
 def _cast(w: TapeWriter, x: Value, nbytes: int) -> Value:
-    size = x.nbytes
-
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
-    return w.apply([x], [w.empty(nbytes)], [], backward)[0]
+    return w.apply([x], [w.empty(nbytes)], [], w.fresh(x.nbytes))[0]
 
 
 def _gather(w: TapeWriter, r: Routing, x: Value) -> Value:
     """Gather rows from the ranks that share the experts' matrices; the gradient is scattered."""
     if r.etp == 1:
         return x
-    size = x.nbytes
-
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size, Kind.COMM)]
-
-    return w.apply([x], [w.empty(size * r.etp, Kind.COMM)], [], backward)[0]
+    return w.apply([x], [w.empty(x.nbytes * r.etp, Kind.COMM)], [], w.fresh(x.nbytes, kind=Kind.COMM))[0]
 
 
 def _sort(w: TapeWriter, r: Routing, *each: Value) -> list[Value]:
@@ -172,7 +146,7 @@ def _sort(w: TapeWriter, r: Routing, *each: Value) -> list[Value]:
 
 def _sorted(w: TapeWriter, each: list[Value], places: list[Storage]) -> list[Value]:
     sizes = [one.nbytes for one in each]
-    return w.apply(each, [w.empty(size) for size in sizes], places, lambda saved, g: [w.empty(size) for size in sizes])
+    return w.apply(each, [w.empty(size) for size in sizes], places, w.fresh(*sizes))
 
 
 # --- all-gather ---------------------------------------------------------------------------------------------------------------
@@ -191,9 +165,7 @@ def _gathered_experts(w: TapeWriter, s: Shapes, r: Routing, number: int, x: Valu
         probabilities = _gathered_rows(w, probabilities, ranks)
         every = _gathered_tokens(w, x, ranks)
         mine = w.empty(local * _BOOL)
-        chosen = w.apply(
-            [probabilities], [w.empty(local * r.element)], [], lambda saved, g: [w.empty(rows * r.experts * r.element)]
-        )[0]
+        chosen = w.apply([probabilities], [w.empty(local * r.element)], [], w.fresh(rows * r.experts * r.element))[0]
     else:
         mine, chosen = routes, probabilities
     w.attributes["local map", number] = [mine]
@@ -203,18 +175,15 @@ def _gathered_experts(w: TapeWriter, s: Shapes, r: Routing, number: int, x: Valu
     mask = w.empty(local * _BOOL)
     source = local * r.element
 
-    def select_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(source)]
-
     got = r.got * r.ep * r.local // r.experts  # of all ranks' tokens, those that take this rank's experts
-    weights = w.apply([turned], [w.empty(got * r.element)], [turned.storage, mask], select_backward)[0]
+    weights = w.apply([turned], [w.empty(got * r.element)], [turned.storage, mask], w.fresh(source))[0]
     del turned, mask, chosen
     w.attributes["order", number] = [*order, weights.storage]
     del routes, mine
     with w.module("experts", "TEGroupedMLP" if r.engine else "SequentialMLP"):
         made = _compute(w, s, r, tokens, weights)
     size = made.nbytes
-    out = w.apply([made], [w.empty(rows * r.token)], order, lambda saved, g: [w.empty(size)])[0]
+    out = w.apply([made], [w.empty(rows * r.token)], order, w.fresh(size))[0]
     del made
     return _scattered(w, s, r, out, ranks) if ranks > 1 else out
 
@@ -230,19 +199,11 @@ def _taken(w: TapeWriter, r: Routing, every: Value, local: int, rows: int) -> tu
         order = [w.empty(got * _INT64)]
         del numbers, mask
 
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(rows * r.token)]
-
-    return order, w.apply([every], [w.empty(got * r.token)], order, backward)[0]
+    return order, w.apply([every], [w.empty(got * r.token)], order, w.fresh(rows * r.token))[0]
 
 
 def _gathered_rows(w: TapeWriter, x: Value, ranks: int) -> Value:
-    size = x.nbytes
-
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size, Kind.COMM)]
-
-    return w.apply([x], [w.empty(size * ranks, Kind.COMM)], [], backward)[0]
+    return w.apply([x], [w.empty(x.nbytes * ranks, Kind.COMM)], [], w.fresh(x.nbytes, kind=Kind.COMM))[0]
 
 
 def _gathered_tokens(w: TapeWriter, x: Value, ranks: int) -> Value:
@@ -292,10 +253,7 @@ def _gated(w: TapeWriter, x: Value, scale: Value) -> Value:
     """A gated activation times the probabilities, as one kernel. Source: megatron/core/fusions/fused_bias_swiglu.py"""
     size, scales = x.nbytes, scale.nbytes
 
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size), w.empty(scales)]
-
-    return w.apply([x, scale], [w.empty(size // 2)], [x.storage, scale.storage], backward)[0]
+    return w.apply([x, scale], [w.empty(size // 2)], [x.storage, scale.storage], w.fresh(size, scales))[0]
 
 
 def _scaled(w: TapeWriter, s: Shapes, x: Value, scale: Value) -> Value:

@@ -56,10 +56,7 @@ def _gathered(w: TapeWriter, s: Shapes, x: Value) -> Value:
     out = w.empty(size * s.tp, Kind.COMM)
     w.empty(size)
 
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size, Kind.COMM)]
-
-    return w.apply([x], [out], [], backward)[0]
+    return w.apply([x], [out], [], w.fresh(size, kind=Kind.COMM))[0]
 
 
 def _normed(w: TapeWriter, s: Shapes, x: Value, channels: int) -> Value:
@@ -96,10 +93,7 @@ def _expanded(w: TapeWriter, s: Shapes, narrow: Value, latent: Value, key_positi
     query = _joined(w, plain, turned)
     size = shared.nbytes
 
-    def expand_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
-    spread = w.apply([shared], [shared.storage], [], expand_backward, (0,))[0]
+    spread = w.apply([shared], [shared.storage], [], w.fresh(size), (0,))[0]
     key = w.apply([keys, spread], [w.empty(each * (own + positions))], [], lambda saved, g: [g[0], g[0]])[0]
     return query, key, ops.contiguous(w, value)
 
@@ -182,13 +176,10 @@ def _look_up(w: TapeWriter, s: Shapes, words: Storage) -> Value:
         w.attributes.pop(ops.WAITING, None)
         return [made]
 
-    def mask_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
     found = w.apply([], [out], saved, look_up_backward)[0]
     if mask is None:
         return found
-    return w.apply([found], [found.storage], [mask], mask_backward)[0]
+    return w.apply([found], [found.storage], [mask], w.fresh(size))[0]
 
 
 def _with_positions(w: TapeWriter, s: Shapes, x: Value) -> Value:
@@ -356,24 +347,18 @@ def _softmax(w: TapeWriter, s: Shapes, raw: Value) -> Value:
         kept = w.empty(size)
         return w.apply([raw], [kept], [kept], lambda saved, g: [g[0]])[0]
 
-    def narrow_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
-    def wide_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(wide)]
-
     def softmax_backward(saved: Saved, g: Gradients) -> Gradients:
         made = w.empty(wide)
         w.empty(wide)
         return [made]
 
-    exact = w.apply([raw], [w.empty(wide)], [], narrow_backward)[0]
-    masked = w.apply([exact], [exact.storage], [] if w.mask is None else [w.mask], wide_backward)[0]
+    exact = w.apply([raw], [w.empty(wide)], [], w.fresh(size))[0]
+    masked = w.apply([exact], [exact.storage], [] if w.mask is None else [w.mask], w.fresh(wide))[0]
     del exact
     kept = w.empty(wide)
     result = w.apply([masked], [kept], [kept], softmax_backward)[0]
     del kept
-    return w.apply([result], [w.empty(size)], [], wide_backward)[0]
+    return w.apply([result], [w.empty(size)], [], w.fresh(wide))[0]
 
 
 def _mlp(w: TapeWriter, s: Shapes, x: Value) -> Value:

@@ -83,10 +83,7 @@ def pointwise(w: TapeWriter, x: Value) -> Value:
     """Compute a tensor of the same size, whose backward needs nothing and makes a new gradient."""
     size = x.nbytes
 
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
-    return w.apply([x], [w.empty(size)], [], backward)[0]
+    return w.apply([x], [w.empty(size)], [], w.fresh(size))[0]
 
 
 def split(w: TapeWriter, x: Value, sizes: Sequence[int]) -> list[Value]:
@@ -102,32 +99,17 @@ def split(w: TapeWriter, x: Value, sizes: Sequence[int]) -> list[Value]:
 
 def repeat(w: TapeWriter, x: Value, nbytes: int) -> Value:
     """Repeat heads (``repeat_interleave``); the gradient is summed over the repetitions."""
-    size = x.nbytes
-
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
-    return w.apply([x], [w.empty(nbytes)], [], backward)[0]
+    return w.apply([x], [w.empty(nbytes)], [], w.fresh(x.nbytes))[0]
 
 
 def scatter(w: TapeWriter, x: Value, nbytes: int) -> Value:
     """Reduce-scatter over tokens; the gradient is gathered."""
-    size = x.nbytes
-
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size, Kind.COMM)]
-
-    return w.apply([x], [w.empty(nbytes, Kind.COMM)], [], backward)[0]
+    return w.apply([x], [w.empty(nbytes, Kind.COMM)], [], w.fresh(x.nbytes, kind=Kind.COMM))[0]
 
 
 def share_tokens(w: TapeWriter, x: Value, nbytes: int) -> Value:
     """Take this rank's tokens, a view; the gradient is gathered."""
-    size = x.nbytes
-
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size, Kind.COMM)]
-
-    return w.apply([x], [x.storage], [], backward, (nbytes,))[0]
+    return w.apply([x], [x.storage], [], w.fresh(x.nbytes, kind=Kind.COMM), (nbytes,))[0]
 
 
 def normalize(w: TapeWriter, x: Value, norm: Norm) -> Value:
@@ -313,10 +295,7 @@ def drop(w: TapeWriter, x: Value, element: int = 2) -> Value:
     mask = w.empty(size // element)
     out = w.empty(size)
 
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
-    return w.apply([x], [out], [mask], backward)[0]
+    return w.apply([x], [out], [mask], w.fresh(size))[0]
 
 
 def checkpoint(w: TapeWriter, run: Callable[[list[Value]], Value], inputs: list[Value], *, masked: bool = True) -> Value:

@@ -7,8 +7,7 @@ Sources: Megatron-Core 0.16.1, ``megatron/core/models/common/embeddings/rope_uti
 from __future__ import annotations
 
 from zeroplan.engines.megatron import operators as ops
-from zeroplan.engines.megatron.autograd import Gradients, TapeWriter, Value
-from zeroplan.engines.megatron.operators import Saved
+from zeroplan.engines.megatron.autograd import TapeWriter, Value
 from zeroplan.engines.megatron.shapes import Shapes
 
 _FP32 = 4
@@ -25,12 +24,9 @@ def rotated(w: TapeWriter, s: Shapes, x: Value, channels: int) -> Value:
         return ops.pointwise(w, x)
     nbytes = x.nbytes
 
-    def times_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(nbytes)]
-
-    rest = w.apply([x], [x.storage], [], times_backward, (0,))[0]  # the channels that are not rotated: none of them
+    rest = w.apply([x], [x.storage], [], w.fresh(nbytes), (0,))[0]  # the channels that are not rotated: none of them
     if latent:
-        even, odd = (w.apply([x], [x.storage], [], times_backward, (nbytes // 2,))[0] for _ in range(2))
+        even, odd = (w.apply([x], [x.storage], [], w.fresh(nbytes), (nbytes // 2,))[0] for _ in range(2))
         x = w.apply([even, odd], [w.empty(nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
         del even, odd
     tables = []
@@ -41,12 +37,12 @@ def rotated(w: TapeWriter, s: Shapes, x: Value, channels: int) -> Value:
         tables.append(w.empty(angles * s.element))
         del scaled
     cosine, sine = tables
-    straight = w.apply([x], [w.empty(nbytes)], [cosine], times_backward)[0]
+    straight = w.apply([x], [w.empty(nbytes)], [cosine], w.fresh(nbytes))[0]
     first, second = ops.split(w, x, (nbytes // 2, nbytes // 2))
     negative = ops.pointwise(w, second)
     turned = w.apply([negative, first], [w.empty(nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
     del negative
-    crossed = w.apply([turned], [w.empty(nbytes)], [sine], times_backward)[0]
+    crossed = w.apply([turned], [w.empty(nbytes)], [sine], w.fresh(nbytes))[0]
     del turned
     both = w.apply([straight, crossed], [w.empty(nbytes)], [], lambda saved, g: [g[0], g[0]])[0]
     del straight, crossed

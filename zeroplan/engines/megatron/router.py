@@ -108,10 +108,7 @@ def route(w: TapeWriter, s: Shapes, r: Routing, x: Value) -> tuple[Value, Storag
     spread, chosen = w.empty(r.scores), r.chosen
     del zeros
 
-    def spread_backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(chosen)]
-
-    probabilities = w.apply([weights], [spread], places, spread_backward)[0]
+    probabilities = w.apply([weights], [spread], places, w.fresh(chosen))[0]
     del weights, spread
     routes = _map(w, r)
     places.clear()
@@ -176,12 +173,9 @@ def _softmax(w: TapeWriter, s: Shapes, r: Routing, logits: Value, places: list[S
 def _largest(w: TapeWriter, r: Routing, scores: Value, places: list[Storage]) -> Value:
     size = r.scores
 
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
     values, at = w.empty(r.chosen), w.empty(r.rows * r.topk * _INT64)
     places.append(at)
-    return w.apply([scores], [values], [at], backward)[0]
+    return w.apply([scores], [values], [at], w.fresh(size))[0]
 
 
 def _normalized(w: TapeWriter, r: Routing, x: Value, columns: int) -> Value:
@@ -203,12 +197,7 @@ def _narrowed(w: TapeWriter, r: Routing, x: Value, columns: int) -> Value:
     """The scores' own dtype again."""
     if r.element == _FP32:
         return x
-    wide = x.nbytes
-
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(wide)]
-
-    return w.apply([x], [w.empty(r.rows * columns * r.element)], [], backward)[0]
+    return w.apply([x], [w.empty(r.rows * columns * r.element)], [], w.fresh(x.nbytes))[0]
 
 
 def _sigmoid(w: TapeWriter, s: Shapes, r: Routing, logits: Value, places: list[Storage]) -> Value:
@@ -275,7 +264,7 @@ def _small_logits(w: TapeWriter, r: Routing, logits: Value) -> Value:
 
     summed = w.apply([logits], [out], [logits.storage, out], backward)[0]
     del out
-    squares = w.apply([summed], [w.empty(row)], [summed.storage], lambda saved, g: [w.empty(row)])[0]
+    squares = w.apply([summed], [w.empty(row)], [summed.storage], w.fresh(row))[0]
     del summed
     loss = w.apply([squares], [w.empty(r.element)], [], lambda saved, g: [g[0]])[0]
     return w.apply([logits, loss], [logits.storage], [], lambda saved, g: [g[0], w.empty(r.element)])[0]
@@ -300,11 +289,8 @@ def _dropped(w: TapeWriter, s: Shapes, r: Routing, probabilities: Value, routes:
     del made
     kept = w.empty(pairs * _BOOL)
 
-    def backward(saved: Saved, g: Gradients) -> Gradients:
-        return [w.empty(size)]
-
     held = s.model.moe_token_dispatcher_type != "allgather"  # by the dispatcher, which is counted apart
-    return w.apply([probabilities], [w.empty(size)], [] if held else [kept], backward)[0], kept
+    return w.apply([probabilities], [w.empty(size)], [] if held else [kept], w.fresh(size))[0], kept
 
 
 def _balanced(w: TapeWriter, r: Routing, logits: Value, probabilities: Value) -> Value:

@@ -116,6 +116,11 @@ def _compiled_of(module: nn.Module) -> Any:
     return None
 
 
+def is_graph(module: nn.Module) -> bool:
+    """Returns whether this module runs compiled: its backward returns the gradients of its parameters at once."""
+    return _compiled_of(module) is not None
+
+
 def require_whole(model: nn.Module) -> None:
     """Refuses to compile a model whose parameters ranks have parts of. See Note [Compiled parts].
 

@@ -21,6 +21,7 @@ from torch.nn import functional
 from zeroplan.core.errors import BadInput
 from zeroplan_runtime import function_transforms
 from zeroplan_runtime.checks import refuse_copy
+from zeroplan_runtime.compiled import is_graph, may_compile
 from zeroplan_runtime.gradient_reduction import note_arrival
 from zeroplan_runtime.local_tensors import is_distributed, is_local_product, local_grad, local_part
 from zeroplan_runtime.schedule import Schedule
@@ -96,7 +97,9 @@ def _take_grad(engine: weakref.ref[Schedule], unit: int, position: int, param: t
             where="backward",
             remedy="call engine.backward(loss), not loss.backward(); for other gradients torch.autograd.grad()",
         )
-    schedule.grads.accumulate(schedule.model_states.units[unit], position, local_grad(param, grad))
+    state = schedule.model_states.units[unit]
+    of_graph = may_compile() and not schedule.keeps_guard and is_graph(state.module)  # what is guarded runs uncompiled
+    schedule.grads.accumulate(state, position, local_grad(param, grad), of_graph=of_graph)
 
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -4,6 +4,11 @@ Note [Lifetime of gradients]
     The memory of gradients is allocated while the compute stream is current, before the reduce stream uses it, and is freed
     once the compute stream waits for the reduce stream. So the allocator sees one stream only, and reuses the memory in that
     stream's order without a host synchronisation. See Note [Lifetimes] in core/layout.
+
+Note [Gradients of a graph]
+    A compiled block's backward returns the gradients of all its parameters at once, and nothing is allocated until autograd has
+    handed on the last. They are copied together then: one by one they take the host longer than the device. A block that
+    is not compiled has them one after the other, and each is copied and freed as it comes.
 """
 
 from __future__ import annotations
@@ -54,6 +59,8 @@ class GradientReduction:
         self.keeps_own = False
         self.has_grads = False
         self.chunk: set[UnitState] | None = None
+        self._whose: UnitState | None = None  # whose gradients wait to be copied; see Note [Gradients of a graph]
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # to, from
 
     def begin_backward(self) -> None:
         """Prepares a micro batch's backward; also clears what an interrupted backward left."""
@@ -63,6 +70,7 @@ class GradientReduction:
 
     def end_backward(self) -> None:
         """Reduces the gradients that have not been reduced when the whole backward has ended."""
+        self._copy()
         for unit in reversed(self.model_states.units):
             came_late = unit.grads.slot is not None and RECEIVED_NOW in unit.grads.received
             if unit.trainable is not None and (came_late or (not unit.grads.reduced and self._is_due(unit))):
@@ -92,6 +100,7 @@ class GradientReduction:
 
         It is allocated, its slot is taken from the unit that holds it, or an average that it holds is undone.
         """
+        self._copy()
         slot = unit.grads.slot
         if slot is not None:
             if slot.holder is not unit:
@@ -124,25 +133,40 @@ class GradientReduction:
         unit.grads.reduces_late |= unit.grads.reduced
         unit.grads.averaged = unit.grads.reduced = False
 
-    def accumulate(self, unit: UnitState, position: int, grad: torch.Tensor) -> None:
+    def accumulate(self, unit: UnitState, position: int, grad: torch.Tensor, *, of_graph: bool = False) -> None:
         """Adds one parameter's complete gradient to ``unit.grads.full``, or copies it there if it is the first.
 
         Args:
             unit: the parameter's unit.
             position: the parameter's index in the unit's trainable flat.
             grad: the gradient, in the parameter's shape; sparse gradients are made dense.
+            of_graph: others of the unit follow at once: see Note [Gradients of a graph].
         """
-        self.acquire(unit)
+        received = unit.grads.received
+        if self._whose is not unit or received[position]:
+            self.acquire(unit)
         if grad.is_sparse:
             grad = grad.to_dense()
         view, scale = unit.grads.views[position], self.model_states.grad_scale(unit)
-        if unit.grads.received[position]:
+        if received[position]:
             view.add_(grad, alpha=scale)
         elif scale != 1.0:
             torch.mul(grad, scale, out=view)
+        elif of_graph:
+            self._whose = unit
+            self._copies.append((view, grad))
         else:
             view.copy_(grad)
         note_arrival(unit, position)
+        if all(received):
+            self._copy()
+
+    def _copy(self) -> None:
+        """Copies the gradients that wait for it. See Note [Gradients of a graph]."""
+        if self._copies:
+            views, grads = zip(*self._copies, strict=True)
+            self._whose, self._copies = None, []
+            torch._foreach_copy_(views, grads)
 
     def reduce(self, unit: UnitState, *, last: bool = False) -> None:
         """Averages `unit`'s gradients over the ranks, on the reduce stream. A parameter without a gradient counts as zero.
@@ -153,6 +177,7 @@ class GradientReduction:
             unit: the unit.
             last: no more gradients of the unit are expected in this micro batch.
         """
+        self._copy()
         if unit.grads.slot is None and not self.boundary:
             unit.grads.reduced = True
             return
@@ -248,6 +273,7 @@ class GradientReduction:
 
     def wait(self) -> None:
         """Makes the compute stream wait for all reductions, before the optimizer reads the gradients."""
+        self._copy()
         if self._reducing:
             self._produced.record(self.reduce_stream)
             self._produced.wait(self.compute_stream)
@@ -256,6 +282,7 @@ class GradientReduction:
     def free_slots(self) -> None:
         """Frees the slots of unsharded gradients, after making the compute stream wait for the reductions that read them."""
         self.slots_are_due = False
+        self._copy()  # of an interrupted backward
         held = [slot for slot in self.model_states.grad_slots.values() if slot.buffer.is_allocated]
         if held:
             self.wait()
@@ -288,6 +315,7 @@ class GradientReduction:
         Raises:
             BadInput: when updates on the host have begun.
         """
+        self._whose, self._copies = None, []
         if self.host is not None:
             self.host.drop_grads(anyway=anyway)
         self.wait()

@@ -120,6 +120,7 @@ class ParameterStates:
         all after the warm-up of 1-bit Adam.
         """
         unit, position = self._place(param)[0], self._place(param)[2]
+        self._engine.schedule.grads.wait()
         if self._is_unreduced(unit):
             view = unit.grads.views[position]
             return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import zeroplan_runtime
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.parameter_states import ParameterStates
 
 LLAMA = {
     "hidden_size": 32,
@@ -174,3 +176,57 @@ def test_cuda_graphs_are_refused_in_one_line(pool: RankPool) -> None:
     assert whole.startswith("torch.compile of blocks.0: CUDA graphs keep")
     assert block.startswith("torch.compile of blocks.2: CUDA graphs keep")
     assert whole.endswith("use max-autotune-no-cudagraphs")
+
+
+def copies(group: dist.ProcessGroup, compiled: bool) -> tuple[list[int], bool]:
+    """Trains the small model; how many gradients each common copy took, and whether a hook that reads the gradients that have
+    arrived in the middle of a graph's found them.
+    """
+    from tests.runtime import models
+
+    torch._dynamo.reset()
+    config = ds_config(1, gradient_accumulation_steps=2)
+    engine, *_ = zeroplan_runtime.initialize(model=models.make(depth=2), config=config, group=group, device="cpu")
+    if compiled:
+        engine.compile(backend="aot_eager")
+    states = ParameterStates(engine)
+    sizes: list[int] = []
+    seen: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+    real = torch._foreach_copy_
+
+    def counted(views: Any, grads: Any) -> None:
+        sizes.append(len(grads))
+        real(views, grads)
+
+    def look(_grad: torch.Tensor) -> None:
+        for unit in engine.model_states.units:
+            for param, arrived in zip(unit.trainable.params, unit.grads.received, strict=True) if unit.trainable else ():
+                if arrived:
+                    seen.append((param, states.grad(param)))  # type: ignore[arg-type]
+
+    def micro_batch(number: int) -> None:
+        engine.backward(engine(models.batch(number, 0, dist.get_rank(group))))
+
+    def step(first: int) -> None:
+        for number in (first, first + 1):
+            micro_batch(number)
+            engine.step()
+
+    with mock.patch.object(torch, "_foreach_copy_", counted):
+        step(0)  # checked, which is done uncompiled
+        assert not sizes
+        step(2)
+    for param in engine.module.blocks[0].parameters():  # type: ignore[union-attr, index]
+        param.register_hook(look)
+    micro_batch(4)
+    found = bool(seen) and all(torch.equal(value, states.grad(param)) for param, value in seen)  # type: ignore[arg-type]
+    engine.destroy()
+    return sizes, found
+
+
+def test_a_graphs_gradients_are_copied_together(pool: RankPool) -> None:
+    from tests.runtime import models
+
+    block = len(list(models.make(depth=2).blocks[0].parameters()))
+    assert pool.run(1, copies, True) == [([block, block], True)]
+    assert pool.run(1, copies, False) == [([], True)]

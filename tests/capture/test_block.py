@@ -153,6 +153,46 @@ def test_a_trainer_believes_in_the_gpu_within_the_block_alone(tmp_path: Path) ->
     assert trainer(use_cpu=True).args.device.type == "cpu"
 
 
+@pytest.mark.parametrize(
+    ("use", "refused"),
+    [
+        ("gpu + host", True),
+        ("torch.nn.functional.embedding(rows, gpu)", True),
+        ("torch.cat([gpu, host])", True),
+        ("torch.nn.Linear(8, 8)(gpu)", True),
+        ("torch.where(host > 0, gpu, gpu)", True),
+        ("host[rows.cuda()]", True),
+        ("gpu.__setitem__(rows, host[rows])", True),
+        ("torch.stack([gpu.sum(), host.sum()])", True),
+        ("host * gpu.sum()", True),
+        ("gpu * host.sum() + torch.tensor(2.0)", False),
+        ("gpu[rows]", False),
+        ("gpu.__setitem__(rows, torch.tensor(1.0))", False),
+        ("gpu.__setitem__(slice(0, 8), host)", False),
+        ("host.copy_(gpu)", False),
+        ("torch.nn.utils.rnn.pack_padded_sequence(gpu[None], torch.tensor([8]), batch_first=True)", False),
+    ],
+)
+def test_tensors_of_a_gpu_and_of_the_host_meet_where_torch_lets_them(use: str, refused: bool) -> None:
+    """Which operators take both is what torch does with CUDA tensors (``TensorIterator``, ``TensorAdvancedIndexing.cpp``)."""
+
+    def run() -> None:
+        with zeroplan.capture("H100"):
+            names = {
+                "torch": torch,
+                "gpu": torch.randn(8, 8, device="cuda"),
+                "host": torch.randn(8, 8),
+                "rows": torch.arange(4),
+            }
+            eval(use, names)
+
+    if not refused:
+        run()
+        return
+    with pytest.raises(RuntimeError, match=r"on the same device, but .* cuda:0 and some on cpu"):
+        run()
+
+
 def test_the_name_costs_no_torch(fresh_python: Callable[..., Any]) -> None:
     done = fresh_python(
         "import sys, zeroplan; zeroplan.capture; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"

@@ -208,11 +208,12 @@ assert "H100" in subprocess.run(["nvidia-smi"], capture_output=True, text=True).
 
 
 def test_a_loop_that_draws_for_ever_is_ended_with_its_line(tmp_path: Path) -> None:
-    code = LOOP.replace("for step in range(3):", "while True:")
+    code = LOOP.replace("for step in range(3):", "while True:") + "after = torch.empty(1 << 30, device='cuda')\n"
     captured, run = capture(tmp_path, code, steps=4)
     assert captured.stopped is None
     assert run.report.plans[0].fits is True
-    assert captured.ended == f"{tmp_path / 'train.py'}:8"
+    assert captured.ended == f"{tmp_path / 'train.py'}:5"
+    assert run.timeline.peak_allocated > 1 << 32  # what follows the loop has run
 
 
 def test_a_loader_ends_after_the_steps_and_what_follows_runs(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 #: What a script finds out about the machine, and how it leaves.
 MACHINE = f"""
 import os, signal, subprocess, torch
+query = ["nvidia-smi", "--query-gpu=memory.total,memory.used", "--format=csv,nounits,noheader"]
+assert subprocess.check_output(query, text=True).endswith(", 0\\n")  # nothing of torch's is there yet
 signal.signal(signal.SIGTERM, lambda *_: None)
 torch.cuda.reset_peak_memory_stats()
 {LOOP}
@@ -26,9 +28,8 @@ free, total = torch.cuda.mem_get_info()
 assert total - free > torch.cuda.memory_allocated() > 0
 most = torch.cuda.max_memory_allocated()
 assert most == torch.cuda.memory_stats()["allocated_bytes.all.peak"] > torch.cuda.memory_allocated()
-query = ["nvidia-smi", "--query-gpu=memory.total,memory.used", "--format=csv,nounits,noheader"]
 all_of_it, used = subprocess.check_output(query, text=True).split(",")
-assert int(all_of_it) == total >> 20 and int(used) > 0
+assert int(all_of_it) == total >> 20 and int(used) == total - free >> 20  # the context included
 assert os.popen("nvidia-smi -L").read().startswith("GPU 0: NVIDIA H100")
 import pynvml
 pynvml.nvmlInit()
@@ -132,6 +133,42 @@ def test_an_odd_script_ends_in_an_answer(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_loop_that_waits_for_a_value_is_ended_at_its_line(tmp_path: Path) -> None:
     captured, _ = capture(tmp_path, WAITS)
     assert (captured.steps, captured.ended) == (3, f"{tmp_path / 'train.py'}:9")
+
+
+def test_loops_in_functions_and_modules_end_and_what_follows_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass over an inner loop takes a step more, and the second ends all loops around it."""
+    head, _, body = LOOP.partition("for step in range(3):\n")
+    turn = "".join(f"            {line}\n" for line in body.splitlines())
+    (tmp_path / "inner.py").write_text(
+        f"{head}\ndef train(items, seen):\n    for epoch in range(1000):\n        for item in items():\n{turn}"
+        "        seen.append(epoch)\n        torch.empty(1 << 28, device='cuda')\n    else:\n        return 'all'\n"
+    )
+    code = """
+import itertools, inner
+def endless():
+    while True:
+        yield 1
+for items in (endless, itertools.count, lambda: enumerate(zip(range(9**9))), lambda: [0] * 100):
+    seen = []
+    assert inner.train(items, seen) == "all" and len(seen) < 3, seen
+print("after")
+"""
+    monkeypatch.chdir(tmp_path)
+    captured, run = capture(tmp_path, code)
+    assert captured.stopped is None, captured.stopped
+    assert run.timeline.peak_allocated > 1 << 30
+    assert run.report.plans[0].fits is True
+
+
+def test_a_loop_that_cannot_be_ended_leaves_open_what_follows(tmp_path: Path) -> None:
+    captured, run = capture(tmp_path, f"text = {LOOP.replace('range(3)', 'range(9)')!r}\nexec(text)\nprint(1)\n")
+    assert run.report.plans[0].fits is True
+    captured, run = capture(tmp_path, f"text = {LOOP.replace('range(3)', 'range(9)')!r}\nexec(text)\nevaluate()\n")
+    assert captured.ended == f"{tmp_path / 'train.py'}:2"
+    assert [
+        says.endswith(f"{tmp_path / 'train.py'}:3, which follows it, was not run") for _, _, says in captured.unmodelled
+    ] == [True]
+    assert run.report.plans[0].fits is None
 
 
 def test_processes_that_a_script_starts_are_a_world(tmp_path: Path) -> None:

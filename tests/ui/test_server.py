@@ -137,9 +137,9 @@ def test_another_name_of_this_machine_is_served_by_that_name_only(served: Served
 
 
 def test_bounds_of_size(served: Served) -> None:
-    status, messages = _ask(served, json.dumps({"model": "x" * (1 << 20)}).encode())
+    status, messages = _ask(served, json.dumps({"model": "x" * (8 << 20)}).encode())
     assert status == 413
-    assert messages == [{"error": {**messages[0]["error"], "text": "a question has at most 1 MiB, files included"}}]
+    assert messages == [{"error": {**messages[0]["error"], "text": "a question has at most 8 MiB, files included"}}]
     for body, says in ((b"", "is not JSON"), (b"\xff\n", "UTF-8"), (b"[" * 5000, "levels"), (b"[1]", "is no object")):
         status, messages = _ask(served, body)
         assert status == 200

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.capturing.replay import replayed
 from zeroplan.capturing.result import Captured, info_of
@@ -29,7 +29,10 @@ from zeroplan.planner.limit import ALLOCATED_SPREAD, RESERVED_SPREAD
 from zeroplan.simulate.allocator.config import AllocatorConfig
 from zeroplan.simulate.recorder import simulate
 from zeroplan.simulate.timeline import Timeline
-from zeroplan.tape.expanded import ExpandedTape
+
+if TYPE_CHECKING:
+    from zeroplan.planner.simulated import Simulated
+    from zeroplan.tape.expanded import ExpandedTape
 
 #: What runs a script that calls no engine.
 TORCH = "torch"
@@ -38,11 +41,16 @@ _STOPPED, _LIMIT = "stopped", "limit"
 
 @dataclass(frozen=True, slots=True)
 class CapturedRun:
-    """A report with the simulated run of the script behind it, and the tape under an engine's schedule."""
+    """A report with the simulated run of the script behind it; where an engine is called, those of all plans."""
 
     report: Report
     timeline: Timeline
-    tape: ExpandedTape | None = None
+    runs: tuple[Simulated, ...] = ()
+
+    @property
+    def tape(self) -> ExpandedTape | None:
+        """The tape under the engine's schedule."""
+        return self.runs[0].tape if self.runs else None
 
 
 def answer(
@@ -60,7 +68,8 @@ def answer(
         from zeroplan.capturing.engines.planned import planned
 
         alloc_conf = str(captured.machine.get("alloc_conf") or "")
-        return CapturedRun(*planned(captured, cluster, alloc_conf if config is not None else ""))
+        report, runs = planned(captured, cluster, alloc_conf if config is not None else "")
+        return CapturedRun(report, runs[0].simulation.timeline, runs)
     timeline = simulate(replayed(captured, cluster.gpu), config) if known is None else known
     outside = _outside(captured)
     unmodelled = _left_out(captured)

@@ -12,7 +12,9 @@ from zeroplan.capturing.source import CodeLine
 #: Names in a condition that asks whether values are finite, which those of training are.
 _FINITE = frozenset(("isnan", "isinf", "isfinite", "found_inf", "overflow"))
 #: Calls that allocate nothing on a GPU, by the last part of their names.
-_SAYS = frozenset(("print", "warn", "warning", "warning_once", "info", "debug", "error", "exit", "log"))
+_SAYS = frozenset(("print", "warn", "warning", "warning_once", "info", "debug", "error", "exit", "log", "close", "finish",
+                   "flush", "time", "perf_counter", "destroy_process_group", "barrier", "end_training", "format",
+                   "join"))  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -44,13 +46,32 @@ def goes_on(line: CodeLine) -> bool | None:
     return not (isinstance(node.test, ast.UnaryOp) and isinstance(node.test.op, ast.Not))
 
 
+@lru_cache(maxsize=64)
+def tree_of(file: str) -> ast.Module | None:
+    """A file's syntax; None where it is no Python."""
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+
+
+def may_allocate(statement: ast.stmt) -> bool:
+    """Return whether a statement may put something on a GPU: it calls what is not known to do no such thing."""
+    if isinstance(statement, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+        return False
+    return any(isinstance(one, ast.Call) and _name(one) not in _SAYS for one in ast.walk(statement))
+
+
+def _name(call: ast.Call) -> str:
+    called: Any = call.func
+    return str(getattr(called, "attr", getattr(called, "id", "")))
+
+
 @lru_cache(maxsize=256)
 def _deciding(line: CodeLine) -> Any:
     """The innermost statement or expression whose condition lies on a line; None for none."""
-    text = "".join(linecache.getlines(line.file))
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError):
+    tree = tree_of(line.file)
+    if tree is None:
         return None
     inside: list[tuple[int, Any]] = []
     for node in ast.walk(tree):
@@ -66,6 +87,5 @@ def _is_nothing(statement: ast.stmt) -> bool:
     if isinstance(statement, (ast.Raise, ast.Pass, ast.Continue, ast.Break)):
         return True
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        called: Any = statement.value.func
-        return getattr(called, "attr", getattr(called, "id", "")) in _SAYS
+        return _name(statement.value) in _SAYS
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)

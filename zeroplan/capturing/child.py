@@ -104,7 +104,7 @@ class Session:
 
     def run(self) -> result.Captured:
         """Set up, run the script, and return what was captured."""
-        from zeroplan.capturing import notebooks
+        from zeroplan.capturing import loops, notebooks
         from zeroplan.capturing.hooks import data_files
         from zeroplan.capturing.session import install, running
         from zeroplan.capturing.state import Capture
@@ -117,6 +117,7 @@ class Session:
         sys.path.insert(0, os.getcwd() if self.job.module else os.path.dirname(os.path.abspath(name)))
         sys.argv = [name, *self.job.arguments]
         data_files.install(capture)
+        loops.install()
         _ends_after(self.job.seconds)
         with running(capture):
             if self.job.module:

@@ -158,7 +158,7 @@ def install_nvml(card: PlannedCard, gpus: int, recorder: ScriptRecorder, module:
     """Let NVML answer for the planned GPUs, of which the first holds what the script has there; `module` is ``pynvml``."""
 
     def memory(handle: int, *_: Any, **__: Any) -> Any:
-        used = CONTEXT + recorder.live[0] if handle == 0 else 0
+        used = recorder.in_use if handle == 0 else 0
         return SimpleNamespace(total=card.memory, used=used, free=card.memory - used, reserved=0)
 
     answers: dict[str, Any] = {

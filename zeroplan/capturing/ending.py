@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from zeroplan.capturing import loops
 from zeroplan.capturing.batches import Pass, shapes_of
 from zeroplan.capturing.recorder import StoppedError
 from zeroplan.capturing.source import CodeLine, is_users, user_line
@@ -22,15 +23,16 @@ _AFTERWARDS = 30.0
 
 
 class EndedError(SystemExit):
-    """The steps asked for are done, and the loop would go on; a process that nobody holds ends with 0 then.
+    """The steps asked for are done, and a loop that cannot be ended would go on; a process that nobody holds ends with 0 then.
 
     Args:
         line: where it was.
+        follows: what would run behind it, and may put something on the GPU.
     """
 
-    def __init__(self, line: CodeLine | None) -> None:
+    def __init__(self, line: CodeLine | None, follows: CodeLine | None = None) -> None:
         super().__init__(0)
-        self.line = line
+        self.line, self.follows = line, follows
 
 
 class Ending:
@@ -50,6 +52,7 @@ class Ending:
         self._last_step: float | None = None
         self._training: Any = weakref.WeakSet()
         self.passes: list[Pass] = []
+        self.ended: dict[CodeLine, None] = {}  # loops that went over nothing that ends with the steps
         spans.on_step.append(self._stepped)
         spans.on_backward.append(self._backward)
 
@@ -67,8 +70,15 @@ class Ending:
         if self.done and self._last_step is None:
             self._last_step = time.monotonic()
         if self.taken > self.wanted + self.loader_ended:  # accelerate steps once more with the batch that it has drawn ahead
-            raise EndedError(user_line())
+            self._leave()
         self._in_time()
+
+    def _leave(self) -> None:
+        """End the loop around the step, and all around it where one went on; see Note [Loops that end]."""
+        line = loops.end_loops(all_of_them=bool(self.ended))
+        if line is None or (self._last_step is not None and time.monotonic() - self._last_step > _AFTERWARDS):
+            raise EndedError(user_line(), loops.what_follows())
+        self.ended.setdefault(line)
 
     def _backward(self) -> None:
         if not self.spans.steps and self.spans.backwards == self.wanted:
@@ -172,11 +182,8 @@ class _Batches:
         if over:
             frame = sys._getframe(1)
             if self._over and ending._last_step is not None and time.monotonic() - ending._last_step > _AFTERWARDS:
-                raise EndedError(user_line())
-            if is_users(frame.f_code.co_filename) and not _in_for(frame):
-                if trains or self._over:
-                    raise EndedError(user_line())  # a loop that draws batches by hand draws for ever
-            else:
+                raise EndedError(user_line(), loops.what_follows())
+            if not is_users(frame.f_code.co_filename) or _in_for(frame):  # a loop that draws by hand is ended by its steps
                 ending.loader_ended |= ending.done
                 raise StopIteration
         batch = next(self._batches)

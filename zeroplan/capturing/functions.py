@@ -56,7 +56,11 @@ class ScriptFunctions(CudaFunctions):
         """Run a function of GPU tensors, under the script's autocast."""
         self.autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         self.autocast_seen = self.autocast or self.autocast_seen
-        return super().__torch_function__(func, types, args, kwargs)
+        self.recorder.inside += 1
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self.recorder.inside -= 1
 
     def _placed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a function that names a device."""

@@ -53,7 +53,7 @@ def install(card: PlannedCard, gpus: int, live: Callable[[], int]) -> None:
     Args:
         card: the GPU.
         gpus: how many there are.
-        live: returns the bytes that the script has on its GPU now.
+        live: returns the bytes of its GPU that NVML counts as the script's now.
     """
     connect = socket.socket.connect
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from zeroplan.capturing.result import Captured, as_data, of_data
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.files import is_capture, read_bytes, write_atomic
+from zeroplan.core.sizes import GIB
 from zeroplan.run.ask import Ask
 from zeroplan.simulate.allocator.config import AllocatorConfig
 
@@ -83,6 +85,18 @@ def refuse_captured(files: Sequence[Any]) -> None:
         command = held[RECORDING].get("command", "COMMAND")
         what = "is a captured run, of which only the script itself can be measured"
         raise BadInput(what, where=str(files[0]), remedy=f"zeroplan verify -- {command}")
+
+
+def card_of(held: Mapping[str, Any]) -> dict[str, str]:
+    """Return the option that names the card of a kept capture: ``gpu``, or ``vram`` if that was given; none without a limit."""
+    machine = held.get("cluster", {})
+    name, vram = str(machine.get("gpu")), machine.get("vram")
+    if vram is None:
+        return {}
+    with contextlib.suppress(BadInput):  # a card that only a limit stands for has no name
+        if Cluster.of(gpu=name).vram == vram:
+            return {"gpu": name}
+    return {"vram": f"{int(vram) / GIB:g}G"}
 
 
 def recorded(held: Mapping[str, Any], request: Ask, where: str) -> tuple[Captured, Cluster]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroplan.capturing.hooks.reporters import Nothing
+from zeroplan.capturing.loops import compiled
 
 #: Magics of a whole cell whose code is Python, to be run.
 _PYTHON_CELLS = ("%%time", "%%timeit", "%%capture", "%%prun", "%%python3", "%%memit")
@@ -28,7 +29,7 @@ def run(path: str) -> None:
             name = f"{path}[{number}]"
             text = python_of("".join(cell["source"]))
             linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
-            code = compile(text, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+            code = compiled(text, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
             ran = eval(code, names)
             if inspect.iscoroutine(ran):
                 asyncio.run(ran)

@@ -72,6 +72,36 @@ def put_on_host(tensor: torch.Tensor, device: torch.device = CPU) -> torch.Tenso
     return tensor
 
 
+#: Operators that take tensors of the host beside those of a GPU: copies, and lengths of sequences.
+_MAY_MIX = frozenset(("copy_", "_to_copy", "set_", "_pack_padded_sequence", "_ctc_loss", "_ctc_loss_backward"))
+#: Operators whose positions may lie on the host where the tensor is on the GPU (``TensorAdvancedIndexing.cpp``).
+_INDEXED = frozenset(("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put"))
+
+
+#: Operators in which a single number of the host is a tensor like any other.
+_EQUALS = frozenset(("cat", "stack"))
+
+
+def refuse_mixed(func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+    """Raise what torch raises of an operator over tensors of a GPU and of the host; single numbers may lie there.
+
+    Args:
+        func: the operator, of which one tensor is on the GPU.
+        args: its arguments.
+        tensors: all tensors among them.
+
+    Raises:
+        RuntimeError: as on a machine with that GPU.
+    """
+    name = func._schema.name.partition("::")[2]
+    if func.namespace != "aten" or name in _MAY_MIX or name.startswith("_foreach_") or "attention" in name:
+        return
+    if name in _INDEXED and on_gpu(args[0]):
+        tensors = [one for one in args[2:3] if isinstance(one, torch.Tensor)]
+    if any((one.dim() or name in _EQUALS) and device_of(one).type == "cpu" for one in tensors):
+        raise RuntimeError(f"all tensors must be on the same device, but {name} has some on {_gpu} and some on cpu")
+
+
 def is_gpu(device: Any) -> bool:
     """Return whether what a script passes as a device names a GPU."""
     if isinstance(device, bool) or device is None:

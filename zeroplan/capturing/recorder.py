@@ -21,6 +21,7 @@ from zeroplan.capturing.branches import changes_nothing, goes_on
 from zeroplan.capturing.places import META, on_gpu, put_on_host
 from zeroplan.capturing.result import WORKSPACE
 from zeroplan.capturing.source import CodeLine, asking_line, deciding_line, user_line
+from zeroplan.engines.process import CONTEXT
 from zeroplan.tape.expanded import Op
 from zeroplan.trace import kernels
 from zeroplan.trace.known import KnownValues
@@ -31,6 +32,7 @@ _COPY = _aten._to_copy.default
 _READ = _aten._local_scalar_dense.default
 _COPY_INTO = _aten.copy_.default
 _ADDMM = _aten.addmm.default
+_PACK = _aten._pack_padded_sequence.default  # reads the lengths, which the host holds
 #: Operators that call cuBLAS.
 _PRODUCTS = frozenset((_aten.mm.default, _aten.bmm.default, _ADDMM, _aten.baddbmm.default, _aten.addbmm.default,
                        _aten.mv.default, _aten.addmv.default, _aten.dot.default))  # fmt: skip
@@ -70,7 +72,7 @@ class ScriptRecorder(StorageRecorder):
     def __init__(self) -> None:
         super().__init__((), known=KnownValues())
         self._wanted: str | None = None
-        self.steps = 0
+        self.inside = 0  # functions of GPU tensors that run
         self.invented_reads: dict[CodeLine, str] = {}
         self.open_branches: dict[CodeLine, bool] = {}
         self.labels: dict[int, str] = {}
@@ -97,6 +99,11 @@ class ScriptRecorder(StorageRecorder):
                 alive += (1 if op == Op.ALLOC else -1) * (-(-size // _GRAIN) * _GRAIN)
             most = max(most, alive) if at >= self._peak_since else alive
         return alive, max(alive, most)
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of the GPU that NVML counts as the process's, once it has anything there."""
+        return CONTEXT + self.live[0] if self.out.op else 0
 
     def forget_peak(self, *_: Any) -> None:
         """Count the most from here on."""
@@ -166,7 +173,9 @@ class ScriptRecorder(StorageRecorder):
         if func is _COPY and device is not None and device.type == "cpu":
             value = self.value_of(args[0])
             return self.invented(args[0]).to(kwargs.get("dtype") or args[0].dtype) if value is None else value.clone()
-        if len(bare) < len(tensors):
+        if gpu and self._wanted is None and len(tensors) > 1:
+            places.refuse_mixed(func, args, tensors)
+        if len(bare) < len(tensors) and func is not _PACK:
             args, kwargs = _all_bare(args, kwargs, keep=func is _COPY)
         if not gpu:
             return self._on_host(func, args, kwargs)
@@ -193,8 +202,8 @@ class ScriptRecorder(StorageRecorder):
     def _on_gpu(self, func: Any, bare: list[torch.Tensor], made_bare: bool) -> bool:
         if self._wanted is not None and (func is _COPY or not bare or func in _FACTORIES_LIKE):
             return self._wanted == "gpu"
-        if not bare:
-            return False
+        if not bare:  # made within an operator of torch's own, where its tensors are
+            return self.inside > 0 or self.phase == 2
         return any(on_gpu(one) for one in bare)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ def install(capture: Capture) -> None:
     """Replace what the script would find on a machine with GPUs. There is no way back within this process."""
     job = capture.job
     places.set_gpu(job.world.local_rank)
-    guards.install(job.card, job.gpus, lambda: capture.recorder.live[0])
+    guards.install(job.card, job.gpus, lambda: capture.recorder.in_use)
     cuda.install(job.card, job.gpus, capture.recorder)
     capture.spans.install(capture.functions)
     capture.ending.install()
@@ -44,6 +44,9 @@ def running(capture: Capture, *, raises: bool = False) -> Iterator[None]:
             yield
     except EndedError as end:
         capture.ended = str(end.line or "")
+        if end.follows is not None:
+            says = f"{end.line} is where the loop was ended after its steps; {end.follows}, which follows it, was not run"
+            capture.leave_out("after the steps", "more", says)
     except StoppedError as stop:
         capture.stop(stop.line or trouble_line(stop), stop.why)
     except BaseException as error:
@@ -80,7 +83,7 @@ def _parameters_without_memory(recorder: ScriptRecorder) -> None:
     def made(cls: Any, data: Any = None, requires_grad: bool = True, *args: Any, **kwargs: Any) -> Any:
         plain = type(data) in (torch.Tensor, nn.Parameter)
         if plain and not places.without_memory(data) and (data.is_floating_point() or data.numel() > 1 << 20):
-            with recorder.wanting("host"), torch.no_grad():
+            with torch._C.DisableTorchFunction(), recorder.wanting("host"), torch.no_grad():
                 data = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=places.META)
         return own(cls, data, requires_grad, *args, **kwargs)
 

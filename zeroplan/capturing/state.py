@@ -97,7 +97,7 @@ class Capture:
             phases=bytes(alloc.phase for alloc in out.allocs),
             steps=self.spans.steps or self.spans.backwards,  # a loop may update by hand
             stopped=self.stopped,
-            ended=self.ended or ", ".join(map(str, self.recorder.ended)),
+            ended=self.ended or ", ".join(map(str, {**self.recorder.ended, **self.ending.ended})),
             notes=[*self.invented.values(), *(f"{line}: {what}" for line, what in self.recorder.invented_reads.items())],
             unmodelled=list(self.unmodelled.values()),
             engine=engine,

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.families import Family
+from zeroplan.core.families import Family, family_of
 from zeroplan.core.sizes import GIB, MIB, format_bytes
 from zeroplan.planner.simulated import family_at_peak
 from zeroplan.report import svg
@@ -18,6 +18,7 @@ from zeroplan.report.peak import origin_in
 from zeroplan.simulate.timeline import Curve, Note, Timeline
 
 if TYPE_CHECKING:
+    from zeroplan.capturing.answer import CapturedRun
     from zeroplan.planner.simulated import Simulated
 
 
@@ -41,6 +42,13 @@ class Layer(NamedTuple):
 def drawn(run: Simulated) -> DrawnRun:
     """Return what a picture needs of a simulated run."""
     return DrawnRun(run.simulation.timeline, origin_in(run.tape), family_at_peak(run.tape, sharded=run.plan.stage == 3))
+
+
+def drawn_capture(run: CapturedRun) -> DrawnRun:
+    """Return what a picture needs of a captured script: by the lines that asked, or the engine's schedule of its run."""
+    if run.runs:
+        return drawn(run.runs[0])
+    return DrawnRun(run.timeline, lambda _, line: str(line or ""), lambda buffer, _: family_of(buffer, sharded=False))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from zeroplan.capturing.kept import card_of, kept_capture, kept_run
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Relief, Report
 from zeroplan.core.plumbing.documents import parse_json, text_of
@@ -23,13 +24,14 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.ds_config.writer import dump_ds_config
 from zeroplan.engines.words import engine_title, sharding_text
 from zeroplan.planner.estimate import Estimate, estimate_runs
-from zeroplan.report.timeline import DrawnRun, drawn, layers, phase_name
+from zeroplan.report.timeline import DrawnRun, drawn, drawn_capture, layers, phase_name
 from zeroplan.report.verdict import largest_item, name_of, peak_sentence, reserved_sentence, stages_sentence, verdict
 from zeroplan.run.ask import Ask
 from zeroplan.tapes.shipped import NotFetchedError
 from zeroplan.ui.asked import PLAN_KEYS, Question, plan_words, read_question
 
 if TYPE_CHECKING:
+    from zeroplan.capturing.answer import CapturedRun
     from zeroplan.search.results import Recommendation
 
 #: Points of a timeline. A phone has about as many pixels, and a wide window three times as many.
@@ -75,6 +77,9 @@ def answer(question: Any, say: Say | None = None, *, hub: bool = False) -> dict[
                 if say is not None:
                     say({key: whole(one) if key == "so_far" else _without(one, folder) for key, one in message.items()})
 
+            if asked.verb not in ("estimate", "read") and kept_capture(asked.sources) is not None:
+                what = "is a captured run, of which the page varies the card alone"
+                raise BadInput(what, where=asked.read[0]["name"], remedy=_command(asked).replace("estimate", "recommend", 1))
             return whole(_VERBS[asked.verb](asked, None if say is None else tell))
         except BadInput as error:
             told = (_without(text, folder) for text in (error.what, error.where, error.remedy))
@@ -95,6 +100,9 @@ def _without(value: Any, folder: str) -> Any:
 
 def _estimate(asked: Question, say: Say | None) -> dict[str, Any]:
     request = asked.request.replace(files=asked.sources)
+    captured = kept_run(request)
+    if captured is not None:
+        return _captured(asked, captured)
     charts: dict[int, dict[str, Any] | None] = {}
     if say is None:
         found = estimate_runs(request)
@@ -114,6 +122,16 @@ def _estimate(asked: Question, say: Say | None) -> dict[str, Any]:
     several = len(found.report.plans) > 1
     reliefs = _reliefs(found, at, request) if asked.show is not None and several else found.report.reliefs
     return _shown(asked, found, at, reliefs, charts, several=several)
+
+
+def _captured(asked: Question, run: CapturedRun) -> dict[str, Any]:
+    """Return the answer of a script that was captured: as it starts, or another of its engine's stages and offloads."""
+    keys = [_key(plan) for plan in run.report.plans]
+    at = keys.index(asked.show) if asked.show in keys else 0
+    found = Estimate(run.report, run.runs or (None,))
+    charts: dict[int, dict[str, Any] | None] = {} if run.runs else {0: timeline_data(drawn_capture(run))}
+    shown = _shown(replace(asked, show=keys[at]), found, at, (), charts, several=len(keys) > 1)
+    return {**shown, "command": _command(asked)}
 
 
 def _without_a_plan(asked: Question, report: Report, says: str) -> dict[str, Any]:
@@ -351,9 +369,14 @@ def _sharded_as(zero: ZeroConfig) -> tuple[int, str, str]:
 
 
 def _read(asked: Question, say: Say | None) -> dict[str, Any]:
-    """Return which of model, GPUs and nodes the question's files say: there the page's own values make way."""
+    """Return which of model, GPUs and nodes the question's files say: there the page's own values make way. A captured run
+    says its machine, too, whose card the page takes over.
+    """
     from zeroplan.interop.readers import read_setups
 
+    held = kept_capture(asked.sources)
+    if held is not None:
+        return {"says": ["gpu", "gpus", "model", "nodes", "nvme", "vram"], "values": card_of(held)}
     says = {"model"} if any(one["as"] == "model" for one in asked.read) else set()
     if asked.sources:
         setup = read_setups(asked.sources, asked.request.program, None)

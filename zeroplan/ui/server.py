@@ -34,8 +34,8 @@ from zeroplan.report.page import asset, look
 from zeroplan.ui.answers import names
 from zeroplan.ui.worker import HUB
 
-#: Bytes of a question at most, files included: those of a configuration's own limit.
-MOST_BYTES = 1 << 20
+#: Bytes of a question at most, files included: a captured run has some 100 kB, a long one a few MB.
+MOST_BYTES = 8 << 20
 #: Seconds in which a request must have come: its head, and then its body.
 REQUEST_SECONDS = 20.0
 #: Bytes of one line of the worker. The answer of a search with every plan's lines has about a tenth of it.

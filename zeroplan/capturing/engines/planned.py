@@ -20,8 +20,7 @@ from zeroplan.tape.codec import from_json
 
 if TYPE_CHECKING:
     from zeroplan.core.plan import Report
-    from zeroplan.simulate.timeline import Timeline
-    from zeroplan.tape.expanded import ExpandedTape
+    from zeroplan.planner.simulated import Simulated
 
 _DEEPSPEED = "deepspeed"
 _TYPES: Mapping[str, Any] = {"optimizer_kind": OptimizerKind, "precision": Precision}
@@ -64,8 +63,8 @@ def _left_out(captured: Captured) -> tuple[Unmodelled, ...]:
     return tuple(found)
 
 
-def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple[Report, Timeline, ExpandedTape]:
-    """Return the report (the run as the script starts it, then the engine's other stages and offloads), its timeline and tape.
+def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple[Report, tuple[Simulated, ...]]:
+    """Return the report (the run as the script starts it, then the engine's other stages and offloads), and each plan's run.
 
     Raises:
         BadInput: what the planner refuses of the engine's arguments.
@@ -79,7 +78,8 @@ def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple
         )
     plan = _beyond(found.report.plans[0], captured, run.tape.activation_peak)
     first = plan.model_copy(update={"capture": info_of(captured)})
-    plans = (first, *(one.report.plans[0] for one in _others(ask, captured, first)))
+    others = list(_others(ask, captured, first))
+    plans = (first, *(one.report.plans[0] for one in others))
     report = found.report.model_copy(
         update={
             "plans": plans,
@@ -87,7 +87,7 @@ def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple
             "warnings": (*found.report.warnings, *captured.notes),
         }
     )
-    return report, run.simulation.timeline, run.tape
+    return report, (run, *(one.runs[0] for one in others if one.runs[0] is not None))
 
 
 def _beyond(plan: MemoryPlan, captured: Captured, step: int) -> MemoryPlan:

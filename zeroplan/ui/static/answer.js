@@ -99,9 +99,10 @@ export function rows(plans, chosen, choose, { done = true } = {}) {
   const body = plans.map((plan, at) => {
     const open = plan.depth === "formula";
     const fit = open && !done ? { kind: "pending", text: "being simulated" } : fits(plan);
-    const name = `ZeRO-${plan.stage}, offload ${offload(plan)}`;
+    const loop = plan.capture?.way === "loop";
+    const name = loop ? "the script as it runs" : `ZeRO-${plan.stage}, offload ${offload(plan)}`;
     const cells = [
-      make("td", {}, make("button", { type: "button", "aria-label": `Show ${name}`, onclick: () => choose(plan) }, String(plan.stage))),
+      make("td", {}, make("button", { type: "button", "aria-label": `Show ${name}`, onclick: () => choose(plan) }, loop ? "as it runs" : String(plan.stage))),
       make("td", {}, offload(plan)),
       make("td", { class: "figure" }, `${open ? "≥ " : ""}${gib(needed(plan))}`),
       make("td", {}, gauge(plan, scale)),

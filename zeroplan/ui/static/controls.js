@@ -143,14 +143,14 @@ export function sync(state, answer, names, { typed = false } = {}) {
   by("model-hint").textContent = hint || (known ? `${count(known.params)} parameters` : "");
 }
 
-// Characters of a file, at most: a configuration has a few thousand.
-const MOST = 900_000;
+// Characters of a file, at most: a configuration has a few thousand, a captured run some hundred thousand.
+const MOST = 7_500_000;
 
 // Files by drop, paste and choice; `add` gets their names and texts, `refuse` why there are none.
 export function takeFiles(add, refuse) {
   const given = (files) => {
     const big = files.find((file) => (file.size ?? file.text.length) > MOST);
-    if (big) refuse(`${big.name} is larger than 900 kB; give a configuration, not data`);
+    if (big) refuse(`${big.name} is larger than 7.5 MB; give a configuration or a captured run, not data`);
     return !big;
   };
   const read = async (list) => {

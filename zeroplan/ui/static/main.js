@@ -202,7 +202,8 @@ function hold(next) {
 function title(of) {
   const work = of.report.workload;
   const more = [work.gradient_checkpointing && "checkpointing", work.lora_rank && `LoRA ${work.lora_rank}`].filter(Boolean);
-  return [of.report.model.name, of.name, `batch ${work.micro_batch} × ${work.seq_len}`, ...more].join(" · ");
+  const batch = work.micro_batch && work.seq_len ? [`batch ${work.micro_batch} × ${work.seq_len}`] : []; // a script's own, if captured
+  return [of.report.model.name, of.name, ...batch, ...more].join(" · ");
 }
 
 function choose(plan) {
@@ -231,7 +232,7 @@ async function addFiles(added) {
     if (next[name] !== undefined) others[name] = next[name];
     delete next[name];
   }
-  go(next, true);
+  go({ ...next, ...read.values }, true); // the card for which a run was captured
 }
 
 function removeFile(at) {

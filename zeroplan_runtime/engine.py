@@ -124,7 +124,8 @@ class Engine(EngineGetters):
             return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.checks.require_parameters()
+        if not self.schedule.resting:
+            self.checks.require_parameters()
         if self.optimizer_step is not None and torch.is_grad_enabled():
             self.optimizer_step.frozen.look()
         self.schedule.require_no_early_updates("engine")

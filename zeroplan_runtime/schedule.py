@@ -49,6 +49,7 @@ class Schedule:
         keeps_guard: parameters stay guarded in the forward, so that aliases taken there are, too.
         has_aliases: the forward keeps aliases of parameters, so a step waits until these are current.
         halves: backwards run in two halves (:mod:`zeroplan_runtime.pipeline_halves`), so autograd returns all gradients.
+        resting: the user has gathered all parameters, whose forwards need none of the hooks.
         hooked: hooks are on the units, as parameters are not always current; else they are but for hand-written ones.
         aliases: finds aliases that a unit's forward leaves behind; None where no memory is shared.
         keep_writes: called at stage 3 before a unit is resharded, to keep what its forward has written into parameters.
@@ -66,7 +67,7 @@ class Schedule:
         self.keep_writes: Callable[[UnitState], None] | None = None
         self.exported: Callable[[UnitState, str], None] | None = None
         self.reading: Callable[[str], AbstractContextManager[object]] = nullcontext
-        self.in_engine_backward = self.halves = False
+        self.in_engine_backward = self.halves = self.resting = False
         self._in_backward = False
         self._grad_enabled = False  # in this forward, so a backward is expected
         self._current: UnitState | None = None
@@ -132,6 +133,11 @@ class Schedule:
         self._execution_order.left_out = units
 
     def _pre_forward(self, unit: UnitState, _module: torch.nn.Module, _args: Any) -> None:
+        if self.resting:
+            if torch.is_grad_enabled():
+                what = "a forward with gradients is called while the user has gathered all parameters"
+                raise BadInput(what, where="stage 3", remedy="call it under torch.no_grad(), or after they are let go")
+            return
         if unit in self._execution_order.left_out:
             if not self._in_backward:
                 self._follow(unit)
@@ -168,7 +174,7 @@ class Schedule:
         self._last = unit
 
     def _post_forward(self, unit: UnitState, _module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if unit in self._execution_order.left_out:
+        if self.resting or unit in self._execution_order.left_out:
             return
         self._in_forward.difference_update(unit.parts)
         if torch.is_grad_enabled():

@@ -125,6 +125,15 @@ def states_one_by_one(group: dist.ProcessGroup, stage: int, offload: bool) -> No
     with GatheredParameters(several):
         for i, param in enumerate(several):
             close(param.detach(), plain.blocks[i].down.weight.detach(), (stage, i))
+    with GatheredParameters(engine.module.parameters()):
+        with torch.no_grad():
+            for number in range(1 + rank):  # each rank as often as it likes, as it generates
+                batch = models.batch(number, 0, rank)
+                assert engine(batch).item() == pytest.approx(plain(batch).item(), rel=1e-5)
+                assert engine.module(batch).item() == pytest.approx(plain(batch).item(), rel=1e-5)
+        if stage == 3:
+            with pytest.raises(AssertionError, match="while the user has gathered all parameters"):
+                engine(models.batch(0, 0, rank))
     with GatheredParameters(several[3], modifier_rank=1):
         if rank == 1:
             several[3].data.fill_(0.125)

@@ -131,15 +131,17 @@ def test_deepspeed_need_not_be_installed(pair: RankPool) -> None:
         assert (module, version, name) == ("zeroplan_runtime.compat.deepspeed.install", DEEPSPEED_VERSION, "deepspeed")
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("dpo", "reward", "grpo"))])
-def test_trl_equals_itself_without_the_runtime(kind: str, tmp_path: Path, warm_python: Path) -> None:
-    """In one process: what TRL adds to the Trainer is its own loss and its data's form."""
+def test_trl_equals_itself_without_the_runtime(kind: str, ranks: int, tmp_path: Path, warm_python: Path) -> None:
+    """What TRL adds to the Trainer is its own loss and its data's form; GRPO generates with gathered parameters."""
     pytest.importorskip("trl", reason="TRL is no dependency of the suite")
     script = Path(__file__).with_name("trl_run.py")
     said = []
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     for stage in ("plain", "3"):
         done = subprocess.run(
-            [warm_python, str(script), stage, str(tmp_path / stage), kind],
+            [warm_python, *launcher, str(script), stage, str(tmp_path / stage), kind],
             capture_output=True,
             text=True,
             check=False,

@@ -1,6 +1,6 @@
 """Trains by a trainer of TRL's, at a ZeRO stage or plainly, and prints its losses.
 
-``trl_run.py plain|STAGE FOLDER [sft|dpo|reward|grpo]``
+``trl_run.py plain|STAGE FOLDER [sft|dpo|reward|grpo]``, also by torchrun.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def main() -> None:
         from zeroplan_runtime.integrations.huggingface import zeroplan_config
 
         config = zeroplan_config(int(stage))
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+        if "RANK" not in os.environ:
+            alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+            os.environ |= alone
     import trl
     from datasets import Dataset
     from datasets.table import InMemoryTable
@@ -83,7 +85,7 @@ def main() -> None:
     elif kind == "reward":
         trainer = trl.RewardTrainer(args=trl.RewardConfig(folder, **options), **given)
     else:
-        args = trl.GRPOConfig(folder, num_generations=2, max_completion_length=6, ds3_gather_for_generation=False, **options)
+        args = trl.GRPOConfig(folder, num_generations=2, max_completion_length=6, **options)
 
         def length(completions: list[str], **_: Any) -> list[float]:
             return [float(len(set(one.split()))) for one in completions]

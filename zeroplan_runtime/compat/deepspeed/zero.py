@@ -50,6 +50,8 @@ class Init:
 class GatheredParameters:
     """A context in which parameters hold their whole values, at any stage. Every rank must enter it.
 
+    Where these are all parameters of an engine, forwards without gradients, as ``generate()``, need no other rank within it.
+
     Args:
         params: a parameter, or several. Those of no engine are left as they are.
         modifier_rank: what this rank writes to them is kept, on every rank; None keeps no write at stage 3.
@@ -86,6 +88,7 @@ class GatheredParameters:
                     self._gathered.append((param, engine, param.data, type(param)))
                     param.__class__ = plain_class(type(param))
                     param.data = copy
+                engine.schedule.resting = len(params) == len(set(engine.module.parameters()))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -99,6 +102,7 @@ class GatheredParameters:
                 param.data = place
                 param.__class__ = kind
                 engine.writes.forget()
+                engine.schedule.resting = False
             for engine, params in _by_engine(self._params):
                 for param in params:
                     if id(param) in written:
@@ -140,6 +144,19 @@ def is_zero_param(parameter: object) -> bool:
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 
+class ParameterOffload:
+    """What TRL takes stage 3's hooks off by, and puts them on again; ``GatheredParameters`` lets ours rest by itself."""
+
+    def __init__(self) -> None:
+        self.module: Any = nn.Module()
+        self.module.ds_external_parameters = tuple  # beside none of its own
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: nn.Module) -> None:
+        """Puts nothing on."""
+
+
 #: Attributes that DeepSpeed's stage 3 sets on a parameter and that scripts look for.
 _MARKS = ("ds_id", "ds_numel", "ds_persist", "ds_shape", "ds_status")
 
@@ -147,6 +164,8 @@ _MARKS = ("ds_id", "ds_numel", "ds_persist", "ds_shape", "ds_status")
 def mark(engine: Engine) -> None:
     """Sets DeepSpeed's attributes on the parameters that stage 3 shards."""
     numbered: Any
+    if engine.optimizer is not None:
+        engine.optimizer.parameter_offload = ParameterOffload()  # type: ignore[attr-defined]
     for number, numbered in enumerate(engine.module.parameters()):
         numbered.ds_id, numbered.ds_numel, numbered.ds_shape = number, numbered.numel(), numbered.shape
         numbered.ds_status, numbered.ds_persist = ZeroParamStatus.NOT_AVAILABLE, False

@@ -78,28 +78,24 @@ def _is_model(word: str) -> bool:
     return find(word) is not None
 
 
-def found_here(folder: str = ".") -> list[list[str]]:
+def found_here() -> list[list[str]]:
     """Return the commands that could be asked of a folder with a training project: of its logs, launch files and configs."""
-    commands = []
-    for path in _files(folder):
-        asked = _question_of(path)
-        if asked is not None:
-            commands.append(["zeroplan", *asked])
-    return commands[:_MOST_SHOWN]
+    questions = (_question_of(path) for path in _files())
+    return [["zeroplan", *asked] for asked in questions if asked is not None][:_MOST_SHOWN]
 
 
-def _files(folder: str) -> list[str]:
+def _files() -> list[str]:
     """Return the paths of files that may tell of a run, launch scripts first."""
     names = []
     for place in ("", "scripts"):
         try:
-            names += [os.path.join(place, name) for name in sorted(os.listdir(os.path.join(folder, place)))]
+            names += [os.path.join(place, name) for name in sorted(os.listdir(place or "."))]
         except OSError:
             continue
     suffixes = (*_RECIPES, *_LOGS)
     kept = [name for name in names if name.lower().endswith(suffixes)]
     kept.sort(key=lambda name: next(at for at, suffix in enumerate(suffixes) if name.lower().endswith(suffix)))
-    return [name if folder == "." else os.path.join(folder, name) for name in kept[:_MOST_FILES]]
+    return kept[:_MOST_FILES]
 
 
 def _question_of(path: str) -> list[str] | None:

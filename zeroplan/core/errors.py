@@ -36,10 +36,10 @@ class BadInput(ValueError):
         super().__init__(text if len(text) <= 600 else text[:597] + "...")
 
 
-def did_you_mean(word: str, known: Iterable[str], *, most: int = 3) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``"did you mean 'a' or 'b'?"`` for the names nearest to `word`, or an empty string."""
     lowered = {name.lower(): name for name in known}
-    near = [lowered[hit] for hit in difflib.get_close_matches(word.lower()[:200], lowered, n=most, cutoff=0.6)]
+    near = [lowered[hit] for hit in difflib.get_close_matches(word.lower()[:200], lowered, n=3, cutoff=0.6)]
     return f"did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
 
 

@@ -170,7 +170,7 @@ _ALIASES = {
 DEFAULT_GPU = GPUS["h100"]
 
 
-def find_gpu(name: str, *, where: str = "--gpu") -> Gpu:
+def find_gpu(name: str) -> Gpu:
     """Return the preset of a GPU's name: ``h100``, ``A100-80GB``, ``RTX 4090``, ``NVIDIA H200``.
 
     Raises:
@@ -184,7 +184,7 @@ def find_gpu(name: str, *, where: str = "--gpu") -> Gpu:
     if found is None:
         near = did_you_mean(key, [gpu.name for gpu in GPUS.values()])
         names = ", ".join(gpu.name for gpu in GPUS.values())
-        raise BadInput(f"unknown GPU {name[:60]!r}", where=where, remedy=near or f"use one of {names}, or --vram 24G")
+        raise BadInput(f"unknown GPU {name[:60]!r}", where="--gpu", remedy=near or f"use one of {names}, or --vram 24G")
     return found
 
 

@@ -48,9 +48,9 @@ def training_of(task: str | None) -> str | None:
     return plain if plain in TRAININGS else None
 
 
-def parse_task(text: str, where: str = "--task") -> Task:
+def parse_task(text: str) -> Task:
     """Return the task of a name, with ``-`` or ``_``. Raises BadInput: an unknown name."""
-    return member_named(Task, text.replace("_", "-"), where=where, fault="unknown task {}")
+    return member_named(Task, text.replace("_", "-"), where="--task", fault="unknown task {}")
 
 
 def with_task(config: Mapping[str, Any], task: Task) -> dict[str, Any]:

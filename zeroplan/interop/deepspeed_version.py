@@ -58,16 +58,16 @@ def _project(folder: Path) -> Iterator[Path]:
     yield from above[: root + 1]
 
 
-def requested_version(asked: str, where: str = "--deepspeed-version") -> tuple[str, str]:
+def requested_version(asked: str) -> tuple[str, str]:
     """Return the version that a user asks for, and which file or package states it, empty for a number.
 
     Args:
         asked: a number, a file that states one (a log, requirements.txt, pyproject.toml, …), or ``installed``.
-        where: the flag or key that asks.
 
     Raises:
         BadInput: a file or a Python without it.
     """
+    where = "--deepspeed-version"
     if asked.strip().lower() == INSTALLED:
         from importlib.metadata import PackageNotFoundError, version
 

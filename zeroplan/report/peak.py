@@ -27,6 +27,8 @@ _OF_PARAMETERS = frozenset(
         Buffer.PARAM_MASTER,
     }
 )
+#: Rows of the table of origins.
+_MOST_ORIGINS = 20
 
 
 def origin_in(tape: ExpandedTape) -> Callable[[Buffer, Note], str]:
@@ -47,15 +49,14 @@ def origin_in(tape: ExpandedTape) -> Callable[[Buffer, Note], str]:
 
 
 def peak_tables(
-    timeline: Timeline, tape: ExpandedTape, *, sharded: bool, most: int = 20, style: str = "plain", width: int | None = None
+    timeline: Timeline, tape: ExpandedTape, *, sharded: bool, style: str = "plain", width: int | None = None
 ) -> str:
-    """Return two tables: bytes by family, and the `most` largest origins. Modules of other blocks share a row.
+    """Return two tables: bytes by family, and the largest origins. Modules of other blocks share a row.
 
     Args:
         timeline: the simulated run.
         tape: the model's tape that the run was laid over.
         sharded: whether parameters are sharded (stage 3).
-        most: rows of the second table.
         style: plain, github, html or csv.
         width: the most characters of a line of plain text.
     """
@@ -68,7 +69,7 @@ def peak_tables(
         where = (what, _NUMBER.sub(".*", origin(buffer, note)))
         origins[where] = origins.get(where, 0) + count
     by_family = [[what, format_bytes(count)] for what, count in _largest(families)]
-    by_origin = [[what, where or "-", format_bytes(count)] for (what, where), count in _largest(origins)[:most]]
+    by_origin = [[what, where or "-", format_bytes(count)] for (what, where), count in _largest(origins)[:_MOST_ORIGINS]]
     return "\n\n".join(
         [
             render(["what", "bytes"], by_family, style, width=width),

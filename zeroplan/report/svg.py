@@ -85,9 +85,9 @@ def line(x1: float, y1: float, x2: float, y2: float, color: str = "line", *, wid
     return f"<line x1='{x1:.1f}' y1='{y1:.1f}' x2='{x2:.1f}' y2='{y2:.1f}' stroke-width='{width:g}'{dashed} {stroke(color)}/>"
 
 
-def round_values(most: float, about: int = 6) -> list[float]:
-    """Return some `about` round values from 0 up to `most`, for the ticks of an axis."""
-    rough = most / about
+def round_values(most: float) -> list[float]:
+    """Return some six round values from 0 up to `most`, for the ticks of an axis."""
+    rough = most / 6
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough)
     return [at * step for at in range(int(most / step) + 1)]

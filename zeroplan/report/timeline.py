@@ -87,18 +87,15 @@ def layers(run: DrawnRun, curve: Curve) -> list[Layer]:
     return [Layer(family, color, stack[family]) for family, color in FAMILY_COLORS.items() if any(stack.get(family, ()))]
 
 
-def timeline_svg(
-    run: DrawnRun, *, title: str = "", subtitle: str = "", limit: int | None = None, frame: Frame | None = None
-) -> str:
+def timeline_svg(run: DrawnRun, *, title: str = "", limit: int | None = None) -> str:
     """Return the picture as SVG text.
 
     Args:
         run: what is drawn.
-        title, subtitle: the two lines above the picture.
+        title: the line above the picture.
         limit: usable bytes of the GPU. A line is drawn if it is below 1.6 times the highest value.
-        frame: sizes and margins.
     """
-    frame, curve = frame or Frame(), run.timeline.curve()
+    frame, curve = Frame(), run.timeline.curve()
     highest = max((*curve.reserved, *curve.allocated, 1))
     show_limit = limit is not None and limit < 1.6 * highest
     top = max(highest, limit if show_limit and limit is not None else 0) * 1.04
@@ -106,7 +103,6 @@ def timeline_svg(
     stack = layers(run, curve)
     parts = [
         svg.text(frame.left, 24, title, size=16, weight=600),
-        svg.text(frame.left, 43, subtitle, size=12, color="faint"),
         *_grid(frame, top),
         *_areas(frame, curve, stack, top),
         _reserved_line(frame, curve, top),

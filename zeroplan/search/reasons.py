@@ -126,10 +126,8 @@ def reasons_for(best: Ranked, space: Sequence[Candidate], memory: Memory, cost: 
     return [*_faster_that_do_not_fit(best, space, memory, cost), *_costs(best, memory, cost), _bound(best), *_full_card(best)]
 
 
-def _faster_that_do_not_fit(
-    best: Ranked, space: Sequence[Candidate], memory: Memory, cost: CostModel, most: int = 3
-) -> list[str]:
-    """Say of each faster family's lightest candidate what it would gain, and what it lacks."""
+def _faster_that_do_not_fit(best: Ranked, space: Sequence[Candidate], memory: Memory, cost: CostModel) -> list[str]:
+    """Say of three faster families lightest candidate what it would gain, and what it lacks."""
     limit = memory.cluster.usable_vram or 0
     lightest: dict[object, tuple[int, float, Candidate]] = {}
     for candidate in space:
@@ -143,7 +141,7 @@ def _faster_that_do_not_fit(
         if old is None or floor < old[0]:
             lightest[candidate.family] = (floor, time.tokens_per_second, candidate)
     said = []
-    for floor, speed, candidate in sorted(lightest.values(), key=lambda entry: entry[0])[:most]:
+    for floor, speed, candidate in sorted(lightest.values(), key=lambda entry: entry[0])[:3]:
         gain = f"{100 * (speed / best.time.tokens_per_second - 1):.0f} % faster"
         name = label_of(memory.engine.name, candidate.zero, candidate.workload)
         if floor > limit:

@@ -172,12 +172,13 @@ def budget_of(tokens: str | int | None, price: str | float | None, gpu: str | No
     return Budget(count, {} if price is None else read_prices(str(price), card))
 
 
-def read_prices(text: str, gpu: str, *, where: str = "--price") -> dict[str, float]:
+def read_prices(text: str, gpu: str) -> dict[str, float]:
     """Read the price of a GPU hour: a number for this card, or a JSON file of numbers by card, ``{"H100": 2.5}``.
 
     Raises:
         BadInput: neither, or a price that is none.
     """
+    where = "--price"
     try:
         found: Any = {gpu: float(text)}
     except ValueError:

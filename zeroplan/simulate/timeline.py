@@ -149,23 +149,19 @@ class Timeline:
 
     def alive_by_buffer(self, event: int | None = None) -> dict[Buffer, int]:
         """Return the bytes alive after an event, or at the peak if None, by buffer, largest first; they add up to allocated."""
-        handles, labels = self._alive_with_labels(event)
+        handles, labels = self._at_peak if event is None else self._with_labels(self.alive(event))
         return self._grouped([buffer for buffer, _ in labels], handles)
 
-    def alive_by_buffer_and_note(self, event: int | None = None) -> dict[Label, int]:
-        """Return the bytes alive after an event by buffer and by the note of who asked for the block."""
-        handles, labels = self._alive_with_labels(event)
+    def alive_by_buffer_and_note(self) -> dict[Label, int]:
+        """Return the bytes alive at the peak by buffer and by the note of who asked for the block."""
+        handles, labels = self._at_peak
         return self._grouped(labels, handles)
-
-    def _alive_with_labels(self, event: int | None) -> tuple[list[int], list[Label]]:
-        if event is None:
-            return self._at_peak
-        handles = self.alive(event)
-        return handles, self._labels.labels_of(handles)
 
     @cached_property
     def _at_peak(self) -> tuple[list[int], list[Label]]:
-        handles = self.alive()
+        return self._with_labels(self.alive())
+
+    def _with_labels(self, handles: list[int]) -> tuple[list[int], list[Label]]:
         return handles, self._labels.labels_of(handles)
 
     def _grouped(self, keys: Sequence[_Key], handles: Sequence[int]) -> dict[_Key, int]:

@@ -41,10 +41,10 @@ def kernel() -> Iterator[None]:
         _depth -= 1
 
 
-def _like_transposed(tensor: torch.Tensor, heads: int | None = None, dim: int | None = None) -> torch.Tensor:
+def _like_transposed(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
     """Empty [B, H, S, D] whose memory is laid out as [B, S, H, D]."""
-    batch, own_heads, seq, own_dim = tensor.shape
-    return tensor.new_empty((batch, seq, heads or own_heads, dim or own_dim)).transpose(1, 2)
+    batch, heads, seq, own_dim = tensor.shape
+    return tensor.new_empty((batch, seq, heads, dim or own_dim)).transpose(1, 2)
 
 
 def laid_out_as(query: torch.Tensor, dim: int) -> torch.Tensor:

@@ -52,20 +52,19 @@ CONFIG = Limits(size=1 << 20, depth=32, nodes=200_000)
 YAML = Limits(size=256 << 10, depth=32, nodes=20_000)
 
 
-def read_document(path: str, limits: Limits = CONFIG, *, where: str = "") -> dict[str, Any]:
+def read_document(path: str) -> dict[str, Any]:
     """The object that a JSON, YAML or TOML file holds; the name's ending says which, and JSON may have comments.
 
     Raises:
         BadInput: unreadable, beyond the limits, malformed, or no object.
     """
     ending = path.lower().rpartition(".")[2]
-    if ending in ("yaml", "yml", "toml"):
-        limits = YAML
-    text = text_of(read_bytes(path, limits.size, where=where), path, where=where)
+    limits = YAML if ending in ("yaml", "yml", "toml") else CONFIG
+    text = text_of(read_bytes(path, limits.size), path)
     parse = {"yaml": parse_yaml, "yml": parse_yaml, "toml": parse_toml}.get(ending, parse_commented_json)
-    data = parse(text, path, limits, where=where)
+    data = parse(text, path, limits)
     if not isinstance(data, dict):
-        raise fault(path, f"holds {kind_of(data)}, not an object", where, "write keys and values")
+        raise fault(path, f"holds {kind_of(data)}, not an object", "", "write keys and values")
     return data
 
 

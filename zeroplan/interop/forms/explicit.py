@@ -113,7 +113,7 @@ def _explicit(one: Configuration) -> FormFiles:
             *must_load(one),
             *must_adapt(one),
             *must_checkpoint(one),
-            *must_compile(one, "engine.compile()"),
+            *must_compile(one),
             *must_bring_optimizer(one),
         ),
         notes=training_notes(one, "optimizer.params.lr", one.carried),

@@ -124,12 +124,12 @@ def must_checkpoint(one: Configuration) -> tuple[str, ...]:
     return ("leave gradient checkpointing off",)
 
 
-def must_compile(one: Configuration, whole: str) -> tuple[str, ...]:
-    """Return a sentence on ``torch.compile``, where anything is compiled; `whole` is the call that compiles the whole model."""
+def must_compile(one: Configuration) -> tuple[str, ...]:
+    """Return a sentence on ``torch.compile``, where an engine with ``compile()`` compiles anything."""
     if one.workload.compile is None:
         return ()
     if one.workload.compile is Compilation.MODEL:
-        return (f"compile the model: {whole}",)
+        return ("compile the model: engine.compile()",)
     if one.workload.compile is Compilation.CHECKPOINTED:
         return ("compile blocks around their checkpoints, before the model is wrapped: zeroplan_runtime.compile_blocks(model)",)
     return ("compile each block of the model, before it is wrapped: block.compile()",)

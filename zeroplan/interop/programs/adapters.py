@@ -83,13 +83,13 @@ def set_quantisation(
     )
 
 
-def set_dropout(run: Builder, default: float, key: str = "lora_dropout") -> None:
+def set_dropout(run: Builder, default: float) -> None:
     """Set whether adapters drop some of their input: they then keep a copy of it and a mask; `default` is the program's."""
-    share = run.amount(key)
+    share = run.amount("lora_dropout")
     if share is None and default:
-        run.assume(f"{key} {default}", lora_dropout=True)
+        run.assume(f"lora_dropout {default}", lora_dropout=True)
     elif share:
-        run.set("lora_dropout", True, key)
+        run.set("lora_dropout", True, "lora_dropout")
 
 
 def set_adapters(
@@ -141,15 +141,11 @@ _TRAINERS = {"adafactor": "adafactor_transformers"}
 _FOREACH, _FUSED = ("adamw_torch", "adamw"), ("adamw_torch_fused",)
 
 
-def set_optimizer(run: Builder, key: str, *, default: str, note: str = "") -> None:
-    """Set the run's optimizer from a key, else the program's default; one without a row stands among what is left out.
-
-    Args:
-        note: where the default comes from, for the list of what is assumed.
-    """
+def set_optimizer(run: Builder, key: str, *, default: str) -> None:
+    """Set the run's optimizer from a key, else the program's default; one without a row stands among what is left out."""
     name = run.word(key)
     if name is None:
-        run.assume(f"{key} {default}{note}")
+        run.assume(f"{key} {default}")
         name = default
     else:
         run.keys["optimizer"] = key

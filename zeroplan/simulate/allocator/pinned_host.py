@@ -145,7 +145,7 @@ def _pages(size: int) -> int:
     return -(-size // PAGE) * PAGE
 
 
-def pinned_bytes(requests: Iterable[int], config: PinnedConfig | None = None) -> int:
+def pinned_bytes(requests: Iterable[int]) -> int:
     """Bytes that the requests pin while all of them are alive, each in a block of its own."""
-    config = config or PinnedConfig()
+    config = PinnedConfig()
     return sum(config.block_size(nbytes) for nbytes in requests)

@@ -18,7 +18,7 @@ from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import parse_quantization
 from zeroplan.core.saving import Saver, Saving, StateDict
-from zeroplan.core.workload import ChunkedHead, Compilation, DType, Reference, Workload
+from zeroplan.core.workload import ChunkedHead, Compilation, DType, Media, Reference, Workload
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.interop.forms.configuration import Configuration, FormFiles, Model
@@ -49,7 +49,7 @@ RUNS: dict[str, tuple[Workload, Workload]] = {
     "reference model": (PLAIN.but(reference=Reference.MODEL, kl_batch=True), PLAIN),
     "PPO": (PLAIN.with_techniques(Rollout(8, 1, 8, 8, 512, 4, 64, 64)), PLAIN),
     "compile": (PLAIN.with_techniques(Compilation.BLOCKS), PLAIN),
-    "images": (PLAIN.but(images=2), PLAIN),
+    "images": (PLAIN.but(media=Media(images=2)), PLAIN),
     "chunked head": (PLAIN.with_techniques(ChunkedHead()), PLAIN),
     "lengths": (PLAIN.but(lengths=(8, 64)), PLAIN),
     "tiled MLP": (with_flat(PLAIN, tiled_mlp=4), PLAIN),

@@ -100,7 +100,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.is_contiguous() or other.is_contiguous() or one.element_size() != other.element_size():
         return True
-    elements = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool)
+    elements = torch.zeros(one.untyped_storage().nbytes() // one.element_size(), dtype=torch.bool, device="cpu")
     elements.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(elements.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 

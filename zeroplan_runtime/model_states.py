@@ -356,7 +356,7 @@ class ModelStates:
         """Broadcasts the parameters' values from the first rank and makes the parameters views of the unit's flats."""
         master = unit.master
         if master is None and unit.trainable is not None:  # on its way to a file
-            master = torch.zeros(self.layout.share(unit.layout))
+            master = torch.zeros(self.layout.share(unit.layout), device="cpu")
         for buffer, flat in unit.flats_by_buffer():
             flat.full.zero_()
             for i, (param, view) in enumerate(zip(flat.params, flat.views(flat.full), strict=True)):

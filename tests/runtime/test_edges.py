@@ -620,3 +620,37 @@ def averaged(group: dist.ProcessGroup, stage: int, zero: dict[str, Any]) -> None
 @pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {}), (2, HOST)])
 def test_a_copy_of_the_model_is_a_plain_one(pool: RankPool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, averaged, stage, zero)
+
+
+DEVICES: dict[str, dict[str, Any]] = {
+    "stage 0": {"zero_optimization": {"stage": 0}},
+    "stage 3": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+    "host": {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    "8 bits": {"zero_optimization": {"stage": 1}, "optimizer": {"type": "AdamW8bit", "params": {"lr": 0.01}}},
+    "LAMB": {"zero_optimization": {"stage": 1}, "optimizer": {"type": "Lamb", "params": {"lr": 0.01}}},
+    "background": {"zero_optimization": {"stage": 2}, "zeroplan": {"async_checkpoints": True}},
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_the_users_default_device_changes_nothing(name: str, tmp_path: Path) -> None:
+    """On ``meta``, a tensor of ours that names no device would have no values."""
+    settings = {**config(0), **DEVICES[name]}
+    seen: list[list[float]] = []
+    for device in ("cpu", "meta"):
+        model, batches = net().eval(), [data(step) for step in range(3)]
+        folder = tmp_path / device
+        with torch.device(device):
+            engine, *_ = zeroplan_runtime.initialize(model=model, config=settings, device="cpu")
+            losses = []
+            for batch in [*batches, batches[0]]:
+                loss = engine(batch.to(next(model.parameters()).dtype)).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+                if len(losses) == len(batches):
+                    engine.save_checkpoint(folder)
+                    engine.load_checkpoint(folder)
+            engine.destroy(keep_parameters=True)
+        seen.append(losses)
+    assert seen[0] == seen[1]

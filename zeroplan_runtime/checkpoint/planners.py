@@ -133,14 +133,16 @@ def shards_in_files(
         assert unit.trainable is not None
         for buffer in _kept(model_states, unit) if optimizer else [Buffer.PARAM_MASTER]:
             if buffer in model_states.optimizer_swapper.state_buffers:
-                tensors[buffer] = torch.zeros(model_states.layout.share(unit.layout))
+                tensors[buffer] = torch.zeros(model_states.layout.share(unit.layout), device="cpu")
                 source = TensorSource(torch.float32, tensors[buffer])
             else:
                 source = _source(model_states, unit, buffer)
             whole = not model_states.setup.shards_states
             made += _of_flat(model_states, unit, unit.trainable, _kind(buffer), source, whole=whole, loading=True)
     if unit.frozen is not None and frozen and unit.in_files:
-        tensor = tensors[Buffer.PARAM_FROZEN] = torch.zeros(unit.frozen.layout.shard, dtype=unit.frozen.shard.dtype)
+        tensor = tensors[Buffer.PARAM_FROZEN] = torch.zeros(
+            unit.frozen.layout.shard, dtype=unit.frozen.shard.dtype, device="cpu"
+        )
         made += _of_flat(
             model_states, unit, unit.frozen, "param", TensorSource(tensor.dtype, tensor), whole=False, loading=True
         )

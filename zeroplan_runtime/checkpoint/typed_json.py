@@ -85,7 +85,7 @@ def decode(value: Any) -> Any:
     dtype, shape, text = held
     raw = bytearray(base64.b64decode(text, validate=True))
     if name == "tensor":
-        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
         return flat.view(getattr(torch, dtype)).view(shape)
     if name == "numpy":
         import numpy

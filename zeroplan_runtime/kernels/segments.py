@@ -56,8 +56,8 @@ class SegmentWorkspace:
         )
         self._tiles, self._first = self._tiles[used:], self._first[count + 1 :]
         self._partial, self._norms = self._partial[used:], self._norms[count:]
-        made.tiles.copy_(torch.tensor(tiles, dtype=torch.int64).view(-1, 3))
-        made.first_tile.copy_(torch.tensor(first_tile, dtype=torch.int64))
+        made.tiles.copy_(torch.tensor(tiles, dtype=torch.int64, device="cpu").view(-1, 3))
+        made.first_tile.copy_(torch.tensor(first_tile, dtype=torch.int64, device="cpu"))
         return made
 
 

@@ -160,10 +160,10 @@ def sum_of_squares(grad: torch.Tensor, scalars: torch.Tensor, *, accumulate: boo
 def finalize(scalars: torch.Tensor, max_norm: float, loss_scale: float, *, may_skip: bool) -> None:
     """Computes NORM, FACTOR and SKIP from SQUARES in fp64, without waiting for the device; see ``csrc/cuda/norm.cu``."""
     squares = scalars[SQUARES].double()
-    norm = squares.sqrt() / torch.tensor(loss_scale, dtype=torch.float64)
+    norm = squares.sqrt() / torch.tensor(loss_scale, dtype=torch.float64, device="cpu")
     clip = (max_norm / (norm + 1e-6)).clamp(max=1.0) if max_norm > 0 else torch.ones_like(norm)
     scalars[NORM].copy_(norm)
-    scalars[FACTOR].copy_(clip / torch.tensor(loss_scale, dtype=torch.float64))
+    scalars[FACTOR].copy_(clip / torch.tensor(loss_scale, dtype=torch.float64, device="cpu"))
     if may_skip:
         scalars[SKIP].copy_(~torch.isfinite(squares))
     else:

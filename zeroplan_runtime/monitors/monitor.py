@@ -202,7 +202,7 @@ class Monitor:
         event = None
         loss = self._loss
         if self._device.type == "cuda":
-            loss = torch.empty(1, pin_memory=True)
+            loss = torch.empty(1, device="cpu", pin_memory=True)
             loss.copy_(self._loss, non_blocking=True)
             event = torch.cuda.Event(enable_timing=True)
             event.record()

@@ -93,7 +93,7 @@ def read_share(
     file: SwapFile, buffer: Buffer, chunks: Iterable[Chunk], begin: int, end: int, memory: torch.Tensor
 ) -> torch.Tensor:
     """Returns elements ``[begin, end)`` of a share of `buffer`, read through `memory` as long as a chunk, in new memory."""
-    found = torch.empty(end - begin, dtype=memory.dtype)
+    found = torch.empty(end - begin, dtype=memory.dtype, device="cpu")
     for chunk in chunks:
         first, last = max(begin, chunk.begin), min(end, chunk.end)
         if first < last:

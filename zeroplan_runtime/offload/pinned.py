@@ -117,9 +117,9 @@ def allocate(numel: int, dtype: torch.dtype, *, register: bool, threads: int | N
     """
     size = numel * dtype.itemsize
     if size == 0:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     if not sys.platform.startswith("linux"):
-        return torch.zeros(numel, dtype=dtype, pin_memory=register)
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=register)
     block = _Mapping(size)
     try:
         if block.size >= _HUGE:

@@ -41,7 +41,7 @@ class StepResult:
     def __init__(self, scalars: torch.Tensor) -> None:
         self._event: torch.cuda.Event | None = None
         if scalars.is_cuda:
-            self._host = torch.empty(scalars.shape, dtype=scalars.dtype, pin_memory=True)
+            self._host = torch.empty(scalars.shape, dtype=scalars.dtype, device="cpu", pin_memory=True)
             self._host.copy_(scalars, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
@@ -159,7 +159,8 @@ class OptimizerStep:
             grad: [share] the gradients; None to take the unit's own at the step.
         """
         assert unit.trainable is not None
-        master = unit.master if unit.master is not None else torch.empty(0)  # in files: the swapper puts chunks in its place
+        # in files the swapper puts chunks in its place
+        master = unit.master if unit.master is not None else torch.empty(0, device="cpu")
         flat, params = unit.trainable.layout, unit.layout.shape.params
         kinds = [(params[i].group, self._missed((unit.index, n))) for n, i in enumerate(flat.params)]
         begins = [(offset, *kinds[n]) for n, offset in enumerate(flat.offsets) if n == 0 or kinds[n] != kinds[n - 1]]

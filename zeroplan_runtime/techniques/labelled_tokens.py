@@ -176,7 +176,7 @@ class HostCount:
         self._event: torch.cuda.Event | None = None
         self._count = mask.sum()
         if mask.is_cuda:
-            pinned = torch.empty((), dtype=torch.int64, pin_memory=True)
+            pinned = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
             self._count = pinned.copy_(self._count, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()

@@ -148,8 +148,8 @@ class ParameterOffload:
     """What TRL takes stage 3's hooks off by, and puts them on again; ``GatheredParameters`` lets ours rest by itself."""
 
     def __init__(self) -> None:
-        self.module: Any = nn.Module()
-        self.module.ds_external_parameters = tuple  # beside none of its own
+        self.module = nn.Module()
+        vars(self.module)["ds_external_parameters"] = tuple  # beside none of its own
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
 

@@ -51,7 +51,9 @@ class ScaledExchange(MomentumExchange):
         sizes = [_magnitudes(unit) for unit in self._model_states.units]
         count = sum(map(len, sizes))
         mean = math.fsum(size for unit in sizes for size in unit) / count
-        found = torch.tensor([mean / size if size else 1.0 for unit in sizes for size in unit], dtype=torch.float64)
+        found = torch.tensor(
+            [mean / size if size else 1.0 for unit in sizes for size in unit], dtype=torch.float64, device="cpu"
+        )
         found = found.to(self._model_states.arena.device)
         self._comm.broadcast(found)
         scales = iter(found.tolist())

@@ -62,3 +62,19 @@ def test_stages_on_gpus(tmp_path: Path, ranks: int) -> None:
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA devices")
     run_on_gpus(_RANK, tmp_path, ranks=ranks, timeout=250)
+
+
+_SCRIPTS = """
+from tests.runtime.gpu_scripts import rows
+for row in rows(device):
+    assert not isinstance(row["apart"], str) and row["apart"] < 1e-5, row
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scripts_on_gpus(tmp_path: Path, ranks: int) -> None:
+    """Freezing, quantised bases, ``loss.backward()`` and rare scripts are as in plain torch there, too."""
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    run_on_gpus(_SCRIPTS, tmp_path, ranks=ranks, timeout=400)

@@ -14,14 +14,15 @@ Note [Writing files]
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saver, Saving
 from zeroplan.core.workload import Workload
-from zeroplan.engines.simulation import CheckpointPhase
-from zeroplan.simulate.allocator.pinned_host import PinnedAllocator
+
+if TYPE_CHECKING:
+    from zeroplan.engines.simulation import CheckpointPhase
 
 #: Bytes of a file of safetensors at most, unless one tensor has more (``max_shard_size``).
 LARGEST_FILE = 50 * 1000**3
@@ -39,8 +40,10 @@ def save_phase(held: int, *parts: Written) -> CheckpointPhase:
 
     A node is counted with the first rank among its own, and with all others at their highest at the same time.
     """
-    every = max(part.every for part in parts)
-    first = max(part.first for part in parts)
+    from zeroplan.engines.simulation import CheckpointPhase
+
+    every = max((part.every for part in parts), default=0)
+    first = max((part.first for part in parts), default=0)
     return CheckpointPhase(Phase.SAVE, 0, held + every, max(0, first - every))
 
 
@@ -74,6 +77,8 @@ def pinned_copies(sizes: Iterable[int]) -> int:
 
     Source: torch 2.11 to 2.13, distributed/checkpoint/filesystem.py, _write_files_from_queue, whose ``tensor_dict`` keeps each.
     """
+    from zeroplan.simulate.allocator.pinned_host import PinnedAllocator
+
     pinned = PinnedAllocator()
     for nbytes in sizes:
         pinned.alloc(nbytes)

@@ -16,6 +16,7 @@ from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Engine
 from zeroplan.engines.case import Case
 from zeroplan.engines.quantized_base import read_at_once
+from zeroplan.engines.saved_files import EXPERTS_APART, rewrites_experts, save_phase
 from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.line import Ledger
@@ -24,7 +25,6 @@ from zeroplan.tape.options import Arithmetic, TraceOptions
 
 if TYPE_CHECKING:
     from zeroplan.core.quantization import Base
-    from zeroplan.engines.saved_files import Written
     from zeroplan.engines.simulation import HostRun, Simulation
     from zeroplan.engines.torch_traffic import TorchTraffic
     from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -80,16 +80,10 @@ class TorchEngine(Engine, Generic[R]):
     def record(self, rank: R, tape: ExpandedTape) -> Recorder:
         """Record the allocations and frees of a rank that :meth:`rank` returned."""
 
-    @abstractmethod
-    def parts_of_save(self, rank: R, saving: Saving) -> tuple[Written, ...]:
-        """Return what a save needs on the host, part by part."""
-
     def unsaved(self, case: Case) -> str:
         """Return what is not modelled of saving: Lightning's way where weights are sharded, layouts beside data parallelism,
         states whose parts are no parts of tensors, and experts that are taken apart.
         """
-        from zeroplan.engines.saved_files import EXPERTS_APART, rewrites_experts
-
         saving, rank = case.workload.technique(Saving), self.rank(case, case.parameters)
         if saving is not None and saving.saver is Saver.LIGHTNING and not self.saves_by_lightning:
             return "Lightning's way of saving shards is in no figure"
@@ -137,10 +131,8 @@ class TorchEngine(Engine, Generic[R]):
         saving = case.workload.technique(Saving)
         if saving is None:
             return HostRun(host, (weights,))
-        from zeroplan.engines.saved_files import save_phase
-
         held = sum(sum(one.kept.values()) for one in host if one.phase is Phase.STEP)
-        return HostRun(host, (weights, save_phase(held, *self.parts_of_save(rank, saving))))
+        return HostRun(host, (weights, save_phase(held, *rank.parts_of_save(saving))))
 
     def traffic(self, spec: ModelSpec, cluster: Cluster) -> TorchTraffic:
         """See ``zeroplan/engines/torch_traffic.py``."""

@@ -24,6 +24,8 @@ from zeroplan.engines.rank import Rank
 from zeroplan.techniques.synced_passes import SyncedPasses
 
 if TYPE_CHECKING:
+    from zeroplan.core.saving import Saving
+    from zeroplan.engines.saved_files import Written
     from zeroplan.engines.simulation import HostPhase
 
 _IN_A_BLOCK = re.compile(r"(^|\.)\d+\.")
@@ -182,6 +184,10 @@ class TorchRank(Rank, ABC):
 
     def host_phases(self) -> tuple[HostPhase, ...]:
         """Return the rank's buffers on the host by phase; none unless the engine offloads."""
+        return ()
+
+    def parts_of_save(self, saving: Saving) -> tuple[Written, ...]:
+        """Return the host's bytes while the model is written, and then the optimizer's states, where that is modelled."""
         return ()
 
     def states_on_host(self) -> dict[tuple[Buffer, Place], int]:

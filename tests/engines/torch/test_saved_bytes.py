@@ -20,7 +20,6 @@ from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.checkpoint import checkpoint_phases
 from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
-from zeroplan.engines.fsdp2.saving import gathered, parts_of_save
 from zeroplan.engines.saved_files import LARGEST_FILE, largest_file, pinned_copies
 
 if TYPE_CHECKING:
@@ -39,7 +38,7 @@ def test_a_full_state_dict_of_fsdp2_gathers_one_tensor_at_a_time_and_keeps_all_o
     work = flat_workload(precision=Precision.FP32, saving=FULL)
     rank = Fsdp2Rank(workload=work, parameters=parameters, layout=ParallelLayout(2))
     first, second = pool.run(2, full_state_dicts)
-    sizes = [whole for _, whole in gathered(rank, FULL)]
+    sizes = [whole for _, whole in rank.gathered(FULL)]
     weights, states = sizes[:count], sizes[count:]
     assert len(states) == 2 * count
     # The other rank drops each soon after it is gathered: the transport may hold one for a moment.
@@ -50,7 +49,7 @@ def test_a_full_state_dict_of_fsdp2_gathers_one_tensor_at_a_time_and_keeps_all_o
         # On a CPU what is gathered is what the first rank keeps, with the padding that a copy from a GPU leaves behind.
         assert first[name] == (sum(sizes), sum(sizes), len(sizes))
     padding = 4 * (34 - 33) * 64
-    assert [part.first for part in parts_of_save(rank, FULL)] == [sum(weights) - padding, sum(states) - 2 * padding]
+    assert [part.first for part in rank.parts_of_save(FULL)] == [sum(weights) - padding, sum(states) - 2 * padding]
 
 
 def test_files_of_safetensors_are_those_of_the_hub() -> None:

@@ -21,8 +21,6 @@ from zeroplan.engines.quantized_base import kernels_of
 from zeroplan.engines.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
-    from zeroplan.core.saving import Saving
-    from zeroplan.engines.saved_files import Written
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
     from zeroplan.tape.expanded import ExpandedTape
@@ -106,12 +104,6 @@ class Ddp(TorchEngine[DdpRank]):
         from zeroplan.engines.process import host_rss
 
         return host_rss(_RSS, workload, zero, rotary=rotary, experts=experts)
-
-    def parts_of_save(self, rank: DdpRank, saving: Saving) -> tuple[Written, ...]:
-        """See :func:`zeroplan.engines.ddp.saving.parts_of_save`."""
-        from zeroplan.engines.ddp.saving import parts_of_save
-
-        return parts_of_save(rank, saving)
 
     def forms(self) -> Mapping[str, Form]:
         """Return one form: plain torch, whose script reads no config file."""

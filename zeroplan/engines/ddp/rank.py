@@ -1,11 +1,19 @@
-"""One rank under DDP: everything whole."""
+"""One rank under DDP: everything whole.
+
+A save writes on the first rank what all ranks hold; nothing is allocated on the GPU.
+Source: transformers 5.17, trainer.py (save_model, _save_optimizer_and_scheduler); accelerate 1.15, checkpointing.py
+(save_accelerator_state); lightning 2.6, pytorch/trainer/connectors/checkpoint_connector.py (dump_checkpoint). What each way of
+writing takes is said in Note [Writing files] of ``zeroplan/engines/saved_files.py``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
 
+from zeroplan.core.saving import Saver, Saving
 from zeroplan.core.workload import Reference
+from zeroplan.engines.saved_files import Written, largest_file
 from zeroplan.engines.torch_rank import TorchRank
 
 
@@ -27,3 +35,21 @@ class DdpRank(TorchRank):
     def chunks(self) -> tuple[int, ...]:
         """This rank's elements of each parameter: all of them, since DDP shards nothing."""
         return self.numel
+
+    def parts_of_save(self, saving: Saving) -> tuple[Written, ...]:
+        """Return the host's bytes while the model is written, and then the optimizer's states."""
+        adapters = self.parameters.adapters
+        only_adapters = saving.saver is Saver.TRAINER and any(adapters)  # peft, PeftModel.save_pretrained
+        weights = [nbytes for p in range(len(self.numel)) if adapters[p] or not only_adapters for nbytes in self.kept(p)]
+        stepped = self.stepped() if saving.optimizer else []
+        states = [nbytes for domain, p in stepped for _, nbytes in self.states(domain, p)]
+        largest_state = max(states, default=0)
+        if saving.saver is Saver.TRAINER:
+            written = [sum(weights) if only_adapters else largest_file(weights), largest_state]
+        elif saving.saver is Saver.ACCELERATE:
+            written = [sum(weights), largest_state]
+        elif saving.saver is Saver.LIGHTNING:  # one file, made in memory
+            written = [sum(weights) + sum(states) + max(*weights, largest_state)]
+        else:
+            written = [max(*weights, largest_state)]
+        return tuple(Written(0, first) for first in written)

@@ -19,7 +19,6 @@ from zeroplan.engines.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from zeroplan.core.saving import Saving
-    from zeroplan.engines.saved_files import Written
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
     from zeroplan.tape.expanded import ExpandedTape
@@ -138,12 +137,6 @@ class Fsdp(TorchEngine[FsdpRank]):
 
         tape = with_gradients_apart(tape)
         return record(rank, tape, lambda recorder: FsdpSchedule(rank, tape, recorder))
-
-    def parts_of_save(self, rank: FsdpRank, saving: Saving) -> tuple[Written, ...]:
-        """See :func:`zeroplan.engines.fsdp.saving.parts_of_save`."""
-        from zeroplan.engines.fsdp.saving import parts_of_save
-
-        return parts_of_save(rank, saving)
 
     def forms(self) -> Mapping[str, Form]:
         """Return no form: programs write FSDP 2."""

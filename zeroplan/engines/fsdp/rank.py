@@ -33,6 +33,8 @@ from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.optimizer_row import Domain
+from zeroplan.core.saving import Saver, Saving, StateDict
+from zeroplan.engines.saved_files import Written
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import pow2
 
@@ -225,3 +227,23 @@ class FsdpRank(TorchRank):
         running |= self.states_on_host()
         wrapped = HostPhase.of(Phase.INIT, {(Buffer.PARAM_SHARD, Place.DRAM): sum(parts)})
         return (wrapped, *(HostPhase.of(phase, running) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)))
+
+    def parts_of_save(self, saving: Saving) -> tuple[Written, ...]:
+        """Return the host's bytes while the model is written, and then the optimizer's states (saving.py)."""
+        stepped = self.trained if saving.optimizer else ()
+        if not self.sharded:  # torch.save, one storage after another
+            tensors = [self.width(p) * count for p, count in enumerate(self.numel)]
+            tensors += [self.whole_states_of(p) // max(1, len(self.optimizer.states)) for p in stepped]
+            return (Written(0, max(tensors)),)
+        if saving.state_dict is not StateDict.SHARDED:
+            weights = sum(self.width(p) * self.numel[p] for p in self.parameters.entries)
+            if saving.state_dict is StateDict.FULL_GPU:
+                return (Written(0, weights),)  # copied to the host once all are there
+            with_root = weights + (self.bytes_of("") * self.flat("") if "" in self.units else 0)
+            states = sum(self.whole_states_of(p) for p in stepped)
+            together = weights + states if saving.saver is Saver.LOOP else states
+            return Written(0, with_root), Written(0, together)
+        weights = sum(self.width(p) * self.chunk_of(p) for p in self.parameters.entries)
+        states = sum(self.whole_states_of(p) // self.numel[p] * self.chunk_of(p) for p in stepped)
+        needs = (weights + states,) if saving.saver is Saver.LOOP else (weights, states)
+        return tuple(Written(every, every) for every in needs)

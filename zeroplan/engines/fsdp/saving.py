@@ -20,31 +20,9 @@ Note [FSDP 1's saves]
 from __future__ import annotations
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.saving import Saver, Saving, StateDict
+from zeroplan.core.saving import Saving, StateDict
 from zeroplan.engines.fsdp.rank import FsdpRank
-from zeroplan.engines.saved_files import Written
 from zeroplan.simulate.recorder import Recorder
-
-
-def parts_of_save(rank: FsdpRank, saving: Saving) -> tuple[Written, ...]:
-    """Return the host's bytes while the model is written, and then the optimizer's states. See Note [FSDP 1's saves]."""
-    stepped = rank.trained if saving.optimizer else ()
-    if not rank.sharded:  # torch.save, one storage after another
-        tensors = [rank.width(p) * count for p, count in enumerate(rank.numel)]
-        tensors += [rank.whole_states_of(p) // max(1, len(rank.optimizer.states)) for p in stepped]
-        return (Written(0, max(tensors)),)
-    if saving.state_dict is not StateDict.SHARDED:
-        weights = sum(rank.width(p) * rank.numel[p] for p in rank.parameters.entries)
-        if saving.state_dict is StateDict.FULL_GPU:
-            return (Written(0, weights),)  # copied to the host once all are there
-        with_root = weights + (rank.bytes_of("") * rank.flat("") if "" in rank.units else 0)
-        states = sum(rank.whole_states_of(p) for p in stepped)
-        together = weights + states if saving.saver is Saver.LOOP else states
-        return Written(0, with_root), Written(0, together)
-    weights = sum(rank.width(p) * rank.chunk_of(p) for p in rank.parameters.entries)
-    states = sum(rank.whole_states_of(p) // rank.numel[p] * rank.chunk_of(p) for p in stepped)
-    needs = (weights + states,) if saving.saver is Saver.LOOP else (weights, states)
-    return tuple(Written(every, every) for every in needs)
 
 
 def record_save(rank: FsdpRank, saving: Saving, recorder: Recorder) -> None:

@@ -11,7 +11,6 @@ from zeroplan.core.expert_parallel import experts_of
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.parameters import Parameters
-from zeroplan.core.saving import Saving
 from zeroplan.core.sizes import MIB
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import OffloadDevice, ZeroConfig
@@ -24,10 +23,8 @@ from zeroplan.engines.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from zeroplan.core.cluster import Cluster
-    from zeroplan.core.saving import Saving
     from zeroplan.core.workload import Compilation, Workload
     from zeroplan.engines.process import Outside
-    from zeroplan.engines.saved_files import Written
     from zeroplan.interop.forms.configuration import Form
     from zeroplan.simulate.recorder import Recorder
     from zeroplan.tape.expanded import ExpandedTape
@@ -174,12 +171,6 @@ class Fsdp2(TorchEngine[Fsdp2Rank]):
         from zeroplan.engines.torch_step import record
 
         return record(rank, tape, lambda recorder: Fsdp2Schedule(rank, tape, recorder))
-
-    def parts_of_save(self, rank: Fsdp2Rank, saving: Saving) -> tuple[Written, ...]:
-        """See :func:`zeroplan.engines.fsdp2.saving.parts_of_save`."""
-        from zeroplan.engines.fsdp2.saving import parts_of_save
-
-        return parts_of_save(rank, saving)
 
     def forms(self) -> Mapping[str, Form]:
         """Return the forms: a program that calls `fully_shard` itself, which reads no file, and accelerate's file."""

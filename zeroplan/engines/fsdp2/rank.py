@@ -4,18 +4,34 @@ Note [CPUOffloadPolicy]
     Each sharded parameter is pinned, and so is each gradient, because a copy to the host that does not block gets pinned
     memory; the optimizer's states are pageable. torch's fused and single-tensor optimizers need nothing more that lasts.
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_param.py, reset_sharded_param; _fsdp_collectives.py, foreach_reduce
+
+Note [FSDP2's saves]
+    The sharded form holds references. accelerate, which the HF Trainer calls, first copies every shard to the host; the model's
+    copies are gone before the optimizer's are made (accelerate 1.15, utils/fsdp_utils.py, save_fsdp_model and
+    save_fsdp_optimizer, with ``ShardedStateDictConfig(offload_to_cpu=True)``). A loop of one's own hands the references to
+    torch's distributed checkpoint, which copies all into pinned memory. With adapters the Trainer hands over those alone,
+    on the GPU (_get_model_state_dict).
+    A tied weight is gathered and copied once for each name that it has in the state dict.
+    The full form gathers one tensor after another, with the padding of its first dimension, on every GPU; the first rank copies
+    it to pageable memory, the others drop it (torch 2.13, distributed/_state_dict_utils.py, _gather_state_dict;
+    distributed/tensor/placement_types.py, Shard._to_replicate_tensor). Parts on the host pass over the GPU. A loop of one's own
+    has weights and states of one checkpoint together; accelerate and the Trainer, one after the other.
+    The Trainer gathers the weights also for ``save_pretrained``, the frozen ones included (accelerator.py, get_state_dict).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.expert_parallel import experts_of, is_expert, sharded_dimension
+from zeroplan.core.saving import Saver, Saving, StateDict
 from zeroplan.core.tensor_parallel import EMBEDDING
 from zeroplan.core.workload import DType
+from zeroplan.engines.saved_files import Written, pinned_copies
 from zeroplan.engines.torch_rank import TorchRank
 from zeroplan.ledger.derive import pow2
 
@@ -206,3 +222,33 @@ class Fsdp2Rank(TorchRank):
             # From the second step on, states are there throughout, and torch keeps the gradients' pinned blocks.
             *(HostPhase.of(phase, with_states) for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP)),
         )
+
+    def parts_of_save(self, saving: Saving) -> tuple[Written, ...]:
+        """Return the host's bytes while the model is written, and then the optimizer's states. See Note [FSDP2's saves]."""
+        if saving.state_dict is StateDict.FULL:
+            model = sum(self.width(p) * self.numel[p] for p in self.parameters.entries)
+            optimizer = sum(self.whole_states_of(p) for p in self.trained) if saving.optimizer else 0
+            firsts = (model + optimizer,) if saving.saver is Saver.LOOP else (model, optimizer)
+            return tuple(Written(0, first) for first in firsts)
+        adapters = self.parameters.adapters
+        only_adapters = saving.saver is Saver.TRAINER and any(adapters)
+        weights = [self.width(p) * self.chunks[p] for p in self.parameters.entries if adapters[p] or not only_adapters]
+        stepped = self.stepped() if saving.optimizer else []
+        states = [nbytes for domain, p in stepped for _, nbytes in self.states(domain, p)]
+        if self.offload:  # on the host already; a shard with padding is copied when it is written
+            needs = [max([*weights, *states], default=0)]
+        elif saving.saver is Saver.LOOP:
+            needs = [pinned_copies([*weights, *states])]
+        else:
+            needs = [pinned_copies(weights) if only_adapters else sum(weights), sum(states)]
+        return tuple(Written(every, every) for every in needs)
+
+    def gathered(self, saving: Saving) -> Iterator[tuple[int, int]]:
+        """Yield, tensor by tensor, the bytes that come from the host and those that are gathered; none in the sharded form."""
+        if saving.state_dict is not StateDict.FULL or self.ranks == 1:
+            return
+        for p in self.parameters.entries:
+            yield (self.width(p) * self.chunks[p] if self.offload else 0), self.width(p) * self.padded(p)
+        for domain, p in self.stepped() if saving.optimizer else ():
+            for _, nbytes in self.states(domain, p):
+                yield (nbytes if self.offload else 0), nbytes * self.ranks

@@ -32,7 +32,6 @@ from zeroplan.core.buffers import Buffer
 from zeroplan.core.saving import Saving
 from zeroplan.core.workload import ChunkedHead
 from zeroplan.engines.fsdp2.rank import Fsdp2Rank
-from zeroplan.engines.fsdp2.saving import gathered
 from zeroplan.engines.torch_step import TorchSchedule
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape, Op, block_of_each
@@ -424,7 +423,7 @@ class Fsdp2Schedule(TorchSchedule[Fsdp2Rank]):
     def save(self) -> None:
         """Gather one tensor after another for a full state dict; parts on the host come to the GPU first."""
         saving = self.rank.workload.technique(Saving)
-        for part, whole in gathered(self.rank, saving) if saving is not None else ():
+        for part, whole in self.rank.gathered(saving) if saving is not None else ():
             copied = self.alloc(part, Buffer.STAGE_H2D) if part else -1
             self.free(self.alloc(whole, Buffer.COMM_ALL_GATHER))
             if part:

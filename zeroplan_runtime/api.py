@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import RUNTIME_OPTIMIZERS
 from zeroplan_runtime.config import RuntimeConfig, read_config
+from zeroplan_runtime.copy_engines import process_group_options
 from zeroplan_runtime.engine import Engine
 from zeroplan_runtime.mesh import MeshRanks
 from zeroplan_runtime.monitors.flops import make_flops_profiler
@@ -111,7 +112,7 @@ def make_engine(
 
         warn_of_adapters(model)
     where = _device(device)
-    _join(where)
+    _join(where, config)
     ranks = _ranks(group, mesh)
     settings = read_config(config, ranks.samples)
     if settings.without_effect and ranks.world.rank == 0:
@@ -164,11 +165,12 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _join(device: torch.device) -> None:
+def _join(device: torch.device, config: Mapping[str, Any] | str | Path) -> None:
     """Initialises torch.distributed under ``torchrun``, unless that has been done."""
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ and "RANK" in os.environ:
         if device.type == "cuda":
-            dist.init_process_group("nccl", device_id=device)
+            by_engines = read_config(config, int(os.environ["WORLD_SIZE"])).runtime_options.copy_engine_gathers
+            dist.init_process_group("nccl", device_id=device, pg_options=process_group_options() if by_engines else None)
         else:
             dist.init_process_group("gloo")
 

@@ -7,7 +7,7 @@ not once a unit. Temporary ones are :class:`ResizableBuffer`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -26,6 +26,9 @@ DTYPES: dict[DType | StateDType, torch.dtype] = {
     DType.BF16: torch.bfloat16,
     StateDType.UINT8: torch.uint8,
 }
+
+
+Allocator = Callable[[int, torch.dtype, torch.device], torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -133,10 +136,16 @@ class Arena:
         self._own(tensor, buffer, unit, place)
         return tensor
 
-    def allocate(self, wanted: Iterable[OwnedBuffer]) -> dict[tuple[Buffer, str], torch.Tensor]:
+    def allocate(
+        self, wanted: Iterable[OwnedBuffer], allocators: Mapping[Buffer, Allocator] | None = None
+    ) -> dict[tuple[Buffer, str], torch.Tensor]:
         """Allocates the permanent buffers of a plan (:func:`~zeroplan.core.arena.owned_buffers.runtime_buffers`), zeroed.
 
         Rows in files are recorded and not allocated.
+
+        Args:
+            wanted: the plan's rows.
+            allocators: what allocates a kind of buffer instead of torch: given elements, dtype and device.
 
         Returns:
             The 1-D tensors by buffer and unit.
@@ -152,7 +161,9 @@ class Arena:
                 for row in rows:
                     self._add(self._row(buffer, row.unit, place), row.bytes)
                 continue
-            block = self._allocate(sum(map(spaced, rows[:-1])) + rows[-1].numel, DTYPES[dtype], place)
+            numel = sum(map(spaced, rows[:-1])) + rows[-1].numel
+            own = (allocators or {}).get(buffer) if place is Place.HBM else None
+            block = self._allocate(numel, DTYPES[dtype], place) if own is None else own(numel, DTYPES[dtype], self.device)
             if place is Place.HBM:
                 block.zero_()
             begin = 0

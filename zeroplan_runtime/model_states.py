@@ -30,8 +30,9 @@ from zeroplan.core.arena.owned_buffers import OwnedBuffer, runtime_buffers
 from zeroplan.core.buffers import Buffer, Phase, Place
 from zeroplan.core.errors import BadInput
 from zeroplan.core.optimizers import OPTIMIZERS
-from zeroplan_runtime.arena import Arena
+from zeroplan_runtime.arena import Allocator, Arena
 from zeroplan_runtime.comm import Communicator
+from zeroplan_runtime.copy_engines import SymmetricMemory
 from zeroplan_runtime.kernels import map_words
 from zeroplan_runtime.local_tensors import local_of, put_values
 from zeroplan_runtime.mesh import MeshRanks
@@ -100,7 +101,8 @@ class ModelStates:
         self.setup, self.ranks, self.comm, self.arena = setup, ranks, ranks.shard, arena
         self.layout: ArenaLayout = plan_layout([unit.shape for unit in units], setup)
         rows = runtime_buffers(self.layout)
-        carved, resizable = arena.allocate(rows), arena.resizable(rows)
+        self._symmetric = self._allocators()  # kept: the memory lives as long
+        carved, resizable = arena.allocate(rows, self._symmetric), arena.resizable(rows)
         self.param_slots = {n: self._slot(n, carved[Buffer.PARAM_FULL, n]) for n in self.layout.param_slots}
         self.grad_slots = {n: GradSlot(resizable[Buffer.GRAD_FULL, n], Event(arena.device)) for n in self.layout.grad_slots}
         self.accum_slots: dict[str, AccumSlot] = {}
@@ -294,6 +296,13 @@ class ModelStates:
         unit.grads.full = full
         unit.grads.views = trainable.views(full)
         unit.grads.gaps = [full[a:b] for a, b in trainable.layout.gaps()]
+
+    def _allocators(self) -> dict[Buffer, Allocator]:
+        """What allocates the buffers into which units are gathered, where torch does not."""
+        if not self.setup.gathers_by_copy_engines or self.arena.device.type != "cuda":
+            return {}
+        allocator = SymmetricMemory(self.comm.group)
+        return {Buffer.PARAM_FULL: allocator, Buffer.COMM_ALL_GATHER: allocator}
 
     def free(self, kept: Mapping[int, torch.Tensor]) -> None:
         """Drops every tensor, so that the memory is freed even while something refers to the units.

@@ -47,6 +47,7 @@ def runtime_setup(
     features = {
         Feature.LOCAL_STEPS: local_steps,
         Feature.FLOAT8_GATHERS: runtime_options.float8_gathers,
+        Feature.COPY_ENGINES: runtime_options.copy_engine_gathers,
         Feature.ASYNC_CHECKPOINTS: runtime_options.async_checkpoints,
     }
     return RuntimeSetup(

@@ -25,6 +25,7 @@ class RuntimeOptions:
             computed together; 0 for all logits at once.
         float8: the recipe by which linear layers of the blocks multiply in 8-bit floats; empty for 16 bits.
         float8_gathers: blocks' matrices are gathered in 8 bits at stage 3.
+        copy_engine_gathers: at stage 3 NCCL gathers by the copy engines of a host's GPUs, not by kernels.
         async_checkpoints: checkpoints are copied to pinned memory and written while training goes on.
         audit_steps: in the first this many micro batches at stage 3, the runtime checks that every use of a parameter is
             within the forward of its unit.
@@ -41,6 +42,7 @@ class RuntimeOptions:
     chunked_cross_entropy: int = 0
     float8: str = ""
     float8_gathers: bool = False
+    copy_engine_gathers: bool = False
     async_checkpoints: bool = False
     audit_steps: int = 1
     timeout: float = 600.0

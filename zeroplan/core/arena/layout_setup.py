@@ -31,6 +31,7 @@ class Feature(StrEnum):
 
     LOCAL_STEPS = "local_steps"  # ranks may step alone (0/1 Adam)
     FLOAT8_GATHERS = "float8_gathers"  # blocks' matrices are gathered in 8 bits
+    COPY_ENGINES = "copy_engine_gathers"  # NCCL's copy engines gather, into memory that ranks share
     ASYNC_CHECKPOINTS = "async_checkpoints"  # a checkpoint is copied to pinned memory first
 
 
@@ -197,6 +198,11 @@ class RuntimeSetup:
     def gathers_float8(self) -> bool:
         """Blocks' matrices pass between ranks in 8 bits: see Note [Gathers in 8 bits] in layout."""
         return Feature.FLOAT8_GATHERS in self.features and self.casts_masters and self.ranks > 1
+
+    @property
+    def gathers_by_copy_engines(self) -> bool:
+        """Units are gathered into memory that NCCL's copy engines reach."""
+        return Feature.COPY_ENGINES in self.features and self.shards_params and self.ranks > 1
 
     @property
     def wide_grad_dtype(self) -> DType:

@@ -93,7 +93,13 @@ def _entries(model: nn.Module, schedule: Schedule) -> tuple[dict[str, Any], dict
 def full_state_dict(model: nn.Module, schedule: Schedule) -> dict[str, Any] | None:
     """Returns the unsharded state dict of `model` in host memory, on the first rank (of each pipeline stage); None on the
     others.
+
+    Raises:
+        BadInput: on every rank, for an entry that shares memory with a parameter of a unit that is not gathered.
     """
+    for value in other_entries(model, schedule).values():
+        if isinstance(value, torch.Tensor):
+            value.detach().reshape(-1)[:0].clone()  # a read, as the first rank's below, which must not fail alone
     keep = schedule.model_states.ranks.leads_stage
     stands: dict[int, nn.Parameter] = {}
     for _, param, values in whole_params(schedule):

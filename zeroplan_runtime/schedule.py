@@ -345,8 +345,11 @@ class Schedule:
             unit.param_slot.last_use.record(self.compute_stream)
 
     def parameters_were_sent(self) -> None:
-        """Notes that shards have other values since the last step, as when delayed updates are sent early: reads gather."""
+        """Notes that shards have other values since the last step, as when delayed updates are sent early: reads gather, also
+        those of units that a call of the bare module has left open.
+        """
         self._reads_on = None
+        self.guard.close_all()
 
     def wait_for_unshard(self) -> None:
         """Makes the compute stream wait for every all-gather that was issued; below stage 3 those that are due are issued."""

@@ -58,13 +58,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``ENGINE:STAGE[+r32][+ckpt][+RECIPE[+gathers]][+compile|+within]``, as in ``zeroplan:3+r32``.
+    """``ENGINE:STAGE[+r32][+ckpt][+RECIPE[+gathers]][+copies][+compile|+within]``, as in ``zeroplan:3+r32``.
 
     `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not), torchtitan (its own trainer)
     or ddp (stage 0; stage 1 with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16.
     `compiled`: each block is compiled by ``torch.compile``, under DeepSpeed the model by DeepCompile; `within`: with its
     checkpoint inside the graph, as torchtitan does. `float8`: how blocks' linear layers multiply in 8 bits, FSDP2's and
-    torchtitan's by torchao; `gathers`: their weights are gathered in 8 bits, too.
+    torchtitan's by torchao; `gathers`: their weights are gathered in 8 bits, too. `copies`: this runtime gathers by NCCL's copy
+    engines, for which NCCL_CTA_POLICY is to be 2 here.
     """
 
     engine: str
@@ -75,6 +76,7 @@ class Case:
     within: bool = False
     float8: str = ""
     gathers: bool = False
+    copies: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Case:
@@ -90,10 +92,13 @@ class Case:
             "within" in options,
             next((option for option in options if option in RUNTIME_RECIPES), ""),
             "gathers" in options,
+            "copies" in options,
         )
 
     def __str__(self) -> str:
-        return f"{self.engine}:{self.group}{('+within' if self.within else '+compile') * self.compiled}"
+        return (
+            f"{self.engine}:{self.group}{'+copies' * self.copies}{('+within' if self.within else '+compile') * self.compiled}"
+        )
 
     @property
     def group(self) -> str:
@@ -112,6 +117,8 @@ class Case:
 
     def ds_config(self, micro: int, ranks: int) -> dict[str, Any]:
         """Return the ds_config of this case, for DeepSpeed and the included runtime alike."""
+        own: dict[str, Any] = {"float8": self.float8, "float8_gathers": self.gathers} if self.float8 else {}
+        own |= {"copy_engine_gathers": True} if self.copies else {}
         return {
             "train_micro_batch_size_per_gpu": micro,
             "train_batch_size": micro * ranks,
@@ -120,5 +127,5 @@ class Case:
             "optimizer": {"type": "AdamW", "params": ADAMW},
             "zero_optimization": {"stage": self.stage, "overlap_comm": True, "contiguous_gradients": True},
             "communication_data_type": "fp32" if self.fp32_reduce else "bf16",
-            **({"zeroplan": {"float8": self.float8, "float8_gathers": self.gathers}} if self.float8 else {}),
+            **({"zeroplan": own} if own else {}),
         }

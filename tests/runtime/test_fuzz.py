@@ -28,6 +28,13 @@ CASES = st.builds(
 FOUND = [
     # After a checkpoint had sent a delayed update, parameters that had been read since the step showed the values before it.
     (Case(loss="penalty-before", after=("save", "held"), ranks=2, stage=1, offload="cpu", delayed=1, seed=20011316), ""),
+    # So did those that a call of the bare module had left open.
+    (Case(loss="penalty-before", after=("save", "module-eval"), ranks=2, stage=2, accum=2, offload="cpu", delayed=1), ""),
+    # The first rank alone refused an alias in the state dict, and the other waited for it.
+    (
+        Case(before_step="state", after=("caught",), alias="parameter", ranks=2, stage=3, seed=80010187),
+        "is read while its unit",
+    ),
     # A checkpoint of a model with an empty parameter was refused.
     (Case(odd=True, after=("save",), optimizer="asgd", steps=3, schedule="step", ranks=2, stage=3), ""),
     # An empty parameter kept its precision.

@@ -53,6 +53,8 @@ def full_tensors(model: nn.Module, schedule: Schedule) -> Iterator[tuple[str, An
     first = {key: name for name, key in reversed(names.items())}
     for _, param, values in whole_params(schedule):
         if id(param) in first:
+            if schedule.setup.shards_params:  # who keeps one reads another's bytes later, if nothing refuses it
+                schedule.guard.guard_values(param, values)
             yield first[id(param)], values
     for name, value in entries.items():
         if name not in names:

@@ -134,6 +134,11 @@ class ParameterGuard:
         if self._watched is not None:
             self._watched.append((weakref.ref(alias), name))
 
+    def guard_values(self, param: nn.Parameter, values: torch.Tensor) -> None:
+        """Guards `values` with `param`, if they are in its memory."""
+        if values.numel() and values.data_ptr() == local_of(param).data_ptr():
+            self.guard_alias(values, *_guarded[param][1:])
+
     def guard_outputs(self, unit: UnitState, output: Any) -> None:
         """Guards the tensors in `output`, of the forward of `unit`, that are aliases of a parameter in the unit's slot."""
         begin = unit.param_slot.tensor.data_ptr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -21,6 +22,7 @@ import zeroplan_runtime
 from tests.runtime.ranks import RankPool
 from tests.runtime.test_strangers import WIDTH, Net, data, loss_of, steps
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.compat import deepspeed
 from zeroplan_runtime.engine import Engine
 from zeroplan_runtime.parameter_states import ParameterStates
 
@@ -620,6 +622,45 @@ def averaged(group: dist.ProcessGroup, stage: int, zero: dict[str, Any]) -> None
 @pytest.mark.parametrize(("stage", "zero"), [(0, {}), (1, {}), (2, HOST)])
 def test_a_copy_of_the_model_is_a_plain_one(pool: RankPool, stage: int, zero: dict[str, Any]) -> None:
     pool.run(2, averaged, stage, zero)
+
+
+def averaged_at_stage_3(group: dist.ProcessGroup) -> list[str]:
+    """A model's averages by torch and by hand follow its weights where these are gathered; else one line says how."""
+    torch.manual_seed(0)
+    plain, model = Torch(net()), net()
+    optimizer = {"type": "AdamW", "params": {**ADAM, "torch_adam": True}}
+    engine, *_ = deepspeed.initialize(model=model, config=config(3, optimizer=optimizer))
+    averages = [torch.optim.swa_utils.AveragedModel(net()) for _ in range(2)]
+    slow, kept = ({name: torch.zeros_like(value) for name, value in plain.module.named_parameters()} for _ in range(2))
+    said = [
+        refusal(partial(averages[1].update_parameters, model)),
+        refusal(lambda: [slow[name].lerp(param.detach(), 0.1) for name, param in model.named_parameters()]),
+    ]
+    averages[1].n_averaged.zero_()
+    gc.collect()  # the errors keep aliases of parameters
+    for number in range(4):
+        steps(plain, number, number + 1)
+        steps(engine, number, number + 1)
+        averages[0].update_parameters(plain.module)
+        with deepspeed.zero.GatheredParameters(model.parameters()):
+            averages[1].update_parameters(model)
+        for name, param in plain.module.named_parameters():
+            slow[name].lerp_(param.detach(), 0.1)
+        for name, value in engine.full_tensors():
+            kept[name].lerp_(value, 0.1)
+        last = value  # stays behind, as in anybody's loop
+    said.append(refusal(lambda: last + 1))
+    for one, other in zip(averages[0].parameters(), averages[1].parameters(), strict=True):
+        torch.testing.assert_close(other, one)
+    for name, value in slow.items():
+        torch.testing.assert_close(kept[name], value)
+    engine.destroy()
+    return said
+
+
+def test_averages_at_stage_3_read_what_is_gathered(pair: RankPool) -> None:
+    for said in pair.run(2, averaged_at_stage_3):
+        assert all("read it within engine.gathered('" in line for line in said)
 
 
 DEVICES: dict[str, dict[str, Any]] = {

@@ -58,6 +58,22 @@ def _llama(shape: str) -> Any:
     )
 
 
+def _load_weights(model: Any, model_args: Any, shape: str) -> None:
+    """Give the trainer's model the weights of the other engines' by its own reader of transformers' names."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+
+    from benchmarks.step.engines import model_of
+
+    device = next(model.parameters()).device
+    weights = model_of(shape, torch.float32, device).state_dict()
+    state = Llama3StateDictAdapter(model_args, None).from_hf(weights)
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, strict=False))
+    del weights, state
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def build(case: Case, shape: str, micro: int) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
     """Build one step on this rank's token ids [micro, seq], giving the loss; and the trainer.
 
@@ -98,6 +114,7 @@ def build(case: Case, shape: str, micro: int) -> tuple[Callable[[torch.Tensor], 
     dist.destroy_process_group()  # it makes its own, with a store of its own
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
     trainer = Trainer(config)
+    _load_weights(trainer.model_parts[0], spec.model_args[shape], shape)
     trainer.step = 2  # the first is logged
     losses: list[torch.Tensor] = []
     own = trainer.loss_fn

@@ -110,6 +110,11 @@ def test_kept_runs_of_engines_are_explained_and_compared(tmp_path: Path, cli: An
     assert not [one for one in asked if one.lstrip("-").isdigit()], asked
     text = cli("diff", *paths)[1]
     assert "optim.exp_avg" in text
+    first = run.report.plans[0].gpu.total
+    points = json.loads(cli("scale", "--from", paths[1], "--gpus", "2..16", "--json")[1])["points"]
+    assert [(one["gpus"], one["nodes"]) for one in points] == [(2, 1), (4, 1), (8, 1), (8, 2)]
+    assert points[0]["plan"]["gpu"]["total"] == first
+    assert "--tokens: has no answer" in cli("scale", "--from", paths[1], "--tokens", "1T")[2]
     host = json.loads(cli("estimate", "--from", paths[0], "--json")[1])["cluster"]["cpu_ram"]
     assert host == run.report.cluster["cpu_ram"]
 

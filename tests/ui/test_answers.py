@@ -290,3 +290,42 @@ def test_names_are_those_of_the_lists(cli: Cli) -> None:
     assert offered["gpus"] == json.loads(cli("gpus", "--json")[1])["gpus"]
     assert offered["compiled"] is native.available()
     assert offered["hub"] is False
+
+
+def captured_loop(folder: Path) -> Path:
+    """A kept capture of a loop on an A10G."""
+    torch = pytest.importorskip("torch")
+    import zeroplan
+
+    with zeroplan.capture("A10G") as plan:
+        model = torch.nn.Linear(1024, 1024, bias=False).to("cuda")
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for _ in range(3):
+            model(torch.randn(256, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+    plan.save(str(folder / "run.json"))
+    return folder / "run.json"
+
+
+def test_a_captured_run_is_a_file_like_any_other(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = [{"name": "run.json", "text": captured_loop(tmp_path).read_text()}]
+    read = answer({"verb": "read", "files": files})
+    assert (read["values"], set(read["says"]) >= {"model", "gpus", "nodes"}) == ({"gpu": "A10G"}, True)
+    for question in ({}, {"gpu": "T4"}):
+        found = answer({"files": files, **question})
+        assert found["report"] == _printed(cli, found["command"])
+        assert found["verdict"] == "Fits"
+        plan = found["report"]["plans"][found["chosen"]]
+        assert max(found["timeline"]["allocated"]) == plan["gpu"]["peak_allocated"]
+        layers = zip(*(layer["bytes"] for layer in found["timeline"]["layers"]), strict=True)
+        assert [sum(one) for one in layers] == found["timeline"]["allocated"]
+    for question, says in (
+        ({"micro_batch": 4}, "--micro-batch: cannot be varied in a captured run"),
+        ({"verb": "recommend"}, "run.json: is a captured run.*zeroplan recommend --from run.json"),
+        ({"verb": "map", "batches": [1]}, "run.json: is a captured run"),
+    ):
+        with pytest.raises(BadInput, match=says):
+            answer({"files": files, **question})
+    with pytest.raises(BadInput, match="is no file of zeroplan capture"):
+        answer({"files": [{"name": "run.json", "text": files[0]["text"].replace('"op": "', '"op": "x')}]})

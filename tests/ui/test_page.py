@@ -21,6 +21,7 @@ import pytest
 
 from tests import patience
 from tests.ui.conftest import Served
+from tests.ui.test_answers import captured_loop
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -194,6 +195,13 @@ def test_files_in_and_out(visit: Callable[..., Visit], tmp_path: Path, cli: Cli)
     assert "TRL" in one.text("notes")
     assert [one.page.input_value(f"#f-{field}") for field in ("micro_batch", "seq_len")] == ["4", "512"]
     one.page.click("text=Remove")
+    one.page.set_input_files("#pick", str(captured_loop(tmp_path)))
+    one.settled("the script as it runs")
+    assert one.page.input_value("[data-field='gpu']") == "A10G"
+    assert one.text("verdict").split("\n\n")[1] in _said(cli, f"zeroplan estimate --from {tmp_path / 'run.json'}")
+    assert one.page.query_selector("#chart svg") is not None
+    one.page.click("text=Remove")
+    one.settled("ZeRO-")
     one.page.focus("#paste")
     one.page.keyboard.insert_text("{ not json")
     one.page.wait_for_selector("#error:visible")

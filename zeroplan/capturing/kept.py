@@ -62,6 +62,17 @@ def kept_run(request: Ask) -> CapturedRun | None:
     if held is None:
         return None
     where = str(request.files[0])
+    refuse_chosen(request, where)
+    captured, cluster = recorded(held, request, where)
+    return answer(captured, cluster, config_of(captured, request, where))
+
+
+def refuse_chosen(request: Ask, where: str) -> None:
+    """Refuse options that a recording cannot vary; `where` is its file.
+
+    Raises:
+        BadInput: there is one.
+    """
     for name in request.chosen:
         if name not in _OPEN:
             flag = f"--{name.replace('_', '-')}" if name != "model" else "MODEL"
@@ -69,9 +80,12 @@ def kept_run(request: Ask) -> CapturedRun | None:
                 f"cannot be varied in a captured run, whose tensors are the script's own ({where})", where=flag,
                 remedy="change it in the script, and capture that; the card can be varied: --gpu, --vram",
             )  # fmt: skip
-    captured, cluster = recorded(held, request, where)
+
+
+def config_of(captured: Captured, request: Ask, where: str) -> AllocatorConfig | None:
+    """Return the allocator's settings that a request names, or else the script's; None for torch's defaults."""
     conf = request.alloc_conf or captured.machine.get("alloc_conf", "")
-    return answer(captured, cluster, AllocatorConfig.parse(conf, where=where) if conf else None)
+    return AllocatorConfig.parse(conf, where=where) if conf else None
 
 
 def refuse_captured(files: Sequence[Any]) -> None:

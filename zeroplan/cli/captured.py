@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from zeroplan.capturing.kept import kept_capture, kept_run, recorded, refuse_captured
+from zeroplan.capturing.kept import config_of, kept_capture, kept_run, recorded, refuse_captured, refuse_chosen
 from zeroplan.cli.main import show, show_json
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT, EXIT_OK, BadInput
 from zeroplan.report.terminal import Terminal
@@ -90,13 +90,11 @@ def recommended(request: Ask, source: list[str] | None, given: dict[str, Any], *
             raise BadInput(what, where=flag, remedy="leave it out: the cards on which it runs are what recommend finds")
     from zeroplan.capturing.cards import fitting_cards
     from zeroplan.report.captured import cards_json, cards_text
-    from zeroplan.simulate.allocator.config import AllocatorConfig
 
     request = request.replace(files=tuple(source or ()))
     kept_run(request)  # refuses what cannot be varied
     captured, cluster = recorded(held, request, str(request.files[0]))
-    conf = request.alloc_conf or captured.machine.get("alloc_conf", "")
-    found = fitting_cards(captured, cluster, AllocatorConfig.parse(conf) if conf else None)
+    found = fitting_cards(captured, cluster, config_of(captured, request, str(request.files[0])))
     if as_json:
         show_json(cards_json(found))
     else:
@@ -107,17 +105,43 @@ def recommended(request: Ask, source: list[str] | None, given: dict[str, Any], *
     return True
 
 
-def refuse_to_scale(source: str) -> None:
-    """Refuse ``scale --from``: a recording holds for the number of ranks that it was made with."""
+def scaled(
+    request: Ask, source: str, shapes: list[tuple[int, int]], given: dict[str, Any], *, quiet: bool, as_json: bool
+) -> None:
+    """Answer ``scale --from``: the memory of a run that calls an engine, among other numbers of processes.
+
+    Args:
+        request: the machine.
+        source: the file.
+        shapes: GPUs a node, and nodes, of each row.
+        given: options of the search and of whole trainings, by their flags, for which a recording has no times.
+        quiet: the table alone.
+    """
     held = kept_capture([source])
     if held is None:
         raise BadInput("is no captured run", where=source, remedy="name the model; recommend --from takes a program's files")
-    _, cluster = recorded(held, Ask(), source)
-    what = (
-        f"was captured as one of {cluster.gpus * cluster.nodes} processes, and its allocations tell nothing of another number"
-    )
-    remedy = "capture the command with the other number, as by torchrun --nproc_per_node N, or name the model"
-    raise BadInput(what, where=source, remedy=remedy)
+    for flag, value in given.items():
+        if value:
+            raise BadInput("has no answer for a captured run, which has no times", where=flag, remedy="leave it out")
+    refuse_chosen(request, source)
+    captured, cluster = recorded(held, request, source)
+    if not captured.engine:
+        what = (
+            f"was captured as one of {cluster.gpus * cluster.nodes} processes that call no engine, and tells of no other number"
+        )
+        remedy = "capture the command with the other number, as by torchrun --nproc_per_node N, or name the model"
+        raise BadInput(what, where=source, remedy=remedy)
+    from zeroplan.capturing.engines.planned import at_ranks
+    from zeroplan.report.captured import ranks_json, ranks_text
+
+    conf = str(request.alloc_conf or captured.machine.get("alloc_conf") or "")
+    rows = list(zip(shapes, at_ranks(captured, cluster, shapes, conf), strict=True))
+    if as_json:
+        show_json(ranks_json(captured.command, rows))
+    else:
+        show(ranks_text(captured.command, rows, Terminal.here(), quiet=quiet))
+    if not any(plan.fits for _, plan in rows):
+        raise typer.Exit(EXIT_DOES_NOT_FIT)
 
 
 def refuse_to_run(source: str) -> None:

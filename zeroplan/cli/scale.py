@@ -34,7 +34,7 @@ Price = Annotated[
     str | None,
     typer.Option("--price", rich_help_panel="Whole training", metavar="NUMBER|FILE", help="Of a GPU hour, or JSON by card."),
 ]
-From = Annotated[str | None, typer.Option("--from", hidden=True, help="A captured run, which tells of no other number.")]
+From = Annotated[str | None, typer.Option("--from", hidden=True, help="A captured run that calls an engine: its memory.")]
 Html = Annotated[
     str | None, typer.Option("--html", callback=flags.writable, help="Write a page with the pictures.", metavar="FILE")
 ]
@@ -66,9 +66,13 @@ def scale(
     Each row is what recommend finds there. Where states shrink and a larger micro batch fits, the speed-up is superlinear.
     """
     if source is not None:
-        from zeroplan.cli.captured import refuse_to_scale
+        from zeroplan.cli.captured import scaled
+        from zeroplan.search.scaling import NODE_GPUS, parse_ranks, shapes_of
 
-        refuse_to_scale(source)
+        given = {"--global-batch": global_batch, "--compile": compile, "--profile": profile, "--tokens": tokens,
+                 "--price": price, "--html": html, "--svg": svg}  # fmt: skip
+        scaled(request, source, shapes_of(parse_ranks(gpus), gpus_per_node or NODE_GPUS), given, quiet=quiet, as_json=as_json)
+        return
     from zeroplan.core.plumbing.files import write_atomic
     from zeroplan.report.scaling import scaling_text
     from zeroplan.report.terminal import Terminal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.errors import BadInput
@@ -12,7 +13,7 @@ from zeroplan.report.peak import origin_in
 from zeroplan.report.plans import notes, report_notes
 from zeroplan.report.table import render
 from zeroplan.report.terminal import PLAIN, Terminal
-from zeroplan.report.verdict import peak_sentence, verdict
+from zeroplan.report.verdict import name_of, peak_sentence, verdict
 from zeroplan.report.words import machine_text, model_text
 
 if TYPE_CHECKING:
@@ -150,6 +151,42 @@ def cards_text(found: FittingCards, terminal: Terminal = PLAIN, *, quiet: bool =
     ]
     table = render(["card", "memory", "needs", "verdict"], rows, "plain", width=terminal.width)
     return "\n".join([*lines, "", table, *notes(report_notes(report), terminal)])
+
+
+def ranks_text(
+    command: str, rows: Sequence[tuple[tuple[int, int], MemoryPlan]], terminal: Terminal = PLAIN, *, quiet: bool = False
+) -> str:
+    """Return ``scale``'s answer to a captured script that calls an engine: a row for each number of GPUs.
+
+    Args:
+        command: what was captured.
+        rows: GPUs a node and nodes, and the plan there.
+        terminal: where it goes.
+        quiet: the table alone.
+    """
+    cells = [
+        [
+            str(gpus * nodes),
+            str(nodes),
+            format_bytes(plan.gpu.total or 0, digits=1),
+            format_bytes(plan.gpu.live_after_step or 0, digits=1),
+            format_bytes(plan.cpu.per_node, digits=1),
+            str(plan.verdict),
+        ]
+        for (gpus, nodes), plan in rows
+    ]
+    table = render(["GPUs", "nodes", "a GPU", "between steps", "a host", "verdict"], cells, "plain", width=terminal.width)
+    if quiet:
+        return table
+    says = f"{command}: {name_of(rows[0][1])}, each GPU with the micro batches that were captured. A recording has no times."
+    unknown = next((plan.decides for _, plan in rows if plan.undecided), "")
+    return "\n".join([*terminal.wrap(says), "", table, *notes([f"Not in the figures: {unknown}"] if unknown else [], terminal)])
+
+
+def ranks_json(command: str, rows: Sequence[tuple[tuple[int, int], MemoryPlan]]) -> dict[str, Any]:
+    """Return the same as values that JSON can hold; sizes are bytes."""
+    found = [{"gpus": gpus, "nodes": nodes, "plan": json.loads(plan.model_dump_json())} for (gpus, nodes), plan in rows]
+    return {"schema": 1, "command": command, "points": found}
 
 
 def cards_json(found: FittingCards) -> dict[str, Any]:

@@ -235,7 +235,7 @@ def run_scaling(
     options = options or SearchOptions()
     counts = tuple(ranks)
     node = gpus_per_node if gpus_per_node is not None else _node_gpus(request)
-    clusters = [_shape(count, node) for count in counts]
+    clusters = shapes_of(counts, node)
     resolved = resolve_search(request.replace(gpus=node, nodes=1), options)
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, depth=request.depth)
     points = []
@@ -264,8 +264,16 @@ def _node_gpus(request: Ask) -> int:
     return named if named > 1 else NODE_GPUS
 
 
+def shapes_of(counts: Iterable[int], node: int) -> list[tuple[int, int]]:
+    """Return GPUs a node, and nodes, of each number of ranks on nodes of so many GPUs.
+
+    Raises:
+        BadInput: ranks of more than one node that are not whole nodes.
+    """
+    return [_shape(count, node) for count in counts]
+
+
 def _shape(ranks: int, node: int) -> tuple[int, int]:
-    """GPUs a node, and nodes. Raises BadInput: where the ranks are more than one node and not whole nodes."""
     if not 1 <= node <= MOST_RANKS:
         raise BadInput(f"{node} is out of range", where="--gpus-per-node", remedy=f"use 1 to {MOST_RANKS:,}")
     if ranks > node and ranks % node:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.capturing.result import Captured, info_of
@@ -63,7 +64,9 @@ def _left_out(captured: Captured) -> tuple[Unmodelled, ...]:
     return tuple(found)
 
 
-def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple[Report, tuple[Simulated, ...]]:
+def planned(
+    captured: Captured, cluster: Cluster, alloc_conf: str = "", *, others: bool = True
+) -> tuple[Report, tuple[Simulated, ...]]:
     """Return the report (the run as the script starts it, then the engine's other stages and offloads), and each plan's run.
 
     Raises:
@@ -78,8 +81,8 @@ def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple
         )
     plan = _beyond(found.report.plans[0], captured, run.tape.activation_peak)
     first = plan.model_copy(update={"capture": info_of(captured)})
-    others = list(_others(ask, captured, first))
-    plans = (first, *(one.report.plans[0] for one in others))
+    further = list(_others(ask, captured, first)) if others else []
+    plans = (first, *(one.report.plans[0] for one in further))
     report = found.report.model_copy(
         update={
             "plans": plans,
@@ -87,7 +90,34 @@ def planned(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> tuple
             "warnings": (*found.report.warnings, *captured.notes),
         }
     )
-    return report, (run, *(one.runs[0] for one in others if one.runs[0] is not None))
+    return report, (run, *(one.runs[0] for one in further if one.runs[0] is not None))
+
+
+def at_ranks(
+    captured: Captured, cluster: Cluster, shapes: Sequence[tuple[int, int]], alloc_conf: str = ""
+) -> tuple[MemoryPlan, ...]:
+    """Return the run's plans among other numbers of processes, each of which takes the micro batches that were captured.
+
+    Args:
+        captured: what was captured, with an engine.
+        cluster: the machine, whose numbers of GPUs and nodes are those of the capture.
+        shapes: GPUs a node, and nodes, of each plan.
+        alloc_conf: the caching allocator's settings.
+
+    Raises:
+        BadInput: what the planner refuses of the engine's arguments, as a mesh that such ranks do not fill.
+    """
+    said = captured.engine["said"]
+    if isinstance(config := said.get("ds_config"), Mapping):  # a total batch would be shared out anew
+        work = estimate_runs(ask_of(captured, cluster), relief=False).report.workload
+        batch = {"train_micro_batch_size_per_gpu": work["micro_batch"], "gradient_accumulation_steps": work["grad_accum"]}
+        said = {**said, "ds_config": {key: one for key, one in config.items() if key != "train_batch_size"} | batch}
+    pinned = replace(captured, engine={**captured.engine, "said": said})
+    found = []
+    for gpus, nodes in shapes:
+        here = replace(cluster.resized(gpus) if cluster.assumes_host else replace(cluster, gpus=gpus), nodes=nodes)
+        found.append(planned(pinned, here, alloc_conf, others=False)[0].plans[0])
+    return tuple(found)
 
 
 def _beyond(plan: MemoryPlan, captured: Captured, step: int) -> MemoryPlan:

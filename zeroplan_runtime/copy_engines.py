@@ -2,13 +2,15 @@
 
 A kernel of NCCL's holds multiprocessors as long as it sends, and a product that is launched for all of them waits for the last.
 Within one host NCCL gathers by the copy engines instead where the whole buffer is symmetric memory (NCCL's own, of one size
-on every rank, known to the communicator), each rank's part stands in it, and the communicator's policy asks for it.
+on every rank, known to the communicator), each rank's part stands in it, and the communicator's policy asks for it. Such a
+gather fails on CUDA's default stream, whose batched copies take none; units are gathered on a stream of their own.
 
 Source: torch's documentation of symmetric memory, "Copy engine collectives" (torch 2.11); NCCL 2.28, ``NCCL_CTA_POLICY``.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -50,11 +52,16 @@ class SymmetricMemory:
         """Allocates a 1-D tensor, uninitialised.
 
         Raises:
-            BadInput: where the ranks cannot reach each other's memory.
+            BadInput: where ranks are on several hosts, or cannot reach each other's memory.
         """
         from torch.distributed import _symmetric_memory as symmetric
 
         assert self._group is not None
+        ranks = dist.get_world_size(self._group)
+        if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
+            raise BadInput(
+                "copy engines reach the GPUs of one host, and ranks are on several", where=KEY, remedy="leave the key out"
+            )
         try:
             symmetric.set_backend("NCCL")
             dist.barrier(self._group)  # makes the communicator

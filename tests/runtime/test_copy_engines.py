@@ -96,3 +96,11 @@ def test_the_process_group_has_the_policy(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(), raising=False)
     with pytest.raises(BadInput, match=r"^ds_config\.zeroplan\.copy_engine_gathers: torch .* has no such policy"):
         copy_engines.process_group_options()
+
+
+def test_ranks_on_several_hosts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(dist, "get_world_size", lambda _group=None: 4)
+    allocate = copy_engines.SymmetricMemory(mock.MagicMock())
+    with pytest.raises(BadInput, match=r"^ds_config\.zeroplan\.copy_engine_gathers: copy engines reach the GPUs of one host"):
+        allocate(16, torch.bfloat16, torch.device("cuda:0"))

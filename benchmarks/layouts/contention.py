@@ -101,7 +101,7 @@ def together(sent: Call, own: Call, seconds: tuple[float, float], streams: tuple
     first, second = timed(sent, 0, streams[0]), timed(own, 0, streams[1])
     while counts[0] or counts[1]:  # issued in turn, so that neither waits for the host
         for at, (run, spans) in enumerate(((sent, first), (own, second))):
-            some = min(counts[at], max(1, counts[at] // max(1, min(filter(None, counts)))))
+            some = min(counts[at], max(1, counts[at] // max(1, min(filter(None, counts), default=1))))
             spans += timed(run, some, streams[at])
             counts[at] -= some
     torch.cuda.synchronize()

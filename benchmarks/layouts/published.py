@@ -7,6 +7,7 @@ block. Rows marked `blind` were drawn by lot (seed 20261124) before the first ch
 made for their sake. What software a source says that it ran was added to rows of both halves when the model learned to tell it:
 `engine`; `arguments`, Megatron's own; `hides_exchange`, experts' exchanges run beside another micro batch; `layers`, whose
 layers; `shared_as`, the way in which ranks share work where stages are uneven; `overlap`, `attn`;
+`lacks`, what the software of its day had not, so that the best is looked for without it, too;
 `card` and `vram`, figures of a card unlike its preset; `sync_each`, gradients are reduced after each micro batch (Composer
 leaves that out for DDP alone: composer/distributed/dist_strategy.py, ddp_sync_context).
 
@@ -70,20 +71,18 @@ def rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 
-def request_of(row: dict[str, Any], *, staged_as_run: bool = True) -> Ask:
-    """Return a run as a request; Megatron's uneven stages are those of the run, or left open."""
-    model = (
-        _megatron(row, staged_as_run)
-        if _runs_megatron(row)
-        else row["model"]
-        if isinstance(row["model"], str)
-        else _llama(row["model"])
-    )
+def request_of(row: dict[str, Any], *, by_name: bool = False) -> Ask:
+    """Return a run as a request; `by_name` leaves a named model without Megatron's arguments, which fix its uneven stages."""
+    named = isinstance(row["model"], str)
+    if _runs_megatron(row) and not (by_name and named):
+        model = _megatron(row)
+    else:
+        model = row["model"] if named else _llama(row["model"])
     asked: dict[str, Any] = {name: row[name] for name in _DEGREES if name in row}
     if "checkpointing" in row:
         asked |= {"gradient_checkpointing": True, "checkpoint_policy": row["checkpointing"]}
     sizes = {name: row[name] for name in ("gpus", "nodes", "gpu", "seq_len", "micro_batch", "grad_accum", "stage")}
-    asked |= {name: row[name] for name in ("attn", "sync_each", "vram") if name in row}
+    asked |= {name: row[name] for name in ("attn", "sync_each", "vram", "reduce_dtype") if name in row}
     if "fp8" in row and row.get("engine") == "megatron":
         asked["fp8"] = row["fp8"]
     return Ask(model=model, engine=row.get("engine", "fsdp2"), network=row.get("network"), **sizes, **asked)
@@ -93,15 +92,14 @@ def _runs_megatron(row: dict[str, Any]) -> bool:
     return row.get("engine") == "megatron"
 
 
-def _megatron(row: dict[str, Any], staged_as_run: bool) -> dict[str, Any]:
+def _megatron(row: dict[str, Any]) -> dict[str, Any]:
     """Return Megatron's arguments of a run: its GPT of a shape, or its form of a model of transformers, with the row's own."""
     shape = row["model"]
     if isinstance(shape, str):
         spec = load_model(shape)
         made = model_of(spec.model_type, spec.config)
         assert made is not None, "rows name architectures that Megatron has"
-        if staged_as_run:
-            made, _ = staged(made, ParallelLayout(gpus=row.get("pp", 1), pp=row.get("pp", 1), vpp=row.get("vpp", 1)))
+        made, _ = staged(made, ParallelLayout(gpus=row.get("pp", 1), pp=row.get("pp", 1), vpp=row.get("vpp", 1)))
         found = {name: value for name, value in asdict(made).items() if value not in ((), "")}
     else:
         found = {
@@ -207,9 +205,11 @@ def against_best(row: dict[str, Any]) -> dict[str, Any]:
         rates = rates_of(cluster.gpu, cluster.network, cluster.gpus)
         own = LayoutCost(case, rank_counts(resolved, {}), rates, resolved.engine).time()
         batch = case.workload.batch
-        free = without_degrees(request_of(row, staged_as_run=False)).replace(
-            grad_accum=None, gradient_checkpointing=None, checkpoint_policy=None
+        free = without_degrees(request_of(row, by_name=True)).replace(
+            grad_accum=None, gradient_checkpointing=None, checkpoint_policy=None, **dict.fromkeys(row.get("lacks", ()), False)
         )
+        if not row["stage"]:
+            free = free.replace(stage=0)  # its engine shares no states, or did not yet
         answer = search_layouts(free, global_batch=batch.micro_batch * batch.grad_accum * case.layout.dp)
     except BadInput as error:
         return {"name": row["name"], "refused": str(error)}

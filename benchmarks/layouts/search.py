@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from zeroplan.models.load import load_model
 from zeroplan.simulate.allocator import native
 
-#: What is run; of models that no tape is shipped of, CONFIG stands for a file.
+#: What is run; of models that no tape is shipped of, CONFIG and DENSE stand for files.
 COMMANDS = {
     "Llama 3.1 70B on 8 × 8 H100, --layouts": (
         *("recommend", "meta-llama/Llama-3.1-70B", "--gpu", "8xH100", "--nodes", "8", "--seq-len", "8192", "--layouts"),
@@ -27,6 +27,9 @@ COMMANDS = {
     ),
     "Llama 3.1 405B on 64 × 8 H100, --layouts": (
         *("recommend", "meta-llama/Llama-3.1-405B", "--gpu", "8xH100", "--nodes", "64", "--seq-len", "8192", "--layouts"),
+    ),
+    "1T dense on 384 × 8 A100, --layouts": (
+        *("recommend", "DENSE", "--gpu", "8xA100-80G", "--nodes", "384", "--seq-len", "2048", "--layouts"),
     ),
     "DeepSeek-V3 on 256 × 8 H100, --layouts": (
         *("recommend", "deepseek-ai/DeepSeek-V3", "--gpu", "8xH100", "--nodes", "256", "--seq-len", "4096", "--layouts"),
@@ -49,6 +52,12 @@ def unknown_405b() -> dict[str, object]:
     return config | {"intermediate_size": int(config["intermediate_size"]) - 1024}
 
 
+def one_trillion() -> dict[str, object]:
+    """Return the config of a Llama of the size of Narayanan et al. 2021's largest, with 1,008 billion parameters."""
+    heads = {"num_attention_heads": 160, "num_key_value_heads": 160, "num_hidden_layers": 128, "vocab_size": 51200}
+    return dict(load_model("meta-llama/Llama-3.1-405B").config) | {"hidden_size": 25600, "intermediate_size": 68096, **heads}
+
+
 def main() -> None:
     """Run the commands one after the other, and print a line each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
@@ -59,9 +68,10 @@ def main() -> None:
         if only not in title:
             continue
         with TemporaryDirectory() as folder:
-            config = Path(folder, "config.json")
-            config.write_text(json.dumps(unknown_405b()))
-            asked = [str(config) if word == "CONFIG" else word for word in words]
+            files = {"CONFIG": unknown_405b(), "DENSE": one_trillion()}
+            for name, config in files.items():
+                Path(folder, f"{name}.json").write_text(json.dumps(config))
+            asked = [str(Path(folder, f"{word}.json")) if word in files else word for word in words]
             said = Path(folder, "said.txt")
             with said.open("w") as out:
                 command = [sys.executable, "-m", "zeroplan", *asked]

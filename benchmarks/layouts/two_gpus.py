@@ -1,18 +1,18 @@
 """Holds modelled times of layouts against steps on two GPUs (HSDP on four).
 
-    python -m benchmarks.layouts.two_gpus predict FILE [--gpu H200] [--cases CASE …]
-    python -m benchmarks.layouts.two_gpus measure FILE [--cases CASE …]
+    python -m benchmarks.layouts.two_gpus predict FILE [--gpu H200] [--profile FILE] [--cases CASE …]
+    torchrun --nproc-per-node 2 -m benchmarks.layouts.steps FILE CASE …
     python -m benchmarks.layouts.two_gpus compare PREDICTED MEASURED
 
-``predict`` writes a line of JSON for each case, on any machine; ``measure`` runs each under ``zeroplan verify`` and writes what
-was measured. ``compare`` prints both. A time is the median of the steps after the first.
+``predict`` writes a line of JSON for each case, on any machine where torch can trace the models, which stand for those of the
+catalog whose tapes are shipped; a profile of the GPUs' machine (``zeroplan doctor --calibrate``) tells how fast its host is.
+``steps`` runs them in the loops of ``zeroplan verify``, without its marks. ``compare`` prints both.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,18 +20,18 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.rates import rates_of
+from zeroplan.ledger.work import count_tape
 from zeroplan.models.load import load_model
 from zeroplan.planner.resolve import resolve
+from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
-from zeroplan.search.layout_counts import rank_counts
 from zeroplan.search.layout_time import LayoutCost
+from zeroplan.search.machine_rates import machine_rates
 
 DENSE, MIXTURE = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
 #: What is unlike the models of these names: a head of its own, for stages, and as many blocks as two cards of 80 GB train.
 _CHANGED: dict[str, dict[str, Any]] = {DENSE: {"tie_word_embeddings": False}, MIXTURE: {"num_hidden_layers": 6}}
-_SECONDS = 120  # that a case may take
 _SHARED: dict[str, Any] = {"engine": "fsdp2", "gpus": 2, "seq_len": 4096}
 _DEEPSPEED: dict[str, Any] = {
     "engine": "deepspeed",
@@ -70,11 +70,11 @@ def request_of(case: dict[str, Any], folder: Path) -> Ask:
     return Ask(**(_SHARED | case | {"model": _model(case["model"], folder)}))
 
 
-def predict(case: dict[str, Any], folder: Path, gpu: str) -> dict[str, Any]:
+def predict(case: dict[str, Any], folder: Path, gpu: str, profile: Path | None) -> dict[str, Any]:
     """Return the modelled seconds of a step on such GPUs, and their parts."""
     resolved = resolve(request_of(case, folder).replace(gpu=gpu))
     cluster, one = resolved.cluster, resolved.cases[0]
-    rates, counts = rates_of(cluster.gpu, cluster.network, cluster.gpus), rank_counts(resolved, {})
+    rates, counts = machine_rates(cluster, profile, []), count_tape(ExpandedTapes(resolved.engine).of(one))
     cost = LayoutCost(one, counts, rates, resolved.engine).time()
     row: dict[str, Any] = {"seconds": cost.total, "parts": {name: value for name, value in cost.parts.items() if value}}
     if one.parallel is None:  # which recommend answers without --layouts, too
@@ -83,56 +83,31 @@ def predict(case: dict[str, Any], folder: Path, gpu: str) -> dict[str, Any]:
     return row
 
 
-def measure(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the seconds of a step on two GPUs of this machine."""
-    words = [_model(case["model"], folder)]
-    for name, value in (_SHARED | case).items():
-        flag = "--" + name.replace("_", "-")
-        if name != "model":
-            words += [flag] if value is True else [flag, str(value)]
-    kept = folder / "run.json"
-    command = [sys.executable, "-m", "zeroplan", "verify", *words, "--steps", "12", "--json"]
-    with kept.open("w") as out:
-        try:
-            code = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not done in {_SECONDS} s"}
-    try:
-        ranks = json.loads(kept.read_text())["comparisons"]
-    except (json.JSONDecodeError, KeyError):
-        return {"failed": code.stderr[-600:]}
-    seconds = [one for one in _named("step_seconds", ranks) if one]
-    return {"seconds": max(seconds)} if seconds else {"failed": "no time"}
-
-
-def _named(name: str, data: Any) -> list[float]:
-    """Return every value of a name in nested data."""
-    if isinstance(data, dict):
-        return [value for key, value in data.items() if key == name] + [
-            found for value in data.values() for found in _named(name, value)
-        ]
-    return [found for value in data for found in _named(name, value)] if isinstance(data, list) else []
-
-
 def compare(predicted: Path, measured: Path) -> None:
     """Print predicted beside measured, in Markdown."""
     found = {row["case"]: row for row in map(json.loads, measured.read_text().splitlines())}
-    print("| case | predicted, ms | measured, ms | predicted over measured |\n|---|---:|---:|---:|")
+    print("| case | predicted, ms | by recommend | measured | over measured | by recommend |\n|---|---:|---:|---:|---:|---:|")
     for row in map(json.loads, predicted.read_text().splitlines()):
         run = found.get(row["case"], {})
         if "seconds" in row and "seconds" in run:
-            ours, theirs = row["seconds"] * 1e3, run["seconds"] * 1e3
-            print(f"| {row['case']} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.2f} |")
+            ours, alone, theirs = (1e3 * one for one in (row["seconds"], row.get("seconds_of_recommend", 0.0), run["seconds"]))
+            other = (
+                f"{alone:.0f} | {theirs:.0f} | {ours / theirs:.2f} | {alone / theirs:.2f}"
+                if alone
+                else f" | {theirs:.0f} | {ours / theirs:.2f} | "
+            )
+            print(f"| {row['case']} | {ours:.0f} | {other} |")
         else:
-            print(f"| {row['case']} | {row.get('refused', '')} | {run.get('failed', '')[-80:]} | |")
+            print(f"| {row['case']} | {row.get('refused', '')} | | | | |")
 
 
 def main() -> None:
     """Run what the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("verb", choices=("predict", "measure", "compare"))
+    parser.add_argument("verb", choices=("predict", "compare"))
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--gpu", default="H100", help="for predict")
+    parser.add_argument("--profile", type=Path, help="measured rates, for predict")
     parser.add_argument("--cases", nargs="*", default=list(CASES), choices=CASES, metavar="CASE")
     asked = parser.parse_args()
     if asked.verb == "compare":
@@ -142,7 +117,7 @@ def main() -> None:
             case = CASES[name]
             begin = time.perf_counter()
             try:
-                row = predict(case, Path(folder), asked.gpu) if asked.verb == "predict" else measure(case, Path(folder))
+                row = predict(case, Path(folder), asked.gpu, asked.profile)
             except BadInput as error:
                 row = {"refused": str(error)}
             out.write(json.dumps({"case": name, **row}, ensure_ascii=False) + "\n")

@@ -84,7 +84,7 @@ def test_an_answer_keeps_to_them(cli: Cli) -> None:
     assert first["plan"]["gpu"]["total"] == answer["best"]["total"]
     code, said, _ = cli("recommend", NAME, "--gpu", "8xH100", "--tp", "1", "--pp", "1", "--quiet")
     assert code == 0
-    assert said.startswith("Fits: 8 GPUs as dp 8, ZeRO-3")
+    assert said.startswith("Fits: 8 GPUs as dp 8, ZeRO-2")
 
 
 #: Odd degrees of Llama 3.1 8B on eight H100, each with what its line names.

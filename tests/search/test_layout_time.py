@@ -10,7 +10,8 @@ from zeroplan.engines.fsdp2.engine import Fsdp2
 from zeroplan.ledger.work import guess_counts, matrices
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
-from zeroplan.search.layout_time import LayoutCost, LayoutTime, StageTime, play
+from zeroplan.search.layout_time import LayoutCost, LayoutTime
+from zeroplan.search.pipeline_time import StageTime, play
 
 LLAMA = Ask(model="meta-llama/Llama-3.1-70B", gpus=8, nodes=8, gpu="H100", seq_len=8192, engine="fsdp2", stage=3)
 MIXTURE = LLAMA.replace(model="Qwen/Qwen3-30B-A3B", seq_len=4096)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from zeroplan.core.errors import member_named
+from zeroplan.core.errors import BadInput, member_named
 
 #: Compute capability from which ``torch._scaled_mm`` multiplies 8-bit floats, and that from which blocks of 32 are.
 FLOAT8_CAPABILITY, MXFP8_CAPABILITY = (8, 9), (10, 0)
@@ -27,6 +27,8 @@ class Float8Recipe(StrEnum):
     MXFP8 = "mxfp8"
 
 
+#: TransformerEngine's recipe of 4-bit floats.
+_NVFP4 = "nvfp4"
 #: What the included runtime multiplies by.
 RUNTIME_RECIPES = (Float8Recipe.TENSORWISE, Float8Recipe.ROWWISE, Float8Recipe.BLOCKWISE)
 #: What Megatron-Core passes to TransformerEngine.
@@ -41,5 +43,8 @@ def multiple_of(recipe: Float8Recipe) -> int:
 
 
 def parse_recipe(text: str, where: str = "--fp8") -> Float8Recipe:
-    """Return the recipe of this name. Raises BadInput: an unknown name."""
+    """Return the recipe of this name. Raises BadInput: an unknown name, or products in 4 bits."""
+    if text.strip().lower() == _NVFP4:
+        what = "TransformerEngine's 4-bit products are not modelled, neither their memory nor their time"
+        raise BadInput(what, where=where, remedy=f"plan {Float8Recipe.MXFP8}, the nearest that is")
     return member_named(Float8Recipe, text, where=where, fault="no recipe is called {}")

@@ -33,6 +33,9 @@ class Sharing:
             share the tokens between them, too.
         even_stages: blocks alone are divided over pipeline stages, evenly; embedding and head count for nothing.
         reduced_bytes: of a gradient element on its way.
+        cast_bytes: moved in memory for each element of a shard that is gathered; FSDP2 casts it from fp32.
+        copied_bytes: moved for each gathered element, which is put in its place.
+        packed_bytes: moved for each element that is reduced, which is copied in, cast and averaged.
         reduces_each: gradients are reduced after each micro batch, though parameters are gathered once.
         dispatches: matrices and norms that ranks share are torch's DTensors, whose operations Python dispatches.
         hooks: what runs hooks.
@@ -46,6 +49,9 @@ class Sharing:
     pipelines_tensor: bool = False
     even_stages: bool = False
     reduced_bytes: int = 4
+    cast_bytes: int = 4 + 2
+    copied_bytes: int = 2 * 2
+    packed_bytes: int = 2 * 2 + 2 * 4
     reduces_each: bool = False
     dispatches: bool = True
     hooks: Hooks = Hooks.PARAMETERS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from typing import TYPE_CHECKING
 
 from zeroplan.core.parallel import DEFAULT_SCHEDULE
@@ -69,10 +70,41 @@ def _plainest(answer: LayoutAnswer) -> str:
 def _why(answer: LayoutAnswer) -> str:
     which = "that fit" if answer.best is not None else "that may fit"
     kept = f" with {answer.fixed}" if answer.fixed else ""
+    faster = reason(answer)
     return (
-        f"Why: of the layouts{kept} {which}, this one is modelled to be the fastest. Times of layouts are a model of their "
-        "work and links, and were not measured."
+        f"Why: of the layouts{kept} {which}, this one is modelled to be the fastest{f'; {faster}' if faster else ''}. Times of "
+        "layouts are a model of their work and links, and were not measured."
     )
+
+
+def reason(answer: LayoutAnswer) -> str:
+    """Say what the layout would need that is the most like the answer and faster, and where ranks share its matrices, tokens or
+    layers, what it would without that; empty where none was tried.
+    """
+    chosen = answer.chosen
+    assert chosen is not None, "an answer without a layout has no reason"
+    faster = [
+        one
+        for one in answer.tried
+        if one.tokens_per_second > chosen.tokens_per_second and one.plan.gpu.needed > (one.plan.gpu.usable or 0)
+    ]
+    if not faster:
+        return ""
+    nearest = min(faster, key=lambda one: (_unlike(one, chosen), -one.tokens_per_second))
+    gain = f"{nearest.tokens_per_second / chosen.tokens_per_second - 1:.0%}".replace("%", " %")
+    text = f"{layout_name(nearest)} would be {gain} faster and needs {_need(nearest)}"
+    again = chosen.request.value("gradient_checkpointing")
+    plain = (
+        one for one in faster if one.layout.dp == one.layout.world_size and one.request.value("gradient_checkpointing") == again
+    )
+    alone = next(plain, nearest)
+    return text if alone is nearest else f"{text}; {layout_name(alone)} needs {_need(alone)}"
+
+
+def _unlike(one: LaidOut, other: LaidOut) -> int:
+    """Count what tells two layouts apart: degrees, stage, recomputation."""
+    told = [(*astuple(each.layout), each.plan.stage, each.request.value("gradient_checkpointing")) for each in (one, other)]
+    return sum(first != second for first, second in zip(*told, strict=True))
 
 
 def layouts_table(answer: LayoutAnswer, style: str = "plain") -> str:
@@ -159,8 +191,13 @@ def _tried(answer: LayoutAnswer) -> list[str]:
 
 
 def _named(one: LaidOut) -> str:
+    return f"{gpus_text(one.request.nodes, one.request.gpus)} as {layout_name(one)}"
+
+
+def layout_name(one: LaidOut) -> str:
+    """Return ``"dp 4 × tp 2 with split tokens, ZeRO-3, checkpointing"``."""
     request = one.request
-    text = f"{gpus_text(request.nodes, request.gpus)} as {degrees_text(describe_layout(one.layout))}"
+    text = degrees_text(describe_layout(one.layout))
     text += f", {request.schedule}" if request.schedule != DEFAULT_SCHEDULE else ""
     text += f", ZeRO-{one.plan.stage}"
     return text + (", checkpointing" if request.value("gradient_checkpointing") else "")

@@ -2,8 +2,9 @@
 
 Note [Fixed degrees]
     A degree that the request says is kept, ``--tp 1`` included; every other one is searched. What the search leaves out for
-    being slow (matrices shared between nodes, more than 16 stages, rings with few tokens a rank, other numbers
-    than powers of two) may be asked for: bounds are those of the search and not of a layout.
+    being slow may be asked for: matrices shared between nodes, more than 16 stages where fewer fit, rings with few tokens a
+    rank, other numbers than powers of two (but for three times as many stages, where a batch is given and the ranks divide by
+    three). Bounds are those of the search and not of a layout.
 
 Note [Variants of a layout]
     The same degrees may run otherwise, each way with more memory, so that one is looked at where the layout itself fits and
@@ -21,7 +22,7 @@ Note [Variants of a layout]
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
@@ -45,6 +46,8 @@ _OF_TWO_CHUNKS = tuple(one.value for one in PipelineSchedule if one.folded)
 MICRO_BATCHES_A_STAGE = 4
 #: Pipeline stages and context-parallel ranks that are tried at most.
 _MOST_STAGES, _MOST_RING = 16, 16
+#: Stages that are tried where nothing fits with fewer.
+_MANY_STAGES = 64
 #: Tokens that a rank of a ring keeps at least.
 _LEAST_TOKENS = 4096
 
@@ -77,12 +80,14 @@ class LayoutOrders:
         experts: of a mixture whose ranks may share them, the experts of a block; 0 of others.
         splits_tokens: whether ranks that share its matrices may share the tokens between them.
         global_batch: sequences of a step; None leaves the accumulation to the search.
+        most_stages: pipeline stages that are tried at most.
     """
 
     layouts: SearchedLayouts
     experts: int = 0
     splits_tokens: bool = True
     global_batch: int | None = None
+    most_stages: int = _MOST_STAGES
 
     @classmethod
     def of_model(cls, spec: ModelSpec, layouts: SearchedLayouts, global_batch: int | None = None) -> LayoutOrders:
@@ -90,6 +95,10 @@ class LayoutOrders:
         plan = {**PLANS, **MIXTURES}.get(spec.model_type)
         experts = experts_of(spec.parameters) if spec.model_type in GROUPED else 0
         return cls(layouts, experts, layouts.splits and (plan is None or plan.splits_tokens), global_batch)
+
+    def with_many_stages(self) -> LayoutOrders:
+        """Return those with more stages, too."""
+        return replace(self, most_stages=_MANY_STAGES)
 
     def of(self, request: Ask) -> Iterator[dict[str, Any]]:
         """Yield what to try, those that share less first, as fields of the request; not all of them divide the ranks."""
@@ -128,7 +137,9 @@ class LayoutOrders:
         if fixed.get("sp") or fixed.get("etp", 1) > 1:
             tensors = [tp for tp in _powers(request.gpus) if tp > 1] or [1]
         for tp in _kept("tp", fixed, tensors):
-            stages = _powers(min(max(1, ranks // tp), _MOST_STAGES))
+            stages = _powers(min(max(1, ranks // tp), self.most_stages))
+            if self.global_batch is not None and ranks % 3 == 0:  # data-parallel ranks that divide the batch leave the three
+                stages += [3 * pp for pp in stages if 3 * pp <= min(ranks // tp, self.most_stages)]
             if staged:
                 stages = [pp for pp in stages if pp > 1] or [1]
             for pp in _kept("pp", fixed, stages):

@@ -4,8 +4,9 @@ Note [Time of a layout]
     The computation is that of :mod:`zeroplan.engines.compute_traffic` over the machine's rates, with the parts of matrices
     and tokens that a rank has. What lies on the critical path is added to it: the collectives of tensor parallelism, the
     exchanges of experts, and of a ring what its attention does not hide. Gathers and reductions of FSDP2 run beside the
-    computation; on pipeline stages they come once a step, before the first forward and behind the last backward, and hide
-    nothing. A pipeline's waits are those of its schedule, which is played with the stages' times. Blocks count alike: of a
+    computation, from whose memory they take a part; the first gathers and the last reductions have none beside them, and all
+    are copied and cast. On pipeline stages they come once a step, before the first forward and behind the last backward, and
+    hide nothing. A pipeline's waits are those of its schedule, which is played with the stages' times. Blocks count alike: of a
     mixture, a token's share of the experts.
 
     Replicas of the shards (HSDP) sum what each shard's ranks have reduced, behind each reduction. Stages of more chunks than
@@ -23,7 +24,6 @@ Note [Time of a layout]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd
@@ -32,7 +32,7 @@ from zeroplan.core.buffers import Phase
 from zeroplan.core.expert_parallel import of_experts
 from zeroplan.core.optimizers import find_optimizer
 from zeroplan.core.pipeline import Stage, chunks_of, even_stages
-from zeroplan.core.pipeline_order import GATHERED_CHUNKS, Action, Do, PipelineOrder, PipelineSchedule, schedule_of, with_gathers
+from zeroplan.core.pipeline_order import GATHERED_CHUNKS, Do, PipelineOrder, schedule_of, with_gathers
 from zeroplan.core.rates import Rates
 from zeroplan.engines.base import Engine
 from zeroplan.engines.case import Case
@@ -43,10 +43,16 @@ from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.facts import experts_a_token, spec_facts
 from zeroplan.search.collectives import Collective, RankGroup, fabric_of
 from zeroplan.search.layout_host import dispatch_seconds, hook_seconds, input_sums
+from zeroplan.search.pipeline_time import StageTime, play
 
 _GIGA, _TERA = 1e9, 1e12
-#: Bytes of an element in the exchanges, which are in 16 bits, and of a reduced gradient.
-_HALF, _SINGLE = 2, 4
+#: Bytes of an element in the exchanges, which are in 16 bits.
+_HALF = 2
+#: Bytes that a ring's kernels read and write in a GPU's memory for each that it sends: a gather reads what leaves and writes
+#: what arrives, a reduction reads its own, too. Today's products lose more inside a node of Hopper GPUs, where kernels that
+#: keep all processors wait for those that NCCL takes: two H200s lost as much as MEMORY_PER_BYTE says
+#: (engines/compute_traffic.py), which no published run shows.
+_READ_AND_WRITTEN = {Collective.ALL_GATHER: 2, Collective.REDUCE_SCATTER: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,21 +330,45 @@ class LayoutCost:
         """Seconds of gathers and reductions beyond the computation that they run beside."""
         dense, experts = self._held(rank)
         layout, count = self.layout, self.work.batch.grad_accum
-        copied = (dense + experts) / (self.rates.hbm_gbs * _GIGA)
-        gather = self._sharded(Collective.ALL_GATHER, rank, _HALF)
-        reduction = self._sharded(Collective.REDUCE_SCATTER, rank, self.sharing.reduced_bytes) + self._replicas(rank)
-        cast, packed = (_SINGLE + 3 * _HALF) * copied, (2 * _HALF + 2 * _SINGLE) * copied
+        whole = not self.case.zero.stage  # each rank keeps all, and gathers nothing
+        gather = 0.0 if whole else self._sharded(Collective.ALL_GATHER, rank, _HALF)
+        reduces = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
+        reduction = self._sharded(reduces, rank, self._reduced_bytes) + self._replicas(rank)
         forward, backward = (sum(one[half].total for one in passes) for half in (0, 1))
         if self.sharing.gathers_once:
             hidden = (forward, backward) if self.sharing.overlaps else (0.0, 0.0)
             reductions = count if self.sharing.reduces_each else 1
             return max(0.0, gather - hidden[0]) + reductions * max(0.0, reduction - hidden[1])
+        copies, packed = self._copies(dense, experts)
         if layout.pp > 1:
-            return (gather + cast) * self._gathers(rank) + reduction + packed
-        again = gather if self.case.zero.stage == 3 else 0.0
-        beyond = max(0.0, gather - forward) + max(0.0, again - backward)
-        last = max(0.0, again + reduction - backward) - max(0.0, again - backward)
-        return count * (beyond + cast) + last + packed
+            return (gather + copies) * self._gathers(rank) + reduction + packed
+        # Beside computation a collective takes memory from it, and what comes first or last has none beside it.
+        gathered = self._contention(Collective.ALL_GATHER, rank, _HALF)
+        reduced = self._contention(Collective.REDUCE_SCATTER, rank, self._reduced_bytes)
+        units = self._units(rank)
+        again = 1 if self.case.zero.stage == 3 else 0
+        forward, backward = forward + copies + gathered, backward + again * (copies + gathered)
+        passed = max(0.0, gather - forward, 2 * gather / units) + again * max(0.0, gather - backward, gather / units)
+        last = max(0.0, again * gather + reduction - backward - packed - reduced, 2 * reduction / units)
+        return count * ((1 + again) * (copies + gathered) + passed) + packed + reduced + last
+
+    def _copies(self, dense: int, experts: int) -> tuple[float, float]:
+        """Seconds that the casts and copies take which a gather, and a reduction, need in memory."""
+        shards, whole = zip((dense, experts), self._shards, strict=True), dense + experts
+        cast = self.sharing.cast_bytes * sum(held / group.ranks for held, group in shards)
+        moved = cast + self.sharing.copied_bytes * whole, self.sharing.packed_bytes * whole
+        return moved[0] / (self.rates.hbm_gbs * _GIGA), moved[1] / (self.rates.hbm_gbs * _GIGA)
+
+    def _contention(self, collective: Collective, rank: int, width: int) -> float:
+        """Seconds of memory that a collective over all of a rank's parameters takes from the kernels beside it."""
+        sent = sum(held * (group.ranks - 1) / group.ranks for held, group in zip(self._held(rank), self._shards, strict=True))
+        return _READ_AND_WRITTEN[collective] * width * sent / (self.rates.hbm_gbs * _GIGA)
+
+    @property
+    def _reduced_bytes(self) -> int:
+        """Bytes of a gradient element on its way."""
+        asked = self.work.numerics.reduce_dtype
+        return self.sharing.reduced_bytes if asked is None else asked.bytes
 
     @property
     def _shards(self) -> tuple[RankGroup, RankGroup]:
@@ -362,7 +392,7 @@ class LayoutCost:
         layout, units = self.layout, self._units(rank)
         group = self._group(layout.dp_replicate, layout.shard_group * layout.tp)
         shard = sum(held / shards.ranks for held, shards in zip(self._held(rank), self._shards, strict=True))
-        return units * self.fabric.seconds(Collective.ALL_REDUCE, _SINGLE * shard / units, group)
+        return units * self.fabric.seconds(Collective.ALL_REDUCE, self._reduced_bytes * shard / units, group)
 
     def _gathers(self, rank: int) -> float:
         """How often a pipeline rank gathers each of its chunks in a step: once, unless it has more than stay gathered."""
@@ -391,8 +421,11 @@ class LayoutCost:
 
     def _optimizer(self, rank: int) -> float:
         dense, experts = self._held(rank)
-        group = self.layout.expert_shard_group if self.layout.ep > 1 else self.layout.shard_group
-        updated = dense / self.layout.shard_group + experts / group
+        shards, group = (
+            self.layout.shard_group,
+            self.layout.expert_shard_group if self.layout.ep > 1 else self.layout.shard_group,
+        )
+        updated = dense / shards + experts / group if self.case.zero.stage else dense + experts
         states = 2 * find_optimizer(self.work.numerics.optimizer).bytes_per_element(0.0)
         return updated * (4 + 8 + 4 + 8 + states) / (self.rates.hbm_gbs * _GIGA)
 
@@ -401,81 +434,3 @@ def _products(items: list[WorkItem], phase: Phase) -> float:
     """Return the seconds of a phase's matrix products."""
     kinds = (Resource.MATMUL, Resource.FP8_MATMUL, Resource.FP32_MATMUL)
     return sum(item.seconds for item in items if item.phase is phase and item.resource in kinds)
-
-
-@dataclass(frozen=True, slots=True)
-class StageTime:
-    """Seconds of one micro batch's forward and backward on one stage."""
-
-    forward: float
-    backward: float
-
-
-def play(
-    orders: Sequence[Sequence[Action]],
-    stages: Sequence[StageTime],
-    sending: float,
-    schedule: PipelineSchedule = PipelineSchedule.ONE_F_ONE_B,
-) -> float:
-    """Return the seconds from the first forward to the last backward of a step.
-
-    A rank works off its actions in their order. A forward waits for the stage before it, a backward for the stage behind it,
-    and both for what these send. The halves of a backward take as long as each other: as many products make the gradients of
-    inputs as those of weights. A first stage runs both in the second. A stage's own rank sends it nothing.
-
-    Args:
-        sending: seconds that a micro batch's hidden states are on their way.
-        schedule: says which stage a rank has as which of its chunks.
-
-    Raises:
-        ValueError: orders in which ranks wait for each other.
-    """
-    ranks = len(orders)
-    ends: dict[tuple[Do, int, int], float] = {}
-    free, at = [0.0] * ranks, [0] * ranks
-    own = [{schedule.stage_of(chunk, rank, ranks) for _, chunk, _ in actions} for rank, actions in enumerate(orders)]
-    left = sum(map(len, orders))
-    while left:
-        before = left
-        for rank, actions in enumerate(orders):
-            while at[rank] < len(actions):
-                do, chunk, number = actions[at[rank]]
-                stage = schedule.stage_of(chunk, rank, ranks)
-                sent = _sent(do, stage, number, len(stages), ends)
-                if sent is None:
-                    break
-                begin, other = sent
-                taken = stages[stage].forward if do is Do.FORWARD else stages[stage].backward * _part(do, stage)
-                delay = sending if other >= 0 and other not in own[rank] else 0.0
-                free[rank] = ends[_sends(do), stage, number] = max(free[rank], begin + delay) + taken
-                at[rank] += 1
-                left -= 1
-        if left == before:
-            raise ValueError("the ranks of a pipeline wait for each other")
-    return max(free)
-
-
-def _part(do: Do, stage: int) -> float:
-    """Return the part of a stage's backward that an action runs."""
-    if do is Do.BACKWARD:
-        return 1.0
-    if not stage:
-        return float(do is Do.WEIGHT)
-    return 0.5
-
-
-def _sends(do: Do) -> Do:
-    """Return the kind of action that another stage waits for: of a halved backward its first half is like a whole one."""
-    return Do.BACKWARD if do is Do.INPUT else do
-
-
-def _sent(do: Do, stage: int, number: int, stages: int, ends: dict[tuple[Do, int, int], float]) -> tuple[float, int] | None:
-    """Return when an action's input is made, and by which stage (-1 for its own); None where that is not known yet."""
-    if do is Do.WEIGHT or (do is Do.FORWARD and not stage):
-        return 0.0, -1  # its rank has run the first half
-    if do is not Do.FORWARD and stage == stages - 1:
-        made, other = ends.get((Do.FORWARD, stage, number)), -1
-    else:
-        other = stage - 1 if do is Do.FORWARD else stage + 1
-        made = ends.get((_sends(do), other, number))
-    return None if made is None else (made, other)

@@ -27,6 +27,7 @@ from typing import Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.plan import Verdict
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.unmodelled import may_add
 from zeroplan.engines.registry import engine_names, find_engine
@@ -42,6 +43,7 @@ from zeroplan.search.layout_counts import rank_counts
 from zeroplan.search.layout_floor import LayoutFloors
 from zeroplan.search.layout_orders import (
     LEAST_GAIN,
+    MICRO_BATCHES_A_STAGE,
     LayoutOrders,
     divides,
     fixed_degrees,
@@ -87,6 +89,10 @@ def search_layouts(
     """
     search = _Search(request, checkpointing, global_batch, profile)
     found = search.on(request.nodes)
+    if found.chosen is None:
+        found = search.with_many_stages().on(request.nodes)
+    if found.chosen is None:  # then the fastest whose figures' interval reaches under the card's
+        found = replace(found, may=next((one for one in found.tried if one.plan.verdict is Verdict.MAY_FIT), None))
     search.require_possible()
     return found
 
@@ -205,6 +211,11 @@ class _Search:
         ranks = least_ranks(self._request)
         return ranks // gcd(ranks, self.gpus)
 
+    def with_many_stages(self) -> _Search:
+        """Look at more pipeline stages from now on, and return this search."""
+        self._orders = self._orders.with_many_stages()
+        return self
+
     def require_possible(self) -> None:
         """Raise what was said of the first layout, if none of any cluster so far is possible.
 
@@ -249,7 +260,7 @@ class _Search:
                 found.append(timed)
         self._looked_at_one = self._looked_at_one or bool(found or floors)
         too_large = (TooLarge(nodes, asked.gpus, len(floors), min(floors), self._usable),) if floors else ()
-        found.sort(key=lambda one: -one.time.tokens_per_second)
+        found.sort(key=lambda one: -one.worth)
         answer = LayoutAnswer(None, (), (), too_large, flags_of(fixed_degrees(asked)))
         if doubtful and len(self._choices) > 1:
             least = self._first_that_fits(
@@ -296,7 +307,7 @@ class _Search:
                 continue  # slower, and not known to fit either
             if variants:
                 for other in self._variants(asked, one):
-                    heappush(queue, (-other.time.tokens_per_second / (1 + LEAST_GAIN), next(number), other, False))
+                    heappush(queue, (-other.worth / (1 + LEAST_GAIN), next(number), other, False))
                 continue
             if one.plain is not None and not leaves_room(one.plain, one):
                 continue
@@ -316,8 +327,8 @@ class _Search:
 
         Of those that may be plainer, the plainest few are planned; `plan` keeps what is planned already.
         """
-        least = (1 - EQUALLY_FAST) * best.time.tokens_per_second
-        plainer = (one for one in found if one.time.tokens_per_second >= least and one.complexity < best.complexity)
+        least = (1 - EQUALLY_FAST) * best.worth
+        plainer = (one for one in found if one.worth >= least and one.complexity < best.complexity)
         for one in sorted(plainer, key=lambda one: one.complexity)[:_PLAINER]:
             laid_out = plan(one)
             if laid_out.plan.fits:
@@ -344,7 +355,8 @@ class _Search:
         """Return a layout with its time; None where its schedule has too few micro batches, or a stage no block."""
         cost = LayoutCost(resolved.cases[0], rank_counts(resolved, self._counted), self._rates, resolved.engine)
         try:
-            return _Timed(request, resolved, cost.time(), cost.links)
+            more = MICRO_BATCHES_A_STAGE if request.pp > 1 and self._batch is None and "grad_accum" not in self._request else 1
+            return _Timed(request, resolved, cost.time(), cost.links, more=more)
         except BadInput as error:
             self._untimed = self._untimed or error
             return None
@@ -444,13 +456,23 @@ def _checked_request(request: Ask, global_batch: int | None) -> Ask:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """One layout whose memory is not known yet; `plain` is that of which it is a variant."""
+    """One layout whose memory is not known yet; `plain` is that of which it is a variant. A step of stages takes `more` times
+    as many sequences as one without, where nothing says how many.
+    """
 
     request: Ask
     resolved: Resolved
     time: LayoutTime
     links: tuple[Link, ...] = ()
     plain: _Timed | None = None
+    more: int = 1
+
+    @property
+    def worth(self) -> float:
+        """Tokens a second by which layouts are ordered: as if each step took as many sequences as one without stages."""
+        time = self.time
+        once = (self.more - 1) * (time.sharding + time.optimizer)
+        return time.tokens_per_second * time.total / (time.total + once)
 
     @property
     def places(self) -> list[tuple[float, bool]]:
@@ -460,8 +482,8 @@ class _Timed:
         time = self.time
         least = time.total - (time.waiting if self.request.pp > 1 else time.sharding)
         most = time.tokens_per_second * time.total / least / (1 + LEAST_GAIN)
-        found = [(time.tokens_per_second, False)]
-        return found if most <= time.tokens_per_second else [*found, (most, True)]
+        found = [(self.worth, False)]
+        return found if most <= self.worth else [*found, (most, True)]
 
     @property
     def complexity(self) -> tuple[bool, bool, bool, bool, bool, int]:

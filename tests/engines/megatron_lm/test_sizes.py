@@ -230,7 +230,7 @@ def test_what_may_need_more_is_named() -> None:
     engine = Megatron()
     assert [one.key for one in engine.unmodelled(_case(LLAMA))] == ["unmeasured"]
     found = engine.unmodelled(_case({**LLAMA, "attention_backend": "unfused"}, cp=2))
-    assert [one.key for one in found] == ["unmeasured", "--cp", "--attention-backend"]
+    assert [one.key for one in found] == ["unmeasured", "--attention-backend"]
 
 
 def test_more_than_3072_words_are_sorted_for_the_embeddings_gradient() -> None:

@@ -288,7 +288,7 @@ class DeepSpeed(Engine):
         from zeroplan.engines.traffic import Hooks, Sharing
 
         if zero.stage == 3:
-            return Sharing(reduced_bytes=2, dispatches=False, hooks=Hooks.MODULES)
+            return Sharing(reduced_bytes=2, cast_bytes=0, packed_bytes=6 * 2, dispatches=False, hooks=Hooks.MODULES)
         return Sharing(
             gathers_once=True,
             overlaps=zero.overlaps_comm,

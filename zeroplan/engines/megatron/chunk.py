@@ -42,11 +42,11 @@ class ChunkTape:
 
 
 @lru_cache(maxsize=64)
-def chunk_tape(shapes: Shapes, chunk: ChunkLayers, cp: int = 1) -> ChunkTape:
-    """Write the tape of a chunk's micro batch; `cp` ranks share each sample."""
+def chunk_tape(shapes: Shapes, chunk: ChunkLayers) -> ChunkTape:
+    """Write the tape of a chunk's micro batch."""
     w = TapeWriter("GPTModel")
     received = None if chunk.embeds else w.leaf(w.outside(shapes.hidden))
-    x = _forward(w, shapes, chunk, cp, received)
+    x = _forward(w, shapes, chunk, received)
     output = -1 if chunk.ends else x.storage.ident
     held: list[Storage] = []
     if not chunk.ends:  # the schedule frees it once it is sent; autograd needs the node alone
@@ -62,12 +62,12 @@ def chunk_tape(shapes: Shapes, chunk: ChunkLayers, cp: int = 1) -> ChunkTape:
     return ChunkTape(*w.tape(outlive=(output, sent)), output, sent, w.kept)
 
 
-def _forward(w: TapeWriter, s: Shapes, chunk: ChunkLayers, cp: int, received: Value | None) -> Value:
+def _forward(w: TapeWriter, s: Shapes, chunk: ChunkLayers, received: Value | None) -> Value:
     """Run the forward; the batch goes with its end, but for what autograd has saved."""
     if not (chunk.embeds or chunk.ends):
         assert received is not None
         return _layers(w, s, chunk.layers, received)
-    words, weights, w.mask = layers.load(w, s, cp)
+    words, weights, w.mask = layers.load(w, s)
     x = layers.embed(w, s, words) if received is None else received
     x = _layers(w, s, chunk.layers, x)
     tied = chunk.embeds and not s.model.untie_embeddings_and_output_weights

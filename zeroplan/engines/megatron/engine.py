@@ -49,7 +49,6 @@ _FLEX = (
     "DeepEP's buffers, whose sizes its tuned tables give, and the tokens that it sends once to each rank, whose number the data"
     " decide; activations are not shown"
 )
-_RING = "the keys and values that TransformerEngine's attention receives from a sample's next rank while it computes"
 #: Buffers that gather hidden states of all tokens, in the format of products, and that scatter them, in 16 bits.
 #: Source: TransformerEngine, pytorch/module/base.py (initialize_ub: layers_all_gather_overlap, layers_reduce_scatter_overlap)
 _GATHERING, _SCATTERING = 8, 4
@@ -135,14 +134,6 @@ class Megatron(Engine):
             size = 0 if shapes is None else user_buffers(shapes)
             says = f"its user buffers, {size / GIB:.1f} GiB beside torch's memory, which the time of layouts counts on"
             found.append(Unmodelled("--tp-comm-overlap", Effect.MORE, says))
-        if case.layout.cp > 1:
-            found.append(
-                Unmodelled(
-                    "--cp",
-                    Effect.MORE,
-                    _RING,
-                )
-            )
         if model is not None and model.uses_engine and self._scores(case, model):
             says = "TransformerEngine's own unfused attention; Megatron's is in the figures"
             found.append(Unmodelled("--attention-backend", Effect.UNKNOWN, says))
@@ -244,6 +235,7 @@ class Megatron(Engine):
             flash=not self._scores(case, model),
             ep=layout.ep,
             etp=layout.etp,
+            cp=layout.cp,
             eight=None if recipe is None else QuantizedOperands.on(recipe, case.cluster.gpu.capability),
             cudnn=backend == "fused" or (backend == "auto" and case.cluster.gpu.capability >= _CUDNN),
         )
@@ -255,7 +247,7 @@ class Megatron(Engine):
             return None
         from zeroplan.engines.megatron.chunk import chunk_tape
 
-        tapes = [chunk_tape(rank.shapes, part, case.layout.cp).tape for part in rank.parts]
+        tapes = [chunk_tape(rank.shapes, part).tape for part in rank.parts]
         return max(tapes, key=lambda tape: tape.activation_peak)
 
     def blocks(self, case: Case) -> tuple[tuple[int, int], ...]:

@@ -21,6 +21,7 @@ from zeroplan.engines.megatron.autograd import Gradients, Storage, TapeWriter, V
 from zeroplan.engines.megatron.end_operators import cross_entropy, embedding_gradient, mean_loss
 from zeroplan.engines.megatron.experts import mixture
 from zeroplan.engines.megatron.operators import Linear, Saved
+from zeroplan.engines.megatron.ring import ring_attention
 from zeroplan.engines.megatron.rotary import rotated
 from zeroplan.engines.megatron.shapes import Shapes
 from zeroplan.tape.expanded import Kind
@@ -124,7 +125,7 @@ _FP32, _INT64 = 4, 8
 _BOOL = 1
 
 
-def load(w: TapeWriter, s: Shapes, cp: int) -> tuple[Storage, Storage, Storage | None]:
+def load(w: TapeWriter, s: Shapes) -> tuple[Storage, Storage, Storage | None]:
     """Bring a micro batch to the GPU: words, labels, weights, positions and attention's mask, which the loader makes.
 
     The first tensor-parallel rank, which sends them to the others, loads all of them. Context-parallel ranks copy their parts.
@@ -132,11 +133,11 @@ def load(w: TapeWriter, s: Shapes, cp: int) -> tuple[Storage, Storage, Storage |
     Source: megatron/training/utils.py (``get_batch_on_this_tp_rank``)
     """
     made: list[Storage] = []
-    for share in (1, cp) if cp > 1 else (1,):
-        count = s.tokens * cp // share
+    for share in (1, s.cp) if s.cp > 1 else (1,):
+        count = s.tokens * s.cp // share
         sizes = [count * _INT64, count * _INT64, count * _FP32, count * _INT64]
         if s.model.create_attention_mask_in_dataloader:
-            sizes.append(s.micro_batch * s.seq * cp * s.seq * cp // share * _BOOL)
+            sizes.append(s.micro_batch * s.seq * s.cp * s.seq * s.cp // share * _BOOL)
         made = [w.empty(size, Kind.INPUT) for size in sizes]
     return made[0], made[2], made[4] if len(made) > 4 else None
 
@@ -300,6 +301,9 @@ def _core(w: TapeWriter, s: Shapes, parts: list[Value]) -> Value:
     if not views:  # TransformerEngine knows no layout of tensors beside views of parts, and makes all contiguous
         query, key, value = (ops.contiguous(w, one) if one.is_part else one for one in (query, key, value))
     stats = s.tokens * s.heads * _FP32
+    if s.cp > 1:
+        query, key, value = (ops.contiguous(w, one) if one.is_part else one for one in (query, key, value))
+        return ring_attention(w, query, key, value, ranks=s.cp, output=s.context, stats=stats)
     copies = not s.cudnn and s.micro_batch > 1
     return ops.attention(w, query, key, value, output=s.context, stats=stats, packed=views and s.cudnn, copies=copies)
 

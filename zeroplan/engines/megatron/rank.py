@@ -246,7 +246,7 @@ class MegatronRank(Rank):
         found: dict[tuple[str, tuple[int, ...]], int] = {}
         for part in self.parts if self.shapes is not None else ():
             assert self.shapes is not None
-            for key, size in chunk_tape(self.shapes, part, self.layout.cp).kept.items():
+            for key, size in chunk_tape(self.shapes, part).kept.items():
                 found[key] = max(size, found.get(key, 0))
         totals: dict[str, int] = {}
         for (kind, _), size in found.items():

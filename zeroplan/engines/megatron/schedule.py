@@ -137,7 +137,7 @@ def record_stages(rank: MegatronRank) -> Recorder:
     layout = rank.layout
     kind, count = PipelineSchedule.ONE_F_ONE_B, rank.grad_accum
     actions = PipelineOrder(kind, rank.pp_rank, layout.pp, layout.vpp, count, takes_fewer=True).shortened()
-    tapes = [chunk_tape(rank.shapes, part, layout.cp) for part in rank.parts]
+    tapes = [chunk_tape(rank.shapes, part) for part in rank.parts]
     pipeline = _Pipeline(rank, tapes, actions, recorder, schedule)
     for step in range(STEPS_UNTIL_STEADY):
         schedule.forward_begin()

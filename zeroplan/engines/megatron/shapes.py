@@ -27,6 +27,7 @@ class Shapes:
         cudnn: whether that kernel is cuDNN's (``FusedAttention``) and not FlashAttention's.
         ep: ranks that share the experts.
         etp: ranks that share each expert's matrices.
+        cp: ranks that share each sample's tokens.
         eight: how operands of the layers' products are quantised; None for products of 16 bits.
     """
 
@@ -40,6 +41,7 @@ class Shapes:
     cudnn: bool = False
     ep: int = 1
     etp: int = 1
+    cp: int = 1
     eight: QuantizedOperands | None = None
 
     @property

@@ -92,6 +92,18 @@ def test_fits_is_an_assertion_that_says_why() -> None:
         plan.fits()
 
 
+@pytest.mark.parametrize(("emptied", "reserved"), [(True, 100 * MIB), (False, 164 * MIB)])
+def test_an_emptied_cache_goes_back_to_the_device(emptied: bool, reserved: int) -> None:
+    with zeroplan.capture("H100") as plan:
+        torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+        if emptied:
+            torch.cuda.empty_cache()
+        held = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")
+    del held
+    assert plan.peak_allocated == 100 * MIB
+    assert plan.peak_reserved == reserved
+
+
 def test_code_that_cannot_go_on_fits_nowhere() -> None:
     with zeroplan.capture() as plan:
         train_with = torch.empty(8, device="cuda")

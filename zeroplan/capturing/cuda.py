@@ -96,7 +96,7 @@ def install(card: PlannedCard, gpus: int, recorder: ScriptRecorder) -> None:
     answers: dict[str, Any] = {
         "is_available": lambda: True, "device_count": lambda: gpus, "current_device": lambda: places.gpu().index,
         "set_device": set_device, "_lazy_init": nothing, "init": nothing, "is_initialized": lambda: True,
-        "_is_in_bad_fork": lambda: False, "synchronize": nothing, "empty_cache": nothing, "ipc_collect": nothing,
+        "_is_in_bad_fork": lambda: False, "synchronize": nothing, "empty_cache": recorder.empty_cache, "ipc_collect": nothing,
         "get_device_properties": lambda *_: properties, "get_device_capability": lambda *_: card.capability,
         "get_device_name": lambda *_: card.name, "is_bf16_supported": lambda *_, **__: bf16, "Stream": IdleStream,
         "Event": IdleStream,
@@ -137,7 +137,7 @@ def install(card: PlannedCard, gpus: int, recorder: ScriptRecorder) -> None:
     if hasattr(torch, "accelerator"):
         found = {"is_available": lambda: True, "current_accelerator": lambda *_, **__: torch.device("cuda"),
                  "device_count": lambda: gpus, "current_device_index": lambda: places.gpu().index, "synchronize": nothing,
-                 "set_device_index": set_device, "current_stream": lambda *_: IdleStream(), "empty_cache": nothing,
+                 "set_device_index": set_device, "current_stream": lambda *_: IdleStream(), "empty_cache": recorder.empty_cache,
                  "memory_allocated": live, "max_memory_allocated": peak, "get_memory_info": free,
                  "reset_peak_memory_stats": recorder.forget_peak}  # fmt: skip
         for name, answer in found.items():

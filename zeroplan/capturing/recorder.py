@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from zeroplan.capturing import places
 from zeroplan.capturing.branches import changes_nothing, goes_on
 from zeroplan.capturing.places import META, on_gpu, put_on_host
-from zeroplan.capturing.result import WORKSPACE
+from zeroplan.capturing.result import EMPTY_CACHE, WORKSPACE
 from zeroplan.capturing.source import CodeLine, asking_line, deciding_line, user_line
 from zeroplan.engines.process import CONTEXT
 from zeroplan.tape.expanded import Op
@@ -99,6 +99,10 @@ class ScriptRecorder(StorageRecorder):
                 alive += (1 if op == Op.ALLOC else -1) * (-(-size // _GRAIN) * _GRAIN)
             most = max(most, alive) if at >= self._peak_since else alive
         return alive, max(alive, most)
+
+    def empty_cache(self) -> None:
+        """Note that blocks nobody uses go back to the device."""
+        self.out.add(EMPTY_CACHE, 0)  # type: ignore[arg-type]
 
     @property
     def in_use(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zeroplan.capturing.result import WORKSPACE, Captured, sizes_on
+from zeroplan.capturing.result import EMPTY_CACHE, WORKSPACE, Captured, sizes_on
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.gpus import Gpu
 from zeroplan.engines.player import CUBLASLT_WORKSPACE
@@ -36,6 +36,8 @@ def replayed(captured: Captured, gpu: Gpu) -> Recorder:
             recorder.free(handles[arg])
         elif op == WORKSPACE:
             recorder.alloc(workspaces[arg], Buffer.WORKSPACE, note="cuBLAS, at a thread's first product")
+        elif op == EMPTY_CACHE:
+            recorder.empty_cache()
         elif op == mark and arg >= FIRST_MARK:
             recorder.mark(MARKS[arg - FIRST_MARK])
     return recorder

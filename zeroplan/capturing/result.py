@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: A thread's first call of cuBLAS (arg 0: the forward's, 1: the backward's) or of cuBLASLt (2, 3).
 WORKSPACE = 50
+#: An event: ``torch.cuda.empty_cache``.
+EMPTY_CACHE = 51
 FORMAT = 1
 
 

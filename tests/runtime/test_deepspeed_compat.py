@@ -186,6 +186,8 @@ def accumulations(group: dist.ProcessGroup, stage: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert engine.global_steps == 2
+        parts = 6 if way == "unmanaged" else 2  # DeepSpeed counts the backwards where the user's steps end accumulations
+        assert engine.global_samples == parts * engine.train_batch_size()
         for name, ours, theirs in pairs(engine, plain):
             close(utils.safe_get_full_fp32_param(ours), theirs.detach(), (way, stage, name), most=5e-6)
         if way == "unmanaged":

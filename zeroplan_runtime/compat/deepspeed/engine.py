@@ -124,12 +124,26 @@ class DeepSpeedEngine(Engine):
         with refusing():
             if self.comm.world_size == 1 and self.optimizer is not None and not self.schedule.grads.has_grads:
                 self._take_gradients()
-            applied = self.progress.applied
+            applied, steps = self.progress.applied, self.global_steps
             super().step()
             self.finish_step()
             self._step_applied = self.progress.applied > applied
+        if self.global_steps > steps:
+            if not self.managed_gradient_accumulation():
+                parts = self.gradient_accumulation_steps()
+                self._more_samples += (self._backwards - parts) * (self.train_batch_size() // parts)
+            self._backwards = 0
 
     _step_applied = False
+    _backwards = 0  # since the last step
+    _more_samples = 0  # than the batch size's, where the user's own steps end accumulations
+
+    @contextmanager
+    def during_backward(self, *, boundary: bool, in_hook: bool = False) -> Iterator[None]:
+        """See :meth:`zeroplan_runtime.engine.Engine.during_backward`."""
+        self._backwards += 1
+        with super().during_backward(boundary=boundary, in_hook=in_hook):
+            yield
 
     def was_step_applied(self) -> bool:
         """Returns whether the last ``step()`` updated the parameters."""
@@ -348,7 +362,7 @@ class DeepSpeedEngine(Engine):
     @property
     def global_samples(self) -> int:
         """Samples of all steps so far, over all ranks."""
-        return self.global_steps * self.train_batch_size()
+        return self.global_steps * self.train_batch_size() + self._more_samples
 
     @property
     def sparse_tensor_module_names(self) -> set[str]:

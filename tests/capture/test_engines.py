@@ -19,6 +19,7 @@ from zeroplan.models.stored import as_data as spec_as_data
 from zeroplan.models.stored import of_data as spec_of_data
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 #: What a number takes on a GPU.
 NUMBER = 512

@@ -17,6 +17,7 @@ from zeroplan.capturing.run import capture_command
 from zeroplan.core.cluster import Cluster
 
 torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 SCRIPT = """
 import argparse, json, os, sys, tarfile, urllib.request

@@ -11,6 +11,7 @@ from tests.capture.test_capture import capture
 from zeroplan.capturing.hooks.samples import columns_of, invented_rows
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 SCRIPT = """
 import torch

@@ -15,6 +15,7 @@ from zeroplan.capturing.measuring import Measured, ScriptDrift, measure_command
 from zeroplan.core.sizes import MIB
 
 pytest.importorskip("torch")
+pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 #: Lets torch's counters tell of a card on which each part took another number of MiB.
 CARD = """

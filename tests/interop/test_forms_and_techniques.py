@@ -140,6 +140,34 @@ def test_the_trainer_gets_its_keys() -> None:
     assert not any("train with" in one for one in made.program_must)
 
 
+def test_trl_gets_the_keys_of_adapters_and_a_new_script_none_of_them() -> None:
+    work = with_flat(ADAPTED, quantize=parse_quantization("nf4-single")).with_techniques(Dora(), Neftune(5.0))
+    one = configuration("deepspeed", "trl", work, script=False)
+    made = find_engine("deepspeed").forms()["trl"].write(one)
+    command = " ".join(made.arguments)
+    for words in (
+        "--lora_r 8",
+        "--use_dora True",
+        "--load_in_4bit True",
+        "--use_bnb_nested_quant False",
+        "--neftune_noise_alpha 5",
+    ):
+        assert words in command
+    keys = json.loads(made.texts["o/training_arguments.json"])
+    assert keys["neftune_noise_alpha"] == 5.0
+    assert not keys.keys() & {"lora_r", "use_dora", "load_in_4bit"}
+
+
+def test_adapters_of_flags_are_not_left_to_a_file_that_trains_all(tmp_path: Path, cli: Any) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    file, out = tmp_path / "sft.yaml", tmp_path / "out.yaml"
+    file.write_text(f"model_name_or_path: {tmp_path}\ndataset_name: x\nmax_length: 64\nper_device_train_batch_size: 2\n")
+    words = ("--program", "trl", "--gpu", "1xH100", "--lora-rank", "4", "--json", "--depth", "formula")
+    code, _, error = cli("recommend", "--from", str(file), *words, "-o", str(out))
+    assert code in (0, 1), error
+    assert {"use_peft: true", "lora_r: 4"} <= set(out.read_text().splitlines())
+
+
 def test_files_in_use_get_the_keys_of_flags(tmp_path: Path, cli: Any) -> None:
     model, config = tmp_path / "config.json", {"zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto"}
     model.write_text(json.dumps(CONFIG))

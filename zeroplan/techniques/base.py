@@ -341,8 +341,8 @@ class Technique(Generic[V]):
         return {} if key is None or setting is None else {key: setting}
 
     def instructions(self, value: V) -> tuple[str, ...]:
-        """Return what a user's own program must do where no key of it is written; empty where each form sees to it itself."""
-        return () if self.in_forms else (f"train with {self.name}",)
+        """Return what a user's own program must do where no key of it is written."""
+        return (f"train with {self.name}",)
 
     def described(self, value: V) -> Mapping[str, Any]:
         """Return what a report's JSON shows of the technique, by names that no other technique has."""

@@ -54,6 +54,10 @@ class LengthsTechnique(Technique[tuple[int, ...]]):
             return ()
         return (Unmodelled("lengths", Effect.MORE, "what is reserved when batches differ in length"),)
 
+    def instructions(self, value: tuple[int, ...]) -> tuple[str, ...]:
+        """Return how batches are padded."""
+        return ("pad each batch to its longest sample",)
+
     def described(self, value: tuple[int, ...]) -> Mapping[str, Any]:
         """Return the mean and the longest."""
         return {"lengths": {"mean": sum(value) / len(value), "max": max(value)}}

@@ -33,7 +33,7 @@ class LoraTechnique(Technique[Lora]):
     name = "LoRA"
     kind = Lora
     where = "--lora-rank"
-    in_forms = True
+    in_forms = True  # each writes peft's file
     lora_rank = Option[int | None](int, None, "Train LoRA adapters of this rank only.", WORK, least=1, page=True)
     lora_targets = Option[Sequence[str]](
         object, (), "Layers to adapt, by comma. [all linear layers]", WORK, read=_names, text=str, wins=True
@@ -103,6 +103,18 @@ class LoraTechnique(Technique[Lora]):
     def unlooped(self, value: Lora) -> str:
         """Return the dropout, which the loop's adapters do not have."""
         return "verify's loop has no dropout of what adapters read" if value.dropout else ""
+
+    def written(self, value: Lora, program: str) -> Mapping[str, Any]:
+        """Return the arguments of peft's ``LoraConfig``, or those of TRL's ``ModelConfig``."""
+        targets = list(value.targets) or "all-linear"
+        if program == "peft":
+            return {"peft_type": "LORA", "r": value.rank, "target_modules": targets}
+        trl = {"use_peft": True, "lora_r": value.rank, "lora_dropout": 0.0, "lora_target_modules": targets}
+        return trl if program == "trl" else {}
+
+    def instructions(self, value: Lora) -> tuple[str, ...]:
+        """Return the rank."""
+        return (f"train adapters of rank {value.rank} (LoRA)",)
 
     def described(self, value: Lora) -> Mapping[str, Any]:
         """Return rank, targets and dropout."""

@@ -38,6 +38,7 @@ class QuantizedBaseTechnique(Technique[QuantizedBase]):
     name = "quantised base"
     kind = QuantizedBase
     where = "--quantize"
+    in_forms = True
     decides = "quantize"
     quantize = Option[str | None](
         str,
@@ -124,9 +125,19 @@ class QuantizedBaseTechnique(Technique[QuantizedBase]):
             what = "quantised bases are modelled for data parallelism alone"
             raise BadInput(what, where=value.named_by, remedy=facts.alone)
 
+    def written(self, value: QuantizedBase, program: str) -> Mapping[str, Any]:
+        """Return the arguments of TRL's ``ModelConfig`` for bitsandbytes."""
+        if program != "trl" or not isinstance(value.kept, Quantization):
+            return {}
+        if value.kept is Quantization.INT8:
+            return {"load_in_8bit": True}
+        levels, _, single = value.kept.partition("-")
+        return {"load_in_4bit": True, "bnb_4bit_quant_type": levels, "use_bnb_nested_quant": not single}
+
     def instructions(self, value: QuantizedBase) -> tuple[str, ...]:
-        """Return the packed weights to load; forms see to those of bitsandbytes."""
-        return (f"load the frozen base in {value.kept}",) if isinstance(value.kept, PackedWeights) else ()
+        """Return how it is kept, and by what."""
+        by = " by bitsandbytes" if isinstance(value.kept, Quantization) else ""
+        return (f"load the frozen base in {value.kept}{by}",)
 
     def described(self, value: QuantizedBase) -> Mapping[str, Any]:
         """Return how it is kept, and what is unusual of it."""

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.quantization import Quantization
-from zeroplan.core.workload import Attention, Compilation, Lora, Workload
+from zeroplan.core.workload import Attention, Compilation, QuantizedBase, Workload
 from zeroplan.interop.forms.configuration import Configuration, json_text
 from zeroplan.interop.training import ADAPTERS as ADAPTER_VALUES
+from zeroplan.techniques.quantized_base import QUANTIZED_BASE
 from zeroplan.techniques.table import techniques_of
 
 #: Without reentrant checkpointing no input needs a gradient, and hooks of ZeRO and FSDP see every recomputation.
@@ -25,12 +25,6 @@ def attention(workload: Workload) -> str:
     return _ATTENTION[workload.numerics.attn]
 
 
-def lora_targets(workload: Workload) -> str | list[str]:
-    """Return the targets in peft's words."""
-    lora = workload.technique(Lora)
-    return list(lora.targets if lora is not None else ()) or "all-linear"
-
-
 def adapter_files(one: Configuration) -> dict[str, str]:
     """Return peft's ``adapter_config.json``, which ``LoraConfig.from_pretrained(folder)`` reads; nothing without LoRA.
 
@@ -40,18 +34,20 @@ def adapter_files(one: Configuration) -> dict[str, str]:
     work = one.workload
     if work.lora_rank is None:
         return {}
-    config: dict[str, Any] = {"peft_type": "LORA", "r": work.lora_rank, "target_modules": lora_targets(work)}
+    config: dict[str, Any] = {}
     for technique, value in techniques_of(work):
         config |= technique.written(value, "peft")
     said = {name: value for name, value in one.training.values.items() if name in ADAPTER_VALUES}
     return {one.sibling(ADAPTERS): json_text(config | {"lora_dropout": 0.0, "bias": "none"} | said)}
 
 
-def asked_for(one: Configuration, *, beside_peft: bool = True) -> dict[str, Any]:
-    """Return the keys of the form's program that ask for the run's techniques; without those that peft's file says, too."""
+def asked_for(one: Configuration, *, model: bool = True) -> dict[str, Any]:
+    """Return the keys of the form's program that ask for the run's techniques; without `model` none of those that a script
+    sees to as it makes the model: adapters and a quantised base.
+    """
     found: dict[str, Any] = {}
     for technique, value in techniques_of(one.workload):
-        if beside_peft or not technique.written(value, "peft"):
+        if model or not (technique.in_forms or technique.written(value, "peft")):
             found |= technique.written(value, one.program)
     return found
 
@@ -81,9 +77,13 @@ def must_load(one: Configuration) -> tuple[str, ...]:
     said = [*must_feed(one)]
     if work.numerics.attn is not Attention.SDPA:
         said.append(f'load the model with attn_implementation="{attention(work)}"')
-    if isinstance(work.quantize, Quantization):
-        said.append(f"load the frozen base in {work.quantize} by bitsandbytes")
-    return (*said, *must_else(one))
+    return (*said, *must_quantize(one), *must_else(one))
+
+
+def must_quantize(one: Configuration) -> tuple[str, ...]:
+    """A sentence on a quantised base, unless the program has keys for it."""
+    base = one.workload.technique(QuantizedBase)
+    return () if base is None or QUANTIZED_BASE.written(base, one.program) else QUANTIZED_BASE.instructions(base)
 
 
 def must_feed(one: Configuration) -> tuple[str, ...]:
@@ -105,7 +105,8 @@ def must_else(one: Configuration) -> tuple[str, ...]:
     if work.batch.labelled_share is not None:
         said.append(f"compute the head of labelled tokens alone, {100 * work.batch.labelled_share:g} % of all")
     for technique, value in techniques_of(work):
-        if not technique.written(value, one.program) and not (adapts and technique.written(value, "peft")):
+        asked = technique.written(value, one.program) or (adapts and technique.written(value, "peft"))
+        if not technique.in_forms and not asked:
             said += technique.instructions(value)
     return tuple(said)
 

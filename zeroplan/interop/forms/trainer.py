@@ -16,7 +16,6 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.model_config import CAUSAL_LM
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.quantization import Quantization
 from zeroplan.core.workload import ChunkedHead, DType
 from zeroplan.ds_config.framework_forms import hf_trainer_form
 from zeroplan.ds_config.writer import dump_ds_config
@@ -28,11 +27,11 @@ from zeroplan.interop.forms.program import (
     asked_for,
     attention,
     folder_of,
-    lora_targets,
     must_adapt,
     must_else,
     must_feed,
     must_load,
+    must_quantize,
     training_notes,
 )
 from zeroplan.interop.forms.scripts.parts import script
@@ -129,7 +128,7 @@ def training_arguments(one: Configuration) -> tuple[dict[str, Any], dict[str, An
         if not row.optim:
             raise BadInput(f"the Trainer builds no {row.name}", where="--form", remedy="use --form explicit")
         arguments["optim"] = row.optim
-    arguments |= asked_for(one, beside_peft=False)
+    arguments |= asked_for(one, model=False)
     scheduler = one.training.scheduler
     if scheduler is not None:
         form["scheduler"] = dict(scheduler)  # as it stands in the file: the Trainer fills what it leaves open
@@ -164,22 +163,11 @@ def _trl(one: Configuration) -> FormFiles:
     form, arguments = training_arguments(one)
     arguments |= {"max_length": work.batch.seq_len, "packing": False, "loss_type": "nll"}
     own = arguments | {"attn_implementation": attention(work), "dtype": _DTYPES[work.numerics.dtype]}
-    if isinstance(work.quantize, Quantization):
-        own |= _quantized(work.quantize)
+    own |= asked_for(one)
     if work.lora_rank is not None:
-        own |= {"use_peft": True, "lora_r": work.lora_rank, "lora_dropout": 0.0, "lora_target_modules": lora_targets(work)}
         own |= {name: value for name, value in one.training.values.items() if name in ADAPTER_VALUES}
-        own |= asked_for(one)
     heads = () if work.has(Liger) else (_FUSED_HEAD,) if work.has(ChunkedHead) else (_WHOLE_LOGITS,)
-    return _files(one, form, arguments, own, (*must_feed(one), *must_else(one)), heads)
-
-
-def _quantized(how: Quantization) -> dict[str, Any]:
-    """ModelConfig's arguments of a quantised base."""
-    if how is Quantization.INT8:
-        return {"load_in_8bit": True}
-    levels, _, single = how.partition("-")
-    return {"load_in_4bit": True, "bnb_4bit_quant_type": levels, "use_bnb_nested_quant": not single}
+    return _files(one, form, arguments, own, (*must_feed(one), *must_quantize(one), *must_else(one)), heads)
 
 
 def _files(

@@ -128,3 +128,24 @@ def test_chunks_that_do_not_stay_gathered_are_gathered_again() -> None:
     staged = LLAMA.replace(pp=4, stage=2, grad_accum=16)
     assert _time(staged.replace(vpp=2)).sharding == pytest.approx(_time(staged).sharding, rel=0.3)
     assert _time(staged.replace(vpp=5)).sharding > 2 * _time(staged.replace(vpp=2)).sharding
+
+
+def test_a_second_gather_has_its_copies_and_takes_memory_from_the_backward() -> None:
+    once, twice = (_time(LLAMA.replace(gradient_checkpointing=True, stage=stage)) for stage in (2, 3))
+    rates = rates_of(resolve(LLAMA).cluster.gpu)
+    elements, shards = 70.55e9, 64
+    moved = elements * ((4 + 2) / shards + 2 * 2) + 2 * 2 * elements * (shards - 1) / shards  # copies; read and written
+    second = twice.sharding - once.sharding
+    assert second == pytest.approx(moved / (rates.hbm_gbs * 1e9), rel=0.35)  # and the first unit's gather, which nothing hides
+    assert second > moved / (rates.hbm_gbs * 1e9)
+
+
+def test_gradients_in_16_bits_are_reduced_in_less_time() -> None:
+    small = LLAMA.replace(seq_len=512)
+    assert _time(small.replace(reduce_dtype="bf16")).sharding < _time(small).sharding
+
+
+def test_without_shared_states_each_rank_updates_all() -> None:
+    model = "meta-llama/Llama-3.1-8B"
+    alone, shared = (_time(LLAMA.replace(model=model, engine="megatron", stage=stage)) for stage in (0, 1))
+    assert alone.optimizer == pytest.approx(64 * shared.optimizer)

@@ -254,3 +254,13 @@ def test_no_rank_of_a_layout_loads_the_whole_model() -> None:
     assert found.best is not None
     assert found.best.request.from_scratch
     assert found.best.layout.dp == 64
+
+
+def test_stages_of_three_are_tried_where_a_batch_asks_for_them_and_many_where_few_do_not_fit() -> None:
+    asked = LLAMA.replace(nodes=48, seq_len=2048)
+    orders = LayoutOrders(FSDP2, global_batch=2048)
+    stages = {one["pp"] for one in orders.of(asked)}
+    assert {1, 3, 6, 12, 16} <= stages
+    assert max(stages) == 16
+    assert max(one["pp"] for one in orders.with_many_stages().of(asked)) == 64
+    assert 12 not in {one["pp"] for one in LayoutOrders(FSDP2).of(asked)}

@@ -114,6 +114,8 @@ def test_layers_go_to_stages_and_chunks_as_in_megatron() -> None:
     assert [len(layers_of(counted, layout, rank)[0].layers) for rank in range(4)] == [1, 2, 2, 1]
     uneven = MegatronModel.of({**BASE, "decoder_first_pipeline_num_layers": 1, "decoder_last_pipeline_num_layers": 3})
     assert [len(layers_of(uneven, layout, rank)[0].layers) for rank in range(4)] == [1, 2, 2, 3]
+    # A layout without stages is timed by all of its layers.
+    assert len(layers_of(uneven, ParallelLayout(gpus=4), 0)[0].layers) == 8
 
 
 def test_a_model_that_megatron_core_has_no_layers_for_is_refused_by_name() -> None:

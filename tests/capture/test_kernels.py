@@ -297,3 +297,26 @@ def test_trls_log_probabilities_keep_no_softmax() -> None:
         chosen.sum().backward()
     assert held < 17 * MIB
     assert 3 * 16 * MIB < plan.peak_allocated < 3.2 * 16 * MIB  # logits, the slice's gradient, and that of all
+
+
+def test_trls_chunked_losses_go_over_the_answers_rows_by_kernels_that_allocate_nothing() -> None:
+    """On a GPU ``_use_triton`` is true where rows are chosen (``trainer/utils.py``), and tiles are folded by Triton."""
+    from zeroplan.capturing.hooks.engines import install_trl_kernels, install_trl_trainer
+
+    said: list[str] = []
+    capture: Any = SimpleNamespace(leave_out=lambda key, *_: said.append(key))
+    kernels, trainer = (
+        SimpleNamespace(_use_triton=lambda _: False, _addmm_fp32=None),
+        SimpleNamespace(_use_triton=lambda _: False),
+    )
+    install_trl_kernels(capture, kernels)
+    assert said == ["triton"]
+    kernels._addmm_fp32, kernels._stats_tile = (lambda *_: None), (lambda *_: 1)
+    install_trl_kernels(capture, kernels)
+    install_trl_trainer(trainer)
+    assert (kernels._use_triton(None), kernels._stats_tile(1), trainer._use_triton(None), said) == (
+        False,
+        None,
+        True,
+        ["triton"],
+    )

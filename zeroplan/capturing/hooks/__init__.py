@@ -47,5 +47,8 @@ def install(capture: Capture) -> None:
     when_imported("pyarrow", lambda module: native_files.install_arrow(capture, module))
     when_imported("pyarrow.parquet", lambda module: native_files.install_parquet(capture, module))
     when_imported("trl.trainer.utils", trl_log_probabilities.install)
-    when_imported("trl.kernels.chunked_logprob", lambda module: engines.install_trl_kernels(capture, module))
+    for name in ("trl.kernels.chunked_logprob", "trl.kernels.chunked_divergence"):
+        when_imported(name, lambda module: engines.install_trl_kernels(capture, module))
+    for name in ("trl.trainer.utils", "trl.trainer.distillation_trainer"):
+        when_imported(name, engines.install_trl_trainer)
     when_imported("safetensors.torch", lambda module: torch_itself.install_safetensors(capture, module))

@@ -28,11 +28,12 @@ def refuse_megatron(module: Any) -> None:
 def install_trl_kernels(capture: Capture, module: Any) -> None:
     """Let TRL's log-probabilities take what its Triton kernels do.
 
-    ``trl/kernels/chunked_logprob.py``: ``_forward_kernel`` and ``_backward_kernel`` write into tensors that their caller made,
-    and allocate nothing, as torch's path (``_forward_tile``, ``_backward_tile``) would. ``_addmm_fp32`` adds products of 16-bit
+    ``trl/kernels/chunked_logprob.py`` and ``chunked_divergence.py``: their kernels write into tensors that their caller made,
+    and allocate nothing, as torch's path (``_forward_tile`` and the like) would. ``_addmm_fp32`` adds products of 16-bit
     tensors on CUDA in place.
     """
     own: Any = getattr(module, "_addmm_fp32", None)
+    tiles = [name for name in vars(module) if name.endswith("_tile")]
 
     def folded(*_: Any, **__: Any) -> None:
         return None
@@ -41,11 +42,19 @@ def install_trl_kernels(capture: Capture, module: Any) -> None:
         if not getattr(module, "_MM_OUT_DTYPE", False) or a.dtype.itemsize != 2:
             own(acc, a, b)
 
-    if own is None or not all(hasattr(module, name) for name in ("_use_triton", "_forward_tile", "_backward_tile")):
+    if own is None or not tiles or not hasattr(module, "_use_triton"):
         capture.leave_out("triton", "unknown", "this version of TRL computes log-probabilities by kernels without a rule")
         return
     module._use_triton = lambda *_: False
-    module._forward_tile, module._backward_tile, module._addmm_fp32 = folded, folded, added
+    module._addmm_fp32 = added
+    for name in tiles:
+        setattr(module, name, folded)
+
+
+def install_trl_trainer(module: Any) -> None:
+    """Let TRL's losses go over the answers' rows alone, as where Triton is there; their kernels are those above."""
+    if hasattr(module, "_use_triton"):
+        module._use_triton = lambda *_: True
 
 
 def install_batch_finder(capture: Capture, module: Any) -> None:

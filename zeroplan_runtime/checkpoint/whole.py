@@ -25,16 +25,7 @@ from zeroplan_runtime.checkpoint.manifest import SaveId, read_manifest, read_sta
 from zeroplan_runtime.checkpoint.planners import ShardLoadPlanner, StateShard
 from zeroplan_runtime.checkpoint.reader import VerifyingReader
 from zeroplan_runtime.checkpoint.typed_json import decode
-
-
-class _NoRank:
-    """Stands for a rank's activity: no other rank waits for what this process does."""
-
-    def begin(self, doing: str) -> None:
-        """Nobody is told."""
-
-    def piece(self, doing: str) -> None:
-        """Nobody is told."""
+from zeroplan_runtime.checkpoint.writer import Unwatched
 
 
 class WholeCheckpoint:
@@ -75,7 +66,7 @@ class WholeCheckpoint:
             )
         self.shapes: dict[str, list[int]] = model["shapes"]
         self.tied: dict[str, str] = model["tied"]
-        nobody: Any = _NoRank()
+        nobody: Any = Unwatched()
         save = SaveId(self.state["save"], self.state["step"])
         self._reader = VerifyingReader(found, save, read_manifest(found, self.state), nobody)
         metadata = self._reader.metadata.state_dict_metadata

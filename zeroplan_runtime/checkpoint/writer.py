@@ -34,7 +34,7 @@ class Watch(Protocol):
 
 
 class Unwatched:
-    """Says it to nobody: a thread's work is no progress of the rank's."""
+    """Says it to nobody: a thread's work is no progress of the rank's, and no other rank waits for a process of its own."""
 
     def begin(self, doing: str) -> None:
         """Does nothing."""

@@ -102,6 +102,17 @@ class HostRecorder:
         buffer, nbytes, _ = self._blocks[handle]
         return self.alloc(nbytes, buffer, pinned=True)
 
+    def repin(self, handle: int) -> int:
+        """Replace a pageable block by such a copy, and return the copy."""
+        copy = self.pin(handle)
+        self.free(handle)
+        return copy
+
+    def made(self, nbytes: int, buffer: Buffer, *, pin: bool) -> int:
+        """Allocate a pageable block, which with `pin` such a copy replaces at once."""
+        handle = self.alloc(nbytes, buffer)
+        return self.repin(handle) if pin else handle
+
     def mark(self, phase: Phase) -> None:
         """Note the bytes at the end of a phase; the next phase begins."""
         kept = self._now()
@@ -191,19 +202,13 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     if moved >= 0:
         host.free(moved)
     if pin or not rank.does(Knob.MASTERS_PINNED_BY_KEY):
-        host.pin(masters)
-        host.free(masters)
+        host.repin(masters)
     staging = host.alloc(w * part if rank.does(Knob.UPDATES_BUFFER) else 0, Buffer.STAGE_H2D)
     if pin:
         host.pin(staging)  # the pageable one keeps its name, and so lives, until the constructor returns
-    temp = host.alloc(w * rank.largest_param, Buffer.STAGE_D2H)
+    host.made(w * rank.largest_param, Buffer.STAGE_D2H, pin=pin)
+    host.made(m * part, Buffer.GRAD_MASTER, pin=pin)
     if pin:
-        host.pin(temp)
-        host.free(temp)
-    grads = host.alloc(m * part, Buffer.GRAD_MASTER)
-    if pin:
-        host.pin(grads)
-        host.free(grads)
         host.free(staging)
     early = not rank.does(Knob.STATES_AT_FIRST_STEP)
     if early:
@@ -213,10 +218,7 @@ def _stage12(rank: DeepSpeedRank, host: HostRecorder) -> None:
     host.mark(Phase.FORWARD)
     if rank.workload.batch.grad_accum > 1 and m == DType.FP32.bytes:  # 16-bit masters' gradients accumulate in place
         for p, _ in group.owned(rank.rank):  # stage_1_and_2.py, async_accumulate_grad_in_cpu_via_gpu: whole parameters
-            accumulated = host.alloc(w * rank.numel[p], Buffer.GRAD_ACCUM)
-            if pin:
-                host.pin(accumulated)
-                host.free(accumulated)
+            host.made(w * rank.numel[p], Buffer.GRAD_ACCUM, pin=pin)
     host.mark(Phase.BACKWARD)
     if early:
         _temporaries(rank, host, part)
@@ -363,17 +365,11 @@ def _offloaded_optimizer(rank: DeepSpeedRank, host: HostRecorder) -> None:
     largest = host.alloc(m * rank.sub_group, Buffer.INIT_TEMP)
     moved = -1  # a sub-group's gradient that went on to the GPU keeps its name, and so lives, until the next one's is made
     for at, count in enumerate(on_host if offload.device is OffloadDevice.NVME else counts):
-        grads = host.alloc(m * count, Buffer.GRAD_MASTER)
-        if offload.pin_memory:
-            pageable, grads = grads, host.pin(grads)
-            host.free(pageable)
+        grads = host.made(m * count, Buffer.GRAD_MASTER, pin=offload.pin_memory)
         if moved >= 0:
             host.free(moved)
         moved = grads if offload.device is OffloadDevice.CPU and at < rank.staying else -1
     host.free(largest)
     if moved >= 0:
         host.free(moved)
-    flat = host.alloc(a * rank.sharded, Buffer.GRAD_ACCUM)
-    if offload.pin_memory:
-        host.pin(flat)
-        host.free(flat)
+    host.made(a * rank.sharded, Buffer.GRAD_ACCUM, pin=offload.pin_memory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -157,12 +158,16 @@ def require_sparse_attention(case: Case) -> None:
         raise BadInput("it is not modelled in compiled blocks", where=where, remedy="leave the key out, or --compile")
 
 
+def _require_without(degrees: Sequence[str], case: Case, section: str) -> None:
+    for name in degrees:
+        if getattr(case.layout, name) > 1:
+            remedy = f"leave the section out, or --{name}"
+            raise BadInput(f"it is not supported with {name}", where=section, remedy=remedy)
+
+
 def require_whole_samples(case: Case) -> None:
     """Refuse a curriculum by sequence length where ranks share samples or layers, as the runtime does."""
-    for name in ("cp", "pp"):
-        if getattr(case.layout, name) > 1:
-            what = f"it is not supported with {name}"
-            raise BadInput(what, where=CURRICULUM_LEARNING, remedy=f"leave the section out, or --{name}")
+    _require_without(("cp", "pp"), case, CURRICULUM_LEARNING)
 
 
 def require_halvable(case: Case) -> None:
@@ -178,10 +183,7 @@ def require_droppable(case: Case) -> None:
     Raises:
         BadInput: two stacks of blocks, ranks that hold parts of the model, and compiled blocks.
     """
-    for name in ("tp", "pp", "ep"):
-        if getattr(case.layout, name) > 1:
-            what = f"it is not supported with {name}"
-            raise BadInput(what, where=LAYER_DROP, remedy=f"leave the section out, or --{name}")
+    _require_without(("tp", "pp", "ep"), case, LAYER_DROP)
     stacks = {unit.name.rpartition(".")[0] for unit in case.spec.units if unit.block}
     if len(stacks) > 1:
         what = f"it is known for one stack of blocks, and the model has {', '.join(sorted(stacks))}"
@@ -197,10 +199,7 @@ def require_quantisable(case: Case) -> None:
         BadInput: as :func:`~zeroplan.core.arena.layout_setup.require_masters`, and for ranks that hold parts of the model.
     """
     require_masters(case.workload.numerics.dtype, case.zero.stage, case.zero.offload_optimizer.device)
-    for name in ("tp", "pp", "ep"):
-        if getattr(case.layout, name) > 1:
-            what = f"it is not supported with {name}"
-            raise BadInput(what, where=QUANTIZE_TRAINING, remedy=f"leave the section out, or --{name}")
+    _require_without(("tp", "pp", "ep"), case, QUANTIZE_TRAINING)
 
 
 def require_exchangeable(workload: Workload, zero: ZeroConfig, parallel: ParallelLayout) -> None:

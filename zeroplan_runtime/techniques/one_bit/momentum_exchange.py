@@ -80,22 +80,29 @@ class MomentumExchange:
         """Averages β₁ · momentum + (1 − β₁) · gradient over the ranks, in one bit an element, and lets `decay` of the momentum
         stay beside it.
         """
+        self._unpack(unit, self._mean_of_signs(unit, beta1, scalars), decay, scalars)
+
+    def _mean_of_signs(self, unit: UnitState, beta1: float, scalars: torch.Tensor | None = None) -> torch.Tensor:
+        """Averages β₁ · momentum + (1 − β₁) · gradient over the ranks, and returns the mean's messages, one a rank."""
         assert unit.exchanged is not None
         assert unit.trainable is not None
         assert unit.grads.full is not None
-        ranks, shard = self._comm.world_size, unit.trainable.layout.shard
-        words = message_words(shard)
+        kept, ranks, words = unit.exchanged, self._comm.world_size, message_words(unit.trainable.layout.shard)
         sent, received = (one[: ranks * words] for one in self._model_states.messages)
         mine = sent[self._comm.rank * words : (self._comm.rank + 1) * words]
-        kept = unit.exchanged
         kernels.sign_pack(kept.momentum, unit.grads.full, kept.worker_error, sent, ranks=ranks, beta1=beta1, scalars=scalars)
         self._comm.record_collective(2 * unit.index + 1)
         self._comm.all_to_all(received, sent)
         kernels.sign_average(received, kept.server_error, mine, ranks=ranks, scalars=scalars)
         self._comm.all_gather(sent, mine)
-        kernels.sign_unpack(sent, kept.momentum, ranks=ranks, decay=decay, scalars=scalars)
-        if kept.padding:
-            torch._foreach_zero_(kept.padding)
+        return sent
+
+    def _unpack(self, unit: UnitState, sent: torch.Tensor, decay: float = 0.0, scalars: torch.Tensor | None = None) -> None:
+        """Writes the values of messages to the momentum, of which `decay` stays beside them."""
+        assert unit.exchanged is not None
+        kernels.sign_unpack(sent, unit.exchanged.momentum, ranks=self._comm.world_size, decay=decay, scalars=scalars)
+        if unit.exchanged.padding:
+            torch._foreach_zero_(unit.exchanged.padding)
 
     def updated(
         self, unit: UnitState, step: CompressionStep, slices: Sequence[GroupSlice], groups: Sequence[Mapping[str, Any]]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.core.one_bit import message_words
 from zeroplan_runtime import kernels
 from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.techniques.one_bit.compression_schedule import CompressionStep, Exchanged
@@ -75,7 +74,6 @@ class ScaledExchange(MomentumExchange):
             return
         assert unit.exchanged is not None
         assert unit.trainable is not None
-        assert unit.grads.full is not None
         kept, scales = unit.exchanged, self.scales[unit.index]
         beta1 = betas[0]
         views = unit.trainable.views(kept.momentum)
@@ -83,22 +81,12 @@ class ScaledExchange(MomentumExchange):
         # The gradient goes to the error, so that the momentum of before stays, equal on all ranks.
         for error, grad, scale in zip(unit.trainable.views(kept.worker_error), unit.grads.views, scales, strict=True):
             error.add_(grad, alpha=scale * (1 - beta1) * factor)
-        ranks, words = self._comm.world_size, message_words(unit.trainable.layout.shard)
-        sent, received = (one[: ranks * words] for one in self._model_states.messages)
-        mine = sent[self._comm.rank * words : (self._comm.rank + 1) * words]
-        kernels.sign_pack(kept.momentum, unit.grads.full, kept.worker_error, sent, ranks=ranks, beta1=1.0)
-        self._comm.record_collective(2 * unit.index + 1)
-        self._comm.all_to_all(received, sent)
-        kernels.sign_average(received, kept.server_error, mine, ranks=ranks)
-        self._comm.all_gather(sent, mine)
-        kernels.sign_unpack(sent, kept.momentum.neg_(), ranks=ranks, decay=0.5)  # half of what the gradient has added
-        if kept.padding:
-            torch._foreach_zero_(kept.padding)
+        sent = self._mean_of_signs(unit, 1.0)
+        kept.momentum.neg_()
+        self._unpack(unit, sent, 0.5)  # half of what the gradient has added
         self._freshen(unit, betas)
-        kernels.sign_unpack(sent, kept.momentum, ranks=ranks)
+        self._unpack(unit, sent)
         torch._foreach_div_(views, scales)
-        if kept.padding:
-            torch._foreach_zero_(kept.padding)
 
     def _freshen(self, unit: UnitState, betas: tuple[float, float]) -> None:
         """Adds the squares of gradients to the fresh second moment: of twice the momentum buffer / ((1 − β₁) · scale)."""

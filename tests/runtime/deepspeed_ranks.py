@@ -44,6 +44,15 @@ def ds_config(stage: int, **more: Any) -> dict[str, Any]:
     }
 
 
+def grouped(model: nn.Module) -> list[dict[str, Any]]:
+    """What is trained, in two groups: matrices decay."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    return [
+        {"params": [param for param in trained if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in trained if param.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
 def take_steps(engine: Any, first: int, last: int, rank: int) -> list[float]:
     """Trains steps ``[first, last)`` and returns their losses."""
     losses = []
@@ -68,6 +77,18 @@ def main() -> None:
     deepspeed.init_distributed("gloo")
     rank = dist.get_rank()
     found: dict[str, Any] = {}
+    if given == "groups":  # two of them, whose universal checkpoints are named by their 16 bits
+        for half in ("", "bf16"):
+            for stage in (1, 2):
+                more = {half: HALVES[half]} if half else {}
+                model, config = make(1), ds_config(stage, checkpoint={"load_universal": True}, **more)
+                engine = deepspeed.initialize(model=model, config=config, model_parameters=grouped(model))[0]
+                engine.load_checkpoint(str(folder), tag=f"universal{half}")
+                found[f"{half}{stage}"] = take_steps(engine, SAVED, END, rank)
+                engine.destroy()
+        if rank == 0:
+            (folder / "losses.json").write_text(json.dumps(found))
+        return
 
     def start(config: dict[str, Any], model: nn.Module) -> Any:
         trained = [p for p in model.parameters() if p.requires_grad]

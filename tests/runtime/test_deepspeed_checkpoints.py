@@ -117,3 +117,35 @@ def test_checkpoints_pass_between_deepspeed_and_the_runtime(pool: RankPool, tmp_
                     assert losses[0] == pytest.approx(theirs[f"{half}{stage}"][0], rel=1e-6)
         begun = pool.run(peer.RANKS, begin, stage, str(tmp_path / f"deepspeed{stage}.pt"))[0]
         assert begun == pytest.approx(theirs[f"begun{stage}"], rel=1e-5)
+
+
+def save_groups(group: dist.ProcessGroup, half: str, folder: str) -> list[float]:
+    """Trains two groups with the optimizer on the host, saves, and goes on."""
+    model, more = peer.make(0), {half: peer.HALVES[half]} if half else {}
+    config = peer.ds_config(2, **more)
+    config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+    groups = peer.grouped(model)
+    engine = zeroplan_runtime.initialize(model=model, config=config, model_parameters=groups, group=group, device="cpu")[0]
+    peer.take_steps(engine, 0, peer.SAVED, engine.comm.rank)
+    engine.save_checkpoint(folder, "saved")
+    losses = peer.take_steps(engine, peer.SAVED, peer.END, engine.comm.rank)
+    engine.destroy()
+    return losses
+
+
+def test_deepspeed_resumes_parameter_groups_of_an_offloaded_run(pool: RankPool, tmp_path: Path, warm_python: Path) -> None:
+    """At its stages 1 and 2; at stage 3 its loader gives all groups the first one's hyperparameters, and one step count."""
+    pytest.importorskip("deepspeed")
+    kept = {}
+    for half in ("", "bf16"):
+        kept[half] = pool.run(peer.RANKS, save_groups, half, str(tmp_path / f"ours{half}"))[0]
+        to_universal(tmp_path / f"ours{half}", tmp_path / f"universal{half}")
+    command = [warm_python.with_name("torchrun"), "--standalone", "--nproc-per-node", str(peer.RANKS)]
+    command += [peer.__file__, str(tmp_path), "groups", "none"]
+    ran = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=PATIENCE)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    theirs = json.loads((tmp_path / "losses.json").read_text())
+    for half, losses in kept.items():
+        for stage in (1, 2):
+            assert theirs[f"{half}{stage}"] == pytest.approx(losses, rel=2e-2 if half else 1e-5)
+            assert theirs[f"{half}{stage}"][0] == pytest.approx(losses[0], rel=1e-5)

@@ -69,7 +69,10 @@ def to_universal(checkpoint_dir: str | Path, output_dir: str | Path, tag: str | 
             "ds_version": DEEPSPEED_VERSION,
             "zero_stage": checkpoint.state["stage"],
             "param_groups": groups,
-            "optimizer_state_dict": {"state": {0: {"step": torch.tensor(float(progress["applied"]))}}, "param_groups": groups},
+            "optimizer_state_dict": {
+                "state": {0: {"step": torch.tensor(float(progress["applied"]))}},
+                "param_groups": [_common(groups)],
+            },
         },
         folder / _STATES / _OPTIMIZER,
     )
@@ -164,6 +167,12 @@ class _UniversalTensors:
 
     def buffer(self, name: str) -> torch.Tensor | None:
         return (self.model.get("module") or {}).get(name)
+
+
+def _common(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """What all groups have alike: DeepSpeed's stage 3 gives every group what the first of these has."""
+    first = groups[0] if groups else {}
+    return {key: value for key, value in first.items() if all(group.get(key) == value for group in groups)}
 
 
 def _link(file: Path, other: Path) -> None:

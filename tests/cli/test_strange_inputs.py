@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
 import re
 import shlex
 import struct
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from zeroplan.cli import main
 
 Cli = Callable[..., tuple[int, str, str]]
 GPT2 = "openai-community/gpt2"
@@ -205,6 +209,9 @@ CASES = [
     (f"estimate {GPT2} -gpu H100", "-gpu: there is no such option; did you mean '--gpu'"),
     (f"tune {GPT2} --steps -1", "--steps"),
     (f"verify {GPT2} --gpus 0", "ask for 1"),
+    (f"estimate {GPT2} --micro-batch 1.5", "--micro-batch: '1.5' is no whole number"),
+    (f"estimate {GPT2} --stage=two", "--stage: 'two' is no whole number"),
+    ("diff latin.yaml nowhere.yaml", "nowhere.yaml: no such file"),
 ]
 
 
@@ -255,3 +262,14 @@ def test_a_file_that_may_not_be_read(cli: Cli, tmp_path: Path) -> None:
 
 def test_ninety() -> None:
     assert len(CASES) >= 90
+
+
+@pytest.mark.parametrize("encoding", ["cp1252", "latin-1", "cp437"])
+def test_an_output_of_another_encoding_gets_plain_signs(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Windows pipe has no minus sign; the answer is written all the same, and not a traceback."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding=encoding))
+    main._take_any_encoding()
+    main.show("−1.2 GiB → 3 ≤ 4 … ᵀ")
+    sys.stdout.flush()
+    assert written.getvalue().decode(encoding).replace("…", "...").replace("≤", "<=") == "-1.2 GiB -> 3 <= 4 ... ?\n"

@@ -51,7 +51,7 @@ ANSWERS: dict[str, tuple[int, list[str]]] = {
     "gpt2_zero_true.json": (
         0,
         [
-            "OK: DeepSpeed 0.19.8 runs this file as it is: stage 1, fp16; it builds DeepSpeedZeroOptimizer.",
+            "OK, with 1 warning: DeepSpeed 0.19.8 runs this file as it is: stage 1, fp16; it builds DeepSpeedZeroOptimizer.",
             "zero_optimization: true means stage 1",
             "deprecated",
             "512 = 16 × accumulation × ranks, so accumulation × ranks = 32",

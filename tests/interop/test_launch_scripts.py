@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from zeroplan.core.plan import Verdict
 from zeroplan.core.unmodelled import may_add
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
+from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.merge import with_files
+from zeroplan.report.verdict import unknown_text
 from zeroplan.run.ask import Ask
 
 ARGUMENTS = """\
@@ -138,7 +141,7 @@ UNKNOWN: dict[str, tuple[dict[str, str], str]] = {
     ),
     "no length": (
         {"train.py": WITHOUT_LENGTH, "scripts/run.sh": f"torchrun train.py {FLAGS}\n"},
-        "no flag gives the length of a sample",
+        "the script's own code decides the length of a sample",
     ),
     "two lengths of a model of one side": (
         {
@@ -225,6 +228,13 @@ def test_a_length_by_flag_closes_what_the_script_leaves_open(tmp_path: Path) -> 
     laid_out(tmp_path, {"train.py": WITHOUT_LENGTH, "run.sh": f"torchrun --nproc_per_node 2 train.py {FLAGS}\n"})
     request, _ = with_files(Ask(model="gpt2", files=(str(tmp_path / "run.sh"),), vram="24G", seq_len=512))
     assert not may_add(request.unmodelled)
+
+
+def test_what_the_script_leaves_open_is_settled_by_the_flag_that_gives_it(tmp_path: Path) -> None:
+    laid_out(tmp_path, {"train.py": WITHOUT_LENGTH, "scripts/run.sh": f"torchrun train.py {FLAGS}\n"})
+    (plan,) = estimate_report(Ask(files=(str(tmp_path / "scripts" / "run.sh"),), gpu="H100")).plans
+    assert (plan.verdict, plan.settle) == (Verdict.UNKNOWN, "give --seq-len")
+    assert unknown_text(plan) == "The script's own code decides the length of a sample; give --seq-len."
 
 
 def test_a_repository_ends_where_git_says(tmp_path: Path) -> None:

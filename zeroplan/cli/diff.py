@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -39,6 +40,9 @@ def diff(request: Ask, a: First, b: Second, quiet: flags.Quiet = False, as_json:
     from zeroplan.report.diff import diff_plans, diff_text
     from zeroplan.report.terminal import Terminal
 
+    for path in (a, b):
+        if not os.path.exists(path):
+            raise BadInput("no such file", where=path, remedy="check the path")
     (ours, said), (theirs, other) = (_planned(path, request) for path in (a, b))
     if request.chosen and said is None and other is None:
         where = OPTIONS[next(iter(request.chosen))].where

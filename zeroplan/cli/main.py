@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import codecs
 import contextlib
 import errno
 import gc
+import io
 import json
 import os
 import re
@@ -129,6 +131,24 @@ def _end_in_order() -> None:
                 signal.signal(number, _end)
 
 
+#: What stands for our signs where an output's encoding has none, as that of a Windows pipe.
+_PLAIN = {"−": "-", "–": "-", "×": "x", "÷": "/", "→": "->", "≤": "<=", "≥": ">=", "…": "...", "·": "*", "µ": "u", "█": "#"}
+
+
+def _in_plain_signs(error: UnicodeError) -> tuple[str, int]:
+    """Write signs that an output cannot hold as plain ones."""
+    assert isinstance(error, UnicodeEncodeError)
+    return "".join(_PLAIN.get(sign, "?") for sign in error.object[error.start : error.end]), error.end
+
+
+def _take_any_encoding() -> None:
+    """Let standard output and errors hold every sign, in whatever encoding the terminal, the pipe or the user chose."""
+    codecs.register_error("zeroplan", _in_plain_signs)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name not in ("utf-8", "ascii"):
+            stream.reconfigure(errors="zeroplan")  # ASCII is taken for a locale that was not set: typer writes UTF-8
+
+
 def run() -> None:
     """Run the command line. Bad input, a closed pipe, a full disk and Ctrl-C end with one line or none, never a traceback."""
     # zeroplan's models use no pydantic plugin. Looking for plugins would read the metadata of every installed package.
@@ -138,6 +158,7 @@ def run() -> None:
         gc.freeze
     )  # else the interpreter looks for cycles among all objects before it ends: a fifth of a cold start
     _end_in_order()
+    _take_any_encoding()
     try:
         _with_verb()
     except BadInput as error:
@@ -188,6 +209,10 @@ def _usage(error: Any) -> None:
         text, remedy = f"{option}: there is no such option", right_name(option, known)
     elif unknown := re.match("No such command '(.*?)'", text):
         text, remedy = f"there is no verb {unknown[1][:60]!r}", did_you_mean(unknown[1], _MODULES)
+    elif wrong := re.match(r"Invalid value for '(--[\w-]+)'.*valid (integer|number)", text):
+        flag, said = wrong[1], f"{' '.join(sys.argv[1:])} "
+        value = said.partition(f" {flag} ")[2].partition(" ")[0] or said.partition(f" {flag}=")[2].partition(" ")[0]
+        text = f"{flag}: {value[:40]!r} is no {'whole ' * (wrong[2] == 'integer')}number"
     _refuse("; ".join(part for part in (text, remedy, f"see {command} --help") if part))
 
 

@@ -26,12 +26,17 @@ class Unmodelled:
     Attributes:
         key: as its file or command line writes it, with dots between levels.
         effect: on the memory of the run, compared with the plan.
-        says: what it does that the figures leave out, in one clause.
+        says: what it does that the figures leave out, in one clause; behind ``"; give "`` the flag that puts it into them.
     """
 
     key: str
     effect: Effect
     says: str
+
+    @property
+    def flag(self) -> str:
+        """The flag that puts it into the figures, as ``"--seq-len"``; empty where none does."""
+        return self.says.partition("; give ")[2]
 
 
 def may_add(left_out: Iterable[Unmodelled]) -> bool:

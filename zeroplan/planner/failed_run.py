@@ -128,7 +128,8 @@ def _together(asked: Ask, plan: MemoryPlan, reliefs: Sequence[Relief]) -> Relief
                 continue
             if found is not None and found.fits and found.gpu.total is not None:
                 saves = (plan.gpu.total or 0) - found.gpu.total
-                what = " and ".join(one.what for one in some)
+                *most, last = (one.what for one in some)
+                what = f"{', '.join(most)} and {last}"
                 return Relief(what=what, flags=flags, saves=saves, total=found.gpu.total, fits=True)
     return None
 

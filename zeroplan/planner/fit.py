@@ -167,9 +167,11 @@ def _edge(case: Case, unmodelled: Iterable[Unmodelled], broken: tuple[str, ...],
 
 def _settle(unmodelled: Iterable[Unmodelled], simulate: str) -> str:
     """Return the action that would tell whether a plan fits that leaves this out."""
-    named = [one.key for one in unmodelled]
+    unmodelled = tuple(unmodelled)
+    named = [one.key for one in unmodelled if not one.flag]
     keys = [key for key in named if key not in (ACTIVATIONS, UNMEASURED, CURRICULUM_LEARNING, LAYER_DROP)]
-    parts = [simulate] if simulate else []
+    parts = [f"give {flag}" for flag in dict.fromkeys(one.flag for one in unmodelled) if flag]
+    parts += [simulate] if simulate else []
     if UNMEASURED in named:  # nor can verify measure the other keys
         own = f", with {', '.join(keys)} or without {_them(keys)}" if keys else ""
         parts.append(f"run a few steps of the program itself{own}, and read torch.cuda.max_memory_reserved")

@@ -48,13 +48,15 @@ def verdict(config: DsConfig, filler: str = "", *, builds: bool = True) -> str:
         does += f", {config.training.dtype}; it builds {built}"
     elif config.training.dtype is not None:
         does += f", {config.training.dtype}"
+    warned = len(_shown(config, Severity.WARNING, wide=False))
+    fine = "OK" + (f", with {warned} warning{'s' if warned > 1 else ''}" if warned else "")
     if config.runs_alone:
-        return f"OK: {name} runs this file as it is: {does}."
+        return f"{fine}: {name} runs this file as it is: {does}."
     if filler:
-        return f"OK: {filler} fills what is open, and {name} runs it: {does}."
+        return f"{fine}: {filler} fills what is open, and {name} runs it: {does}."
     filled = all(one.id.startswith(_AUTO) for one in config.of_severity(Severity.OPEN))
     who = "the HF Trainer or Lightning" if filled else "your program"
-    return f"OK once {who} fills what is open: {does}. {name} alone refuses this file."
+    return f"{fine}{',' if warned else ''} once {who} fills what is open: {does}. {name} alone refuses this file."
 
 
 def _program(config: DsConfig) -> str:
@@ -110,11 +112,7 @@ def _findings(config: DsConfig, terminal: Terminal, *, wide: bool) -> list[str]:
     """Return the lines of :func:`findings_text`, an empty one before each group."""
     lines: list[str] = []
     for severity, title in _TITLES.items():
-        found = config.of_severity(severity)
-        if not wide:
-            filled = config.runs_filled and config.unresolved_auto
-            found = [one for one in found if not (filled and one.id.startswith(_AUTO)) and severity is not Severity.NOTE]
-        if found:
+        if found := _shown(config, severity, wide=wide):
             title = title.format(program=config.dialect)
             title = title[:1].upper() + title[1:]
             lines += ["", terminal.bold(f"{title} ({len(found)})"), *terminal.items(_merged_texts(found))]
@@ -130,6 +128,15 @@ def _findings(config: DsConfig, terminal: Terminal, *, wide: bool) -> list[str]:
             shown = [*_grouped([_printable(path, _LONGEST_KEY) for path in paths[:_MOST_KEYS]]), *more]
             lines += ["", terminal.bold(f"Keys: {effect.value} ({len(paths):,})"), *terminal.items(shown, mark="  ")]
     return lines
+
+
+def _shown(config: DsConfig, severity: Severity, *, wide: bool) -> Sequence[Finding]:
+    """Return the findings of a severity; unless `wide`, without what another program fills."""
+    found = config.of_severity(severity)
+    if wide:
+        return found
+    filled = config.runs_filled and config.unresolved_auto
+    return [one for one in found if not (filled and one.id.startswith(_AUTO)) and severity is not Severity.NOTE]
 
 
 def _merged_texts(findings: Sequence[Finding]) -> list[str]:

@@ -80,7 +80,8 @@ def _plan_lines(planned: FailedRunPlan, terminal: Terminal) -> list[str]:
         )
     elif plan.fits:
         lines += terminal.wrap(
-            "The plan fits, so another run than it died: compare lengths, precision, attention and what else uses the GPU."
+            "The plan fits, so the run that died was not the planned one: compare lengths, precision, attention, and what "
+            "else uses the GPU."
         )
     return lines
 

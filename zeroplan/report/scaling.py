@@ -103,6 +103,10 @@ def scaling_verdict(found: Scaling) -> str:
     return f"{text} A GPU is fastest on {peak.ranks:,}: {speed}, {found.efficiency(peak):.2f} × as fast."
 
 
+#: From this share of a GPU's speed on the fewest on, more GPUs are called as fast as they are many.
+_LINEAR = 0.97
+
+
 def growth_sentence(found: Scaling) -> str:
     """Return where the speed-up is superlinear and why, else what the most GPUs keep of a GPU's speed."""
     first, last = found.first, found.points[-1]
@@ -112,7 +116,8 @@ def growth_sentence(found: Scaling) -> str:
         kept = found.efficiency(last)
         if last is first or kept is None:
             return ""
-        return f"Not superlinear: on {_gpus(last)} one GPU does {100 * kept:.0f} % of what it does on {first.ranks:,}."
+        how = "Linear" if kept > _LINEAR else "Sublinear"
+        return f"{how}: on {_gpus(last)} one GPU does {100 * kept:.0f} % of what it does on {first.ranks:,}."
     best = max(found.superlinear, key=lambda point: found.efficiency(point) or 0.0)
     assert best.best is not None  # only what fits has an efficiency
     before, after = first.best.plan.gpu.model_states, best.best.plan.gpu.model_states

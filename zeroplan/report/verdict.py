@@ -58,8 +58,10 @@ def host_share(plan: MemoryPlan, cluster: Mapping[str, Any]) -> str:
 
 def unknown_text(plan: MemoryPlan) -> str:
     """Return why it is unknown whether a plan fits, and what would tell."""
-    keys = ", ".join(one.key for one in plan.unmodelled if one.effect is not Effect.NONE)
-    return f"Not in the figures: {keys}. To settle it, {plan.settle}."
+    lacking = [one for one in plan.unmodelled if one.effect is not Effect.NONE]
+    if len(lacking) == 1 and lacking[0].flag:
+        return f"{lacking[0].says[0].upper()}{lacking[0].says[1:]}."
+    return f"Not in the figures: {', '.join(one.key for one in lacking)}. To settle it, {plan.settle}."
 
 
 def _bound(plan: MemoryPlan) -> str:

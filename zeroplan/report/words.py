@@ -21,11 +21,11 @@ def gpus_text(nodes: int, gpus: int) -> str:
     return f"{gpus} GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
-def host_text(memory: int, usable: int, kind: str, assumed: bool) -> str:
-    """Return ``"512 GiB host (502.0 GiB usable, as a server)"``, or ``assumed`` in place of its kind; sizes are bytes."""
-    how = "assumed: --cpu-ram" if assumed else f"as a {kind}"
+def host_text(memory: int, usable: int, assumed: bool) -> str:
+    """Return ``"512 GiB host (502.0 GiB usable)"``, with ``assumed`` where no flag gave it; sizes are bytes."""
+    how = ", assumed: --cpu-ram" if assumed else ""
     digits = 1 if memory > TIB and memory % TIB else 0
-    return f"{format_bytes(memory, digits=digits)} host ({format_bytes(usable, digits=1)} usable, {how})"
+    return f"{format_bytes(memory, digits=digits)} host ({format_bytes(usable, digits=1)} usable{how})"
 
 
 def degrees_text(layout: Mapping[str, Any]) -> str:
@@ -44,7 +44,7 @@ def machine_text(cluster: Mapping[str, Any]) -> str:
         left = "usable" if cluster.get("held") is None else f"free: {held} held" if (held := cluster["held"]) else "free"
         text += f" of {format_bytes(cluster['vram'], digits=0)} ({format_bytes(cluster['usable_vram'], digits=1)} {left})"
     if cluster["cpu_ram"]:
-        text += f", {host_text(cluster['cpu_ram'], cluster['usable_cpu_ram'], cluster['host'], cluster['cpu_ram_assumed'])}"
+        text += f", {host_text(cluster['cpu_ram'], cluster['usable_cpu_ram'], cluster['cpu_ram_assumed'])}"
     if cluster["nvme"]:
         text += f", {format_bytes(cluster['nvme'], digits=0)} disk"
     return text

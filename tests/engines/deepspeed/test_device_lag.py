@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.rows import request_of
 from zeroplan.core.gpus import find_gpu
 from zeroplan.core.rates import rates_of
 from zeroplan.core.sizes import GIB
@@ -126,3 +130,29 @@ def test_a_run_that_the_host_holds_up_counts_at_the_closer_pace() -> None:
     assert run.plan.gpu.peak_reserved / GIB == pytest.approx(41.95, rel=0.01)
     assert len(run.simulation.other_lags) == 1
     assert run.simulation.other_lags[0].peak_allocated == run.simulation.peak_allocated
+
+
+def _host_lead() -> list[dict[str, Any]]:
+    results = Path(__file__).parents[3] / "benchmarks" / "results"
+    return [row for row in map(json.loads, (results / "host_lead_measured.jsonl").read_text().splitlines()) if row["ok"]]
+
+
+@pytest.mark.parametrize("row", _host_lead(), ids=lambda row: str(row["id"]))
+def test_a_measured_run_with_and_without_offload_lies_between_the_ends_of_the_lag(row: dict[str, Any]) -> None:
+    """Two H200, predicted before the runs: what NVML saw of each, and what was allocated to the byte or nearly."""
+    (run,) = estimate_runs(request_of(row, depth="simulated")).runs
+    assert run is not None
+    gpu = run.plan.gpu
+    assert gpu.interval is not None
+    assert gpu.interval[0] <= row["nvml_used"] <= gpu.interval[1]
+    assert gpu.peak_allocated == pytest.approx(row["peak_allocated"], rel=1e-4)
+    if row["id"] in ("HL1", "HL7"):  # a host that waited at every fetch would reserve less than was measured
+        assert row["peak_reserved"] > 1.03 * run.simulation.timeline.peak_reserved
+
+
+def test_the_reach_of_the_interval_is_the_lag_of_pinned_buffers_alone() -> None:
+    (row,) = (one for one in _host_lead() if one["id"] == "HL1")
+    device = {"device": "cpu", "pin_memory": False}
+    (run,) = estimate_runs(request_of({**row, "zero_overrides": {"offload_optimizer": device}}, depth="simulated")).runs
+    assert run is not None
+    assert run.simulation.other_lags == ()

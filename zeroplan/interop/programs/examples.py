@@ -156,4 +156,4 @@ def read_script_name(run: Builder) -> None:
             "script", Effect.LESS, f"{name[:60]}: by its name it trains adapters; all parameters are counted as trained"
         )
     if "seq_len" not in run.fields and run.fields.get("head") != Task.IMAGE_CLASSIFICATION.value:
-        run.open.setdefault("seq_len", "no flag gives the length of a sample, and the script's own code decides it")
+        run.open.setdefault("seq_len", "the script's own code decides the length of a sample; give --seq-len")

@@ -252,12 +252,12 @@ def _data(run: Builder, trainer: Keys) -> None:
     if batch is not None:
         run.set("micro_batch", data.number(batch), f"data.{batch}")
     else:
-        run.open["micro_batch"] = "no key tells the samples of a pass; --micro-batch does"
+        run.open["micro_batch"] = "no key tells the samples of a pass; give --micro-batch"
     length = next((key for key in _LENGTHS if isinstance(data.data.get(key), int)), None)
     if length is not None:
         run.set("seq_len", data.number(length), f"data.{length}")
     else:
-        run.open["seq_len"] = "no key tells the length of a sample; --seq-len does"
+        run.open["seq_len"] = "no key tells the length of a sample; give --seq-len"
     evaluates = trainer.value("limit_val_batches") not in (0, 0.0)
     again = next((key for key in _EVAL_BATCHES if isinstance(data.data.get(key), int)), None)
     if evaluates and again is not None:

@@ -156,7 +156,7 @@ class ScriptReader(Reader):
             self.data["max_length"] = length
             self.assumed.append(f"samples of {length} tokens, to which line {line} cuts them")
         elif not self._holds_length():
-            self.open["seq_len"] = "no line tells the length of a sample; --seq-len does"
+            self.open["seq_len"] = "no line tells the length of a sample; give --seq-len"
 
     def _holds_length(self) -> bool:
         return any(self.data.get(key) is not None for key in ("max_length", "max_seq_length", "model_max_length"))

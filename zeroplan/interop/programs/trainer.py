@@ -427,7 +427,7 @@ class HfTrainer(Program):
             if run.number(key) is None:
                 continue
             if key == "max_source_length" and run.number("max_target_length") and not _two_sided(run):
-                run.open["seq_len"] = "the script decides how source and target, of one length each, make a sample"
+                run.open["seq_len"] = "the script decides how source and target make a sample; give --seq-len"
             else:
                 run.count("seq_len", key)
             break

@@ -14,7 +14,7 @@ from zeroplan.core.workload import Attention
 from zeroplan.models.from_config import spec_from_config
 from zeroplan.tape.expanded import Mark, Op
 from zeroplan.tape.options import Arithmetic, TraceOptions
-from zeroplan.techniques.freeze import FreezeTechnique, Frozen
+from zeroplan.techniques.freeze import FreezeTechnique, FrozenParts
 
 B, S = 2, 64
 
@@ -28,7 +28,7 @@ def test_frozen_parts_have_no_states_under_any_engine() -> None:
         )
         states = [sum(line.bytes for line in plan.lines if line.buffer == "optim.exp_avg") for plan in (whole, frozen)]
         spec = spec_from_config(config, name="", source="")
-        left = FreezeTechnique().trained(Frozen(("mlp", "embed_tokens")), spec)
+        left = FreezeTechnique().trained(FrozenParts(("mlp", "embed_tokens")), spec)
         assert left.trainable < spec.trainable == spec.params
         assert states[1] / states[0] == pytest.approx(left.trainable / spec.params, rel=0.02)
 
@@ -46,7 +46,7 @@ def test_parts_are_whole_and_known() -> None:
 
 def test_a_tied_head_is_frozen_with_its_embedding() -> None:
     config = {**small_llama(layers=2), "tie_word_embeddings": True}
-    spec = FreezeTechnique().trained(Frozen(("lm_head",)), spec_from_config(config, name="", source=""))
+    spec = FreezeTechnique().trained(FrozenParts(("lm_head",)), spec_from_config(config, name="", source=""))
     assert not [
         t.name for unit in spec.units for t in unit.tensors if "embed_tokens" in f"{unit.name}.{t.name}" and t.trainable
     ]
@@ -63,7 +63,7 @@ def test_a_trace_keeps_what_a_real_forward_saves(parts: tuple[str, ...]) -> None
     made = transformers.AutoConfig.for_model(**config)
     made.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").train()
-    Frozen(parts).freeze(model)
+    FrozenParts(parts).freeze(model)
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     kept: list[weakref.ref[object]] = []
 
@@ -79,7 +79,7 @@ def test_a_trace_keeps_what_a_real_forward_saves(parts: tuple[str, ...]) -> None
     alive = {one.data_ptr(): one.nbytes() for one in (ref() for ref in kept) if one is not None}  # type: ignore[attr-defined]
     real = Counter(size for place, size in alive.items() if place not in own)
 
-    options = TraceOptions(attn=Attention.EAGER, arithmetic=Arithmetic.FP32, techniques=(Frozen(parts),))
+    options = TraceOptions(attn=Attention.EAGER, arithmetic=Arithmetic.FP32, techniques=(FrozenParts(parts),))
     stream = trace_at(config, "AutoModelForCausalLM", options, TracePoint(B, S)).expand(B, S)
     traced: dict[int, int] = {}
     for op, arg, aux in zip(stream.op, stream.arg, stream.aux, strict=True):

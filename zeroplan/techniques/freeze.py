@@ -22,7 +22,7 @@ def _names(text: str, where: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class FrozenParts:
     """Parts that are not trained, by the names of their modules."""
 
     parts: tuple[str, ...]
@@ -47,11 +47,11 @@ class Frozen:
                 parameter.requires_grad_(False)
 
 
-class FreezeTechnique(Technique[Frozen]):
+class FreezeTechnique(Technique[FrozenParts]):
     """Parts of the model are frozen."""
 
     name = "frozen parts"
-    kind = Frozen
+    kind = FrozenParts
     where = "--freeze"
     freeze = Option[Sequence[str]](
         object, (), "Parts that are not trained, by comma: visual,embed_tokens.", WORK, read=_names, text=str, without=RUNS
@@ -64,22 +64,22 @@ class FreezeTechnique(Technique[Frozen]):
     unsearched = "a search takes all parameters as trained"
     shown = "freeze"
 
-    def value(self, asked: OptionValues, engine: TakesTechniques) -> Frozen | None:
+    def value(self, asked: OptionValues, engine: TakesTechniques) -> FrozenParts | None:
         """Return the parts that the option names."""
         parts = tuple(asked.values.get("freeze", ()))
-        return Frozen(parts) if parts else None
+        return FrozenParts(parts) if parts else None
 
-    def require(self, value: Frozen, facts: Facts) -> None:
+    def require(self, value: FrozenParts, facts: Facts) -> None:
         """Refuse frozen parts beside adapters, which freeze all, and parts that a model has not."""
         super().require(value, facts)
         if facts.workload.has(Lora):
             raise BadInput("adapters freeze the whole model", where=self.where, remedy="leave it or --lora-rank out")
 
-    def require_degrees(self, value: Frozen, facts: Facts) -> None:
+    def require_degrees(self, value: FrozenParts, facts: Facts) -> None:
         """Refuse ranks that share a model."""
         self.require_unshared(facts, "frozen parts over ranks that share a model are not modelled")
 
-    def trained(self, value: Frozen, spec: ModelSpec) -> ModelSpec:
+    def trained(self, value: FrozenParts, spec: ModelSpec) -> ModelSpec:
         """Return the model with the parts frozen.
 
         Raises:
@@ -90,7 +90,7 @@ class FreezeTechnique(Technique[Frozen]):
             raise BadInput("a bare parameter count has no parts", where=self.where, remedy=remedy)
         names = {_full(unit, tensor): tensor for unit in spec.units for tensor in unit.tensors}
         for part in value.parts:
-            if not any(Frozen((part,)).holds(name) for name in names):
+            if not any(FrozenParts((part,)).holds(name) for name in names):
                 pieces = {piece for name in names for piece in name.split(".")[:-1]}
                 shown = ", ".join(sorted(one for one in pieces if one.isidentifier())[:12])
                 raise BadInput(f"no parameter lies in {part!r}", where=self.where, remedy=f"whole parts are frozen: {shown} …")
@@ -111,7 +111,7 @@ class FreezeTechnique(Technique[Frozen]):
             raise BadInput("nothing is left to train", where=self.where, remedy="name fewer parts")
         return frozen
 
-    def described(self, value: Frozen) -> Mapping[str, Any]:
+    def described(self, value: FrozenParts) -> Mapping[str, Any]:
         """Return the parts."""
         return {self.shown: value.parts}
 

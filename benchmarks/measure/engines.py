@@ -21,7 +21,7 @@ from benchmarks.measure.models import CLASS, auto_class, build_config
 from benchmarks.measure.probe import Probe
 from benchmarks.measure.saving import save
 from benchmarks.measure.spec import FUSED, Spec
-from zeroplan.techniques.freeze import Frozen
+from zeroplan.techniques.freeze import FrozenParts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -61,7 +61,7 @@ def _from_config(spec: Spec, dtype: torch.dtype) -> Any:
     elif spec.kernels == "cut_cross_entropy":
         model.forward = partial(_cut_cross_entropy, model)
     if spec.freeze:
-        Frozen(tuple(spec.freeze)).freeze(model)
+        FrozenParts(tuple(spec.freeze)).freeze(model)
     return model.train()
 
 

@@ -30,6 +30,7 @@ VALUES: dict[str, Any] = {
     "attn": "eager",
     "lora_targets": ("q_proj", "v_proj"),
     "modules_to_save": ("embed_tokens",),
+    "freeze": ("embed_tokens",),
     "quantize": "nf4",
     "fp8": "rowwise",
     "compile": "blocks",

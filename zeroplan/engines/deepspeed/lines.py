@@ -13,13 +13,17 @@ from functools import partial
 
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.engines.deepspeed.host_blocks import host_block, params_on_host, pinned
-from zeroplan.engines.deepspeed.passing_lines import PASSING
+from zeroplan.engines.deepspeed.passing_lines import PASSING, host_block, pinned
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.ledger.derive import pow2, shard
 from zeroplan.ledger.line import Ledger, LedgerBuilder
 from zeroplan.ledger.optimizer_lines import add_quant_states_line, add_state_lines
+
+
+def params_on_host(c: DeepSpeedRank) -> Place:
+    """The memory of parameters that are copied from the host (offload_param.pin_memory)."""
+    return Place.PINNED if c.pin_param else Place.DRAM
 
 
 def add_muon_lines(lines: LedgerBuilder) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from zeroplan.core.buffers import ALWAYS, FROM_FIRST_STEP, Buffer, Phase, Place
 from zeroplan.core.workload import OptimizerKind
 from zeroplan.core.zero_config import OffloadDevice
-from zeroplan.engines.deepspeed.host_blocks import host_block, pinned
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.versions import Knob
 from zeroplan.ledger.derive import pow2
@@ -17,6 +16,19 @@ from zeroplan.ledger.optimizer_lines import add_workspace_line
 
 _lines = LedgerBuilder()
 _add = _lines.add
+
+
+def pinned(c: DeepSpeedRank) -> Place:
+    """The memory of what the offloaded optimizer exchanges with the GPU (offload_optimizer.pin_memory)."""
+    return c.pinned
+
+
+def host_block(c: DeepSpeedRank, count: int) -> int:
+    """Bytes of a block of the offloaded optimizer for `count` bytes: torch rounds pinned blocks to a power of two.
+
+    Source: aten/src/ATen/core/CachingHostAllocator.h
+    """
+    return pow2(count) if c.pin_optimizer else count
 
 
 # --- communication and staging ------------------------------------------------------------------------------------------

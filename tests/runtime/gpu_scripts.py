@@ -129,5 +129,5 @@ def scripts(device: torch.device) -> Iterator[Row]:
         test_odd_scripts.Zeros = zeros  # type: ignore[assignment,misc]
 
 
-#: Scripts that make tensors by a generator of the CPU's, or mean the CPU.
-ON_CPU = ("noise_on_gradients", "no_op_moves", "an_optimizer_saved")
+#: Scripts that make tensors by a generator of the CPU's, mean the CPU, or take all GPUs.
+ON_CPU = ("noise_on_gradients", "no_op_moves", "an_optimizer_saved", "in_data_parallel")

@@ -663,6 +663,29 @@ def test_averages_at_stage_3_read_what_is_gathered(pair: RankPool) -> None:
         assert all("read it within engine.gathered('" in line for line in said)
 
 
+def changed_between(group: dist.ProcessGroup, stage: int) -> None:
+    """Another optimizer, and another layer in a block's place, between two engines; beside plain torch."""
+    plain, model = Torch(net()), net()
+    engine = start(group, config(stage), model)
+    for t in (plain, engine):
+        steps(t, 0, 3)
+    engine.destroy(keep_parameters=True)
+    for one in (plain.module, model):
+        torch.manual_seed(1)
+        one.blocks[1] = nn.Sequential(nn.Linear(WIDTH, 3), nn.Tanh(), nn.Linear(3, WIDTH))
+    plain.optimizer = torch.optim.SGD(plain.module.parameters(), lr=0.05, momentum=0.9)  # type: ignore[assignment]
+    engine = start(group, config(stage, optimizer={"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}), model)
+    for t in (plain, engine):
+        steps(t, 3, 6)
+    torch.testing.assert_close(loss_of(engine, 9), loss_of(plain, 9))
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_optimizer_and_layers_may_change_between_two_engines(pool: RankPool, stage: int) -> None:
+    pool.run(2, changed_between, stage)
+
+
 DEVICES: dict[str, dict[str, Any]] = {
     "stage 0": {"zero_optimization": {"stage": 0}},
     "stage 3": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -264,3 +265,15 @@ def test_stages_of_three_are_tried_where_a_batch_asks_for_them_and_many_where_fe
     assert max(stages) == 16
     assert max(one["pp"] for one in orders.with_many_stages().of(asked)) == 64
     assert 12 not in {one["pp"] for one in LayoutOrders(FSDP2).of(asked)}
+
+
+def test_of_what_may_fit_comes_first_what_is_expected_to() -> None:
+    def tried(verdict: Verdict, needed: int, speed: float) -> Any:
+        gpu = SimpleNamespace(needed=needed, usable=40)
+        return SimpleNamespace(plan=SimpleNamespace(verdict=verdict, gpu=gpu), tokens_per_second=speed)
+
+    fast, sure = tried(Verdict.MAY_FIT, 45, 10.0), tried(Verdict.MAY_FIT, 39, 5.0)
+    too_large = tried(Verdict.DOES_NOT_FIT, 50, 20.0)
+    assert LayoutAnswer(None, (fast, too_large, sure)).with_straddling().may is sure
+    assert LayoutAnswer(None, (too_large, fast)).with_straddling().may is fast
+    assert LayoutAnswer(None, (too_large,)).with_straddling().may is None

@@ -9,6 +9,7 @@ from zeroplan.core.plan import MemoryPlan, Relief, Report, Verdict
 from zeroplan.core.sizes import GIB, MIB, TIB, format_bytes
 from zeroplan.core.unmodelled import Effect
 from zeroplan.engines.words import sharding_text
+from zeroplan.planner.fit import LIMIT
 
 #: Parts of the peak and knobs that a sentence names.
 _PARTS, _KNOBS = 3, 3
@@ -58,10 +59,11 @@ def host_share(plan: MemoryPlan, cluster: Mapping[str, Any]) -> str:
 
 def unknown_text(plan: MemoryPlan) -> str:
     """Return why it is unknown whether a plan fits, and what would tell."""
-    lacking = [one for one in plan.unmodelled if one.effect is not Effect.NONE]
+    lacking = [one for one in plan.unmodelled if one.effect is not Effect.NONE and one.key != LIMIT]
     if len(lacking) == 1 and lacking[0].flag:
         return f"{lacking[0].says[0].upper()}{lacking[0].says[1:]}."
-    return f"Not in the figures: {', '.join(one.key for one in lacking)}. To settle it, {plan.settle}."
+    keys = ", ".join(one.key for one in lacking)
+    return (f"Not in the figures: {keys}. " if keys else "") + f"To settle it, {plan.settle}."
 
 
 def _bound(plan: MemoryPlan) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.plan import MemoryPlan
+from zeroplan.core.plan import MemoryPlan, Verdict
 from zeroplan.planner.describe import describe_layout
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_orders import FIXED, flags_of
@@ -130,6 +130,18 @@ class LayoutAnswer:
     fixed: str = ""
     may: LaidOut | None = None
     plainest: LaidOut | None = None
+
+    def with_straddling(self) -> LayoutAnswer:
+        """Return the answer with the fastest layout whose interval reaches below the card's memory as what may fit; those come
+        first that are expected below it.
+        """
+
+        def place(one: LaidOut) -> tuple[bool, float]:
+            return one.plan.gpu.needed <= (one.plan.gpu.usable or 0), one.tokens_per_second
+
+        return replace(
+            self, may=max((one for one in self.tried if one.plan.verdict is Verdict.MAY_FIT), key=place, default=None)
+        )
 
     @property
     def chosen(self) -> LaidOut | None:

@@ -27,7 +27,6 @@ from typing import Any
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
-from zeroplan.core.plan import Verdict
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.unmodelled import may_add
 from zeroplan.engines.registry import engine_names, find_engine
@@ -91,8 +90,8 @@ def search_layouts(
     found = search.on(request.nodes)
     if found.chosen is None:
         found = search.with_many_stages().on(request.nodes)
-    if found.chosen is None:  # then the fastest whose figures' interval reaches under the card's
-        found = replace(found, may=next((one for one in found.tried if one.plan.verdict is Verdict.MAY_FIT), None))
+    if found.chosen is None:
+        found = found.with_straddling()
     search.require_possible()
     return found
 

@@ -55,10 +55,17 @@ def read(path: Path) -> dict[str, Any]:
     found["open"] = sorted(setup.open)
     asked = Ask(files=(path,), vram="80G", cpu_ram="2T", offline=True)
     try:
-        found["fits"] = sorted({str(plan.fits) for plan in estimate_report(asked).plans})
+        found["fits"] = _fits(asked)
     except BadInput as error:
         found["plan"] = _placeless(str(error), path)
+        if found["plan"].startswith("MODEL"):  # one that is not at hand: with another in its place, is a fit promised?
+            with contextlib.suppress(BadInput):
+                found["fits with Llama 2"] = _fits(asked.replace(model="meta-llama/Llama-2-7b-hf"))
     return found
+
+
+def _fits(asked: Ask) -> list[str]:
+    return sorted({str(plan.fits) for plan in estimate_report(asked).plans})
 
 
 def _placeless(text: str, path: Path) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import Verdict
 from zeroplan.core.unmodelled import may_add
 from zeroplan.interop.readers import read_setup
@@ -262,3 +263,19 @@ def test_own_classes_are_no_other_programs(tmp_path: Path) -> None:
     for words in ("--quantization_bit 4 --flash_attn True", "--freeze_llm True --freeze_vit True"):
         laid_out(tmp_path, {"main.py": ARGUMENTS, "run.sh": f"python main.py {FLAGS} --model_name_or_path m {words}\n"})
         assert read_setup(str(tmp_path / "run.sh")).program == "hf-trainer"
+
+
+def test_a_model_that_another_argument_names_is_no_default(tmp_path: Path) -> None:
+    own = ARGUMENTS.replace(
+        'field(default="gpt2")\n', 'field(default="gpt2")\n    input_model_filename: str = field(default="")\n'
+    )
+    (tmp_path / "train.py").write_text(own)
+    (tmp_path / "run.sh").write_text(f"torchrun train.py --input_model_filename meta-llama/Llama-2-7b-hf {FLAGS}\n")
+    setup = read_setup(tmp_path / "run.sh")
+    assert may_add(one for one in setup.unmodelled if one.key == "input_model_filename")
+
+
+def test_a_program_whose_flags_tell_nothing_is_not_said_to_train_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("accelerate launch ppo.py --rollout 32\n")
+    with pytest.raises(BadInput, match=r"no command whose flags show that it trains.*zeroplan capture -- bash"):
+        read_setup(tmp_path / "run.sh")

@@ -28,6 +28,7 @@ _SPEAKING = re.compile(
     r"|unsloth|liger|galore|freeze|frozen|spectrum|_degree|(tp|sp|cp|pp|ep)_size|packing|lora|adapter|peft|flash|attn|attention"
     r"|modules_to_save|trainable|load_in|kbits|num_labels|\blisa|_lisa|unfreeze|trainable_params|ema\b|activation_offload"
     r"|checkpointing|compile|max_(seq|source|target|model)?_?len|seq_len|block_size|memory|budget|vision|image|moe|expert"
+    r"|(input|base|init|source|prev|llm|language|pretrain(ed)?)_(model|ckpt|checkpoint)"
 )
 #: Keys by which programs lay samples end to end, up to one length.
 _PACKED = ("packing", "neat_packing", "sample_packing", "streaming")

@@ -114,9 +114,10 @@ def training_command(
         found = found or list(_commands(follow(text, name, find, bare=bare), takes))
     if not found:
         raise BadInput(
-            "holds no command that trains",
+            "holds no command whose flags show that it trains",
             where=name,
-            remedy="give the line with the launcher and its --flags, or the file that it names",
+            remedy="give the line with the launcher and its --flags, or the file that it names; "
+            f"zeroplan capture -- bash {name} runs it",
         )
     trains = [(line, one) for line, one in found if not _OTHER_DEED.search(one.program)]
     found = trains or found

@@ -35,6 +35,7 @@ CAMPAIGNS = {
     "classes": ("classes of transformers, drawn at random", (CLASSES,)),
     "kernels": ("Liger and cut cross-entropy, parameters without gradient", (KERNELS,)),
     "beside_adapters": ("FSDP 1 with offload, averages, modules beside adapters", (RESULTS / "beside_adapters.jsonl",)),
+    "media": ("videos and sound, frozen parts, averages under FSDP2", (RESULTS / "media.jsonl",)),
     "classes2": ("classes of transformers, drawn anew", (CLASSES,)),
 }
 #: A prediction is right if it is off by no more.

@@ -24,7 +24,7 @@ class CutCrossEntropy:
     @property
     def key(self) -> str:
         """A short name for tapes."""
-        return "cce"
+        return "cut-cross-entropy"
 
     def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of peft's ``LoraConfig`` as they are."""

@@ -66,7 +66,7 @@ class TracedCutCrossEntropy(torch.autograd.Function):
 def cut_cross_entropy(model: nn.Module) -> Iterator[None]:
     """Let a causal language model run with cut cross-entropy while the context lasts; another model runs as it is."""
     with replaced() as replace:
-        fused_head(model, replace, _loss)
+        fused_head(model, replace, _loss, evaluates=True)  # cce_patch's train_only is False
         yield
 
 

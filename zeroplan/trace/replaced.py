@@ -41,19 +41,21 @@ def without_adapters(model: Any) -> Any:
     return wrapped() if wrapped is not None else model
 
 
-def fused_head(model: nn.Module, replace: Replace, loss_of: HeadLoss) -> None:
+def fused_head(model: nn.Module, replace: Replace, loss_of: HeadLoss, *, evaluates: bool = False) -> None:
     """Let a causal language model in training compute its loss of the hidden states: its head's module is not called.
 
-    Without labels, in evaluation, and in a model without ``lm_head`` nothing changes.
+    Without labels, in a model without ``lm_head``, and in evaluation nothing changes, unless it `evaluates` so, too.
     """
     base = without_adapters(model)
     if hasattr(base, "lm_head"):
-        fused = partial(_forward, base, base.forward, loss_of)
+        fused = partial(_forward, base, base.forward, loss_of, evaluates)
         replace(base, "forward", update_wrapper(fused, base.forward))  # a Trainer reads its arguments' names
 
 
-def _forward(model: Any, plain: Any, loss_of: HeadLoss, *args: Any, labels: torch.Tensor | None = None, **inputs: Any) -> Any:
-    if labels is None or not model.training:
+def _forward(
+    model: Any, plain: Any, loss_of: HeadLoss, evaluates: bool, *args: Any, labels: torch.Tensor | None = None, **inputs: Any
+) -> Any:
+    if labels is None or not (model.training or evaluates):
         return plain(*args, labels=labels, **inputs)
     from transformers.modeling_outputs import CausalLMOutput  # one that engines' hooks find the loss in
 

@@ -1,8 +1,8 @@
 """Gradients that are reduced in each micro batch's backward, and add up as this rank's parts.
 
 Of the micro batches before the last, FSDP2 and FSDP 1 else leave whole gradients (``set_requires_gradient_sync``,
-``no_sync``), as accelerate, the HF Trainer, Lightning and LitGPT have it. Loops that call neither, as torchtune's, torchtitan's
-and MosaicML's, reduce each.
+``no_sync``), as accelerate, the HF Trainer, Lightning and LitGPT have it, unless ``sync_each_batch`` is set. Loops that call
+neither, as torchtune's and torchtitan's, reduce each; so does Composer's under FSDP (``composer/trainer/trainer.py`` of 0.33).
 """
 
 from __future__ import annotations

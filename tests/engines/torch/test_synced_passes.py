@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -67,3 +68,11 @@ def test_torchtunes_loop_reduces_each(tmp_path: Path) -> None:
     command = tmp_path / "run.sh"
     command.write_text("tune run --nproc_per_node 4 full_finetune_distributed --config full.yaml\n")
     assert read_setups([command]).ask[SyncedPassesTechnique.sync_each]
+
+
+def test_the_trainers_key_for_it(tmp_path: Path) -> None:
+    arguments = {"model_name_or_path": "openai-community/gpt2", "output_dir": "o", "fsdp": "full_shard", "bf16": True}
+    for said in (True, False):
+        kwargs = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": said}}}
+        (tmp_path / "args.json").write_text(json.dumps(arguments | kwargs))
+        assert bool(read_setups([tmp_path / "args.json"], "hf-trainer").ask[SyncedPassesTechnique.sync_each]) is said

@@ -290,6 +290,8 @@ def _fsdp(run: Builder) -> None:
         wraps=_WRAPS,
         state_dict="full",
     )
+    if run.block("accelerator_config").block("gradient_accumulation_kwargs").flag("sync_each_batch"):
+        run.set("sync_each", True, "accelerator_config")  # Trainer._run_epoch: no_sync is not called
 
 
 def _reentrance(run: Builder) -> None:

@@ -210,3 +210,15 @@ def test_the_name_costs_no_torch(fresh_python: Callable[..., Any]) -> None:
         "import sys, zeroplan; zeroplan.capture; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_autocast_casts_what_einsum_multiplies() -> None:
+    """The weight's 16-bit copy is kept for the backward, as that of any product is."""
+    with zeroplan.capture("H100") as plan:
+        weight = torch.nn.Parameter(torch.randn(2, 1024, 1024)).cuda()
+        with torch.autocast("cuda", torch.bfloat16):
+            out = torch.einsum("e,eio->io", torch.ones(2, device="cuda", requires_grad=True), weight)
+        held = torch.cuda.memory_allocated()
+    assert out.dtype is torch.bfloat16
+    assert held == 8 * MIB + 4 * MIB + 2 * MIB + 2 * 512
+    assert plan.peak_allocated >= held

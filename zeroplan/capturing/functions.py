@@ -46,8 +46,8 @@ class ScriptFunctions(CudaFunctions):
         first = args[0] if args else None
         if not isinstance(first, _Tensor) and isinstance(first, (list, tuple)) and first:
             first = first[0]
-        if first is None and kwargs:
-            first = next((value for value in kwargs.values() if isinstance(value, _Tensor)), None)
+        if not isinstance(first, _Tensor):  # as of einsum, which names its axes first
+            first = next((value for value in (*args, *kwargs.values()) if isinstance(value, _Tensor)), None)
         if on_gpu(first):
             return self.on_device(func, types, args, kwargs)
         return func(*args, **kwargs)

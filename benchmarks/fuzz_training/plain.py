@@ -245,17 +245,19 @@ class _Plain:
                 self.optimizer.state_dict(),
                 self.schedule.state_dict() if self.schedule is not None else None,
                 {name: value for name, value in model.state_dict().items() if name in buffers or name in frozen},
+                self._applied,
             )
         )
 
     @torch.no_grad()
     def load(self, *, optimizer: bool = True) -> None:
         """Goes back to it, on every rank; without `optimizer` that stays as it is."""
-        masters, state, schedule, others = copy.deepcopy(self._saved)
+        masters, state, schedule, others, applied = copy.deepcopy(self._saved)
         for master, value in zip(self.masters, masters, strict=True):
             master.copy_(value)
         if optimizer:
             self.optimizer.load_state_dict(state)
+            self._applied = applied
         if self.schedule is not None:
             self.schedule.load_state_dict(schedule)
         for replica in self.replicas:

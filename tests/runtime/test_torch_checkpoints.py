@@ -22,14 +22,23 @@ from zeroplan_runtime.checkpoint.dcp import load_dcp_checkpoint, main, to_dcp
 ADAM: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-5, "weight_decay": 0.1}
 
 
-def engine_of(group: dist.ProcessGroup | None, stage: int, seed: int) -> Any:
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """What is trained, in two groups: matrices decay."""
+    trained = [one for one in model.parameters() if one.requires_grad]
+    matrices, others = ([one for one in trained if (one.dim() > 1) is wanted] for wanted in (True, False))
+    return [{"params": matrices}, {"params": others, "weight_decay": 0.0}]
+
+
+def engine_of(group: dist.ProcessGroup | None, stage: int, seed: int, **zero: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": models.BATCH,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": ADAM},
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **zero},
     }
-    return zeroplan_runtime.initialize(model=build(seed), config=config, group=group, device="cpu")[0]
+    model = build(seed)
+    given: dict[str, Any] = {"model_parameters": groups_of(model), "group": group, "device": "cpu"}
+    return zeroplan_runtime.initialize(model=model, config=config, **given)[0]
 
 
 class Sharded:
@@ -43,7 +52,7 @@ class Sharded:
         for block in self.model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW([one for one in self.model.parameters() if one.requires_grad], **ADAM)
+        self.optimizer = torch.optim.AdamW(groups_of(self.model), **ADAM)
 
     def go_on(self, first: int, last: int) -> list[float]:
         losses = []
@@ -93,8 +102,8 @@ def test_the_runtime_goes_on_from_fsdp2(pair: RankPool, tmp_path: Path) -> None:
             assert losses == pytest.approx(rank["theirs"], rel=1e-5)
 
 
-def to_fsdp2(group: dist.ProcessGroup, folder: str) -> tuple[list[float], list[float]]:
-    engine = engine_of(group, 3, seed=0)
+def to_fsdp2(group: dist.ProcessGroup, stage: int, zero: dict[str, Any], folder: str) -> tuple[list[float], list[float]]:
+    engine = engine_of(group, stage, seed=0, **zero)
     go_on(engine, 0, 3)
     engine.save_checkpoint(f"{folder}/own")
     if dist.get_rank() == 0:
@@ -106,8 +115,9 @@ def to_fsdp2(group: dist.ProcessGroup, folder: str) -> tuple[list[float], list[f
     return go_on(engine, 3, 6), theirs.go_on(3, 6)
 
 
-def test_fsdp2_goes_on_from_the_runtime(pair: RankPool, tmp_path: Path) -> None:
-    for mine, theirs in pair.run(2, to_fsdp2, str(tmp_path)):
+@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (2, {"offload_optimizer": {"device": "cpu"}}), (3, {})])
+def test_fsdp2_goes_on_from_the_runtime(pair: RankPool, stage: int, zero: dict[str, Any], tmp_path: Path) -> None:
+    for mine, theirs in pair.run(2, to_fsdp2, stage, zero, str(tmp_path)):
         assert theirs == pytest.approx(mine, rel=1e-5)
 
 

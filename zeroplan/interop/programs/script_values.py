@@ -245,9 +245,9 @@ class Values:
 
     def _handed(self, node: ast.Name) -> None:
         """Count a dict or list as changed where it, or a part of it, gets another name or goes to code that may change it."""
-        parent, child = next(
-            ((one, inner) for one, inner in self.ancestors(node) if not self._is_item(one, inner)), (None, node)
-        )
+        around = self.ancestors(node)  # items are parts of it
+        others = ((one, inner) for one, inner in around if not (isinstance(one, ast.Subscript) and one.value is inner))
+        parent, child = next(others, (None, node))
         if isinstance(parent, ast.keyword):
             holder = self.parents.get(id(parent))
             reads = isinstance(holder, ast.Call) and self.name_of(holder.func) in READING
@@ -291,9 +291,6 @@ class Values:
         own = isinstance(call, ast.Call) and called(call.func) in self._functions.named
         if own or not isinstance(call, ast.Call | ast.FormattedValue):
             self._changed.add(node.id)
-
-    def _is_item(self, parent: ast.AST, child: ast.AST) -> bool:
-        return isinstance(parent, ast.Subscript) and parent.value is child
 
     def _bind(self, name: str, value: ast.expr | None) -> None:
         self._bound.setdefault(name, []).append(value)

@@ -151,7 +151,11 @@ def endless():
 for items in (endless, itertools.count, lambda: enumerate(zip(range(9**9))), lambda: [0] * 100):
     seen = []
     assert inner.train(items, seen) == "all" and len(seen) < 3, seen
-print("after")
+import torch
+for held in [torch.empty(1 << 28, device="cuda")]:
+    break
+del held
+assert torch.cuda.memory_allocated() < 1 << 28  # nothing keeps a loop's iterator
 """
     monkeypatch.chdir(tmp_path)
     captured, run = capture(tmp_path, code)

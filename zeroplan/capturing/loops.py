@@ -13,7 +13,9 @@ import builtins
 import contextlib
 import importlib.machinery
 import sys
+import weakref
 from collections.abc import Iterator
+from types import GeneratorType
 from typing import Any
 
 from zeroplan.capturing.branches import may_allocate, tree_of
@@ -45,16 +47,17 @@ class _Turns:
         return next(self._turns)
 
 
-#: Python's own iterators that can be brought to their end.
-_OWN = tuple({type(iter(one)) for one in (range(0), range(1 << 70), list[int](), tuple[int](), "", (_ for _ in ""))})
+#: Iterators over ranges, which hold nothing else.
+_RANGES = (type(iter(range(0))), type(iter(range(1 << 70))))
 
 
 def _begun(place: tuple[str, int, int], turns: Any) -> Any:
     found = iter(turns)
-    if type(found) not in _OWN and not type(found).__module__.startswith("zeroplan."):
+    if type(found) not in (*_RANGES, GeneratorType) and not type(found).__module__.startswith("zeroplan."):
         found = _Turns(found)
     _pending.pop(place, None)
-    _iterators[place] = found
+    # A loop that breaks lets its iterator go, and what that holds on the GPU.
+    _iterators[place] = found if type(found) in _RANGES else weakref.ref(found)
     _begun_places.add(place)
     return found
 
@@ -67,6 +70,7 @@ def _goes_on(place: tuple[str, int, int]) -> bool:
 def _end(place: tuple[str, int, int]) -> None:
     """Let the turn of a loop that runs be its last."""
     found: Any = _iterators.get(place)
+    found = found() if isinstance(found, weakref.ref) else found
     _pending[place] = True
     if isinstance(found, _Turns):
         found.over = True

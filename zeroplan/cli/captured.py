@@ -10,6 +10,7 @@ from zeroplan.capturing.kept import config_of, kept_capture, kept_run, recorded,
 from zeroplan.cli.main import show, show_json
 from zeroplan.core.errors import EXIT_BAD_INPUT, EXIT_DOES_NOT_FIT, EXIT_OK, BadInput
 from zeroplan.report.terminal import Terminal
+from zeroplan.report.words import gpus_text
 from zeroplan.run.ask import Ask
 
 if TYPE_CHECKING:
@@ -126,9 +127,7 @@ def scaled(
     refuse_chosen(request, source)
     captured, cluster = recorded(held, request, source)
     if not captured.engine:
-        what = (
-            f"was captured as one of {cluster.gpus * cluster.nodes} processes that call no engine, and tells of no other number"
-        )
+        what = f"was captured on {gpus_text(cluster.nodes, cluster.gpus)} without an engine, and tells of no other number"
         remedy = "capture the command with the other number, as by torchrun --nproc_per_node N, or name the model"
         raise BadInput(what, where=source, remedy=remedy)
     from zeroplan.capturing.engines.planned import at_ranks

@@ -129,7 +129,8 @@ def peak_sentence(plan: MemoryPlan) -> str:
     """Return what the peak is made of, or where that is not known the largest buffer; empty if there is neither."""
     gpu = plan.gpu
     if gpu.at_peak:
-        parts = sizes_text([(one.what, one.bytes) for one in gpu.at_peak[:_PARTS]])
+        shown = [one for one in gpu.at_peak[:_PARTS] if 100 * one.bytes >= gpu.at_peak[0].bytes]  # less would show as 0
+        parts = sizes_text([(one.what, one.bytes) for one in shown])
         return f"Peak, in the {gpu.peak_phase}: {parts}."
     return largest_item(plan)
 

@@ -118,7 +118,7 @@ def test_states_are_sharded_over_all_ranks() -> None:
         ({"ulysses": 3}, "ulysses 3 does not divide 1 × 8 = 8 ranks"),
         ({"ulysses": 3, "gpus": 6}, "ulysses 3 does not divide the 8 attention heads"),
         (
-            {"ulysses": 8, "model": CONFIG | {"num_attention_heads": 24, "num_key_value_heads": 3}},
+            {"ulysses": 8, "model": CONFIG | {"hidden_size": 384, "num_attention_heads": 24, "num_key_value_heads": 3}},
             "neither of ulysses 8 and the 3 KV heads divides the other",
         ),
         ({"ulysses": 8, "seq_len": 60}, "ulysses 8 does not divide the 60 tokens of a sample"),

@@ -1,4 +1,4 @@
-"""Runs of GPUs that were predicted before they ran: FSDP 1 with offload, modules trained beside adapters."""
+"""Runs of GPUs that were predicted before they ran: FSDP 1 with offload, beside adapters, frozen parts, video and sound."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from benchmarks.rows import HERE, load_rows, request_of
 from zeroplan.planner.estimate import estimate_runs
 
-ROWS = {row["id"]: row for row in load_rows(HERE / "results" / "beside_adapters.jsonl")}
+ROWS = {row["id"]: row for row in load_rows(*(HERE / "results" / f"{name}.jsonl" for name in ("beside_adapters", "media")))}
 
 
 @pytest.mark.parametrize("name", ["FO01", "FO02", "FO03", "FO04", "FO05"])
@@ -28,3 +28,12 @@ def test_modules_beside_adapters_are_met(name: str) -> None:
     assert run is not None
     assert run.plan.gpu.peak_allocated == pytest.approx(row["peak_allocated"], rel=1e-4)
     assert run.plan.gpu.peak_reserved == pytest.approx(row["peak_reserved"], rel=1e-3)
+
+
+@pytest.mark.long
+@pytest.mark.torch
+@pytest.mark.parametrize("name", [name for name in ROWS if name[:2] in ("AU", "VD", "FZ")])
+def test_videos_sound_and_frozen_parts_are_met(name: str) -> None:
+    (run,) = estimate_runs(request_of(ROWS[name], depth="simulated"), relief=False).runs
+    assert run is not None
+    assert run.plan.gpu.peak_allocated == pytest.approx(ROWS[name]["peak_allocated"], rel=1e-3)

@@ -138,7 +138,7 @@ def test_check_and_doctor_hold_a_kept_capture_against_a_card_and_a_log(kept: Pat
         (["explain", "--time"], "a recording has allocations, and no times"),
         (["recommend", "--global-batch", "8"], "--global-batch: cannot be searched in a captured run"),
         (["recommend", "--nodes", "2"], "was captured on 1 × 1 GPUs"),
-        (["scale"], "was captured as one of 1 processes"),
+        (["scale"], "without an engine, and tells of no other number"),
         (["tune"], "zeroplan verify -- python"),
         (["verify"], "zeroplan verify -- python"),
     ],

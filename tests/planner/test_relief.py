@@ -47,7 +47,7 @@ def test_the_head_in_tiles_needs_no_tape_of_the_users_and_is_what_its_flag_plans
     ("engine", "program", "key"),
     [
         ("ddp", "hf-trainer", "use_liger_kernel keeps about as little"),
-        ("deepspeed", "trl", "use_liger_kernel keeps about as little"),
+        ("deepspeed", "trl", ""),  # its head is in tiles as it is
         ("ddp", "axolotl", "liger_fused_linear_cross_entropy keeps about as little"),
         ("fsdp2", "torchtune", ""),  # its loss keeps every chunk's probabilities
         ("zeroplan", "hf-trainer", "zeroplan.chunked_cross_entropy: 1024"),

@@ -62,6 +62,26 @@ def start(deepspeed: bool) -> None:
     GradientState._reset_state()
 
 
+def finish(group: dist.ProcessGroup) -> None:
+    """Leaves a rank as it was: while a config of stage 3 lives, transformers makes each later model in another way."""
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "ACCELERATE_USE_DEEPSPEED",
+    ):
+        os.environ.pop(name, None)
+
+
 def arguments(folder: Path, ds_config: dict[str, Any] | None, **changes: Any) -> Any:
     """Six steps of two micro batches, with clipping and a linear schedule."""
     from transformers import TrainingArguments

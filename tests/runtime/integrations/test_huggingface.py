@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,12 @@ UNCHANGED = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
     "zero_optimization": OFFLOADED,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ranks_as_they_were(pair: RankPool) -> Iterator[None]:
+    yield
+    pair.run(2, runs.finish)
 
 
 def trainer_runs(group: dist.ProcessGroup, folder: Path) -> dict[str, Any]:

@@ -222,3 +222,12 @@ def test_autocast_casts_what_einsum_multiplies() -> None:
     assert out.dtype is torch.bfloat16
     assert held == 8 * MIB + 4 * MIB + 2 * MIB + 2 * 512
     assert plan.peak_allocated >= held
+
+
+def test_names_that_accelerate_has_taken_are_watched_and_put_back() -> None:
+    taken = pytest.importorskip("accelerate.accelerator")
+    own = taken.save_fsdp_model
+    with zeroplan.capture("H100"):
+        torch.zeros(4, device="cuda")
+        assert taken.save_fsdp_model is not own
+    assert taken.save_fsdp_model is own

@@ -307,5 +307,9 @@ def install_accelerate(capture: Capture, module: Any) -> None:
         kind = getattr(plugin.state_dict_type, "name", "")
         capture.engine_notes["saves"] = "full" if kind == "FULL_STATE_DICT" else "sharded"
 
-    for name in own_save:
-        setattr(module, name, saves)
+    homes = [sys.modules[name] for name in ("accelerate.utils", "accelerate.accelerator") if name in sys.modules]
+    changes(*homes)
+    for home in (module, *homes):  # these took the names before, where a script has a block
+        for name in own_save:
+            if hasattr(home, name):
+                setattr(home, name, saves)

@@ -13,9 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,36 +26,31 @@ CASES = Path(__file__).with_name("launch_scripts.jsonl")
 _FIELDS = ("model", "micro_batch", "seq_len", "grad_accum", "dtype", "engine", "lora_rank", "quantize")
 
 
-@contextlib.contextmanager
-def _within(folder: Path) -> Iterator[None]:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        yield
-    finally:
-        os.chdir(before)
+def read(path: Path, root: Path) -> dict[str, Any]:
+    """Return what is read of one script: its fields, what is open, what no figure holds, and whether it would promise a fit.
 
-
-def read(path: Path) -> dict[str, Any]:
-    """Return what is read of one script: its fields, what is open, what no figure holds, and whether it would promise a fit."""
+    Args:
+        path: the script.
+        root: its repository, absolute: a model beside it is named from their folder on.
+    """
     try:
         setup = read_setups([path])
     except BadInput as error:
-        return {"refused": _placeless(str(error), path)}
+        return {"refused": _placeless(str(error), path, root)}
     ask = setup.ask
     found: dict[str, Any] = {"program": setup.program, "method": setup.method, "task": setup.task}
     for name in _FIELDS:
         value = ask.values.get(name)
         found[name] = value if isinstance(value, int | str | None) else str(value)
     if isinstance(found["model"], str):
-        found["model"] = found["model"].rpartition("/repos/")[2]
+        found["model"] = found["model"].removeprefix(f"{root.parent}/")
     found["unmodelled"] = [one.key for one in setup.unmodelled]
     found["open"] = sorted(setup.open)
     asked = Ask(files=(path,), vram="80G", cpu_ram="2T", offline=True)
     try:
         found["fits"] = _fits(asked)
     except BadInput as error:
-        found["plan"] = _placeless(str(error), path)
+        found["plan"] = _placeless(str(error), path, root)
         if found["plan"].startswith("MODEL"):  # one that is not at hand: with another in its place, is a fit promised?
             with contextlib.suppress(BadInput):
                 found["fits with Llama 2"] = _fits(asked.replace(model="meta-llama/Llama-2-7b-hf"))
@@ -68,12 +61,12 @@ def _fits(asked: Ask) -> list[str]:
     return sorted({str(plan.fits) for plan in estimate_report(asked).plans})
 
 
-def _placeless(text: str, path: Path) -> str:
-    """Return a message without the folders that lead to its file, which each place names otherwise."""
-    folders = sorted({f"{one}/" for one in (path.parent, path.parent.resolve())} - {"./"}, key=len, reverse=True)
+def _placeless(text: str, path: Path, root: Path) -> str:
+    """Return a message without the folders that lead to its files or to one's home: each place and machine has others."""
+    folders = sorted({f"{one}/" for one in (path.parent, path.parent.resolve(), root)} - {"./"}, key=len, reverse=True)
     for folder in folders:
         text = text.replace(folder, "")
-    return text[:300]
+    return text.replace(f"{Path.home()}/", "~/")[:300]
 
 
 def main() -> int:
@@ -94,8 +87,8 @@ def main() -> int:
         places["elsewhere"] = CASES.parent, whole
         said = {}
         for place, (folder, path) in places.items():
-            with _within(folder):
-                said[place] = read(path)
+            with contextlib.chdir(folder):
+                said[place] = read(path, root)
         other = [place for place, found in said.items() if found != said["root"]]
         kept = said["root"] if args.write else case["read"]
         changed = {key: (kept.get(key), value) for key, value in said["root"].items() if kept.get(key) != value}

@@ -396,7 +396,7 @@ def adapters_merged_in_between(t: Any) -> Any:
 
 
 class Objects:
-    """What no pytree knows."""
+    """A module's output that torch's pytrees take for a leaf, so that no tensor is found within it."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks.fuzz_training.case import Case, draw
 from benchmarks.fuzz_training.compare import WELL, Outcome, judge
+from benchmarks.fuzz_training.faults import FAULTS
 from benchmarks.fuzz_training.pool import Pool
 
 
@@ -95,6 +96,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=1, help="processes, of four ranks each")
+    parser.add_argument(
+        "--fault", choices=sorted(FAULTS), default="", help="that the runtime is given, to see how many show it"
+    )
     parser.add_argument("--part", type=int, default=-1, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part < 0 and arguments.jobs > 1:
@@ -104,7 +108,7 @@ def main() -> int:
     least, _, most = arguments.ranks.partition("-")
     bounds = (int(least), int(most or least))
     done = _done(arguments.out)
-    pool, counts, begin = Pool(), Counter[str](), time.monotonic()
+    pool, counts, begin = Pool(arguments.fault), Counter[str](), time.monotonic()
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     out = os.open(arguments.out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for seed in range(arguments.seed + max(arguments.part, 0), arguments.seed + arguments.cases, arguments.jobs):
@@ -115,7 +119,7 @@ def main() -> int:
         case = draw(seed, bounds)
         outcome = judge(case, pool)
         counts[outcome.kind] += 1
-        if not outcome.is_well:
+        if not outcome.is_well and not arguments.fault:
             small, found = smaller(case, outcome, pool)
             print(f"seed {seed}: {case}\n{script(small, found)}", flush=True)
             case = small

@@ -340,7 +340,11 @@ def _of_optimizer(case: Case, change: dict[str, Any], after: set[str]) -> None:
     if case.optimizer in ("lamb", "lion"):
         change |= {"given": False, "maximize": False}  # torch has neither
     if case.optimizer in ("lion", "rprop"):
-        change |= {"dtype": "fp32", "autocast": False}  # they take a sign, which the rounding of 16 bits turns around
+        # They take a sign: in 16 bits, and where a gradient is zero in theory (biases of keys, what a batch norm takes out),
+        # nothing but rounding decides it.
+        change |= {"dtype": "fp32", "autocast": False, "batch_norm": False}
+        if case.blocks in ("attention", "mha", "mixed"):
+            change["blocks"] = "mlp"
     offload = change.get("offload", case.offload)
     if case.optimizer == "lamb" and offload:
         change |= {"offload": "", "delayed": 0}  # its norms need all ranks

@@ -21,6 +21,10 @@ from zeroplan_runtime.techniques.float8 import attach_float8
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: The factor on an fp16 loss.
 SCALE = 256.0
+#: What rounding is worth, relative to a parameter's largest change: fp32, and 8 (bf16) or 11 (fp16) significant bits.
+CHANGE = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}
+#: And relative to the largest value of what is in fp32.
+FP32 = 2.0**-21
 
 
 def groups_of(case: Case, params: list[nn.Parameter]) -> list[dict[str, Any]]:
@@ -133,19 +137,22 @@ class Trained:
         masters: the trained parameters as the optimizer has them, by name.
         state: the first rank's state dict.
         start: the trained parameters before the first step.
+        doubts: by name, how far apart two masters may be because they were set to their 16-bit parameters, which rounding
+            puts on either side of a step.
     """
 
     seen: list[Seen]
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
     state: dict[str, torch.Tensor] = field(default_factory=dict)
     start: dict[str, torch.Tensor] = field(default_factory=dict)
+    doubts: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class _Plain:
+class Plain:
     """The base of the replicas: masters, optimizer, schedule."""
 
-    def __init__(self, case: Case, dtype: torch.dtype, precise: torch.dtype, nudge: float) -> None:
-        self.case = case
+    def __init__(self, case: Case, dtype: torch.dtype, precise: torch.dtype, nudge: float, look: Look | None) -> None:
+        self.case, self._look = case, look
         self._scale = nudge * (SCALE if case.dtype == "fp16" else 1.0)
         model = make(case).to(precise)
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -161,6 +168,8 @@ class _Plain:
                 attach_float8(replica.module.stack(), recipe, torch.device("cpu"))
             replica.module.add_weight_hook()
         self._applied = 0
+        self.start = [master.detach().clone() for master in self.masters]
+        self.doubts = [torch.zeros_like(one) for one in self.start]
         self._note()
 
     def _note(self) -> None:
@@ -169,9 +178,20 @@ class _Plain:
     @torch.no_grad()
     def _keep_writes(self) -> None:
         """Takes over the elements that somebody has written."""
-        for master, param, known in zip(self.masters, self.replicas[0].trained(), self._known, strict=True):
-            written = param != known
-            master[written] = param[written].to(master.dtype)
+        for i, (param, known) in enumerate(zip(self.replicas[0].trained(), self._known, strict=True)):
+            self._set(i, param, param != known)
+
+    def _set(self, i: int, param: torch.Tensor, which: torch.Tensor) -> None:
+        """Set elements of a master to those of its parameter, rounded to the case's 16 bits also where the training has more.
+
+        Notes which of them another rounding may set otherwise.
+        """
+        master, start, dtype = self.masters[i], self.start[i], DTYPES[self.case.dtype]
+        if self.case.dtype != "fp32" and which.any():
+            far = CHANGE[self.case.dtype] * (master - start).abs().max() + FP32 * master.abs().max()
+            steps = ((master + far).to(dtype) - (master - far).to(dtype)).to(master.dtype)
+            self.doubts[i][which] = torch.maximum(self.doubts[i], steps)[which]
+        master[which] = param[which].to(dtype if self.case.dtype != "fp32" else param.dtype).to(master.dtype)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -194,6 +214,8 @@ class _Plain:
             return
         if self.case.clip:
             nn.utils.clip_grad_norm_(self.masters, self.case.clip)
+        if self._look is not None:
+            self._look(self)
         self.optimizer.step()
         self._applied += 1
         if self.schedule is not None:
@@ -222,8 +244,8 @@ class _Plain:
     def anew(self) -> None:
         """Make a new optimizer on the values that the parameters have."""
         self._keep_writes()
-        for master, param in zip(self.masters, self.replicas[0].trained(), strict=True):
-            master.copy_(param)
+        for i, param in enumerate(self.replicas[0].trained()):
+            self._set(i, param, torch.ones_like(param, dtype=torch.bool))
         self.optimizer = optimizer_of(self.case, self.masters)
         self.schedule = schedule_of(self.case, self.optimizer)
         for replica in self.replicas:
@@ -278,7 +300,11 @@ def _cast(model: Net, dtype: torch.dtype) -> None:
                 module._buffers[name] = buffer.to(dtype)
 
 
-def train(case: Case, *, wider: bool = False, nudge: float = 1.0) -> Trained:
+#: Sees a training with its masters' gradients before each step, and may change them.
+Look = Callable[[Plain], None]
+
+
+def train(case: Case, *, wider: bool = False, nudge: float = 1.0, look: Look | None = None) -> Trained:
     """Trains in plain torch.
 
     Args:
@@ -286,10 +312,10 @@ def train(case: Case, *, wider: bool = False, nudge: float = 1.0) -> Trained:
         wider: in a precision so much higher that what is left is nearly free of the rounding of `case`'s own: fp32 for
             16-bit cases, fp64 for fp32.
         nudge: a factor on the loss that is taken back from the gradients, so that the backward rounds otherwise.
+        look: called before each step.
     """
     precise = torch.float64 if case.dtype == "fp32" and wider else torch.float32
-    plain = _Plain(case, precise if wider else DTYPES[case.dtype], precise, nudge)
-    start = [master.detach().clone() for master in plain.masters]
+    plain = Plain(case, precise if wider else DTYPES[case.dtype], precise, nudge, look)
     seen: list[Seen] = [[] for _ in plain.replicas]
     ranks = [play(replica, case, one) for replica, one in zip(plain.replicas, seen, strict=True)]
     micro = 0
@@ -313,5 +339,8 @@ def train(case: Case, *, wider: bool = False, nudge: float = 1.0) -> Trained:
             case _:
                 break
     plain.drain()
-    masters = dict(zip(plain.names, (master.detach() for master in plain.masters), strict=True))
-    return Trained(seen, masters, plain.replicas[0].module.state_dict(), dict(zip(plain.names, start, strict=True)))
+    masters, start, doubts = (
+        dict(zip(plain.names, (one.detach() for one in tensors), strict=True))
+        for tensors in (plain.masters, plain.start, plain.doubts)
+    )
+    return Trained(seen, masters, plain.replicas[0].module.state_dict(), start, doubts)

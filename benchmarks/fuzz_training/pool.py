@@ -50,13 +50,13 @@ def _work(rank: int, store: str, tasks: Any, answers: Any) -> None:
     parent = os.getppid()
     while True:
         try:
-            number, case, folder = tasks.get(timeout=60)
+            number, case, folder, fault = tasks.get(timeout=60)
         except queue.Empty:
             if os.getppid() != parent:
                 os._exit(1)
             continue
         try:
-            answer = Answer("well", train(groups[case.ranks], case, Path(folder)))
+            answer = Answer("well", train(groups[case.ranks], case, Path(folder), fault))
         except BadInput as fault:
             answer = Answer("refused", str(fault))
         except BaseException as fault:
@@ -68,9 +68,14 @@ def _work(rank: int, store: str, tasks: Any, answers: Any) -> None:
 
 
 class Pool:
-    """Four ranks, of which a case uses the first few."""
+    """Four ranks, of which a case uses the first few.
 
-    def __init__(self) -> None:
+    Args:
+        fault: that the runtime is given, one of :data:`benchmarks.fuzz_training.faults.FAULTS`; may change between cases.
+    """
+
+    def __init__(self, fault: str = "") -> None:
+        self.fault = fault
         self._processes: list[Any] = []
         self._number = 0
         self.starts = 0
@@ -100,7 +105,7 @@ class Pool:
         self._case_folder.mkdir()
         self._ranks, self._compiles = case.ranks, bool(case.compiled)
         for tasks in self._tasks[: case.ranks]:
-            tasks.put((self._number, case, str(self._case_folder)))
+            tasks.put((self._number, case, str(self._case_folder), self.fault))
 
     def end(self) -> list[Answer]:
         """The ranks' answers; a rank that did not answer has the kind ``hang`` or ``crash``."""

@@ -14,6 +14,7 @@ from torch import nn
 
 import zeroplan_runtime
 from benchmarks.fuzz_training.case import Case
+from benchmarks.fuzz_training.faults import FAULTS
 from benchmarks.fuzz_training.model import make
 from benchmarks.fuzz_training.plain import BETAS, EPS, SCALE, TORCHS, Trained, groups_of, optimizer_of, schedule_of
 from benchmarks.fuzz_training.script import Seen, play
@@ -81,8 +82,8 @@ def _optimizer(case: Case) -> dict[str, Any]:
 class EngineTrainer:
     """One rank's trainer."""
 
-    def __init__(self, case: Case, group: dist.ProcessGroup, folder: Path) -> None:
-        self._case, self._group, self._folder = case, group, folder
+    def __init__(self, case: Case, group: dist.ProcessGroup, folder: Path, fault: str) -> None:
+        self._case, self._group, self._folder, self._fault = case, group, folder, fault
         self._autocast = case.autocast
         self.rank = dist.get_rank(group)
         model = make(case)
@@ -103,6 +104,8 @@ class EngineTrainer:
         self.engine, *_ = zeroplan_runtime.initialize(
             model=model, config=ds_config(case, self._folder), group=self._group, device="cpu", lr_scheduler=schedule, **given
         )
+        if self._fault:
+            FAULTS[self._fault](self.engine)
 
     @property
     def module(self) -> nn.Module:
@@ -147,8 +150,8 @@ class EngineTrainer:
         (self.engine if by == "engine" else self.engine.optimizer).zero_grad()
 
 
-def train(group: dist.ProcessGroup, case: Case, folder: Path) -> Trained:
-    """Trains `case` as one rank of `group`; masters and state are the first rank's.
+def train(group: dist.ProcessGroup, case: Case, folder: Path, fault: str = "") -> Trained:
+    """Trains `case` as one rank of `group`, with one of :data:`FAULTS`; masters and state are the first rank's.
 
     Raises:
         BadInput: where the runtime refuses the case.
@@ -156,7 +159,7 @@ def train(group: dist.ProcessGroup, case: Case, folder: Path) -> Trained:
     seen: Seen = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        trainer = EngineTrainer(case, group, folder)
+        trainer = EngineTrainer(case, group, folder, fault)
         try:
             for asked in play(trainer, case, seen):
                 match asked:

@@ -99,3 +99,27 @@ def test_a_gpu_may_bring_its_count(text: str, count: int, name: str) -> None:
 def test_two_counts_that_differ_are_refused() -> None:
     with pytest.raises(BadInput, match="'4xA100' is 4 GPUs, and --gpus says 8"):
         Cluster.of(gpu="4xA100", gpus=8)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "gpu", "shape"),
+    [
+        (64, "H100", (8, 8)),
+        (1, "64xH100", (8, 8)),
+        (16, "A100-40G", (16, 1)),
+        (32, "A100-40G", (8, 4)),
+        (72, "GB200", (72, 1)),
+        (144, "GB200", (4, 36)),
+        (16, "RTX4090", (16, 1)),
+        (64, None, (8, 8)),
+    ],
+)
+def test_more_gpus_than_a_node_holds_are_whole_nodes(gpus: int, gpu: str | None, shape: tuple[int, int]) -> None:
+    found = Cluster.of(gpus=gpus, gpu=gpu)
+    assert (found.gpus, found.nodes) == shape
+
+
+@pytest.mark.parametrize(("gpus", "nodes", "remedy"), [(12, 1, "--gpus 8 --nodes 2"), (64, 8, "--gpus 8 --nodes 8")])
+def test_what_no_node_holds_is_refused(gpus: int, nodes: int, remedy: str) -> None:
+    with pytest.raises(BadInput, match=f"no node holds {gpus} H100 GPUs; .*{remedy}"):
+        Cluster.of(gpus=gpus, nodes=nodes, gpu="H100")

@@ -239,3 +239,13 @@ def test_a_card_without_bf16_is_said() -> None:
     assert any("T4 has no bf16 arithmetic" in said for said in estimate_report(asked).warnings)
     for other in (asked.replace(dtype="fp16"), asked.replace(gpu="L4")):
         assert not any("bf16" in said for said in estimate_report(other).warnings)
+
+
+def test_more_gpus_than_a_node_holds_are_nodes_and_said_so() -> None:
+    asked = Ask(params=10**9, gpu="64xH100", stage=3, depth="formula")
+    report = estimate_report(asked)
+    assert (report.cluster["gpus"], report.cluster["nodes"]) == (8, 8)
+    assert any("taken to be 8 nodes of 8" in said for said in report.warnings)
+    same = estimate_report(asked.replace(gpu="H100", gpus=8, nodes=8))
+    assert not any("taken to be" in said for said in same.warnings)
+    assert [plan.gpu for plan in report.plans] == [plan.gpu for plan in same.plans]

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from zeroplan.cli import complete
-from zeroplan.core.cluster import Cluster
+from zeroplan.core.cluster import Cluster, without_count
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import MESH, SEARCHES, WORK, Option
 from zeroplan.engines.registry import BUILT_IN, find_engine
@@ -188,8 +188,7 @@ def _is_another_run(option: Option[Any], request: Ask) -> bool:
 
 def estimate_words(request: Ask, stage: int) -> list[str]:
     """Return the words of the ``estimate`` command for exactly this run."""
-    bare = None if request.gpu is None else re.sub(r"^\d+x", "", request.gpu)  # --gpus has the count
-    run = request.replace(stage=stage, gpu=bare, token=None)
+    run = request.replace(stage=stage, gpu=without_count(request.gpu), token=None)  # --gpus has the count
     names = [name for name, option in OPTIONS.items() if option.taken_by("estimate") and name != "files"]
     return ["zeroplan", "estimate", *run.words(names)]
 

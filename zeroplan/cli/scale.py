@@ -67,7 +67,8 @@ def scale(
     """
     if source is not None:
         from zeroplan.cli.captured import scaled
-        from zeroplan.search.scaling import NODE_GPUS, parse_ranks, shapes_of
+        from zeroplan.core.gpus import NODE_GPUS
+        from zeroplan.search.scaling import parse_ranks, shapes_of
 
         given = {"--global-batch": global_batch, "--compile": compile, "--profile": profile, "--tokens": tokens,
                  "--price": price, "--html": html, "--svg": svg}  # fmt: skip

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, Gpu, find_gpu
+from zeroplan.core.gpus import DEFAULT_GPU, DRIVER_RESERVE, NODE_GPUS, WIDEST_NODE, Gpu, find_gpu
 from zeroplan.core.local_cards import LOCAL, LocalCard, require_local
 from zeroplan.core.network import Network, parse_network, usual_network
 from zeroplan.core.parallel import ParallelLayout
@@ -143,7 +143,8 @@ class Cluster:
         network: str | None = None,
     ) -> Cluster:
         """A cluster from what a user writes. `vram` overrides the preset's memory; alone, it takes the default's rates.
-        A card without `cpu_ram` stands in a usual host.
+        A card without `cpu_ram` stands in a usual host. More GPUs than a node of the card holds, and no count of nodes, are
+        whole usual nodes: 64 H100s are 8 nodes of 8.
 
         Sizes are bytes, or text that :func:`parse_size` reads. `gpu` may hold the count: ``"4xA100"`` is four in a node.
         ``"local"`` is this machine's GPU, in this machine's host (:mod:`zeroplan.core.local_cards`).
@@ -163,6 +164,7 @@ class Cluster:
         if size is None and preset is not None:
             size = preset.memory
         card = preset or DEFAULT_GPU
+        gpus, nodes = _whole_nodes(gpus, nodes, preset)
         memory = _size(cpu_ram, "--cpu-ram")
         assumed = memory is None and size is not None
         if assumed:
@@ -185,8 +187,25 @@ def _layout(gpus: int, nodes: int) -> ParallelLayout:
     return ParallelLayout(gpus, nodes)
 
 
+def _whole_nodes(gpus: int, nodes: int, preset: Gpu | None) -> tuple[int, int]:
+    """The count as GPUs a node, and nodes. Raises BadInput: more a node than any has, which are not whole nodes."""
+    usual, most = (NODE_GPUS, WIDEST_NODE) if preset is None else (preset.node, preset.widest_node)
+    if gpus <= most:
+        return gpus, nodes
+    if nodes > 1 or gpus % usual:
+        what = "GPUs" if preset is None else f"{preset.name} GPUs"
+        remedy = f"--gpus counts those of a node: use --gpus {usual} --nodes {-(-gpus // usual) if nodes == 1 else nodes}"
+        raise BadInput(f"no node holds {gpus} {what}", where="--gpus", remedy=remedy)
+    return usual, gpus // usual
+
+
 def _size(value: str | int | None, where: str) -> int | None:
     return None if value is None else parse_size(value, where=where)
+
+
+def without_count(gpu: str | None) -> str | None:
+    """Return the name of a card, where ``4xA100`` or ``A100 x4`` gives a count, too."""
+    return _counted(1, gpu)[1]
 
 
 def _counted(gpus: int, gpu: str | None) -> tuple[int, str | None]:

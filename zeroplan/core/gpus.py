@@ -15,6 +15,10 @@ from zeroplan.core.sizes import GIB, MIB
 DRIVER_RESERVE = 600 * MIB
 _OLD_WORKSPACE = 8_519_680
 _HOPPER_WORKSPACE = 32 * MIB
+#: GPUs of a usual node, and the most that a node of PCIe cards has.
+NODE_GPUS, WIDEST_NODE = 8, 16
+#: Cards on NVSwitches that stand sixteen in a node: DGX-2, and Google Cloud's a2-megagpu-16g.
+_SIXTEEN = ("V100-32G", "A100-40G")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,17 @@ class Gpu:
     def amd(self) -> bool:
         """Whether the card runs ROCm: what its runtime and RCCL take beside torch's allocator was measured on none."""
         return self.source.startswith("AMD")
+
+    @property
+    def node(self) -> int:
+        """GPUs of a usual node of such cards; a compute tray of GB200 NVL72 has four."""
+        return 4 if self.domain else NODE_GPUS
+
+    @property
+    def widest_node(self) -> int:
+        """The most GPUs that reach each other without a network: those of a node, or of an NVLink domain."""
+        single = (self.switched or self.amd) and self.name not in _SIXTEEN
+        return self.domain or (NODE_GPUS if single else WIDEST_NODE)
 
     @property
     def workspace(self) -> int:

@@ -18,13 +18,11 @@ import re
 from dataclasses import dataclass
 
 from zeroplan.core.errors import BadInput, did_you_mean
-from zeroplan.core.gpus import Gpu
+from zeroplan.core.gpus import NODE_GPUS, Gpu
 
 #: GB/s that NCCL takes 1 Gb/s of an adapter to carry: 12 of 100 (NVIDIA/nccl, src/graph/topo.h, NET_BW; 48 of 400 in
 #: src/graph/search.cc, sm90SpeedArrayInter).
 GBS_PER_GIGABIT = 0.12
-#: GPUs of a node for which the presets below count adapters.
-_NODE = 8
 #: The fabrics by name, with the latency in µs that NCCL's transport reports of each: none of InfiniBand and RoCE verbs and of
 #: sockets; of EFA as aws/aws-ofi-nccl has it (src/platform-aws.cpp: 75 on P4, P5 and G5, 35 since P5en).
 FABRICS = {"infiniband": 0.0, "roce": 0.0, "efa": 75.0, "efa-v3": 35.0, "ethernet": 0.0}
@@ -118,7 +116,7 @@ def usual_network(gpu: Gpu, gpus: int) -> Network:
     if gpu.name.startswith(("RTX3", "RTX4", "RTX5", "Titan")):
         return _DESKTOP
     found = _USUAL.get(gpu.name, _PCIE)
-    adapters = max(1, -(-found.adapters * gpus // _NODE))
+    adapters = max(1, -(-found.adapters * gpus // NODE_GPUS))
     return Network(adapters, found.gigabits, found.fabric, source=found.source)
 
 

@@ -143,6 +143,9 @@ def resolve(request: Ask) -> Resolved:
         host=request.host,
         network=request.network,
     )
+    if cluster.nodes != request.nodes:
+        shape = f"{cluster.nodes} nodes of {cluster.gpus}"
+        warnings.append(f"{cluster.layout.world_size} GPUs are more than a node holds, and are taken to be {shape} (--nodes)")
     spec = _model(request)
     checkpoint = base_of(spec, request[QuantizedBaseTechnique.quantize], engine, adapters="lora_rank" in request)
     unmodelled = request.unmodelled

@@ -24,7 +24,7 @@ from itertools import count
 from math import gcd
 from typing import Any
 
-from zeroplan.core.cluster import Cluster
+from zeroplan.core.cluster import Cluster, without_count
 from zeroplan.core.errors import BadInput
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plumbing.progress import working
@@ -61,8 +61,6 @@ ENGINE = "fsdp2"
 _STEPS = 16
 #: Plainer layouts, at most, that are planned to name the plainest that fits.
 _PLAINER = 3
-#: GPUs of a node, unless the request says how many.
-_USUAL_NODE = 8
 #: Nodes that are tried at most, where the smallest cluster is asked for.
 MOST_NODES = 1024
 
@@ -87,9 +85,9 @@ def search_layouts(
         BadInput: a request that no layout can be planned for: in the words in which the layout of its degrees is refused.
     """
     search = _Search(request, checkpointing, global_batch, profile)
-    found = search.on(request.nodes)
+    found = search.on(search.nodes)
     if found.chosen is None:
-        found = search.with_many_stages().on(request.nodes)
+        found = search.with_many_stages().on(search.nodes)
     if found.chosen is None:
         found = found.with_straddling()
     search.require_possible()
@@ -104,7 +102,7 @@ def smallest_cluster(
 ) -> LayoutAnswer:
     """Return the fastest layout of the smallest cluster that trains the model; nodes of the request are not read.
 
-    See Note [Smallest cluster]. Where no number of GPUs is given, nodes of eight are assumed, and parts of one come first.
+    See Note [Smallest cluster]. Where no number of GPUs is given, usual nodes are assumed, and parts of one come first.
 
     Args:
         request: the question.
@@ -182,9 +180,10 @@ class _Search:
         self._request = _checked_request(request, global_batch)
         self._choices = (False, True) if checkpointing is None else (checkpointing,)
         self._batch = global_batch
-        self.gpus, self.assumed = self._request.gpus, ""
+        self.gpus, self.nodes, self.assumed = self._request.gpus, self._request.nodes, ""
         if any_nodes and self.gpus == 1 and "gpus" not in request:
-            self.gpus, self.assumed = _USUAL_NODE, f"nodes of {_USUAL_NODE} GPUs are assumed; --gpus says otherwise"
+            self.gpus = Cluster.of(gpu=self._request.gpu).gpu.node
+            self.assumed = f"nodes of {self.gpus} GPUs are assumed; --gpus says otherwise"
         self._tapes = None if request.depth == FORMULA else ExpandedTapes(find_engine(self._request.engine))
         self._config = allocator_config(request.alloc_conf)
         layouts = find_engine(self._request.engine).layouts
@@ -193,7 +192,7 @@ class _Search:
         plain = without_degrees(self._request).replace(nodes=1, stage=layouts.stage, grad_accum=None)
         alone = [resolve(plain.replace(gradient_checkpointing=again)) for again in self._choices]
         self._spec, self._rate_warnings = alone[0].spec, list[str]()
-        cluster = replace(alone[0].cluster, gpus=self.gpus, nodes=2 if any_nodes else request.nodes)
+        cluster = replace(alone[0].cluster, gpus=self.gpus, nodes=2 if any_nodes else self.nodes)
         self._rates = machine_rates(cluster, profile, self._rate_warnings)
         self._usable = alone[0].cluster.usable_vram or 0
         self._floors = LayoutFloors(alone[0].cases[0])
@@ -450,7 +449,8 @@ def _checked_request(request: Ask, global_batch: int | None) -> Ask:
     ParallelLayout(**below)  # refuses them
     # Programs that start layouts make each rank's shards, or read them from a distributed checkpoint: no rank holds the model.
     scratch = {} if "from_scratch" in request else {"from_scratch": True}
-    return request.replace(engine=engine, gpus=cluster.gpus, offload_optimizer=None, offload_param=None, **scratch)
+    machine = {"gpus": cluster.gpus, "nodes": cluster.nodes, "gpu": without_count(request.gpu)}
+    return request.replace(engine=engine, offload_optimizer=None, offload_param=None, **machine, **scratch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zeroplan.core.cluster import MOST_RANKS, Cluster
+from zeroplan.core.cluster import MOST_RANKS, Cluster, without_count
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.display import Printable
 from zeroplan.core.plumbing.progress import working
@@ -37,8 +37,6 @@ from zeroplan.search.space import MOST_MICRO_BATCH, Candidate
 from zeroplan.search.suggestions import nearest_miss
 from zeroplan.search.whole_training import Budget, WholeTraining, whole_training
 
-#: GPUs of a node, where nothing says otherwise: DGX and HGX machines.
-NODE_GPUS = 8
 #: Points of an answer at most: each is a search.
 MOST_POINTS = 24
 
@@ -227,16 +225,20 @@ def run_scaling(
         request: model, workload and card; `cpu_ram` and `nvme` are those of one node, its `gpus` and `nodes` are not read.
         ranks: numbers of GPUs. Those of more than a node must be whole nodes.
         options: of each search; candidates and a source are not among them.
-        gpus_per_node: GPUs of a node; None takes the count of ``--gpu 4xA100``, else :data:`NODE_GPUS`.
+        gpus_per_node: GPUs of a node; None takes the count of ``--gpu 4xA100``, else a usual node's.
 
     Raises:
         BadInput: a value that cannot be used.
     """
     options = options or SearchOptions()
     counts = tuple(ranks)
-    node = gpus_per_node if gpus_per_node is not None else _node_gpus(request)
+    named = Cluster.of(gpu=request.gpu)
+    node = gpus_per_node or (named.gpus if named.gpus > 1 else named.gpu.node)
     clusters = shapes_of(counts, node)
-    resolved = resolve_search(request.replace(gpus=node, nodes=1), options)
+    resolved = resolve_search(request.replace(gpus=node, nodes=1, gpu=without_count(request.gpu)), options)
+    if resolved.cluster.gpus != node:
+        remedy = f"use {resolved.cluster.gpus}"
+        raise BadInput(f"no node holds {node} {named.gpu.name} GPUs", where="--gpus-per-node", remedy=remedy)
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, depth=request.depth)
     points = []
     for done, (gpus, nodes) in enumerate(clusters):
@@ -257,11 +259,6 @@ def run_scaling(
         warnings=tuple(warnings),
         rates=resolved.rates.as_dict(),
     )
-
-
-def _node_gpus(request: Ask) -> int:
-    named = Cluster.of(gpu=request.gpu).gpus
-    return named if named > 1 else NODE_GPUS
 
 
 def shapes_of(counts: Iterable[int], node: int) -> list[tuple[int, int]]:

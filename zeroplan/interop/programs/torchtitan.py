@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from zeroplan.core.errors import BadInput
+from zeroplan.core.gpus import NODE_GPUS
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import optimizer_of
 from zeroplan.interop.programs.builder import Builder
@@ -123,8 +124,6 @@ _NAMES = {
 }
 _DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 _KINDS = {"fused": "fused", "foreach": "foreach", "for-loop": "loop"}
-#: GPUs of a node, where a file with all degrees names no machine.
-_NODE = 8
 
 
 class Torchtitan(Program):
@@ -371,5 +370,6 @@ def _flat(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _assume_ranks(run: Builder, product: int) -> None:
     """Take the product of the degrees for the ranks, where nothing else says how many there are and nodes can hold them."""
-    if run.fields.get("gpus") is None and (product <= _NODE or product % _NODE == 0):
-        run.assume(f"{product} ranks, the product of the degrees", gpus=min(product, _NODE), nodes=max(1, product // _NODE))
+    if run.fields.get("gpus") is None and (product <= NODE_GPUS or product % NODE_GPUS == 0):
+        shape = {"gpus": min(product, NODE_GPUS), "nodes": max(1, product // NODE_GPUS)}
+        run.assume(f"{product} ranks, the product of the degrees", **shape)

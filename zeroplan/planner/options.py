@@ -170,6 +170,8 @@ OTHER_NAMES = {
     "max_source_length": ("source_len", ""),
     "max_target_length": ("target_len", ""),
     "context_length": ("seq_len", ""),
+    "ctx": ("seq_len", ""),
+    "batch": ("micro_batch", ""),
     "sequence_length": ("seq_len", ""),
     "num_gpus": ("gpus", " (of one node)"),
     "num_gpus_per_node": ("gpus", ""),
@@ -188,6 +190,8 @@ OTHER_NAMES = {
     "lora_r": ("lora_rank", ""),
     "target_modules": ("lora_targets", ""),
     "activation_checkpointing": ("gradient_checkpointing", ""),
+    "grad_checkpointing": ("gradient_checkpointing", ""),
+    "checkpointing": ("gradient_checkpointing", ""),
 }
 
 

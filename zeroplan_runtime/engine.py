@@ -143,6 +143,7 @@ class Engine(EngineGetters):
         self.schedule.guard.close_all()
         return output
 
+    @outside_graphs
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """Computes the gradients of `loss` / accumulation steps (as DeepSpeed does), averaged over the ranks.
 
@@ -257,6 +258,7 @@ class Engine(EngineGetters):
         with self.activity.inside(), naming, audited, counted:
             yield
 
+    @outside_graphs
     def step(self) -> None:
         """Ends a micro batch; the last one of an accumulation updates the parameters and the learning rate."""
         self.checks.require_usable("engine.step")

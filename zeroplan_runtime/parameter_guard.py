@@ -313,14 +313,28 @@ def _on_use(
         if func in _EXPORTS:
             _before_export(found)
     if any(_has_own_function(kind) for kind in types):
-        return NotImplemented  # another subclass handles the call and comes back with plain arguments
+        result = _as_others_know_it(func, args, kwargs)
+    else:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = (torch.Tensor.detach if func == _DATA_GET else func)(*args, **kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        result = (torch.Tensor.detach if func == _DATA_GET else func)(*args, **kwargs)
         for tensor, entry in used:
             if entry is not None:
                 entry[0].after_use(*entry[1:], result)
                 _guard_aliases(result, tensor, entry)
     return result
+
+
+def _as_others_know_it(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls `func` with guarded tensors in their plain classes: another subclass, which handles it, knows no guarded one."""
+    kinds = [(tensor, type(tensor)) for tensor in tensors_of((args, kwargs)) if type(tensor) in _plain_classes]
+    try:
+        for tensor, kind in kinds:
+            tensor.__class__ = plain_class(kind)
+        return func(*args, **kwargs)
+    finally:
+        for tensor, kind in kinds:
+            tensor.__class__ = kind
 
 
 def _has_own_function(kind: Any) -> bool:

@@ -1,7 +1,8 @@
 """``state_dict()`` and ``load_state_dict()`` of a model under an engine, and of any module in it.
 
 Up to stage 2 the parameters are unsharded and both work; loaded values reach the fp32 masters before these are used next, in
-the precision of the parameters. At stage 3 the parameters are sharded and both are refused.
+the precision of the parameters. At stage 3 the parameters are sharded and both are refused, but for parameters that DeepSpeed's
+``GatheredParameters`` holds whole at the moment.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan_runtime.checks import refuse_copy
 from zeroplan_runtime.full_tensors import stands_in
 from zeroplan_runtime.model_states import ModelStates
+from zeroplan_runtime.parameter_guard import plain_class
 
 
 class StateDictHooks:
@@ -49,10 +51,17 @@ class StateDictHooks:
         for handle in self.handles:
             handle.remove()
 
-    def _before_state_dict(self, *_: Any) -> None:
+    def _are_gathered(self, module: nn.Module) -> bool:
+        """Whether the module's own parameters, or all of the whole model, are plain tensors now."""
+        params = self._model.parameters() if module is self._model else module._parameters.values()
+        return all(param is None or type(param) is plain_class(type(param)) for param in params)
+
+    def _before_state_dict(self, module: nn.Module, *_: Any) -> None:
         if stands_in(self._model):
             return
         if self._model_states.setup.shards_params:
+            if self._are_gathered(module):
+                return
             raise BadInput(
                 "state_dict() cannot give parameters that are sharded",
                 where="stage 3",
@@ -61,13 +70,16 @@ class StateDictHooks:
             )
         self._synchronize()
 
-    def _before_load(self, *_: Any) -> None:
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
         remedy = "load before initialize(), or use engine.load_checkpoint()"
         if self._model_states.setup.shards_params:
+            if self._are_gathered(module):
+                return
             raise BadInput("load_state_dict() cannot load parameters that are sharded", where="stage 3", remedy=remedy)
         if any(unit.master is None for unit in self._model_states.units if unit.trainable is not None):
             raise BadInput("load_state_dict() cannot load masters in files", where="offload_optimizer", remedy=remedy)
         self._synchronize()
 
     def _after_load_hook(self, *_: Any) -> None:
-        self._after_load()
+        if not self._model_states.setup.shards_params:
+            self._after_load()

@@ -10,12 +10,21 @@ import torch
 import torch.distributed as dist
 
 import zeroplan_runtime
-from tests.runtime import odd_scripts, rare_scripts, test_freezing, test_odd_scripts, test_strangers, unusual_scripts
+from tests.runtime import (
+    odd_scripts,
+    rare_scripts,
+    strange_scripts,
+    test_freezing,
+    test_odd_scripts,
+    test_strangers,
+    unusual_scripts,
+)
 from tests.runtime import test_quantized_base as quantized
 from zeroplan_runtime.compat import deepspeed
 
 Row = dict[str, Any]
-MODULES: list[Any] = [test_strangers, test_freezing, odd_scripts, test_odd_scripts, rare_scripts, unusual_scripts]
+RARE: list[Any] = [rare_scripts, unusual_scripts, strange_scripts]
+MODULES: list[Any] = [test_strangers, test_freezing, odd_scripts, test_odd_scripts, *RARE]
 
 
 def rows(device: torch.device) -> Iterator[Row]:
@@ -114,7 +123,7 @@ def scripts(device: torch.device) -> Iterator[Row]:
     wanted = {
         name: one
         for name, one in odd_scripts.SCRIPTS.items()
-        if one[1].__module__ in (rare_scripts.__name__, unusual_scripts.__name__) and name not in ON_CPU
+        if one[1].__module__ in [module.__name__ for module in RARE] and name not in ON_CPU
     }
     test_odd_scripts.Zeros = OnDevice  # type: ignore[misc]
     try:

@@ -138,6 +138,7 @@ def states_one_by_one(group: dist.ProcessGroup, stage: int, offload: bool) -> No
         if rank == 1:
             several[3].data.fill_(0.125)
     plain.blocks[3].down.weight.data.fill_(0.125)
+    state_dicts_of_gathered(engine, plain, stage, rank)
     for step in (1, 2):
         loss = engine(models.batch(step, 0, rank))
         assert loss.item() == pytest.approx(plain(models.batch(step, 0, rank)).item(), rel=1e-5), (stage, step)
@@ -154,6 +155,25 @@ def states_one_by_one(group: dist.ProcessGroup, stage: int, offload: bool) -> No
     for name, ours, theirs in pairs(engine, plain):
         close(utils.safe_get_full_fp32_param(ours), theirs.detach(), (stage, name), most=5e-6)
     engine.destroy()
+
+
+def state_dicts_of_gathered(engine: Any, plain: nn.Module, stage: int, rank: int) -> None:
+    """Within ``GatheredParameters`` of all a model's state dict is whole; one rank loads another into a block."""
+    up = engine.module.blocks[1].up
+    if stage == 3:
+        for act in (engine.module.state_dict, up.state_dict, lambda: up.load_state_dict({})):
+            with pytest.raises(BadInput, match="parameters that are sharded"):
+                act()
+    with GatheredParameters(engine.module.parameters()):
+        found, expected = engine.module.state_dict(), plain.state_dict()
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        close(found[name], value, (stage, name))
+    with GatheredParameters(up.parameters(), modifier_rank=1):
+        if rank == 1 or stage < 3:
+            up.load_state_dict({name: 0.5 * value for name, value in up.state_dict().items()})
+    for value in plain.blocks[1].up.parameters():
+        value.data.mul_(0.5)
 
 
 def accumulations(group: dist.ProcessGroup, stage: int) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import zeroplan_runtime
-from tests.runtime import rare_scripts, unusual_scripts  # noqa: F401  (they add scripts)
+from tests.runtime import rare_scripts, strange_scripts, unusual_scripts  # noqa: F401  (they add scripts)
 from tests.runtime.odd_modules import Blocks, linear
 from tests.runtime.odd_scripts import SCRIPTS
 from tests.runtime.ranks import RankPool

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from zeroplan.core.errors import BadInput, did_you_mean
@@ -19,6 +21,7 @@ from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_OPTIMIZERS, torch_row, 
 from zeroplan_runtime import kernels
 from zeroplan_runtime.techniques.one_bit.compression_schedule import SCHEDULES, CompressionStep
 
+_NO_CODE: Any = SimpleNamespace(co_filename="")
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 
 
@@ -186,11 +189,19 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.state = self._scheduled.state = defaultdict(dict)
 
     def require_same_groups(self) -> None:
-        """Checks that the groups are those that the engine took, with the same parameters.
+        """Checks that the groups are those that the engine took, with the same parameters, and that ``step`` is torch's own.
 
         Raises:
             BadInput: with what was changed.
         """
+        for optimizer in (self, self._scheduled):
+            step = vars(optimizer).get("step")
+            if step is not None and getattr(step, "__code__", _NO_CODE).co_filename != lr_scheduler.__file__:
+                raise BadInput(
+                    "was replaced, and engine.step() does not call it",
+                    where="optimizer.step",
+                    remedy="use optimizer.register_step_pre_hook() and register_step_post_hook(), which run around each update",
+                )
         now = self.param_groups
         if len(now) != len(self._params):
             what, where = f"{len(self._params)} groups are now {len(now)}", "optimizer.param_groups"

@@ -1,6 +1,6 @@
 """The error of the predictions against the measured runs: every row, by phase, and the summary against the targets.
 
-    python -m benchmarks.accuracy [--ids a1,D04] [--only measured|extra|tasks|drawn|classes] [--json FILE]
+    python -m benchmarks.accuracy [--ids a1,D04] [--only FILE] [--json FILE]
 
 Each row becomes the request that a user would have made (benchmarks/rows.py) and is predicted at simulated depth. Nothing
 is taken from the row but what was asked for, except, for the marks, how many steps it ran and how many of them fp16's loss
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rows import CLASSES, DRAWN, EXTRA, KERNELS, MEASURED, TASKS, load_rows, request_of
+from benchmarks.rows import PLANNED, load_rows, request_of
 from zeroplan.core.plan import MemoryPlan
 from zeroplan.engines.deepspeed.job import rank_of
 from zeroplan.engines.deepspeed.schedule import record_deepspeed
@@ -189,13 +189,11 @@ def main() -> int:
     """Run the benchmark; 0 when every target is met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--ids", default="", help="rows to run, by comma")
-    parser.add_argument(
-        "--only", choices=("measured", "extra", "tasks", "drawn", "classes", "kernels"), help="one file of rows"
-    )
+    parser.add_argument("--only", choices=[path.stem for path in PLANNED], help="one file of rows")
     parser.add_argument("--json", type=Path, default=None, help=f"where to write (all rows: {RESULT.name})")
     args = parser.parse_args()
     ids = set(filter(None, args.ids.split(",")))
-    paths = [path for path in (MEASURED, EXTRA, TASKS, DRAWN, CLASSES, KERNELS) if args.only is None or path.stem == args.only]
+    paths = [path for path in PLANNED if args.only is None or path.stem == args.only]
     results, refused = [], []
     print(f"{'row':6} {'what':34} {'allocated':>10} {'reserved':>10} {'NVML':>8} {'RSS':>8} {'marks':>9} {'s':>6}")
     for row in load_rows(*paths):

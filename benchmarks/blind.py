@@ -16,7 +16,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from benchmarks.rows import CLASSES, DRAWN, KERNELS, TASKS
+from benchmarks.rows import BESIDE_ADAPTERS, CLASSES, DRAWN, KERNELS, MEDIA, TASKS
 from zeroplan.report.table import render
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -34,8 +34,8 @@ CAMPAIGNS = {
     "random": ("drawn at random", (DRAWN,)),
     "classes": ("classes of transformers, drawn at random", (CLASSES,)),
     "kernels": ("Liger and cut cross-entropy, parameters without gradient", (KERNELS,)),
-    "beside_adapters": ("FSDP 1 with offload, averages, modules beside adapters", (RESULTS / "beside_adapters.jsonl",)),
-    "media": ("videos and sound, frozen parts, averages under FSDP2", (RESULTS / "media.jsonl",)),
+    "beside_adapters": ("FSDP 1 with offload, averages, modules beside adapters", (BESIDE_ADAPTERS,)),
+    "media": ("videos and sound, frozen parts, averages under FSDP2", (MEDIA,)),
     "classes2": ("classes of transformers, drawn anew", (CLASSES,)),
 }
 #: A prediction is right if it is off by no more.

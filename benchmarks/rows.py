@@ -23,6 +23,14 @@ DRAWN = HERE / "ground_truth" / "drawn.jsonl"
 CLASSES = HERE / "ground_truth" / "classes.jsonl"
 #: Liger, cut cross-entropy, and parameters without gradient, predicted before they ran.
 KERNELS = HERE / "ground_truth" / "kernels.jsonl"
+#: FSDP 1 with offload, averages of weights, modules trained beside adapters, predicted before they ran.
+BESIDE_ADAPTERS = HERE / "ground_truth" / "beside_adapters.jsonl"
+#: Videos, sound, frozen parts, predicted before they ran.
+MEDIA = HERE / "ground_truth" / "media.jsonl"
+#: What an earlier version of this tool missed, without marks.
+MISSES = HERE / "ground_truth" / "misses.jsonl"
+#: The files of rows whose memory is held against the plan of today.
+PLANNED = (MEASURED, EXTRA, TASKS, DRAWN, CLASSES, KERNELS, BESIDE_ADAPTERS, MEDIA, MISSES)
 #: The recommendation's grids: each candidate alone on its host, timed without marks. Failures are rows, too.
 GRID = HERE / "ground_truth" / "grid.jsonl"
 #: The linear layers that the measured LoRA runs adapt.

@@ -70,6 +70,24 @@ def test_sound_is_masked_and_aligned(architecture: str) -> None:
     assert sizes(tape).count(variables) == (2 if architecture.endswith("CTC") else 0)
 
 
+def test_no_layer_is_dropped() -> None:
+    """Which layers LayerDrop leaves out is drawn at each step: with all of them a step takes the most."""
+    import torch
+    import transformers
+
+    from zeroplan.trace.example import trace_example
+
+    dropped = {**WAV2VEC2, "architectures": ["Wav2Vec2ForCTC"], "layerdrop": 1.0}
+    assert sizes(traced(dropped)) == sizes(traced({**dropped, "layerdrop": 0.0}))
+    config = transformers.BartConfig(**{**BART, "decoder_start_token_id": 0}, encoder_layerdrop=1.0, decoder_layerdrop=1.0)
+    model = transformers.BartForConditionalGeneration(config)
+    ids = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+    tape = trace_example(model, {"input_ids": ids, "labels": ids}, TraceOptions(attn=Attention.SDPA))
+    entered = {tape.modules[arg].name for op, arg, *_ in tape.expand(BATCH, LENGTH, None).events() if op == Op.ENTER}
+    assert {"model.encoder.layers.0.fc1", "model.decoder.layers.0.fc1"} <= entered
+    assert model.model.encoder.layerdrop == model.config.encoder_layerdrop == 1.0
+
+
 @pytest.mark.parametrize("model_type", ["dinov2", "beit"])
 def test_blocks_that_are_stages_of_a_backbone_fold(model_type: str) -> None:
     head = {"dinov2": "Dinov2ForImageClassification", "beit": "BeitForImageClassification"}[model_type]

@@ -243,6 +243,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     for one in options.techniques:
         if isinstance(one, FreezingTechnique):
             one.freeze(model)
+    keep_layers(model)
     trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     base.config.use_cache = False
@@ -253,6 +254,14 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     if options.checkpointing is not Checkpointing.NONE and options.lora is not None:
         base.enable_input_require_grads()
     return trained
+
+
+def keep_layers(model: nn.Module) -> None:
+    """Switch LayerDrop off. What it leaves out is drawn at each step, and a step that leaves out nothing takes the most."""
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name in [name for name in getattr(holder, "__dict__", ()) if name.endswith("layerdrop")]:
+                setattr(holder, name, 0.0)
 
 
 def without_cache(model: nn.Module) -> None:

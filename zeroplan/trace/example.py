@@ -26,6 +26,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.tape.format import Tape
 from zeroplan.tape.options import TraceOptions
 from zeroplan.trace.api import trace_module
+from zeroplan.trace.build import keep_layers
 
 _WHERE = "inputs"
 
@@ -107,6 +108,7 @@ def _on_meta(module: nn.Module, half: torch.dtype | None, graded: frozenset[str]
     config: Any = getattr(made, "config", None)
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    keep_layers(made)
     return made.train()
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.rows import HERE, load_rows, request_of
+from benchmarks.rows import BESIDE_ADAPTERS, MEDIA, load_rows, request_of
 from zeroplan.planner.estimate import estimate_runs
 
-ROWS = {row["id"]: row for row in load_rows(*(HERE / "results" / f"{name}.jsonl" for name in ("beside_adapters", "media")))}
+ROWS = {row["id"]: row for row in load_rows(BESIDE_ADAPTERS, MEDIA)}
 
 
 @pytest.mark.parametrize("name", ["FO01", "FO02", "FO03", "FO04", "FO05"])

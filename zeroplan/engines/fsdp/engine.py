@@ -90,8 +90,8 @@ class Fsdp(TorchEngine[FsdpRank]):
         """Return what stands beside the figure. With adapters: reported runs of older versions of torch took up to 15 % more in
         all (``fms-…`` in docs/reported.md), and the cause is not known; runs measured with torch 2.11 are met (X05 and X10 of
         ``benchmarks/ground_truth/tasks.jsonl``). With offload: five runs of torch 2.11 are met to 0.005 % in allocated memory
-        (FO01 to FO05 of ``benchmarks/results/beside_adapters.jsonl``), FO01 reserved 4 % more, and a reported run of 2023 ran
-        out where the figure fits (``alpaca-280-batch-3``).
+        (FO01 to FO05 of ``benchmarks/ground_truth/beside_adapters.jsonl``), FO01 reserved 4 % more, and a reported run of 2023
+        ran out where the figure fits (``alpaca-280-batch-3``).
         """
         found = packed_kernels(case.workload)
         if case.zero.offloads_param:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,70 +57,125 @@ def save_checkpoint(
             disk. What was saved before stays.
         RankLost: when a rank died.
     """
-    comm, where = engine.ranks.world, "engine.save_checkpoint"
-    engine.checks.require_usable(where)
+    where = "engine.save_checkpoint"
     if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise BadInput(f"{folder!r} is no folder", where=where, remedy="give the path of one")
+    frozen = not exclude_frozen_parameters
+    _require_savable(engine, where)
+    engine.wait_for_checkpoint()
+    folder, tag = Path(folder), f"global_step{engine.progress.global_steps}" if tag is None else tag
+    with engine.activity.inside(f"saving {str(tag)[:80]!r}"):
+        _make_current(engine)
+
+        def state() -> dict[str, Any]:
+            return {**_state(engine, frozen=frozen), "client_state": encode(client_state or {}, "client_state")}
+
+        in_background = engine.model_states.snapshot is not None
+        shards = partial(_shards, engine, frozen=frozen)
+        return _save(engine, folder, tag, state, shards, latest=latest, in_background=in_background)
+
+
+class HeldCheckpoint:
+    """What a checkpoint of now holds, in host memory, to be written after the engine's end. Every rank must make it.
+
+    Args:
+        engine: between two steps, with no states in files; it may be destroyed afterwards.
+
+    Raises:
+        BadInput: where a checkpoint cannot be saved now.
+    """
+
+    def __init__(self, engine: EngineParts) -> None:
+        _require_savable(engine, "engine.save_checkpoint")
+        _make_current(engine)
+        self._engine, self._state = engine, _state(engine, frozen=True)
+        self._shards = [
+            StateShard.of(one.name, one.numel, one.offset, one.tensor().detach().to("cpu", copy=True))
+            for one in _shards(engine, frozen=True)
+        ]
+
+    def save(self, folder: Path, tag: str, client_state: dict[str, Any]) -> Path:
+        """Saves it as :func:`save_checkpoint` does, without the file ``latest``. Every rank must call it."""
+
+        def state() -> dict[str, Any]:
+            return {**self._state, "client_state": encode(client_state, "client_state")}
+
+        return _save(self._engine, folder, tag, state, lambda: self._shards)
+
+
+def _require_savable(engine: EngineParts, where: str) -> None:
+    engine.checks.require_usable(where)
     engine.checks.require_no_gradients(engine.schedule.grads.has_grads)
     if engine.optimizer_step is not None:
         engine.optimizer_step.require_common_masters(where)
     engine.checks.require_same_names(engine.module)
-    engine.wait_for_checkpoint()
-    folder, tag = Path(folder), f"global_step{engine.progress.global_steps}" if tag is None else tag
-    first = comm.rank == 0
-    with engine.activity.inside(f"saving {str(tag)[:80]!r}"):
-        engine.drain()
-        if engine.schedule.has_aliases:  # which show a delayed update, too, now that it was sent
-            engine.schedule.wait_for_unshard()
 
-        state: dict[str, Any] = {}
 
-        def prepare() -> tuple[str, SaveId, dict[str, str]]:
-            atomic_files.require_tag(tag, where)
-            state.update(_state(engine, client_state, frozen=not exclude_frozen_parameters))
-            return tag, SaveId(uuid.uuid4().hex, engine.progress.global_steps), parts_held(engine)
+def _make_current(engine: EngineParts) -> None:
+    engine.drain()
+    if engine.schedule.has_aliases:  # which show a delayed update, too, now that it was sent
+        engine.schedule.wait_for_unshard()
 
-        prepared = on_all_ranks(engine, prepare, where)
-        _require_one_tag([chosen for chosen, _, _ in prepared])
-        save = prepared[0][1]
-        state["model"]["parts"] = {name: cut for _, _, parts in prepared for name, cut in parts.items()}
-        path = atomic_files.unfinished(folder, tag)
 
-        def make_folder() -> None:
-            if first:
-                (atomic_files.begin(folder, tag) / save.name).touch()
+def _save(
+    engine: EngineParts,
+    folder: Path,
+    tag: str,
+    contents: Callable[[], dict[str, Any]],
+    shards: Callable[[], list[StateShard]],
+    *,
+    latest: bool = False,
+    in_background: bool = False,
+) -> Path:
+    """Writes all ranks' files and gives the checkpoint its name; `contents` and `shards` are this rank's."""
+    where = "engine.save_checkpoint"
+    first = engine.ranks.world.rank == 0
+    state: dict[str, Any] = {}
 
-        def require_same_folder() -> None:  # torch would make one of its own, and the checkpoint would lack that rank's file
-            if not (path / save.name).exists():
-                remedy = "give a folder on a file system that all ranks share"
-                raise BadInput("this rank does not see the folder that rank 0 has made", where=str(path), remedy=remedy)
+    def prepare() -> tuple[str, SaveId, dict[str, str]]:
+        atomic_files.require_tag(tag, where)
+        state.update(contents())
+        return tag, SaveId(uuid.uuid4().hex, engine.progress.global_steps), state["model"]["parts"]
 
-        try:
-            on_all_ranks(engine, make_folder, where)
-            on_all_ranks(engine, require_same_folder, where)
+    prepared = on_all_ranks(engine, prepare, where)
+    _require_one_tag([chosen for chosen, _, _ in prepared])
+    save = prepared[0][1]
+    state["model"]["parts"] = {name: cut for _, _, parts in prepared for name, cut in parts.items()}
+    path = atomic_files.unfinished(folder, tag)
 
-            def complete(manifest: Manifest) -> None:
-                (path / save.name).unlink()
-                write_manifest(path, manifest, {"save": save.name, "step": save.step, **state})
-                atomic_files.finish(folder, tag)
-                if latest:
-                    atomic_files.write_durably(folder / atomic_files.LATEST, tag.encode())
+    def make_folder() -> None:
+        if first:
+            (atomic_files.begin(folder, tag) / save.name).touch()
 
-            if engine.model_states.snapshot is not None:
+    def require_same_folder() -> None:  # torch would make one of its own, and the checkpoint would lack that rank's file
+        if not (path / save.name).exists():
+            remedy = "give a folder on a file system that all ranks share"
+            raise BadInput("this rank does not see the folder that rank 0 has made", where=str(path), remedy=remedy)
 
-                def abandon() -> None:
-                    atomic_files.abandon(folder, tag)
+    def complete(manifest: Manifest) -> None:
+        (path / save.name).unlink()
+        write_manifest(path, manifest, {"save": save.name, "step": save.step, **state})
+        atomic_files.finish(folder, tag)
+        if latest:
+            atomic_files.write_durably(folder / atomic_files.LATEST, tag.encode())
 
-                frozen = not exclude_frozen_parameters
-                engine.model_states.pending_save = _begin(engine, path, save, complete, abandon, frozen=frozen)
-                return folder / tag
-            manifest = _write(engine, path, save, frozen=not exclude_frozen_parameters)
-            engine.activity.begin(f"completing {tag!r}")
-            on_all_ranks(engine, lambda: None if manifest is None else complete(manifest), where)
-        except BadInput:
-            if first:  # what is left of it would keep a full disk full
+    try:
+        on_all_ranks(engine, make_folder, where)
+        on_all_ranks(engine, require_same_folder, where)
+        if in_background:
+
+            def abandon() -> None:
                 atomic_files.abandon(folder, tag)
-            raise
+
+            engine.model_states.pending_save = _begin(engine, path, save, shards(), complete, abandon)
+            return folder / tag
+        manifest = _write(engine, path, save, shards)
+        engine.activity.begin(f"completing {tag!r}")
+        on_all_ranks(engine, lambda: None if manifest is None else complete(manifest), where)
+    except BadInput:
+        if first:  # what is left of it would keep a full disk full
+            atomic_files.abandon(folder, tag)
+        raise
     return folder / tag
 
 
@@ -133,11 +189,11 @@ def _require_one_tag(tags: list[str]) -> None:
         )
 
 
-def _write(engine: EngineParts, path: Path, save: SaveId, *, frozen: bool) -> Manifest | None:
+def _write(engine: EngineParts, path: Path, save: SaveId, shards: Callable[[], list[StateShard]]) -> Manifest | None:
     """Writes every rank's file and the metadata; returns the checksums on the first rank."""
     comm = engine.ranks.world
     engine.arena.phase = Phase.SAVE
-    wanted = _shards(engine, frozen=frozen)
+    wanted = shards()
     if engine.device.type == "cuda":
         torch.cuda.current_stream(engine.device).synchronize()
     writer = ShardWriter(path, save, comm.rank, engine.activity)
@@ -163,10 +219,9 @@ def _begin(
     engine: EngineParts,
     path: Path,
     save: SaveId,
+    shards: list[StateShard],
     complete: Callable[[Manifest], None],
     abandon: Callable[[], None],
-    *,
-    frozen: bool,
 ) -> BackgroundSave:
     """Copies every rank's shards to the host, and lets threads write them. See Note [A save in the background]."""
     comm, memory = engine.ranks.world, engine.model_states.snapshot
@@ -174,7 +229,7 @@ def _begin(
     engine.arena.phase = Phase.SAVE
     stream, begun, copied = Stream(engine.device), Event(engine.device), Event(engine.device)
     begun.record(engine.schedule.compute_stream)
-    planner = ShardSavePlanner(snapshot(_shards(engine, frozen=frozen), memory, stream, begun))
+    planner = ShardSavePlanner(snapshot(shards, memory, stream, begun))
     copied.record(stream)
     if engine.host is not None or not engine.model_states.setup.has_masters:
         copied.synchronize()  # the host, or the user's own writes, may change them at once
@@ -183,7 +238,7 @@ def _begin(
     return BackgroundSave(path, writer, planner, plans, metadata, comm.rank, copied, complete, abandon)
 
 
-def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: bool) -> dict[str, Any]:
+def _state(engine: EngineParts, *, frozen: bool) -> dict[str, Any]:
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return {
         "ranks": engine.comm.world_size,
@@ -199,8 +254,12 @@ def _state(engine: EngineParts, client_state: dict[str, Any] | None, *, frozen: 
         "missed_steps": engine.optimizer_step.frozen.state_dict() if engine.optimizer_step is not None else {},
         **engine.techniques.state_dict(),
         "extra_state": encode(_extra_states(engine), "extra_state"),
-        "client_state": encode(client_state or {}, "client_state"),
-        "model": {**_names(engine), "groups": parameter_groups(engine), "without_frozen": not frozen},
+        "model": {
+            **_names(engine),
+            "groups": parameter_groups(engine),
+            "parts": parts_held(engine),
+            "without_frozen": not frozen,
+        },
     }
 
 

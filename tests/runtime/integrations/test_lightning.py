@@ -34,6 +34,8 @@ def train_all(group: dist.ProcessGroup, folder: Path) -> dict[str, Any]:
     with pytest.raises(BadInput, match=r"trainer\.fit"):  # the engine is gone, and the module whole again
         _ = trainer.strategy.engine
     assert model.classify.weight.shape == (2, 16)
+    trainer.save_checkpoint(folder / "after_fit.ckpt")  # two ranks' shards, which another stage takes
+    found["after fit"] = runs.resume(pl, "zeroplan_stage_1", folder / "after_fit.ckpt")
     return found
 
 
@@ -70,8 +72,8 @@ def test_two_ranks_equal_lightnings_ddp(found: list[dict[str, Any]], strategy: s
 def test_another_stage_goes_on_from_a_checkpoint(found: list[dict[str, Any]]) -> None:
     """Its first losses are those of the run that was not interrupted but for dropout, whose numbers are others."""
     resumed = found[0]["resumed"]
-    assert resumed["steps"] == 6
-    assert len(resumed["losses"]) == 8
+    assert resumed["steps"] == found[0]["after fit"]["steps"] == 6
+    assert len(resumed["losses"]) == len(found[0]["after fit"]["losses"]) == 8
 
 
 ALONE = """
@@ -248,21 +250,38 @@ def test_no_loss_at_the_last_of_an_accumulation_steps_with_what_waits(stage: int
     assert torch.tensor(losses[1]).allclose(torch.tensor(losses[0]), atol=1e-6)
 
 
-def test_after_fit_the_weights_can_be_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["zeroplan_stage_2_offload", "zeroplan_stage_3"])
+def test_after_fit_a_checkpoint_is_what_one_at_its_end_was(tmp_path: Path, strategy: str) -> None:
+    """Whole, and of the weights alone; another fit goes on from it. A module that was changed since is refused."""
     import lightning.pytorch as pl
 
-    from zeroplan_runtime.integrations.lightning import ZeroplanStrategy
-
     with runs.ended():
-        module, trainer = runs.make(pl), runs.trainer(pl, ZeroplanStrategy(3), max_epochs=1)
+        module, trainer = runs.make(pl), runs.trainer(pl, strategy, max_epochs=1)
+        during = pl.callbacks.ModelCheckpoint(tmp_path, filename="during", save_on_train_epoch_end=True)
+        trainer.callbacks.append(during)
         trainer.fit(module, runs.data())
         trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
-        with pytest.raises(BadInput, match="the optimizer's states went with the engine") as fault:
-            trainer.save_checkpoint(tmp_path / "whole.ckpt")
-    assert "\n" not in str(fault.value)
-    found = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
-    assert worst(found, module.state_dict()) == 0
-    assert found["classify.weight"].numel()
+        trainer.save_checkpoint(tmp_path / "whole.ckpt")
+        ends = []
+        for name in ("during", "whole"):
+            other = runs.make(pl)
+            torch.manual_seed(3)
+            runs.trainer(pl, strategy, max_epochs=2).fit(other, runs.data(), ckpt_path=tmp_path / f"{name}.ckpt")
+            ends.append(other.state_dict())
+        found = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
+        assert worst(found, module.state_dict()) == 0
+        assert found["classify.weight"].numel()
+        assert worst(*ends) == 0
+        assert worst(ends[0], module.state_dict()) > 1e-4
+        with torch.no_grad():
+            module.classify.weight.mul_(2)
+        with pytest.raises(BadInput, match=r"parameters were changed since fit\(\) ended") as fault:
+            trainer.save_checkpoint(tmp_path / "changed.ckpt")
+        assert "\n" not in str(fault.value)
+        trainer.validate(module, runs.data(), verbose=False)
+        with pytest.raises(BadInput, match="no states of an optimizer"):
+            trainer.save_checkpoint(tmp_path / "later.ckpt")
+    assert not (tmp_path / "changed.ckpt").exists()
 
 
 def without_dropout(model: nn.Module) -> Any:

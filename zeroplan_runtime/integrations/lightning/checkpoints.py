@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from zeroplan.core.errors import BadInput
+from zeroplan_runtime.checkpoint.planners import states_in_files
+from zeroplan_runtime.checkpoint.save import HeldCheckpoint
 from zeroplan_runtime.engine import Engine
 from zeroplan_runtime.parameter_values import write_value
 
@@ -24,15 +26,58 @@ LIGHTNING = "lightning"
 _OF_ENGINE = ("state_dict", "optimizer_states")
 
 
-def save_folder(engine: Engine, folder: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Saves the engine's checkpoint with the rest of Lightning's. Every rank must call it.
+def save_folder(source: Engine | HeldCheckpoint, folder: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Saves the engine's checkpoint, or what is held of one, with the rest of Lightning's. Every rank must call it.
 
     Raises:
         BadInput: as :meth:`zeroplan_runtime.Engine.save_checkpoint`.
     """
     stream = io.BytesIO()
     torch.save({key: value for key, value in checkpoint.items() if key not in _OF_ENGINE}, stream)
-    engine.save_checkpoint(folder, TAG, {LIGHTNING: stream.getvalue()}, save_latest=False)
+    client = {LIGHTNING: stream.getvalue()}
+    if isinstance(source, HeldCheckpoint):
+        source.save(folder, TAG, client)
+    else:
+        source.save_checkpoint(folder, TAG, client, save_latest=False)
+
+
+class AfterFit:
+    """The checkpoint of a fit that has ended, in host memory, or the reason why there is none."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._held: HeldCheckpoint | None = None
+        self._why = went("the optimizer's states, in files, went with the engine when fit() ended")
+        self._module = engine.module
+        if not any(states_in_files(unit) for unit in engine.model_states.units):
+            try:
+                self._held = HeldCheckpoint(engine)
+            except BadInput as fault:
+                self._why = fault
+
+    def is_whole(self) -> None:
+        """Notes the module's parameters, which are whole now."""
+        self._known = self._now()
+
+    def _now(self) -> list[tuple[int, int]]:
+        return [(param.data_ptr(), param._version) for param in self._module.parameters()]
+
+    def save(self, folder: Path, checkpoint: Mapping[str, Any]) -> None:
+        """Saves as :func:`save_folder`.
+
+        Raises:
+            BadInput: where no checkpoint could be held, or the module is another than fit left.
+        """
+        if self._held is None:
+            raise self._why
+        if self._now() != self._known:
+            raise went("parameters were changed since fit() ended")
+        save_folder(self._held, folder, checkpoint)
+
+
+def went(what: str) -> BadInput:
+    """The error for a whole checkpoint after fit that cannot be: `what` says why."""
+    remedy = "save while it runs, by ModelCheckpoint(save_last=True), or give weights_only=True"
+    return BadInput(what, where="trainer.save_checkpoint", remedy=remedy)
 
 
 def load_folder(engine: Engine, folder: Path, *, trains: bool, weights_only: bool | None) -> dict[str, Any]:

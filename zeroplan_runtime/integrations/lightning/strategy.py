@@ -73,6 +73,7 @@ class _EngineStrategy:
         **options: Any,
     ) -> None:
         self._engine: Engine | None = None
+        self._after_fit: checkpoints.AfterFit | None = None
         self._failed = False
         zero: dict[str, Any] = {"stage": stage}
         zero |= {"offload_optimizer": {"device": "cpu"}} if offload_optimizer else {}
@@ -109,7 +110,7 @@ class _EngineStrategy:
         base: Any = super()
         self.accelerator.setup(trainer)
         fits = trainer.state.fn == "fit"
-        self._failed = False
+        self._failed, self._after_fit = False, None
         module = self.lightning_module
         if fits and self._layer_sync:
             self._layer_sync.apply(module)
@@ -149,14 +150,22 @@ class _EngineStrategy:
         base.on_exception(exception)
 
     def teardown(self) -> None:
-        """Destroys the engine. The module then holds its parameters whole, unless several ranks ended by an exception."""
+        """Destroys the engine. The module then holds its parameters whole, unless several ranks ended by an exception.
+
+        After fit the shards of masters and optimizer states stay in host memory until the next call of the Trainer, as
+        Lightning's own strategies keep theirs, so that ``trainer.save_checkpoint()`` has them.
+        """
         base: Any = super()
         engine, self._engine = self._engine, None
         if engine is not None:
             self.precision_plugin.attach(None, torch.float32)
             self.model = self.lightning_module
             try:
+                if not self._failed and engine.optimizer is not None:
+                    self._after_fit = checkpoints.AfterFit(engine)
                 engine.destroy(keep_parameters=not self._failed or engine.world_size == 1)
+                if self._after_fit is not None:
+                    self._after_fit.is_whole()
             except BadInput:
                 if not self._failed:
                     raise
@@ -217,11 +226,10 @@ class _EngineStrategy:
         path = Path(base.broadcast(filepath))
         if self._engine is None:  # after fit; the module holds its parameters whole
             if "optimizer_states" in checkpoint:
-                raise BadInput(
-                    "the optimizer's states went with the engine when fit() ended",
-                    where="trainer.save_checkpoint",
-                    remedy="save while it runs, by ModelCheckpoint(save_last=True), or give weights_only=True",
-                )
+                if self._after_fit is None:
+                    raise checkpoints.went("there are no states of an optimizer after what ended last")
+                self._after_fit.save(path, checkpoint)
+                return
             if self.is_global_zero:
                 self.checkpoint_io.save_checkpoint(checkpoint, path)
             base.barrier()

@@ -1,10 +1,9 @@
 """Draws training programs of public repositories for a blind measurement: those that import what the GPU machine has.
 
-``python benchmarks/capture/draw.py PROGRAMS HAS.txt``: PROGRAMS is a folder with the repositories as ``owner+name/path``, HAS
-a file of the packages that can be imported there. Prints the scripts of each kind in the order of a seeded shuffle. The list
-of programs takes them from the top, 7 of transformers, 3 each of accelerate and peft, 4 of TRL, 2 each of Lightning and
-DeepSpeedExamples, 1 each of pytorch/examples and nanochat. A script is passed over for one of the reasons in the list alone:
-it was measured before, does not train, needs several GPUs or what the machine cannot get, or ends by its own fault.
+``python benchmarks/capture/draw.py PROGRAMS HAS.txt SEED``: PROGRAMS is a folder with the repositories as ``owner+name/path``,
+HAS a file of the packages that can be imported there. Prints the scripts of each kind in the order of a seeded shuffle. A list
+of programs takes them from the top, as many of each kind as it says. A script is passed over for one of the reasons in the list
+alone: it was measured before, does not train, needs several GPUs or what the machine cannot get, or ends by its own fault.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import random
 import sys
 from pathlib import Path
 
-SEED = 20261129
 KINDS = {
     "transformers": ("macorisd+transformers-qwen3/examples/pytorch/*/run_*.py",),
     "accelerate": ("huggingface+accelerate/examples/*.py", "huggingface+accelerate/examples/by_feature/*.py"),
@@ -43,12 +41,12 @@ def missing(path: Path, has: set[str]) -> set[str]:
 
 def main() -> None:
     """Print each kind's scripts."""
-    source, has = Path(sys.argv[1]), set(Path(sys.argv[2]).read_text().split())
+    source, has, seed = Path(sys.argv[1]), set(Path(sys.argv[2]).read_text().split()), int(sys.argv[3])
     for kind, patterns in KINDS.items():
         found = sorted({str(path) for pattern in patterns for path in source.glob(pattern)})
         found = [path for path in found if kind == "nanochat" or "__main__" in Path(path).read_text()]
         drawn = [path for path in found if not missing(Path(path), has)]
-        random.Random(SEED).shuffle(drawn)
+        random.Random(seed).shuffle(drawn)
         print(kind, *(f"  {at} {path}" for at, path in enumerate(drawn)), sep="\n")
 
 

@@ -1,4 +1,4 @@
-"""Makes the workplace of programs_drawn.json: small models, data, and the programs' own files; as prepare.py.
+"""Makes the workplace of programs_drawn.json and programs_third.json: small models, data, the programs' files; as prepare.py.
 
 ``python -m benchmarks.capture.prepare_drawn WORK PROGRAMS [--weights]``.
 """
@@ -219,6 +219,42 @@ def make_preferences(work: Path, draw: random.Random) -> None:
     pq.write_table(Dataset.from_dict(held, features=features).data.table, home / "train.parquet")
 
 
+def make_third(work: Path, draw: random.Random) -> None:
+    """Data that only the programs of the third list read."""
+    data = work / "data"
+
+    def turn(role: str, low: int, high: int) -> list[dict[str, str]]:
+        return [{"role": role, "content": words(draw, low, high)}]
+
+    pairs, advised = [], []
+    for _ in range(48):
+        prompt = turn("user", 20, 120)
+        pairs.append({"prompt": prompt, "chosen": turn("assistant", 40, 260), "rejected": turn("assistant", 40, 260)})
+        advised.append({"prompt": turn("user", 20, 120), "privileged_context": words(draw, 30, 90)})
+    lines(data / "pairs" / "train.jsonl", pairs)
+    lines(data / "advised" / "train.jsonl", advised)
+    import pyarrow.parquet as pq
+    from datasets import Dataset, Features, Image, List, Value
+
+    part = {"type": Value("string"), "text": Value("string")}
+    said = List({"role": Value("string"), "content": List(part)})
+    pictures = sorted((data / "images" / "train").rglob("*.png"))
+    talks = [
+        [
+            {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": words(draw, 10, 40)}]},
+            {"role": "assistant", "content": [{"type": "text", "text": words(draw, 40, 200)}]},
+        ]
+        for _ in pictures
+    ]
+    held = {"images": [[{"bytes": path.read_bytes(), "path": None}] for path in pictures], "messages": talks}
+    home = data / "image_talks"
+    home.mkdir(exist_ok=True)
+    table = Dataset.from_dict(held, features=Features({"images": List(Image()), "messages": said})).data.table
+    pq.write_table(table, home / "train.parquet")
+    for home in (work / "lit" / "data", data):  # MNIST's files
+        shutil.copytree(work / "Datasets", home, dirs_exist_ok=True)
+
+
 def make_bare(work: Path, draw: random.Random) -> None:
     """MNIST's files, WikiText as one text, nanochat's tokenizer and shards."""
     for home, count in ((work / "Datasets", 4000), (work / "ff" / "data", 24000)):
@@ -261,14 +297,27 @@ def copy_programs(work: Path, source: Path) -> None:
             "question-answering/run_qa_no_trainer.py", "question-answering/run_qa_beam_search.py",
             "question-answering/trainer_qa.py", "question-answering/utils_qa.py", "text-classification/run_classification.py",
             "token-classification/run_ner_no_trainer.py", "language-modeling/run_mlm.py", "multiple-choice/run_swag.py",
-            "image-classification/run_image_classification_no_trainer.py",
+            "image-classification/run_image_classification_no_trainer.py", "token-classification/run_ner.py",
+            "language-modeling/run_mlm_no_trainer.py", "text-classification/run_glue_no_trainer.py",
+            "question-answering/run_qa.py", "multiple-choice/run_swag_no_trainer.py",
+            "question-answering/run_qa_beam_search_no_trainer.py",
         ),
         "huggingface+accelerate/examples/by_feature": (
-            "memory.py", "multi_process_metrics.py", "gradient_accumulation_for_autoregressive_models.py",
+            "memory.py", "multi_process_metrics.py", "gradient_accumulation_for_autoregressive_models.py", "local_sgd.py",
+            "ddp_comm_hook.py", "profiler.py",
         ),
-        "huggingface+peft/examples": ("lily_finetuning/lily_finetuning.py", "unilora_finetuning/unilora_finetuning.py"),
-        "huggingface+trl/examples/scripts": ("mpo_vlm.py", "tpo.py", "distillation.py", "kto.py"),
-        "deepspeedai+DeepSpeedExamples/training/DeepSpeed-SuperOffload": ("finetune_zero3.py",),
+        "huggingface+peft/examples": (
+            "lily_finetuning/lily_finetuning.py", "unilora_finetuning/unilora_finetuning.py",
+            "hira_finetuning/hira_finetuning.py", "corda_finetuning/corda_finetuning.py", "mica_finetuning/mica_finetuning.py",
+        ),
+        "huggingface+trl/examples/scripts": (
+            "mpo_vlm.py", "tpo.py", "distillation.py", "kto.py", "dpo_vlm.py", "sdft.py", "cpo.py", "sft_vlm.py",
+        ),
+        "deepspeedai+DeepSpeedExamples/training": (
+            "DeepSpeed-SuperOffload/finetune_zero3.py", "offload_states/offload_states.py",
+        ),
+        "Lightning-AI+pytorch-lightning/examples/pytorch/domain_templates": ("generative_adversarial_net.py",),
+        "pytorch+examples": ("imagenet/main.py",),
     }  # fmt: skip
     for home, files in single.items():
         for name in files:
@@ -277,6 +326,8 @@ def copy_programs(work: Path, source: Path) -> None:
         ("huggingface+peft/examples/cartridge_self_study", "programs/cartridge"), ("karpathy+nanochat", "nanochat"),
         ("Lightning-AI+pytorch-lightning/examples/fabric/kfold_cv", "lit/fabric/kfold_cv"),
         ("Lightning-AI+pytorch-lightning/examples/fabric/language_model", "lit/fabric/language_model"),
+        ("Lightning-AI+pytorch-lightning/examples/fabric/image_classifier", "lit/fabric/image_classifier"),
+        ("deepspeedai+DeepSpeedExamples/training/gan", "gan"), ("pytorch+examples/mnist", "mnist"),
         ("deepspeedai+DeepSpeedExamples/training/bf16_master_weight", "bf16"), ("pytorch+examples/mnist_forward_forward", "ff"),
     ):  # fmt: skip
         keep = shutil.ignore_patterns("*.png", "*.csv", "*.ipynb", "*.lock", "logs", "*.tex")
@@ -303,6 +354,7 @@ def main() -> None:
     make_texts(asked.work, draw)
     make_preferences(asked.work, draw)
     make_bare(asked.work, draw)
+    make_third(asked.work, random.Random(3))
     make_metrics(asked.work)
 
 

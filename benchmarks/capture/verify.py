@@ -113,10 +113,11 @@ def main() -> None:
     began, work, cards = time.time(), asked.work.resolve(), asked.cards.split(",")
     caches = work / "measured"
     (caches / "bin").mkdir(parents=True, exist_ok=True)
-    link = caches / "bin" / "python"
-    if not link.exists():  # the commands say python, whatever this machine calls it
-        link.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-        link.chmod(0o755)
+    for word, module in (("python", ""), ("deepspeed", " -m deepspeed.launcher.runner")):  # whatever this machine calls them
+        link = caches / "bin" / word
+        if not link.exists():
+            link.write_text(f'#!/bin/sh\nexec "{sys.executable}"{module} "$@"\n')
+            link.chmod(0o755)
     predicted = last_rows(str(asked.predicted))
     listed = [json.loads((HERE / name).read_text()) for name in asked.programs]
     programs = [{"cards": held.get("cards", 1), **one} for held in listed for one in held["programs"]]

@@ -37,6 +37,11 @@ METRICS = {
         ' "answer_start": datasets.List(kind)}}',
         '{"exact_match": 0.0, "f1": 0.0}',
     ),
+    "sacrebleu": (
+        'datasets.Value("string")',
+        'datasets.List(datasets.Value("string"))',
+        '{"score": 0.0}',
+    ),
     "seqeval": (
         'datasets.List(datasets.Value("string"))',
         'datasets.List(datasets.Value("string"))',
@@ -73,7 +78,7 @@ def make_pieces(folder: Path) -> None:
 
 
 def make_models(work: Path, *, weights: bool) -> None:
-    """A Llama of 0.28 B parameters, SmolLM-360M, BERT-base, ViT-base and XLNet-base as published, a small LLaVA."""
+    """A Llama of 0.28 B parameters, SmolLM-360M, BERT-base, ViT-base, XLNet-base and T5-small as published, a small LLaVA."""
     from transformers import (
         BertConfig,
         CLIPImageProcessor,
@@ -82,6 +87,7 @@ def make_models(work: Path, *, weights: bool) -> None:
         LlavaConfig,
         LlavaProcessor,
         PreTrainedTokenizerFast,
+        T5Config,
         ViTConfig,
         ViTImageProcessor,
         XLNetConfig,
@@ -103,7 +109,9 @@ def make_models(work: Path, *, weights: bool) -> None:
     make_pieces(home / "xlnet")
     model(home / "vit", ViTConfig(), "AutoModelForImageClassification", weights=weights)
     ViTImageProcessor().save_pretrained(home / "vit")
-    for folder in (home / "llama", work / "smol" / "HuggingFaceTB" / "SmolLM-360M", home / "llava"):
+    t5 = T5Config(decoder_start_token_id=0, pad_token_id=0, eos_token_id=5)
+    model(home / "t5", t5, "AutoModelForSeq2SeqLM", weights=weights)
+    for folder in (home / "llama", work / "smol" / "HuggingFaceTB" / "SmolLM-360M", home / "llava", home / "t5"):
         tokenizer(folder)
     tower = CLIPVisionConfig(
         hidden_size=768, intermediate_size=3072, num_hidden_layers=12, num_attention_heads=12, image_size=224, patch_size=16
@@ -178,6 +186,15 @@ def make_texts(work: Path, draw: random.Random) -> None:
     make_glue(work / "nlp", draw)
 
 
+def parquet(folder: Path, held: dict[str, Any], features: Any) -> None:
+    """Write columns as a data set of these features."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    folder.mkdir(exist_ok=True)
+    pq.write_table(pa.table(held, schema=features.arrow_schema), folder / "train.parquet")
+
+
 def make_preferences(work: Path, draw: random.Random) -> None:
     """Data of TRL's programs."""
     data = work / "data"
@@ -196,8 +213,7 @@ def make_preferences(work: Path, draw: random.Random) -> None:
     lines(data / "judged" / "train.jsonl", judged)
     lines(data / "prompts" / "train.jsonl", [{"prompt": turn("user", 20, 120)} for _ in range(48)])
     make_images(data / "images", draw)
-    import pyarrow.parquet as pq
-    from datasets import Dataset, Features, Image, List, Value
+    from datasets import Features, Image, List, Value
 
     pictures = sorted((data / "images" / "train").rglob("*.png"))
     part = {"type": Value("string"), "text": Value("string")}
@@ -213,10 +229,7 @@ def make_preferences(work: Path, draw: random.Random) -> None:
          "chosen": seen("assistant", 40, 160), "rejected": seen("assistant", 40, 160)}
         for path in pictures
     ]  # fmt: skip
-    home = data / "image_pairs"
-    home.mkdir(exist_ok=True)
-    held = {key: [row[key] for row in rows] for key in rows[0]}
-    pq.write_table(Dataset.from_dict(held, features=features).data.table, home / "train.parquet")
+    parquet(data / "image_pairs", {key: [row[key] for row in rows] for key in rows[0]}, features)
 
 
 def make_third(work: Path, draw: random.Random) -> None:
@@ -233,8 +246,10 @@ def make_third(work: Path, draw: random.Random) -> None:
         advised.append({"prompt": turn("user", 20, 120), "privileged_context": words(draw, 30, 90)})
     lines(data / "pairs" / "train.jsonl", pairs)
     lines(data / "advised" / "train.jsonl", advised)
-    import pyarrow.parquet as pq
-    from datasets import Dataset, Features, Image, List, Value
+    for name, count in (("train", 48), ("validation", 8)):
+        said_twice = [{"translation": {"en": words(draw, 10, 90), "ro": words(draw, 10, 90)}} for _ in range(count)]
+        lines(data / "translations" / f"{name}.json", said_twice)
+    from datasets import Features, Image, List, Value
 
     part = {"type": Value("string"), "text": Value("string")}
     said = List({"role": Value("string"), "content": List(part)})
@@ -247,10 +262,7 @@ def make_third(work: Path, draw: random.Random) -> None:
         for _ in pictures
     ]
     held = {"images": [[{"bytes": path.read_bytes(), "path": None}] for path in pictures], "messages": talks}
-    home = data / "image_talks"
-    home.mkdir(exist_ok=True)
-    table = Dataset.from_dict(held, features=Features({"images": List(Image()), "messages": said})).data.table
-    pq.write_table(table, home / "train.parquet")
+    parquet(data / "image_talks", held, Features({"images": List(Image()), "messages": said}))
     for home in (work / "lit" / "data", data):  # MNIST's files
         shutil.copytree(work / "Datasets", home, dirs_exist_ok=True)
 
@@ -298,9 +310,9 @@ def copy_programs(work: Path, source: Path) -> None:
             "question-answering/trainer_qa.py", "question-answering/utils_qa.py", "text-classification/run_classification.py",
             "token-classification/run_ner_no_trainer.py", "language-modeling/run_mlm.py", "multiple-choice/run_swag.py",
             "image-classification/run_image_classification_no_trainer.py", "token-classification/run_ner.py",
-            "language-modeling/run_mlm_no_trainer.py", "text-classification/run_glue_no_trainer.py",
+            "text-classification/run_glue_no_trainer.py",
             "question-answering/run_qa.py", "multiple-choice/run_swag_no_trainer.py",
-            "question-answering/run_qa_beam_search_no_trainer.py",
+            "question-answering/run_qa_beam_search_no_trainer.py", "translation/run_translation_no_trainer.py",
         ),
         "huggingface+accelerate/examples/by_feature": (
             "memory.py", "multi_process_metrics.py", "gradient_accumulation_for_autoregressive_models.py", "local_sgd.py",

@@ -280,6 +280,11 @@ dist.all_reduce(x)
 found = [None] * 16
 dist.all_gather_object(found, "a")
 assert found == ["a"] * 16
+whole = torch.empty(64, device="cuda")
+dist.all_gather_into_tensor(output_tensor=whole, input_tensor=torch.tensor([2.0] * 4, device="cuda"))
+assert whole.tolist() == [2.0] * 64
+assert torch.ones(3).type_as(whole.half()).device == x.device
+assert torch.ones(3).type_as(whole.half()).dtype == torch.float16
 """
     captured, run = capture(tmp_path, code, "torchrun", "--nproc_per_node", "8", "--nnodes", "2", rank=9)
     assert captured.stopped is None

@@ -41,6 +41,18 @@ def test_the_launcher_and_the_script(
     assert (found.local_ranks, found.nodes) == (local, nodes)
 
 
+@pytest.mark.parametrize(
+    ("line", "given"),
+    [
+        ("deepspeed train.py -x", ("--local_rank=3", "-x")),
+        ("deepspeed --no_local_rank train.py -x", ("-x",)),
+        ("torchrun train.py -x", ("-x",)),
+    ],
+)
+def test_deepspeed_tells_a_script_its_local_rank(line: str, given: tuple[str, ...]) -> None:
+    assert start_of(line.split()).given(3) == given
+
+
 def test_a_module_and_variables() -> None:
     found = start_of(["A=1", "python", "-m", "package.train", "--x"])
     assert found == Start("package.train", True, ("--x",), environment={"A": "1"})

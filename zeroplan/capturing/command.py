@@ -68,6 +68,12 @@ class Start:
     environment: Mapping[str, str] = field(default_factory=dict)
     launch_words: tuple[str, ...] = ()
 
+    def given(self, local_rank: int) -> tuple[str, ...]:
+        """The words that the script gets: DeepSpeed's launcher puts the process's number before them (launcher/launch.py)."""
+        before = self.launch_words[: len(self.launch_words) - len(self.arguments)]
+        tells = self.launcher == "deepspeed" and not {"--no_local_rank", "--no-local-rank"} & set(before)
+        return (f"--local_rank={local_rank}", *self.arguments) if tells else self.arguments
+
 
 def start_of(words: Sequence[str]) -> Start:
     """Return the process that a command starts.

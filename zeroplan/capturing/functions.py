@@ -197,6 +197,12 @@ def _type(mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     return mode.to_gpu(tensor, dtype) if "cuda" in text else mode.to_host(tensor, dtype)
 
 
+def _type_as(_mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> Any:
+    """``type_as``: to the device of the other tensor, too."""
+    other = args[1] if len(args) > 1 else kwargs["other"]
+    return args[0].to(device=device_of(other), dtype=other.dtype)
+
+
 def _same(_mode: ScriptFunctions, func: Any, args: Any, kwargs: Any) -> Any:
     """Leave a tensor as it is: pinning moves none to a GPU."""
     return args[0]
@@ -268,6 +274,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     _Tensor.cuda: _cuda,
     _Tensor.cpu: _cpu,
     _Tensor.type: _type,
+    _Tensor.type_as: _type_as,
     _Tensor.pin_memory: _same,
     _Tensor.is_pinned: _no,
     _Tensor.record_stream: _nothing,

@@ -71,8 +71,10 @@ def install(capture: Capture) -> None:
         if hasattr(home, name):
             put(name, work)
 
-    def gathered(out: Any, tensor: Any, *_: Any, async_op: bool = False, **__: Any) -> Any:
+    def gathered(*given: Any, async_op: bool = False, **named: Any) -> Any:
         """Give the values that this rank has as every rank's, where they are known."""
+        names = ("tensor_list", "tensor"), ("output_tensor", "input_tensor")
+        out, tensor = (*given, *(named[key] for pair in zip(*names, strict=True) for key in pair if key in named))[:2]
         value = capture.recorder.value_of(tensor)
         outs = out if isinstance(out, (list, tuple)) else [out]
         for one in outs:

@@ -63,8 +63,8 @@ def capture_command(
     with _folder() as folder:
         answer = os.path.join(folder, "answer.json")
         job = Job(
-            start.target, start.module, start.given(world.local_rank), start.launcher in ("torchrun", "deepspeed"), dict(start.environment),
-            planned_card(cluster.gpu, cluster), cluster.gpus, world, steps, seconds, folder, answer,
+            start.target, start.module, start.given(world.local_rank), start.launcher in ("torchrun", "deepspeed"),
+            dict(start.environment), planned_card(cluster.gpu, cluster), cluster.gpus, world, steps, seconds, folder, answer,
             start.launcher, start.launch_words, samples,
         )  # fmt: skip
         path = os.path.join(folder, "job.json")

@@ -79,6 +79,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
         "lora_targets": _targets(row) if row["lora_rank"] else (),
         "base_dtype": _base(row),
         "reentrant": row.get("reentrant"),
+        "offload_checkpoints": row.get("offload_checkpoints", False),
         "precision": None if row.get("precision") is None else Precision(row["precision"]),
         "reduce_dtype": row.get("reduce_dtype"),
         "compile": row.get("compile"),

@@ -1,4 +1,4 @@
-"""Sixty launch scripts of public repositories, each read from three places, beside what a person read in them.
+"""Eighty launch scripts of public repositories, each read from three places, beside what a person read in them.
 
     python -m benchmarks.from_files.launch_scripts FOLDER [--only RE] [--write]
 

@@ -103,10 +103,34 @@ def _prepare(spec: Spec, model: Any) -> Any:
             model = model.to(DTYPES[spec.dtype])
         if spec.checkpointing:
             model.enable_input_require_grads()
-    if spec.checkpointing:
+    if spec.offload_checkpoints:
+        base = model.get_base_model() if spec.lora_rank is not None else model
+        base._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=_OnHost.apply)
+    elif spec.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": spec.reentrant})
     model.config.use_cache = False
     return model
+
+
+class _OnHost(torch.autograd.Function):
+    """A block whose input waits on the host until the backward runs it again, as under Unsloth and LLaMA-Factory."""
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def forward(ctx: Any, block: Any, hidden: torch.Tensor, *others: Any) -> Any:
+        ctx.save_for_backward(hidden.to("cpu", non_blocking=True))
+        ctx.block, ctx.others, ctx.device = block, others, hidden.device
+        with torch.no_grad():
+            return block(hidden, *others)
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cuda")  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        hidden = ctx.saved_tensors[0].to(ctx.device, non_blocking=True).detach().requires_grad_()
+        with torch.enable_grad():
+            again = ctx.block(hidden, *ctx.others)
+        torch.autograd.backward(again, gradients)
+        return None, hidden.grad, *(None for _ in ctx.others)
 
 
 def _deepspeed(spec: Spec, probe: Probe, device: torch.device) -> Trained:

@@ -30,6 +30,7 @@ OPTIONAL = (
     "target_len",
     "lora_targets",
     "reentrant",
+    "offload_checkpoints",
     "precision",
     "reduce_dtype",
     "compile",
@@ -58,6 +59,7 @@ class Spec:
     lora_rank: int | None = None
     lora_targets: list[str] | None = None  # None: the seven linear kinds of Llama's blocks; ["all-linear"] as peft reads it
     reentrant: bool = False  # the kind of checkpointing
+    offload_checkpoints: bool = False  # fsdp2, ddp: blocks' inputs wait on the host by a function of autograd, as Unsloth's do
     precision: str | None = None  # fsdp2, ddp: "pure" keeps parameters, gradients and states in `dtype`
     reduce_dtype: str | None = None  # fsdp2: of the reduced gradients, where it is not fp32
     compile: str | None = None  # fsdp2, ddp: "blocks", each by itself, or "model"

@@ -151,6 +151,14 @@ UNKNOWN: dict[str, tuple[dict[str, str], str]] = {
         },
         "the script decides how source and target",
     ),
+    "a function that returns an imported class": (
+        {
+            "train.py": ARGUMENTS.replace("import transformers", "import transformers\nfrom kinds import Kind")
+            + "    kind = pick(model_args)\n\ndef pick(args):\n    return Kind\n",
+            "scripts/run.sh": f"torchrun train.py {FLAGS} $MORE\n",
+        },
+        "may hold further arguments",
+    ),
     "checkpointing in the script": (
         {
             "train.py": ARGUMENTS + "    model = prepare_model_for_int8_training(model)\n",
@@ -168,6 +176,14 @@ UNKNOWN: dict[str, tuple[dict[str, str], str]] = {
     "further arguments": (
         {"train.py": ARGUMENTS, "scripts/run.sh": f"torchrun train.py $EXTRA {FLAGS}\n"},
         "may hold further arguments",
+    ),
+    "the launcher's file is read, and the script's own loop is not": (
+        {
+            "train.py": "model = Model(Config(\n    1))\nfor batch in data:\n    accelerator.backward(model(batch))\n",
+            "configs/multi.yaml": "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 4\n",
+            "scripts/run.sh": "accelerate launch --config_file configs/multi.yaml train.py settings.py lr 1e-5\n",
+        },
+        "trains by a loop of its own",
     ),
     "a sourced file that is not there": (
         {"train.py": ARGUMENTS, "scripts/run.sh": f"source sizes.sh\ntorchrun train.py {FLAGS}\n"},

@@ -67,7 +67,7 @@ def test_flags_of_accelerates_launcher_are_no_options_of_fsdp(tmp_path: Path) ->
     line = (
         "accelerate launch --use_fsdp --fsdp_version 2 --num_processes 2 --main_process_port 1 -m axolotl.cli.train recipe.yaml"
     )
-    (one,) = setup_of(tmp_path, RECIPE, line).unmodelled
+    (one,) = setup_of(tmp_path, RECIPE + "lora_mlp_kernel: false\n", line).unmodelled
     assert one.key == "fsdp_config: auto_wrap_policy"  # accelerate's own default: no units
 
 

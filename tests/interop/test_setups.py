@@ -15,6 +15,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.documents import MOST_ALIASES, dump_yaml, read_document
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.readers import read_setup
+from zeroplan.planner.estimate import estimate_report
 from zeroplan.planner.merge import merge, with_files
 from zeroplan.run.ask import Ask
 
@@ -71,7 +72,35 @@ def test_axolotl(write: Callable[[str, str], str]) -> None:
         True,
     )
     assert (setup.ask.value("lora_rank"), setup.ask.value("lora_targets"), setup.ds_config) == (32, (), ZERO2)
-    assert (setup.method, setup.ask.model_dtype, setup.unmodelled) == ("lora", "bf16", ())
+    assert (setup.method, setup.ask.model_dtype) == ("lora", "bf16")
+    assert [(one.key, one.effect) for one in setup.unmodelled] == [("lora_*_kernel", Effect.LESS)]  # on where none is set
+    for said in ("lora_mlp_kernel: false\n", "trust_remote_code: true\n", "rl: simpo\n"):
+        assert "lora_*_kernel" not in [one.key for one in read_setup(write("a.yaml", AXOLOTL + said)).unmodelled]
+
+
+@pytest.mark.parametrize(
+    ("text", "more", "left_out"),
+    [
+        ("llama-factory", "use_unsloth_gc: true\n", None),
+        ("llama-factory", "use_unsloth_gc: true\ndeepspeed: z2.json\n", "use_unsloth_gc"),
+        ("llama-factory", "use_unsloth_gc: true\nstage: dpo\n", "use_unsloth_gc"),
+        ("axolotl", "activation_offloading: legacy\n", None),
+        ("axolotl", "activation_offloading: true\n", "activation_offloading"),
+        ("axolotl", "activation_offloading: disk\n", "activation_offloading"),
+    ],
+)
+def test_checkpoints_on_the_host_by_a_function_of_the_program(
+    text: str, more: str, left_out: str | None, write: Callable[[str, str], str]
+) -> None:
+    write("z2.json", json.dumps(ZERO2))
+    plain = {
+        "llama-factory": "model_name_or_path: meta-llama/Llama-3.2-1B\nfinetuning_type: lora\ncutoff_len: 512\ntemplate: x\n",
+        "axolotl": "base_model: meta-llama/Llama-3.2-1B\nmicro_batch_size: 1\nsequence_len: 9\ngradient_checkpointing: true\n",
+    }
+    asked = Ask(files=(write("run.yaml", plain[text] + more),), gpu="H100", depth="formula")
+    report = estimate_report(asked)
+    assert report.workload.get("offload_checkpoints", False) is (left_out is None)
+    assert left_out is None or left_out in [one.key for one in report.plans[0].unmodelled]
 
 
 def test_llama_factory(write: Callable[[str, str], str]) -> None:

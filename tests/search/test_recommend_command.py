@@ -191,7 +191,11 @@ def test_bad_requests_are_one_line(cli: Cli, words: tuple[str, ...]) -> None:
         ({"fp16": True}, (), "run.json: bf16 and fp16 are both true; switch one of them off"),
         ({"bf16": "maybe"}, (), "run.json: bf16: 'maybe' is neither true nor false; write true or false"),
         ({"optim": "adam_of_mars"}, (), "run.json: optim: unknown optimizer 'adam_of_mars'; use one of"),
-        ({"deepspeed": "nowhere.json"}, (), "nowhere.json or nowhere.json; put the file at one of these places"),
+        (
+            {"deepspeed": "nowhere.json"},
+            (),
+            "there is no nowhere.json; put it beside that file, or where the run starts",
+        ),
         (
             {"deepspeed": ds_config(2), "per_device_train_batch_size": 4},
             (),

@@ -127,13 +127,14 @@ class GradientCheckpointing:
 
     `reentrant` is the way in which blocks are checkpointed, as transformers before 5 did by default. `interval` layers of a
     pipeline stage are recomputed together (DeepSpeed's ``activation_checkpoint_interval``). `on_host`: checkpointed inputs
-    wait on the host, as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them.
+    wait on the host, as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them, or `by_function` of autograd, one a block.
     """
 
     policy: CheckpointPolicy = CheckpointPolicy()
     reentrant: bool = False
     interval: int = 1
     on_host: bool = False
+    by_function: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,21 @@ class HostPhase:
         return cls(phase, sum(alive.values()), pinned, alive, kept)
 
 
+def with_pinned(phases: tuple[HostPhase, ...], buffer: Buffer, count: int) -> tuple[HostPhase, ...]:
+    """Return a rank's phases with `count` pinned bytes more, from the first forward on."""
+    there, more = {one.phase: one for one in phases}, {(buffer, Place.PINNED): count}
+    for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.STEP):
+        one = there.get(phase, HostPhase.of(phase, {}))
+        there[phase] = replace(
+            one,
+            peak=one.peak + count,
+            pinned=one.pinned + count,
+            alive={**one.alive, **more},
+            kept={**one.kept, **more},
+        )
+    return tuple(there.values())
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointPhase:
     """Saving, resuming or reading weights: bytes at its peak on the GPU (0: not told) and of the engine's on every rank's host.

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from zeroplan.core.buffers import Phase
+from zeroplan.core.buffers import Buffer, Phase
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.parameters import Parameters
 from zeroplan.core.saving import Saver, Saving
@@ -19,6 +19,7 @@ from zeroplan.engines.quantized_base import read_at_once
 from zeroplan.engines.saved_files import EXPERTS_APART, rewrites_experts, save_phase
 from zeroplan.engines.technique_lines import with_techniques
 from zeroplan.engines.torch_rank import TorchRank
+from zeroplan.ledger.derive import pow2
 from zeroplan.ledger.line import Ledger
 from zeroplan.models.spec import ModelSpec
 from zeroplan.tape.options import Arithmetic, TraceOptions
@@ -101,13 +102,19 @@ class TorchEngine(Engine, Generic[R]):
 
     def simulate(self, case: Case, tape: ExpandedTape, config: AllocatorConfig | None = None) -> Simulation:
         """Simulate the rank that holds the most."""
-        from zeroplan.engines.simulation import Simulation
+        from zeroplan.engines.simulation import Simulation, with_pinned
         from zeroplan.simulate.recorder import simulate
 
         rank = self.rank(case, tape.parameters)
         timeline = simulate(self.record(rank, tape), config, device_memory=case.cluster.vram)
+        moved: tuple[int, ...] = ()
+        if case.workload.checkpoints_on_host:
+            from zeroplan.tape.offloaded_checkpoints import on_host_by_function
+
+            moved = tuple(pow2(size) for size in on_host_by_function(tape))
         run = self._host_run(case, rank)
-        return Simulation(timeline, host=run.host, checkpoint=run.checkpoint)
+        host = with_pinned(run.host, Buffer.ACTIVATION_CHECKPOINT, sum(moved)) if moved else run.host
+        return Simulation(timeline, host=host, checkpoint=run.checkpoint, moved=moved)
 
     def simulate_host(self, case: Case) -> HostRun:
         """Return the host's buffers by phase, which no event on the GPU decides."""

@@ -71,17 +71,16 @@ def read_setup(source: Any, program: str | None = None, task: str | None = None)
     flags = None if document.command is None else launch_document(document.command, document)
     if flags is not None:
         setups.append(program_named("accelerate").read(flags))
-    return join(setups)
+    joined = join(setups)
+    return joined if owner is not None else _with_unread(joined, document)
 
 
 def _read(owner: Program, document: Document) -> Setup:
     """Read a document, with the defaults of its script's own dataclasses beneath where its program takes such scripts."""
     defaults, given = document.defaults, document.data
     if document.unread and document.command is not None:
-        setup, program = owner.read(document), document.command.program[:60]
-        if owner.starts_own(document):
-            return setup
-        return replace(setup, unmodelled=(Unmodelled(program, Effect.UNKNOWN, document.unread[:160]), *setup.unmodelled))
+        setup = owner.read(document)
+        return setup if owner.starts_own(document) else _with_unread(setup, document)
     if defaults is None or owner.name not in _OF_SCRIPTS:
         return owner.read(document)
     beneath = defaults.beneath(given)
@@ -93,6 +92,14 @@ def _read(owner: Program, document: Document) -> Setup:
     if not setup.value("gradient_checkpointing"):
         unsure += defaults.checkpoints
     return replace(setup, assumed=(*setup.assumed, *told), unmodelled=(*setup.unmodelled, *unsure))
+
+
+def _with_unread(setup: Setup, document: Document) -> Setup:
+    """Return the setup with the script that a command starts and that is not read, or with nothing more."""
+    if not document.unread or document.command is None:
+        return setup
+    left_out = Unmodelled(document.command.program[:60], Effect.UNKNOWN, document.unread[:160])
+    return replace(setup, unmodelled=(left_out, *setup.unmodelled))
 
 
 def _with_script(setup: Setup, document: Document) -> Setup:

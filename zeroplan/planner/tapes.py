@@ -32,7 +32,6 @@ from zeroplan.tape.chunked_head import chunked_head_of, with_chunked_forward, wi
 from zeroplan.tape.expanded import AUTOCAST_LAYERS, QUANTIZED_LAYERS, EvaluationTape, ExpandedTape, Kind, Op, blocks_of
 from zeroplan.tape.format import Tape
 from zeroplan.tape.generation import CachedModel, generation_tape
-from zeroplan.tape.offloaded_checkpoints import with_offloaded_checkpoints
 from zeroplan.tape.options import Checkpointing, TraceOptions, evaluation_options, options_for
 from zeroplan.tape.reference_forward import forward_without_gradients, with_forward_before, with_reference
 from zeroplan.tape.sizes import KernelDevice
@@ -88,8 +87,6 @@ def expand_for(tape: Tape, case: Case, *, trace: bool = False, zero3: bool = Fal
     seq = (work.batch.seq_len or 1) // options_for(work, layout=case.layout).split_tokens
     rows = work.batch.micro_batch if work.objective.pair_loss is not None else work.batch.rows  # that tape counts pairs
     expanded = tape.expand(rows, seq, work.lora_rank, device=KernelDevice.of(case.cluster.gpu))
-    if work.checkpoints_on_host:
-        expanded = with_offloaded_checkpoints(expanded)
     if _in_tiles_of_trl(work):
         expanded = with_chunked_head(expanded, batch=work.batch.rows, seq_len=seq, share=work.batch.labelled_share)
     for technique, value in techniques_of(work):

@@ -14,7 +14,17 @@ _BY_PROGRAM = "follows from the program"
 #: Fields of a Setup that are shown, in this order; the rest describes the file itself.
 _FIELDS = (
     *("model", "task", "method", "micro_batch", "grad_accum", "seq_len", "dtype", "model_dtype", "optimizer"),
-    *("optimizer_kind", "attn", "gradient_checkpointing", "lora_rank", "lora_targets", "quantize", "fp8", "compile"),
+    *(
+        "optimizer_kind",
+        "attn",
+        "gradient_checkpointing",
+        "offload_checkpoints",
+        "lora_rank",
+        "lora_targets",
+        "quantize",
+        "fp8",
+        "compile",
+    ),
     *("engine", "stage", "offload_optimizer", "offload_param", "zero_init", "gpus", "nodes"),
 )
 

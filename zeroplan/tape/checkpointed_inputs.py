@@ -20,10 +20,15 @@ class CheckpointedInput:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointedInputs:
-    """The inputs of a micro batch in the order of the forward, how many blocks wait, and the events that end both passes."""
+    """The inputs of a micro batch in the order of the forward, how many blocks wait, and the events that end both passes.
+
+    `first_kept`: the events of the first block's recomputation and backward, where autograd keeps its input anyway, as the
+    embedding's output that is made to require a gradient before a frozen model with adapters.
+    """
 
     inputs: tuple[CheckpointedInput, ...]
     blocks: int
+    first_kept: range | None
     forward_end: int
     backward_end: int
 
@@ -61,7 +66,8 @@ def checkpointed_inputs(tape: ExpandedTape, blocks: Collection[int]) -> Checkpoi
         for block, storage in zip(found, inputs, strict=True)
         if storage is not None
     )
-    return CheckpointedInputs(told, len(found), forward_end, backward_end)
+    first_kept = range(found[0].again, found[0].until) if found and inputs[0] is None else None
+    return CheckpointedInputs(told, len(found), first_kept, forward_end, backward_end)
 
 
 def _checkpointed(tape: ExpandedTape, blocks: Collection[int]) -> tuple[list[_Block], int, int]:

@@ -10,11 +10,15 @@ from typing import Any, ClassVar
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import RUNS, SEARCHES, WORK, Option
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import CheckpointPolicy, GradientCheckpointing
-from zeroplan.techniques.base import OptionValues, TakesTechniques, Technique
+from zeroplan.techniques.base import FileFacts, OptionValues, TakesTechniques, Technique
 from zeroplan.techniques.older_transformers import before_5
 
 _NOT_SEARCHED = (*SEARCHES, *RUNS)
+#: What files may ask for beside which inputs on the host are not modelled, and tasks of one plain forward.
+_NOT_BESIDE = ("compile", "images", "lengths", "checkpoint_policy")
+_PLAIN = ("", "sft", "pretrain")
 
 
 class CheckpointingTechnique(Technique[GradientCheckpointing]):
@@ -23,6 +27,7 @@ class CheckpointingTechnique(Technique[GradientCheckpointing]):
     name = "gradient checkpointing"
     kind = GradientCheckpointing
     where = "--gradient-checkpointing"
+    decides = "offload_checkpoints"
     gradient_checkpointing = Option(
         bool,
         False,
@@ -44,9 +49,10 @@ class CheckpointingTechnique(Technique[GradientCheckpointing]):
     offload_checkpoints = Option(
         bool,
         False,
-        "Inputs of recomputed blocks wait on the host (DeepSpeed's CheckpointHiddenStatesOffload; --engine deepspeed).",
+        "Inputs of recomputed blocks wait on the host (DeepSpeed's CheckpointHiddenStatesOffload; else as Unsloth's do).",
         WORK,
         without=_NOT_SEARCHED,
+        merges=False,
     )
     reentrant = Option[bool | None](bool, None)
     off: ClassVar[Mapping[str, Any]] = {"gradient_checkpointing": False, "checkpoint_policy": "full"}
@@ -65,7 +71,19 @@ class CheckpointingTechnique(Technique[GradientCheckpointing]):
                 raise BadInput(what, where="--offload-checkpoints", remedy=remedy)
             return None
         reentrant = asked[CheckpointingTechnique.reentrant]
-        return GradientCheckpointing(policy, reentrant=before_5(asked) if reentrant is None else reentrant, on_host=offload)
+        if reentrant is None:
+            reentrant = before_5(asked)
+        own = offload and engine.name != "deepspeed"  # a function of autograd runs a block again as a reentrant checkpoint does
+        return GradientCheckpointing(policy, reentrant=reentrant or own, on_host=offload, by_function=own)
+
+    def filled(self, value: Any, facts: FileFacts) -> Mapping[str, Any] | Unmodelled:
+        """Return that inputs wait on the host, where files ask for a function that is planned; else it is left out."""
+        beside = any(one.values.get(name) for name in _NOT_BESIDE for one in (facts.files, facts.flags))
+        beside = beside or facts.degrees or facts.task not in _PLAIN
+        if beside or facts.engine.name not in ("ddp", "fsdp2"):
+            says = "checkpoints wait on the host; they are counted on the GPU"
+            return Unmodelled(facts.key(CheckpointingTechnique.offload_checkpoints), Effect.LESS, says)
+        return {"offload_checkpoints": bool(value)}
 
     def unlooped(self, value: GradientCheckpointing) -> str:
         """Return the policy, of which the loop has the plain one."""

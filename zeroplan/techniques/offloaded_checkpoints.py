@@ -1,9 +1,12 @@
-"""Inputs of recomputed blocks that wait on the host, as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them."""
+"""Inputs of recomputed blocks that wait on the host: as DeepSpeed's ``CheckpointHiddenStatesOffload`` lets them, and under
+torch's engines by a function of autograd around each block, as Unsloth, LLaMA-Factory and axolotl have it.
+"""
 
 from __future__ import annotations
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import GradientCheckpointing, Workload
+from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.techniques.base import Facts, Technique
 
 
@@ -14,10 +17,10 @@ class OffloadedCheckpointsTechnique(Technique[GradientCheckpointing]):
     kind = GradientCheckpointing
     where = "--offload-checkpoints"
     in_forms = True  # by the checkpointing's own
-    engines = ("deepspeed",)
-    refusal = "checkpoints on the host by DeepSpeed's context are planned under DeepSpeed alone"
-    remedy = "use --engine deepspeed, or zeroplan with activation_checkpointing"
-    apart = ("--task", "--lora-rank", "--pp", "--tp", "--compile", "--images", "--lengths")
+    engines = ("ddp", "fsdp2", "deepspeed")
+    refusal = "checkpoints on the host are not planned under {engine}"
+    remedy = "use --engine ddp, fsdp2 or deepspeed, or zeroplan with activation_checkpointing"
+    apart = ("--task", "--pp", "--tp", "--compile", "--images", "--lengths")
     because = "checkpoints on the host are not modelled beside it"
 
     def of(self, workload: Workload) -> GradientCheckpointing | None:
@@ -25,8 +28,17 @@ class OffloadedCheckpointsTechnique(Technique[GradientCheckpointing]):
         return workload.technique(GradientCheckpointing) if workload.checkpoints_on_host else None
 
     def require(self, value: GradientCheckpointing, facts: Facts) -> None:
-        """Refuse what the context does not do, and what is not modelled beside it."""
+        """Refuse what neither way does, and what is not modelled beside it."""
         super().require(value, facts)
         if value.policy.selective or value.policy.every > 1:
             what = "every block's input is offloaded where every block is recomputed as a whole"
             raise BadInput(what, where=self.where, remedy="use --gradient-checkpointing with --checkpoint-policy full")
+        if facts.has("--lora-rank") and not value.by_function:
+            what = "DeepSpeed's context is not modelled beside adapters"
+            raise BadInput(what, where="--lora-rank", remedy=f"leave it or {self.where} out")
+
+    def expanded(self, value: GradientCheckpointing, tape: ExpandedTape, workload: Workload) -> ExpandedTape:
+        """Return the tape in which the inputs leave and come back."""
+        from zeroplan.tape.offloaded_checkpoints import with_checkpoints_by_function, with_offloaded_checkpoints
+
+        return (with_checkpoints_by_function if value.by_function else with_offloaded_checkpoints)(tape)

@@ -17,7 +17,6 @@ from zeroplan.techniques.liger import LigerTechnique
 MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
 _NOT_MODELLED = {
     "auto_find_batch_size": (LESS, "lowers the batch when memory runs out"),
-    "activation_offloading": (LESS, "activations wait on the host between forward and backward"),
     "chunked_cross_entropy": (LESS, "the loss is computed in chunks; all logits are counted"),
     "tiled_mlp": (LESS, "MLPs are computed in tiles"),
     "flash_attn_cross_entropy": (LESS, "a fused loss"),
@@ -48,6 +47,7 @@ _NOT_MODELLED = {
     "process_reward_model": (UNKNOWN, "a head for rewards"),
     "num_labels": (UNKNOWN, "a head for classes"),
 }
+_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 #: Degrees that no field holds.
 _DEGREES = {
     "sequence_parallel_degree": "ranks share each sequence, by rings of flash attention",
@@ -132,6 +132,10 @@ class Axolotl(Program):
         if run.fields["gradient_checkpointing"]:
             said = run.block("gradient_checkpointing_kwargs").flag("use_reentrant")
             run.set("reentrant", bool(said), "" if said is None else "gradient_checkpointing_kwargs")
+        if run.word("activation_offloading") == "legacy":  # the function that Unsloth wrote; others are TRL's
+            run.set("offload_checkpoints", True, "activation_offloading")
+        elif run.on("activation_offloading"):
+            run.leave_out("activation_offloading", LESS, "activations wait on the host between forward and backward")
         fsdp_version = self._sharding(run)
         self._adapter(run)
         self._layout(run, fsdp_version)
@@ -257,12 +261,23 @@ class Axolotl(Program):
             set_adapters(
                 run, rank="lora_r", targets="lora_target_modules", default_rank=8, quantised=bool(bits), everywhere=False
             )
+            self._kernels(run, adapter, bits)
             return
         run.set("method", adapter or "full")
         if adapter:
             run.leave_out("adapter", UNKNOWN, f"{adapter} is not modelled; all parameters are counted as trained")
         elif "adapter" not in run.data:
             run.assume("full fine-tuning, since adapter is not set")
+
+    def _kernels(self, run: Builder, adapter: str, bits: int) -> None:
+        """Name the kernels of adapters that are on where no key of them is set.
+
+        Source: axolotl 0.18, utils/schemas/config.py (check_auto_enable_lora_kernels)
+        """
+        said = run.on("rl") or run.on("trust_remote_code") or any(run.value(key) is not None for key in _KERNELS)
+        if adapter == "dora" or said or (adapter == "lora" and bits == 8) or run.fields.get("engine") == "fsdp":
+            return
+        run.leave_out("lora_*_kernel", LESS, "none is set, and then axolotl's fused adapters are on, which keep fewer tensors")
 
     def _evaluation(self, run: Builder) -> None:
         """Evaluation between steps, of as many samples as the micro batch has. ``evals_per_epoch`` becomes steps.

@@ -235,7 +235,7 @@ def find_named_file(value: str, document: Document, key: str) -> Path:
     The last is where people start scripts of a repository: at its root.
 
     Raises:
-        BadInput: when none is there; the message names the first two.
+        BadInput: when none is there.
     """
     if "$" in value:
         raise BadInput(f"{value[:60]!r} is a variable", where=f"{document.name}: {key}", remedy="put its value in")
@@ -243,8 +243,8 @@ def find_named_file(value: str, document: Document, key: str) -> Path:
     found = found_from(value, document.folder, run_in)
     if found is not None:
         return found
-    tried = " or ".join(dict.fromkeys(str(place)[:200] for place in _places(value, document.folder, run_in)[:2]))
-    raise BadInput(f"there is no {tried}", where=f"{document.name}: {key}", remedy="put the file at one of these places")
+    remedy = "put it beside that file, or where the run starts"
+    raise BadInput(f"there is no {value[:200]}", where=f"{document.name}: {key}", remedy=remedy)
 
 
 def found_from(value: str, folder: Path | None, run_in: str | None = None) -> Path | None:

@@ -35,7 +35,6 @@ _NEW_FORMAT = ("model_class", "dist_config", "kernel_config", "train_dataset", "
 _MEGATRON = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "expert_model_parallel_size")
 _NOT_MODELLED = {
     "use_unsloth": (LESS, "Unsloth's kernels keep fewer tensors"),
-    "use_unsloth_gc": (LESS, "checkpoints wait on the host"),
     "shift_attn": (UNKNOWN, "shifted sparse attention"),
     "upcast_lmhead_output": (MORE, "fp32 logits beside those of the head"),
     "upcast_layernorm": (MORE, "norms in fp32"),
@@ -128,6 +127,8 @@ class LlamaFactory(Program):
             run.assumed = [clause for clause in run.assumed if not clause.startswith("gradient_checkpointing ")]
             run.assume("blocks are checkpointed: disable_gradient_checkpointing is not set", gradient_checkpointing=True)
         run.set("gradient_checkpointing", again, "" if off is None else "disable_gradient_checkpointing")
+        if again and run.flag("use_unsloth_gc"):
+            run.set("offload_checkpoints", True, "use_unsloth_gc")
         self._method(run)
         run.leave_out_flags(_NOT_MODELLED)
         set_float8(run, Float8Recipe.ROWWISE)

@@ -267,7 +267,7 @@ class Values:
             safe = parent.attr != "__dict__" and (not method or parent.attr in ("get", "copy", "keys"))
         elif isinstance(parent, ast.Return):
             known = ("parse_args", *self._functions.named)  # what a function of the file returns has both names (_settle)
-            safe = all(isinstance(one, ast.Call) and called(one.func) in known for one in self._bound[node.id])
+            safe = all(isinstance(one, ast.Call) and called(one.func) in known for one in self._bound.get(node.id, [None]))
         else:
             safe = isinstance(parent, ast.Dict | ast.Compare | ast.FormattedValue | ast.BinOp)
         if not safe and (child is node or (isinstance(child, ast.expr) and isinstance(self.of(child), dict | list))):

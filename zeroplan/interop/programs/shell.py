@@ -300,7 +300,8 @@ def _flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
             continue
         values: list[str] = []
         while at < len(words) and not words[at].startswith("--"):
-            values.append(words[at])
+            after = files if values and _OPEN.fullmatch(words[at]) else values  # it may be further arguments
+            after.append(words[at])
             at += 1
         flags[name] = True if not values else _value(values[0]) if len(values) == 1 else [_value(one) for one in values]
     return flags, files

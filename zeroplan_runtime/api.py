@@ -112,9 +112,7 @@ def make_engine(
 
         warn_of_adapters(model)
     where = _device(device)
-    _join(where, config)
-    ranks = _ranks(group, mesh)
-    settings = read_config(config, ranks.samples)
+    ranks, settings = _join(where, config, group, mesh)
     if settings.without_effect and ranks.world.rank == 0:
         logger.warning("keys without effect in this runtime: %s", ", ".join(settings.without_effect))
     chosen = _optimizer(model, settings, model_parameters, optimizer)
@@ -165,14 +163,23 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _join(device: torch.device, config: Mapping[str, Any] | str | Path) -> None:
-    """Initialises torch.distributed under ``torchrun``, unless that has been done."""
-    if not dist.is_initialized() and "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        if device.type == "cuda":
-            by_engines = read_config(config, int(os.environ["WORLD_SIZE"])).runtime_options.copy_engine_gathers
-            dist.init_process_group("nccl", device_id=device, pg_options=process_group_options() if by_engines else None)
-        else:
-            dist.init_process_group("gloo")
+def _join(
+    device: torch.device,
+    config: Mapping[str, Any] | str | Path,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+) -> tuple[MeshRanks, RuntimeConfig]:
+    """Initialises torch.distributed under ``torchrun``, unless that has been done; returns the ranks and their settings."""
+    if dist.is_initialized() or not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        ranks = _ranks(group, mesh)
+        return ranks, read_config(config, ranks.samples)
+    settings = read_config(config, int(os.environ["WORLD_SIZE"]))  # without a mesh each has samples of its own
+    if device.type == "cuda":
+        options = process_group_options() if settings.runtime_options.copy_engine_gathers else None
+        dist.init_process_group("nccl", device_id=device, pg_options=options)
+    else:
+        dist.init_process_group("gloo")
+    return _ranks(group, mesh), settings
 
 
 def _optimizer(

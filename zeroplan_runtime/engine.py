@@ -88,8 +88,7 @@ class Engine(EngineGetters):
         )
         self._undo.append(self.state_dict_hooks.remove)
         self._undo.append(allow_copies(model, self.model_states, self.schedule.handles + self.state_dict_hooks.handles))
-        self.writes = ParameterWrites(self.model_states, before=self._protect_snapshot)
-        self.schedule.keep_writes, self.schedule.exported = self.writes.keep_unit, self.writes.exported
+        self.writes = self.schedule.writes = ParameterWrites(self.model_states, before=self._protect_snapshot)
         self.activity = Activity(self.schedule, device, lambda: progress.global_steps)
         self.schedule.reading = self.activity.alone
         self.activity.watch(ranks, config.runtime_options.timeout)

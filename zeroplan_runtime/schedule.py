@@ -34,6 +34,7 @@ from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 if TYPE_CHECKING:
     from zeroplan_runtime.parameter_aliases import ParameterAliases
+    from zeroplan_runtime.parameter_writes import ParameterWrites
 
 
 class Schedule:
@@ -52,8 +53,7 @@ class Schedule:
         resting: the user has gathered all parameters, whose forwards need none of the hooks.
         hooked: hooks are on the units, as parameters are not always current; else they are but for hand-written ones.
         aliases: finds aliases that a unit's forward leaves behind; None where no memory is shared.
-        keep_writes: called at stage 3 before a unit is resharded, to keep what its forward has written into parameters.
-        exported: called before the memory of a unit's parameter is handed out, where writes are not seen.
+        writes: keeps what forwards write into parameters at stage 3; None where nothing is sharded.
     """
 
     def __init__(self, model_states: ModelStates) -> None:
@@ -64,8 +64,7 @@ class Schedule:
         self.grads = GradientReduction(model_states, self.compute_stream)
         self.where = "start"
         self.progress_count = 0
-        self.keep_writes: Callable[[UnitState], None] | None = None
-        self.exported: Callable[[UnitState, str], None] | None = None
+        self.writes: ParameterWrites | None = None
         self.reading: Callable[[str], AbstractContextManager[object]] = nullcontext
         self.in_engine_backward = self.halves = self.resting = False
         self._in_backward = False
@@ -183,8 +182,8 @@ class Schedule:
             return
         for part in unit.parts:
             if self.setup.shards_params:
-                if self.keep_writes is not None:
-                    self.keep_writes(part)
+                if self.writes is not None:
+                    self.writes.keep_unit(part)
                 if not unit.is_root:
                     self.guard.guard_outputs(part, output)
                 if self.aliases is not None:
@@ -215,8 +214,6 @@ class Schedule:
             slot.last_use.record(self.compute_stream)
             if self.setup.shards_params:
                 self.guard.close(unit)
-
-    # ------------------------------------------------------------------ unshard
 
     def unshard(self, unit: UnitState, *, exact: bool = False) -> None:
         """Issues the all-gather of `unit`'s parameters into its slot, unless the slot holds them and they are current.
@@ -308,8 +305,7 @@ class Schedule:
 
     def prefetch_forward(self) -> None:
         """Unshards the units that the next forward needs first, one for each free slot."""
-        self._reads_on = None
-        self.guard.close_all()
+        self.parameters_were_sent()
         if not self.hooked:
             return
         if not self.setup.shards_params:
@@ -406,8 +402,8 @@ class Schedule:
 
     def before_export(self, unit: UnitState, name: str) -> None:
         """Called before the memory of `unit`'s parameter `name` is handed out, where writes are not seen."""
-        if self.exported is not None:
-            self.exported(unit, name)
+        if self.writes is not None:
+            self.writes.exported(unit, name)
 
     @property
     def hides_grads(self) -> bool:
@@ -493,8 +489,6 @@ class Schedule:
             self._read_ahead()
         elif not self.setup.delayed_update:
             self.grads.free_slots()
-
-    # ------------------------------------------------------------------ progress
 
     def _set_phase(self, *, backward: bool) -> None:
         self._in_backward = backward

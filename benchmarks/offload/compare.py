@@ -34,7 +34,7 @@ def measure_limits(arguments: argparse.Namespace, rank: int) -> dict[str, Any]:
     import torch
 
     from benchmarks.offload.limits import Limits, forward_and_backward
-    from benchmarks.step.engines import model_of
+    from benchmarks.step.model import model_of
 
     device = join(rank)
     limits = Limits.measure(device, arguments.probe_bytes)

@@ -14,24 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.step.case import ADAMW, CLIP, MODEL_TYPES, SHAPES, Case
+from benchmarks.step import titan
+from benchmarks.step.case import ADAMW, CLIP, Case
+from benchmarks.step.model import model_of
 from zeroplan_runtime.regional_compilation import compile_blocks
 
 Step = Callable[[torch.Tensor], torch.Tensor]
-
-
-def model_of(shape: str, dtype: torch.dtype, device: torch.device, *, checkpointing: bool = False) -> Any:
-    """Build the model of `shape` with random weights, the same on every rank and for every engine."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    values = {**SHAPES[shape], "use_cache": False}
-    config = AutoConfig.for_model(MODEL_TYPES.get(shape, "llama"), **values)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
-    if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
 
 
 def build(case: Case, shape: str, micro: int, device: torch.device, **keys: Any) -> tuple[Step, Any]:
@@ -40,8 +28,6 @@ def build(case: Case, shape: str, micro: int, device: torch.device, **keys: Any)
     `keys` are further ones of the runtime's section of the ds_config.
     """
     if case.engine == "torchtitan":
-        from benchmarks.step import titan
-
         return titan.build(case, shape, micro)
     dtype = torch.bfloat16 if case.engine in ("zeroplan", "deepspeed") else torch.float32
     model = model_of(shape, dtype, device, checkpointing=case.checkpointing)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.step.case import ADAMW, CLIP, SHAPES, Case
+from benchmarks.step.model import model_of
 
 _IGNORED = -100
 
@@ -62,8 +63,6 @@ def _load_weights(model: Any, model_args: Any, shape: str) -> None:
     """Give the trainer's model the weights of the other engines' by its own reader of transformers' names."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
     from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
-
-    from benchmarks.step.engines import model_of
 
     device = next(model.parameters()).device
     weights = model_of(shape, torch.float32, device).state_dict()

@@ -43,6 +43,14 @@ def checked(param: torch.Tensor, scalars: torch.Tensor | None, betas: Betas, **r
     return args
 
 
+def _adam_coefficients(
+    correction1: float, correction2: float, lr: float, eps: float, weight_decay: float, *, decoupled: bool = True
+) -> dict[str, float]:
+    """Returns the coefficients of Adam's update beside those of the moments: see :func:`adamw`."""
+    decay = {"keep": 1 - lr * weight_decay} if decoupled else {"keep": 1.0, "l2": weight_decay}
+    return {"root2": 1 / math.sqrt(correction2), "eps": eps, "rate": lr / correction1, **decay}
+
+
 @torch.no_grad()
 def adamw(
     param: torch.Tensor,
@@ -78,11 +86,7 @@ def adamw(
         first=exp_avg,
         second=exp_avg_sq,
         out=param_out,
-        root2=1 / math.sqrt(correction2),
-        eps=eps,
-        l2=0.0 if decoupled else weight_decay,
-        keep=1 - lr * weight_decay if decoupled else 1.0,
-        rate=lr / correction1,
+        **_adam_coefficients(correction1, correction2, lr, eps, weight_decay, decoupled=decoupled),
     )
     backend(param.device).adam(args)
 
@@ -133,10 +137,7 @@ def adamw_blockwise(
         betas,
         grad=grad,
         out=param_out,
-        root2=1 / math.sqrt(correction2),
-        eps=eps,
-        keep=1 - lr * weight_decay,
-        rate=lr / correction1,
+        **_adam_coefficients(correction1, correction2, lr, eps, weight_decay),
     )
     tables = map_words(kept.bits, kept.block, param.device) if maps is None else maps
     args = BlockwiseArgs(update, kept, exp_avg, exp_avg_sq, scales, tables)

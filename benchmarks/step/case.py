@@ -58,14 +58,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """``ENGINE:STAGE[+r32][+ckpt][+RECIPE[+gathers]][+copies][+compile|+within]``, as in ``zeroplan:3+r32``.
+    """``ENGINE:STAGE[+r32][+ckpt][+RECIPE[+gathers][+ends]][+copies][+compile|+within]``, as in ``zeroplan:3+r32``.
 
     `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not), torchtitan (its own trainer)
     or ddp (stage 0; stage 1 with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16.
     `compiled`: each block is compiled by ``torch.compile``, under DeepSpeed the model by DeepCompile; `within`: with its
     checkpoint inside the graph, as torchtitan does. `float8`: how blocks' linear layers multiply in 8 bits, FSDP2's and
-    torchtitan's by torchao; `gathers`: their weights are gathered in 8 bits, too. `copies`: this runtime gathers by NCCL's copy
-    engines, for which NCCL_CTA_POLICY is to be 2 here.
+    torchtitan's by torchao; `gathers`: their weights are gathered in 8 bits, too; `ends`: but for the first and last two
+    blocks. `copies`: this runtime gathers by NCCL's copy engines, for which NCCL_CTA_POLICY is to be 2 here.
     """
 
     engine: str
@@ -76,6 +76,7 @@ class Case:
     within: bool = False
     float8: str = ""
     gathers: bool = False
+    ends: bool = False
     copies: bool = False
 
     @classmethod
@@ -92,6 +93,7 @@ class Case:
             "within" in options,
             next((option for option in options if option in RUNTIME_RECIPES), ""),
             "gathers" in options,
+            "ends" in options,
             "copies" in options,
         )
 
@@ -103,7 +105,7 @@ class Case:
     @property
     def group(self) -> str:
         """Cases with equal groups do the same work and are compared, compiled or not."""
-        narrow = f"+{self.float8}{'+gathers' * self.gathers}" if self.float8 else ""
+        narrow = f"+{self.float8}{'+gathers' * self.gathers}{'+ends' * self.ends}" if self.float8 else ""
         return f"{self.stage}{'+r32' * self.fp32_reduce}{'+ckpt' * self.checkpointing}{narrow}"
 
     @property
@@ -118,6 +120,7 @@ class Case:
     def ds_config(self, micro: int, ranks: int) -> dict[str, Any]:
         """Return the ds_config of this case, for DeepSpeed and the included runtime alike."""
         own: dict[str, Any] = {"float8": self.float8, "float8_gathers": self.gathers} if self.float8 else {}
+        own |= {"num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 2} if self.ends else {}
         own |= {"copy_engine_gathers": True} if self.copies else {}
         return {
             "train_micro_batch_size_per_gpu": micro,

@@ -13,7 +13,7 @@ from tests.workloads import flat_workload, with_flat
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.evaluation import Evaluation
-from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.float8 import Bf16Layers, Float8Recipe
 from zeroplan.core.generation import Colocated, Generation
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import parse_quantization
@@ -37,6 +37,7 @@ from zeroplan.techniques.table import TABLE
 PLAIN = flat_workload(micro_batch=2, seq_len=64, dtype=DType.BF16)
 ADAPTED = with_flat(PLAIN, lora_rank=8)
 AGAIN = PLAIN.checkpointed()
+EIGHT = PLAIN.with_techniques(Float8Recipe.TENSORWISE)
 #: A run with each technique, by its name, and the same run without.
 RUNS: dict[str, tuple[Workload, Workload]] = {
     "reduce dtype": (PLAIN.but(reduce_dtype=DType.BF16), PLAIN),
@@ -44,7 +45,8 @@ RUNS: dict[str, tuple[Workload, Workload]] = {
     "gradient checkpointing": (with_flat(AGAIN, checkpoint_policy="every:2"), AGAIN),
     "quantised base": (with_flat(ADAPTED, quantize=parse_quantization("nf4")), ADAPTED),
     "LoRA": (ADAPTED, PLAIN),
-    "fp8": (PLAIN.with_techniques(Float8Recipe.TENSORWISE), PLAIN),
+    "fp8": (EIGHT, PLAIN),
+    "blocks in bf16": (EIGHT.with_techniques(Bf16Layers(1, 2)), EIGHT),
     "pair loss": (PLAIN.but(pair_loss=PairLoss.RANKING, pairs=True), PLAIN),
     "reference model": (PLAIN.but(reference=Reference.MODEL, kl_batch=True), PLAIN),
     "PPO": (PLAIN.with_techniques(Rollout(8, 1, 8, 8, 512, 4, 64, 64)), PLAIN),

@@ -169,9 +169,9 @@ def train(group: torch.distributed.ProcessGroup, setting: dict[str, Any], odd: b
     sent = engine.comm.sent_bytes
     seen = {}
     if engine.model_states.float8_gathers is not None:
-        unit = engine.model_states.units[2]
-        engine.schedule.unshard(unit)
-        seen = {unit.name_of(i): view.clone() for i, view in enumerate(unit.trainable.views(unit.trainable.full))}
+        for unit in engine.model_states.units[1:4]:
+            engine.schedule.unshard(unit)
+            seen |= {unit.name_of(i): view.clone() for i, view in enumerate(unit.trainable.views(unit.trainable.full))}
     layout = engine.model_states.layout
     found = {"losses": losses, "params": engine.module_state_dict(), "seen": seen, "sent": sent}
     found["rows"] = engine.arena.measurement()
@@ -200,7 +200,7 @@ def test_gathers_in_8_bits(pool: RankPool) -> None:
     wide = pool.run(2, train, config(3, "tensorwise"), False)
     assert [r["losses"] for r in narrow] == [pytest.approx(r["losses"], rel=0.02) for r in wide]
     seen, exact = narrow[0]["seen"], narrow[0]["params"]
-    assert len(seen) == 5
+    assert len(seen) == 3 * 5
     for name, value in seen.items():
         assert torch.equal(value, narrow[1]["seen"][name])
         assert torch.equal(value, exact[name]) is (value.dim() == 1), name
@@ -210,6 +210,24 @@ def test_gathers_in_8_bits(pool: RankPool) -> None:
     assert rows[Buffer.COMM_ALL_GATHER, "float8"] == narrow[0]["planned"][Buffer.COMM_ALL_GATHER, "float8"] > 0
     assert rows == narrow[0]["planned"]
     assert narrow[0]["after"] != narrow[1]["after"]  # other batches; and a read before did not disturb the forward
+
+
+def test_blocks_at_the_ends_stay_in_bf16(pool: RankPool) -> None:
+    """Of three blocks the middle one alone multiplies, and is gathered, in 8 bits; all buffers are as planned."""
+    ends = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+    found = pool.run(2, train, config(3, "tensorwise", float8_gathers=True, **ends), False)[0]
+    for name, value in found["seen"].items():
+        assert torch.equal(value, found["params"][name]) is ("blocks.1." not in name or value.dim() == 1), name
+    assert {(row["buffer"], row["unit"]): row["peak"] for row in found["rows"]} == found["planned"]
+    one, three = (pool.run(2, train, config(stage, "tensorwise", **ends))[0]["losses"] for stage in (1, 3))
+    assert one == three
+    net = model().bfloat16()
+    undo = attach_float8([net.blocks[1]], Float8Recipe.TENSORWISE, torch.device("cpu"))
+    expected = float(net(batch(0, 0)))
+    undo()
+    engine, *_ = zeroplan_runtime.initialize(model=model(), config=config(1, "tensorwise", **ends), device="cpu")
+    assert float(engine(batch(0, 0))) == expected
+    engine.destroy()
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -263,6 +281,8 @@ def test_layers_have_their_own_forwards_again() -> None:
         ({"zeroplan": {"float8": "rowwise", "float8_gathers": True}}, "gathers in 8 bits are of tensorwise products"),
         ({"zero_optimization": {"stage": 2}, "zeroplan": {"float8": "tensorwise", "float8_gathers": True}}, "at stage 3"),
         ({"zeroplan": {"float8": "blockwise"}}, "sizes are multiples of 512"),
+        ({"zeroplan": {"num_layers_at_end_in_bf16": 1}}, "all layers are in 16 bits without float8"),
+        ({"zeroplan": {"float8": "tensorwise", "num_layers_at_end_in_bf16": 3}}, "no block of the model's 3 is left"),
     ],
 )
 def test_refusals(change: dict[str, Any], says: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.float8 import Bf16Layers, Float8Recipe
 from zeroplan.core.rates import rates_of
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.compute_traffic import CAST_BYTES, COMPUTE, ComputeFacts
@@ -22,9 +22,9 @@ from zeroplan.search.layout_time import LayoutCost, LayoutTime
 LLAMA = Ask(model="meta-llama/Llama-3.1-8B", gpus=8, gpu="H100", seq_len=4096, engine="fsdp2", stage=3)
 
 
-def _operations(recipe: Float8Recipe | None) -> dict[Resource, int]:
+def _operations(*techniques: object) -> dict[Resource, int]:
     case = resolve(LLAMA).cases[0]
-    work = case.workload if recipe is None else case.workload.with_techniques(recipe)
+    work = case.workload.with_techniques(*techniques)
     model = matrices(case.spec)
     facts = ComputeFacts(model, guess_counts(model, work, 4096), work)
     found: dict[Resource, int] = {}
@@ -35,18 +35,21 @@ def _operations(recipe: Float8Recipe | None) -> dict[Resource, int]:
 
 def test_the_products_of_blocks_are_eight_bit_and_the_heads_are_not() -> None:
     model = matrices(resolve(LLAMA).cases[0].spec)
-    plain, eight = _operations(None), _operations(Float8Recipe.TENSORWISE)
+    plain, eight = _operations(), _operations(Float8Recipe.TENSORWISE)
     assert Resource.FP8_MATMUL not in plain
     assert eight[Resource.FP8_MATMUL] == 6 * model.blocks * 4096
     assert eight[Resource.MATMUL] == 6 * (model.all - model.blocks) * 4096
     assert eight[Resource.FP8_MATMUL] + eight[Resource.MATMUL] == plain[Resource.MATMUL]
     weights = _operations(Float8Recipe.ROWWISE_WITH_GW_HP)
     assert weights[Resource.FP8_MATMUL] == 4 * model.blocks * 4096  # gradients of weights stay in 16 bits
+    middle = _operations(Float8Recipe.TENSORWISE, Bf16Layers(at_start=3, at_end=1))
+    assert middle[Resource.FP8_MATMUL] * 32 == eight[Resource.FP8_MATMUL] * 28
+    assert middle[Resource.FP8_MATMUL] + middle[Resource.MATMUL] == plain[Resource.MATMUL]
 
 
 def test_casts_are_bytes_of_memory_traffic() -> None:
     model = matrices(resolve(LLAMA).cases[0].spec)
-    plain, eight = _operations(None), _operations(Float8Recipe.TENSORWISE)
+    plain, eight = _operations(), _operations(Float8Recipe.TENSORWISE)
     assert eight[Resource.HBM] - plain[Resource.HBM] == CAST_BYTES * (model.inputs + model.outputs) * 4096
     assert model.inputs > model.outputs / 2
 

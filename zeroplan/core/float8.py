@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 
 from zeroplan.core.errors import BadInput, member_named
@@ -25,6 +26,24 @@ class Float8Recipe(StrEnum):
     BLOCKWISE = "blockwise"
     DELAYED = "delayed"
     MXFP8 = "mxfp8"
+
+
+@dataclass(frozen=True, slots=True)
+class Bf16Layers:
+    """How many of a model's first and last blocks multiply in bf16 where the others do in 8 bits.
+
+    The keys' names are Megatron's: ``--num-layers-at-start-in-bf16``, ``--num-layers-at-end-in-bf16``.
+    """
+
+    at_start: int
+    at_end: int
+
+    def others(self, count: int) -> range:
+        """Return which of `count` blocks multiply in 8 bits. Raises BadInput: where none does."""
+        if self.at_start + self.at_end >= count:
+            what = f"no block of the model's {count} is left for 8-bit products"
+            raise BadInput(what, where="zeroplan.num_layers_at_start_in_bf16", remedy="lower it, or leave float8 out")
+        return range(self.at_start, count - self.at_end)
 
 
 #: TransformerEngine's recipe of 4-bit floats.

@@ -153,6 +153,7 @@ class DsConfig:
             found = found.but(seq_len=min(found.batch.seq_len, longest))
         recipe = self.runtime_options.float8_recipe
         techniques = (self.sparse_attention, self.curriculum, self.layer_drop, self.quantize_training, recipe)
+        techniques += (self.runtime_options.bf16_layers,)
         if recipe is not None and found.technique(Float8Recipe) not in (None, recipe):
             what = f"{self.source} says {recipe}, the flag {found.technique(Float8Recipe)}"
             raise BadInput(what, where="--fp8", remedy="give one of them")

@@ -191,6 +191,13 @@ FLOAT8_REFUSALS: tuple[Rule, ...] = (
         "gathers in 8 bits are of tensorwise products at stage 3, with the optimizer on the device",
         "leave the key out",
     ),
+    _runtime(
+        "runtime.bf16_layers",
+        "zeroplan.num_layers_at_start_in_bf16",
+        lambda v: v.runtime_options.bf16_layers is not None and not v.runtime_options.float8,
+        "all layers are in 16 bits without float8",
+        "set float8 beside it, or leave the keys of both ends out",
+    ),
 )
 
 #: What the runtime refuses in a ds_config.

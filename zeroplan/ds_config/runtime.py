@@ -49,6 +49,7 @@ def runtime_setup(
         Feature.FLOAT8_GATHERS: runtime_options.float8_gathers,
         Feature.COPY_ENGINES: runtime_options.copy_engine_gathers,
         Feature.ASYNC_CHECKPOINTS: runtime_options.async_checkpoints,
+        Feature.DELAYED_UPDATE: runtime_options.delayed_update > 0,
     }
     return RuntimeSetup(
         ranks=ranks,
@@ -68,7 +69,7 @@ def runtime_setup(
         param_buffers=params.buffer_count,
         param_buffer_numel=params.buffer_size,
         params_in_host=params.max_in_cpu,
-        delayed_update=runtime_options.delayed_update > 0,
         quantize_training=quantize_training,
+        bf16_layers=runtime_options.bf16_layers,
         features=frozenset(feature for feature, is_on in features.items() if is_on),
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroplan.core.arena.layout import WIDE_NUMEL
-from zeroplan.core.float8 import Float8Recipe, parse_recipe
+from zeroplan.core.float8 import Bf16Layers, Float8Recipe, parse_recipe
 
 #: The key of 8-bit products.
 FLOAT8 = "zeroplan.float8"
@@ -25,6 +25,8 @@ class RuntimeOptions:
             computed together; 0 for all logits at once.
         float8: the recipe by which linear layers of the blocks multiply in 8-bit floats; empty for 16 bits.
         float8_gathers: blocks' matrices are gathered in 8 bits at stage 3.
+        num_layers_at_start_in_bf16: first blocks that multiply, and are gathered, in bf16 all the same.
+        num_layers_at_end_in_bf16: last blocks that do.
         copy_engine_gathers: at stage 3 NCCL gathers by the copy engines of a host's GPUs, not by kernels.
         async_checkpoints: checkpoints are copied to pinned memory and written while training goes on.
         audit_steps: in the first this many micro batches at stage 3, the runtime checks that every use of a parameter is
@@ -42,6 +44,8 @@ class RuntimeOptions:
     chunked_cross_entropy: int = 0
     float8: str = ""
     float8_gathers: bool = False
+    num_layers_at_start_in_bf16: int = 0
+    num_layers_at_end_in_bf16: int = 0
     copy_engine_gathers: bool = False
     async_checkpoints: bool = False
     audit_steps: int = 1
@@ -53,3 +57,9 @@ class RuntimeOptions:
     def float8_recipe(self) -> Float8Recipe | None:
         """How linear layers multiply in 8-bit floats; None in 16 bits. Raises BadInput: an unknown name."""
         return parse_recipe(self.float8, FLOAT8) if self.float8 else None
+
+    @property
+    def bf16_layers(self) -> Bf16Layers | None:
+        """Which blocks stay in bf16; None for none."""
+        found = Bf16Layers(self.num_layers_at_start_in_bf16, self.num_layers_at_end_in_bf16)
+        return found if found.at_start or found.at_end else None

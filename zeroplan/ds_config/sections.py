@@ -43,6 +43,8 @@ ZEROPLAN = section(
     mem("chunked_cross_entropy", INT, lo=0, deepspeed=IGNORED, runtime=HONOURED),
     mem("float8", STR, deepspeed=IGNORED, runtime=HONOURED),
     mem("float8_gathers", BOOL, deepspeed=IGNORED, runtime=HONOURED),
+    mem("num_layers_at_start_in_bf16", INT, lo=0, deepspeed=IGNORED, runtime=HONOURED),
+    mem("num_layers_at_end_in_bf16", INT, lo=0, deepspeed=IGNORED, runtime=HONOURED),
     free("copy_engine_gathers", BOOL, attr="copy_engine_gathers", deepspeed=IGNORED, runtime=HONOURED),
     mem("async_checkpoints", BOOL, deepspeed=IGNORED, runtime=HONOURED),
     free("audit_steps", INT, attr="audit_steps", lo=0, deepspeed=IGNORED, runtime=HONOURED),

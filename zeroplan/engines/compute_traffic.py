@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zeroplan.core.buffers import Phase
-from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.float8 import Bf16Layers, Float8Recipe
 from zeroplan.core.workload import DType, Precision, Workload
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import fact
@@ -79,19 +79,20 @@ class ComputeFacts:
     recomputed_modules = fact("modules entered again in recomputation", lambda c: c.counts.recomputed_modules)
     backward_modules = fact("modules passed in the backward", lambda c: c.counts.backward_modules)
     fp8_matrices = fact(  # the head stays in 16 bits
-        "elements of those matrices whose products take 8-bit floats", lambda c: c.model.blocks if c._recipe else 0
+        "elements of those matrices whose products take 8-bit floats", lambda c: c._in_8_bits(c.model.blocks)
     )
     fp8_trained = fact(
         "elements of those whose weight gradients do, too",
         lambda c: 0 if c._recipe is Float8Recipe.ROWWISE_WITH_GW_HP else min(c.fp8_matrices, c.model.trained),
     )
-    fp8_recomputed = fact("elements of those that are recomputed", lambda c: c.recomputed_matrices if c.fp8_matrices else 0)
+    fp8_recomputed = fact("elements of those that are recomputed", lambda c: c._in_8_bits(c.recomputed_matrices))
     fp8_cast = fact(
-        "elements that are cast to 8-bit floats for each token, in the forward", lambda c: c.model.inputs if c._casts else 0
+        "elements that are cast to 8-bit floats for each token, in the forward",
+        lambda c: c._in_8_bits(c.model.inputs) if c._casts else 0,
     )
     fp8_cast_back = fact(
         "elements that are cast to 8-bit floats for each token, in the backward",
-        lambda c: c.model.outputs + (c.model.inputs if c._again == 1 else 0) if c._casts else 0,
+        lambda c: c._in_8_bits(c.model.outputs + (c.model.inputs if c._again == 1 else 0)) if c._casts else 0,
     )
     segments_remapped = fact("segments that a full card's allocator returns and takes again", lambda c: c.remapped[0])
     bytes_remapped = fact(
@@ -116,6 +117,13 @@ class ComputeFacts:
     @cached_property
     def _recipe(self) -> Float8Recipe | None:
         return self.workload.technique(Float8Recipe)
+
+    def _in_8_bits(self, amount: int) -> int:
+        """Return the part of an amount of all blocks that falls to those with 8-bit products."""
+        kept, blocks = self.workload.technique(Bf16Layers), self.model.block_count
+        if self._recipe is None:
+            return 0
+        return amount if kept is None else fraction(amount, len(kept.others(blocks)), blocks)
 
     @property
     def _casts(self) -> bool:

@@ -41,6 +41,7 @@ class Matrices:
         inputs: elements that they read for each token, each matrix by itself.
         attention: heads × head size, summed over the blocks.
         causal: whether attention is causal.
+        block_count: the number of blocks.
     """
 
     all: int
@@ -51,6 +52,7 @@ class Matrices:
     attention: int
     causal: bool
     inputs: int = 0
+    block_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,8 @@ def matrices(spec: ModelSpec) -> Matrices:
         whole = trained = blocks = spec.params
     facts = spec_facts(spec)
     width = int((facts.heads or 0) * _head_width(spec.config, facts.head_dim or 0) * (facts.layers or 0))
-    return Matrices(whole, trained, blocks, count, outputs, width, spec.auto_class in ("", CAUSAL_LM), inputs)
+    depth = sum(unit.count for unit in spec.units if unit.block)
+    return Matrices(whole, trained, blocks, count, outputs, width, spec.auto_class in ("", CAUSAL_LM), inputs, depth)
 
 
 def _head_width(config: Mapping[str, Any], usual: int) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
 
-from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.float8 import Bf16Layers, Float8Recipe
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.quantization import Products
@@ -121,12 +121,13 @@ class TracedTiles:
 class TracedGraphs:
     """Blocks are compiled (:mod:`zeroplan.trace.compiled`); with `between` the rest is, too. `at`: the only sequences, tokens
     and LoRA rank that the tape holds for, since compiled graphs are made for one shape; None for any. `float8`: their linear
-    layers multiply in 8-bit floats as the included runtime's do.
+    layers multiply in 8-bit floats as the included runtime's do, but for those of `bf16_layers`.
     """
 
     between: bool = False
     at: tuple[int, int, int] | None = None
     float8: Float8Recipe | None = None
+    bf16_layers: Bf16Layers | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,12 @@ class TraceOptions:
         """The only sequences, tokens and LoRA rank that the tape holds for; None for any."""
         return None if self.graphs is None else self.graphs.at
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """How many of the first and of the last blocks are of another kind than those between them."""
+        kept = None if self.graphs is None else self.graphs.bf16_layers
+        return (0, 0) if kept is None else (kept.at_start, kept.at_end)
+
     def on_ranks(self, **degrees: Any) -> TraceOptions:
         """Return the options on other degrees of parallelism, by fields of :class:`TracedMesh`."""
         return replace(self, mesh=replace(self.mesh, **degrees))
@@ -260,6 +267,8 @@ class TraceOptions:
             parts.append("compile" + ("-between" if self.graphs.between else ""))
             parts += [] if self.graphs.at is None else ["at" + "x".join(map(str, self.graphs.at))]
             parts += [] if self.graphs.float8 is None else [f"float8-{self.graphs.float8}"]
+            kept = self.graphs.bf16_layers
+            parts += [] if kept is None else [f"bf16-{kept.at_start}-{kept.at_end}"]
         if self.pairs is not None:
             parts.append(f"pairs-{self.pairs.loss}" + ("-fp32" if self.pairs.wide_logits else ""))
         if self.halves:
@@ -291,6 +300,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
     mlp, loss = workload.technique(TiledMlp), workload.technique(TiledLoss)
     half_adapters = workload.adapter_bytes == 2 and arithmetic is not Arithmetic.HALF
     float8, at = workload.technique(Float8Recipe), (batch.rows, batch.seq_len or 1, workload.lora_rank or 0)
+    kept = workload.technique(Bf16Layers)
     return TraceOptions(
         attn=workload.numerics.attn,
         checkpointing=checkpointing,
@@ -306,7 +316,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         fp8=float8 if compiled is None else None,
         sparse=None if sparse is None else sparse.tables,
         tiles=TracedTiles(0 if mlp is None else mlp.tiles, 0 if loss is None else loss.tiles),
-        graphs=None if compiled is None else TracedGraphs(compiled is Compilation.MODEL, at, float8),
+        graphs=None if compiled is None else TracedGraphs(compiled is Compilation.MODEL, at, float8, kept),
         pairs=None if objective.pair_loss is None else TracedPairs(objective.pair_loss, objective.wide_logits),
         techniques=tuple(one for one in workload.techniques if isinstance(one, TracedTechnique)),
     )

@@ -12,6 +12,7 @@ from zeroplan.core.float8 import (
     MXFP8_CAPABILITY,
     RUNTIME_RECIPES,
     TORCHAO_RECIPES,
+    Bf16Layers,
     Float8Recipe,
     parse_recipe,
 )
@@ -92,6 +93,29 @@ class Float8Technique(Technique[Float8Recipe]):
         """Refuse ranks that share more than samples."""
         if facts.shared and facts.engine.name not in self.shares:
             raise BadInput("8-bit products are modelled for data parallelism alone", where=self.where, remedy=facts.alone)
+
+
+class Bf16LayersTechnique(Technique[Bf16Layers]):
+    """Blocks at the model's ends that 8-bit products leave out: keys of the included runtime's file."""
+
+    name = "blocks in bf16"
+    kind = Bf16Layers
+    where = "zeroplan.num_layers_at_start_in_bf16"
+    engines = ("zeroplan",)
+    refusal = "blocks in bf16 beside others in 8 bits are not modelled under {engine}"
+    remedy = "use --engine zeroplan, or leave the keys out"
+
+    def written(self, value: Bf16Layers, program: str) -> Mapping[str, Any]:
+        """Return the runtime's keys."""
+        return self.described(value) if program == "zeroplan" else {}
+
+    def instructions(self, value: Bf16Layers) -> tuple[str, ...]:
+        """Return which blocks they are."""
+        return (f"leave the first {value.at_start} and the last {value.at_end} blocks in bf16",)
+
+    def described(self, value: Bf16Layers) -> Mapping[str, Any]:
+        """Return both numbers."""
+        return {"num_layers_at_start_in_bf16": value.at_start, "num_layers_at_end_in_bf16": value.at_end}
 
 
 FLOAT8 = Float8Technique()

@@ -21,7 +21,7 @@ from zeroplan.techniques.deepspeed_sections import (
 from zeroplan.techniques.dora import DoraTechnique
 from zeroplan.techniques.ema import EmaTechnique
 from zeroplan.techniques.evaluation import EvaluationTechnique
-from zeroplan.techniques.float8 import FLOAT8
+from zeroplan.techniques.float8 import FLOAT8, Bf16LayersTechnique
 from zeroplan.techniques.freeze import FreezeTechnique
 from zeroplan.techniques.generation import ColocatedTechnique, GenerationTechnique
 from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
@@ -53,6 +53,7 @@ TABLE: list[Technique[Any]] = [
     LoraTechnique(),
     FreezeTechnique(),
     FLOAT8,
+    Bf16LayersTechnique(),
     PairLossTechnique(),
     ReferenceTechnique(),
     PpoTechnique(),

@@ -234,8 +234,9 @@ def _attempts(
         yield _Attempt(whole, [], auto_class, options, lora, ranks)
         return
     for extra in (0, 2):
-        depths = depths_of(whole, extra=extra, every=options.every)
-        deeper = depths_of(whole, extra=extra + 1, every=options.every)
+        ends = sum(options.ends)
+        depths = depths_of(whole, extra=extra, every=options.every, ends=ends)
+        deeper = depths_of(whole, extra=extra + 1, every=options.every, ends=ends)
         yield _Attempt(whole, depths, auto_class, options, lora, ranks, deeper=deeper)
     real = [Depth(d.path, d.real, d.real) for d in depths]
     for blocks in (real, []):

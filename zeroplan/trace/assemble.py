@@ -149,7 +149,7 @@ class Assembler:
         return Stack(
             blocks.prefix + ".{}",
             self.outside_modules.get(self._index[blocks.prefix], -1),
-            _plan(signatures, blocks),
+            _plan(signatures, blocks, 1 + self.options.ends[1]),
             modules,
             params,
         )
@@ -189,10 +189,10 @@ def _order(places: Sequence[tuple[int, int] | None], outside: dict[int, int]) ->
     return order
 
 
-def _plan(signatures: Sequence[object], blocks: Blocks) -> list[int]:
+def _plan(signatures: Sequence[object], blocks: Blocks, last: int) -> list[int]:
     """Decide which traced block each real one repeats.
 
-    The first and the last blocks stand for themselves; between them, blocks must repeat with a period that the difference
+    The first ones and the `last` stand for themselves; between them, blocks must repeat with a period that the difference
     between traced and real depth is a multiple of.
     """
     n, real = blocks.traced, blocks.real
@@ -201,9 +201,9 @@ def _plan(signatures: Sequence[object], blocks: Blocks) -> list[int]:
     for period in range(1, n // 2 + 1):
         if (real - n) % period:
             continue
-        for first in range(1, n - 2 * period):
-            # Blocks from `first` on to one before the last repeat; two whole periods of them prove it.
-            if all(signatures[i] == signatures[i + period] for i in range(first, n - 1 - period)):
+        for first in range(1, n - last - 2 * period + 1):
+            # Blocks from `first` on to the last ones repeat; two whole periods of them prove it.
+            if all(signatures[i] == signatures[i + period] for i in range(first, n - last - period)):
                 head = list(range(first + period))
                 middle = [first + period + (k % period) for k in range(real - n)]
                 tail = list(range(first + period, n))

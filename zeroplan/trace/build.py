@@ -79,16 +79,17 @@ class Depth:
     period: int = 1
 
 
-def depths_of(config: Mapping[str, Any], *, extra: int = 0, every: int = 1) -> list[Depth]:
+def depths_of(config: Mapping[str, Any], *, extra: int = 0, every: int = 1, ends: int = 0) -> list[Depth]:
     """Return the number of blocks to trace in each stack: another in each that is really of another depth.
 
     Args:
         config: the config, with transformers' defaults.
         extra: periods to trace beyond the two that usually show the pattern.
         every: k where only each k-th block is checkpointed, else 1.
+        ends: blocks at both ends that are of another kind.
     """
     found: list[Depth] = []
-    _find_depths(config, (), extra, every, found)
+    _find_depths(config, (), extra, every, ends, found)
     lengths: dict[int, int] = {}  # what stack a traced length tells of, by its real depth
     for depth in sorted(found, key=lambda depth: depth.real):
         while lengths.setdefault(depth.traced, depth.real) != depth.real:
@@ -96,18 +97,20 @@ def depths_of(config: Mapping[str, Any], *, extra: int = 0, every: int = 1) -> l
     return found
 
 
-def _find_depths(config: Mapping[str, Any], path: tuple[str, ...], extra: int, every: int, found: list[Depth]) -> None:
+def _find_depths(
+    config: Mapping[str, Any], path: tuple[str, ...], extra: int, every: int, ends: int, found: list[Depth]
+) -> None:
     for key in _DEPTHS:
         real = config.get(key)
         if isinstance(real, int) and not isinstance(real, bool):
             prefix, period = _pattern(config, real)
             period = math.lcm(period, every)
-            traced = prefix + 2 + (2 + extra) * period
+            traced = prefix + ends + 2 + (2 + extra) * period
             traced += (real - traced) % period
             found.append(Depth((*path, key), real, min(real, traced), period))
     for key, value in config.items():
         if isinstance(value, Mapping) and key.endswith("config"):
-            _find_depths(value, (*path, key), extra, every, found)
+            _find_depths(value, (*path, key), extra, every, ends, found)
 
 
 def _pattern(config: Mapping[str, Any], depth: int) -> tuple[int, int]:
@@ -250,7 +253,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
     if options.graphs is not None:
         without_cache(base)
         if options.graphs.float8 is not None:
-            multiply_in_float8(base, options.graphs.float8)
+            multiply_in_float8(base, options.graphs.float8, options.graphs.bf16_layers)
     if options.checkpointing is not Checkpointing.NONE and options.lora is not None:
         base.enable_input_require_grads()
     return trained

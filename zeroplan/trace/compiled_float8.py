@@ -12,18 +12,20 @@ from types import MethodType
 import torch
 from torch import nn
 
-from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.float8 import Bf16Layers, Float8Recipe
 from zeroplan_runtime.techniques.float8 import blockwise_operands, float8_layers, float8_product_in_graph
 from zeroplan_runtime.units import find_blocks
 
 
-def multiply_in_float8(model: nn.Module, recipe: Float8Recipe) -> None:
-    """Let the linear layers of the blocks multiply as in the runtime's compiled blocks."""
+def multiply_in_float8(model: nn.Module, recipe: Float8Recipe, kept: Bf16Layers | None) -> None:
+    """Let the linear layers of the blocks but for those of `kept` multiply as in the runtime's compiled blocks."""
 
     def forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
         return float8_product_in_graph(x, layer.weight, layer.bias, recipe.value)
 
-    for layer in float8_layers(list(find_blocks(model).values()), recipe):
+    blocks = list(find_blocks(model).values())
+    others = range(len(blocks)) if kept is None else kept.others(len(blocks))
+    for layer in float8_layers([blocks[number] for number in others], recipe):
         layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
 
 

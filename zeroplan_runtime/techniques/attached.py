@@ -119,8 +119,12 @@ def _float8(on: Techniques) -> Undo | None:
         return None
     from zeroplan_runtime.techniques.float8 import attach_float8  # makes an operation of torch's
 
+    if states.setup.bf16_layers is not None and on.ranks.pp is not None:
+        what = "the first and last blocks of a pipeline's stages are not the model's"
+        raise BadInput(what, where="zeroplan.num_layers_at_start_in_bf16", remedy="leave the keys out")
+    blocks = [unit.module for unit in states.units if unit.layout.multiplies_in_float8]
     gathered = states.units if states.setup.gathers_float8 else []
-    return attach_float8(states.blocks, recipe, states.arena.device, gathered)
+    return attach_float8(blocks, recipe, states.arena.device, gathered)
 
 
 def _activations(on: Techniques) -> Undo | None:

@@ -304,7 +304,7 @@ def attach_float8(
     """Lets the linear layers of `blocks` multiply in 8-bit floats.
 
     Args:
-        blocks: the model's blocks; what lies outside them, such as the head, stays in 16 bits.
+        blocks: those of the model's; what lies outside them, such as the head, stays in 16 bits.
         recipe: how factors are scaled.
         device: where the model is.
         gathered: units whose matrices are gathered in 8 bits, and must be such layers'.

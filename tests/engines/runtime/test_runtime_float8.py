@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -9,6 +10,7 @@ from unittest import mock
 import pytest
 
 from tests.small_llama import small_llama
+from zeroplan.core.arena.layout import UnitKind
 from zeroplan.core.arena.owned_buffers import runtime_buffers
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
@@ -103,6 +105,45 @@ def test_a_flag_and_a_key_are_one_request() -> None:
     assert flag.engine.run_config(flag.cases[0], {}, 10.0)["zeroplan"]["float8"] == "tensorwise"  # type: ignore[attr-defined]
     with pytest.raises(BadInput, match=r"says tensorwise, the flag rowwise"):
         resolve(Ask(**ASKED, fp8="rowwise", ds_config={**config, "zeroplan": {"float8": "tensorwise"}}))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("layers", "ends", "compiled"),
+    [(4, (1, 2), None), pytest.param(9, (1, 2), "checkpointed-blocks", marks=pytest.mark.long)],
+)
+def test_blocks_at_the_ends_are_those_of_bf16(layers: int, ends: tuple[int, int], compiled: str | None) -> None:
+    """Each block allocates as in a model of its kind alone; compiled, a few traced blocks stand for nine."""
+    keys = dict(zip(("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"), ends, strict=True))
+    changes = {"model": small_llama(layers=layers), "compile": compiled, "gradient_checkpointing": compiled is not None}
+
+    def made(own: dict[str, Any]) -> tuple[ExpandedTape, list[bool]]:
+        config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+        found = resolve(Ask(**ASKED | changes, ds_config={**config, "zeroplan": own}))
+        engine: Any = found.engine
+        tape = expanded_tape_of(engine, found.cases[0])
+        if compiled is None:
+            tape = engine.computed_tape(found.cases[0], tape)
+        return tape, [unit.narrow for unit in engine.layout(found.cases[0]).units if unit.shape.kind is UnitKind.BLOCK]
+
+    mixed, narrow = made({"float8": "tensorwise"} | keys)
+    assert narrow == [ends[0] <= number < layers - ends[1] for number in range(layers)]
+    whole = {name: allocated_by_block(made(own)[0]) for name, own in (("8", {"float8": "tensorwise"}), ("16", {}))}
+    assert allocated_by_block(mixed) == [whole["8" if one else "16"][number] for number, one in enumerate(narrow)]
+    assert whole["8"] != whole["16"]
+
+
+def allocated_by_block(tape: ExpandedTape) -> list[Counter[int]]:
+    """What each block allocates, forward and backward: bytes, and how often."""
+    blocks = [i for i, module in enumerate(tape.modules) if module.type == "LlamaDecoderLayer"]
+    home: dict[int, int] = {}
+    for index, module in enumerate(tape.modules):
+        home[index] = blocks.index(index) if index in blocks else home.get(module.parent, -1)
+    found = [Counter[int]() for _ in blocks]
+    for op, aux, module in zip(tape.op, tape.aux, tape.module, strict=True):
+        if op == Op.ALLOC and home.get(module, -1) >= 0:
+            found[home[module]][aux] += 1
+    return found
 
 
 def test_gathers_in_8_bits_have_a_buffer_and_send_half() -> None:

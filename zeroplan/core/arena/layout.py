@@ -200,6 +200,7 @@ class UnitLayout:
     grad_slot: str | None
     place: Place = Place.HBM  # of the optimizer's masters and states
     param_place: Place = Place.HBM  # of what stands of the parameters
+    in_bf16: bool = False  # a block at an end of the model that 8-bit products leave out
 
     @property
     def offloaded(self) -> bool:
@@ -212,14 +213,15 @@ class UnitLayout:
         return sum(flat.full for flat in (self.trainable, self.frozen) if flat)
 
     @property
+    def multiplies_in_float8(self) -> bool:
+        """Whether its linear layers may multiply in 8 bits."""
+        return self.shape.kind is UnitKind.BLOCK and not self.in_bf16
+
+    @property
     def narrow(self) -> bool:
         """Whether its matrices may be gathered in 8 bits: see Note [Gathers in 8 bits]."""
-        shape = self.shape
-        return (
-            self.trainable is not None
-            and shape.kind is UnitKind.BLOCK
-            and any(shape.params[i].narrow for i in self.trainable.params)
-        )
+        flat = self.trainable
+        return flat is not None and self.multiplies_in_float8 and any(self.shape.params[i].narrow for i in flat.params)
 
     @property
     def wide(self) -> tuple[int, ...]:
@@ -404,6 +406,9 @@ def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> ArenaLayout
     fixed = [flat_of(shape, n, trainable=False) for shape, n in zip(shapes, ranks, strict=True)]
     places = _optimizer_places([flat.used if flat else 0 for flat in flats], setup)
     rests = _param_places([sum(flat.shard for flat in pair if flat) for pair in zip(flats, fixed, strict=True)], setup)
+    blocks = [shape.name for shape in shapes if shape.kind is UnitKind.BLOCK]
+    others = setup.bf16_layers.others(len(blocks)) if setup.bf16_layers is not None else range(len(blocks))
+    in_bf16 = {name for number, name in enumerate(blocks) if number not in others}
     for shape, trainable, frozen, place, rest in zip(shapes, flats, fixed, places, rests, strict=True):
         slot = str(shape.kind)
         if shape.kind is UnitKind.BLOCK:
@@ -419,6 +424,7 @@ def plan_layout(shapes: Sequence[UnitShape], setup: RuntimeSetup) -> ArenaLayout
                 slot if trainable and (setup.shards_grads or place is not Place.HBM) else None,
                 place,
                 rest,
+                shape.name in in_bf16,
             )
         )
     return ArenaLayout(setup, tuple(units))

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.errors import BadInput
+from zeroplan.core.float8 import Bf16Layers
 from zeroplan.core.one_bit import LOCAL_ALONE, NOT_OFFLOADED, NOT_SHARDED
 from zeroplan.core.optimizer_row import DEFAULT_OPTIMIZER
 from zeroplan.core.optimizers import OPTIMIZERS, RUNTIME_NAMES
@@ -33,6 +34,7 @@ class Feature(StrEnum):
     FLOAT8_GATHERS = "float8_gathers"  # blocks' matrices are gathered in 8 bits
     COPY_ENGINES = "copy_engine_gathers"  # NCCL's copy engines gather, into memory that ranks share
     ASYNC_CHECKPOINTS = "async_checkpoints"  # a checkpoint is copied to pinned memory first
+    DELAYED_UPDATE = "delayed_update"  # updates on the host run beside the next forward and backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class RuntimeSetup:
     `accum_dtype` that of the reduced shard.
     `optimizer` is one of :data:`~zeroplan.core.optimizers.RUNTIME_NAMES`.
     `params_in_host` are the elements of parameters in files that stay in host memory.
-    `quantize_training` rounds the unsharded weights; `features` are what else is on.
+    `quantize_training` rounds the unsharded weights; `bf16_layers` are gathered in 16 bits; `features` are what else is on.
     `ep` ranks share a block's experts, and an expert's parameters have :attr:`expert_ranks`; `across` of the `ep` see the same
     tokens, as tensor-parallel ranks that have different experts do, and are one of the `ranks` each time.
     """
@@ -63,8 +65,8 @@ class RuntimeSetup:
     param_buffers: int = 5
     param_buffer_numel: int = 100_000_000
     params_in_host: int = 0
-    delayed_update: bool = False
     quantize_training: QuantizeTraining | None = None
+    bf16_layers: Bf16Layers | None = None
     features: frozenset[Feature] = frozenset()
     ep: int = 1
     across: int = 1
@@ -193,6 +195,11 @@ class RuntimeSetup:
         """Gathers begin with the masters; no 16-bit shard stands."""
         offloads = self.offload_optimizer is not OffloadDevice.NONE or self.offloads_params
         return self.shards_params and self.has_masters and not offloads
+
+    @property
+    def delayed_update(self) -> bool:
+        """Whether updates on the host run beside the next forward and backward."""
+        return Feature.DELAYED_UPDATE in self.features
 
     @property
     def gathers_float8(self) -> bool:

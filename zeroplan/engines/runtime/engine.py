@@ -13,7 +13,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.curriculum import CURRICULUM_LEARNING, Curriculum
 from zeroplan.core.expert_parallel import experts_of
-from zeroplan.core.float8 import Float8Recipe
+from zeroplan.core.float8 import Bf16Layers, Float8Recipe
 from zeroplan.core.layer_drop import LAYER_DROP, ProgressiveLayerDrop
 from zeroplan.core.optimizers import runtime_type
 from zeroplan.core.parallel import ParallelLayout
@@ -96,13 +96,15 @@ class Runtime(Engine):
 
     def for_workload(self, workload: Workload) -> Runtime:
         """Return the runtime with the keys that the workload stands for: ``labelled_tokens_only`` where it has a share of them,
-        ``chunked_cross_entropy`` and ``float8``.
+        ``chunked_cross_entropy``, ``float8`` and the blocks that it leaves out.
         """
         recipe, options = workload.technique(Float8Recipe), self.runtime_options
         if workload.batch.labelled_share is not None:
             options = replace(options, labelled_tokens_only=True)
         if (head := workload.technique(ChunkedHead)) is not None and not options.chunked_cross_entropy:
             options = replace(options, chunked_cross_entropy=head.tokens)
+        if (kept := workload.technique(Bf16Layers)) is not None:
+            options = replace(options, num_layers_at_start_in_bf16=kept.at_start, num_layers_at_end_in_bf16=kept.at_end)
         return _with_keys(options if recipe is None else replace(options, float8=str(recipe)))
 
     def options(self) -> list[ZeroConfig]:

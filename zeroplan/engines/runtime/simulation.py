@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from zeroplan.core.arena.layout import ArenaLayout, UnitKind
+from zeroplan.core.arena.layout import ArenaLayout
 from zeroplan.core.arena.layout_setup import RuntimeSetup
 from zeroplan.core.buffers import Phase
 from zeroplan.core.errors import BadInput
@@ -43,7 +43,7 @@ def computed_tape(
     """
     setup, recipe, layers = layout.setup, runtime_options.float8_recipe, dict[int, int]()
     if recipe is not None:
-        blocks = {unit.shape.name for unit in layout.units if unit.shape.kind is UnitKind.BLOCK}
+        blocks = {unit.shape.name for unit in layout.units if unit.multiplies_in_float8}
         layers = float8_layers(tape, recipe, blocks)
     if _writes_gradients(setup, runtime_options):
         tape = with_direct_gradients(tape, frozenset(layers.values()))

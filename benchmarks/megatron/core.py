@@ -20,7 +20,7 @@ def transformer_config(model: MegatronModel, **parallel: Any) -> TransformerConf
     same = [
         *("num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size", "kv_channels"),
         *("add_bias_linear", "add_qkv_bias", "normalization", "hidden_dropout", "attention_dropout", "qk_layernorm"),
-        *("bias_activation_fusion", "bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion"),
+        *("bias_dropout_fusion", "masked_softmax_fusion", "gradient_accumulation_fusion"),
         "cross_entropy_loss_fusion",
     ]
     if model.num_experts:
@@ -34,6 +34,7 @@ def transformer_config(model: MegatronModel, **parallel: Any) -> TransformerConf
     given: dict[str, Any] = {name: getattr(model, name) for name in same}
     given |= {
         "bf16": True,
+        "bias_activation_fusion": True,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,
         "gated_linear_unit": model.swiglu,

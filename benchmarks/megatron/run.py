@@ -81,7 +81,7 @@ def run_case(case: Case, rank: int, *, fake: bool) -> dict[str, Any]:
     if gpu.cuda:
         random.model_parallel_cuda_manual_seed(1)
     probe = Probe(gpu)
-    step = _training(case, probe)
+    step = training(case, probe)
     for number in range(STEPS_UNTIL_STEADY):
         step()
         probe.mark(f"step{number}")
@@ -97,8 +97,10 @@ def run_case(case: Case, rank: int, *, fake: bool) -> dict[str, Any]:
     }
 
 
-def _training(case: Case, probe: Probe) -> Callable[[], None]:
-    """Return a function that runs one step."""
+def training(case: Case, probe: Probe, **options: float) -> Callable[..., list[dict[str, Any]]]:
+    """Return a function that runs one step, on the words [micro, seq] that it is given or on random ones, and returns what the
+    last stage says of each micro batch. `options` are the optimizer's, in place of those here.
+    """
     model = MegatronModel.of(case.model)
     use_norm(_LayerNorm if model.normalization == "LayerNorm" else _RmsNorm)
     moe_utils.te_general_gemm = None  # 0.16.1 leaves the name undefined without TransformerEngine
@@ -139,15 +141,14 @@ def _training(case: Case, probe: Probe) -> Callable[[], None]:
     models = [
         DistributedDataParallel(config, buffers, chunk, disable_bucketing=number > 0) for number, chunk in enumerate(chunks)
     ]
-    options = OptimizerConfig(
+    wanted = OptimizerConfig(
         optimizer="adam",
-        lr=1e-6,
         bf16=True,
         params_dtype=torch.bfloat16,
         use_distributed_optimizer=case.stage == 1,
-        clip_grad=_NO_CLIPPING,
+        **({"lr": 1e-6, "clip_grad": _NO_CLIPPING} | options),
     )
-    optimizer = get_megatron_optimizer(options, models, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(wanted, models, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if model.overlap_grad_reduce:
@@ -155,13 +156,13 @@ def _training(case: Case, probe: Probe) -> Callable[[], None]:
     probe.mark("init")
     run = get_forward_backward_func()
 
-    def step() -> None:
+    def step(words: Any = None) -> list[dict[str, Any]]:
         for one in models:
             one.zero_grad_buffer()
         optimizer.zero_grad()
-        run(
+        said: list[dict[str, Any]] = run(
             forward_step_func=partial(_forward, case, ends_here=first or last),
-            data_iterator=[None] * case.vpp,
+            data_iterator=[words] * case.vpp,
             model=models,
             num_microbatches=case.grad_accum,
             seq_length=case.seq_len,
@@ -169,22 +170,23 @@ def _training(case: Case, probe: Probe) -> Callable[[], None]:
             forward_only=False,
         )
         optimizer.step()
+        return said
 
     return step
 
 
-def _forward(case: Case, _: Any, model: Any, *, ends_here: bool) -> tuple[Any, Any]:
+def _forward(case: Case, given: Any, model: Any, *, ends_here: bool) -> tuple[Any, Any]:
     """Load a batch and run the model's forward, as ``pretrain_gpt.py`` does; middle stages load none."""
     if not ends_here:
         return model(None, None, None, labels=None), partial(_loss, None)
-    words, labels, weights, positions, mask = _batch(case)
+    words, labels, weights, positions, mask = _batch(case, given)
     return model(words, positions, mask, labels=labels), partial(_loss, weights)
 
 
-def _batch(case: Case) -> tuple[Any, ...]:
+def _batch(case: Case, given: Any) -> tuple[Any, ...]:
     """Words, labels, weights, positions and the mask, brought to the GPU as the first tensor-parallel rank does."""
     shape, device = (case.micro_batch, case.seq_len), torch.cuda.current_device()
-    words = torch.randint(0, case.model["vocab_size"], shape)
+    words = torch.randint(0, case.model["vocab_size"], shape) if given is None else given
     mask = torch.ones((case.micro_batch, 1, case.seq_len, case.seq_len), dtype=torch.bool).triu(1)
     positions = torch.arange(case.seq_len)[None].repeat(case.micro_batch, 1)
     made = (words, words.roll(-1, 1), torch.ones(shape), positions, mask)

@@ -60,12 +60,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 class Case:
     """``ENGINE:STAGE[+r32][+ckpt][+RECIPE[+gathers][+ends]][+copies][+compile|+within]``, as in ``zeroplan:3+r32``.
 
-    `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not), torchtitan (its own trainer)
-    or ddp (stage 0; stage 1 with ZeroRedundancyOptimizer). `fp32_reduce`: gradients are reduced in fp32, else in bf16.
-    `compiled`: each block is compiled by ``torch.compile``, under DeepSpeed the model by DeepCompile; `within`: with its
-    checkpoint inside the graph, as torchtitan does. `float8`: how blocks' linear layers multiply in 8 bits, FSDP2's and
-    torchtitan's by torchao; `gathers`: their weights are gathered in 8 bits, too; `ends`: but for the first and last two
-    blocks. `copies`: this runtime gathers by NCCL's copy engines, for which NCCL_CTA_POLICY is to be 2 here.
+    `engine` is zeroplan, deepspeed, fsdp2 (stage 3 reshards after the forward, stage 2 does not), torchtitan (its own trainer),
+    megatron (its distributed optimizer, stage 1) or ddp (stage 0; stage 1 with ZeroRedundancyOptimizer). `fp32_reduce`:
+    gradients are reduced in fp32, else in bf16. `compiled`: each block is compiled by ``torch.compile``, under DeepSpeed the
+    model by DeepCompile; `within`: with its checkpoint inside the graph, as torchtitan does. `float8`: how blocks' linear
+    layers multiply in 8 bits, FSDP2's and torchtitan's by torchao; `gathers`: their weights are gathered in 8 bits, too;
+    `ends`: but for the first and last two blocks. `copies`: this runtime gathers by NCCL's copy engines, for which
+    NCCL_CTA_POLICY is to be 2 here.
     """
 
     engine: str

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.step import titan
+from benchmarks.step import megatron, titan
 from benchmarks.step.case import ADAMW, CLIP, Case
 from benchmarks.step.model import model_of
 from zeroplan_runtime.regional_compilation import compile_blocks
@@ -29,6 +29,8 @@ def build(case: Case, shape: str, micro: int, device: torch.device, **keys: Any)
     """
     if case.engine == "torchtitan":
         return titan.build(case, shape, micro)
+    if case.engine == "megatron":
+        return megatron.build(case, shape, micro)
     dtype = torch.bfloat16 if case.engine in ("zeroplan", "deepspeed") else torch.float32
     model = model_of(shape, dtype, device, checkpointing=case.checkpointing)
     if case.within:

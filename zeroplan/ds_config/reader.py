@@ -152,8 +152,8 @@ class DsConfig:
         if longest is not None and found.batch.seq_len is not None:
             found = found.but(seq_len=min(found.batch.seq_len, longest))
         recipe = self.runtime_options.float8_recipe
-        techniques = (self.sparse_attention, self.curriculum, self.layer_drop, self.quantize_training, recipe)
-        techniques += (self.runtime_options.bf16_layers,)
+        in_bf16 = self.runtime_options.bf16_layers
+        techniques = (self.sparse_attention, self.curriculum, self.layer_drop, self.quantize_training, recipe, in_bf16)
         if recipe is not None and found.technique(Float8Recipe) not in (None, recipe):
             what = f"{self.source} says {recipe}, the flag {found.technique(Float8Recipe)}"
             raise BadInput(what, where="--fp8", remedy="give one of them")

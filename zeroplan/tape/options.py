@@ -300,7 +300,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
     mlp, loss = workload.technique(TiledMlp), workload.technique(TiledLoss)
     half_adapters = workload.adapter_bytes == 2 and arithmetic is not Arithmetic.HALF
     float8, at = workload.technique(Float8Recipe), (batch.rows, batch.seq_len or 1, workload.lora_rank or 0)
-    kept = workload.technique(Bf16Layers)
+    in_bf16 = workload.technique(Bf16Layers)
     return TraceOptions(
         attn=workload.numerics.attn,
         checkpointing=checkpointing,
@@ -316,7 +316,7 @@ def options_for(workload: Workload, *, zero3: bool = False, layout: ParallelLayo
         fp8=float8 if compiled is None else None,
         sparse=None if sparse is None else sparse.tables,
         tiles=TracedTiles(0 if mlp is None else mlp.tiles, 0 if loss is None else loss.tiles),
-        graphs=None if compiled is None else TracedGraphs(compiled is Compilation.MODEL, at, float8, kept),
+        graphs=None if compiled is None else TracedGraphs(compiled is Compilation.MODEL, at, float8, in_bf16),
         pairs=None if objective.pair_loss is None else TracedPairs(objective.pair_loss, objective.wide_logits),
         techniques=tuple(one for one in workload.techniques if isinstance(one, TracedTechnique)),
     )

@@ -3,8 +3,10 @@
     torchrun --nproc-per-node 2 -m benchmarks.layouts.steps FILE [--traces FOLDER] CASE …
 
 The loops are those of ``zeroplan verify``. Its marks wait for the GPU after each forward and backward, which a training loop
-does not, so `seconds` is of steps without them and `marked` of steps with them. Where `--traces` names a folder, one more step
-is profiled: `profile` sums up the kernels of rank 0 in ms, and the folder gets the trace and what Python spent its time on.
+does not, so `seconds` is of steps without them and `marked` of steps with them; before and behind each of both the host waits
+for the GPU. `running` is of as many steps in a row, without waiting between them. Where `--traces` names a folder, one more
+step is profiled: `profile` sums up the kernels of rank 0 in ms, and the folder gets the other ranks' sums, the trace, and what
+Python spent its time on.
 """
 
 from __future__ import annotations
@@ -71,6 +73,12 @@ def run(name: str, folder: Path, traces: Path | None, joined: list[RankDevice]) 
     batch = make_batch(one, joined[0].device, seed=one.layout.sample_of(dist.get_rank()), casts=engine.casts_modules)
     _seconds(trained, batch, _WARM)
     row: dict[str, Any] = {"case": name, "seconds": _seconds(trained, batch, _TIMED)}
+    _wait()
+    begin = time.perf_counter()
+    for _ in range(_TIMED):
+        trained.step(batch)
+    _wait()
+    row["running"] = (time.perf_counter() - begin) / _TIMED
     waits[0] = True
     row["marked"] = _seconds(trained, batch, _MARKED)
     waits[0] = False
@@ -82,7 +90,7 @@ def run(name: str, folder: Path, traces: Path | None, joined: list[RankDevice]) 
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         row["gpu"] = f"{dist.get_world_size()} × {torch.cuda.get_device_name()}"
-    return row | {"torch": torch.__version__}
+    return row | {"load": os.getloadavg()[0], "torch": torch.__version__}
 
 
 def _seconds(trained: Trainer, batch: dict[str, torch.Tensor], count: int) -> float:
@@ -104,9 +112,11 @@ def _profiled(name: str, step: Callable[[], float], traces: Path) -> dict[str, A
         wall = step()
     found: dict[str, Any] = {"profiled": wall}
     clean = name.replace(" ", "_").replace(",", "")
-    events = [] if dist.get_rank() else [e for e in profile.profiler.kineto_results.events() if "CUDA" in str(e.device_type())]
+    events = [e for e in profile.profiler.kineto_results.events() if "CUDA" in str(e.device_type())]
     if events:
         found["profile"] = summary((e.name(), e.start_ns(), e.duration_ns()) for e in events)
+    if dist.get_rank():
+        (traces / f"{clean}.{dist.get_rank()}.txt").write_text(json.dumps(found.get("profile")))
     if not dist.get_rank():
         profile.export_chrome_trace(str(traces / f"{clean}.json.gz"))
     python = cProfile.Profile()
@@ -175,7 +185,7 @@ def main() -> None:
             if not dist.get_rank():
                 with asked.file.open("a") as out:
                     out.write(json.dumps(row, ensure_ascii=False) + "\n")
-                print(name, row["seconds"], row["marked"], flush=True)
+                print(name, row["seconds"], row["running"], row["marked"], flush=True)
     os._exit(0)  # engines' tear-down can hang and changes nothing measured
 
 

@@ -1,4 +1,4 @@
-"""Holds modelled times of layouts against steps on two GPUs (HSDP on four).
+"""Holds modelled times of layouts against steps on two GPUs, and on four.
 
     python -m benchmarks.layouts.two_gpus predict FILE [--gpu H200] [--profile FILE] [--cases CASE …]
     torchrun --nproc-per-node 2 -m benchmarks.layouts.steps FILE CASE …
@@ -46,7 +46,6 @@ CASES: dict[str, dict[str, Any]] = {
     "1B, tp 2 with split tokens": {"model": DENSE, "micro_batch": 4, "stage": 3, "tp": 2, "sp": True},
     "1B, cp 2": {"model": DENSE, "micro_batch": 4, "stage": 3, "cp": 2},
     "1B, pp 2, 8 micro batches": {"model": DENSE, "micro_batch": 2, "stage": 2, "pp": 2, "grad_accum": 8},
-    "1B, HSDP 2 × 2": {"model": DENSE, "micro_batch": 2, "stage": 3, "gpus": 4, "dp_replicate": 2},
     "mixture, dp 2, ZeRO-3": {"model": MIXTURE, "micro_batch": 1, "stage": 3},
     "mixture, ep 2": {"model": MIXTURE, "micro_batch": 1, "stage": 3, "ep": 2},
     "1B, DeepSpeed, stage 1": _DEEPSPEED | {"stage": 1},
@@ -54,6 +53,12 @@ CASES: dict[str, dict[str, Any]] = {
     "1B, DeepSpeed, stage 3": _DEEPSPEED | {"stage": 3},
     "1B, DeepSpeed, AutoTP 2": _DEEPSPEED | {"stage": 1, "tp": 2, "micro_batch": 4},
     "1B, DeepSpeed, pp 2, 8 micro batches": _DEEPSPEED | {"stage": 1, "pp": 2, "grad_accum": 8},
+    "1B, HSDP 2 × 2": {"model": DENSE, "micro_batch": 2, "stage": 3, "gpus": 4, "dp_replicate": 2},
+    "1B, dp 4, ZeRO-3": {"model": DENSE, "micro_batch": 2, "stage": 3, "gpus": 4},
+    "1B, dp 2 × tp 2": {"model": DENSE, "micro_batch": 4, "stage": 3, "gpus": 4, "tp": 2},
+    "1B, dp 2 × cp 2": {"model": DENSE, "micro_batch": 4, "stage": 3, "gpus": 4, "cp": 2},
+    "1B, dp 2 × pp 2, 8 micro batches": {"model": DENSE, "micro_batch": 2, "stage": 2, "gpus": 4, "pp": 2, "grad_accum": 8},
+    "mixture, ep 4": {"model": MIXTURE, "micro_batch": 1, "stage": 3, "gpus": 4, "ep": 4},
 }
 
 

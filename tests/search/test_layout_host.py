@@ -13,7 +13,7 @@ from zeroplan.engines.traffic import Hooks
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_counts import rank_counts
-from zeroplan.search.layout_host import DISPATCH, LINEAR, NORM, dispatch_seconds, hook_seconds, input_sums, with_ring
+from zeroplan.search.layout_host import LINEAR, NORM, dispatch_seconds, hook_seconds, input_sums, with_ring
 from zeroplan.search.layout_time import LayoutCost
 
 SMALL = Ask(model="meta-llama/Llama-3.2-1B", gpus=2, gpu="H100", seq_len=1024, micro_batch=1, engine="fsdp2", stage=3)
@@ -60,8 +60,8 @@ def test_a_block_dispatches_its_linear_layers_and_norms() -> None:
     """Seven linear layers and two norms a block: 46 operations in the forward and 94 in the backward."""
     case = resolve(SMALL.replace(tp=2)).cases[0]
     rates = rates_of(case.cluster.gpu)
-    assert dispatch_seconds(case, Phase.FORWARD, rates, 0) * 1e6 == pytest.approx(46 * DISPATCH * rates.launch_us)
-    assert dispatch_seconds(case, Phase.BACKWARD, rates, 1) * 1e6 == pytest.approx((94 + 46) * DISPATCH * rates.launch_us)
+    assert dispatch_seconds(case, Phase.FORWARD, rates, 0) * 1e6 == pytest.approx(46 * rates.dispatch_us)
+    assert dispatch_seconds(case, Phase.BACKWARD, rates, 1) * 1e6 == pytest.approx((94 + 46) * rates.dispatch_us)
     assert input_sums(case) == 5
 
 
@@ -88,7 +88,9 @@ def test_a_small_models_tensor_parallelism_waits_for_the_host() -> None:
     case, counts = resolved.cases[0], rank_counts(resolved, {})
     rates = rates_of(case.cluster.gpu)
     slow = LayoutCost(case, counts, rates, Fsdp2()).time()
-    fast = LayoutCost(case, counts, rates.with_profile({"launch_us": 0.3, "autograd_us": 0.3}, "test"), Fsdp2()).time()
+    fast = LayoutCost(
+        case, counts, rates.with_profile({"launch_us": 0.3, "autograd_us": 0.3, "dispatch_us": 1.0}, "test"), Fsdp2()
+    ).time()
     assert slow.compute > 2 * fast.compute
 
 

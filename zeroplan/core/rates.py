@@ -39,6 +39,8 @@ ATTENTION_FRACTION = 0.40
 FP32_FRACTION = 0.051
 #: Plain kernels move this much of the sheet's memory bandwidth (2.96 of 3.35 TB/s for a copy on an H100).
 HBM_FRACTION = 0.88
+#: GB/s that torch's fused AdamW reads and writes at most: as measured on an H200, where a copy moves 4,253.
+ADAM_GBS = 2839.0
 #: Rings attain this much of a link's one-way figure; the protocol takes about a fifth (NVIDIA/nccl-tests issue 212, NCCL's
 #: maintainers; 369 of 450 GB/s measured without NVLink SHARP in issue 309).
 LINK_FRACTION = 0.80
@@ -57,6 +59,7 @@ class Rates:
         fp32_tflops: fp32 ones.
         attention_tflops: the fused attention kernels.
         hbm_gbs: memory-bound kernels, bytes read and written together.
+        adam_gbs: torch's fused AdamW, likewise.
         kernel_us: the least time that a kernel takes on the GPU.
         launch_us: host time to issue one kernel of the forward from eager Python, the modules' own code included.
         autograd_us: host time to issue one kernel of the backward, whose engine is compiled.
@@ -67,6 +70,8 @@ class Rates:
         gather_hook_us: host time of stage 3 for one module entered: fetch, wait, prefetch.
         release_hook_us: host time of stage 3 for one module passed in the backward.
         upload_hook_us: host time of stage 3 for one parameter that comes from the host.
+        dispatch_us: host time of eager Python for one operation on DTensors, with what their modules' hooks and collectives
+            take: 3.4 times that of a kernel of the forward, by CPU time of torch 2.13 in a Llama's block on two ranks.
         unit_hook_us: host time of FSDP2 for one parameter: gather, copy out, reduce. The included runtime's for one unit is
             taken to be the same.
         link_gbs: between GPUs of a node (or of an NVLink domain), one way, as a ring attains it.
@@ -95,6 +100,7 @@ class Rates:
     link_gbs: float
     pinned_gbs: float
     fp8_tflops: float = 0.0
+    adam_gbs: float = ADAM_GBS
     kernel_us: float = 3.0
     launch_us: float = 24.1
     autograd_us: float = 5.0
@@ -105,6 +111,7 @@ class Rates:
     gather_hook_us: float = 75.0
     release_hook_us: float = 463.0
     upload_hook_us: float = 318.0
+    dispatch_us: float = 82.0
     unit_hook_us: float = 115.0
     adapter_gbs: float = 48.0
     ring_gbs: float = 360.0
@@ -155,6 +162,7 @@ def rates_of(gpu: Gpu, network: Network | None = None, gpus: int = 8) -> Rates:
         fp32_tflops=gpu.bf16_tflops * FP32_FRACTION,
         attention_tflops=gpu.bf16_tflops * ATTENTION_FRACTION,
         hbm_gbs=gpu.bandwidth_gbs * HBM_FRACTION,
+        adam_gbs=min(ADAM_GBS, gpu.bandwidth_gbs * HBM_FRACTION),
         link_gbs=link,
         adapter_gbs=network.adapter_gbs(gpus),
         ring_gbs=min(network.node_gbs, link) if gpus > 1 else network.node_gbs,

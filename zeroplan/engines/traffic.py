@@ -37,6 +37,7 @@ class Sharing:
         copied_bytes: moved for each gathered element, which is put in its place.
         packed_bytes: moved for each element that is reduced, which is copied in, cast and averaged.
         reduces_each: gradients are reduced after each micro batch, though parameters are gathered once.
+        own_step: what a step does beside the update, on the GPU and in Python, is in the engine's lines of traffic.
         dispatches: matrices and norms that ranks share are torch's DTensors, whose operations Python dispatches.
         hooks: what runs hooks.
         sums_jointly: layers of one input sum its gradient over tensor-parallel ranks together, and not each by itself.
@@ -53,6 +54,7 @@ class Sharing:
     copied_bytes: int = 2 * 2
     packed_bytes: int = 2 * 2 + 2 * 4
     reduces_each: bool = False
+    own_step: bool = False
     dispatches: bool = True
     hooks: Hooks = Hooks.PARAMETERS
     sums_jointly: bool = False

@@ -42,6 +42,7 @@ class Matrices:
         attention: heads × head size, summed over the blocks.
         causal: whether attention is causal.
         block_count: the number of blocks.
+        grouped: of `blocks`, experts' matrices, which grouped products multiply.
     """
 
     all: int
@@ -53,6 +54,7 @@ class Matrices:
     causal: bool
     inputs: int = 0
     block_count: int = 0
+    grouped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +87,23 @@ class Counts:
 def matrices(spec: ModelSpec) -> Matrices:
     """Return the matrix products of a model; of a mixture of experts, those that one token passes."""
     part = _active_experts(spec.config)
-    whole = trained = blocks = count = outputs = inputs = 0
+    whole = trained = blocks = count = outputs = inputs = grouped = 0
     for unit in spec.units:
         for tensor in unit.tensors:
             if not _multiplies(tensor, unit.name):
                 continue
             elements, rows = tensor.numel, tensor.shape[-2]
+            routed = of_experts(f"{unit.name}.{tensor.name}")
             if len(tensor.shape) == 3:
                 elements, rows = round(elements * part), round(rows * tensor.shape[0] * part)
             elif tensor.kind == "conv1d":
                 rows = tensor.shape[-1]
-            elif of_experts(f"{unit.name}.{tensor.name}"):
+            elif routed:
                 elements, rows = round(elements * part), round(rows * part)
             whole += elements * unit.count
             trained += elements * unit.count if tensor.trainable else 0
             blocks += elements * unit.count if unit.block else 0
+            grouped += elements * unit.count if routed else 0
             count += unit.count
             outputs += rows * unit.count
             inputs += elements // max(1, rows) * unit.count * (round(tensor.shape[0] * part) if len(tensor.shape) == 3 else 1)
@@ -108,7 +112,8 @@ def matrices(spec: ModelSpec) -> Matrices:
     facts = spec_facts(spec)
     width = int((facts.heads or 0) * _head_width(spec.config, facts.head_dim or 0) * (facts.layers or 0))
     depth = sum(unit.count for unit in spec.units if unit.block)
-    return Matrices(whole, trained, blocks, count, outputs, width, spec.auto_class in ("", CAUSAL_LM), inputs, depth)
+    causal = spec.auto_class in ("", CAUSAL_LM)
+    return Matrices(whole, trained, blocks, count, outputs, width, causal, inputs, depth, grouped)
 
 
 def _head_width(config: Mapping[str, Any], usual: int) -> float:

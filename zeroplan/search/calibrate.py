@@ -26,7 +26,7 @@ from zeroplan.search.machine import Machine
 _REPEATS = 5
 _HOOKS = (
     *("operation_us", "await_us", "checkpoint_us", "gradient_hook_us", "gather_hook_us", "release_hook_us"),
-    *("upload_hook_us", "unit_hook_us"),
+    "upload_hook_us",
 )
 _FILE_BYTES = 256 * MIB
 #: Elements of 16 bits a rank, and how many collectives are issued one behind the other, which hides their launch.
@@ -86,7 +86,7 @@ def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lam
 
 
 def _hooks(launch_us: float) -> dict[str, float]:
-    """Return the rates of hooks: they are Python like the rest of the step, so they are as much slower or faster."""
+    """Return the rates of DeepSpeed's hooks: they are Python like the rest of the step, so as much slower or faster."""
     usual = rates_of(DEFAULT_GPU)
     return {name: getattr(usual, name) * launch_us / usual.launch_us for name in _HOOKS}
 
@@ -206,6 +206,10 @@ def _gpu(torch: Any) -> dict[str, float]:
     size = 512 * MIB
     source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     found["hbm_gbs"] = 2 * size / timed(lambda: target.copy_(source)) / 1e9
+    weights = torch.zeros(size // 4, device="cuda", requires_grad=True)
+    weights.grad = torch.zeros_like(weights)
+    found["adam_gbs"] = 7 * size / timed(torch.optim.AdamW([weights], fused=True).step) / 1e9
+    del weights
     pinned = torch.empty(size // 2, dtype=torch.uint8, pin_memory=True)
     part = source[: size // 2]
     up = timed(lambda: part.copy_(pinned, non_blocking=True))

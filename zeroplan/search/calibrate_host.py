@@ -18,10 +18,13 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sizes import MIB
+from zeroplan.search.layout_host import LINEAR
 
 #: Passes of the small model that are timed; the median counts, since all processes are active in the middle.
 _PASSES = 40
 _REPEATS = 5
+#: Linear layers whose matrices are DTensors.
+_LAYERS = 16
 #: Elements that each process casts into new memory.
 _CAST = 32 * MIB
 #: Seconds that the slowest process may take: it imports torch and transformers.
@@ -35,7 +38,8 @@ def measure_host(ranks: int, device: str) -> dict[str, float]:
         device: cuda, or cpu, where the time to issue kernels holds their computation too.
 
     Returns:
-        ``launch_us``, ``autograd_us`` and ``fresh_gbs`` of the slowest process: fields of :class:`zeroplan.core.rates.Rates`.
+        ``launch_us``, ``autograd_us``, ``dispatch_us``, ``unit_hook_us`` and ``fresh_gbs`` of the slowest process: fields of
+        :class:`zeroplan.core.rates.Rates`.
 
     Raises:
         BadInput: a process that ends early or takes too long.
@@ -70,8 +74,7 @@ def measure_host(ranks: int, device: str) -> dict[str, float]:
 
 def _combined(found: list[dict[str, float]]) -> dict[str, float]:
     """Return the slowest process's rates: times are the longest, bandwidths the least."""
-    worst = {"launch_us": max, "autograd_us": max, "fresh_gbs": min}
-    return {name: choose(one[name] for one in found) for name, choose in worst.items()}
+    return {name: (min if name == "fresh_gbs" else max)(one[name] for one in found) for name in found[0]}
 
 
 def _rank(rank: int, ranks: int, device: str, folder: str, barrier: Barrier) -> None:
@@ -88,12 +91,12 @@ def _measure(rank: int, ranks: int, device: str, meet: Callable[[], object]) -> 
     torch.set_num_threads(max(1, cores // ranks))
     if device == "cuda":
         torch.cuda.set_device(rank)
-    launch, autograd = _launch(torch, device, meet)
+    found = _launch(torch, device, meet) | _distributed(torch, device, meet)
     values = torch.ones(_CAST, dtype=torch.float32)
     meet()
     cast = _median(lambda: values.to(torch.bfloat16))
     meet()
-    return {"launch_us": launch, "autograd_us": autograd, "fresh_gbs": 2 * _CAST / cast / 1e9}
+    return found | {"fresh_gbs": 2 * _CAST / cast / 1e9}
 
 
 def _median(run: Callable[[], object], repeats: int = _REPEATS) -> float:
@@ -107,12 +110,36 @@ def _median(run: Callable[[], object], repeats: int = _REPEATS) -> float:
     return statistics.median(seconds)
 
 
-def _launch(torch: Any, device: str, meet: Callable[[], object]) -> tuple[float, float]:
-    """Return the µs of host time a kernel of the forward and of the backward, in a Llama that takes no time to compute.
+def _llama(torch: Any, device: str) -> tuple[Any, Callable[[], Any]]:
+    """Return a Llama that takes no time to compute, and its forward."""
+    import transformers
+
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128}
+    config = transformers.LlamaConfig(**shape, num_key_value_heads=2, use_cache=False)
+    model = transformers.LlamaForCausalLM(config).to(device).bfloat16().train()
+    tokens = torch.randint(0, 128, (1, 16), device=device)
+    return model, lambda: model(input_ids=tokens, labels=tokens).loss
+
+
+def _passes(forward: Callable[[], Any], meet: Callable[[], object]) -> tuple[float, float]:
+    """Return the host's seconds of a forward and of a backward, each by itself."""
+    times: list[tuple[float, float]] = []
+    meet()
+    for _ in range(_PASSES + 1):  # the first warms up
+        begin = time.perf_counter()
+        loss = forward()
+        between = time.perf_counter()
+        loss.backward()
+        times.append((between - begin, time.perf_counter() - between))
+    first, second = zip(*times[1:], strict=True)
+    return statistics.median(first), statistics.median(second)
+
+
+def _launch(torch: Any, device: str, meet: Callable[[], object]) -> dict[str, float]:
+    """Return the µs of host time a kernel of the forward and of the backward.
 
     Kernels are counted by the dispatcher as tapes count them: every operation that makes a new storage.
     """
-    import transformers
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Count(TorchDispatchMode):
@@ -124,29 +151,47 @@ def _launch(torch: Any, device: str, meet: Callable[[], object]) -> tuple[float,
             self.kernels += isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in known
             return out
 
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128}
-    config = transformers.LlamaConfig(**shape, num_key_value_heads=2, use_cache=False)
-    model = transformers.LlamaForCausalLM(config).to(device).bfloat16().train()
-    tokens = torch.randint(0, 128, (1, 16), device=device)
-
-    def forward() -> Any:
-        return model(input_ids=tokens, labels=tokens).loss
-
+    _, forward = _llama(torch, device)
     with Count() as first:
         loss = forward()
     with Count() as second:
         loss.backward()
+    alone, behind = _passes(forward, meet)
+    return {"launch_us": alone / int(first.kernels) * 1e6, "autograd_us": behind / int(second.kernels) * 1e6}
 
-    def timed_backward() -> float:
-        loss = forward()
-        begin = time.perf_counter()
-        loss.backward()
-        return time.perf_counter() - begin
 
-    meet()
-    alone = _median(forward, _PASSES)
-    meet()
-    timed_backward()
-    # By itself: the forward and the backward less a forward is nothing, or less, on a busy machine.
-    behind = statistics.median(timed_backward() for _ in range(_PASSES))
-    return alone / int(first.kernels) * 1e6, behind / int(second.kernels) * 1e6
+def _distributed(torch: Any, device: str, meet: Callable[[], object]) -> dict[str, float]:
+    """Return the µs of host time an operation on DTensors, and of FSDP2 a parameter and pass, beside what they issue anyway.
+
+    The other rank of both is one of torch's fake process group, whose collectives return at once.
+    """
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    layers = [torch.nn.Linear(64, 64, bias=False, device=device) for _ in range(_LAYERS)]
+    given = torch.ones(16, 64, device=device, requires_grad=True)
+
+    def linear() -> Any:
+        return sum(layer(given).sum() for layer in layers)
+
+    model, forward = _llama(torch, device)
+    plain, whole = sum(_passes(linear, meet)), sum(_passes(forward, meet))
+    parameters = len(list(model.parameters()))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh(device, (2,))
+        for layer in layers:
+            parallelize_module(layer, mesh, ColwiseParallel())
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        shared, sharded = sum(_passes(linear, meet)), sum(_passes(forward, meet))
+    finally:
+        dist.destroy_process_group()
+    return {
+        "dispatch_us": (shared - plain) / (_LAYERS * sum(LINEAR)) * 1e6,
+        "unit_hook_us": (sharded - whole) / (2 * parameters) * 1e6,
+    }

@@ -100,6 +100,8 @@ _INSIDE = (
     (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0, 11.0, 6.0, 3.0),
     (90.0, 80.0, 70.0, 60.0, 50.0, 45.0, 40.0, 30.0, 24.0, 20.0, 19.0, 18.0),
 )
+#: Multiprocessors of a GPU by generation: V100, A100, H100, B200; and the most channels that NCCL has.
+_MULTIPROCESSORS, _MOST_CHANNELS = (80, 108, 132, 148), 32
 #: The plateau of a ring of Simple between nodes (ncclTopoGetAlgoTime).
 _PLATEAU = 1.4
 
@@ -171,6 +173,13 @@ class Fabric:
             key=lambda one: one[2] + size / (1000 * one[3] * _correction(one[0], one[1], size)),
         )
         return best[0], best[1]
+
+    def taken(self, group: RankGroup) -> float:
+        """Return the part of a GPU's multiprocessors that a ring's kernels keep: a thread block for each channel.
+
+        NCCL doubles the channels that its search has found. Source: src/graph/connect.cc, ncclTopoPostset
+        """
+        return min(_MOST_CHANNELS, 2 * _channels(self, group)) / _MULTIPROCESSORS[_generation(self.capability)]
 
     def exchange(self, size: float, group: RankGroup) -> float:
         """Return the seconds of an all-to-all in which each rank has `size` bytes, its own part included."""

@@ -23,9 +23,8 @@ from zeroplan.engines.traffic import Hooks
 from zeroplan.ledger.work import Counts, matrices
 from zeroplan.models.facts import spec_facts
 
-#: What the dispatch of one such operation takes, in kernels issued from eager Python (`launch_us`, which a profile overrules):
-#: 28 and 6 µs with torch 2.13, one process on a CPU whose tensors take no time.
-DISPATCH = 4.7
+#: Parameters whose hooks take as long as what FSDP2 does for a unit, whatever its parameters: experts that ranks share are one.
+_OWN_UNIT = 6
 #: Operations on DTensors in the forward and in the backward. See Note [DTensor's dispatch].
 LINEAR, NORM = (4, 8), (9, 19)
 #: Kernels and bytes in the forward and in the backward, at once and for each further rank. See Note [Ring's kernels].
@@ -48,7 +47,7 @@ def dispatch_seconds(case: Case, phase: Phase, rates: Rates, again: int) -> floa
     linears = _shared_linears(case, tensors)
     forward, backward = (LINEAR[at] * linears + NORM[at] * norms for at in (0, 1))
     operations = forward if phase is Phase.FORWARD else backward + again * forward
-    return DISPATCH * rates.launch_us * operations / _blocks(case) / 1e6
+    return rates.dispatch_us * operations / _blocks(case) / 1e6
 
 
 def hook_seconds(case: Case, counts: Counts, phase: Phase, rates: Rates, hooks: Hooks) -> float:
@@ -59,7 +58,8 @@ def hook_seconds(case: Case, counts: Counts, phase: Phase, rates: Rates, hooks: 
     elif hooks is Hooks.GRADIENTS:
         micros = rates.gradient_hook_us * len(_block_tensors(case)) if phase is Phase.BACKWARD else 0.0
     else:
-        micros = rates.unit_hook_us * len(_block_tensors(case)) if hooks is Hooks.PARAMETERS else 0.0
+        own = _OWN_UNIT * _blocks(case) if case.layout.ep > 1 else 0
+        micros = rates.unit_hook_us * (len(_block_tensors(case)) + own) if hooks is Hooks.PARAMETERS else 0.0
     return micros / _blocks(case) / 1e6
 
 

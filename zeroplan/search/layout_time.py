@@ -3,11 +3,11 @@
 Note [Time of a layout]
     The computation is that of :mod:`zeroplan.engines.compute_traffic` over the machine's rates, with the parts of matrices
     and tokens that a rank has. What lies on the critical path is added to it: the collectives of tensor parallelism, the
-    exchanges of experts, and of a ring what its attention does not hide. Gathers and reductions of FSDP2 run beside the
-    computation, from whose memory they take a part; the first gathers and the last reductions have none beside them, and all
-    are copied and cast. On pipeline stages they come once a step, before the first forward and behind the last backward, and
-    hide nothing. A pipeline's waits are those of its schedule, which is played with the stages' times. Blocks count alike: of a
-    mixture, a token's share of the experts.
+    exchanges of experts, and of a ring what its attention does not hide. Where the host takes longer to issue all that, the
+    host's time counts, and `compute` has the difference. Gathers and reductions of FSDP2 run beside the computation, unit by
+    unit (:mod:`zeroplan.search.unit_time`). On pipeline stages they come once a step, before the first forward and behind the
+    last backward, and hide nothing. A pipeline's waits are those of its schedule, which is played with the stages' times.
+    Blocks count alike: of a mixture, a token's share of the experts.
 
     Replicas of the shards (HSDP) sum what each shard's ranks have reduced, behind each reduction. Stages of more chunks than
     stay gathered gather them again.
@@ -44,15 +44,11 @@ from zeroplan.models.facts import experts_a_token, spec_facts
 from zeroplan.search.collectives import Collective, RankGroup, fabric_of
 from zeroplan.search.layout_host import dispatch_seconds, hook_seconds, input_sums
 from zeroplan.search.pipeline_time import StageTime, play
+from zeroplan.search.unit_time import Pass, Unit, UnitStep
 
 _GIGA, _TERA = 1e9, 1e12
 #: Bytes of an element in the exchanges, which are in 16 bits.
 _HALF = 2
-#: Bytes that a ring's kernels read and write in a GPU's memory for each that it sends: a gather reads what leaves and writes
-#: what arrives, a reduction reads its own, too. Today's products lose more inside a node of Hopper GPUs, where kernels that
-#: keep all processors wait for those that NCCL takes: two H200s lost as much as MEMORY_PER_BYTE says
-#: (engines/compute_traffic.py), which no published run shows.
-_READ_AND_WRITTEN = {Collective.ALL_GATHER: 2, Collective.REDUCE_SCATTER: 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +128,10 @@ class _PassSeconds:
     def total(self) -> float:
         return self.compute + self.tensor + self.ring + self.experts
 
+    def issued_in(self, seconds: float) -> _PassSeconds:
+        """Return the pass where the host needs so many seconds to issue it."""
+        return replace(self, compute=max(self.compute, seconds - self.tensor - self.ring - self.experts))
+
     def times(self, count: float) -> _PassSeconds:
         return _PassSeconds(self.compute * count, self.tensor * count, self.ring * count, self.experts * count)
 
@@ -175,6 +175,8 @@ class LayoutCost:
             spent = spent.plus(forward.plus(backward).times(micro_batches))
         waiting = self._pipeline(ranks) - busy[worst] if self.layout.pp > 1 else 0.0
         sharding = self._sharding(worst, ranks[worst])
+        if sharding < 0:  # the host's lead in the forward makes up for the backward
+            spent, sharding = replace(spent, compute=spent.compute + sharding), 0.0
         optimizer = self._optimizer(worst)
         total = spent.total + waiting + sharding + optimizer
         read = self.work.batch.micro_batch * (self.work.batch.seq_len or 0) * micro_batches * self.layout.dp
@@ -207,7 +209,7 @@ class LayoutCost:
 
     def _passes(self, stages: tuple[Stage, ...]) -> list[tuple[_PassSeconds, _PassSeconds]]:
         """Return the forward and the backward of each stage of a rank."""
-        forward, backward = self._block
+        forward, backward = (one.issued_in(issued) for one, issued in zip(self._block, self._issued, strict=True))
         found = []
         for stage in stages:
             count = stage.end - stage.first
@@ -221,15 +223,25 @@ class LayoutCost:
         return 2 * (self.whole.all - self.whole.blocks) * self.tokens / (self.layout.tp * self.rates.matmul_tflops * _TERA)
 
     @cached_property
-    def _block(self) -> tuple[_PassSeconds, _PassSeconds]:
-        """One block's forward and backward."""
+    def _items(self) -> list[WorkItem]:
+        """A rank's work for all blocks of the model."""
         tp = self.layout.tp
         part = self.whole.blocks // tp
         local = replace(self.whole, all=part, trained=part, blocks=part, attention=self.whole.attention // tp)
         local = replace(local, inputs=self.whole.inputs // tp, outputs=self.whole.outputs // tp)
         facts = ComputeFacts(local, self.counts, self.work, cp=self.layout.cp)
-        items = work_items(COMPUTE, facts, self.rates)
-        first, second = (max(self._spent(items, phase)) for phase in (Phase.FORWARD, Phase.BACKWARD))
+        return work_items(COMPUTE, facts, self.rates)
+
+    @cached_property
+    def _issued(self) -> tuple[float, float]:
+        """Seconds in which the host issues a mean block's forward and backward."""
+        return self._host(Phase.FORWARD), self._host(Phase.BACKWARD)
+
+    @cached_property
+    def _block(self) -> tuple[_PassSeconds, _PassSeconds]:
+        """What the GPU does for one block's forward and backward."""
+        items = self._items
+        first, second = (self._spent(phase, Executor.GPU) for phase in (Phase.FORWARD, Phase.BACKWARD))
         attention = [
             sum(item.seconds for item in items if item.name.startswith("attention") and item.phase is phase) / self.blocks
             for phase in (Phase.FORWARD, Phase.BACKWARD)
@@ -250,15 +262,16 @@ class LayoutCost:
         backward = _PassSeconds(second, sums, hidden, exchanges[1])
         return forward, backward
 
-    def _spent(self, items: list[WorkItem], phase: Phase) -> tuple[float, float]:
-        """Return the seconds of the GPU and those of the host that issues its work, for a mean block in a phase."""
-        busy = dict.fromkeys((Executor.GPU, Executor.PYTHON), 0.0)
-        for item in items:
-            if item.phase is phase and item.resource.executor in busy:
-                busy[item.resource.executor] += item.seconds / self.blocks
+    def _spent(self, phase: Phase, executor: Executor) -> float:
+        """Return the seconds that a mean block's work takes of an executor in a phase."""
+        found = (item.seconds for item in self._items if item.phase is phase and item.resource.executor is executor)
+        return sum(found) / self.blocks
+
+    def _host(self, phase: Phase) -> float:
+        """Return the host's seconds for a mean block in a phase."""
         own = dispatch_seconds(self.case, phase, self.rates, self.again) if self.sharing.dispatches else 0.0
         hooks = hook_seconds(self.case, self.counts, phase, self.rates, self.sharing.hooks)
-        return busy[Executor.GPU], busy[Executor.PYTHON] + own + hooks
+        return self._spent(phase, Executor.PYTHON) + own + hooks
 
     def _shown(self, sums: float, products: float) -> float:
         """Return what products do not hide of a block's sums that run beside them in as many parts as ranks: at least a part.
@@ -333,36 +346,66 @@ class LayoutCost:
         whole = not self.case.zero.stage  # each rank keeps all, and gathers nothing
         gather = 0.0 if whole else self._sharded(Collective.ALL_GATHER, rank, _HALF)
         reduces = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
-        reduction = self._sharded(reduces, rank, self._reduced_bytes) + self._replicas(rank)
+        reduction = self._sharded(reduces, rank, self._reduced_bytes) + self._replicas(dense, experts)
         forward, backward = (sum(one[half].total for one in passes) for half in (0, 1))
         if self.sharing.gathers_once:
             hidden = (forward, backward) if self.sharing.overlaps else (0.0, 0.0)
             reductions = count if self.sharing.reduces_each else 1
             return max(0.0, gather - hidden[0]) + reductions * max(0.0, reduction - hidden[1])
-        copies, packed = self._copies(dense, experts)
         if layout.pp > 1:
+            copies, packed = self._copies(dense, experts)
             return (gather + copies) * self._gathers(rank) + reduction + packed
-        # Beside computation a collective takes memory from it, and what comes first or last has none beside it.
-        gathered = self._contention(Collective.ALL_GATHER, rank, _HALF)
-        reduced = self._contention(Collective.REDUCE_SCATTER, rank, self._reduced_bytes)
-        units = self._units(rank)
-        again = 1 if self.case.zero.stage == 3 else 0
-        forward, backward = forward + copies + gathered, backward + again * (copies + gathered)
-        passed = max(0.0, gather - forward, 2 * gather / units) + again * max(0.0, gather - backward, gather / units)
-        last = max(0.0, again * gather + reduction - backward - packed - reduced, 2 * reduction / units)
-        return count * ((1 + again) * (copies + gathered) + passed) + packed + reduced + last
+        step = self._units(dense, experts)
+        played = (count - 1) * step.seconds(reduces=False) + step.seconds(reduces=True)
+        return played - count * (forward + backward)
 
-    def _copies(self, dense: int, experts: int) -> tuple[float, float]:
+    def _units(self, dense: int, experts: int) -> UnitStep:
+        """Return a micro batch of FSDP2's units; `dense` and `experts` are the elements of them all."""
+        parameters = self.case.spec.parameters
+        names = zip(parameters.blocks, parameters.numel, strict=True)
+        outside = sum(count for block, count in names if not block) // self.layout.tp
+        mixture = self.whole.grouped / max(1, self.whole.blocks)
+        passes = []
+        for one, issued, phase in zip(self._block, self._issued, (Phase.FORWARD, Phase.BACKWARD), strict=True):
+            waits = (1 if phase is Phase.FORWARD else self.again) if self.layout.ep > 1 else 0
+            passes.append(Pass(one.total, issued, mixture * _products(self._items, phase) / self.blocks, waits))
+        block = self._unit((dense - outside) / self.blocks, experts / self.blocks)
+        return UnitStep(
+            root=self._unit(outside, 0.0),
+            block=replace(block, forward=passes[0], backward=passes[1]),
+            blocks=self.blocks,
+            head=(Pass(self._head), Pass(2 * self._head)),
+            taken=(self.fabric.taken(self._shards[0]), self._taken_by_reductions(dense, experts)),
+            resharded=self.case.zero.stage == 3,
+        )
+
+    def _taken_by_reductions(self, dense: int, experts: int) -> float:
+        """Return the part of the multiprocessors that reductions keep in the mean: over shards, and over their replicas."""
+        shards = self._collective(Collective.REDUCE_SCATTER, self._reduced_bytes, dense, experts)
+        replicas = self._replicas(dense, experts)
+        if not shards + replicas:
+            return 0.0
+        kept = shards * self.fabric.taken(self._shards[0]) + replicas * self.fabric.taken(self._replica_group)
+        return kept / (shards + replicas)
+
+    def _unit(self, dense: float, experts: float) -> Unit:
+        """Return the collectives and copies of a unit of so many elements."""
+        copied, packed = self._copies(dense, experts)
+        whole = not self.case.zero.stage  # each rank keeps all, and gathers nothing
+        reduces = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
+        return Unit(
+            gather=0.0 if whole else self._collective(Collective.ALL_GATHER, _HALF, dense, experts),
+            copied=0.0 if whole else copied,
+            reduce=self._collective(reduces, self._reduced_bytes, dense, experts) + self._replicas(dense, experts),
+            packed=packed,
+        )
+
+    def _copies(self, dense: float, experts: float) -> tuple[float, float]:
         """Seconds that the casts and copies take which a gather, and a reduction, need in memory."""
         shards, whole = zip((dense, experts), self._shards, strict=True), dense + experts
         cast = self.sharing.cast_bytes * sum(held / group.ranks for held, group in shards)
         moved = cast + self.sharing.copied_bytes * whole, self.sharing.packed_bytes * whole
         return moved[0] / (self.rates.hbm_gbs * _GIGA), moved[1] / (self.rates.hbm_gbs * _GIGA)
-
-    def _contention(self, collective: Collective, rank: int, width: int) -> float:
-        """Seconds of memory that a collective over all of a rank's parameters takes from the kernels beside it."""
-        sent = sum(held * (group.ranks - 1) / group.ranks for held, group in zip(self._held(rank), self._shards, strict=True))
-        return _READ_AND_WRITTEN[collective] * width * sent / (self.rates.hbm_gbs * _GIGA)
 
     @property
     def _reduced_bytes(self) -> int:
@@ -377,22 +420,25 @@ class LayoutCost:
         dense = self._group(layout.shard_group, layout.tp)
         return dense, self._group(layout.expert_shard_group, layout.ep * layout.etp) if layout.ep > 1 else dense
 
-    def _units(self, rank: int) -> int:
-        """Return the blocks of a pipeline rank, each of which is gathered and reduced by itself."""
-        return max(1, sum(stage.end - stage.first for stage in self._chunks[rank]))
+    @property
+    def _replica_group(self) -> RankGroup:
+        """The ranks that have the same shard."""
+        return self._group(self.layout.dp_replicate, self.layout.shard_group * self.layout.tp)
 
     def _sharded(self, collective: Collective, rank: int, width: int) -> float:
         """Seconds of a collective over all of a rank's parameters, `width` bytes an element, block by block."""
-        units = self._units(rank)
-        sizes = zip(self._held(rank), self._shards, strict=True)
-        return units * sum(self.fabric.seconds(collective, width * held / units, group) for held, group in sizes)
+        units = max(1, sum(stage.end - stage.first for stage in self._chunks[rank]))
+        return units * self._collective(collective, width, *(held / units for held in self._held(rank)))
 
-    def _replicas(self, rank: int) -> float:
-        """Seconds in which a shard's reduced gradients are summed over its replicas, block by block."""
-        layout, units = self.layout, self._units(rank)
-        group = self._group(layout.dp_replicate, layout.shard_group * layout.tp)
-        shard = sum(held / shards.ranks for held, shards in zip(self._held(rank), self._shards, strict=True))
-        return units * self.fabric.seconds(Collective.ALL_REDUCE, self._reduced_bytes * shard / units, group)
+    def _collective(self, collective: Collective, width: int, dense: float, experts: float) -> float:
+        """Seconds of a collective over a unit of so many elements, `width` bytes each."""
+        sizes = zip((dense, experts), self._shards, strict=True)
+        return sum(self.fabric.seconds(collective, width * held, group) for held, group in sizes)
+
+    def _replicas(self, dense: float, experts: float) -> float:
+        """Seconds in which a unit's reduced gradients are summed over its shard's replicas."""
+        shard = sum(held / shards.ranks for held, shards in zip((dense, experts), self._shards, strict=True))
+        return self.fabric.seconds(Collective.ALL_REDUCE, self._reduced_bytes * shard, self._replica_group)
 
     def _gathers(self, rank: int) -> float:
         """How often a pipeline rank gathers each of its chunks in a step: once, unless it has more than stay gathered."""
@@ -406,11 +452,10 @@ class LayoutCost:
     def links(self) -> tuple[Link, ...]:
         """What each group of ranks sends over."""
         layout, domain = self.layout, self.case.cluster.domain
-        shared = layout.shard_group * layout.tp
         groups = {"tp": self._group(layout.tp), "cp": self._group(layout.cp, layout.tp), "ep": self._group(layout.ep)}
         staged = layout.world_size // layout.pp >= domain
         groups["pp"] = RankGroup(layout.pp, 1 if staged else min(layout.pp, domain * layout.pp // layout.world_size))
-        groups |= {"shards": self._shards[0], "replicas": self._group(layout.dp_replicate, shared)}
+        groups |= {"shards": self._shards[0], "replicas": self._replica_group}
         found = []
         for name, group in groups.items():
             inside = group.nodes == 1
@@ -420,6 +465,14 @@ class LayoutCost:
         return tuple(link for link in found if link.ranks > 1)
 
     def _optimizer(self, rank: int) -> float:
+        """Seconds of the update, of clipping before it, and of what the host does for them while the GPU waits."""
+        if self.sharing.own_step and self.layout.pp == 1:
+            traffic = self.engine.traffic(self.case.spec, self.case.cluster)
+            facts = traffic.facts(ComputeFacts(self.whole, self.counts, self.work), self.work, self.case.zero)
+            items = work_items(traffic.ledger, facts, self.rates)
+            own = (Executor.GPU, Executor.PYTHON)
+            found = (one for one in items if one.phase is Phase.STEP and one.resource.executor in own)
+            return sum(one.seconds for one in found if not (one.ahead and one.resource.executor is Executor.PYTHON))
         dense, experts = self._held(rank)
         shards, group = (
             self.layout.shard_group,
@@ -427,7 +480,8 @@ class LayoutCost:
         )
         updated = dense / shards + experts / group if self.case.zero.stage else dense + experts
         states = 2 * find_optimizer(self.work.numerics.optimizer).bytes_per_element(0.0)
-        return updated * (4 + 8 + 4 + 8 + states) / (self.rates.hbm_gbs * _GIGA)
+        clipped = updated * (4 + 8) / (self.rates.hbm_gbs * _GIGA)
+        return clipped + updated * (4 + 8 + states) / (self.rates.adam_gbs * _GIGA)
 
 
 def _products(items: list[WorkItem], phase: Phase) -> float:

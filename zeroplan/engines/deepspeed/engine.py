@@ -288,7 +288,9 @@ class DeepSpeed(Engine):
         from zeroplan.engines.traffic import Hooks, Sharing
 
         if zero.stage == 3:
-            return Sharing(reduced_bytes=2, cast_bytes=0, packed_bytes=6 * 2, dispatches=False, hooks=Hooks.MODULES)
+            return Sharing(
+                reduced_bytes=2, cast_bytes=0, packed_bytes=6 * 2, dispatches=False, hooks=Hooks.MODULES, own_step=True
+            )
         return Sharing(
             gathers_once=True,
             overlaps=zero.overlaps_comm,
@@ -296,6 +298,7 @@ class DeepSpeed(Engine):
             reduces_each=zero.stage == 2,
             dispatches=False,
             hooks=Hooks.GRADIENTS,
+            own_step=True,
         )
 
     def search_space(self, cluster: Cluster, nvme_path: str) -> list[tuple[ZeroConfig, int]]:

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +193,7 @@ def _both(run: Callable[[], object], count: int, collective: Callable[[], object
     torch.cuda.synchronize()
     whole = begin.elapsed_time(end)
     within = [at for at in (begin.elapsed_time(mark) for mark in marks) if 0 < at < whole]
-    spaces = [later - earlier for earlier, later in zip(within, within[1:], strict=False)]
+    spaces = [later - earlier for earlier, later in pairwise(within)]
     return whole / count, statistics.median(spaces) if spaces else 0.0
 
 

@@ -59,7 +59,6 @@ class Rates:
         fp32_tflops: fp32 ones.
         attention_tflops: the fused attention kernels.
         hbm_gbs: memory-bound kernels, bytes read and written together.
-        adam_gbs: torch's fused AdamW, likewise.
         kernel_us: the least time that a kernel takes on the GPU.
         launch_us: host time to issue one kernel of the forward from eager Python, the modules' own code included.
         autograd_us: host time to issue one kernel of the backward, whose engine is compiled.
@@ -88,8 +87,6 @@ class Rates:
         read_gbs, write_gbs: the disk's, a node.
         segment_us: one ``cudaMalloc`` or ``cudaFree``, during which the GPU idles.
         mapping_gbs: bytes of device memory that they map or unmap a second.
-        page_us: a page of an expandable segment, one way: as measured on pages of 2 MiB, 29 µs to create, 2 to map and 38 to
-            make accessible; 34 to unmap and 23 to release (Prabhu et al. 2024, "vAttention", table of the driver's latencies).
         source: where the figures come from.
     """
 
@@ -100,7 +97,6 @@ class Rates:
     link_gbs: float
     pinned_gbs: float
     fp8_tflops: float = 0.0
-    adam_gbs: float = ADAM_GBS
     kernel_us: float = 3.0
     launch_us: float = 24.1
     autograd_us: float = 5.0
@@ -125,8 +121,16 @@ class Rates:
     write_gbs: float = 3.0
     segment_us: float = 200.0
     mapping_gbs: float = 1000.0
-    page_us: float = 63.0
     source: str = "data sheet and measured fractions"
+
+    #: The driver's µs for a page of an expandable segment, one way: as measured on pages of 2 MiB, 29 to create, 2 to map and
+    #: 38 to make accessible; 34 to unmap and 23 to release (Prabhu et al. 2024, "vAttention", table of the driver's latencies).
+    page_us = 63.0
+
+    @property
+    def adam_gbs(self) -> float:
+        """What torch's fused AdamW reads and writes, in 10^9 bytes a second."""
+        return min(ADAM_GBS, self.hbm_gbs)
 
     def with_profile(self, values: dict[str, Any], source: str) -> Rates:
         """Return these rates with a profile's measured values in their place.
@@ -162,7 +166,6 @@ def rates_of(gpu: Gpu, network: Network | None = None, gpus: int = 8) -> Rates:
         fp32_tflops=gpu.bf16_tflops * FP32_FRACTION,
         attention_tflops=gpu.bf16_tflops * ATTENTION_FRACTION,
         hbm_gbs=gpu.bandwidth_gbs * HBM_FRACTION,
-        adam_gbs=min(ADAM_GBS, gpu.bandwidth_gbs * HBM_FRACTION),
         link_gbs=link,
         adapter_gbs=network.adapter_gbs(gpus),
         ring_gbs=min(network.node_gbs, link) if gpus > 1 else network.node_gbs,

@@ -206,10 +206,6 @@ def _gpu(torch: Any) -> dict[str, float]:
     size = 512 * MIB
     source, target = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
     found["hbm_gbs"] = 2 * size / timed(lambda: target.copy_(source)) / 1e9
-    weights = torch.zeros(size // 4, device="cuda", requires_grad=True)
-    weights.grad = torch.zeros_like(weights)
-    found["adam_gbs"] = 7 * size / timed(torch.optim.AdamW([weights], fused=True).step) / 1e9
-    del weights
     pinned = torch.empty(size // 2, dtype=torch.uint8, pin_memory=True)
     part = source[: size // 2]
     up = timed(lambda: part.copy_(pinned, non_blocking=True))

@@ -44,7 +44,7 @@ from zeroplan.models.facts import experts_a_token, spec_facts
 from zeroplan.search.collectives import Collective, RankGroup, fabric_of
 from zeroplan.search.layout_host import dispatch_seconds, hook_seconds, input_sums
 from zeroplan.search.pipeline_time import StageTime, play
-from zeroplan.search.unit_time import Pass, Unit, UnitStep
+from zeroplan.search.unit_time import ShardedUnit, UnitPass, UnitStep
 
 _GIGA, _TERA = 1e9, 1e12
 #: Bytes of an element in the exchanges, which are in 16 bits.
@@ -368,13 +368,13 @@ class LayoutCost:
         passes = []
         for one, issued, phase in zip(self._block, self._issued, (Phase.FORWARD, Phase.BACKWARD), strict=True):
             waits = (1 if phase is Phase.FORWARD else self.again) if self.layout.ep > 1 else 0
-            passes.append(Pass(one.total, issued, mixture * _products(self._items, phase) / self.blocks, waits))
+            passes.append(UnitPass(one.total, issued, mixture * _products(self._items, phase) / self.blocks, waits))
         block = self._unit((dense - outside) / self.blocks, experts / self.blocks)
         return UnitStep(
             root=self._unit(outside, 0.0),
             block=replace(block, forward=passes[0], backward=passes[1]),
             blocks=self.blocks,
-            head=(Pass(self._head), Pass(2 * self._head)),
+            head=(UnitPass(self._head), UnitPass(2 * self._head)),
             taken=(self.fabric.taken(self._shards[0]), self._taken_by_reductions(dense, experts)),
             resharded=self.case.zero.stage == 3,
         )
@@ -388,12 +388,12 @@ class LayoutCost:
         kept = shards * self.fabric.taken(self._shards[0]) + replicas * self.fabric.taken(self._replica_group)
         return kept / (shards + replicas)
 
-    def _unit(self, dense: float, experts: float) -> Unit:
+    def _unit(self, dense: float, experts: float) -> ShardedUnit:
         """Return the collectives and copies of a unit of so many elements."""
         copied, packed = self._copies(dense, experts)
         whole = not self.case.zero.stage  # each rank keeps all, and gathers nothing
         reduces = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
-        return Unit(
+        return ShardedUnit(
             gather=0.0 if whole else self._collective(Collective.ALL_GATHER, _HALF, dense, experts),
             copied=0.0 if whole else copied,
             reduce=self._collective(reduces, self._reduced_bytes, dense, experts) + self._replicas(dense, experts),

@@ -26,7 +26,7 @@ _PERSISTENT = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class UnitPass:
     """Seconds of a unit's forward or backward.
 
     Attributes:
@@ -43,7 +43,7 @@ class Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ShardedUnit:
     """Seconds of what is done for one unit.
 
     Attributes:
@@ -54,8 +54,8 @@ class Unit:
         packed: copies before a reduction, on the GPU.
     """
 
-    forward: Pass = Pass()
-    backward: Pass = Pass()
+    forward: UnitPass = UnitPass()
+    backward: UnitPass = UnitPass()
     gather: float = 0.0
     copied: float = 0.0
     reduce: float = 0.0
@@ -75,10 +75,10 @@ class UnitStep:
         resharded: whether blocks are gathered again for the backward.
     """
 
-    root: Unit
-    block: Unit
+    root: ShardedUnit
+    block: ShardedUnit
     blocks: int
-    head: tuple[Pass, Pass]
+    head: tuple[UnitPass, UnitPass]
     taken: tuple[float, float]
     resharded: bool
 
@@ -102,7 +102,7 @@ class _Clocks:
         self.host = self.gpu = self.links = 0.0
         self._taken = taken
 
-    def compute(self, one: Pass, gathers: float, reduces: float = 0.0) -> None:
+    def compute(self, one: UnitPass, gathers: float, reduces: float = 0.0) -> None:
         """Issue and run a pass, beside a gather and a reduction of so many seconds."""
         slowed, left = 0.0, one.busy
         for beside, taken in zip((gathers, reduces), self._taken, strict=True):

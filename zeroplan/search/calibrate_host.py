@@ -18,13 +18,13 @@ from typing import Any
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.sizes import MIB
-from zeroplan.search.layout_host import LINEAR
+from zeroplan.search.layout_host import LINEAR, NORM
 
 #: Passes of the small model that are timed; the median counts, since all processes are active in the middle.
 _PASSES = 40
 _REPEATS = 5
-#: Linear layers whose matrices are DTensors.
-_LAYERS = 16
+#: Blocks of the small model, each with seven linear layers and two norms.
+_BLOCKS = 4
 #: Elements that each process casts into new memory.
 _CAST = 32 * MIB
 #: Seconds that the slowest process may take: it imports torch and transformers.
@@ -110,15 +110,14 @@ def _median(run: Callable[[], object], repeats: int = _REPEATS) -> float:
     return statistics.median(seconds)
 
 
-def _llama(torch: Any, device: str) -> tuple[Any, Callable[[], Any]]:
-    """Return a Llama that takes no time to compute, and its forward."""
+def _llama(torch: Any, device: str) -> tuple[Any, dict[str, Any]]:
+    """Return a Llama that takes no time to compute, and a batch for it."""
     import transformers
 
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 128}
-    config = transformers.LlamaConfig(**shape, num_key_value_heads=2, use_cache=False)
-    model = transformers.LlamaForCausalLM(config).to(device).bfloat16().train()
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
+    config = transformers.LlamaConfig(**shape, num_hidden_layers=_BLOCKS, num_key_value_heads=2, use_cache=False)
     tokens = torch.randint(0, 128, (1, 16), device=device)
-    return model, lambda: model(input_ids=tokens, labels=tokens).loss
+    return transformers.LlamaForCausalLM(config).to(device).bfloat16().train(), {"input_ids": tokens, "labels": tokens}
 
 
 def _passes(forward: Callable[[], Any], meet: Callable[[], object]) -> tuple[float, float]:
@@ -151,7 +150,11 @@ def _launch(torch: Any, device: str, meet: Callable[[], object]) -> dict[str, fl
             self.kernels += isinstance(out, torch.Tensor) and out.untyped_storage()._cdata not in known
             return out
 
-    _, forward = _llama(torch, device)
+    model, batch = _llama(torch, device)
+
+    def forward() -> Any:
+        return model(**batch).loss
+
     with Count() as first:
         loss = forward()
     with Count() as second:
@@ -166,32 +169,30 @@ def _distributed(torch: Any, device: str, meet: Callable[[], object]) -> dict[st
     The other rank of both is one of torch's fake process group, whose collectives return at once.
     """
     import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    layers = [torch.nn.Linear(64, 64, bias=False, device=device) for _ in range(_LAYERS)]
-    given = torch.ones(16, 64, device=device, requires_grad=True)
+    from zeroplan.core.parallel import ParallelLayout
+    from zeroplan.engines.fsdp2.trainer_mesh import Fsdp2Mesh, shard, split
+    from zeroplan.engines.torch_mesh import passes_of
 
-    def linear() -> Any:
-        return sum(layer(given).sum() for layer in layers)
+    def seconds(layout: ParallelLayout | None) -> float:
+        model, batch = _llama(torch, device)
+        if layout is None:
+            return sum(_passes(lambda: model(**batch).loss, meet))
+        mesh = Fsdp2Mesh.of(layout, torch.device(device))
+        split(model, mesh, torch.device(device))
+        shard(model, mesh, {"reshard_after_forward": True})
+        with passes_of(layout, None)(batch) as given:
+            return sum(_passes(lambda: model(**given).loss, meet))
 
-    model, forward = _llama(torch, device)
-    plain, whole = sum(_passes(linear, meet)), sum(_passes(forward, meet))
-    parameters = len(list(model.parameters()))
+    plain = seconds(None)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        mesh = init_device_mesh(device, (2,))
-        for layer in layers:
-            parallelize_module(layer, mesh, ColwiseParallel())
-        for block in model.model.layers:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        shared, sharded = sum(_passes(linear, meet)), sum(_passes(forward, meet))
+        sharded, shared = (seconds(ParallelLayout(gpus=2, tp=tp)) for tp in (1, 2))
     finally:
         dist.destroy_process_group()
+    parameters, operations = 9 * _BLOCKS + 3, _BLOCKS * (7 * sum(LINEAR) + 2 * sum(NORM))
     return {
-        "dispatch_us": (shared - plain) / (_LAYERS * sum(LINEAR)) * 1e6,
-        "unit_hook_us": (sharded - whole) / (2 * parameters) * 1e6,
+        "dispatch_us": (shared - sharded) / operations * 1e6,
+        "unit_hook_us": (sharded - plain) / (2 * parameters) * 1e6,
     }

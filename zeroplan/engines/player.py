@@ -271,9 +271,9 @@ def play(
                 player.drop(kept)
             recorder.mark("bwd")
         schedule.step(step >= run.skipped_steps)
-        for one in run.blocks:
+        for one in run.blocks if step else ():
             for nbytes in one.passing:
-                recorder.free(recorder.alloc(nbytes, one.temporary))
+                recorder.free_all([recorder.alloc(nbytes, one.temporary) for _ in range(one.together)])
         player.drop(previous)
         recorder.mark(f"step{step}")
 

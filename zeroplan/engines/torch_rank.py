@@ -90,6 +90,11 @@ class TorchRank(Rank, ABC):
         """Elements without gradient that are not quantised."""
         return self.frozen - self.quantized
 
+    @property
+    def plain(self) -> bool:
+        """Whether parameters are whole tensors; FSDP's are shards."""
+        return False
+
     @cached_property
     @abstractmethod
     def chunks(self) -> tuple[int, ...]:

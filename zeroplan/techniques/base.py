@@ -78,6 +78,10 @@ class HoldsTrained(Protocol):
         """Bytes of one trained parameter, as the optimizer sees it."""
 
     @property
+    def plain(self) -> bool:
+        """Whether parameters are whole tensors."""
+
+    @property
     def chunks(self) -> tuple[int, ...]:
         """Elements of each parameter that this rank's optimizer holds."""
 
@@ -99,12 +103,14 @@ class KeptBlocks:
         kept: the bytes of each.
         temporary: what passes behind each step.
         passing: the bytes of each, which is freed before the next.
+        together: how many of each are there at one moment.
     """
 
     buffer: Buffer
     kept: tuple[int, ...]
     temporary: Buffer = Buffer.OPTIM_TEMP
     passing: tuple[int, ...] = ()
+    together: int = 1
 
 
 @dataclass(frozen=True, slots=True)

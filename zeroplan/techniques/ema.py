@@ -1,9 +1,10 @@
 """An exponential moving average of the weights, kept beside the model (Polyak and Juditsky 1992; Tarvainen and Valpola 2017).
 
 A copy of every trained parameter, in the parameter's own dtype, from the initialisation on: ``AveragedModel`` of
-``torch.optim.swa_utils``, diffusers' ``EMAModel``, timm's ``ModelEma``. An update behind each step mixes one parameter after
-the other, through a temporary of its size (``get_ema_avg_fn``); one that mixes all at once in place (``get_ema_multi_avg_fn``)
-needs less. An average on the host has the whole model brought there at each update.
+``torch.optim.swa_utils``, diffusers' ``EMAModel``, timm's ``ModelEma``. From the second step on an update mixes one parameter
+after the other through three temporaries of its size: both scaled, and their sum (``get_ema_avg_fn``). One that mixes in place
+(``get_ema_multi_avg_fn``) needs less, as one of shards, which ``AveragedModel`` does not copy: a temporary is planned there.
+An average on the host has the whole model brought there at each update.
 
 Lightning's callback copies the module before it is moved to the GPU: without a ``device`` the average is on the host.
 Source: torch 2.11, optim/swa_utils.py (AveragedModel.update_parameters); Lightning 2.6, pytorch/callbacks/weight_averaging.py
@@ -55,12 +56,17 @@ def weight_average(c: HoldsTrained) -> int:
 
 @_lines.add(Buffer.OPTIM_TEMP, _place, (Phase.STEP,))
 def weight_average_update(c: HoldsTrained) -> int:
-    """What an update of the average brings to it: all parameters on the host, else one mixed parameter.
+    """What an update of the average brings to it: all parameters on the host, else one parameter, scaled and mixed.
 
-    Source: torch/optim/swa_utils.py, AveragedModel.update_parameters
+    Source: torch/optim/swa_utils.py, AveragedModel.update_parameters, get_ema_avg_fn
     """
     whole = _place(c) is Place.DRAM
-    return c.original_bytes * (c.sharded_trainable if whole else c.largest_trained)
+    return c.original_bytes * (c.sharded_trainable if whole else _mixed(c) * c.largest_trained)
+
+
+def _mixed(c: HoldsTrained) -> int:
+    """Temporaries of one parameter's size while its average is mixed."""
+    return 3 if c.plain else 1
 
 
 class EmaTechnique(Technique[Ema]):
@@ -119,7 +125,7 @@ class EmaTechnique(Technique[Ema]):
         if value.device is AverageDevice.CPU:
             return None
         each = tuple(rank.original_bytes * rank.chunks[p] for p in rank.parameters.trained)
-        return KeptBlocks(Buffer.OPTIM_AVERAGE, each, Buffer.OPTIM_TEMP, each)
+        return KeptBlocks(Buffer.OPTIM_AVERAGE, each, Buffer.OPTIM_TEMP, each, _mixed(rank))
 
     def setting(self, value: Ema) -> None:
         """Return none: Lightning's callback is an object with arguments of its own."""

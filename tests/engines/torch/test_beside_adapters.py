@@ -21,8 +21,9 @@ def test_fsdp1_with_offload_is_met(name: str) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("name", ["MS02", "MS03", "MS04"])
-def test_modules_beside_adapters_are_met(name: str) -> None:
+@pytest.mark.parametrize("name", ["MS02", "MS03", "MS04", "MS05", "EM03"])
+def test_modules_beside_adapters_and_averages_are_met(name: str) -> None:
+    """Reserved memory of MS05 was 6 % too low without the fp32 copy that is cast, of EM03 4 % with one temporary of three."""
     row = ROWS[name]
     (run,) = estimate_runs(request_of(row, depth="simulated"), relief=False).runs
     assert run is not None

@@ -31,6 +31,11 @@ class DdpRank(TorchRank):
         """Elements of a reference model beside the trained one."""
         return self.params if self.workload.objective.reference is Reference.MODEL else 0
 
+    @property
+    def plain(self) -> bool:
+        """Whether parameters are whole tensors."""
+        return True
+
     @cached_property
     def chunks(self) -> tuple[int, ...]:
         """This rank's elements of each parameter: all of them, since DDP shards nothing."""

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.sizes import MIB
+from zeroplan.core.workload import DType
 from zeroplan.engines.ddp.rank import DdpRank
 from zeroplan.engines.torch_step import TorchSchedule
 from zeroplan.simulate.recorder import Recorder
@@ -34,8 +35,11 @@ class DdpSchedule(TorchSchedule[DdpRank]):
         self.rebuilt = False
 
     def build(self) -> None:
-        """Allocate the whole model. The second owner of a tied parameter has its own copy until the tie is made."""
+        """Allocate the whole model. The second owner of a tied parameter has its own copy until the tie is made, and what is
+        cast to 16 bits its fp32 one until all is made.
+        """
         made: set[int] = set()
+        wide: dict[int, int] = {}
         quantize = self.rank.workload.quantize
         if quantize is not None and quantize.shared_bytes:
             self.alloc(quantize.shared_bytes, Buffer.PARAM_FULL)
@@ -43,10 +47,16 @@ class DdpSchedule(TorchSchedule[DdpRank]):
             for p in owned:
                 if p in made and self.rank.workload.loop.moved:
                     continue
+                if self._is_cast(p):
+                    wide[p] = self.alloc(DType.FP32.bytes * self.rank.numel[p], Buffer.PARAM_FULL, note=p)
+                    continue
                 blocks = [self.alloc(nbytes, Buffer.PARAM_FULL, note=p) for nbytes in self.rank.kept(p)]
                 if p in made:
                     self.recorder.free_all(blocks)
                 made.add(p)
+        for p, copied in wide.items():
+            self.alloc(self.rank.original_bytes * self.rank.numel[p], Buffer.PARAM_FULL, note=p)
+            self.recorder.free(copied)
         if self.rank.reference:
             for count in self.rank.numel:
                 self.alloc(self.rank.original_bytes * count, Buffer.PARAM_REFERENCE)
@@ -57,6 +67,16 @@ class DdpSchedule(TorchSchedule[DdpRank]):
                 sizes = self._bucket_sizes(parameters.trained)[::-1]
             self.buckets = [self.alloc(nbytes, Buffer.COMM_ALL_REDUCE) for nbytes in sizes]
             self.rebuilt = bool(parameters.unreached)
+
+    def _is_cast(self, param: int) -> bool:
+        """Whether a parameter is trained in 16 bits and was copied, by ``modules_to_save``, from the base's, which is fp32.
+
+        Source: peft, utils/other.py (prepare_model_for_kbit_training, ModulesToSaveWrapper)
+        """
+        rank = self.rank
+        if rank.workload.quantize is None or rank.original_bytes == DType.FP32.bytes:
+            return False
+        return rank.parameters.trainable[param] and not rank.parameters.adapters[param]
 
     def forward_begin(self) -> None:
         """Rebuild the reducer's buckets before the second forward."""

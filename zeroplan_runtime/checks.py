@@ -392,8 +392,8 @@ class EngineChecks:
 
     # ------------------------------------------------------------------ parameters
 
-    def require_parameters(self) -> None:
-        """Checks that the model's parameters are still the tensors, at the addresses, that the engine updates.
+    def require_parameters(self, model: nn.Module) -> None:
+        """Checks that the parameters of `model`, the engine's now, are the tensors, at the addresses, that the engine updates.
 
         Raises:
             BadInput: with the parameter's name.
@@ -406,8 +406,9 @@ class EngineChecks:
                         where="model",
                         remedy="move and cast before initialize(); the config sets the dtype",
                     )
-        if self._checked_model:
+        if self._checked_model and model is self._model:
             return
+        self._model = model
         known = {id(param) for param in self._params}
         for name, param in self._model.named_parameters():
             if id(param) not in known and param.numel():

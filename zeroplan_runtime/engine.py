@@ -124,7 +124,7 @@ class Engine(EngineGetters):
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self.schedule.resting:
-            self.checks.require_parameters()
+            self.checks.require_parameters(self.module)
         if self.optimizer_step is not None and torch.is_grad_enabled():
             self.optimizer_step.frozen.look()
         self.schedule.require_no_early_updates("engine")
@@ -201,14 +201,12 @@ class Engine(EngineGetters):
         self,
         kind: type[TorchSchedule] | str,
         loss_fn: Callable[..., torch.Tensor],
-        *,
-        chunks: int = 1,
         **options: Any,
     ) -> TorchSchedule:
         """See :func:`zeroplan_runtime.pipeline.make_schedule`."""
         from zeroplan_runtime.pipeline import make_schedule
 
-        return make_schedule(self, kind, loss_fn, chunks=chunks, **options)
+        return make_schedule(self, kind, loss_fn, **options)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the model in place, as ``model.compile(...)`` does, by ``torch.compile`` and with its arguments.

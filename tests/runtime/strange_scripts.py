@@ -444,6 +444,28 @@ def a_whole_step_compiled(t: Any) -> Any:
 
 
 @script(blocks(linear))
+def a_module_that_wraps_the_engines(t: Any) -> Any:
+    class Doubled(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.inner(x) * 2
+            return found
+
+    t.module = Doubled(t.module)
+    return steps(t)
+
+
+@script(blocks(linear), refused="0123")
+def another_module_in_the_engine(t: Any) -> Any:
+    seen = steps(t, 1)
+    t.module = Blocks(linear)
+    return seen + steps(t, 1)
+
+
+@script(blocks(linear))
 def rubbish_collected_in_between(t: Any) -> Any:
     seen: Seen = []
     for number in range(3):

@@ -30,7 +30,7 @@ ROWS: list[TapeEvent] = [
 
 @pytest.fixture
 def tape() -> ExpandedTape:
-    return ExpandedTape((), (), buffers=5).with_events(ROWS)
+    return ExpandedTape((), (), buffers=(5,)).with_events(ROWS)
 
 
 def test_an_edit_without_changes_is_the_tape(tape: ExpandedTape) -> None:
@@ -50,7 +50,7 @@ def test_places_are_those_of_the_tape_as_it_was(tape: ExpandedTape) -> None:
     expected = [*ROWS[:3], *written, ROWS[3], *ROWS[6:11], *grads, *ROWS[12:], (Op.MARK, Mark.OUTPUT, 0, 0, -1)]
     edited = edit.result()
     assert list(edited.events()) == expected
-    assert edited.buffers == 5
+    assert edited.buffers == (5,)
     assert list(tape.events()) == ROWS  # which nobody changes
 
 

@@ -22,7 +22,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _tape() -> Tape:
     program = TapeProgram((1, 0), (1, 0), [], [], [Piece(-1, False, [Segment()])])
-    return Tape([TapeModule("", "Model", -1)], [TapeParam("w", (2, 3), True, 2)], [0], [0], [], [program], 12)
+    return Tape([TapeModule("", "Model", -1)], [TapeParam("w", (2, 3), True, 2)], [0], [0], [], [program], [12])
 
 
 def test_what_is_written_is_read() -> None:
@@ -30,7 +30,7 @@ def test_what_is_written_is_read() -> None:
     assert cache.write(CONFIG, TraceOptions(), _tape()) is not None
     read = cache.read(CONFIG, TraceOptions())
     assert read is not None
-    assert (read.params, read.buffers) == (_tape().params, 12)
+    assert (read.params, read.held) == (_tape().params, [12])
     assert [name for name in os.listdir(cache.folder()) if name.endswith(".part")] == []
 
 

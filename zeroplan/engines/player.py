@@ -217,8 +217,8 @@ def play(
         warm: cuBLAS has its workspaces from the initialisation on; the schedule has recorded them.
         scripts: the scripts of other runs of the same tape.
     """
-    if tape.buffers:
-        recorder.alloc(tape.buffers, Buffer.MODEL_BUFFER)
+    for nbytes in tape.buffers:
+        recorder.alloc(nbytes, Buffer.MODEL_BUFFER)
     schedule.build()
     recorder.mark("model")
     schedule.add_adapters()

@@ -96,7 +96,7 @@ class ModuleTapes(ExpandedTapes):
         # DeepSpeed casts the module, the included runtime what a state_dict holds; FSDP and autocast leave buffers as they are.
         dialect = self._asked.dialect if work.numerics.param_bytes == 2 else None
         persistent = dialect is Dialect.RUNTIME
-        return replace(expanded, buffers=sum(buffer_bytes(self._module, half=dialect is not None, persistent=persistent)))
+        return replace(expanded, buffers=buffer_bytes(self._module, half=dialect is not None, persistent=persistent))
 
 
 #: Keys that its own code has: that code itself, and an adapter of the head.

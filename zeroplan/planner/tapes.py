@@ -464,5 +464,5 @@ class RecordedTapes(ExpandedTapes):
             *first, largest = (
                 tape.expand(batch.micro_batch, batch.seq_len or 1, None, device=device) for tape in self._recorded.tapes[way]
             )
-            self._expanded[way] = replace(largest, shapes=tuple(first), buffers=self._recorded.other_bytes)
+            self._expanded[way] = replace(largest, shapes=tuple(first), buffers=(self._recorded.other_bytes,))
         return self._expanded[way]

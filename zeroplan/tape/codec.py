@@ -51,7 +51,6 @@ def to_json(tape: Tape) -> dict[str, Any]:
         ],
         "programs": programs,
         "segments": stored,
-        "buffers": tape.buffers,
         "about": tape.about,
         **({"held": tape.held} if tape.held else {}),
     }
@@ -87,8 +86,7 @@ def from_json(data: dict[str, Any]) -> Tape:
             )
             for p in data["programs"]
         ],
-        buffers=data["buffers"],
-        held=data.get("held", 0),
+        held=list(data.get("held", [])),
         about=data["about"],
     )
 

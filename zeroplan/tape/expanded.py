@@ -135,7 +135,7 @@ class ExpandedTape:
     `evaluation` is the forward of another batch, which the same modules run between two steps; `generation` what they generate
     before each. `shapes` are the micro batches of the first steps where batches differ in length; this tape is the last of
     them. `halves` is the same micro batch with its backward in two halves (:mod:`zeroplan.trace.run`), for pipelines that
-    run them apart. `buffers` are bytes of the model's registered buffers, which lie beside its parameters all the time.
+    run them apart. `buffers` are bytes of each of the model's registered buffers, which lie beside its parameters all the time.
     """
 
     modules: tuple[TapeModule, ...]
@@ -149,7 +149,7 @@ class ExpandedTape:
     shapes: tuple[ExpandedTape, ...] = ()
     generation: ExpandedTape | None = None
     halves: ExpandedTape | None = None
-    buffers: int = 0
+    buffers: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.op)

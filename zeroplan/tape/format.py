@@ -123,8 +123,8 @@ class Tape:
     """One model's micro batch, stored.
 
     `order` and `param_order` lay out modules and parameters as ``named_modules()`` and ``named_parameters()`` would: an
-    index ≥ 0 is one of `modules` (`params`), -1-k stands for all of stack k. `buffers` are bytes of the traced model's
-    registered buffers, `held` those of the model at its whole depth, where they are worth counting.
+    index ≥ 0 is one of `modules` (`params`), -1-k stands for all of stack k. `held` are bytes of each registered buffer of the
+    model at its whole depth, where they are worth counting.
     """
 
     modules: list[TapeModule]
@@ -133,8 +133,7 @@ class Tape:
     param_order: list[int]
     stacks: list[Stack]
     programs: list[TapeProgram]
-    buffers: int = 0
-    held: int = 0
+    held: list[int] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
     _layout: TapeLayout | None = field(default=None, repr=False, compare=False)
 
@@ -214,7 +213,7 @@ class _Expansion:
         self.tape, self.layout, self.program, self.sizes = tape, layout, program, sizes
         self._counts = [[_storage_sizes(s, sizes) for s in piece.segments] for piece in program.pieces]
         self._bases: list[list[int]] = []
-        self.expanded = ExpandedTape(layout.modules, _with_lora_rank(layout.params, rank), buffers=tape.held)
+        self.expanded = ExpandedTape(layout.modules, _with_lora_rank(layout.params, rank), buffers=tuple(tape.held))
         self._place()
         self._lay()
 

@@ -22,9 +22,10 @@ from zeroplan.tape.options import TraceOptions
 _REVISION = 14
 #: The same of one model type alone, whose traces came out otherwise since.
 _REVISED: dict[str, int] = dict.fromkeys(
-    ("autoformer", "data2vec-audio", "hubert", "informer", "lasr_ctc", "lasr_encoder", "m2m_100", "nemotron_asr_streaming",
-     "nllb-moe", "parakeet_ctc", "parakeet_encoder", "seamless_m4t", "seamless_m4t_v2", "sew", "speecht5", "wavlm",
-     "time_series_transformer", "unispeech", "unispeech-sat", "vits", "wav2vec2", "wav2vec2-bert", "wav2vec2-conformer"),
+    ("autoformer", "data2vec-audio", "hubert", "ibert", "informer", "lasr_ctc", "lasr_encoder", "m2m_100",
+     "nemotron_asr_streaming", "nllb-moe", "parakeet_ctc", "parakeet_encoder", "seamless_m4t", "seamless_m4t_v2", "sew",
+     "speecht5", "time_series_transformer", "unispeech", "unispeech-sat", "vits", "wav2vec2", "wav2vec2-bert",
+     "wav2vec2-conformer", "wavlm"),
     1,
 )  # fmt: skip
 #: Config keys that change no allocation and differ between copies of one model.

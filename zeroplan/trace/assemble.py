@@ -60,7 +60,6 @@ class Assembler:
         self.outside_modules = _numbered(i for i, p in enumerate(self._place) if p is None)
         self.outside_params = _numbered(i for i, p in enumerate(self._param_place) if p is None)
         held = {b.untyped_storage()._cdata: (name, b.untyped_storage().nbytes()) for name, b in model.named_buffers()}
-        self.buffers = sum(size for _, size in held.values())
         self._held = [(self._find(name), size) for name, size in held.values()]
         self.traced = [self._traced(s) for s in range(len(self.blocks))]
         owners = {id(p): i for i, (_, p) in enumerate(self.params)}
@@ -119,7 +118,7 @@ class Assembler:
             DoesNotFoldError: when inner blocks differ, so that the depth cannot be extrapolated.
         """
         stacks = [self._stack(s, programs, shapes) for s in range(len(self.blocks))]
-        held = sum(size * (1 if at is None else stacks[at[0]].plan.count(at[1])) for at, size in self._held)
+        held = [size for at, size in self._held for _ in range(1 if at is None else stacks[at[0]].plan.count(at[1]))]
         modules = [self._module(i, None) for i in self.outside_modules]
         params = [self._param(i, shapes, "") for i in self.outside_params]
         return Tape(
@@ -129,8 +128,7 @@ class Assembler:
             _order(self._param_place, self.outside_params),
             stacks,
             programs,
-            self.buffers,
-            held if held >= LEAST_BUFFERS else 0,
+            held if sum(held) >= LEAST_BUFFERS else [],
         )
 
     def _stack(self, s: int, programs: list[TapeProgram], shapes: Sequence[tuple[int, ...]]) -> Stack:

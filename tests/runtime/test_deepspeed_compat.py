@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import subprocess
 from pathlib import Path
@@ -286,6 +287,37 @@ def gradients_by_hand(group: dist.ProcessGroup) -> None:
 
 def test_gradients_set_by_hand_are_taken_on_one_rank(pool: RankPool) -> None:
     pool.run(1, gradients_by_hand)
+
+
+def test_an_optimizer_of_the_users_at_stage_0_steps_its_engine_until_its_step_is_replaced(pool: RankPool) -> None:
+    pool.run(1, with_an_optimizer_of_the_users)
+
+
+def with_an_optimizer_of_the_users(group: dist.ProcessGroup) -> None:
+    for scheduled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        plain = copy.deepcopy(model)
+        given, other = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(plain.parameters(), lr=0.1)
+        config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
+        engine, optimizer, *_ = deepspeed.initialize(model=model, optimizer=given, config=config, mpu=Mpu(group))
+        assert optimizer is given
+        schedules = [torch.optim.lr_scheduler.StepLR(one, 1, 0.5) for one in (optimizer, other)] if scheduled else []
+        for number in range(3):
+            batch = torch.full((1, 2), 1.0 + number)
+            engine.backward(engine(batch).square().sum())
+            engine.step()
+            plain(batch).square().sum().backward()
+            other.step()
+            other.zero_grad()
+            for schedule in schedules:
+                schedule.step()
+            close(model.weight.detach(), plain.weight.detach(), number)
+        vars(optimizer)["step"] = functools.partial(optimizer.step)
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        with pytest.raises(AssertionError, match="step: was replaced"):
+            engine.step()
+        engine.destroy()
 
 
 def test_what_is_refused_is_an_assertion_and_bad_input() -> None:

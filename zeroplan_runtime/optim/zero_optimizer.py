@@ -195,8 +195,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
             BadInput: with what was changed.
         """
         for optimizer in (self, self._scheduled):
-            step = vars(optimizer).get("step")
-            if step is not None and getattr(step, "__code__", _NO_CODE).co_filename != lr_scheduler.__file__:
+            step = vars(optimizer).get("step")  # a schedule's, which calls the one before, or the one that an engine gave it
+            is_ours = step is None or getattr(step, "__self__", None) is self
+            if not is_ours and getattr(step, "__code__", _NO_CODE).co_filename != lr_scheduler.__file__:
                 raise BadInput(
                     "was replaced, and engine.step() does not call it",
                     where="optimizer.step",

@@ -108,3 +108,14 @@ def _plan(cli: Cli, *flags: str) -> dict[str, Any]:
     assert code == 0, err
     (plan,) = json.loads(out)["plans"]
     return dict(plan)
+
+
+def test_a_project_that_pins_an_old_bitsandbytes_leaves_a_quantised_base_open(tmp_path: Path) -> None:
+    """Its products kept their inputs."""
+    run = {**TRAINER, "use_peft": True, "load_in_4bit": True, "lora_r": 8}
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    keys = []
+    for pin in ("0.40.0", "0.43.2"):
+        (tmp_path / "requirements.txt").write_text(f"bitsandbytes=={pin}\n")
+        keys.append([one.key for one in read_setups([str(tmp_path / "run.json")], "trl").unmodelled if "bits" in one.key])
+    assert keys == [["bitsandbytes 0.40.0"], []]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -12,11 +13,14 @@ from tests.small_llama import small_llama
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Attention
 from zeroplan.models.from_config import spec_from_config
+from zeroplan.planner.estimate import estimate_report
+from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import Mark, Op
 from zeroplan.tape.options import Arithmetic, TraceOptions
-from zeroplan.techniques.freeze import FreezeTechnique, FrozenParts
+from zeroplan.techniques.freeze import FreezeRule, FreezeTechnique, FrozenParts
 
 B, S = 2, 64
+LAYERS = tuple(f"model.layers.{number}" for number in range(4))
 
 
 def test_frozen_parts_have_no_states_under_any_engine() -> None:
@@ -52,8 +56,48 @@ def test_a_tied_head_is_frozen_with_its_embedding() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("rule", "trained"),
+    [
+        (FreezeRule("k", blocks=1), {"model.layers.3"}),
+        (FreezeRule("k", blocks=-2, modules=("mlp",), beside=("lm_head",)), {*LAYERS[:2], "lm_head"}),
+        (FreezeRule("k", patterns=(r"^lm_head\.weight$", r"model\.layers\.[12]+\.mlp")), {"lm_head", *LAYERS[1:3]}),
+        (FreezeRule("k", prefixes=("model.layers.0", "model.embed")), {"lm_head", "model.norm", *LAYERS[1:]}),
+    ],
+)
+def test_a_rule_names_the_parts_of_a_model(rule: FreezeRule, trained: set[str]) -> None:
+    technique, spec = FreezeTechnique(), spec_from_config(small_llama(layers=4), name="", source="")
+    named = technique.named(FrozenParts((), rule), spec)
+    assert named is not None
+    left = technique.trained(named, spec)
+    assert left.params == spec.params
+    assert {name for unit in left.units for name in unit.names() if any(tensor.trainable for tensor in unit.tensors)} == trained
+
+
+def test_towers_are_frozen_where_a_program_does_so_unasked(tmp_path: Path) -> None:
+    """LLaMA-Factory's full fine-tuning trains the language model alone; a text model is trained whole, and searched."""
+    vision = {"depth": 2, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 64}
+    text = {
+        **small_llama(layers=2),
+        "model_type": "qwen2_5_vl_text",
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    }
+    seeing = {"model_type": "qwen2_5_vl", "text_config": text, "vision_config": vision, "vocab_size": 400}
+    for config, keys, frozen in (
+        (seeing, "", {"model.visual"}),
+        (seeing, "freeze_vision_tower: false\n", {"model.visual.merger"}),
+        (seeing, "freeze_multi_modal_projector: false\nfreeze_language_model: true\n", {"model.language_model", "lm_head"}),
+        (small_llama(layers=2), "", None),
+    ):
+        (tmp_path / "run.yaml").write_text(f"finetuning_type: full\ncutoff_len: 64\nbf16: true\n{keys}")
+        asked = Ask(model=config, files=(str(tmp_path / "run.yaml"),), program="llama-factory", depth="formula")
+        shown = estimate_report(asked).workload.get("freeze")
+        assert frozen is None or frozen <= set(shown or ())
+        assert (shown is None) == (frozen is None)
+
+
 @pytest.mark.torch
-@pytest.mark.parametrize("parts", [("embed_tokens",), ("mlp",), ("embed_tokens", "self_attn")])
+@pytest.mark.parametrize("parts", [("embed_tokens",), ("mlp",), ("embed_tokens", "self_attn"), ("embed_tokens", "layers.0")])
 def test_a_trace_keeps_what_a_real_forward_saves(parts: tuple[str, ...]) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -46,6 +46,9 @@ PINNED_PER_TABLE_BYTE = 512
 MEASURED_SPREAD = 24 * MIB
 GUESSED_SPREAD = 512 * MIB
 _MEASURED_CAPABILITY = (9, 0)
+#: The same of cards that CUDA 13 no longer runs on: a V100 under CUDA 11 held 1.34 GiB before the model, 0.75 are planned.
+OLDER_SPREAD = 640 * MIB
+_OLDEST_OF_CUDA_13 = (7, 5)
 
 #: Resident MiB of a rank by the end of each phase, without the engine's buffers: interpreter, torch, transformers, and what
 #: CUDA's and NCCL's libraries map as they come into use. Measured with FSDP2, bf16 and fused attention.
@@ -153,6 +156,6 @@ def outside_torch(
         kernels=KERNELS + (FLASH_KERNELS if flash else 0) + (FIRST_COMMUNICATOR if collectives else 0),
         nccl=nccl,
         page_tables=pinned // PINNED_PER_TABLE_BYTE,
-        spread=MEASURED_SPREAD if known else GUESSED_SPREAD,
+        spread=OLDER_SPREAD if capability < _OLDEST_OF_CUDA_13 else MEASURED_SPREAD if known else GUESSED_SPREAD,
         others=OTHER_CONTEXT * other_contexts,
     )

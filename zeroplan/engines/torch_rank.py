@@ -21,6 +21,7 @@ from zeroplan.core.buffers import Buffer, Place
 from zeroplan.core.optimizer_row import LEVELS, Domain, factors_of
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.rank import Rank
+from zeroplan.techniques.freeze import FrozenParts
 from zeroplan.techniques.synced_passes import SyncedPasses
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class TorchRank(Rank, ABC):
         work = self.workload
         if work.quantize is not None and work.adapter_bytes is not None:
             return work.adapter_bytes
-        trains_all = work.lora_rank is None and all(self.parameters.trainable)  # a live module may come with its adapters
+        frozen = work.technique(FrozenParts)
+        alike = all(self.parameters.trainable) if frozen is None else not frozen.half
+        trains_all = work.lora_rank is None and alike  # a live module may come with its adapters
         half = work.numerics.precision is Precision.PURE or (work.numerics.precision is Precision.HALF_AUTOCAST and trains_all)
         return work.numerics.dtype.bytes if half else DType.FP32.bytes
 

@@ -1,4 +1,5 @@
-"""The version of DeepSpeed that a run has, as its log, its project's files or this Python's packages say it.
+"""The version of DeepSpeed that a run has, as its log, its project's files or this Python's packages say it, and versions of
+other packages that a project pins.
 
 Only an exact version counts: ``deepspeed>=0.14`` says nothing of which one ran.
 """
@@ -17,9 +18,7 @@ from zeroplan.logs.patterns import DEEPSPEED_SAID
 INSTALLED = "installed"
 _NUMBER = r"(\d{1,4}\.\d{1,4}(?:\.\d{1,4})?)"
 #: A pin of pip (also as an item of a list), of conda, and of Poetry.
-_PIN = re.compile(
-    rf"^[\s\-\"']*deepspeed(?:\[[^\]]*\])?\s*={{1,3}}\s*[\"']?{_NUMBER}(?![\d.]*\*)", re.MULTILINE | re.IGNORECASE
-)
+_PIN = r"^[\s\-\"']*{}(?:\[[^\]]*\])?\s*={{1,3}}\s*[\"']?{}(?![\d.]*\*)"
 #: Files that pin what a project runs with.
 _PINNING = ("requirements*.txt", "pyproject.toml", "environment*.yml", "environment*.yaml")
 _MOST_BYTES = 1 << 20
@@ -27,18 +26,20 @@ _MOST_BYTES = 1 << 20
 _MOST_FOLDERS = 5
 
 
-def version_in(text: str) -> str | None:
+def version_in(text: str, package: str = "deepspeed") -> str | None:
     """Return the version that a text states, its last one: a log may hold several starts."""
-    found = [match for kind in (_PIN, DEEPSPEED_SAID) for match in kind.finditer(text)]
+    pin = re.compile(_PIN.format(package, _NUMBER), re.MULTILINE | re.IGNORECASE)
+    found = [match for kind in (pin, DEEPSPEED_SAID) if kind is pin or package == "deepspeed" for match in kind.finditer(text)]
     said = [(match.start(), str(match[match.lastindex or 1])) for match in found]
     return max(said)[1] if said else None
 
 
-def pinned_version(folder: Path) -> tuple[str, str] | None:
-    """Return the version that a file's project pins, and the file that does; None where none does.
+def pinned_version(folder: Path, package: str = "deepspeed") -> tuple[str, str] | None:
+    """Return the version of a package that a file's project pins, and the file that does; None where none does.
 
     Args:
         folder: the file's. The folders above it are searched, too, up to its repository's root.
+        package: its name.
     """
     for place in _project(folder):
         for pattern in _PINNING:
@@ -47,7 +48,7 @@ def pinned_version(folder: Path) -> tuple[str, str] | None:
                     text = path.read_bytes()[:_MOST_BYTES].decode("utf-8", "replace")
                 except OSError:  # a folder of that name, or a file of another user
                     continue
-                if (version := version_in(text)) is not None:
+                if (version := version_in(text, package)) is not None:
                     return version, path.name
     return None
 

@@ -28,6 +28,8 @@ _LAUNCHERS = ("accelerate", "ds_config")
 _OF_SCRIPTS = ("hf-trainer", "trl")
 #: Where torch looks for the allocator's settings; the older name is still read.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+#: The first bitsandbytes whose products keep no input of a frozen weight.
+_BITSANDBYTES = (0, 43, 2)
 #: Fields that a launcher's file decides where both say them.
 _LAUNCHERS_OWN = (
     "engine",
@@ -140,17 +142,31 @@ def read_setups(sources: Sequence[Any], program: str | None = None, task: str | 
         launcher = program is not None and _launcher_owns(document)
         setups.append(read_setup(source, None if launcher else program, task))
     setup = join(setups)
+    folders = tuple(dict.fromkeys(Path(source).parent for source in sources if isinstance(source, str | Path)))
     if setup.ds_config is not None:
-        setup = _with_version(setup, sources)
+        setup = _with_version(setup, folders)
+    if "quantize" in setup.ask:
+        setup = _with_products(setup, folders)
     if task is not None and setup.task != task:
         said = f"says {setup.task}" if setup.task else f"is a file of {setup.title}, which does not know of tasks"
         raise BadInput(f"{setup.files[0]} {said}", where="--task", remedy="change one of the two")
     return setup
 
 
-def _with_version(setup: Setup, sources: Sequence[Any]) -> Setup:
+def _with_products(setup: Setup, folders: Sequence[Path]) -> Setup:
+    """Return the setup with what an older bitsandbytes keeps, where its project pins one; LitGPT's reader knows its own.
+
+    Source: bitsandbytes 0.43.2, autograd/_functions.py (``MatMul4Bit.forward``), which then saved no input of a frozen weight
+    """
+    found = next((pinned for folder in folders if (pinned := pinned_version(folder, "bitsandbytes")) is not None), None)
+    if found is None or parse_version(found[0]) >= _BITSANDBYTES or setup.program == "litgpt":
+        return setup
+    says = f"{found[1]} pins it: before 0.43.2 each product of a quantised weight kept its input"
+    return replace(setup, unmodelled=(*setup.unmodelled, Unmodelled(f"bitsandbytes {found[0]}", Effect.MORE, says)))
+
+
+def _with_version(setup: Setup, folders: Sequence[Path]) -> Setup:
     """Return the setup with the version of DeepSpeed that the project of its files pins, where it does."""
-    folders = dict.fromkeys(Path(source).parent for source in sources if isinstance(source, str | Path))
     found = next((pinned for folder in folders if (pinned := pinned_version(folder)) is not None), None)
     if found is None or parse_version(found[0]) == parse_version(DEEPSPEED_VERSION):
         return setup

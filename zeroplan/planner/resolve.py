@@ -29,7 +29,7 @@ from zeroplan.techniques.experts import AUTO_EP, OWN_EXPERTS
 from zeroplan.techniques.media import TOWERS, MediaTechnique
 from zeroplan.techniques.pipeline import PipelineTechnique
 from zeroplan.techniques.quantized_base import ADAPTERS_RANK, QuantizedBaseTechnique, lacks_adapters
-from zeroplan.techniques.table import techniques_of
+from zeroplan.techniques.table import found_in, techniques_of
 
 _DEGREES = ("tp", "cp", "ulysses", "pp", "vpp", "ep", "etp")
 
@@ -174,6 +174,7 @@ def resolve(request: Ask) -> Resolved:
         request = request.replace(tp=run.tp, ulysses=run.ulysses, ep=run.ep)
         auto_ep = run.auto_ep
     engine = engine.for_workload(workload)
+    workload = found_in(workload, spec)
     facts = facts_of(request, engine, workload, cluster, spec)
     for technique, value in techniques_of(workload):
         technique.require(value, facts)
@@ -215,7 +216,7 @@ def resolve(request: Ask) -> Resolved:
 def _as_trained(spec: ModelSpec, workload: Workload) -> tuple[ModelSpec, Workload]:
     """Return the model as the techniques train it, and the workload with the names that they find in the model."""
     for technique, value in techniques_of(workload):
-        named = technique.named(value, spec)
+        named = technique.named(value, spec) or value
         if named is not value:
             workload = workload.with_techniques(named)
         spec = technique.trained(named, spec)

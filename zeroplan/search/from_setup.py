@@ -27,7 +27,7 @@ from zeroplan.search.space import Candidate
 from zeroplan.techniques.checkpointing import CheckpointingTechnique
 from zeroplan.techniques.compiled import COMPILED, CompiledTechnique
 from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
-from zeroplan.techniques.table import techniques_of
+from zeroplan.techniques.table import found_in, techniques_of
 
 
 def with_source(request: Ask, options: SearchOptions) -> tuple[Ask, SearchOptions, Recommendation | None]:
@@ -61,6 +61,7 @@ def _free_search(
     plain = replace(options, source=None, candidates=None)
     resolved = resolve_search(asked, plain)
     candidate = _candidate(setup, asked, resolved)
+    candidate = replace(candidate, workload=found_in(candidate.workload, resolved.spec))
     for technique, _ in techniques_of(candidate.workload):
         if technique.unsearched:
             remedy = "plan it by zeroplan estimate --ds-config FILE, or leave the section out"

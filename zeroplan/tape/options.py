@@ -164,8 +164,8 @@ class KernelTechnique(Protocol):
 class FreezingTechnique(Protocol):
     """A traced technique that freezes parts of the model."""
 
-    def freeze(self, model: Any) -> None:
-        """Freeze them."""
+    def freeze(self, model: Any, *, autocast: bool = False) -> None:
+        """Freeze them, under `autocast` over a 16-bit model or not."""
 
 
 @runtime_checkable

@@ -311,8 +311,8 @@ class Technique(Generic[V]):
             BadInput: naming the conflict.
         """
 
-    def named(self, value: V, spec: ModelSpec) -> V:
-        """Return the value with what the model's own names make of it."""
+    def named(self, value: V, spec: ModelSpec) -> V | None:
+        """Return the value with what the model's own names make of it; None where that is nothing."""
         return value
 
     def trained(self, value: V, spec: ModelSpec) -> ModelSpec:

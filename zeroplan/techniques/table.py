@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.workload import Workload
 from zeroplan.techniques.base import KeptBlocks, Technique
@@ -42,6 +42,9 @@ from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
 from zeroplan.techniques.saving import SavingTechnique
 from zeroplan.techniques.synced_passes import SyncedPassesTechnique
 from zeroplan.techniques.tiles import TiledLossTechnique, TiledMlpTechnique
+
+if TYPE_CHECKING:
+    from zeroplan.models.spec import ModelSpec
 
 #: The techniques.
 TABLE: list[Technique[Any]] = [
@@ -84,6 +87,12 @@ TABLE: list[Technique[Any]] = [
     QuantizeTrainingTechnique(),
     LocalStepsTechnique(),
 ]
+
+
+def found_in(workload: Workload, spec: ModelSpec) -> Workload:
+    """Return the workload without techniques that find nothing of theirs in the model."""
+    nothing = [type(value) for technique, value in techniques_of(workload) if technique.named(value, spec) is None]
+    return workload.without(*nothing) if nothing else workload
 
 
 def techniques_of(workload: Workload) -> Iterator[tuple[Technique[Any], Any]]:

@@ -245,7 +245,7 @@ def build_model(config: Mapping[str, Any], auto_class: str, options: TraceOption
         tile_loss(model, options.tiles.loss)
     for one in options.techniques:
         if isinstance(one, FreezingTechnique):
-            one.freeze(model)
+            one.freeze(model, autocast=options.arithmetic is Arithmetic.HALF_AUTOCAST)
     keep_layers(model)
     trained: nn.Module = model.train(not options.evaluation)
     base = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -92,6 +92,12 @@ def set_dropout(run: Builder, default: float) -> None:
         run.set("lora_dropout", True, "lora_dropout")
 
 
+def frozen_parts(run: Builder, *, vision: str, projector: str, language: str) -> tuple[str, ...]:
+    """Return the parts of a model with images or sound that keys freeze: towers and projector, where no key says otherwise."""
+    said = {part: run.flag(key) for part, key in (("vision", vision), ("projector", projector), ("language", language))}
+    return tuple(part for part, frozen in said.items() if frozen or (frozen is None and part != "language"))
+
+
 def set_adapters(
     run: Builder, *, rank: str, targets: str, default_rank: int, quantised: bool, everywhere: bool = True, dropout: float = 0.0
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.unmodelled import Effect
 from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_float8, set_optimizer, set_quantisation
@@ -12,6 +14,7 @@ from zeroplan.interop.programs.machine import take_machine
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_compile, set_fsdp, set_saving
 from zeroplan.interop.setups import Setup
+from zeroplan.techniques.freeze import FreezeRule
 from zeroplan.techniques.liger import LigerTechnique
 
 MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
@@ -27,10 +30,8 @@ _NOT_MODELLED = {
     "lora_qkv_kernel": (LESS, "fused adapters of the attention"),
     "lora_o_kernel": (LESS, "fused adapters of the attention's output"),
     "lora_target_parameters": (MORE, "adapters on parameters that are no layers"),
-    "unfrozen_parameters": (LESS, "only some parameters are trained; all are counted as trained"),
     "relora_steps": (NONE, "adapters are merged and begun anew"),
     "relora": (UNKNOWN, "adapters are merged into the base and begun anew"),
-    "freeze_mm_modules": (LESS, "vision and sound towers are frozen; all are counted as trained"),
     "noisy_embedding_alpha": (MORE, "noise as large as the embedded batch"),
     "gptq": (UNKNOWN, "base weights quantised by GPTQ"),
     "quantization": (UNKNOWN, "quantised base weights"),
@@ -264,10 +265,24 @@ class Axolotl(Program):
             self._kernels(run, adapter, bits)
             return
         run.set("method", adapter or "full")
+        if not adapter:
+            self._freezes(run)
         if adapter:
             run.leave_out("adapter", UNKNOWN, f"{adapter} is not modelled; all parameters are counted as trained")
         elif "adapter" not in run.data:
             run.assume("full fine-tuning, since adapter is not set")
+
+    def _freezes(self, run: Builder) -> None:
+        """Set what is frozen: towers, and all but the parameters whose names begin as a pattern says, a period being one."""
+        patterns = run.texts("unfrozen_parameters")
+        if any(pattern.endswith("]") and "[" in pattern and ":" in pattern for pattern in patterns):
+            run.leave_out("unfrozen_parameters", LESS, "rows of parameters are trained; all are counted as trained")
+            patterns = ()
+        literal = tuple(re.sub(r"\.(?!\+)", r"\.", pattern) for pattern in patterns)
+        towers = ("vision", "projector") if run.flag("freeze_mm_modules") else ()
+        if towers or literal:
+            key = "freeze_mm_modules" if towers else "unfrozen_parameters"
+            run.set("freeze_rule", FreezeRule(key, towers, patterns=literal or None), key)
 
     def _kernels(self, run: Builder, adapter: str, bits: int) -> None:
         """Name the kernels of adapters that are on where no key of them is set.

@@ -11,13 +11,14 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.core.preferences import PairLoss
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import set_adapters, set_attention, set_float8, set_quantisation
+from zeroplan.interop.programs.adapters import frozen_parts, set_adapters, set_attention, set_float8, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document
 from zeroplan.interop.programs.known import arguments_of, telling_of_others
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import read_trainer
 from zeroplan.interop.setups import Setup
+from zeroplan.techniques.freeze import FreezeRule
 
 MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
 #: Scripts of its repository.
@@ -54,6 +55,7 @@ _NOT_MODELLED = {
     "reward_model": (MORE, "a reward model beside the trained one"),
     "compute_accuracy": (UNKNOWN, "predictions of the evaluation are kept"),
 }
+_MOST_BLOCKS = 1000
 _TASKS = {
     "dpo": (
         MORE,
@@ -160,6 +162,23 @@ class LlamaFactory(Program):
         run.assume("pref_loss sigmoid" if run.word("pref_loss") is None else "all pairs are as long as cutoff_len")
         return True
 
+    def _freezes(self, run: Builder, method: str) -> None:
+        """Set what is frozen: towers of a model with images or sound, unless a key says otherwise, and under freeze all but the
+        last two blocks.
+        """
+        named = {"projector": "freeze_multi_modal_projector", "language": "freeze_language_model"}
+        parts = frozen_parts(run, vision="freeze_vision_tower", **named)
+        if method == "full":
+            run.set("freeze_rule", FreezeRule("freeze_vision_tower", parts, half=True) if parts else None)
+            return
+        blocks = run.number("freeze_trainable_layers", least=-_MOST_BLOCKS)
+        if run.flag("use_llama_pro"):
+            return  # which is left out by its own name
+        modules, beside = (tuple(run.texts(f"freeze_{one}_modules")) for one in ("trainable", "extra"))
+        blocks = 2 if blocks is None else blocks
+        rule = FreezeRule("finetuning_type", parts, blocks=blocks, modules=modules or ("all",), beside=beside, half=True)
+        run.set("freeze_rule", rule, "finetuning_type")
+
     def _method(self, run: Builder) -> None:
         """Set what is trained, and the dtype in which the base weights are kept."""
         method = run.word("finetuning_type")
@@ -178,8 +197,9 @@ class LlamaFactory(Program):
             run.set("model_dtype", run.fields["dtype"])
         else:
             run.set("method", method)
-            run.set("model_dtype", run.fields["dtype"] if pure else "fp32")
-        if method == "freeze":
-            run.leave_out("finetuning_type", LESS, "only the last layers are trained; all are counted as trained")
+            beside = method == "freeze" and run.fields["engine"] == "ddp"  # what is trained is fp32 beside frozen 16 bits
+            run.set("model_dtype", run.fields["dtype"] if pure or beside else "fp32")
+        if method in ("full", "freeze"):
+            self._freezes(run, method)
         elif method == "oft":
             run.leave_out("finetuning_type", UNKNOWN, "OFT's blocks are not modelled; all parameters are counted as trained")

@@ -10,13 +10,14 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.documents import read_document
 from zeroplan.core.unmodelled import Effect
-from zeroplan.interop.programs.adapters import BYTES, set_adapters, set_attention, set_quantisation
+from zeroplan.interop.programs.adapters import BYTES, frozen_parts, set_adapters, set_attention, set_quantisation
 from zeroplan.interop.programs.builder import Builder
 from zeroplan.interop.programs.document import Document, find_named_file
 from zeroplan.interop.programs.known import telling_of_others
 from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TrainerDefaults, read_trainer, set_fsdp
 from zeroplan.interop.setups import Setup
+from zeroplan.techniques.freeze import FreezeRule
 
 MORE, LESS, UNKNOWN = Effect.MORE, Effect.LESS, Effect.UNKNOWN
 _COMMANDS = ("swift sft", "swift pt", "swift rlhf", "megatron sft", "megatron pt", "megatron rlhf")
@@ -39,7 +40,7 @@ _NOT_MODELLED = {
     "deepspeed_autotp_size": (UNKNOWN, "ranks share each matrix"),
     "use_galore": (UNKNOWN, "GaLore's states follow each matrix's projection rank"),
     "target_parameters": (MORE, "adapters on parameters that are no layers"),
-    "freeze_parameters": (LESS, "frozen parameters are counted as trained"),
+    "freeze_parameters_regex": (LESS, "frozen parameters are counted as trained"),
     "freeze_parameters_ratio": (LESS, "frozen parameters are counted as trained"),
     "trainable_parameters": (UNKNOWN, "which parameters are trained is the command's own choice"),
     "use_logits_to_keep": (LESS, "logits of the labelled positions alone"),
@@ -178,7 +179,10 @@ class MsSwift(Program):
                 run.leave_out("tuner_backend", LESS, "Unsloth's kernels keep fewer tensors")
             return
         run.set("method", method)
-        if method != "full":
+        if method == "full":
+            parts = frozen_parts(run, vision="freeze_vit", projector="freeze_aligner", language="freeze_llm")
+            run.set("freeze_rule", FreezeRule("freeze_vit", parts, prefixes=tuple(run.texts("freeze_parameters"))))
+        else:
             run.leave_out(key, UNKNOWN, f"{method} is not modelled; all parameters are counted as trained")
 
 

@@ -15,6 +15,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.interop.readers import read_setup
 from zeroplan.interop.setups import Setup
 from zeroplan.planner.estimate import estimate_report
+from zeroplan.planner.merge import with_files
 from zeroplan.run.ask import Ask
 
 HEAD = "import argparse, os, torch\nfrom transformers import AutoModelForCausalLM, Trainer, TrainingArguments\n"
@@ -142,6 +143,28 @@ def test_adapters(lines: str, rank: int | None, said: set[str], tmp_path: Path) 
     setup = setup_of(tmp_path, HEAD + LORA + lines + BUILD.format(4))
     assert (setup.ask.value("lora_rank"), {one.key for one in setup.unmodelled}) == (rank, said)
     assert setup.ask.value("lora_targets") == (("c_attn",) if rank else ())
+
+
+@pytest.mark.parametrize(
+    ("place", "gpus", "left_out"),
+    [
+        ('"auto"', 1, []),
+        ('"auto"', 2, ["device_map over GPUs"]),
+        ('{"": int(os.environ["LOCAL_RANK"])}', 2, []),
+        ('{"": "cpu"}', 1, ["device_map"]),
+        ('{"model": 0, "lm_head": 1}', 2, ["device_map"]),
+    ],
+)
+def test_where_a_models_layers_lie(place: str, gpus: int, left_out: list[str], tmp_path: Path) -> None:
+    text = (
+        "import os\nfrom transformers import AutoModelForCausalLM\nfrom trl import SFTConfig, SFTTrainer\n"
+        f"model = AutoModelForCausalLM.from_pretrained('gpt2', dtype='bfloat16', device_map={place})\n"
+        "args = SFTConfig(output_dir='o', per_device_train_batch_size=1, max_length=64, bf16=True)\n"
+        "SFTTrainer(model=model, args=args, train_dataset=data).train()\n"
+    )
+    (tmp_path / "run.py").write_text(text)
+    request, _ = with_files(Ask(files=(str(tmp_path / "run.py"),), gpus=gpus))
+    assert [one.key for one in request.unmodelled if "device_map" in one.key] == left_out
 
 
 def test_qlora_with_trls_trainer(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from enum import StrEnum
 
 #: The key of a plan of which nothing was measured, and that ``verify`` cannot measure.
 UNMEASURED = "unmeasured"
+#: The key of a model whose layers lie over all visible GPUs, which says nothing where there is one.
+OVER_GPUS = "device_map over GPUs"
 
 
 class Effect(StrEnum):

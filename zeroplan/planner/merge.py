@@ -11,7 +11,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.option import MESH
 from zeroplan.core.tasks import training_of
-from zeroplan.core.unmodelled import Effect, Unmodelled
+from zeroplan.core.unmodelled import OVER_GPUS, Effect, Unmodelled
 from zeroplan.core.workload import DType, Precision
 from zeroplan.engines.base import Engine
 from zeroplan.engines.registry import find_engine
@@ -87,6 +87,10 @@ def merge(request: Ask, setup: Setup, usual: str = DEFAULT_ENGINE, *, search: bo
         values["engine"] = engine
     if _is_fsdp_1(setup):
         left_out = tuple(one for one in left_out if one.key != setup.ask.source("engine") or one.effect is not Effect.UNKNOWN)
+    gpus, nodes = (values.get(name, request.value(name)) for name in ("gpus", "nodes"))
+    machine = Cluster.of(gpus=gpus, nodes=nodes, gpu=request.gpu)
+    if machine.gpus * machine.nodes == 1:
+        left_out = tuple(one for one in left_out if one.key != OVER_GPUS)
     merged = request.replace(files=None, described_by_files=True, unmodelled=(*request.unmodelled, *left_out), **values)
     merged = merged.by({name: f"{files}: {setup.key(name)}" for name in values if name in setup.ask})
     if "engine" not in merged:

@@ -6,7 +6,7 @@ import ast
 import re
 
 from zeroplan.core.tasks import Task
-from zeroplan.core.unmodelled import Effect
+from zeroplan.core.unmodelled import OVER_GPUS, Effect
 from zeroplan.interop.programs.script_reader import Reader, first_argument
 from zeroplan.interop.programs.script_syntax import called, holds_unknown
 
@@ -80,8 +80,10 @@ def _loading(reader: Reader, call: ast.Call, program: str) -> None:
             reader.argument(key, value, node)
         elif key == "quantization_config":
             _quantisation(reader, node, program)
-        elif key == "device_map" and value not in (None, {"": 0}):
-            reader.leave_out("device_map", node, Effect.UNKNOWN, "the model is laid over all visible GPUs; one holds it here")
+        elif key == "device_map" and value is not None and not _on_one_gpu(reader.values.node(node)):
+            laid = value in ("auto", "balanced", "balanced_low_0", "sequential")
+            says = "the model is laid over all visible GPUs; one holds it here" if laid else "where its layers lie is not told"
+            reader.leave_out(OVER_GPUS if laid else key, node, Effect.UNKNOWN, says)
         elif key in ("use_flash_attention_2", "attn_impl", "num_labels", "max_memory", "**", "ignore_mismatched_sizes"):
             if key == "use_flash_attention_2" and value is True:
                 reader.data["attn_implementation"] = "flash_attention_2"
@@ -91,6 +93,15 @@ def _loading(reader: Reader, call: ast.Call, program: str) -> None:
         reader.data["dtype"] = "float32"
         says = "fp32 weights are counted; transformers 5 loads those of the checkpoint, often 16 bits"
         reader.leave_out("dtype", call, Effect.LESS, says)
+
+
+def _on_one_gpu(node: ast.AST | None) -> bool:
+    """Whether a ``device_map`` puts the whole model on one GPU, which the process picks: ``{"": local_rank}``."""
+    if not isinstance(node, ast.Dict) or len(node.keys) != 1:
+        return False
+    (key,), (place,) = node.keys, node.values
+    elsewhere = isinstance(place, ast.Constant) and place.value in ("cpu", "disk", "meta")
+    return isinstance(key, ast.Constant) and key.value == "" and not elsewhere
 
 
 def _quantisation(reader: Reader, node: ast.expr, program: str) -> None:

@@ -27,7 +27,7 @@ from benchmarks.step.timing import batch, command, join, timed, warm
 PRODUCTS, ATTENTION, COMMUNICATION, GAP = "products", "attention", "communication not hidden", "gap"
 #: Words in the names of kernels, in the order in which they decide; names of fused kernels list the operations in them.
 _WORDS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("communication", ("nccl",)),
+    ("communication", ("nccl", "memcpy ptop")),  # copy engines', too
     (ATTENTION, ("flash", "fmha", "sdpa", "dot_do_o", "convert_dq")),  # the last two of cuDNN's backward
     (PRODUCTS, ("gemm", "nvjet", "xmma", "cutlass", "splitkreduce")),
     ("loss", ("zp_cross_entropy", "cross_entropy", "nll_loss", "softmax")),

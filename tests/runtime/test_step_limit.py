@@ -33,6 +33,7 @@ def test_each_moment_has_one_owner_and_the_shares_add_up_to_the_whole() -> None:
         ("triton_poi_fused__scaled_mm__to_copy_abs_add_bitwise_and_div_mul_silu_17", "8-bit casts"),
         ("triton_poi_fused_something_3", "fused, other"),
         ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL", "communication"),
+        ("Memcpy PtoP (Device -> Device)", "communication"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("whatever", "other"),
     ],

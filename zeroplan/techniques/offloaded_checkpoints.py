@@ -4,10 +4,14 @@ torch's engines by a function of autograd around each block, as Unsloth, LLaMA-F
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import GradientCheckpointing, Workload
-from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.techniques.base import Facts, Technique
+
+if TYPE_CHECKING:
+    from zeroplan.tape.expanded import ExpandedTape
 
 
 class OffloadedCheckpointsTechnique(Technique[GradientCheckpointing]):

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.parameters import Parameters
+from zeroplan.core.workload import Workload
+from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.deepspeed.groups import flat_group, sub_groups
+from zeroplan.engines.deepspeed.rank import deepspeed_rank
 from zeroplan.ledger.derive import shard
 
 SIZES = st.lists(st.integers(1, 400), min_size=1, max_size=12)
@@ -50,3 +56,21 @@ def test_sub_groups_close_when_they_reach_their_size(sizes: list[int], size: int
 
 def test_shard_pads_each_parameter() -> None:
     assert [shard(n, 4) for n in (1, 4, 5, 2048)] == [1, 1, 2, 512]
+
+
+@pytest.mark.parametrize(("in_trainer", "apart"), [(True, True), (False, False)])
+def test_a_trainer_has_a_second_group_of_what_does_not_decay(in_trainer: bool, apart: bool) -> None:
+    held = {
+        "wte.weight": (64, 8), "h.0.ln_1.weight": (8,), "h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,),
+        "h.0.post_norm.scale": (8,), "lm_head.weight": (64, 8),
+    }  # fmt: skip
+    count = len(held)
+    parameters = Parameters(
+        tuple(held), tuple(held.values()), (True,) * count, (False,) * count, ("",) * count, tuple((p,) for p in range(count))
+    )
+    work = Workload.of(seq_len=8, micro_batch=1, detached_loss=in_trainer)
+    rank = deepspeed_rank(parameters, work, ZeroConfig.of(1), ParallelLayout(2))
+    found = [group for _, group in rank.param_groups]
+    assert found == ([(0, 2, 5), (1, 3, 4)] if apart else [tuple(range(count))])
+    padded = [sum(rank.numel[p] for p in group) for group in found]
+    assert rank.stepped_at_once == [-(-size // 4) * 2 for size in padded]

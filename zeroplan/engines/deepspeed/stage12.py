@@ -59,7 +59,7 @@ class Stage12(DeepSpeedSchedule):
         self.compact = rank.compact
         self.numel, self.comm_of = rank.numel, rank.comm_of
         self.group = rank.flat
-        self.parts = self.group.each if rank.experts or rank.optimizer.rest else (self.group,)
+        self.parts = self.group.each
         self.part_of = {p: at for at, part in enumerate(self.parts) for p in part.order}
         self.places = [part.place(rank.rank, self.group.ranks) for part in self.parts]
         self.owned = dict(self.group.owned(rank.rank))

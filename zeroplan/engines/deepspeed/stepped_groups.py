@@ -30,6 +30,7 @@ _create_param_groups_fp16_flat_cpu_memory, _create_fp16_partitions_with_defragme
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,8 @@ from zeroplan.engines.rank import Rank
 
 #: swap_tensor/utils.py, AIO_ALIGNED_BYTES: for each of a request's threads.
 _ALIGNED_BYTES = 1024
+#: Names of the parameters that transformers' Trainer lets not decay.
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +218,19 @@ class SteppedGroups(ResolvedConfig, Rank):
 
     @cached_property
     def param_groups(self) -> tuple[tuple[Domain, tuple[int, ...]], ...]:
-        """The optimizer's groups of parameters: all trained ones, or Muon's matrices before the rest, or experts behind them.
+        """The optimizer's groups of parameters: all trained ones (in two by a Trainer), or Muon's matrices before the rest, or
+        experts behind them.
 
         Source: utils.py, is_optimized_parameter; engine.py, _muon_param_groups
         """
         trained, names, shapes = self.parameters.trained, self.parameters.names, self.parameters.shapes
         if not self.optimizer.rest:
             if not self.experts:
-                kept = tuple(p for p in trained if p in self.kept)
-                groups = [kept, tuple(p for p in trained if p not in self.kept)]
-                groups.sort(key=lambda group: group[:1])  # as _get_trainable_parameter_groups of stage3.py meets them
-                return tuple((Domain.ALL, group) for group in groups if group)
+                found: list[tuple[int, ...]] = []
+                for own in self._decayed(trained):
+                    groups = [tuple(p for p in own if p in self.kept), tuple(p for p in own if p not in self.kept)]
+                    found += sorted(groups, key=lambda group: group[:1])  # as _get_trainable_parameter_groups meets them
+                return tuple((Domain.ALL, group) for group in found if group)
             dense = tuple(p for p in trained if p not in self.experts | self.routers)
             if (
                 self.layout.auto_ep and self.workload.loop.in_trainer
@@ -237,6 +242,20 @@ class SteppedGroups(ResolvedConfig, Rank):
         matrices = tuple(p for p in trained if muon_updates(names[p], len(shapes[p])))
         rest = tuple(sorted(set(trained) - set(matrices)))
         return tuple((domain, own) for domain, own in ((Domain.MATRIX, matrices), (Domain.REST, rest)) if own)
+
+    def _decayed(self, trained: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the groups of the program's own: transformers' Trainer has biases and norms, which do not decay, in a second.
+
+        Its rule goes by names, and by the class of LayerNorm, which are the only weights of one dimension without such a name.
+        Source: transformers/trainer.py, get_decay_parameter_names, create_optimizer
+        """
+        if not self.workload.loop.in_trainer:
+            return (trained,)
+        names, shapes = self.parameters.names, self.parameters.shapes
+        spared = {
+            p for p in trained if _UNDECAYED.search(names[p].lower()) or (names[p].endswith("weight") and len(shapes[p]) == 1)
+        }
+        return tuple(p for p in trained if p not in spared), tuple(p for p in trained if p in spared)
 
     @cached_property
     def trained(self) -> tuple[int, ...]:

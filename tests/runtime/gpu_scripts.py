@@ -50,6 +50,9 @@ def rows(device: torch.device) -> Iterator[Row]:
         for parts in (1, 2):
             yield {"kind": "loss.backward", "stage": stage, "parts": parts, "apart": loss_backward(device, stage, parts)}
     yield from scripts(device)
+    if device.type == "cuda":  # torch synchronises batch norms on GPUs alone
+        for stage in range(4):
+            yield {"kind": "batch norm over the ranks", "stage": stage, "apart": batch_norm_over_the_ranks(device, stage)}
 
 
 def far(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -84,6 +87,32 @@ def quantised(device: torch.device, bits: int, stage: int) -> float:
         optimizer.step()
         optimizer.zero_grad()
         apart = max(apart, far([loss], [losses[dist.get_rank()]]))
+    engine.destroy()
+    return apart
+
+
+def batch_norm_over_the_ranks(device: torch.device, stage: int) -> float:
+    """``nn.SyncBatchNorm`` over batches that differ by rank is plain torch's batch norm over all of them."""
+    torch.manual_seed(0)
+    width, ranks, rank = test_strangers.WIDTH, dist.get_world_size(), dist.get_rank()
+    model: torch.nn.Module = torch.nn.Sequential(*(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width)) * 2)
+    plain = copy.deepcopy(model).to(device)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05, momentum=0.9)
+    section = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": section, "zero_optimization": {"stage": stage}}
+    engine, *_ = zeroplan_runtime.initialize(model=torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), config=config)
+    apart = 0.0
+    for step in range(4):
+        batches = [test_strangers.data(10 * step + one) for one in range(ranks)]
+        loss = engine(batches[rank]).abs().mean()
+        engine.backward(loss)
+        engine.step()
+        other = plain(torch.cat(batches)).abs()
+        other.mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        apart = max(apart, far([loss], [other.chunk(ranks)[rank].mean()]))
+    apart = max(apart, far(list(engine.module.buffers()), list(plain.buffers())))
     engine.destroy()
     return apart
 

@@ -67,7 +67,7 @@ def outcomes(group: dist.ProcessGroup, stage: int) -> dict[str, str]:
         except Exception as fault:
             found[name] = f"plain: {type(fault).__name__}: {fault}"
             continue
-        pairs = list(zip(seen, expected, strict=True))
+        pairs = [(a.to(b.device), b) for a, b in zip(seen, expected, strict=True)]
         far = max((((a - b).abs().max() / (b.abs().max() + 1e-3)).item() for a, b in pairs if b.numel()), default=0.0)
         found[name] = "equal" if far < 1e-4 else f"different: {far:.3g}"
     return found

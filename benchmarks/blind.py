@@ -36,6 +36,7 @@ CAMPAIGNS = {
     "kernels": ("Liger and cut cross-entropy, parameters without gradient", (KERNELS,)),
     "beside_adapters": ("FSDP 1 with offload, averages, modules beside adapters", (BESIDE_ADAPTERS,)),
     "media": ("videos and sound, frozen parts, averages under FSDP2", (MEDIA,)),
+    "offloaded_checkpoints": ("checkpoints on the host by a function", (BESIDE_ADAPTERS,)),
     "classes2": ("classes of transformers, drawn anew", (CLASSES,)),
 }
 #: A prediction is right if it is off by no more.

@@ -11,6 +11,7 @@ from benchmarks.measure.spec import FUSED, WITHOUT_BETAS
 from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.models.catalog import find
 from zeroplan.run.ask import Ask
+from zeroplan.techniques.freeze import FreezeRule
 
 HERE = Path(__file__).resolve().parent
 MEASURED = HERE / "ground_truth" / "measured.jsonl"
@@ -98,6 +99,7 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
         "video_frames": row.get("video_frames", 0),
         "audio_seconds": row.get("audio_seconds", 0),
         "freeze": tuple(row.get("freeze", ())),
+        "freeze_rule": FreezeRule("freeze", half=row.get("precision") == "half-autocast") if row.get("freeze") else None,
         "set_to_none": row.get("set_to_none", True),
         "target_len": row.get("target_len"),
         "save": row.get("save"),

@@ -21,7 +21,7 @@ from benchmarks.measure.models import CLASS, auto_class, build_config
 from benchmarks.measure.probe import Probe
 from benchmarks.measure.saving import save
 from benchmarks.measure.spec import FUSED, Spec
-from zeroplan.techniques.freeze import FrozenParts
+from zeroplan.techniques.freeze import FreezeRule, FrozenParts
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -61,7 +61,8 @@ def _from_config(spec: Spec, dtype: torch.dtype) -> Any:
     elif spec.kernels == "cut_cross_entropy":
         model.forward = partial(_cut_cross_entropy, model)
     if spec.freeze:
-        FrozenParts(tuple(spec.freeze)).freeze(model)
+        half = spec.precision == "half-autocast"
+        FrozenParts(tuple(spec.freeze), FreezeRule("freeze", half=half)).freeze(model, autocast=half)
     return model.train()
 
 
@@ -309,7 +310,7 @@ def _ddp(spec: Spec, probe: Probe, device: torch.device) -> Trained:
 
 def _parameters(spec: Spec) -> torch.dtype:
     """The dtype in which FSDP2 and DDP hold parameters."""
-    return DTYPES[spec.dtype] if spec.precision == "pure" else torch.float32
+    return torch.float32 if spec.precision is None else DTYPES[spec.dtype]
 
 
 def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -60,7 +60,7 @@ class Spec:
     lora_targets: list[str] | None = None  # None: the seven linear kinds of Llama's blocks; ["all-linear"] as peft reads it
     reentrant: bool = False  # the kind of checkpointing
     offload_checkpoints: bool = False  # fsdp2, ddp: blocks' inputs wait on the host by a function of autograd, as Unsloth's do
-    precision: str | None = None  # fsdp2, ddp: "pure" keeps parameters, gradients and states in `dtype`
+    precision: str | None = None  # fsdp2, ddp: "pure" keeps all in `dtype`, "half-autocast" frozen parts
     reduce_dtype: str | None = None  # fsdp2: of the reduced gradients, where it is not fp32
     compile: str | None = None  # fsdp2, ddp: "blocks", each by itself, or "model"
     kernels: str | None = None  # liger, or cut_cross_entropy, over the built model

@@ -100,6 +100,10 @@ _INSIDE = (
     (60.0, 50.0, 40.0, 30.0, 24.0, 20.0, 15.0, 12.0, 11.0, 6.0, 3.0),
     (90.0, 80.0, 70.0, 60.0, 50.0, 45.0, 40.0, 30.0, 24.0, 20.0, 19.0, 18.0),
 )
+#: GB/s that thread blocks of Hopper's 24 channels move inside a node: a gather writes a rank's own part, too, and a
+#: reduce-scatter reads it, so that of two ranks each moves twice what it sends. Two H200s gathered 1 GiB at 272 GB/s, reduced
+#: it at 271 to 278, sent at 347 (benchmarks.layouts.contention); eight GPUs reach what their links carry.
+_MOVED = 545.0
 #: Multiprocessors of a GPU by generation: V100, A100, H100, B200; and the most channels that NCCL has.
 _MULTIPROCESSORS, _MOST_CHANNELS = (80, 108, 132, 148), 32
 #: The plateau of a ring of Simple between nodes (ncclTopoGetAlgoTime).
@@ -232,6 +236,8 @@ def _rings(fabric: Fabric, collective: Collective, group: RankGroup) -> list[tup
     generation, which = _generation(fabric.capability), min(group.nodes, 3) - 1
     bus, channels = fabric.bus_gbs(group), _channels(fabric, group)
     reduces = 2 if collective is Collective.ALL_REDUCE else 1
+    if generation == 2 and group.nodes == 1 and reduces == 1:
+        bus = min(bus, _MOVED * (group.ranks - 1) / group.ranks)
     steps, between = reduces * (group.ranks - 1), 0 if group.nodes == 1 else reduces * (group.nodes - 1)
     inside = (_NVLINK if fabric.nvlink else _PCIE)[Algorithm.RING]
     found = []

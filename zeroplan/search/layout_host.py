@@ -27,6 +27,11 @@ from zeroplan.models.facts import spec_facts
 _OWN_UNIT = 6
 #: Operations on DTensors in the forward and in the backward. See Note [DTensor's dispatch].
 LINEAR, NORM = (4, 8), (9, 19)
+#: Calls of c10d in a block's forward and backward, waits included, beside FSDP2's own, as torch 2.13 dispatches them. The host
+#: takes as long for one as for so many kernels of the forward (52 of 42 µs, two H200s), and as for so many for a parameter in
+#: the optimizer's step and before it (CPU time).
+_TP_CALLS, _SP_CALLS, _EP_CALLS = (3, 13), (9, 16), (6, 4)
+_CALL, _STEP = 1.25, 5.0
 #: Kernels and bytes in the forward and in the backward, at once and for each further rank. See Note [Ring's kernels].
 _RING_KERNELS, _RING_BYTES = ((5, 16), (22, 9)), ((7, 21), (44, 20))
 
@@ -48,6 +53,21 @@ def dispatch_seconds(case: Case, phase: Phase, rates: Rates, again: int) -> floa
     forward, backward = (LINEAR[at] * linears + NORM[at] * norms for at in (0, 1))
     operations = forward if phase is Phase.FORWARD else backward + again * forward
     return rates.dispatch_us * operations / _blocks(case) / 1e6
+
+
+def call_seconds(case: Case, phase: Phase, rates: Rates, again: int) -> float:
+    """Return the host's seconds in which a block of tensor- or expert-parallel ranks calls and awaits collectives in a pass."""
+    layout = case.layout
+    calls = [0, 0]
+    for shared, counted in ((layout.tp > 1, _SP_CALLS if layout.sp else _TP_CALLS), (layout.ep > 1, _EP_CALLS)):
+        calls = [one + other * shared for one, other in zip(calls, counted, strict=True)]
+    made = calls[0] if phase is Phase.FORWARD else calls[1] + again * calls[0]
+    return _CALL * rates.launch_us * made / 1e6
+
+
+def step_seconds(case: Case, rates: Rates, hooks: Hooks) -> float:
+    """Return the host's seconds for clipping and updating a rank's DTensors, which FSDP2's are."""
+    return _STEP * rates.launch_us * len(case.spec.parameters.names) / 1e6 if hooks is Hooks.PARAMETERS else 0.0
 
 
 def hook_seconds(case: Case, counts: Counts, phase: Phase, rates: Rates, hooks: Hooks) -> float:

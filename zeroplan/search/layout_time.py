@@ -42,7 +42,7 @@ from zeroplan.ledger.traffic import Executor, Resource, WorkItem, work_items
 from zeroplan.ledger.work import Counts, Matrices, matrices
 from zeroplan.models.facts import experts_a_token, spec_facts
 from zeroplan.search.collectives import Collective, RankGroup, fabric_of
-from zeroplan.search.layout_host import dispatch_seconds, hook_seconds, input_sums
+from zeroplan.search.layout_host import call_seconds, dispatch_seconds, hook_seconds, input_sums, step_seconds
 from zeroplan.search.pipeline_time import StageTime, play
 from zeroplan.search.unit_time import ShardedUnit, UnitPass, UnitStep
 
@@ -270,6 +270,7 @@ class LayoutCost:
     def _host(self, phase: Phase) -> float:
         """Return the host's seconds for a mean block in a phase."""
         own = dispatch_seconds(self.case, phase, self.rates, self.again) if self.sharing.dispatches else 0.0
+        own += call_seconds(self.case, phase, self.rates, self.again) if self.sharing.dispatches else 0.0
         hooks = hook_seconds(self.case, self.counts, phase, self.rates, self.sharing.hooks)
         return self._spent(phase, Executor.PYTHON) + own + hooks
 
@@ -356,8 +357,9 @@ class LayoutCost:
             copies, packed = self._copies(dense, experts)
             return (gather + copies) * self._gathers(rank) + reduction + packed
         step = self._units(dense, experts)
-        played = (count - 1) * step.seconds(reduces=False) + step.seconds(reduces=True)
-        return played - count * (forward + backward)
+        update = UnitPass(self._optimizer(rank), step_seconds(self.case, self.rates, self.sharing.hooks))
+        played = (count - 1) * step.seconds(reduces=False) + step.seconds(reduces=True, update=update)
+        return played - update.busy - count * (forward + backward)
 
     def _units(self, dense: int, experts: int) -> UnitStep:
         """Return a micro batch of FSDP2's units; `dense` and `experts` are the elements of them all."""

@@ -13,7 +13,16 @@ from zeroplan.engines.traffic import Hooks
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_counts import rank_counts
-from zeroplan.search.layout_host import LINEAR, NORM, dispatch_seconds, hook_seconds, input_sums, with_ring
+from zeroplan.search.layout_host import (
+    LINEAR,
+    NORM,
+    call_seconds,
+    dispatch_seconds,
+    hook_seconds,
+    input_sums,
+    step_seconds,
+    with_ring,
+)
 from zeroplan.search.layout_time import LayoutCost
 
 SMALL = Ask(model="meta-llama/Llama-3.2-1B", gpus=2, gpu="H100", seq_len=1024, micro_batch=1, engine="fsdp2", stage=3)
@@ -92,6 +101,24 @@ def test_a_small_models_tensor_parallelism_waits_for_the_host() -> None:
         case, counts, rates.with_profile({"launch_us": 0.3, "autograd_us": 0.3, "dispatch_us": 1.0}, "test"), Fsdp2()
     ).time()
     assert slow.compute > 2 * fast.compute
+
+
+def test_a_slow_launch_slows_no_dispatch_that_was_measured_by_itself() -> None:
+    """A profile's launches were once taken for its dispatch, too, and a host-bound step for twice as long as it was."""
+    case = resolve(SMALL.replace(tp=2)).cases[0]
+    rates = rates_of(case.cluster.gpu)
+    slow = rates.with_profile({"launch_us": 2 * rates.launch_us}, "test")
+    for phase in (Phase.FORWARD, Phase.BACKWARD):
+        assert dispatch_seconds(case, phase, slow, 0) == dispatch_seconds(case, phase, rates, 0)
+        assert call_seconds(case, phase, slow, 0) == 2 * call_seconds(case, phase, rates, 0) > 0
+        assert call_seconds(resolve(SMALL).cases[0], phase, rates, 0) == 0
+
+
+def test_the_host_steps_each_parameter_of_dtensors() -> None:
+    case = resolve(SMALL).cases[0]
+    rates = rates_of(case.cluster.gpu)
+    assert step_seconds(case, rates, Hooks.PARAMETERS) * 1e6 == pytest.approx(5 * rates.launch_us * (9 * 16 + 2))
+    assert step_seconds(case, rates, Hooks.MODULES) == 0
 
 
 def test_a_ring_adds_kernels_and_bytes_for_each_further_rank() -> None:

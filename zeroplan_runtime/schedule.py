@@ -62,12 +62,10 @@ class Schedule:
         self.compute_stream = Stream.current(device)
         self.all_gather_stream = Stream(device)
         self.grads = GradientReduction(model_states, self.compute_stream)
-        self.where = "start"
-        self.progress_count = 0
+        self.where, self.progress_count = "start", 0
         self.writes: ParameterWrites | None = None
         self.reading: Callable[[str], AbstractContextManager[object]] = nullcontext
-        self.in_engine_backward = self.halves = self.resting = False
-        self._in_backward = False
+        self.in_engine_backward = self._in_backward = self.halves = self.resting = False
         self._grad_enabled = False  # in this forward, so a backward is expected
         self._current: UnitState | None = None
         units = model_states.units
@@ -441,11 +439,15 @@ class Schedule:
                     remedy="take create_graph=True back, or use stage 2",
                 )
             for part in unit.parts:
+                if part.param_slot.holder is not part:  # whose backward may be this one, too, and still read the slot
+                    part.param_slot.last_use.record(self.compute_stream)
                 self.unshard(part)
                 part.param_slot.ready.wait(self.compute_stream)
                 if part.guarded:
                     self.guard.open(part)
-                    torch.autograd.Variable._execution_engine.queue_callback(partial(self.guard.close, part))
+                    at_its_end = torch.autograd.Variable._execution_engine.queue_callback
+                    at_its_end(partial(self.guard.close, part))
+                    at_its_end(partial(part.param_slot.last_use.record, self.compute_stream))
 
     def pre_backward(self, unit: UnitState, *, recompute: bool = False) -> None:
         """Starts the backward of `unit` and ends that of the unit before it: see Note [Backward of a unit].
@@ -495,5 +497,4 @@ class Schedule:
         self.model_states.arena.phase = Phase.BACKWARD if backward else Phase.FORWARD
 
     def _record_progress(self, doing: str, unit: UnitState) -> None:
-        self.where = f"{doing} of {unit.name}"
-        self.progress_count += 1
+        self.where, self.progress_count = f"{doing} of {unit.name}", self.progress_count + 1

@@ -140,8 +140,9 @@ def summary(kernels: Iterable[tuple[str, int, int]]) -> dict[str, Any]:
     for name, begin, lasts in kernels:
         kind = next((kind for word, kind in _KINDS if word in name.lower()), "other")
         by_kind[kind] += lasts / 1e6
-        by_name[name[:100]][0] += lasts / 1e6
-        by_name[name[:100]][1] += 1
+        short = name.replace("at::native::", "").replace("(anonymous namespace)::", "")[:160]
+        by_name[short][0] += lasts / 1e6
+        by_name[short][1] += 1
         spans[kind == "collectives"].append((begin, begin + lasts))
     every = _union(spans[True] + spans[False])
     whole = (max(end for _, end in every) - every[0][0]) / 1e6

@@ -68,6 +68,25 @@ def test_a_shell_script_is_read_and_not_run(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def test_a_shell_script_has_its_arguments_its_environment_and_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROWS", "9")
+    monkeypatch.chdir(tmp_path)
+    inside = tmp_path / "scripts"
+    inside.mkdir()
+    text = 'cd "$(dirname "$0")"\npython ../train.py --rows ${ROWS:-4} --lr ${1:-5} --at $PWD "${@:2}"\n'
+    (inside / "run.sh").write_text(text)
+    found = start_of(["bash", "scripts/run.sh", "7", "--x"])
+    assert found.arguments == ("--rows", "9", "--lr", "7", "--at", str(inside), "--x")
+    assert found.folder == str(inside)
+    assert "ROWS" not in found.environment  # the process has it
+    assert start_of(["ROWS=3", "bash", "scripts/run.sh"]).arguments[:4] == ("--rows", "3", "--lr", "5")
+    (inside / "run.sh").write_text("cd nowhere\npython train.py\n")
+    with pytest.raises(BadInput, match="line 2: there is no folder"):
+        start_of(["bash", "scripts/run.sh"])
+
+
 @pytest.mark.parametrize(
     "words", [[], ["python"], ["python", "-c", "1"], ["torchrun", "--nproc_per_node", "x", "train.py"], ["no-such-program"]]
 )

@@ -320,3 +320,23 @@ def test_trls_chunked_losses_go_over_the_answers_rows_by_kernels_that_allocate_n
         True,
         ["triton"],
     )
+
+
+def test_a_launch_of_triton_allocates_nothing_and_tuning_clears_a_cache() -> None:
+    with zeroplan.capture("H100") as plan:
+        import triton
+        import triton.language as tl
+
+        @triton.jit  # type: ignore[untyped-decorator]
+        def plain(x: Any, n: Any, size: tl.constexpr) -> None:
+            tl.store(x, tl.program_id(0))
+
+        tuned = triton.autotune(configs=[triton.Config({"size": 64}), triton.Config({"size": 128})], key=["n"])(plain)
+        x = gpu(1 << 20, grad=False)
+        plain[(triton.cdiv(1 << 20, 64),)](x, 1 << 20, size=triton.next_power_of_2(33))
+        assert torch.cuda.max_memory_allocated() == 2 * MIB
+        tuned[(1,)](x, 1 << 20)
+        tuned[(1,)](x, 1 << 20)
+    assert "triton" not in sys.modules
+    assert plan.peak_allocated == 258 * MIB
+    assert "kernels of triton" in {one.key for one in plan.plan.unmodelled}

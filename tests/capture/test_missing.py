@@ -78,21 +78,6 @@ def test_without_samples_the_line_is_named(tmp_path: Path) -> None:
     assert "FileNotFoundError" in captured.stopped.why
 
 
-@pytest.mark.parametrize("installed", [True, False])
-def test_megatrons_setup_stops_by_name(tmp_path: Path, installed: bool) -> None:
-    if installed:
-        (tmp_path / "megatron" / "training").mkdir(parents=True)
-        (tmp_path / "megatron" / "training" / "initialize.py").write_text("def initialize_megatron(**_):\n    pass\n")
-        (tmp_path / "megatron" / "training" / "__init__.py").write_text(
-            "from megatron.training.initialize import initialize_megatron\ndef pretrain():\n    initialize_megatron()\n"
-        )
-    captured, run = capture(tmp_path, "from megatron.training import pretrain\npretrain()\n")
-    assert captured.stopped is not None
-    assert "zeroplan estimate --from LAUNCH.sh" in captured.stopped.why
-    assert captured.stopped.line == (3 if installed else 1)
-    assert run.report.plans[0].fits is None
-
-
 def test_options_and_their_values() -> None:
     words = ["--data-path", "a.json", "--flag", "--train_file=b.txt", "data.path=c.csv", "-d", "e", "f"]
     assert list(_options(words)) == [

@@ -6,6 +6,7 @@ are. A shell script's command is found by :mod:`zeroplan.interop.programs.shell`
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import shutil
@@ -57,6 +58,7 @@ class Start:
         nodes: nodes; None where the command leaves it open.
         environment: variables that the command sets.
         launch_words: what stands behind the launcher's name.
+        folder: in which it runs; empty for this one.
     """
 
     target: str
@@ -67,6 +69,7 @@ class Start:
     nodes: int | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     launch_words: tuple[str, ...] = ()
+    folder: str = ""
 
     def given(self, local_rank: int) -> tuple[str, ...]:
         """The words that the script gets: DeepSpeed's launcher puts the process's number before them (launcher/launch.py)."""
@@ -265,12 +268,13 @@ def _of_shell(rest: list[str], environment: Mapping[str, str]) -> Start:
     from zeroplan.interop.programs.shell_run import follow
 
     if rest[:1] == ["-c"]:
-        text, name = (rest[1] if len(rest) > 1 else ""), "bash -c"
+        text, name, given = (rest[1] if len(rest) > 1 else ""), "bash -c", rest[3:]
     else:
-        path = next((word for word in rest if not word.startswith("-")), None)
-        if path is None:
+        at = next((at for at, word in enumerate(rest) if not word.startswith("-")), None)
+        if at is None:
             raise BadInput("bash without a script", where="capture", remedy="give bash run.sh")
-        name = path
+        name = path = rest[at]
+        given = rest[at + 1 :]
         try:
             text = Path(path).read_text(encoding="utf-8", errors="replace")
         except OSError as error:
@@ -281,12 +285,18 @@ def _of_shell(rest: list[str], environment: Mapping[str, str]) -> Start:
         return found if found.is_file() else None
 
     starts: list[Start] = []
-    for started in follow(text, name, there).commands:
+    set_here = {**os.environ, **environment, "PWD": os.getcwd()}
+    for started in follow(text, name, there, arguments=tuple(given), environment=set_here).commands:
         words = list(started.words)
         if not _starts_python(words):
             continue
         inner = start_of(words)
-        one = replace(inner, environment={**environment, **started.variables, **inner.environment})
+        changed = {name: value for name, value in started.variables.items() if set_here.get(name) != value}
+        folder = str(Path(started.folder or "", inner.folder))
+        if started.folder is None or not Path(folder).is_dir():
+            what = "runs it in a folder that no text tells" if started.folder is None else f"there is no folder {folder[:80]}"
+            raise BadInput(what, where=f"{name}, line {started.line}", remedy="go there, and give the one command itself")
+        one = replace(inner, environment={**environment, **changed, **inner.environment}, folder=folder)
         if all(one.target != other.target or one.arguments != other.arguments for other in starts):
             starts.append(one)
     if len(starts) != 1:

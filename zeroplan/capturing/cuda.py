@@ -49,6 +49,30 @@ class IdleStream:
         return None
 
 
+class _IdleGenerator(IdleStream):
+    """A GPU's own generator, from which nothing is drawn."""
+
+    def get_state(self) -> torch.Tensor:
+        """Return an invented state, as ``torch.cuda.get_rng_state`` does."""
+        return torch.zeros(16, dtype=torch.uint8)
+
+    def clone_state(self) -> _IdleGenerator:
+        """Return itself, and so do others that return a generator."""
+        return self
+
+    graphsafe_get_state = clone_state
+
+    def manual_seed(self, _seed: int) -> _IdleGenerator:
+        """Take no seed."""
+        return self
+
+    def initial_seed(self) -> int:
+        """Return that of a generator without one."""
+        return 0
+
+    seed = get_offset = initial_seed
+
+
 def install(card: PlannedCard, gpus: int, recorder: ScriptRecorder) -> None:
     """Put the answers in place of ``torch.cuda``'s own.
 
@@ -103,7 +127,8 @@ def install(card: PlannedCard, gpus: int, recorder: ScriptRecorder) -> None:
         "current_stream": lambda *_: IdleStream(), "default_stream": lambda *_: IdleStream(), "stream": lambda _: inside(),
         "set_stream": nothing, "device": _Device, "device_of": lambda _: inside(), "manual_seed": nothing,
         "manual_seed_all": nothing, "seed": nothing, "seed_all": nothing, "initial_seed": lambda: 0,
-        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": nothing,
+        "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8), "set_rng_state": nothing,
+        "default_generators": tuple(_IdleGenerator() for _ in range(gpus)),
         "get_rng_state_all": list, "set_rng_state_all": nothing, "memory_stats": stats,
         "memory_allocated": live, "max_memory_allocated": peak, "memory_reserved": live, "max_memory_reserved": peak,
         "reset_peak_memory_stats": recorder.forget_peak, "reset_max_memory_allocated": recorder.forget_peak,

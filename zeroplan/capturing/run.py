@@ -54,8 +54,9 @@ def capture_command(
     if importlib.util.find_spec("torch") is None:
         raise BadInput("needs torch, which the script needs as well", where="capture", remedy="pip install 'zeroplan[torch]'")
     start = start_of(words)
-    if not start.module and not Path(start.target).is_file():
-        raise BadInput("there is no such script", where=start.target, remedy="give the path as from this folder")
+    if not start.module and not Path(start.folder, start.target).is_file():
+        place = f"from {start.folder}, where the command runs" if start.folder else "from this folder"
+        raise BadInput("there is no such script", where=start.target, remedy=f"give the path as {place}")
     world = _world(start, cluster, explicit_gpus=explicit_gpus, rank=rank)
     if start.launcher:
         sized = cluster.resized(world.local_size) if cluster.assumes_host else cluster
@@ -75,7 +76,9 @@ def capture_command(
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), home)))
         why = ""
         try:
-            done = subprocess.run(command, stdout=2, env=environment, timeout=seconds + _GRACE, check=False)
+            done = subprocess.run(
+                command, stdout=2, env=environment, cwd=start.folder or None, timeout=seconds + _GRACE, check=False
+            )
             why = f"the process ended with exit code {done.returncode}" if done.returncode else ""
             if done.returncode == errno.ENOSPC:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

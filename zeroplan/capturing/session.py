@@ -12,7 +12,6 @@ from torch import nn
 
 from zeroplan.capturing import cuda, files, guards, hooks, places, world
 from zeroplan.capturing.ending import EndedError
-from zeroplan.capturing.hooks.engines import MEGATRON
 from zeroplan.capturing.recorder import ScriptRecorder, StoppedError
 from zeroplan.capturing.source import trouble_line
 from zeroplan.capturing.state import Capture
@@ -70,8 +69,6 @@ def _failed(capture: Capture, error: BaseException) -> None:
     while isinstance(cause.__cause__, StoppedError):
         cause = cause.__cause__
     text = " ".join(str(cause).split())[:240]
-    if isinstance(cause, ModuleNotFoundError) and (cause.name or "").partition(".")[0] == "megatron":
-        text = f"{text}; {MEGATRON}"
     if not isinstance(cause, StoppedError):
         import traceback
 

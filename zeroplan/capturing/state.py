@@ -45,6 +45,7 @@ class Capture:
         self.unmodelled: dict[str, tuple[str, str, str]] = {}
         self.handed: Any = None  # what an engine was given (capturing/engines/handed.py)
         self.engine_notes: dict[str, Any] = {}
+        self.resolved: Any = None  # what an engine resolved that plans a model of its own (capturing/engines/megatron.py)
         self.in_trainer = False
         self.workload: dict[str, Any] = {}
         self.process_group = False
@@ -85,8 +86,11 @@ class Capture:
             self.leave_out("processes", "more", says)
         if self.spans.backwards and not self.spans.steps:
             self.invented["steps"] = "no optimizer of torch's steps: each backward counts as a step"
-        engine = {} if self.handed is None or not self.handed.batches.slices else self.handed.as_data()
+        engine = self.resolved or {}
         if engine:
+            self.unmodelled.clear()  # notes of what setup allocates, which is in no figure
+        elif self.handed is not None and self.handed.batches.slices:
+            engine = self.handed.as_data()
             self.unmodelled.pop("ranks", None)
         captured = Captured(
             op=array("b", out.op),
@@ -107,7 +111,8 @@ class Capture:
             lines=["" if line is None else line.short for line in self.recorder.lines],
             line_of=self.recorder.line_of,
         )
-        self._beyond(captured)
+        if self.resolved is None:
+            self._beyond(captured)
         return captured
 
     def _beyond(self, captured: Captured) -> None:

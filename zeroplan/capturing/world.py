@@ -42,10 +42,16 @@ def install(capture: Capture) -> None:
     dist.init_process_group = joined
     dist.distributed_c10d.init_process_group = joined
     home: Any = dist.distributed_c10d
+    own_group = home.new_group
+
+    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **named: Any) -> Any:
+        return own_group(ranks, timeout, None, None, **named)  # of the same fake processes, whatever the backend
 
     def put(name: str, function: Any) -> None:
         for module in (dist, home):
             setattr(module, name, function)
+
+    put("new_group", new_group)
 
     class Done:
         """Finished work."""

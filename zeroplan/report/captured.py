@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _WAYS = {
     "loop": "what the script itself allocates and frees, in its order",
     "engine": "the engine's schedule over the script's own step and loss",
+    "arguments": "the engine's schedule of the model that its arguments describe, as it resolved them; its loop was not run",
 }
 
 
@@ -52,7 +53,8 @@ def _what(report: Report, plan: MemoryPlan) -> str:
     text = (
         f"Captured: {info.command}; {model_text(model.name, model.params, model.trainable)}; {machine_text(report.cluster)}. "
     )
-    text += f"{info.steps} optimizer steps. Figures are {_WAYS[info.way]}."
+    way = "arguments" if info.way == "engine" and not info.steps else info.way
+    text += f"{info.steps} optimizer steps. Figures are {_WAYS[way]}."
     batches = report.workload.get("batches")
     if batches and not any(one.key == "batches" for one in plan.unmodelled):
         text += f" Of what follows: {batches}."

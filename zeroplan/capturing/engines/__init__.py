@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 def install(capture: Capture) -> None:
     """Attach every stand-in."""
-    from zeroplan.capturing.engines import ddp, deepspeed, fsdp, fsdp2, runtime
+    from zeroplan.capturing.engines import ddp, deepspeed, fsdp, fsdp2, megatron, runtime
     from zeroplan.capturing.hooks.imports import when_imported
 
     ddp.install(capture)
+    megatron.MegatronSetup(capture).install()
     when_imported("torch.distributed.fsdp._fully_shard._fully_shard", lambda module: fsdp2.install(capture, module))
     when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", lambda module: fsdp.install(capture, module))
     when_imported("accelerate.utils.fsdp_utils", lambda module: fsdp2.install_accelerate(capture, module))

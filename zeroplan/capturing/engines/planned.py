@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zeroplan.capturing.result import Captured, info_of
@@ -13,8 +13,11 @@ from zeroplan.core.plan import MemoryPlan
 from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.engines.registry import find_engine
+from zeroplan.interop.programs.megatron_lm import MegatronLm
 from zeroplan.models.stored import of_data as spec_of_data
 from zeroplan.planner.estimate import Estimate, estimate_runs
+from zeroplan.planner.merge import with_files
+from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import PLAIN, ZERO3, RecordedRun
 from zeroplan.run.ask import Ask
 from zeroplan.tape.codec import from_json
@@ -24,7 +27,20 @@ if TYPE_CHECKING:
     from zeroplan.planner.simulated import Simulated
 
 _DEEPSPEED = "deepspeed"
+#: Under this key stand the arguments of an engine that builds the model itself, where they describe it.
+_ARGUMENTS = "arguments"
 _TYPES: Mapping[str, Any] = {"optimizer_kind": OptimizerKind, "precision": Precision}
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedArguments:
+    """The arguments of an engine's own program, as it resolved them; messages name them by this class."""
+
+    said: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them by name."""
+        return dict(self.said)
 
 
 def ask_of(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> Ask:
@@ -36,8 +52,6 @@ def ask_of(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> Ask:
         alloc_conf: the caching allocator's settings.
     """
     engine = captured.engine
-    tapes = {way: tuple(from_json(one) for one in held["tapes"]) for way, held in engine["tapes"].items()}
-    recorded = RecordedRun(tapes, int(engine["buffers"]) + int(engine["beside"]))
     machine = {
         "gpus": cluster.gpus,
         "nodes": cluster.nodes,
@@ -45,13 +59,19 @@ def ask_of(captured: Captured, cluster: Cluster, alloc_conf: str = "") -> Ask:
         "vram": cluster.vram,
         "cpu_ram": cluster.cpu_ram,
     }
+    asked = {name: value for name, value in machine.items() if value is not None}
+    if _ARGUMENTS in engine:
+        files = (ResolvedArguments(engine[_ARGUMENTS]),)
+        return Ask(files=files, program=MegatronLm.name, alloc_conf=alloc_conf or None, unmodelled=_left_out(captured), **asked)
+    tapes = {way: tuple(from_json(one) for one in held["tapes"]) for way, held in engine["tapes"].items()}
+    recorded = RecordedRun(tapes, int(engine["buffers"]) + int(engine["beside"]))
     return Ask(
         model=spec_of_data(engine["spec"]),
         recorded=recorded,
         engine=engine["engine"],
         alloc_conf=alloc_conf or None,
         unmodelled=_left_out(captured),
-        **{name: value for name, value in machine.items() if value is not None},
+        **asked,
         **{name: _TYPES[name](value) if name in _TYPES else value for name, value in engine["said"].items()},
     )
 
@@ -79,7 +99,7 @@ def planned(
         raise BadInput(
             "the script's own step makes no tape", where=captured.command, remedy="zeroplan estimate plans the model"
         )
-    plan = _beyond(found.report.plans[0], captured, run.tape.activation_peak)
+    plan = _beyond(found.report.plans[0], captured, ask, run.tape.activation_peak)
     first = plan.model_copy(update={"capture": info_of(captured)})
     further = list(_others(ask, captured, first)) if others else []
     plans = (first, *(one.report.plans[0] for one in further))
@@ -120,15 +140,19 @@ def at_ranks(
     return tuple(found)
 
 
-def _beyond(plan: MemoryPlan, captured: Captured, step: int) -> MemoryPlan:
-    """Return the plan, open where the script takes more outside its micro batches than the plan has."""
+def _beyond(plan: MemoryPlan, captured: Captured, ask: Ask, step: int) -> MemoryPlan:
+    """Return the plan, open where the script takes more outside its micro batches than the plan has, or is another than its
+    arguments describe.
+    """
     engine = captured.engine
     more = []
     peak = plan.gpu.peak_allocated or 0
-    if engine["before"] > peak:
+    if _ARGUMENTS in engine:
+        more = list(_disagreements(engine, ask))
+    elif engine["before"] > peak:
         says = f"the script holds {engine['before']:,} bytes on the GPU before {engine['line']} hands the model over"
         more.append(Unmodelled("before the engine", Effect.MORE, says))
-    if engine["outside"] > step:
+    if engine.get("outside", 0) > step:
         says = f"beside the model, an evaluation takes {engine['outside']:,} bytes, a micro batch {step:,}"
         more.append(Unmodelled("evaluation", Effect.MORE, says))
     if not more:
@@ -141,14 +165,29 @@ def _beyond(plan: MemoryPlan, captured: Captured, step: int) -> MemoryPlan:
     return plan.model_copy(update=update)
 
 
+def _disagreements(engine: Mapping[str, Any], ask: Ask) -> Iterator[Unmodelled]:
+    """Yield where the model or the batch that an engine's setup made is another than its arguments describe."""
+    if "differs" in engine:
+        yield Unmodelled("batch", Effect.UNKNOWN, engine["differs"])
+    if "built" not in engine:
+        yield Unmodelled("model", Effect.UNKNOWN, "the model was not built: that the arguments describe it is not checked")
+        return
+    resolved = resolve(with_files(ask)[0])
+    case = replace(resolved.cases[0], pp_rank=engine["pp_rank"])
+    described = sum(resolved.engine.held_elements(case, ()))
+    if described != engine["built"]:
+        says = f"setup builds {engine['built']:,} parameters on this rank, the arguments describe {described:,}"
+        yield Unmodelled("model", Effect.UNKNOWN, says)
+
+
 def _others(ask: Ask, captured: Captured, first: MemoryPlan) -> Iterator[Estimate]:
     """Yield the estimates of the engine's other stages and offloads, by the fewest changed keys; those that it refuses are left
     out.
     """
-    tapes = captured.engine["tapes"]
+    tapes = captured.engine.get("tapes", {})
     alike = PLAIN in tapes and ZERO3 in tapes and tapes[PLAIN]["shapes"][-1] == tapes[ZERO3]["shapes"][-1]
     seen = {(first.stage, first.offload_optimizer, first.offload_param)}
-    for zero in find_engine(ask.engine).options():
+    for zero in find_engine(first.engine).options():
         key = (zero.stage, str(zero.offload_optimizer.device), str(zero.offload_param.device))
         if key in seen or "nvme" in key:
             continue

@@ -8,23 +8,6 @@ if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
 
 
-#: What works where a script sets Megatron up: its parts build the model for their own ranks, and none has a stand-in.
-MEGATRON = "Megatron-LM's setup is not captured: zeroplan estimate --from LAUNCH.sh plans the script that starts it"
-
-
-def refuse_megatron(module: Any) -> None:
-    """Stop where Megatron is set up: by ``megatron.training``, or by a script that uses ``megatron.core`` itself."""
-    from zeroplan.capturing.recorder import StoppedError
-    from zeroplan.capturing.source import user_line
-
-    def stops(*_: Any, **__: Any) -> Any:
-        raise StoppedError(MEGATRON, user_line())
-
-    for name in ("initialize_megatron", "initialize_model_parallel"):
-        if hasattr(module, name):
-            setattr(module, name, stops)
-
-
 def install_trl_kernels(capture: Capture, module: Any) -> None:
     """Let TRL's log-probabilities take what its Triton kernels do.
 

@@ -38,6 +38,7 @@ class Package:
         always: whether libraries find it, too.
         rules: the file here that holds its rules; empty for the package's own name.
         measured: the rules that a GPU has measured, or that are torch's own operators; None where all are.
+        importers: libraries that ask for it without a way around it, and find it like a script.
     """
 
     version: str
@@ -45,6 +46,11 @@ class Package:
     always: bool = False
     rules: str = ""
     measured: frozenset[str] | None = frozenset()
+    importers: tuple[str, ...] = ()
+
+    def is_for(self, file: str) -> bool:
+        """Return whether code of this file finds the stand-in."""
+        return self.always or is_users(file) or any(f"/{one}/" in file for one in self.importers)
 
 
 PACKAGES = {
@@ -79,6 +85,12 @@ PACKAGES = {
     ),
     "liger_kernel": Package("0.8.5", ("transformers", "chunked_loss"), always=True, measured=None),
     "grouped_gemm": Package("0.3.0", ("ops",)),
+    "triton": Package(
+        "3.5.0",
+        ("language",),
+        measured=frozenset(("jit", "heuristics", "Config", "constexpr", "cdiv", "next_power_of_2")),  # which allocate nothing
+        importers=("megatron",),
+    ),
 }
 
 
@@ -128,7 +140,7 @@ class _KernelFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if package is None:
             return None
         there = isinstance(sys.modules.get(root), _Kernels)
-        if not there and (root != fullname or not (package.always or is_users(callers_file()))):
+        if not there and (root != fullname or not package.is_for(callers_file())):
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -153,7 +165,13 @@ def provide(name: str) -> None:
 
 def install(capture: Capture) -> None:
     """Find the stand-ins before what is installed."""
+    from torch.utils._triton import has_triton_package
+
     _Kernels.noting = capture
+    if has_triton_package():  # torch keeps the answer, and a stand-in that comes later is not for torch
+        from zeroplan.capturing.kernels import triton
+
+        triton.install(capture)
     sys.meta_path.insert(0, _KernelFinder())
     home: Any = importlib.metadata
     own = home.version

@@ -61,6 +61,8 @@ _SPECIAL = (
 )
 #: The words of tokenizers that have a vocabulary of their own.
 _VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000, "BertWordPieceLowerCase": 30522}
+#: The tokenizer of a script that names none, and the words that are counted for one that is not known.
+_TOKENIZER, _WORDS = "GPT2BPETokenizer", 128_256
 #: What changes memory and is in no figure.
 _NOT_MODELLED = {
     "first_last_layers_bf16": (UNKNOWN, "first and last layers in 16 bits; 8 are counted"),
@@ -143,6 +145,11 @@ class MegatronLm(Program):
     name = "megatron-lm"
     title = "Megatron-LM"
     version = "core 0.16"
+
+    @staticmethod
+    def reads(name: str) -> bool:
+        """Return whether what an argument says is read even where it says Megatron's default."""
+        return name in _OWN or name in _DEGREES or name in ("group_query_attention", "padded_vocab_size")
 
     def recognises(self, document: Document) -> tuple[str, ...]:
         """Return the script's name on a command line, or the sections of a YAML file."""
@@ -289,12 +296,12 @@ class MegatronLm(Program):
         kind = run.text("tokenizer_type")
         if said is not None:
             return said + (kind == "NullTokenizer" and not found.get("padded_vocab_size"))
-        known = _VOCABULARIES.get(kind or "GPT2BPETokenizer")
-        if known is not None:
-            run.assume(f"{known:,} words of {kind or 'GPT2BPETokenizer'}")
-            return known
-        run.leave_out("tokenizer_type", UNKNOWN, f"the words of {str(kind)[:40]} are not known; 128,256 are counted")
-        return 128_256
+        words = _VOCABULARIES.get(kind or _TOKENIZER, _WORDS)
+        if kind in (None, *_VOCABULARIES):
+            run.assume(f"{words:,} words of {kind or _TOKENIZER}")
+        else:
+            run.leave_out("tokenizer_type", UNKNOWN, f"the words of {str(kind)[:40]} are not known; {words:,} are counted")
+        return words
 
     def _layout(self, run: Builder, model: Mapping[str, Any]) -> None:
         for key, field in _DEGREES.items():
@@ -335,6 +342,11 @@ class MegatronLm(Program):
         for key in run.data:
             if key not in run.read and not _is_harmless(key, run.data[key]) and run.on(key):
                 run.leave_out(key, UNKNOWN, "what it does to memory is not known here")
+
+
+def known_words(said: Mapping[str, Any]) -> int:
+    """Return how many words are counted of a tokenizer that cannot be asked; `said` are a run's arguments."""
+    return int(said.get("vocab_size") or _VOCABULARIES.get(said.get("tokenizer_type") or _TOKENIZER, _WORDS))
 
 
 def _apart(key: str, value: Any) -> tuple[str, Any]:

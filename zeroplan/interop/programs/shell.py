@@ -111,7 +111,7 @@ def training_command(
         raise BadInput(f"holds more than {_MOST_LINES:,} lines", where=name, remedy="give the command alone")
     found: list[tuple[int, Command]] = []
     for bare in (True, False):  # a script that ends without arguments is followed with any
-        found = found or list(_commands(follow(text, name, find, bare=bare), takes))
+        found = found or list(_commands(follow(text, name, find, arguments=() if bare else None), takes))
     if not found:
         raise BadInput(
             "holds no command whose flags show that it trains",

@@ -7,12 +7,13 @@ with the line that decides. So are variables that are read, or printed by progra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from posixpath import basename, dirname, isabs, join, normpath
+from types import MappingProxyType
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.documents import CONFIG, text_of
@@ -86,19 +87,28 @@ class Followed:
     unread: tuple[str, ...]
 
 
-def follow(text: str, name: str, find: Callable[[str], Path | None], *, bare: bool = True) -> Followed:
+def follow(
+    text: str,
+    name: str,
+    find: Callable[[str], Path | None],
+    *,
+    arguments: tuple[str, ...] | None = (),
+    environment: Mapping[str, str] = MappingProxyType({}),
+) -> Followed:
     """Follow a script.
 
     Args:
         name: its path.
         find: where a file is that the script sources or starts; None where it is not there.
-        bare: whether it is started without arguments; else they may be any.
+        arguments: with which it is started; None where they may be any.
+        environment: variables that are set where it starts; ``PWD`` is the folder, without it paths stay relative.
 
     Raises:
         BadInput: it is no shell, or too long once its variables are put in.
     """
     run = _Run(name, find)
-    shell = ShellState({}, () if bare else None, str(Path(name).absolute()), "", {}, run.printed)
+    variables: dict[str, Value] = {key: value for key, value in environment.items() if key != "PWD"}
+    shell = ShellState(variables, arguments, str(Path(name).absolute()), environment.get("PWD", ""), {}, run.printed)
     try:
         run.body(parse(text), shell)
     except (Unreadable, RecursionError) as error:

@@ -17,6 +17,7 @@ from zeroplan.interop.programs.shell_syntax import part_end
 
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
 _PARAMETER = re.compile(r"(#|!)?([A-Za-z_]\w*|\d+|[@*#?$!-])(?:\[([^\]]*)\])?(.*)", re.DOTALL)
+_CUT = re.compile(r": ?(\d{1,4})(?::(\d{1,4}))?")
 _DEFAULT = re.compile(r":?([-=+?])(.*)", re.DOTALL)
 _INTEGER = re.compile(r"[+-]?\d{1,15}")
 #: Characters of all words with their variables put in.
@@ -196,7 +197,11 @@ class ShellState:
             if mark == "#":
                 return str(len(parts)) if index in ("@", "*") else str(len("".join(parts[:1])))
             if index in ("@", "*") or (index is None and name in "@*"):
-                return parts if not rest else piece
+                cut = _CUT.fullmatch(rest)
+                if cut is None:
+                    return parts if not rest else piece
+                first = int(cut[1]) - (index is None)  # the script's own arguments count from 1, behind its name
+                return piece if first < 0 else parts[first:][: int(cut[2]) if cut[2] else None]
             at = self.number(index or "0")
             return piece if at is None or rest else parts[at] if -len(parts) <= at < len(parts) else ""
         if mark == "#":
@@ -325,7 +330,7 @@ def _changed(value: str, rest: str) -> str | None:
     if rest[0] == "/" and not re.search(r"[*?\[]", rest):
         every, (old, _, new) = rest.startswith("//"), rest.lstrip("/").partition("/")
         return value.replace(old, new, -1 if every else 1) if old else None
-    cut = re.fullmatch(r":(\d{1,4})(?::(\d{1,4}))?", rest)
+    cut = _CUT.fullmatch(rest)
     return None if cut is None else value[int(cut[1]) :][: int(cut[2]) if cut[2] else None]
 
 

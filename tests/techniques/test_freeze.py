@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -94,6 +95,22 @@ def test_towers_are_frozen_where_a_program_does_so_unasked(tmp_path: Path) -> No
         shown = estimate_report(asked).workload.get("freeze")
         assert frozen is None or frozen <= set(shown or ())
         assert (shown is None) == (frozen is None)
+
+
+def test_a_search_counts_what_files_freeze_as_trained(tmp_path: Path) -> None:
+    path, model = tmp_path / "run.yaml", tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(small_llama(layers=4)))
+    keys = "finetuning_type: freeze\ncutoff_len: 64\nbf16: true\nstage: sft\ndataset: d\ntemplate: q\noutput_dir: o\n"
+    path.write_text(f"model_name_or_path: {model}\n{keys}")
+    found = zeroplan.recommend(source=[str(path)], gpu="H100", depth="formula")
+    assert found.answer is not None
+    assert any("which a search counts as trained" in one for one in found.answer.warnings)
+    best = found[0].plan
+    assert "finetuning_type" in [one.key for one in best.unmodelled]
+    (asked,) = zeroplan.estimate(files=[str(path)], gpu="H100", depth="formula")
+    states = [sum(line.bytes for line in one.lines if line.buffer == "optim.exp_avg") for one in (asked, best)]
+    assert 0 < states[0] < states[1]
 
 
 @pytest.mark.torch

@@ -7,7 +7,7 @@ from math import prod
 
 from zeroplan.core.errors import BadInput
 from zeroplan.core.tasks import training_of
-from zeroplan.core.unmodelled import Unmodelled
+from zeroplan.core.unmodelled import Effect, Unmodelled
 from zeroplan.core.zero_config import ZeroConfig
 from zeroplan.engines.registry import find_engine
 from zeroplan.engines.words import other_engine
@@ -26,6 +26,7 @@ from zeroplan.search.search_options import ResolvedSearch, SearchOptions, resolv
 from zeroplan.search.space import Candidate
 from zeroplan.techniques.checkpointing import CheckpointingTechnique
 from zeroplan.techniques.compiled import COMPILED, CompiledTechnique
+from zeroplan.techniques.freeze import FrozenParts
 from zeroplan.techniques.reduced_gradients import REDUCED_GRADIENTS
 from zeroplan.techniques.table import found_in, techniques_of
 
@@ -62,6 +63,14 @@ def _free_search(
     resolved = resolve_search(asked, plain)
     candidate = _candidate(setup, asked, resolved)
     candidate = replace(candidate, workload=found_in(candidate.workload, resolved.spec))
+    frozen = candidate.workload.technique(FrozenParts)
+    counted: tuple[Unmodelled, ...] = ()
+    if frozen is not None and frozen.rule is not None and "freeze" not in request:
+        counted = (Unmodelled(frozen.rule.key, Effect.LESS, "frozen parameters, which a search counts as trained"),)
+        precision = None if frozen.half else asked.precision  # what is trained is in fp32 then
+        asked = asked.replace(freeze_rule=None, precision=precision, unmodelled=(*asked.unmodelled, *counted))
+        resolved = resolve_search(asked, plain)
+        candidate = _candidate(setup, asked, resolved)
     for technique, _ in techniques_of(candidate.workload):
         if technique.unsearched:
             remedy = "plan it by zeroplan estimate --ds-config FILE, or leave the section out"
@@ -112,7 +121,7 @@ def _free_search(
         key = setup.ask.source("checkpoint_policy") or "--checkpoint-policy"
         laid_out.append(f"{key}: what is recomputed is not searched; blocks are, whole, or nothing")
     left_out = (one for one in setup.unmodelled if one.key not in map(setup.key, setup.degrees))
-    said = [setup.line, *laid_out, *(f"{one.key}: {one.says}" for one in left_out)]
+    said = [setup.line, *laid_out, *(f"{one.key}: {one.says}" for one in (*left_out, *counted))]
     notes = (*said, *(text.removeprefix("candidate 0: ") for text in resolved.warnings if text.startswith("candidate")))
     beside = "" if "engine" in request or setup.program not in _OF_BOTH else other_engine(kept)
     found = replace(

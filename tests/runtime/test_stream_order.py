@@ -1,0 +1,67 @@
+"""What streams do to the same memory is ordered by events: scripts at stages 2 and 3 on two ranks, by clocks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import zeroplan_runtime
+from tests.runtime import rare_scripts, strange_scripts  # noqa: F401  (they add scripts)
+from tests.runtime.odd_scripts import SCRIPTS
+from tests.runtime.ranks import RankPool
+from tests.runtime.stream_order import watched
+from zeroplan.core.errors import BadInput
+
+#: A gather that nobody has waited for may still read a shard as its update writes it: its unit was left out of the step, and
+#: the update makes what was gathered stale, so it is gathered again before any use.
+STALE = ("a gather reads the shard", "an update writes the master")
+NAMES = (
+    "gradients_of_chosen_inputs",
+    "a_jacobian",
+    "a_checkpoint_within_a_forward",
+    "a_reentrant_checkpoint_within_a_forward",
+    "two_batches_at_a_time",
+    "layers_left_out_at_random",
+    "momenta_reset",
+    "evaluated_within_an_accumulation",
+    "backwards_within_the_backward",
+    "blocks_frozen_one_after_another",
+    "the_same_loss_twice",
+)
+
+
+def races(group: dist.ProcessGroup, stage: int, names: tuple[str, ...], deaf: bool) -> dict[str, set[tuple[str, str]]]:
+    found = {}
+    for name in names:
+        build, use, _ = SCRIPTS[name]
+        config = {
+            "train_micro_batch_size_per_gpu": 4,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+            "zero_optimization": {"stage": stage},
+            "gradient_clipping": 0.0,
+            "zeroplan": {"wide_numel": 500},
+        }
+        torch.manual_seed(0)
+        with watched(deaf=deaf) as seen:
+            engine, *_ = zeroplan_runtime.initialize(model=build(), config=config, group=group, device="cpu")
+            with suppress(BadInput):  # up to where stage 3 refuses
+                use(engine)
+            engine.destroy()
+        found[name] = seen - {STALE}
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_uses_of_the_same_memory_are_in_order(pool: RankPool, stage: int) -> None:
+    for found in pool.run(2, races, stage, NAMES, False):
+        assert found == {name: set() for name in NAMES}
+
+
+def test_waits_that_are_missing_are_found(pool: RankPool) -> None:
+    for found in pool.run(2, races, 3, ("momenta_reset",), True):
+        assert ("a gather writes the parameters", "a unit computes") in found["momenta_reset"]
+        assert ("a unit computes", "a gather writes the parameters") in found["momenta_reset"]
+        assert ("an update writes the master", "a gather reads the shard") in found["momenta_reset"]

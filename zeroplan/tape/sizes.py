@@ -169,6 +169,7 @@ FUNCTIONS: dict[str, Callable[..., int]] = {
     "mask_rows": lambda _, last, factor: align(last, MASK_ALIGNMENT) * factor if last % MASK_ALIGNMENT else 0,
     "rows": lambda _, seq, multiple, factor: align(seq, multiple) * factor,
     "cudnn_backward": _cudnn_backward,
+    "channels_last": lambda _, image, weight, result: image + weight + result + 16,
     "token_chunk": lambda _, tokens, parts, row: _token_chunk(tokens, parts, row),
     "per_multiprocessor": lambda device, nbytes: device.multiprocessors * nbytes,
 }

@@ -19,7 +19,7 @@ from zeroplan.tape.format import FORMAT, Tape
 from zeroplan.tape.options import TraceOptions
 
 #: Bumped when a trace of the same model comes out otherwise, so that older ones are not read.
-_REVISION = 14
+_REVISION = 15
 #: The same of one model type alone, whose traces came out otherwise since.
 _REVISED: dict[str, int] = dict.fromkeys(
     ("autoformer", "data2vec-audio", "hubert", "ibert", "informer", "lasr_ctc", "lasr_encoder", "m2m_100",

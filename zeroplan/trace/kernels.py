@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from zeroplan.tape.sizes import align
+
 #: Bytes, or a function of :data:`zeroplan.tape.sizes.FUNCTIONS` with its arguments where the bytes are no polynomial.
 Size = int | tuple[Any, ...]
 
@@ -138,6 +140,51 @@ AFTER[_aten.linalg_vector_norm.default] = lambda args, kwargs, out: _reduce(
 )  # args[1]: order
 for _op in (_aten.all.default, _aten.any.default):
     AFTER[_op] = lambda args, kwargs, out: _reduce((args[0],), {}, out)
+
+
+def _channels_last(image: Any, weight: Any, result: Any, groups: int) -> Size:
+    """Return the bytes of cuDNN's workspace for one convolution of 16 bits whose tensors have their channels first.
+
+    Its kernels take channels last: image, weight and result are copied into that order, the channels of an image filled up to
+    eight. Depthwise kernels take tensors as they are. Read off cuDNN 9.19 call by call (benchmarks/results/convolutions.jsonl);
+    for fp32, and in three dimensions, it follows no such rule.
+    """
+    if not (image.dim() in (3, 4) and image.element_size() == 2 and image.is_contiguous()) or groups == image.shape[1] > 1:
+        return 0
+    kernel, filled = weight.shape[2:].numel(), 8 if groups == 1 else 1
+    images = image.shape[0] * align(image.shape[1], filled) * image.shape[2:].numel()
+    weights = weight.shape[0] * align(weight.shape[1], filled) * kernel if kernel > 1 else 0
+    return ("channels_last", 2 * images, 2 * weights, 2 * result.numel())
+
+
+def _is_product(image: Any, weight: Any, stride: Any) -> bool:
+    """Whether a convolution is a product of matrices as they lie: of single pixels, whose rows are aligned to 16 bytes."""
+    single = weight.shape[2:].numel() == 1 and all(step == 1 for step in stride)
+    return single and image.element_size() == 2 and image.shape[2:].numel() % 8 == 0
+
+
+def _convolution(args: Any, kwargs: Any, out: Any) -> Sizes:
+    """A few channels under a small kernel have a kernel of their own."""
+    image, weight, _, stride, _, _, transposed, _, groups = args
+    small = image.shape[1] < 8 and weight.shape[2:].numel() <= 16 and image.dim() == 4
+    if transposed or small or _is_product(image, weight, stride):
+        return []
+    return [_channels_last(image, weight, out, groups)]
+
+
+def _convolution_backward(args: Any, kwargs: Any, out: Any) -> Sizes:
+    """The image's gradient, then the weight's, which a product sums up by samples in fp32."""
+    result, image, weight, _, stride, _, _, transposed, _, groups, wanted = args
+    if transposed:
+        return []
+    if _is_product(image, weight, stride):
+        return [[image.shape[0] * weight.numel() * 4]] if wanted[1] else []
+    copies = _channels_last(image, weight, result, groups)
+    return [[copies] for asked in wanted[:2] if asked]
+
+
+AFTER[_aten.convolution.default] = _convolution
+AFTER[_aten.convolution_backward.default] = _convolution_backward
 
 #: True while attention runs as separate operators, which add the mask in place.
 in_math_attention = False

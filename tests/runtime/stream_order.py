@@ -119,12 +119,15 @@ def watched(*, deaf: bool = False) -> Iterator[set[tuple[str, str]]]:
                 if vars(module).get(kind.__name__) is kind:
                     stack.enter_context(patch.object(module, kind.__name__, ours))
 
-        def before(owner: type, name: str, look: Callable[..., None]) -> None:
+        def before(owner: type, name: str, look: Callable[..., Callable[[], None] | None]) -> None:
             method = getattr(owner, name)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                look(*args, **kwargs)
-                return method(*args, **kwargs)
+                afterwards = look(*args, **kwargs)
+                result = method(*args, **kwargs)
+                if afterwards is not None:
+                    afterwards()
+                return result
 
             stack.enter_context(patch.object(owner, name, call))
 
@@ -156,6 +159,15 @@ def watched(*, deaf: bool = False) -> Iterator[set[tuple[str, str]]]:
         def fills(_: Any, master: torch.Tensor, *more: Any, **options: Any) -> None:
             use(master, "a write of the user's reaches the master", writes=True)
 
+        def frees(owner: Any, *_: Any) -> Callable[[], None]:
+            freed = [one for unit in owner.units for flat in unit.flats() for one in (flat.full, flat.shard)]
+
+            def afterwards() -> None:
+                for one in freed:
+                    use(one, "memory is freed", writes=True)
+
+            return afterwards
+
         def states(owner: Any, unit: Any, buffer: Any, begin: int, end: int, values: Any) -> None:
             use(owner._tensor(unit, buffer)[begin:end], "the user writes a state", writes=True)
 
@@ -169,6 +181,7 @@ def watched(*, deaf: bool = False) -> Iterator[set[tuple[str, str]]]:
         before(ParameterGuard, "open", opens)
         before(Schedule, "_reshard", reads)
         before(ModelStates, "fill_shard", fills)
+        before(ModelStates, "free", frees)
         before(ParameterStates, "_write", states)
         before(GradientReduction, "accumulate", adds)
         yield clocks.races

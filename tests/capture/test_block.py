@@ -231,3 +231,34 @@ def test_names_that_accelerate_has_taken_are_watched_and_put_back() -> None:
         torch.zeros(4, device="cuda")
         assert taken.save_fsdp_model is not own
     assert taken.save_fsdp_model is own
+
+
+def test_a_model_of_the_cpu_trains_there_beside_one_on_a_gpu() -> None:
+    with zeroplan.capture("H100") as plan:
+        beside = torch.ones(8, device="cuda", requires_grad=True)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD([*model.parameters(), beside], lr=0.1)
+        for _ in range(2):  # the gradient of a clamp is a choice between it and a zero that torch makes within
+            beside.clamp(min=0.5).sum().backward()
+            model(torch.ones(3, 4)).clamp(min=0.5).sum().backward()
+            optimizer.step()
+        assert str(model.weight.grad.device) == "cpu"
+    assert plan.plan.capture is not None
+    assert plan.plan.capture.stopped is None
+    assert plan.peak_allocated < 4096
+
+
+def test_an_epoch_behind_the_steps_has_no_batch() -> None:
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    def older(self: Any) -> Any:  # of accelerate 0.34, where the loader below has nothing
+        yield None
+
+    own = data_loader.DataLoaderShard.__iter__
+    try:
+        data_loader.DataLoaderShard.__iter__ = older
+        with zeroplan.capture("H100"):
+            assert list(data_loader.DataLoaderShard([torch.zeros(2)])) == []
+        assert list(data_loader.DataLoaderShard([torch.zeros(2)])) == [None]
+    finally:
+        data_loader.DataLoaderShard.__iter__ = own

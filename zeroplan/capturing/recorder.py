@@ -72,6 +72,7 @@ class ScriptRecorder(StorageRecorder):
     def __init__(self) -> None:
         super().__init__((), known=KnownValues())
         self._wanted: str | None = None
+        self._among_gpu = True  # whether the last operator over tensors without values ran on the GPU
         self.inside = 0  # functions of GPU tensors that run
         self.invented_reads: dict[CodeLine, str] = {}
         self.open_branches: dict[CodeLine, bool] = {}
@@ -171,7 +172,9 @@ class ScriptRecorder(StorageRecorder):
             return args[0] if name == "_amp_update_scale_" else None
         if func is _READ:
             return self._read(args[0])
-        gpu = self._on_gpu(func, bare, made_bare)
+        gpu = self._on_gpu(func, bare)
+        if bare:
+            self._among_gpu = gpu
         if func is _COPY_INTO and args[0].device.type != "meta":
             return self._copied_back(args)
         if func is _COPY and device is not None and device.type == "cpu":
@@ -203,11 +206,11 @@ class ScriptRecorder(StorageRecorder):
                 self._workspaces.add(one)
                 self.out.add(WORKSPACE, one)  # type: ignore[arg-type]
 
-    def _on_gpu(self, func: Any, bare: list[torch.Tensor], made_bare: bool) -> bool:
+    def _on_gpu(self, func: Any, bare: list[torch.Tensor]) -> bool:
         if self._wanted is not None and (func is _COPY or not bare or func in _FACTORIES_LIKE):
             return self._wanted == "gpu"
         if not bare:  # made within an operator of torch's own, where its tensors are
-            return self.inside > 0 or self.phase == 2
+            return self.inside > 0 or (self.phase == 2 and self._among_gpu)
         return any(on_gpu(one) for one in bare)
 
     def _on_host(self, func: Any, args: Any, kwargs: Any) -> Any:

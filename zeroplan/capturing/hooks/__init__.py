@@ -34,6 +34,7 @@ def install(capture: Capture) -> None:
     exits.install(capture)
     when_imported("torch.nn.attention.flex_attention", flex_attention.install)
     when_imported("transformers.modeling_utils", lambda module: transformers_models.install(capture, module))
+    when_imported("accelerate.data_loader", engines.install_loader)
     when_imported("accelerate.utils.memory", lambda module: engines.install_batch_finder(capture, module))
     when_imported("transformers.trainer", lambda module: transformers_models.install_trainer(capture, module))
     when_imported("transformers.tokenization_utils_base", lambda module: native_files.install_tokenizers(capture, module))

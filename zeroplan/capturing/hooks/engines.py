@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
+
+from zeroplan.capturing.hooks.imports import changes
 
 if TYPE_CHECKING:
     from zeroplan.capturing.state import Capture
@@ -50,3 +54,15 @@ def install_batch_finder(capture: Capture, module: Any) -> None:
         return own(*args, **kwargs)
 
     module.find_executable_batch_size = find
+
+
+def install_loader(module: Any) -> None:
+    """Let an epoch behind the steps have no batch under an accelerate (to 0.34) that yields None where its loader is empty."""
+    kind = module.DataLoaderShard
+    own = kind.__iter__
+
+    def iterate(loader: Any) -> Iterator[Any]:
+        return itertools.takewhile(lambda batch: batch is not None, own(loader))
+
+    changes(kind)
+    kind.__iter__ = iterate

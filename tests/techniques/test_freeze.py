@@ -97,6 +97,16 @@ def test_towers_are_frozen_where_a_program_does_so_unasked(tmp_path: Path) -> No
         assert (shown is None) == (frozen is None)
 
 
+@pytest.mark.torch
+def test_blocks_of_a_stack_that_are_not_frozen_alike_have_no_simulated_plan() -> None:
+    """Blocks are traced as alike: two runs on an H200 took twice what such a tape said. Formulas count them one by one."""
+    pytest.importorskip("transformers")
+    config = small_llama(layers=24)
+    for parts, depth in ((("layers.9",), "formula"), (("layers.22", "layers.23"), "formula"), (("embed_tokens",), "simulated")):
+        (plan,) = zeroplan.estimate(config, engine="ddp", freeze=parts, seq_len=64, gpu="H100")
+        assert (plan.depth, plan.fits) == (depth, True if depth == "simulated" else None)
+
+
 def test_a_search_counts_what_files_freeze_as_trained(tmp_path: Path) -> None:
     path, model = tmp_path / "run.yaml", tmp_path / "m"
     model.mkdir()

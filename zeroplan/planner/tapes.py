@@ -37,6 +37,7 @@ from zeroplan.tape.reference_forward import forward_without_gradients, with_forw
 from zeroplan.tape.sizes import KernelDevice
 from zeroplan.tapes import lookup, tape_for
 from zeroplan.techniques.compiled import COMPILED
+from zeroplan.techniques.freeze import FrozenParts
 from zeroplan.techniques.table import techniques_of
 
 #: Layers that are simulated at most, several stacks' together: each is played, so time and memory grow with them. Published
@@ -176,6 +177,8 @@ def expanded_tape_of(engine: Engine, case: Case) -> ExpandedTape:
             tape = _traced(spec, options, workload)
         expanded = expand_for(tape, case, trace=True, zero3=zero3)
         _require_all_parameters(expanded, case)
+        if workload.has(FrozenParts):
+            _require_the_trained(expanded, case)
         if case.halves:
             expanded = replace(expanded, halves=_halves(case))
         return (
@@ -222,6 +225,19 @@ def _require_all_parameters(tape: ExpandedTape, case: Case) -> None:
         raise NoTapeError(
             f"{case.spec.name}: the traced model has {have:,} parameters, the config says {want:,}",
             remedy="report it with the config",
+        )
+
+
+def _require_the_trained(expanded: ExpandedTape, case: Case) -> None:
+    """Refuse a tape in which other parameters are frozen than in the case: blocks of a stack are traced as alike."""
+    have, want = (
+        {name for name, trains in zip(one.names, one.trainable, strict=True) if trains}
+        for one in (expanded.parameters, case.spec.parameters)
+    )
+    if have != want:
+        raise NoTapeError(
+            f"{case.spec.name}: blocks of one stack are not frozen alike, and are traced as if they were",
+            remedy="freeze whole parts, or measure a few steps",
         )
 
 

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.blind import blind_sentence, predicted_first, proof, trust
 from benchmarks.from_files.predict import BLIND, read, table
 from benchmarks.layouts.recommended import recommended_plans
+from benchmarks.layouts.two_gpus import steps_table
 from benchmarks.published.page import published
 from benchmarks.recommend.page import measured
 from benchmarks.step.page import runtime_speed
@@ -303,6 +304,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "reported_far": reported_far,
     "from_files": from_files,
     "recommended_plans": recommended_plans,
+    "steps_table": steps_table,
 }
 
 

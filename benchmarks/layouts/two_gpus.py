@@ -6,7 +6,8 @@
 
 ``predict`` writes a line of JSON for each case, on any machine where torch can trace the models, which stand for those of the
 catalog whose tapes are shipped; a profile of the GPUs' machine (``zeroplan doctor --calibrate``) tells how fast its host is.
-``steps`` runs them in the loops of ``zeroplan verify``, without its marks. ``compare`` prints both.
+``steps`` runs them in the loops of ``zeroplan verify``, without its marks. ``compare`` prints both; the page on parallelism has
+the last ones.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from zeroplan.ledger.work import count_tape
 from zeroplan.models.load import load_model
 from zeroplan.planner.resolve import resolve
 from zeroplan.planner.tapes import ExpandedTapes
+from zeroplan.report.table import render
 from zeroplan.run.ask import Ask
 from zeroplan.search.cost import CostModel
 from zeroplan.search.layout_time import LayoutCost
@@ -60,6 +62,14 @@ CASES: dict[str, dict[str, Any]] = {
     "1B, dp 2 × pp 2, 8 micro batches": {"model": DENSE, "micro_batch": 2, "stage": 2, "gpus": 4, "pp": 2, "grad_accum": 8},
     "mixture, ep 4": {"model": MIXTURE, "micro_batch": 1, "stage": 3, "gpus": 4, "ep": 4},
 }
+
+
+RESULTS = Path(__file__).parent.parent / "results"
+#: Of each run its steps, what was predicted before it by default rates, and what by rates of a profile.
+LAST = (
+    ("layouts_two_h200_steps_fourth", "layouts_two_h200_predicted_fourth", "layouts_two_h200_predicted_fifth_by_profile"),
+    ("layouts_two_h200_steps_fifth", "layouts_two_h200_predicted_fifth", "layouts_two_h200_predicted_fifth_by_profile"),
+)
 
 
 def _model(name: str, folder: Path) -> str:
@@ -104,6 +114,21 @@ def compare(predicted: Path, measured: Path) -> None:
             print(f"| {row['case']} | {ours:.0f} | {other} |")
         else:
             print(f"| {row['case']} | {row.get('refused', '')} | | | | |")
+
+
+def steps_table() -> str:
+    """Return the table of docs/parallelism.md: the last steps that were measured, and what was predicted of each before."""
+
+    def rows(name: str) -> dict[str, dict[str, Any]]:
+        return {row["case"]: row for row in map(json.loads, (RESULTS / f"{name}.jsonl").read_text().splitlines())}
+
+    shown = []
+    for measured, first, calibrated in LAST:
+        told, taken = rows(first), rows(calibrated)
+        for case, run in rows(measured).items():
+            ratios = (f"{one[case]['seconds'] / run['running']:.2f}" for one in (told, taken))
+            shown.append([case, f"{1e3 * run['running']:.0f}", f"{1e3 * run['seconds']:.0f}", *ratios])
+    return render(["steps of two H200s", "ms in a row", "ms, awaited", "predicted, by default", "calibrated"], shown, "github")
 
 
 def main() -> None:

@@ -53,6 +53,7 @@ def rows(device: torch.device) -> Iterator[Row]:
     if device.type == "cuda":  # torch synchronises batch norms on GPUs alone
         for stage in range(4):
             yield {"kind": "batch norm over the ranks", "stage": stage, "apart": batch_norm_over_the_ranks(device, stage)}
+            yield {"kind": "autograd.grad", "stage": stage, "apart": gradients_of_inputs(device, stage)}
 
 
 def far(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -117,6 +118,33 @@ def batch_norm_over_the_ranks(device: torch.device, stage: int) -> float:
     apart = max(apart, far(list(engine.module.buffers()), list(plain.buffers())))
     engine.destroy()
     return apart
+
+
+class Deep(torch.nn.Module):
+    """Layers that take a GPU long enough for the host to run ahead of it by several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(4096, 4096) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x).tanh()
+        return x
+
+
+def gradients_of_inputs(device: torch.device, stage: int) -> float:
+    """The input's gradients by ``torch.autograd.grad``, relative to the largest."""
+    torch.manual_seed(0)
+    model = Deep()
+    plain, x = copy.deepcopy(model).to(device), torch.randn(2048, 4096).to(device).requires_grad_()
+    (expected,) = torch.autograd.grad(plain(x).square().mean(), x)
+    config: Row = {"train_micro_batch_size_per_gpu": 2048, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage}}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": 0.0}}
+    engine, *_ = zeroplan_runtime.initialize(model=model, config=config)
+    found = [torch.autograd.grad(engine(x).square().mean(), x)[0] for _ in range(3)]
+    engine.destroy()
+    return max(far([grad], [expected]) for grad in found) / expected.abs().max().item()
 
 
 def loss_backward(device: torch.device, stage: int, parts: int) -> float:

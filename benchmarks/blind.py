@@ -39,6 +39,7 @@ CAMPAIGNS = {
     "offloaded_checkpoints": ("checkpoints on the host by a function", (BESIDE_ADAPTERS,)),
     "frozen_blocks": ("blocks of a stack that are not frozen alike", (RESULTS / "frozen_blocks.jsonl",)),
     "classes2": ("classes of transformers, drawn anew", (CLASSES,)),
+    "classes3": ("classes of transformers, drawn a third time", (CLASSES,)),
 }
 #: A prediction is right if it is off by no more.
 RIGHT = 0.01

@@ -20,6 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.blind import blind_sentence, predicted_first, proof, trust
+from benchmarks.causes import ALLOCATED, RESERVED, table_of_causes
 from benchmarks.from_files.predict import BLIND, read, table
 from benchmarks.layouts.recommended import recommended_plans
 from benchmarks.layouts.two_gpus import steps_table
@@ -160,7 +161,7 @@ def accuracy() -> str:
     ours, blind, peers = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("accuracy", "blind", "peers"))
     summary = ours["summary"]
     what = {"peak_allocated": "peak allocated", "peak_reserved": "peak reserved", "nvml": "NVML", "host_rss": "host resident"}
-    table = _errors(summary, what)
+    errors = _errors(summary, what)
     marks = summary["marks"]
     others = [
         [name, str(s["rows"]), f"{s['mean_absolute']:.1%}", f"{s['worst']:+.1%}", f"{s['below']} of {s['rows']}"]
@@ -178,23 +179,16 @@ def accuracy() -> str:
         "this table again; error is predicted / measured − 1. Allocated and reserved memory have no constant from a run; what",
         "processes and CUDA's libraries take beside them was read off some of these runs (`zeroplan/engines/process.py`).",
         "",
-        render(["figure", "runs", "median", "95 %", "worst"], table, "github"),
+        render(["figure", "runs", "median", "95 %", "worst"], errors, "github"),
         "",
         f"By phase: {marks['within']:.1%} of {marks['marks']} marks are within {marks['tolerance']:.0%} of what was allocated.",
         "",
-        "What is left: which cached block a request lands in decides how far reserved memory exceeds allocated memory, and at",
-        "a few runs hangs on timing between streams (`D11`, `K01`, `K21`; `E203`, whose host was slowed by recording every",
-        "allocation's stack, is planned at full speed, which took 1 GiB more) or on the addresses at which the driver puts",
-        "segments, which decide between blocks of one size (`K10`: some orders of addresses give its very bytes, others 1 GB",
-        "less). `D16`, `U01` and `W34` are planned with a step that fp16 discards and had none. Host figures rest on how many",
-        "library pages a process has touched. Of the configurations drawn at random (`W` and `U`) `W13` is open, by",
-        "less than 1%. Timing is all that is left of `W32`, `W40` and, but for 0.4%, `W02`: their recorded histories of every",
-        "allocation, played through the simulated allocator, reserve what the GPU did, and once each freed block is back at",
-        "once what is planned. A block that comes back late splits a larger one (`W32`), and where the GPU takes longer than",
-        "the host, as in fp32 (`W40`), or gradients go to the host (`W02`), freed gradients come back late all through the",
-        "backward. At `Y08` frees of FSDP 1's 16-bit copies come an event earlier or later. Convolutions (`K18`, `K33`, `K34`,",
-        "`Z07`, `Z26`) lack cuDNN's workspaces, all that their histories have beyond the plan: copies of input, weight and",
-        "output in another order of channels (`K34`'s forward to the byte), and partial sums, where its heuristics want them.",
+        "Which cached block a request lands in decides how far reserved memory exceeds allocated memory. Host figures rest on",
+        "how many library pages a process has touched.",
+        "",
+        f"## Beyond {RESERVED:.0%} reserved or {ALLOCATED:.2%} allocated",
+        "",
+        table_of_causes(ours["rows"]),
         "",
         *predicted_first(_errors(blind["summary"], what), len(blind["refused"])),
         "## Other estimators on the same runs",

@@ -1,4 +1,4 @@
-"""cuDNN's workspaces of convolutions, held against those that a GPU's allocator counted call by call."""
+"""Workspaces of convolutions and of scattered rows, held against those that a GPU's allocator counted."""
 
 from __future__ import annotations
 
@@ -48,6 +48,17 @@ def test_channels_first_are_copied_to_channels_last(dtype: str) -> None:
         for at, (says, was) in enumerate(zip(planned(row), row["workspace"], strict=True)):
             met[at] += -1024 <= was - says <= (MIB if says > MIB else 1024)
     assert (len(rows), met) == (135, MET[dtype])
+
+
+def test_rows_put_in_place_of_placeholders_need_prefix_sums_of_the_mask() -> None:
+    """For 2 x 1024 positions of Qwen3-VL an H200 allocated 33,554,432 bytes, and 4,194,304 of an expanded mask."""
+    from zeroplan.trace import kernels
+
+    hidden = torch.empty(2, 1024, 2048, dtype=torch.bfloat16, device="meta")
+    mask = torch.empty(2, 1024, 1, dtype=torch.bool, device="meta").expand_as(hidden)
+    blocks = kernels.AFTER[torch.ops.aten.masked_scatter.default]
+    assert blocks((hidden, mask, hidden), {}, hidden) == [33_554_432, 4_194_304]
+    assert blocks((hidden, mask.contiguous(), hidden), {}, hidden) == [33_554_432, 0]
 
 
 def test_other_tensors_have_no_workspace() -> None:

@@ -183,6 +183,13 @@ def _convolution_backward(args: Any, kwargs: Any, out: Any) -> Sizes:
     return [[copies] for asked in wanted[:2] if asked]
 
 
+def _masked_scatter(args: Any, kwargs: Any, out: Any) -> Sizes:
+    """Return the bytes of the mask's prefix sums in 64 bits, and of a mask that was expanded (``IndexKernel.cpp``)."""
+    mask = args[1]
+    return [8 * out.numel(), 0 if mask.is_contiguous() else out.numel()]
+
+
+AFTER[_aten.masked_scatter.default] = AFTER[_aten.masked_scatter_.default] = _masked_scatter
 AFTER[_aten.convolution.default] = _convolution
 AFTER[_aten.convolution_backward.default] = _convolution_backward
 

@@ -15,6 +15,9 @@ Note [Device lag]
     the kernels, the device waits for them, except behind the head and the loss, whose logits keep it busy for tens of hooks.
     Where the kernels take longer it falls behind all through the forward: DeepSpeed's own bounds do not hold it. Its fetch
     events (__max_ongoing_fetch_events) are recorded on the gathers' stream, which waits for no computation.
+    Measured with adapters on two H200s (benchmarks/results/adapters_stage3.json): the queue was full in the backward, while in
+    the forward the host waited for gathers that took as long as the products. So memory grows step by step, from the close end
+    in the first two steps to near the far one in the fourth.
     The clocks run at the rates of step times (core/rates.py), whose host is a fast one. One that is slowed down lets the
     device come closer, down to the few fetches that are always there: a run lies between the two.
     Under offload the host waits for nothing that computes, either, where its buffers are pinned: two of three runs on two H200
@@ -51,7 +54,7 @@ from zeroplan.simulate.timeline import Timeline
 from zeroplan.tape.chunked_head import chunked_head_of
 from zeroplan.tape.expanded import ExpandedTape, Mark, Op
 
-#: Kernels that a driver's queue takes before a launch waits for the device.
+#: Kernels, copies and fills that a stream's queue takes before a launch waits for the device; events take no place in it.
 QUEUE = 1024
 
 _MICRO, _GIGA, _TERA = 1e-6, 1e9, 1e12

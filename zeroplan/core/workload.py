@@ -278,27 +278,28 @@ class Numerics:
 class Loop:
     """How the program makes the model, wraps it and loops over it.
 
-    `from_scratch` means that weights are initialised and not read from pretrained ones, which pass through host memory.
-    `moved` means that the model is made on the host and then moved to the GPU, where a tied weight is one from the beginning;
-    made on the GPU, its second owner's goes when the tie is made. `set_to_none` is what ``zero_grad`` does: without it
-    gradients stay between steps (torch's default before 2.0). `detached_loss` that the loop keeps the loss without its graph,
-    as the HF Trainer does. `accelerate_units` means that accelerate applies ``fully_shard``: to the embedding, and to the
-    final norm with the head, too. `one_unit` means that FSDP wraps the model as a whole, without units in it, and
-    `mixed_units` that FSDP 1 wraps blocks with the adapters in them.
+    `from_scratch` means that weights are initialised and not read from pretrained ones, which pass through host memory. `moved`
+    means that the model is made on the host and then moved to the GPU, where a tied weight is one from the beginning; made on
+    the GPU, its second owner's goes when the tie is made. `set_to_none` is what ``zero_grad`` does: without it gradients stay
+    between steps (torch's default before 2.0). `detached_loss` that the loop keeps the loss without its graph, as the HF
+    Trainer does; `own_loop` that it is none of the Trainer's even so. `accelerate_units` means that accelerate applies
+    ``fully_shard``: to the embedding, and to the final norm with the head, too. `one_unit` means that FSDP wraps the model as a
+    whole, without units in it, and `mixed_units` that FSDP 1 wraps blocks with the adapters in them.
     """
 
     from_scratch: bool = False
     moved: bool = False
     set_to_none: bool = True
     detached_loss: bool = False
+    own_loop: bool = False
     accelerate_units: bool = False
     one_unit: bool = False
     mixed_units: bool = False
 
     @property
     def in_trainer(self) -> bool:
-        """Whether transformers' Trainer runs the loop, which alone keeps losses without their graph."""
-        return self.detached_loss
+        """Whether transformers' Trainer runs the loop: one that keeps losses without their graph, unless it is the script's."""
+        return self.detached_loss and not self.own_loop
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ def workload_of(request: Ask, engine: Engine, spec: ModelSpec) -> Workload:
         from_scratch=request.from_scratch,
         moved=request.moved,
         detached_loss=request.detached_loss,
+        own_loop=request.own_loop,
         accelerate_units=request.accelerate_units,
         one_unit=request.one_unit,
         mixed_units=request.mixed_units,

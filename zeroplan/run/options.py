@@ -214,6 +214,7 @@ class ProgramOptions:
         replicates: whether ranks beyond `dp_shard` are replicas; else the program refuses them.
         global_batch: samples a step of all ranks together, where accumulation follows from it.
         detached_loss: whether the loop keeps the loss without its graph, as the Trainer's does.
+        own_loop: whether the loop is the script's own, and no Trainer's, whatever it keeps of its loss.
         head: the task whose head the model has, where it is not the one of its own checkpoint.
         moved: whether the model is made on the host and then moved to its GPU.
         lit_model: the model of LitGPT's own code that the run trains.
@@ -236,6 +237,7 @@ class ProgramOptions:
     replicates = Option(bool, False, merges=False)
     global_batch = Option[int | None](int, None, merges=False)
     detached_loss = Option(bool, False)
+    own_loop = Option(bool, False)
     head = Option[str | None](str, None, merges=False)
     moved = Option(bool, False)
     lit_model = Option[LitModel | None](object, None, merges=False)

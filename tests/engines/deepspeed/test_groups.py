@@ -58,8 +58,10 @@ def test_shard_pads_each_parameter() -> None:
     assert [shard(n, 4) for n in (1, 4, 5, 2048)] == [1, 1, 2, 512]
 
 
-@pytest.mark.parametrize(("in_trainer", "apart"), [(True, True), (False, False)])
-def test_a_trainer_has_a_second_group_of_what_does_not_decay(in_trainer: bool, apart: bool) -> None:
+@pytest.mark.parametrize(
+    ("detached_loss", "own_loop", "apart"), [(True, False, True), (False, False, False), (True, True, False)]
+)
+def test_a_trainer_has_a_second_group_of_what_does_not_decay(detached_loss: bool, own_loop: bool, apart: bool) -> None:
     held = {
         "wte.weight": (64, 8), "h.0.ln_1.weight": (8,), "h.0.attn.c_attn.weight": (8, 24), "h.0.attn.c_attn.bias": (24,),
         "h.0.post_norm.scale": (8,), "lm_head.weight": (64, 8),
@@ -68,9 +70,11 @@ def test_a_trainer_has_a_second_group_of_what_does_not_decay(in_trainer: bool, a
     parameters = Parameters(
         tuple(held), tuple(held.values()), (True,) * count, (False,) * count, ("",) * count, tuple((p,) for p in range(count))
     )
-    work = Workload.of(seq_len=8, micro_batch=1, detached_loss=in_trainer)
+    work = Workload.of(seq_len=8, micro_batch=1, detached_loss=detached_loss, own_loop=own_loop)
     rank = deepspeed_rank(parameters, work, ZeroConfig.of(1), ParallelLayout(2))
     found = [group for _, group in rank.param_groups]
     assert found == ([(0, 2, 5), (1, 3, 4)] if apart else [tuple(range(count))])
     padded = [sum(rank.numel[p] for p in group) for group in found]
     assert rank.stepped_at_once == [-(-size // 4) * 2 for size in padded]
+    whole = deepspeed_rank(parameters, work, ZeroConfig.of(0), ParallelLayout(2))
+    assert len(whole.stepped_at_once) == len(whole.domains) == (len(found) if whole.flattens else count)

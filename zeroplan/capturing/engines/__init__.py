@@ -28,3 +28,4 @@ def install(capture: Capture) -> None:
     when_imported("deepspeed", lambda module: deepspeed.install(capture, module))
     for name in ("zeroplan_runtime.api", "zeroplan_runtime.compat.deepspeed.entry"):
         when_imported(name, lambda module: runtime.install(capture, module))
+    when_imported("zeroplan_runtime.integrations.lightning.checkpoints", runtime.install_lightning)

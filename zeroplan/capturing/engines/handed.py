@@ -127,6 +127,7 @@ class Handed:
         said["seq_len"] = max(1, next((shape[1] for shape in sizes if len(shape) > 1), 1))
         if self.as_made:
             self._precision(said, one)
+        said["own_loop"] = not capture.in_trainer
         said["detached_loss"] = capture.in_trainer or not batches.keeps_after(len(batches.slices) - 1)
         if any(each.backwards > 1 for each in batches.slices):
             capture.leave_out("backward", "unknown", "the script runs several backwards of one forward; one is planned")

@@ -53,6 +53,11 @@ def install(capture: Capture, module: Any) -> None:
     module.make_engine = make_engine
 
 
+def install_lightning(module: Any) -> None:
+    """Let nothing be held of the engine behind Lightning's fit; `module` saves its checkpoints."""
+    module.AfterFit = lambda _: SimpleNamespace(is_whole=lambda: None, save=lambda *_: None)
+
+
 def _captured(capture: Capture, kind: Any, said: dict[str, Any]) -> Any:
     """The class of an engine of `kind` over a whole model; `said` is what the planner is told."""
     from zeroplan_runtime.arena import DTYPES

@@ -293,9 +293,7 @@ class SteppedGroups(ResolvedConfig, Rank):
         """
         if self.stage == 0:
             counts = [self.numel[p] for p in self.trained]
-            if self.flattens and self.experts:
-                return [sum(self.numel[p] for p in group) for _, group in self.param_groups]
-            return [sum(counts)] if self.flattens else counts
+            return [sum(self.numel[p] for p in group) for _, group in self.param_groups] if self.flattens else counts
         if self.stage == 3:
             return [sum(self.shards[p] for p in group) for group in self.sub_groups]
         if not self.zero.buckets.parameter_alignment:

@@ -104,6 +104,20 @@ def test_an_emptied_cache_goes_back_to_the_device(emptied: bool, reserved: int) 
     assert plan.peak_reserved == reserved
 
 
+def test_a_script_reads_what_the_allocator_has_reserved() -> None:
+    with zeroplan.capture("H100"):
+        free = torch.cuda.mem_get_info()[0]
+        big = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+        del big
+        assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (0, 30 * MIB)
+        assert torch.cuda.mem_get_info()[0] == free - 30 * MIB
+        torch.cuda.empty_cache()
+        assert (torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()) == (0, 30 * MIB)
+        assert torch.cuda.memory_stats()["reserved_bytes.all.peak"] == 30 * MIB
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_reserved() == 0
+
+
 def test_code_that_cannot_go_on_fits_nowhere() -> None:
     with zeroplan.capture() as plan:
         train_with = torch.empty(8, device="cuda")

@@ -13,8 +13,10 @@ import torch
 from zeroplan.capturing import places
 from zeroplan.capturing.machine import DRIVER_VERSION, PlannedCard
 from zeroplan.capturing.recorder import ScriptRecorder, StoppedError
+from zeroplan.capturing.replay import reserved
 from zeroplan.capturing.source import user_line
 from zeroplan.engines.process import CONTEXT
+from zeroplan.tape.sizes import KernelDevice
 
 
 class IdleStream:
@@ -96,13 +98,19 @@ def install(card: PlannedCard, gpus: int, recorder: ScriptRecorder) -> None:
     def peak(*_: Any) -> int:
         return recorder.live[1]
 
+    def cached() -> tuple[int, int]:
+        return reserved(recorder.out, KernelDevice(card.multiprocessors), card.workspace, recorder.peak_since)
+
     def free(*_: Any) -> tuple[int, int]:
-        return max(0, card.memory - CONTEXT - live()), card.memory
+        return max(0, card.memory - CONTEXT - cached()[0]), card.memory
 
     def stats(*_: Any) -> dict[str, int]:
         now, most = recorder.live
-        kinds = ("allocated_bytes", "reserved_bytes", "active_bytes", "requested_bytes")
-        found = {f"{kind}.all.{part}": value for kind in kinds for part, value in (("current", now), ("peak", most))}
+        held = {
+            "reserved_bytes": cached(),
+            **dict.fromkeys(("allocated_bytes", "active_bytes", "requested_bytes"), (now, most)),
+        }
+        found = {f"{kind}.all.{part}": both[at] for kind, both in held.items() for at, part in enumerate(("current", "peak"))}
         return collections.defaultdict(int, found)
 
     def nothing(*_: Any, **__: Any) -> None:
@@ -130,7 +138,8 @@ def install(card: PlannedCard, gpus: int, recorder: ScriptRecorder) -> None:
         "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8), "set_rng_state": nothing,
         "default_generators": tuple(_IdleGenerator() for _ in range(gpus)),
         "get_rng_state_all": list, "set_rng_state_all": nothing, "memory_stats": stats,
-        "memory_allocated": live, "max_memory_allocated": peak, "memory_reserved": live, "max_memory_reserved": peak,
+        "memory_allocated": live, "max_memory_allocated": peak,
+        "memory_reserved": lambda *_: cached()[0], "max_memory_reserved": lambda *_: cached()[1],
         "reset_peak_memory_stats": recorder.forget_peak, "reset_max_memory_allocated": recorder.forget_peak,
         "reset_accumulated_memory_stats": nothing, "set_per_process_memory_fraction": nothing, "memory_summary": lambda *_: "",
         "mem_get_info": free, "can_device_access_peer": lambda *_: True,

@@ -10,12 +10,13 @@ DRIVER_VERSION = "580.65.06"
 
 @dataclass(frozen=True, slots=True)
 class PlannedCard:
-    """A GPU: its name, bytes, compute capability and multiprocessors."""
+    """A GPU: its name, bytes, compute capability, multiprocessors, and bytes of cuBLAS's workspace."""
 
     name: str
     memory: int
     capability: tuple[int, int]
     multiprocessors: int
+    workspace: int
 
 
 @dataclass(frozen=True, slots=True)

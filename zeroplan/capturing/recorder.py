@@ -81,7 +81,7 @@ class ScriptRecorder(StorageRecorder):
         self.line_of = array("q")
         self._workspaces: set[int] = set()
         self.bf16 = False
-        self._peak_since = 0
+        self.peak_since = 0
         self.waits: Callable[[], bool] = lambda: False  # whether steps are still wanted of a loop that asks the GPU
         self.ended: dict[CodeLine, None] = {}  # loops whose end was invented
         self._turns: dict[CodeLine, int] = {}
@@ -98,7 +98,7 @@ class ScriptRecorder(StorageRecorder):
         for at, (op, arg) in enumerate(zip(self.out.op, self.out.arg, strict=True)):
             if op in (Op.ALLOC, Op.FREE) and isinstance(size := sizes[arg], int):
                 alive += (1 if op == Op.ALLOC else -1) * (-(-size // _GRAIN) * _GRAIN)
-            most = max(most, alive) if at >= self._peak_since else alive
+            most = max(most, alive) if at >= self.peak_since else alive
         return alive, max(alive, most)
 
     def empty_cache(self) -> None:
@@ -112,7 +112,7 @@ class ScriptRecorder(StorageRecorder):
 
     def forget_peak(self, *_: Any) -> None:
         """Count the most from here on."""
-        self._peak_since = len(self.out.op)
+        self.peak_since = len(self.out.op)
 
     # ---- where results go --------------------------------------------------------------------------------------------
     @contextlib.contextmanager

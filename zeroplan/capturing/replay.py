@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from zeroplan.capturing.result import EMPTY_CACHE, WORKSPACE, Captured, sizes_on
 from zeroplan.core.buffers import Buffer
 from zeroplan.core.gpus import Gpu
 from zeroplan.engines.player import CUBLASLT_WORKSPACE
-from zeroplan.simulate.recorder import Recorder
+from zeroplan.simulate.recorder import Recorder, simulate
 from zeroplan.tape.expanded import Op
 from zeroplan.tape.sizes import KernelDevice
 
@@ -16,6 +18,36 @@ MARKS = ("init", "fwd", "bwd", "step", "eval", "save", "end")
 #: What a storage is that no optimizer names, by the phase in which it is made.
 _BY_PHASE = (Buffer.UNATTRIBUTED, Buffer.ACTIVATION, Buffer.ACTIVATION_TEMP)
 _LABELS = {"optim.state": Buffer.OPTIM_EXP_AVG}
+
+
+def reserved(out: Any, device: KernelDevice, workspace: int, since: int) -> tuple[int, int]:
+    """Return the bytes that torch's allocator has reserved by now, and the most since an event.
+
+    Args:
+        out: what the script has recorded by now.
+        device: the GPU, as kernels ask for it.
+        workspace: bytes of cuBLAS's workspace on it.
+        since: the event's number.
+    """
+    recorder = Recorder()
+    sizes = sizes_on([alloc.size for alloc in out.allocs], device)
+    handles: dict[int, int] = {}
+    for at, (op, arg) in enumerate(zip(out.op, out.arg, strict=True)):
+        if at == since:
+            recorder.mark("since")
+        if op == Op.ALLOC:
+            handles[arg] = recorder.alloc(sizes[arg], Buffer.UNATTRIBUTED)
+        elif op == Op.FREE:
+            recorder.free(handles.pop(arg))
+        elif op == WORKSPACE:
+            recorder.alloc(workspace if arg < 2 else CUBLASLT_WORKSPACE, Buffer.WORKSPACE)
+        elif op == EMPTY_CACHE:
+            recorder.empty_cache()
+    if since == len(out.op):
+        recorder.mark("since")
+    recorder.mark("now")
+    now = simulate(recorder).marks[-1]
+    return now.reserved, now.peak_reserved
 
 
 def replayed(captured: Captured, gpu: Gpu) -> Recorder:

@@ -123,7 +123,7 @@ def _died_at(path: str) -> CodeLine | None:
 def planned_card(gpu: Gpu, cluster: Cluster) -> PlannedCard:
     """Return what a script finds out about the GPU of a machine."""
     name = f"NVIDIA {gpu.name}"
-    return PlannedCard(name, cluster.vram or gpu.memory, gpu.capability, KernelDevice.of(gpu).multiprocessors)
+    return PlannedCard(name, cluster.vram or gpu.memory, gpu.capability, KernelDevice.of(gpu).multiprocessors, gpu.workspace)
 
 
 def _world(start: Start, cluster: Cluster, *, explicit_gpus: bool, rank: int) -> World:

@@ -118,6 +118,13 @@ def test_a_script_reads_what_the_allocator_has_reserved() -> None:
         assert torch.cuda.max_memory_reserved() == 0
 
 
+def test_a_product_into_a_given_tensor_takes_a_workspace() -> None:
+    with zeroplan.capture("H100") as plan:
+        one = torch.empty(512, 512, device="cuda")
+        torch.mm(one, one, out=torch.empty(512, 512, device="cuda"))
+    assert plan.peak_allocated == 2 * MIB + 32 * MIB
+
+
 def test_code_that_cannot_go_on_fits_nowhere() -> None:
     with zeroplan.capture() as plan:
         train_with = torch.empty(8, device="cuda")

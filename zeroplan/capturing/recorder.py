@@ -33,9 +33,9 @@ _READ = _aten._local_scalar_dense.default
 _COPY_INTO = _aten.copy_.default
 _ADDMM = _aten.addmm.default
 _PACK = _aten._pack_padded_sequence.default  # reads the lengths, which the host holds
-#: Operators that call cuBLAS.
-_PRODUCTS = frozenset((_aten.mm.default, _aten.bmm.default, _ADDMM, _aten.baddbmm.default, _aten.addbmm.default,
-                       _aten.mv.default, _aten.addmv.default, _aten.dot.default))  # fmt: skip
+#: Operators that call cuBLAS, into a tensor that is there (``out=``), too.
+_PRODUCTS = frozenset((_aten.mm, _aten.bmm, _aten.addmm, _aten.addmm_, _aten.baddbmm, _aten.baddbmm_, _aten.addbmm,
+                       _aten.addbmm_, _aten.mv, _aten.addmv, _aten.addmv_, _aten.dot))  # fmt: skip
 #: Reductions of which a script asks whether all is well.
 _ALL = frozenset((_aten.all.default, _aten.all.dim, _aten.all.dims, _aten._is_all_true.default))
 #: Operators of logic, and the operand that alone decides the result.
@@ -188,7 +188,7 @@ class ScriptRecorder(StorageRecorder):
             return self._on_host(func, args, kwargs)
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
-            if func in _PRODUCTS:
+            if func.overloadpacket in _PRODUCTS:
                 self._multiplied(func, args)
             self._decided(func, args, out)
             return out

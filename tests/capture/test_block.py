@@ -106,11 +106,9 @@ def test_an_emptied_cache_goes_back_to_the_device(emptied: bool, reserved: int) 
 
 def test_a_script_reads_what_the_allocator_has_reserved() -> None:
     with zeroplan.capture("H100"):
-        free = torch.cuda.mem_get_info()[0]
         big = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
         del big
         assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (0, 30 * MIB)
-        assert torch.cuda.mem_get_info()[0] == free - 30 * MIB
         torch.cuda.empty_cache()
         assert (torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()) == (0, 30 * MIB)
         assert torch.cuda.memory_stats()["reserved_bytes.all.peak"] == 30 * MIB

@@ -102,7 +102,7 @@ def install(card: PlannedCard, gpus: int, recorder: ScriptRecorder) -> None:
         return reserved(recorder.out, KernelDevice(card.multiprocessors), card.workspace, recorder.peak_since)
 
     def free(*_: Any) -> tuple[int, int]:
-        return max(0, card.memory - CONTEXT - cached()[0]), card.memory
+        return max(0, card.memory - CONTEXT - live()), card.memory
 
     def stats(*_: Any) -> dict[str, int]:
         now, most = recorder.live

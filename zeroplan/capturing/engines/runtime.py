@@ -31,15 +31,6 @@ _TECHNIQUES = {
 }  # fmt: skip
 
 
-def install_lightning(module: Any) -> None:
-    """Let Lightning's strategy hold no checkpoint in host memory as ``fit()`` ends."""
-
-    def nothing(*_: Any) -> None:
-        return None
-
-    module.AfterFit = lambda _engine: SimpleNamespace(is_whole=nothing, save=nothing)
-
-
 def install(capture: Capture, module: Any) -> None:
     """Let the runtime make engines that keep the whole model; `module` is the one that has ``make_engine`` by name."""
     own = module.make_engine

@@ -206,7 +206,9 @@ def test_variants_of_a_layout() -> None:
     assert _ways(LLAMA.replace(nodes=4), stage=3) == [(1, 2), (4, 3), (4, 2)]
     assert _ways(LLAMA.replace(nodes=4, stage=3), stage=3) == [(4, 3)]
     assert _ways(LLAMA.replace(nodes=4, dp_replicate=1), stage=3) == [(1, 2)]
-    assert list(LayoutOrders(FSDP2, experts=8).variants(LLAMA.replace(nodes=4), LLAMA.replace(nodes=4, stage=2))) == []
+    assert _ways(LLAMA.replace(nodes=16, stage=3), stage=3) == [(16, 3), (2, 3)]
+    assert _ways(LLAMA.replace(nodes=16, stage=3), stage=3, ep=16) == [(2, 3)]  # a node does not hold all experts
+    assert _ways(LLAMA.replace(nodes=4, stage=2), stage=2, ep=8) == [(4, 2)]
 
 
 def test_a_variant_is_taken_where_it_is_faster_and_said_so(cli: Cli) -> None:

@@ -101,12 +101,20 @@ def test_what_exceeds_the_card_by_counts_alone_is_not_simulated(cli: Cli) -> Non
         (LLAMA.model, {"pp": 2, "vpp": 4, "stage": 2, "grad_accum": 8, "gradient_checkpointing": True}),
         (LLAMA.model, {"stage": 3, "dp_replicate": 2}),
         (LLAMA.model, {"stage": 2, "dp_replicate": 4}),
+        (LLAMA.model, {"tp": 2, "pp": 2, "stage": 2, "grad_accum": 8}),
+        (LLAMA.model, {"pp": 2, "stage": 2, "grad_accum": 8, "seq_len": 4096}),
+        (LLAMA.model, {"tp": 2, "sp": True, "stage": 3, "seq_len": 8192}),
+        (LLAMA.model, {"engine": "deepspeed", "stage": 3, "seq_len": 8192}),
+        (LLAMA.model, {"engine": "deepspeed", "pp": 2, "stage": 1, "grad_accum": 8, "seq_len": 4096}),
+        ("Qwen/Qwen3-30B-A3B", {"ep": 4, "stage": 3, "seq_len": 4096}),
+        ("mistralai/Mixtral-8x7B-v0.1", {"stage": 3, "seq_len": 4096}),
+        ("deepseek-ai/DeepSeek-V3", {"ep": 8, "stage": 3, "seq_len": 4096}),
         ("deepseek-ai/DeepSeek-V2-Lite", {"ep": 4, "stage": 3, "gradient_checkpointing": True}),
         ("deepseek-ai/DeepSeek-V2-Lite", {"ep": 2, "pp": 4, "stage": 2, "grad_accum": 16, "gradient_checkpointing": True}),
     ],
 )
 def test_no_plan_is_below_its_floor(model: str, degrees: dict[str, Any]) -> None:
-    request = LLAMA.replace(model=model, engine="fsdp2", seq_len=512, **degrees)
+    request = LLAMA.replace(**{"model": model, "engine": "fsdp2", "seq_len": 512, **degrees})
     whole = request.replace(tp=1, sp=False, pp=1, vpp=1, ep=1, stage=3, schedule="1f1b", dp_replicate=1)
     floor = LayoutFloors(resolve(whole).cases[0]).of(request)
     (plan,) = estimate_report(request).plans

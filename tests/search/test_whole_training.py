@@ -107,6 +107,24 @@ def test_prices_are_a_number_or_a_file(tmp_path: Path) -> None:
         read_prices(str(file), "H100")
     with pytest.raises(BadInput, match="--tokens"):
         budget_of(None, "2.5", "H100")
+    file.write_text('{"A100-80G": 1.5}')
+    with pytest.raises(BadInput, match="no price of H100"):
+        read_prices(str(file), "H100")
+
+
+@pytest.mark.parametrize("layouts", [(), ("--layouts",)])
+def test_recommend_says_what_the_training_takes(cli: Cli, layouts: tuple[str, ...]) -> None:
+    asked = ("recommend", "meta-llama/Llama-3.1-8B", "--gpu", "8xH100", "--nodes", "2", "--seq-len", "1024", *layouts)
+    code, said, _ = cli(*asked, "--tokens", "10B", "--price", "2")
+    assert code == 0
+    assert "10,000,000,000 tokens: " in said
+    answer = json.loads(cli(*asked, "--tokens", "10B", "--price", "2", "--json")[1])
+    training, best = answer["training"], answer["ranking"][0]
+    assert training["price"] == pytest.approx(2 * training["gpu_hours"])
+    assert training["days"] == pytest.approx(10**10 / best["tokens_per_second"] / 86400 / training["goodput"])
+    assert training["gpu_hours"] == pytest.approx(16 * 24 * training["days"])
+    code, _, errors = cli("recommend", "--gpu", "8xH100", "--tokens", "10B")
+    assert (code, "name the model" in errors) == (2, True)
 
 
 def test_scale_shows_the_training(cli: Cli) -> None:

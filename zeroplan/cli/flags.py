@@ -29,6 +29,14 @@ def _json(context: typer.Context, as_json: bool) -> bool:
     return as_json
 
 
+Tokens = Annotated[
+    str | None,
+    typer.Option("--tokens", rich_help_panel="Whole training", help="Train on so many, 15T: days, GPU hours, energy."),
+]
+Price = Annotated[
+    str | None,
+    typer.Option("--price", rich_help_panel="Whole training", metavar="NUMBER|FILE", help="Of a GPU hour, or JSON by card."),
+]
 Json = Annotated[bool, typer.Option("--json", callback=_json, help="Print JSON.")]
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zeroplan.search.files import Files, Target
     from zeroplan.search.results import SearchResult
     from zeroplan.search.search_options import SearchOptions
+    from zeroplan.search.whole_training import Budget
 
 _SEARCH = "Search"
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", rich_help_panel=_SEARCH, help="Sequences a step.")]
@@ -102,6 +103,8 @@ def recommend(
     layouts: Layouts = False,
     smallest: Smallest = False,
     profile: Profile = None,
+    tokens: flags.Tokens = None,
+    price: flags.Price = None,
     nvme_path: NvmePath = "/local_nvme",
     style: flags.Style = "plain",
     why: flags.Why = False,
@@ -122,9 +125,11 @@ def recommend(
     Says why it is the fastest. Without MODEL: what such GPUs can train.
     """
     from zeroplan.report.recommendation import answer_text
+    from zeroplan.report.scaling import training_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.api import run_search
     from zeroplan.search.search_options import SearchOptions
+    from zeroplan.search.whole_training import budget_of, training_json, training_on
 
     smallest = smallest or nodes == "?"
     if source:
@@ -132,6 +137,7 @@ def recommend(
 
         searched: dict[str, Any] = {"--candidates": candidates, "--global-batch": global_batch, "--compile": compile}
         searched |= {"--layouts": layouts, "--smallest": smallest, "--output": output, "--form": form, "--html": html}
+        searched |= {"--tokens": tokens, "--price": price}
         searched |= {"--new-script": new_script, "--launcher": launcher, "--script": script, "--hosts": hosts}
         if recommended(request.replace(nodes=_count(nodes)), source, searched, quiet=quiet, as_json=as_json):
             return
@@ -140,6 +146,10 @@ def recommend(
     fixed = [name for name in MESH_OPTIONS if name in request]
     if smallest and nodes not in (None, "?"):
         raise BadInput("is what --smallest finds", where="--nodes", remedy="leave one of the two out")
+    budget = budget_of(tokens, price, request.gpu)
+    if budget is not None and (source or request.model is None):
+        what = "cannot stand beside --from" if source else "is of the training of one model"
+        raise BadInput(what, where="--tokens", remedy="leave one of the two out" if source else "name the model")
     options = SearchOptions(
         global_batch=global_batch,
         goal=goal,
@@ -157,7 +167,7 @@ def recommend(
         given |= {"--goal": goal != "throughput", "--format": style != "plain", "--nvme-path": nvme_path != "/local_nvme"}
         asked = "--smallest" if smallest else "--layouts" if layouts else f"--{fixed[0].replace('_', '-')}"
         _require_alone(given, asked)
-        _layouts(request, options, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
+        _layouts(request, options, budget, smallest=smallest, as_json=as_json, wide=wide, quiet=quiet)
         return
     target = _target(request, output, form, launcher, script, new_script, hosts, html, source or [], force)
     if target is not None and target.form == "trl" and not request[LigerTechnique.liger]:
@@ -172,12 +182,19 @@ def recommend(
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
     found = run_search(request, options)
     written = _write(found, target, html)
+    best = found.best
+    training = None
+    if budget is not None and best is not None:
+        sizes = {"params": found.model["trainable"], "write_gbs": found.rates["write_gbs"]}
+        training = training_on(budget, found.cluster, tokens_per_second=best.tokens_per_second, **sizes)
     if as_json:
-        show_json(found.to_dict() | _files_json(written))
+        show_json(found.to_dict() | _files_json(written) | training_json(training))
     else:
         following = _words_that_write(found)
         terminal = Terminal.here(wide=wide, why=why)
         show(answer_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
+        if training is not None and budget is not None and not quiet:
+            show("\n".join(terminal.wrap(training_text(budget.tokens, training))))
     if found.best is None or found.best.plan.undecided:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
@@ -198,20 +215,34 @@ def _require_alone(given: dict[str, Any], asked: str) -> None:
             raise BadInput(f"cannot stand beside {asked}", where=flag, remedy="leave one of the two out")
 
 
-def _layouts(request: Ask, options: SearchOptions, *, smallest: bool, as_json: bool, wide: bool, quiet: bool) -> None:
+def _layouts(
+    request: Ask, options: SearchOptions, budget: Budget | None, *, smallest: bool, as_json: bool, wide: bool, quiet: bool
+) -> None:
     """Answer ``--layouts``, ``--smallest`` and degrees of parallelism."""
+    from zeroplan.planner.resolve import resolve
     from zeroplan.report.layouts import layouts_text
+    from zeroplan.report.scaling import training_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.layouts import search_layouts, smallest_cluster
+    from zeroplan.search.machine_rates import machine_rates
+    from zeroplan.search.whole_training import training_json, training_on
 
     search = smallest_cluster if smallest else search_layouts
     found = search(request, options.gradient_checkpointing, options.global_batch, options.profile)
+    shown, training = found.chosen, None
+    if budget is not None and shown is not None:
+        resolved = resolve(shown.request)
+        write_gbs = machine_rates(resolved.cluster, options.profile, []).write_gbs
+        sizes = {"params": resolved.spec.parameters.trained_total, "write_gbs": write_gbs}
+        training = training_on(budget, resolved.cluster, tokens_per_second=shown.tokens_per_second, **sizes)
     if as_json:
-        show_json(found.to_dict())
+        show_json(found.to_dict() | training_json(training))
     else:
-        shown = found.chosen
         words = [] if shown is None else flags.estimate_words(shown.request, shown.plan.stage)
-        show(layouts_text(found, terminal=Terminal.here(wide=wide), quiet=quiet, next_command=words))
+        terminal = Terminal.here(wide=wide)
+        show(layouts_text(found, terminal=terminal, quiet=quiet, next_command=words))
+        if training is not None and budget is not None and not quiet:
+            show("\n".join(terminal.wrap(training_text(budget.tokens, training))))
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 

@@ -26,14 +26,6 @@ GlobalBatch = Annotated[
     int | None, typer.Option("--global-batch", rich_help_panel="Workload", help="Sequences a step, of all GPUs. [open]")
 ]
 Profile = Annotated[str | None, typer.Option("--profile", help="Rates by doctor --calibrate.")]
-Tokens = Annotated[
-    str | None,
-    typer.Option("--tokens", rich_help_panel="Whole training", help="Train on so many, 15T: days, GPU hours, energy."),
-]
-Price = Annotated[
-    str | None,
-    typer.Option("--price", rich_help_panel="Whole training", metavar="NUMBER|FILE", help="Of a GPU hour, or JSON by card."),
-]
 From = Annotated[str | None, typer.Option("--from", hidden=True, help="A captured run that calls an engine: its memory.")]
 Html = Annotated[
     str | None, typer.Option("--html", callback=flags.writable, help="Write a page with the pictures.", metavar="FILE")
@@ -50,8 +42,8 @@ def scale(
     compile: flags.SearchedCompile = None,
     global_batch: GlobalBatch = None,
     profile: Profile = None,
-    tokens: Tokens = None,
-    price: Price = None,
+    tokens: flags.Tokens = None,
+    price: flags.Price = None,
     source: From = None,
     style: flags.Style = "plain",
     why: flags.Why = False,

@@ -233,9 +233,9 @@ class Engine(ABC):
         """Return the blocks of each of a pipeline rank's chunks: the first, and the one behind the last."""
         return tuple((chunk.first, chunk.end) for chunk in case.pipeline_chunks)
 
-    def sharing(self, zero: ZeroConfig) -> Sharing:
+    def sharing(self, case: Case) -> Sharing:
         """Return how ranks of a layout share their work, which its time depends on."""
-        del zero
+        del case
         from zeroplan.engines.traffic import Sharing
 
         return Sharing()

@@ -110,13 +110,13 @@ def matrices(spec: ModelSpec) -> Matrices:
     if not spec.has_shapes:
         whole = trained = blocks = spec.params
     facts = spec_facts(spec)
-    width = int((facts.heads or 0) * _head_width(spec.config, facts.head_dim or 0) * (facts.layers or 0))
+    width = int((facts.heads or 0) * head_width(spec.config, facts.head_dim or 0) * (facts.layers or 0))
     depth = sum(unit.count for unit in spec.units if unit.block)
     causal = spec.auto_class in ("", CAUSAL_LM)
     return Matrices(whole, trained, blocks, count, outputs, width, causal, inputs, depth, grouped)
 
 
-def _head_width(config: Mapping[str, Any], usual: int) -> float:
+def head_width(config: Mapping[str, Any], usual: int) -> float:
     """Return the channels of a head that attention multiplies: the mean of a query's and a value's, which latent attention has
     apart.
 

@@ -163,7 +163,7 @@ def plan_case(
     config: AllocatorConfig | None,
     shallow: list[str],
     *,
-    to_first_miss: bool = False,
+    to_first_doubt: bool = False,
     most_stages: int | None = None,
 ) -> tuple[MemoryPlan, Simulated | None]:
     """Return the plan of one case with its simulated run; of a pipeline that of the stage that needs the most.
@@ -174,7 +174,7 @@ def plan_case(
         tapes: the tapes of its layouts; None for formula depth.
         config: the allocator's settings; None for torch's defaults.
         shallow: gets a warning where the plan stays at formula depth because the model cannot be traced.
-        to_first_miss: look at no further stage of a pipeline once one does not fit.
+        to_first_doubt: look at no further stage of a pipeline once one does not fit, or may not.
         most_stages: look at so many, from the first on.
 
     Raises:
@@ -186,7 +186,7 @@ def plan_case(
     def planned(stage: Case) -> tuple[MemoryPlan, Simulated | None]:
         return _simulated(formula_plan(resolved.engine, stage), stage, resolved, tapes, config, shallow)
 
-    return plan_stages(resolved.engine, case, planned, to_first_miss=to_first_miss, most=most_stages)
+    return plan_stages(resolved.engine, case, planned, to_first_doubt=to_first_doubt, most=most_stages)
 
 
 def _simulated(
@@ -231,7 +231,7 @@ def plan_stages(
     case: Case,
     plan_one: Callable[[Case], Planned],
     *,
-    to_first_miss: bool = False,
+    to_first_doubt: bool = False,
     most: int | None = None,
 ) -> Planned:
     """Plan each pipeline stage; return the plan of the one that needs the most, with what all of them need.
@@ -239,7 +239,7 @@ def plan_stages(
     Args:
         engine: says which blocks a stage has.
         case: the run; its `pp_rank` does not matter.
-        to_first_miss: plan no further stage once one does not fit.
+        to_first_doubt: plan no further stage once one does not fit, or may not.
         most: plan so many stages, from the first on; None plans all.
     """
     planned: list[tuple[Planned, StageMemory]] = []
@@ -247,7 +247,7 @@ def plan_stages(
         one = replace(case, pp_rank=index)
         plan, run = plan_one(one)
         planned.append(((plan, run), _memory(engine, one, plan)))
-        if to_first_miss and plan.fits is False:
+        if to_first_doubt and plan.verdict in (Verdict.DOES_NOT_FIT, Verdict.MAY_FIT):
             break
     planned.sort(key=lambda item: item[0][0].gpu.needed, reverse=True)
     (worst, run), _ = planned[0]

@@ -79,7 +79,7 @@ def _why(answer: LayoutAnswer) -> str:
 
 def reason(answer: LayoutAnswer) -> str:
     """Say what the layout would need that is the most like the answer and faster, and where ranks share its matrices, tokens or
-    layers, what it would without that; empty where none was tried.
+    layers, what it would without that; else what it would need without checkpointing; empty where neither was looked at.
     """
     chosen = answer.chosen
     assert chosen is not None, "an answer without a layout has no reason"
@@ -88,17 +88,21 @@ def reason(answer: LayoutAnswer) -> str:
         for one in answer.tried
         if one.tokens_per_second > chosen.tokens_per_second and one.plan.gpu.needed > (one.plan.gpu.usable or 0)
     ]
-    if not faster:
-        return ""
-    nearest = min(faster, key=lambda one: (_unlike(one, chosen), -one.tokens_per_second))
-    gain = f"{nearest.tokens_per_second / chosen.tokens_per_second - 1:.0%}".replace("%", " %")
-    text = f"{layout_name(nearest)} would be {gain} faster and needs {_need(nearest)}"
+    least = answer.without_checkpointing
+    said = [] if least is None else [f"without checkpointing it needs {format_bytes(least, digits=1)} and more"]
     again = chosen.request.value("gradient_checkpointing")
-    plain = (
-        one for one in faster if one.layout.dp == one.layout.world_size and one.request.value("gradient_checkpointing") == again
-    )
-    alone = next(plain, nearest)
-    return text if alone is nearest else f"{text}; {layout_name(alone)} needs {_need(alone)}"
+    alike = [one for one in faster if least is None or one.request.value("gradient_checkpointing") == again]
+    if alike:
+        nearest = min(alike, key=lambda one: (_unlike(one, chosen), -one.tokens_per_second))
+        gain = f"{nearest.tokens_per_second / chosen.tokens_per_second - 1:.0%}".replace("%", " %")
+        said.append(f"{layout_name(nearest)} would be {gain} faster and needs {_need(nearest)}")
+        alone = (one for one in alike if one.layout.dp == one.layout.world_size)
+        said += [
+            f"{layout_name(one)} needs {_need(one)}"
+            for one in alone
+            if one is not nearest and one.request.value("gradient_checkpointing") == again
+        ][:1]
+    return "; ".join(said)
 
 
 def _unlike(one: LaidOut, other: LaidOut) -> int:
@@ -186,7 +190,7 @@ def _tried(answer: LayoutAnswer) -> list[str]:
         count = f"{one.layouts} layouts" if one.layouts > 1 else "1 layout"
         least, usable = one.least / GIB, format_bytes(one.usable, digits=1)
         where = gpus_text(one.nodes, one.gpus)
-        found.append(f"{where}: {count} of {least:,.1f} of {usable} a GPU and more without activations within blocks")
+        found.append(f"{where}: {count} of {least:,.1f} of {usable} a GPU and more by counts alone")
     return [*found, *(f"{_named(one)}: {_need(one)}" for one in answer.tried if not one.plan.undecided)]
 
 

@@ -17,6 +17,7 @@ from zeroplan.report.verdict import edge_text, fit_text, lacks_of, unknown_text
 from zeroplan.report.words import gpus_text, model_text
 from zeroplan.search.results import Recommendation
 from zeroplan.search.scaling import ScalePoint, Scaling
+from zeroplan.search.whole_training import WholeTraining
 
 _LEGEND = (
     "The fastest that fits on so many GPUs. states, GPU: GiB of one GPU, its model states and at most in all."
@@ -221,9 +222,25 @@ def _training_cells(found: Scaling, point: ScalePoint) -> list[str]:
         (None if one is None else one.gpu_hours, ",.0f"),
         (None if one is None else one.goodput, ".1%"),
         (None if one is None else one.megawatt_hours, ",.1f"),
-        *([(None if one is None else one.price, ",.0f")] if found.budget.prices else []),
     ]
-    return ["-" if figure is None else format(figure, style).replace("%", " %") for figure, style in figures]
+    cells = ["-" if figure is None else format(figure, style).replace("%", " %") for figure, style in figures]
+    return [*cells, *(["-" if one is None or one.price is None else _money(one.price)] if found.budget.prices else [])]
+
+
+def _money(price: float) -> str:
+    return f"{price / 1e6:,.2f}M" if price >= 1e6 else f"{price:,.0f}"
+
+
+def training_text(tokens: int, one: WholeTraining) -> str:
+    """Say in a line what a budget of tokens takes by one configuration."""
+    if one.days is None or one.gpu_hours is None or one.failures is None or one.goodput is None:
+        return f"{tokens:,} tokens: failures would take more than half of the time."
+    parts = [f"{one.days:,.1f} days", f"{one.gpu_hours:,.0f} GPU hours"]
+    parts += [] if one.megawatt_hours is None else [f"{one.megawatt_hours:,.1f} MWh of the GPUs' boards"]
+    parts += [] if one.price is None else [f"{_money(one.price)} by --price"]
+    share = f"{one.goodput:.1%}".replace("%", " %")
+    lost = f"failures included: {one.failures:,.0f}, a checkpoint every {one.save_seconds / 60:,.0f} minutes, {share} goodput"
+    return f"{tokens:,} tokens: {', '.join(parts)}; {lost}."
 
 
 def heading(found: Scaling) -> str:

@@ -120,6 +120,8 @@ class LayoutAnswer:
         fixed: the flags of the degrees that the search kept to.
         plainest: of the layouts that fit and are slower than the best by less than such times are off, the plainest; None where
             the best is it.
+        without_checkpointing: where the best recomputes blocks, the bytes a GPU that its degrees need at least without that, if
+            counts alone rule that out.
         may: where none is known to fit, the fastest whose figures are within the card's, though they leave something out.
     """
 
@@ -130,6 +132,7 @@ class LayoutAnswer:
     fixed: str = ""
     may: LaidOut | None = None
     plainest: LaidOut | None = None
+    without_checkpointing: int | None = None
 
     def with_straddling(self) -> LayoutAnswer:
         """Return the answer with the fastest layout whose interval reaches below the card's memory as what may fit; those come
@@ -162,6 +165,7 @@ class LayoutAnswer:
             "ranking": [] if chosen is None else [_ranked(chosen)],
             "best": None if self.best is None else self.best.to_dict(),
             "plainest": None if self.plainest is None else self.plainest.to_dict(),
+            "without_checkpointing": self.without_checkpointing,
             "may_fit": None if self.may is None else self.may.to_dict(),
             "fixed": self.fixed,
             "tried": [one.to_dict() for one in self.tried],

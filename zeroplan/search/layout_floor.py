@@ -2,34 +2,41 @@
 
 Note [Floor of a layout]
     The rank that needs the most needs at least as much as the mean rank, and means follow from counts: the ranks of a pipeline
-    have all blocks between them, and those of tensor and expert parallelism a part each. Two moments are looked at.
+    have all blocks between them, and those of tensor and expert parallelism a part each. It needs at least as much as any one
+    stage's rank, too: the first has the most micro batches in flight. Two moments are looked at.
 
     Within a step, after the first backward: masters and optimizer states; on pipeline stages, and wherever parameters are not
     resharded, whole parameters in 16 bits, of several chunks those that are gathered at a time; where micro batches add up,
-    whole gradients in fp32; and of each micro batch in flight the input of each block, which both its first norm and a
-    checkpoint keep. With 1F1B rank r of p has p − r in flight, if there are more micro batches than that, and with other
-    schedules no fewer. Where parameters are resharded, one block's are gathered.
+    whole gradients in fp32; and of each micro batch in flight what its blocks keep: the input of each, which both its first
+    norm and a checkpoint keep, and where nothing is recomputed what the gradients of its matrices and attention need
+    (:func:`_kept_within`). With 1F1B rank r of p has p − r in flight, if there are more micro batches than that, and with other
+    schedules no fewer in the mean. Where parameters are resharded, one block's are gathered.
 
     In the optimizer's step: masters, states and the reduced gradients.
 
-    Nothing else is counted: neither activations within blocks, nor buffers of collectives, nor memory outside torch. So a
-    layout whose floor exceeds the card cannot fit, and need not be simulated.
+    Nothing else is counted: neither other activations, nor buffers of collectives, nor memory outside torch. So a layout whose
+    floor exceeds the card cannot fit, and need not be simulated.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from zeroplan.core.expert_parallel import is_expert
 from zeroplan.core.optimizers import find_optimizer
-from zeroplan.core.pipeline import stages_of
+from zeroplan.core.pipeline import Stage, stages_of
 from zeroplan.core.pipeline_order import GATHERED_CHUNKS
-from zeroplan.core.workload import DType, Precision
+from zeroplan.core.tensor_parallel import MIXTURES, PLANS
+from zeroplan.core.workload import ChunkedHead, DType, GradientCheckpointing, Precision
 from zeroplan.engines.case import Case
+from zeroplan.ledger.work import head_width
+from zeroplan.models.facts import experts_a_token, spec_facts
+from zeroplan.models.spec import ModelSpec, SpecUnit
 from zeroplan.run.ask import Ask
 
-#: What a block keeps beside its input, in inputs: 32 bytes of 34.
-_WITHIN = 16
+#: Techniques with which a block that recomputes nothing keeps all that :func:`_kept_within` counts.
+_KEEPING = (ChunkedHead, GradientCheckpointing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +67,9 @@ class LayoutFloors:
             shared = is_expert(name)
             by_block[block] = _Held(held.dense + (0 if shared else count), held.experts + (count if shared else 0))
         self._blocks = [held for block, held in by_block.items() if block]
-        self._whole = _Held(sum(held.dense for held in by_block.values()), sum(held.experts for held in by_block.values()))
+        self._whole = _sum(by_block.values())
+        eager = all(isinstance(one, _KEEPING) for one in work.techniques)
+        self._within = _kept_within(case.spec) if eager else [0.0] * len(self._blocks)
         half = work.numerics.precision in (Precision.PURE, Precision.HALF_AUTOCAST)
         self._master = work.numerics.dtype.bytes if half else DType.FP32.bytes
         optimizer = find_optimizer(work.numerics.optimizer)
@@ -69,10 +78,22 @@ class LayoutFloors:
 
     def of(self, request: Ask) -> int:
         """Return the floor of a layout, in bytes, by the degrees, stage, accumulation and checkpointing of a request."""
-        ranks = request.gpus * request.nodes // request.dp_replicate
-        total, part = self._whole.dense + self._whole.experts, self._whole.part(request) / request.pp
+        blocks, pp = len(self._blocks), request.pp
+        stages = stages_of(blocks, pp) if pp > 1 else (Stage(0, 1, 0, blocks),)
+        most = (request.grad_accum or 1) - 1
+        kept = [self._kept(request, one, min(pp - one.index, most) if pp > 1 else 1) for one in stages]
+        found = self._rank(request, self._whole, pp, sum(kept) / pp)
+        if request.vpp == 1 and pp > 1:
+            owned = ((_sum(self._blocks[one.first : one.end]), held) for one, held in zip(stages, kept, strict=True))
+            found = max(found, *(self._rank(request, one, 1, held) for one, held in owned))
+        return int(found)
+
+    def _rank(self, request: Ask, whole: _Held, stages: int, kept: float) -> float:
+        """Return what a rank needs in the mean of so many stages that have `whole` between them, and `kept` activations."""
+        ranks = request.gpus * request.nodes // request.dp_replicate * stages // request.pp
+        total, part = whole.dense + whole.experts, whole.part(request) / stages
         width = self._work.numerics.dtype.bytes
-        within = self._states * total / ranks + self._inputs(request)
+        within = self._states * total / ranks + kept
         if request.stage != 3:
             within += width * part * min(request.vpp, GATHERED_CHUNKS) / request.vpp
         else:
@@ -80,18 +101,7 @@ class LayoutFloors:
         if request.pp > 1 or (request.grad_accum or 1) > 1:
             rounds = (request.grad_accum or 1) // request.pp
             within += self._master * part / (request.vpp if rounds < 2 else 1)  # of one round, chunks are reduced one by one
-        return int(max(within, (self._states + self._master) * total / ranks))
-
-    def exceeds_likely(self, request: Ask, usable: int) -> bool:
-        """Return whether a layout probably exceeds the card: with the 34 bytes for each token and channel that a block keeps
-        which is not recomputed, its input included (Korthikanti et al. 2022, equation 2), on the mean rank.
-        """
-        within = (
-            0.0
-            if request.value("gradient_checkpointing")
-            else _WITHIN * self._inputs(request) / (1 if request.sp else request.tp)
-        )
-        return self.of(request) + within > usable
+        return max(within, (self._states + self._master) * total / ranks)
 
     def interleaved_inputs(self, request: Ask) -> int:
         """Return the bytes of blocks' inputs that the first rank of an interleaved schedule keeps more than with 1F1B."""
@@ -100,13 +110,41 @@ class LayoutFloors:
         tokens = self._work.batch.rows * (self._work.batch.seq_len or 0) / (request.cp * (request.tp if request.sp else 1))
         return int(max(0.0, more) * (len(self._blocks) // pp) * tokens * self._hidden * self._work.numerics.dtype.bytes)
 
-    def _inputs(self, request: Ask) -> float:
-        """Bytes of the blocks' inputs that a rank keeps in the mean."""
-        tokens = self._work.batch.rows * (self._work.batch.seq_len or 0) / (request.cp * (request.tp if request.sp else 1))
-        blocks, pp = len(self._blocks), request.pp
-        if pp > 1:
-            most = (request.grad_accum or 1) - 1
-            kept = sum((one.end - one.first) * min(pp - one.index, most) for one in stages_of(blocks, pp)) / pp
-        else:
-            kept = blocks
-        return kept * tokens * self._hidden * self._work.numerics.dtype.bytes
+    def _kept(self, request: Ask, stage: Stage, micro_batches: int) -> float:
+        """Bytes that the blocks of a stage keep of so many micro batches."""
+        tokens = self._work.batch.rows * (self._work.batch.seq_len or 0) / request.cp
+        inputs = self._hidden * (stage.end - stage.first) / (request.tp if request.sp else 1)
+        again = request.value("gradient_checkpointing")
+        within = 0.0 if again else sum(self._within[stage.first : stage.end]) / request.tp
+        return micro_batches * tokens * (inputs + within) * self._work.numerics.dtype.bytes
+
+
+def _sum(found: Iterable[_Held]) -> _Held:
+    every = list(found)
+    return _Held(sum(one.dense for one in every), sum(one.experts for one in every))
+
+
+def _kept_within(spec: ModelSpec) -> list[float]:
+    """Return the elements that each block keeps for each token beside its input, at least; zeros for blocks of other kinds than
+    the tensor-parallel plans know, which are attention and gated MLPs.
+
+    Attention keeps queries, keys, values and its output, the second norm its input, and an MLP the outputs of gate and up and
+    the product that its last matrix takes; experts also the tokens that they are sent.
+    """
+    if spec.model_type not in (*PLANS, *MIXTURES):
+        return [0.0] * sum(unit.count for unit in spec.units if unit.block)
+    facts = spec_facts(spec)
+    width, hidden = head_width(spec.config, facts.head_dim or 0), facts.hidden_size or 0
+    attention = 2 * ((facts.heads or 0) + (facts.kv_heads or 0)) * width + hidden
+    sent = experts_a_token(spec.config) or 0
+    return [attention + _kept_in_mlp(unit, sent, hidden) for unit in spec.units if unit.block for _ in range(unit.count)]
+
+
+def _kept_in_mlp(unit: SpecUnit, sent: int, hidden: int) -> int:
+    found = 0
+    for tensor in unit.tensors:
+        if tensor.name.endswith("gate_up_proj"):
+            found += sent * (3 * tensor.shape[-2] // 2 + hidden)
+        elif tensor.name.endswith("gate_proj.weight"):
+            found += 3 * tensor.shape[0]
+    return found

@@ -10,8 +10,8 @@ Note [Variants of a layout]
     The same degrees may run otherwise, each way with more memory, so that one is looked at where the layout itself fits and
     taken where it is modelled to be faster by more than such times are off (:data:`LEAST_GAIN`). Stages run interleaved,
     with two chunks a rank, or up to as many as the engine's :class:`~zeroplan.engines.base.SearchedLayouts` says. Without
-    stages, parameters stay gathered between forward and backward (ZeRO-2), or the shards of a model lie within a node and
-    are replicated by the nodes (HSDP).
+    stages, parameters stay gathered between forward and backward (ZeRO-2), or the shards of a model lie within a node, or
+    within 8 or 64 nodes, which hold replicas (HSDP; torchtitan's of mixtures, too).
 
     Left out: more chunks of FSDP2, whose parameters torch gathers again and again; GPipe, which waits as long as 1F1B and
     keeps more; DualPipeV, whose gain is the overlap of a forward with a backward, which torch runs one behind the other;
@@ -26,15 +26,21 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import Any
 
+from zeroplan.core.cluster import Cluster, without_count
+from zeroplan.core.errors import BadInput
 from zeroplan.core.expert_parallel import GROUPED, experts_of
-from zeroplan.core.parallel import DEFAULT_SCHEDULE
+from zeroplan.core.parallel import DEFAULT_SCHEDULE, ParallelLayout
 from zeroplan.core.pipeline_order import PipelineSchedule
 from zeroplan.core.tensor_parallel import MIXTURES, PLANS
 from zeroplan.engines.base import SearchedLayouts
+from zeroplan.engines.registry import engine_names, find_engine
 from zeroplan.models.spec import ModelSpec
+from zeroplan.planner.resolve import Resolved
 from zeroplan.run.ask import Ask
 from zeroplan.search.policy import EQUALLY_FAST
 
+#: The engine whose layouts are planned where none is named.
+ENGINE = "fsdp2"
 #: What may be fixed of a layout, as fields of a request.
 FIXED = ("tp", "sp", "cp", "pp", "vpp", "ep", "etp", "schedule", "dp_replicate")
 #: By how much a variant has to be modelled faster than any layout without one. See Note [Variants of a layout].
@@ -48,6 +54,8 @@ MICRO_BATCHES_A_STAGE = 4
 _MOST_STAGES, _MOST_RING = 16, 16
 #: Stages that are tried where nothing fits with fewer.
 _MANY_STAGES = 64
+#: By how much the nodes differ that hold a replica.
+_STEP_OF_NODES = 8
 #: Tokens that a rank of a ring keeps at least.
 _LEAST_TOKENS = 4096
 
@@ -120,10 +128,7 @@ class LayoutOrders:
                 yield from ({"vpp": chunks} for chunks in _powers(self.layouts.chunks)[1:])
             return
         stages = (3, 2) if asked.stage is None and layout.stage == 3 else (layout.stage,)
-        replicas = [layout.dp_replicate]
-        shared_inside = layout.gpus % (layout.tp * layout.cp) == 0
-        if not self.experts and layout.nodes > 1 and "dp_replicate" not in fixed and shared_inside:
-            replicas.append(layout.nodes)
+        replicas = [layout.dp_replicate, *([] if "dp_replicate" in fixed else _replicas(layout))]
         for count in replicas:
             for stage in stages:
                 if (count, stage) != (layout.dp_replicate, layout.stage):
@@ -167,6 +172,15 @@ class LayoutOrders:
         return degrees
 
 
+def _replicas(layout: Ask) -> Iterator[int]:
+    """Yield into how many replicas a layout's nodes may be divided: of 1 node, 8, 64 and so on, which hold whole groups."""
+    nodes, whole = 1, lcm(layout.tp * layout.cp, layout.ep * layout.etp)
+    while nodes < layout.nodes:
+        if layout.nodes % nodes == 0 and nodes * layout.gpus % whole == 0:
+            yield layout.nodes // nodes
+        nodes *= _STEP_OF_NODES
+
+
 def sequences(request: Ask) -> int:
     """Return the sequences of a step."""
     ranks = request.gpus * request.nodes // (request.tp * request.cp * request.pp)
@@ -192,3 +206,43 @@ def _kept(name: str, fixed: dict[str, Any], others: list[int]) -> list[int]:
 
 def _powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())] if most else []
+
+
+def require_batch(resolved: Resolved, global_batch: int) -> None:
+    """Refuse a layout whose ranks do not divide the global batch."""
+    work, dp = resolved.workload, resolved.cases[0].layout.dp
+    if dp * work.batch.micro_batch * work.batch.grad_accum != global_batch:
+        passes = f" × {work.batch.grad_accum} passes" if work.batch.grad_accum > 1 else ""
+        what = (
+            f"{dp} data-parallel ranks × {work.batch.micro_batch} samples{passes} do not make {global_batch} sequences a step"
+        )
+        raise BadInput(what, where="--global-batch", remedy=f"use a multiple of {dp * work.batch.micro_batch}")
+
+
+def checked_request(request: Ask, global_batch: int | None) -> Ask:
+    """Return the request for the engine of layouts. Raises BadInput: what a search over layouts does not take."""
+    request = request.checked()
+    if request.model is None:
+        raise BadInput("no model whose matrices could be shared", where="MODEL", remedy="give one id, path or config")
+    engine = request.engine if "engine" in request else ENGINE
+    if find_engine(engine).layouts is None:
+        *others, last = (name for name in engine_names() if find_engine(name).layouts is not None)
+        raise BadInput(
+            f"layouts are searched for {', '.join(others)} and {last} alone",
+            where="--engine",
+            remedy=f"leave it out for {ENGINE}",
+        )
+    if request.vram is None and request.gpu is None:
+        raise BadInput("no GPU is named", where="the machine", remedy="give a card, --gpu H100, or --vram 80G")
+    for where, device in (("--offload-optimizer", request.offload_optimizer), ("--offload-param", request.offload_param)):
+        if device not in (None, "none"):
+            raise BadInput("the time of layouts with offload is not modelled", where=where, remedy="leave it out")
+    if global_batch is not None and global_batch < 1:
+        raise BadInput(f"{global_batch} is below 1", where="--global-batch", remedy="use a whole number above zero")
+    cluster = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)
+    below: dict[str, Any] = {name: value for name, value in fixed_degrees(request).items() if type(value) is int and value < 1}
+    ParallelLayout(**below)  # refuses them
+    # Programs that start layouts make each rank's shards, or read them from a distributed checkpoint: no rank holds the model.
+    scratch = {} if "from_scratch" in request else {"from_scratch": True}
+    machine = {"gpus": cluster.gpus, "nodes": cluster.nodes, "gpu": without_count(request.gpu)}
+    return request.replace(engine=engine, offload_optimizer=None, offload_param=None, **machine, **scratch)

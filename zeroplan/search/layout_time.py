@@ -154,7 +154,7 @@ class LayoutCost:
 
     def __init__(self, case: Case, counts: Counts, rates: Rates, engine: Engine, sharing: Sharing | None = None) -> None:
         self.case, self.counts, self.rates, self.engine = case, counts, rates, engine
-        self.sharing = sharing or engine.sharing(case.zero)
+        self.sharing = sharing or engine.sharing(case)
         self.fabric = fabric_of(rates, case.cluster.gpu)
         self.layout, self.work = case.layout, case.workload
         self.whole: Matrices = matrices(case.spec)

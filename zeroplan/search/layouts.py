@@ -22,14 +22,13 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import gcd
-from typing import Any
 
-from zeroplan.core.cluster import Cluster, without_count
+from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
-from zeroplan.core.parallel import ParallelLayout
+from zeroplan.core.plan import MemoryPlan, Verdict
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.unmodelled import may_add
-from zeroplan.engines.registry import engine_names, find_engine
+from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.work import Counts
 from zeroplan.planner.estimate import allocator_config, plan_case
 from zeroplan.planner.fit import left_out
@@ -44,10 +43,12 @@ from zeroplan.search.layout_orders import (
     LEAST_GAIN,
     MICRO_BATCHES_A_STAGE,
     LayoutOrders,
+    checked_request,
     divides,
     fixed_degrees,
     flags_of,
     least_ranks,
+    require_batch,
     sequences,
     without_degrees,
 )
@@ -55,8 +56,6 @@ from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
 from zeroplan.search.machine_rates import machine_rates
 from zeroplan.search.policy import EQUALLY_FAST, MOST_TOKENS
 
-#: The engine whose layouts are planned where none is named.
-ENGINE = "fsdp2"
 #: Parts of a number of nodes by which smaller ones differ that are tried.
 _STEPS = 16
 #: Plainer layouts, at most, that are planned to name the plainest that fits.
@@ -89,7 +88,7 @@ def search_layouts(
     if found.chosen is None:
         found = search.with_many_stages().on(search.nodes)
     if found.chosen is None:
-        found = found.with_straddling()
+        found = search.with_all_stages(found).with_straddling()
     search.require_possible()
     return found
 
@@ -177,7 +176,7 @@ class _Search:
         *,
         any_nodes: bool = False,
     ) -> None:
-        self._request = _checked_request(request, global_batch)
+        self._request = checked_request(request, global_batch)
         self._choices = (False, True) if checkpointing is None else (checkpointing,)
         self._batch = global_batch
         self.gpus, self.nodes, self.assumed = self._request.gpus, self._request.nodes, ""
@@ -187,7 +186,7 @@ class _Search:
         self._tapes = None if request.depth == FORMULA else ExpandedTapes(find_engine(self._request.engine))
         self._config = allocator_config(request.alloc_conf)
         layouts = find_engine(self._request.engine).layouts
-        assert layouts is not None, "_checked_request refuses such engines"
+        assert layouts is not None, "checked_request refuses such engines"
         # Where this cannot be, no degree is to blame.
         plain = without_degrees(self._request).replace(nodes=1, stage=layouts.stage, grad_accum=None)
         alone = [resolve(plain.replace(gradient_checkpointing=again)) for again in self._choices]
@@ -213,6 +212,16 @@ class _Search:
         """Look at more pipeline stages from now on, and return this search."""
         self._orders = self._orders.with_many_stages()
         return self
+
+    def with_all_stages(self, found: LayoutAnswer) -> LayoutAnswer:
+        """Return the answer with each layout that may fit planned on all its stages, where a search stopped at the first."""
+
+        def whole(one: LaidOut) -> LaidOut:
+            if one.plan.verdict is not Verdict.MAY_FIT or len(one.plan.stages) in (0, one.layout.pp):
+                return one
+            return replace(one, plan=self._plan_of(resolve(one.request), [], to_first_doubt=False))
+
+        return replace(found, tried=tuple(whole(one) for one in found.tried))
 
     def require_possible(self) -> None:
         """Raise what was said of the first layout, if none of any cluster so far is possible.
@@ -313,12 +322,19 @@ class _Search:
             if laid_out.plan.fits:
                 warnings += [text for text in one.resolved.warnings if text not in warnings]
                 plainest = self._plainest(found, one, plan)
-                return replace(answer, best=laid_out, plainest=plainest, tried=tuple(tried), warnings=tuple(warnings))
+                found_best = replace(answer, best=laid_out, plainest=plainest, without_checkpointing=self._without(one.request))
+                return replace(found_best, tried=tuple(tried), warnings=tuple(warnings))
             if may is None and laid_out.plan.undecided and not laid_out.plan.misfits:
                 may, said = laid_out, one.resolved.warnings
             tried.append(laid_out)
         warnings += [text for text in said if text not in warnings]
         return replace(answer, may=may, tried=tuple(tried), warnings=tuple(warnings))
+
+    def _without(self, request: Ask) -> int | None:
+        """Return what a layout that recomputes blocks needs at least without that, if it was cut for it."""
+        floor = self._floors.of(request.replace(gradient_checkpointing=False))
+        kept = request.value("gradient_checkpointing") and False in self._choices
+        return floor if kept and floor > self._usable else None
 
     def _plainest(self, found: list[_Timed], best: _Timed, plan: Callable[[_Timed], LaidOut]) -> LaidOut | None:
         """Return the plainest layout that fits and is slower than the best by less than times are off; None if the best is it.
@@ -337,7 +353,7 @@ class _Search:
         """Yield the variants of a layout that are faster. See Note [Variants of a layout] in layout_orders.py."""
         for fields in self._orders.variants(asked, one.request):
             request = one.request.replace(**fields)
-            if not divides(request) or self._floors.exceeds_likely(request, self._usable):
+            if not divides(request) or self._floors.of(request) > self._usable:
                 continue
             resolved = self._allowed(request)
             if resolved is None:
@@ -401,56 +417,21 @@ class _Search:
     def _resolved(self, request: Ask) -> Resolved:
         resolved = resolve(request)
         if self._batch is not None:
-            _require_batch(resolved, self._batch)
+            require_batch(resolved, self._batch)
         return resolved
 
     def _planned(self, one: _Timed, warnings: list[str], *, most_stages: int | None = None) -> LaidOut:
         """Plan one layout, of a pipeline so many stages at most."""
-        resolved, case = one.resolved, one.resolved.cases[0]
-        plan = formula_plan(resolved.engine, case)
-        shown = (resolved, self._tapes, self._config, warnings)
-        plan, _ = plan_case(plan, case, *shown, to_first_miss=True, most_stages=most_stages)
-        return LaidOut(one.request, case.layout, plan, one.time, one.links, None if one.plain is None else one.plain.time)
+        plan = self._plan_of(one.resolved, warnings, most_stages=most_stages)
+        plain = None if one.plain is None else one.plain.time
+        return LaidOut(one.request, one.resolved.cases[0].layout, plan, one.time, one.links, plain)
 
-
-def _require_batch(resolved: Resolved, global_batch: int) -> None:
-    """Refuse a layout whose ranks do not divide the global batch."""
-    work, dp = resolved.workload, resolved.cases[0].layout.dp
-    if dp * work.batch.micro_batch * work.batch.grad_accum != global_batch:
-        passes = f" × {work.batch.grad_accum} passes" if work.batch.grad_accum > 1 else ""
-        what = (
-            f"{dp} data-parallel ranks × {work.batch.micro_batch} samples{passes} do not make {global_batch} sequences a step"
-        )
-        raise BadInput(what, where="--global-batch", remedy=f"use a multiple of {dp * work.batch.micro_batch}")
-
-
-def _checked_request(request: Ask, global_batch: int | None) -> Ask:
-    """Return the request for the engine of layouts. Raises BadInput: what a search over layouts does not take."""
-    request = request.checked()
-    if request.model is None:
-        raise BadInput("no model whose matrices could be shared", where="MODEL", remedy="give one id, path or config")
-    engine = request.engine if "engine" in request else ENGINE
-    if find_engine(engine).layouts is None:
-        *others, last = (name for name in engine_names() if find_engine(name).layouts is not None)
-        raise BadInput(
-            f"layouts are searched for {', '.join(others)} and {last} alone",
-            where="--engine",
-            remedy=f"leave it out for {ENGINE}",
-        )
-    if request.vram is None and request.gpu is None:
-        raise BadInput("no GPU is named", where="the machine", remedy="give a card, --gpu H100, or --vram 80G")
-    for where, device in (("--offload-optimizer", request.offload_optimizer), ("--offload-param", request.offload_param)):
-        if device not in (None, "none"):
-            raise BadInput("the time of layouts with offload is not modelled", where=where, remedy="leave it out")
-    if global_batch is not None and global_batch < 1:
-        raise BadInput(f"{global_batch} is below 1", where="--global-batch", remedy="use a whole number above zero")
-    cluster = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)
-    below: dict[str, Any] = {name: value for name, value in fixed_degrees(request).items() if type(value) is int and value < 1}
-    ParallelLayout(**below)  # refuses them
-    # Programs that start layouts make each rank's shards, or read them from a distributed checkpoint: no rank holds the model.
-    scratch = {} if "from_scratch" in request else {"from_scratch": True}
-    machine = {"gpus": cluster.gpus, "nodes": cluster.nodes, "gpu": without_count(request.gpu)}
-    return request.replace(engine=engine, offload_optimizer=None, offload_param=None, **machine, **scratch)
+    def _plan_of(
+        self, resolved: Resolved, warnings: list[str], *, most_stages: int | None = None, to_first_doubt: bool = True
+    ) -> MemoryPlan:
+        case, shown = resolved.cases[0], (resolved, self._tapes, self._config, warnings)
+        formula = formula_plan(resolved.engine, case)
+        return plan_case(formula, case, *shown, to_first_doubt=to_first_doubt, most_stages=most_stages)[0]
 
 
 @dataclass(frozen=True, slots=True)

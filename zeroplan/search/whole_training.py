@@ -109,6 +109,16 @@ class WholeTraining:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
+def training_on(budget: Budget, cluster: Cluster, **figures: Any) -> WholeTraining:
+    """Return what a budget takes on a cluster; `figures` as of :func:`whole_training`."""
+    return whole_training(budget, ranks=cluster.gpus * cluster.nodes, nodes=cluster.nodes, gpu=cluster.gpu.name, **figures)
+
+
+def training_json(one: WholeTraining | None) -> dict[str, Any]:
+    """Return the key that an answer in JSON has for a whole training; none without a budget."""
+    return {} if one is None else {"training": one.to_dict()}
+
+
 def whole_training(
     budget: Budget, *, tokens_per_second: float, ranks: int, nodes: int, gpu: str, params: int, write_gbs: float
 ) -> WholeTraining:
@@ -190,4 +200,6 @@ def read_prices(text: str, gpu: str) -> dict[str, float]:
     for name, price in found.items():
         if isinstance(price, bool) or not isinstance(price, int | float) or not 0 < price < 1e6:
             raise BadInput(f"{str(price)[:40]!r} is no price", where=f"{where}: {name[:40]}", remedy="give a number above zero")
+    if gpu not in found:
+        raise BadInput(f"holds no price of {gpu}", where=text, remedy=f'add "{gpu}": 2.5')
     return {name: float(price) for name, price in found.items()}

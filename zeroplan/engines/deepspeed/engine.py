@@ -281,12 +281,13 @@ class DeepSpeed(Engine):
 
         return DeepSpeedTraffic(spec, cluster)
 
-    def sharing(self, zero: ZeroConfig) -> Sharing:
+    def sharing(self, case: Case) -> Sharing:
         """Return the way of AutoTP's layers, which are plain modules, and of each stage; buckets below stage 3 are all-reduced,
         which sends twice the bytes of a reduce-scatter. See ``zeroplan/engines/deepspeed/traffic.py``.
         """
         from zeroplan.engines.traffic import Hooks, Sharing
 
+        zero = case.zero
         if zero.stage == 3:
             return Sharing(
                 reduced_bytes=2, cast_bytes=0, packed_bytes=6 * 2, dispatches=False, hooks=Hooks.MODULES, own_step=True

@@ -205,13 +205,18 @@ class Megatron(Engine):
             frozen_numel=frozen,
             distributed=case.zero.stage == 1,
             bucket=(given or max(40_000_000, 1_000_000 * layout.shard_group)) if overlapped else 0,
-            reduces_in_half=work.numerics.dtype is DType.FP16 or (model is not None and model.grad_reduce_in_bf16),
+            reduces_in_half=self._reduces_in_half(case),
             shapes=self._shapes(case, model) if model is not None and self.simulates(case) else None,
             parts=parts,
             capability=case.cluster.gpu.capability,
             pp_rank=case.pp_rank,
             gathers_eight=model is not None and model.fp8_param_gather,
         )
+
+    def _reduces_in_half(self, case: Case) -> bool:
+        """Return whether gradients are kept and reduced in 16 bits."""
+        model = self._model(case)
+        return case.workload.numerics.dtype is DType.FP16 or (model is not None and model.grad_reduce_in_bf16)
 
     @staticmethod
     def _scores(case: Case, model: MegatronModel) -> bool:
@@ -270,16 +275,16 @@ class Megatron(Engine):
 
         return nccl_bytes(zero, layout)
 
-    def sharing(self, zero: ZeroConfig) -> Sharing:
+    def sharing(self, case: Case) -> Sharing:
         """Return the way with ``--overlap-grad-reduce``, ``--overlap-param-gather`` and ``--tp-comm-overlap``.
 
         Source: megatron/core/distributed/param_and_grad_buffer.py; TransformerEngine's userbuffers
         """
-        del zero
         from zeroplan.engines.traffic import Hooks, Sharing
 
         return Sharing(
             gathers_once=True,
+            reduced_bytes=DType.FP32.bytes // (1 + self._reduces_in_half(case)),
             pipelines_tensor=True,
             even_stages=True,
             dispatches=False,

@@ -169,19 +169,23 @@ def _distributed(torch: Any, device: str, meet: Callable[[], object]) -> dict[st
     The other rank of both is one of torch's fake process group, whose collectives return at once.
     """
     import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     from zeroplan.core.parallel import ParallelLayout
-    from zeroplan.engines.fsdp2.trainer_mesh import Fsdp2Mesh, shard, split
-    from zeroplan.engines.torch_mesh import passes_of
+    from zeroplan.engines.torch_mesh import mesh_on, passes_of
+    from zeroplan.trace.tensor_parallel import parallelize
+    from zeroplan_runtime.units import find_blocks
 
     def seconds(layout: ParallelLayout | None) -> float:
         model, batch = _llama(torch, device)
         if layout is None:
             return sum(_passes(lambda: model(**batch).loss, meet))
-        mesh = Fsdp2Mesh.of(layout, torch.device(device))
-        split(model, mesh, torch.device(device))
-        shard(model, mesh, {"reshard_after_forward": True})
+        mesh = mesh_on(torch.device(device), {"dp": layout.dp, "tp": layout.tp})
+        if layout.tp > 1:
+            parallelize(model, mesh["tp"], sequence=False)
+        for module in (*find_blocks(model).values(), model):
+            fully_shard(module, mesh=mesh["dp"], reshard_after_forward=True)
         with passes_of(layout, None)(batch) as given:
             return sum(_passes(lambda: model(**given).loss, meet))
 

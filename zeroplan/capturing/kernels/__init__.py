@@ -171,7 +171,7 @@ def install(capture: Capture) -> None:
     if has_triton_package():  # torch keeps the answer, and a stand-in that comes later is not for torch
         from zeroplan.capturing.kernels import triton
 
-        triton.install(capture)
+        triton.install(lambda: unmeasured(capture, "triton"))
     sys.meta_path.insert(0, _KernelFinder())
     home: Any = importlib.metadata
     own = home.version

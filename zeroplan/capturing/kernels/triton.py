@@ -8,12 +8,10 @@ Source: Triton 3.5, ``runtime/jit.py``, ``runtime/autotuner.py``, ``third_party/
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from zeroplan.capturing.state import Capture
 
 #: Bytes over which a config is timed.
 _CLEARED = 256 << 20
@@ -86,16 +84,15 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def install(capture: Capture) -> None:
-    """Let launches of an installed Triton's kernels follow the same rules."""
+def install(note: Callable[[], None]) -> None:
+    """Let launches of an installed Triton's kernels follow the same rules; `note` says that one is unmeasured."""
     from triton.runtime import autotuner
     from triton.runtime import jit as home
 
     from zeroplan.capturing.hooks.imports import changes
-    from zeroplan.capturing.kernels import unmeasured
 
     def tuned(kernel: Any, *_: Any, **__: Any) -> None:
-        unmeasured(capture, "triton")
+        note()
         Autotuned.run(kernel)
 
     changes(home.JITFunction, autotuner.Autotuner)

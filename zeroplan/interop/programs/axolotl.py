@@ -290,7 +290,7 @@ class Axolotl(Program):
         Source: axolotl 0.18, utils/schemas/config.py (check_auto_enable_lora_kernels)
         """
         said = run.on("rl") or run.on("trust_remote_code") or any(run.value(key) is not None for key in _KERNELS)
-        if adapter == "dora" or said or (adapter == "lora" and bits == 8) or run.fields.get("engine") == "fsdp":
+        if adapter == "dora" or said or (adapter == "lora" and bits == 8) or run.fields.get("fsdp_version") == 1:
             return
         run.leave_out("lora_*_kernel", LESS, "none is set, and then axolotl's fused adapters are on, which keep fewer tensors")
 

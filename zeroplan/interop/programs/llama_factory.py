@@ -197,7 +197,8 @@ class LlamaFactory(Program):
             run.set("model_dtype", run.fields["dtype"])
         else:
             run.set("method", method)
-            beside = method == "freeze" and run.fields["engine"] == "ddp"  # what is trained is fp32 beside frozen 16 bits
+            # Under DDP what is trained is fp32 beside frozen 16 bits.
+            beside = method == "freeze" and not {"ds_config", "state_dict"} & run.fields.keys()
             run.set("model_dtype", run.fields["dtype"] if pure or beside else "fp32")
         if method in ("full", "freeze"):
             self._freezes(run, method)

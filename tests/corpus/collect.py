@@ -187,7 +187,8 @@ def axolotl(data: Mapping[str, Any], defaults: Mapping[str, Any]) -> Expected:
     again = data.get("gradient_checkpointing")
     fsdp = data.get("fsdp_config") or {}
     inside = _true(fsdp.get("activation_checkpointing") or fsdp.get("fsdp_activation_checkpointing"))
-    names = ("load_in_4bit", "load_in_8bit", "rl", "unfrozen_parameters", "lora_modules_to_save", "qat")
+    rows = any(str(pattern).endswith("]") for pattern in data.get("unfrozen_parameters") or ())  # of some parameters
+    names = ("load_in_4bit", "load_in_8bit", "rl", "lora_modules_to_save", "qat", *(("unfrozen_parameters",) if rows else ()))
     return {
         "micro_batch": _whole(said["micro_batch_size"]),
         "grad_accum": _whole(said["gradient_accumulation_steps"]),

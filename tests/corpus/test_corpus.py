@@ -98,6 +98,7 @@ RIGHTLY_REFUSED = (
     "use divisors of",
     "offload without shards is not modelled",
     "do not divide the global batch",
+    "is left to train",
 )
 
 
@@ -118,7 +119,7 @@ def test_every_public_file_is_planned_or_says_why_not(laid_out: Callable[[Row], 
         assert not (adds and any(plan.fits for plan in report.plans)), name_of(row)
         outcomes["unknown" if all(plan.fits is None for plan in report.plans) else "judged"] += 1
     assert outcomes.total() == len(every_row())
-    assert outcomes["refused"] <= 30
+    assert outcomes["refused"] <= 31  # one of them names blocks that the model has not
 
 
 def differences(setup: Setup, expected: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -202,7 +202,10 @@ class FreezeTechnique(Technique[FrozenParts]):
             units.append(replace(one, tensors=tensors))
         frozen = replace(spec, units=tuple(_joined(units)))
         if not frozen.trainable:
-            raise BadInput("nothing is left to train", where=self.where, remedy="name fewer parts")
+            if value.rule is None:
+                raise BadInput("nothing is left to train", where=self.where, remedy="name fewer parts")
+            remedy = "name another model, or mend the key"
+            raise BadInput(f"nothing of {spec.name} is left to train", where=value.rule.key, remedy=remedy)
         return frozen
 
     def left_out(self, value: FrozenParts, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:

@@ -181,7 +181,8 @@ _WATCH = "leave it out, or put zeroplan.callback.ZeroplanCallback into a run of 
 #: otherwise.
 PLAIN = {
     **dict.fromkeys(
-        ("detached_loss", "whole_embedding_states", "accelerate_units", "one_unit", "mixed_units", "moved"), "--from"
+        ("detached_loss", "own_loop", "whole_embedding_states", "accelerate_units", "one_unit", "mixed_units", "moved"),
+        "--from",
     ),
     "dynamic_padding": LengthsTechnique.where,
     "longest_first": LengthsTechnique.where,

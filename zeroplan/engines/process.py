@@ -48,7 +48,7 @@ GUESSED_SPREAD = 512 * MIB
 _MEASURED_CAPABILITY = (9, 0)
 #: The same of cards that CUDA 13 no longer runs on: a V100 under CUDA 11 held 1.34 GiB before the model, 0.75 are planned.
 OLDER_SPREAD = 640 * MIB
-_OLDEST_OF_CUDA_13 = (7, 5)
+_OLDEST, _OLDEST_OF_CUDA_13 = (1, 0), (7, 5)  # ROCm's cards have none
 
 #: Resident MiB of a rank by the end of each phase, without the engine's buffers: interpreter, torch, transformers, and what
 #: CUDA's and NCCL's libraries map as they come into use. Measured with FSDP2, bf16 and fused attention.
@@ -156,6 +156,6 @@ def outside_torch(
         kernels=KERNELS + (FLASH_KERNELS if flash else 0) + (FIRST_COMMUNICATOR if collectives else 0),
         nccl=nccl,
         page_tables=pinned // PINNED_PER_TABLE_BYTE,
-        spread=OLDER_SPREAD if capability < _OLDEST_OF_CUDA_13 else MEASURED_SPREAD if known else GUESSED_SPREAD,
+        spread=OLDER_SPREAD if _OLDEST <= capability < _OLDEST_OF_CUDA_13 else MEASURED_SPREAD if known else GUESSED_SPREAD,
         others=OTHER_CONTEXT * other_contexts,
     )

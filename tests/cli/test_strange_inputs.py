@@ -185,6 +185,8 @@ CASES = [
     ("recommend --from picture.png --gpu H100", "picture.png"),
     (f"scale {GPT2} --gpu H100 --gpus 8..1", "--gpus"),
     (f"scale {GPT2} --gpu H100 --gpus 12 --gpus-per-node 8", "--gpus"),
+    (f"scale {GPT2} --gpu H100 --gpus 8 --gpus-per-node 0", "--gpus-per-node: 0 is out of range"),
+    (f"scale {GPT2} --gpu H100 --gpus 64 --gpus-per-node 64", "--gpus-per-node: no node holds 64 H100 GPUs; use 8"),
     (f"scale {GPT2} --gpu H100 --tokens some", "--tokens"),
     # logs, answers, words
     ("doctor missing.log", "missing.log"),

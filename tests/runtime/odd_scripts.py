@@ -51,6 +51,17 @@ Use = Callable[[Any], Any]
 SCRIPTS: dict[str, tuple[Callable[[], nn.Module], Use, str]] = {}
 
 
+def config_of(stage: int) -> dict[str, Any]:
+    """The config under which each script runs."""
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 0.0,
+        "zeroplan": {"wide_numel": 500},
+    }
+
+
 def script(build: Callable[[], nn.Module], refused: str = "") -> Callable[[Use], Use]:
     """Adds a script; `refused` are the stages at which one line refuses it."""
 

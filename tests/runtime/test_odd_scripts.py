@@ -11,7 +11,7 @@ import torch.distributed as dist
 import zeroplan_runtime
 from tests.runtime import rare_scripts, strange_scripts, unusual_scripts  # noqa: F401  (they add scripts)
 from tests.runtime.odd_modules import Blocks, linear
-from tests.runtime.odd_scripts import SCRIPTS
+from tests.runtime.odd_scripts import SCRIPTS, config_of
 from tests.runtime.ranks import RankPool
 from tests.runtime.test_strangers import Plain, data
 from zeroplan.core.errors import BadInput
@@ -35,13 +35,7 @@ class Zeros(Plain):
 def outcomes(group: dist.ProcessGroup, stage: int) -> dict[str, str]:
     """By script ``equal``, ``different``, or the line that refuses it."""
     found = {}
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
-        "zero_optimization": {"stage": stage},
-        "gradient_clipping": 0.0,
-        "zeroplan": {"wide_numel": 500},
-    }
+    config = config_of(stage)
     for name, (build, use, _) in SCRIPTS.items():
         torch.manual_seed(0)
         model = build()

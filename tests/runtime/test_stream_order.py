@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import zeroplan_runtime
 from tests.runtime import rare_scripts, strange_scripts  # noqa: F401  (they add scripts)
-from tests.runtime.odd_scripts import SCRIPTS
+from tests.runtime.odd_scripts import SCRIPTS, config_of
 from tests.runtime.ranks import RankPool
 from tests.runtime.stream_order import watched
 from zeroplan.core.errors import BadInput
@@ -37,13 +37,7 @@ def races(group: dist.ProcessGroup, stage: int, names: tuple[str, ...], deaf: bo
     found = {}
     for name in names:
         build, use, _ = SCRIPTS[name]
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
-            "zero_optimization": {"stage": stage},
-            "gradient_clipping": 0.0,
-            "zeroplan": {"wide_numel": 500},
-        }
+        config = config_of(stage)
         torch.manual_seed(0)
         with watched(deaf=deaf) as seen:
             engine, *_ = zeroplan_runtime.initialize(model=build(), config=config, group=group, device="cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zeroplan.capturing.result import EMPTY_CACHE, WORKSPACE, Captured, sizes_on
@@ -31,18 +32,10 @@ def reserved(out: Any, device: KernelDevice, workspace: int, since: int) -> tupl
     """
     recorder = Recorder()
     sizes = sizes_on([alloc.size for alloc in out.allocs], device)
-    handles: dict[int, int] = {}
-    for at, (op, arg) in enumerate(zip(out.op, out.arg, strict=True)):
+    played = _played(recorder, out.op, out.arg, sizes, workspace, lambda _: (Buffer.UNATTRIBUTED, ""))
+    for at, _ in enumerate(played):
         if at == since:
             recorder.mark("since")
-        if op == Op.ALLOC:
-            handles[arg] = recorder.alloc(sizes[arg], Buffer.UNATTRIBUTED)
-        elif op == Op.FREE:
-            recorder.free(handles.pop(arg))
-        elif op == WORKSPACE:
-            recorder.alloc(workspace if arg < 2 else CUBLASLT_WORKSPACE, Buffer.WORKSPACE)
-        elif op == EMPTY_CACHE:
-            recorder.empty_cache()
     if since == len(out.op):
         recorder.mark("since")
     recorder.mark("now")
@@ -54,22 +47,46 @@ def replayed(captured: Captured, gpu: Gpu) -> Recorder:
     """Return the recording of a captured script on a GPU."""
     recorder = Recorder()
     sizes = sizes_on(captured.sizes, KernelDevice.of(gpu))
-    handles = [-1] * len(sizes)
-    workspaces = [gpu.workspace, gpu.workspace, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE]
-    alloc, free, mark = int(Op.ALLOC), int(Op.FREE), int(Op.MARK)
-    labels, phases = captured.buffers, captured.phases
+    mark, labels, phases = int(Op.MARK), captured.buffers, captured.phases
     notes = [captured.lines[line] for line in captured.line_of] or [""] * len(sizes)
-    for op, arg in zip(captured.op, captured.arg, strict=True):
+
+    def about(storage: int) -> tuple[Buffer, str]:
+        label = labels.get(storage)
+        buffer = _BY_PHASE[phases[storage]] if label is None else _LABELS.get(label) or Buffer(label)
+        return buffer, notes[storage]
+
+    for op, arg in _played(recorder, captured.op, captured.arg, sizes, gpu.workspace, about):
+        if op == mark and arg >= FIRST_MARK:
+            recorder.mark(MARKS[arg - FIRST_MARK])
+    return recorder
+
+
+def _played(
+    recorder: Recorder,
+    ops: Sequence[int],
+    args: Sequence[int],
+    sizes: Sequence[int],
+    workspace: int,
+    about: Callable[[int], tuple[Buffer, str]],
+) -> Iterator[tuple[int, int]]:
+    """Play a script's events into a recorder, and yield each before it is played.
+
+    Args:
+        sizes: bytes of each storage.
+        workspace: bytes of cuBLAS's workspace on the GPU.
+        about: what a storage is, and where it was made.
+    """
+    handles = [-1] * len(sizes)
+    workspaces = [workspace, workspace, CUBLASLT_WORKSPACE, CUBLASLT_WORKSPACE]
+    alloc, free = int(Op.ALLOC), int(Op.FREE)
+    for op, arg in zip(ops, args, strict=True):
+        yield op, arg
         if op == alloc:
-            label = labels.get(arg)
-            buffer = _BY_PHASE[phases[arg]] if label is None else _LABELS.get(label) or Buffer(label)
-            handles[arg] = recorder.alloc(sizes[arg], buffer, note=notes[arg])
+            buffer, note = about(arg)
+            handles[arg] = recorder.alloc(sizes[arg], buffer, note=note)
         elif op == free:
             recorder.free(handles[arg])
         elif op == WORKSPACE:
             recorder.alloc(workspaces[arg], Buffer.WORKSPACE, note="cuBLAS, at a thread's first product")
         elif op == EMPTY_CACHE:
             recorder.empty_cache()
-        elif op == mark and arg >= FIRST_MARK:
-            recorder.mark(MARKS[arg - FIRST_MARK])
-    return recorder

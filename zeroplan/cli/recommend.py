@@ -16,10 +16,11 @@ from zeroplan.run.ask import MESH_OPTIONS, Ask
 from zeroplan.techniques.liger import LigerTechnique
 
 if TYPE_CHECKING:
+    from zeroplan.report.terminal import Terminal
     from zeroplan.search.files import Files, Target
     from zeroplan.search.results import SearchResult
     from zeroplan.search.search_options import SearchOptions
-    from zeroplan.search.whole_training import Budget
+    from zeroplan.search.whole_training import Budget, WholeTraining
 
 _SEARCH = "Search"
 GlobalBatch = Annotated[int | None, typer.Option("--global-batch", rich_help_panel=_SEARCH, help="Sequences a step.")]
@@ -125,7 +126,6 @@ def recommend(
     Says why it is the fastest. Without MODEL: what such GPUs can train.
     """
     from zeroplan.report.recommendation import answer_text
-    from zeroplan.report.scaling import training_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.api import run_search
     from zeroplan.search.search_options import SearchOptions
@@ -193,8 +193,7 @@ def recommend(
         following = _words_that_write(found)
         terminal = Terminal.here(wide=wide, why=why)
         show(answer_text(found, style, files=written, terminal=terminal, quiet=quiet, next_command=following))
-        if training is not None and budget is not None and not quiet:
-            show("\n".join(terminal.wrap(training_text(budget.tokens, training))))
+        _show_training(budget, training, terminal, quiet=quiet)
     if found.best is None or found.best.plan.undecided:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 
@@ -215,13 +214,20 @@ def _require_alone(given: dict[str, Any], asked: str) -> None:
             raise BadInput(f"cannot stand beside {asked}", where=flag, remedy="leave one of the two out")
 
 
+def _show_training(budget: Budget | None, training: WholeTraining | None, terminal: Terminal, *, quiet: bool) -> None:
+    """Print what a whole training takes, where a budget was given and something fits."""
+    from zeroplan.report.scaling import training_text
+
+    if training is not None and budget is not None and not quiet:
+        show("\n".join(terminal.wrap(training_text(budget.tokens, training))))
+
+
 def _layouts(
     request: Ask, options: SearchOptions, budget: Budget | None, *, smallest: bool, as_json: bool, wide: bool, quiet: bool
 ) -> None:
     """Answer ``--layouts``, ``--smallest`` and degrees of parallelism."""
     from zeroplan.planner.resolve import resolve
     from zeroplan.report.layouts import layouts_text
-    from zeroplan.report.scaling import training_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.layouts import search_layouts, smallest_cluster
     from zeroplan.search.machine_rates import machine_rates
@@ -241,8 +247,7 @@ def _layouts(
         words = [] if shown is None else flags.estimate_words(shown.request, shown.plan.stage)
         terminal = Terminal.here(wide=wide)
         show(layouts_text(found, terminal=terminal, quiet=quiet, next_command=words))
-        if training is not None and budget is not None and not quiet:
-            show("\n".join(terminal.wrap(training_text(budget.tokens, training))))
+        _show_training(budget, training, terminal, quiet=quiet)
     if found.best is None:
         raise typer.Exit(EXIT_DOES_NOT_FIT)
 

@@ -233,7 +233,8 @@ def run_scaling(
     options = options or SearchOptions()
     counts = tuple(ranks)
     named = Cluster.of(gpu=request.gpu)
-    node = gpus_per_node or (named.gpus if named.gpus > 1 else named.gpu.node)
+    usual = named.gpus if named.gpus > 1 else named.gpu.node
+    node = usual if gpus_per_node is None else gpus_per_node
     clusters = shapes_of(counts, node)
     resolved = resolve_search(request.replace(gpus=node, nodes=1, gpu=without_count(request.gpu)), options)
     if resolved.cluster.gpus != node:

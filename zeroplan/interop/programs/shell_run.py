@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from posixpath import basename, dirname, isabs, join, normpath
+from posixpath import basename, join
 from types import MappingProxyType
 
 from zeroplan.core.errors import BadInput
@@ -35,7 +35,7 @@ from zeroplan.interop.programs.shell_syntax import (
     leaves,
     parse,
 )
-from zeroplan.interop.programs.shell_values import ShellState, Unknown, Value, appended, same
+from zeroplan.interop.programs.shell_values import ShellState, Unknown, Value, appended, changed_folder, printed_by, same
 
 ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]]*)\])?(\+?)=(.*)", re.DOTALL)
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
@@ -301,7 +301,7 @@ class _Run:
         elif first in ("exit", "return"):
             shell.alive, shell.returned = False, first == "return"
         elif first in ("cd", "pushd", "popd"):
-            shell.folder = _changed_folder(shell, rest) if first != "popd" else None
+            shell.folder = changed_folder(shell, rest) if first != "popd" else None
         elif first in ("source", "."):
             self.source(rest, shell, line)
         elif first == "eval":
@@ -431,41 +431,13 @@ class _Run:
             if any("$" in word for word in words) or not words:
                 return None
             if words[0] == "cd":
-                side.folder = _changed_folder(side, words[1:])
+                side.folder = changed_folder(side, words[1:])
                 continue
-            found = _prints(words, side)
+            found = printed_by(words, side)
             if found is None:
                 return None
             out.append(found)
         return " ".join(out)
-
-
-def _prints(words: list[str], shell: ShellState) -> str | None:
-    """Return what a builtin or a program of paths and numbers prints."""
-    first = words[0]
-    rest = [word for word in words[1:] if word not in ("--", "-f", "-e", "-m", "-P", "-n")]
-    if first == "echo":
-        return " ".join(rest)
-    if first == "pwd":
-        return shell.folder if shell.folder is None else shell.folder or "."
-    if first == "expr":
-        number = shell.number(" ".join(rest))
-        return None if number is None else str(number)
-    if first in ("dirname", "basename") and rest:
-        found = dirname(rest[0]) or "." if first == "dirname" else basename(rest[0])
-        return found.removesuffix(rest[1]) if first == "basename" and len(rest) > 1 else found
-    if first in ("realpath", "readlink") and len(rest) == 1:
-        return rest[0] if isabs(rest[0]) else None
-    return None
-
-
-def _changed_folder(shell: ShellState, words: list[str]) -> str | None:
-    target = next((word for word in words if not word.startswith("-")), "$HOME")
-    if "$" in target or target.startswith("~"):
-        return None
-    if isabs(target):
-        return normpath(target)
-    return None if shell.folder is None else normpath(join(shell.folder, target))
 
 
 def _array_words(text: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase, translate
+from posixpath import basename, dirname, isabs, join, normpath
 from typing import Any
 
 from zeroplan.core.errors import BadInput
@@ -369,3 +370,32 @@ def same(values: list[Value | None], why: Unknown) -> Value:
         return first
     unknown = next((one for one in values if isinstance(one, Unknown)), None)
     return unknown or why
+
+
+def printed_by(words: list[str], shell: ShellState) -> str | None:
+    """Return what a builtin or a program of paths and numbers prints."""
+    first = words[0]
+    rest = [word for word in words[1:] if word not in ("--", "-f", "-e", "-m", "-P", "-n")]
+    if first == "echo":
+        return " ".join(rest)
+    if first == "pwd":
+        return shell.folder if shell.folder is None else shell.folder or "."
+    if first == "expr":
+        number = shell.number(" ".join(rest))
+        return None if number is None else str(number)
+    if first in ("dirname", "basename") and rest:
+        found = dirname(rest[0]) or "." if first == "dirname" else basename(rest[0])
+        return found.removesuffix(rest[1]) if first == "basename" and len(rest) > 1 else found
+    if first in ("realpath", "readlink") and len(rest) == 1:
+        return rest[0] if isabs(rest[0]) else None
+    return None
+
+
+def changed_folder(shell: ShellState, words: list[str]) -> str | None:
+    """Return the folder to which ``cd`` with these words goes; None where no text tells."""
+    target = next((word for word in words if not word.startswith("-")), "$HOME")
+    if "$" in target or target.startswith("~"):
+        return None
+    if isabs(target):
+        return normpath(target)
+    return None if shell.folder is None else normpath(join(shell.folder, target))

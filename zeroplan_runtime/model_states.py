@@ -311,8 +311,6 @@ class ModelStates:
         identity.
         """
         nothing = torch.empty(0, device=self.arena.device)
-        for unit in self.units:  # a gather for the next forward may be under way
-            unit.param_slot.ready.wait(Stream.current(self.arena.device))
         for unit in self.units:
             for param, *_ in unit.placed():
                 value = kept.get(id(param))

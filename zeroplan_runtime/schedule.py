@@ -29,7 +29,7 @@ from zeroplan_runtime.model_states import ModelStates
 from zeroplan_runtime.offload.param_swapper import FetchRequest
 from zeroplan_runtime.parameter_guard import ParameterGuard, not_gathered
 from zeroplan_runtime.pytree import tensors_of
-from zeroplan_runtime.streams import Stream
+from zeroplan_runtime.streams import Stream, wait_when_dropped
 from zeroplan_runtime.unit_state import FlatParam, UnitState
 
 if TYPE_CHECKING:
@@ -62,30 +62,27 @@ class Schedule:
         self.compute_stream = Stream.current(device)
         self.all_gather_stream = Stream(device)
         self.grads = GradientReduction(model_states, self.compute_stream)
+        self._wait_for_all = wait_when_dropped(self, device, (self.all_gather_stream, self.grads.reduce_stream))
         self.where, self.progress_count = "start", 0
         self.writes: ParameterWrites | None = None
         self.reading: Callable[[str], AbstractContextManager[object]] = nullcontext
-        self.in_engine_backward = self._in_backward = self.halves = self.resting = False
-        self._grad_enabled = False  # in this forward, so a backward is expected
+        self.in_engine_backward = self._in_backward = self._grad_enabled = self.halves = self.resting = False
         self._current: UnitState | None = None
-        units = model_states.units
         self._execution_order = ExecutionOrder(model_states.leaders)
         self._chunks: dict[int, tuple[ExecutionOrder, set[UnitState]]] = {}  # of a pipeline: see choose_chunk
         self._last: UnitState | None = None
-        for unit in units:
+        for unit in model_states.units:
             unit.updated.record(self.compute_stream)  # ModelStates filled the shards on this stream
         self.handles: list[Any] = []
-        self._opaque = False  # to dynamo
-        self.guard = ParameterGuard(units, self)
-        self.keeps_guard = self.has_aliases = False
+        self.guard = ParameterGuard(model_states.units, self)
+        self.keeps_guard = self.has_aliases = self._out_of_graphs = False
         self.aliases: ParameterAliases | None = None
         self._in_forward: set[UnitState] = set()
         self._reads_on: int | None = None  # the stream that waits for all unshards since the last step
         renews = self.setup.shards_params or model_states.quantiser is not None
-        self.hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in units) or renews
-        if self.hooked:
-            for unit in model_states.leaders:
-                self._hook(unit)
+        self.hooked = self.comm.world_size > 1 or any(u.layout.offloaded for u in model_states.units) or renews
+        for unit in model_states.leaders if self.hooked else ():
+            self._hook(unit)
 
     def _hook(self, unit: UnitState) -> None:
         # Ours is the first pre-forward and the last post-forward hook, so the user's hooks see unsharded parameters.
@@ -94,9 +91,10 @@ class Schedule:
         self.handles += [enter, leave]
 
     def remove(self) -> None:
-        """Removes the hooks from the model."""
+        """Removes the hooks from the model; what was issued has ended for the compute stream then, so memory can be freed."""
         for handle in self.handles:
             handle.remove()
+        self._wait_for_all()
 
     __reduce_ex__ = refuse_copy
 
@@ -104,9 +102,9 @@ class Schedule:
 
     def root_pre_forward(self) -> None:
         """Prepares a forward of the whole model; also clears what an interrupted forward left."""
-        if not self._opaque and may_compile():
+        if not self._out_of_graphs and may_compile():
             keep_out_of_graphs(self.handles)
-            self._opaque = True
+            self._out_of_graphs = True
         self._set_phase(backward=False)
         self._grad_enabled = torch.is_grad_enabled()
         self._current = self._last = None
@@ -423,6 +421,8 @@ class Schedule:
     def root_pre_backward(self) -> None:
         """Prepares a micro batch's backward; also clears what an interrupted backward left."""
         self.in_engine_backward = True
+        if not self.setup.shards_params and not all(unit.forward_count for unit in self.model_states.units):
+            self.wait_for_unshard()  # of units that the forward left out, and a backward function may read
         for unit in self.model_states.units:
             if self._keeps_values(unit) and not self.keeps_guard:  # at stage 3 the others open as the backward reaches them
                 self.guard.open(unit)

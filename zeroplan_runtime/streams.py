@@ -4,12 +4,14 @@ Note [Streams]
     The runtime issues work on three streams: the stream that the model computes on, one for all-gathers and one for gradient
     reductions. A stream waits for another by an event; the host never waits. On a CPU everything runs in program order.
     The buffers that streams hand to each other belong to the Arena and are never freed while in use, so ``record_stream``
-    is not needed.
+    is not needed. At the end :func:`wait_when_dropped` sees to it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -68,3 +70,22 @@ class Stream:
     def as_current(self) -> AbstractContextManager[object]:
         """A context in which work is issued on this stream."""
         return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+def wait_when_dropped(owner: object, device: torch.device, streams: tuple[Stream, ...]) -> Callable[[], object]:
+    """Makes the stream that is current once `owner` is garbage wait for all work of `streams`, before memory that `owner`
+    alone refers to is freed: what is allocated there next is used on that stream.
+
+    Returns:
+        A function that makes it wait now, and not again.
+    """
+    end = weakref.finalize(owner, _wait, Event(device), Stream.current(device), streams)
+    end.atexit = False  # the device is given back then
+    return end
+
+
+def _wait(event: Event, waits: Stream, streams: tuple[Stream, ...]) -> None:
+    with contextlib.suppress(RuntimeError):  # a device that has failed runs nothing any more
+        for stream in streams:
+            event.record(stream)
+            event.wait(waits)

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.runtime import models
 from zeroplan_runtime.arena import Arena
 from zeroplan_runtime.offload.activations import ActivationOffload, PinnedPool
+from zeroplan_runtime.streams import Event
 
 CPU = torch.device("cpu")
 INPUT_BYTES = models.BATCH * models.LENGTH * models.WIDTH * 4
@@ -48,6 +49,22 @@ def test_gradients_are_the_same_bits_and_every_input_but_the_newest_leaves(remat
         rows = arena.measurement()
         assert [row["bytes"] for row in rows] == [INPUT_BYTES] * (len(model.blocks) - 1)
         assert {(row["buffer"], row["place"]) for row in rows} == {("activation.checkpoint", "pinned")}
+
+
+def test_what_came_back_for_a_backward_that_ended_before_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its memory is free with the graph, and the copy may still be writing there."""
+    model = models.make(remat="plain")
+    offload, _ = offloaded(model)
+    inputs: list[torch.Tensor] = []
+    model.blocks[-1].register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    with offload.saving():
+        loss = model(models.batch(0, 0, 0))
+    torch.autograd.grad(loss, inputs[0])
+    waits: list[Event] = []
+    monkeypatch.setattr(Event, "wait", lambda event, _: waits.append(event))
+    inputs.clear()
+    del loss
+    assert len(waits) == 1
 
 
 def test_inputs_are_given_up_as_the_forward_goes() -> None:

@@ -53,6 +53,35 @@ def layers_left_out_at_random(t: Any) -> Any:
     return steps(t, 6)
 
 
+class Scaled(torch.autograd.Function):
+    """x, whose gradient is scaled by what a module's weight is in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, module: Any) -> torch.Tensor:
+        ctx.module = module
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * (1 + ctx.module.weight.mean()), None
+
+
+class Taking(Blocks):
+    """Calls the last block every other time, and only its backward reads it else."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.blocks[0](self.enter(x))
+        return self.leave(self.blocks[2](x) if self.calls % 2 else Scaled.apply(x, self.blocks[2]))
+
+
+@script(lambda: Taking(linear), refused="3")
+def a_layer_left_out_is_read_in_the_backward(t: Any) -> Any:
+    return steps(t, 6)
+
+
 @script(blocks(lambda: nn.Sequential(linear(), nn.Dropout(0.3))))
 def samples_that_pass_a_block_by(t: Any) -> Any:
     def passes(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:

@@ -109,8 +109,8 @@ def _classes(clocks: Clocks) -> tuple[type, type]:
 
 
 @contextmanager
-def watched(*, deaf: bool = False) -> Iterator[set[tuple[str, str]]]:
-    """Enters a context in which engines are made and used; gives the races so far. If `deaf`, no wait is heard."""
+def watched(*, deaf: bool = False) -> Iterator[Clocks]:
+    """Enters a context in which engines are made and used; gives their clocks. If `deaf`, no wait is heard."""
     clocks = Clocks(deaf=deaf)
     use = clocks.use
     with ExitStack() as stack:
@@ -152,10 +152,6 @@ def watched(*, deaf: bool = False) -> Iterator[set[tuple[str, str]]]:
             for flat in unit.flats():
                 use(flat.full, "a unit computes", writes=False)
 
-        def opens(guard: Any, unit: Any) -> None:
-            if guard._owner().setup.shards_params:  # below, a backward opens them all
-                reads(guard, unit)
-
         def fills(_: Any, master: torch.Tensor, *more: Any, **options: Any) -> None:
             use(master, "a write of the user's reaches the master", writes=True)
 
@@ -178,10 +174,10 @@ def watched(*, deaf: bool = False) -> Iterator[set[tuple[str, str]]]:
         before(Communicator, "all_gather", gathers)
         before(Communicator, "reduce_scatter", reduces)
         before(OptimizerStep, "update", updates)
-        before(ParameterGuard, "open", opens)
+        before(ParameterGuard, "open", reads)
         before(Schedule, "_reshard", reads)
         before(ModelStates, "fill_shard", fills)
         before(ModelStates, "free", frees)
         before(ParameterStates, "_write", states)
         before(GradientReduction, "accumulate", adds)
-        yield clocks.races
+        yield clocks

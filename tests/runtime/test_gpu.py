@@ -64,6 +64,40 @@ def test_stages_on_gpus(tmp_path: Path, ranks: int) -> None:
     run_on_gpus(_RANK, tmp_path, ranks=ranks, timeout=250)
 
 
+_ENDS = """
+for end in ("destroy", "garbage"):
+    engine = zeroplan_runtime.initialize(model=models.make(), config=ds_config(3, "fp32"), device=device)[0]
+    for number in range(2):
+        engine.backward(engine(models.batch(number, 0, dist.get_rank()).to(device)))
+        engine.step()
+    slots = [slot.tensor for slot in engine.model_states.param_slots.values()]
+    places = [range(slot.data_ptr(), slot.data_ptr() + slot.nbytes) for slot in slots]
+    torch.cuda.synchronize()
+    with engine.schedule.all_gather_stream.as_current():
+        torch.cuda._sleep(2 * 10**9)  # a gather that other ranks keep waiting for a second
+        for slot in slots:
+            slot.fill_(7.0)
+    if end == "destroy":
+        engine.destroy()
+    del engine, slot, slots
+    gc.collect()
+    taken = [torch.zeros(512, dtype=torch.uint8, device=device) for _ in range(16384)]
+    begins = [one.data_ptr() for one in taken]
+    assert all(any(begin in place for begin in begins) for place in places), end  # or the test shows nothing
+    torch.cuda.synchronize()
+    assert not any(one.any() for one in taken), end
+    del taken
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_memory_under_a_gather_is_not_reused(tmp_path: Path, ranks: int) -> None:
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} CUDA devices")
+    run_on_gpus(_ENDS, tmp_path, ranks=ranks, timeout=120)
+
+
 _SCRIPTS = """
 from tests.runtime.gpu_scripts import rows
 wrong = [row for row in rows(device) if isinstance(row["apart"], str) or not row["apart"] < 1e-5]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import suppress
 
 import pytest
@@ -25,6 +26,7 @@ NAMES = (
     "a_reentrant_checkpoint_within_a_forward",
     "two_batches_at_a_time",
     "layers_left_out_at_random",
+    "a_layer_left_out_is_read_in_the_backward",
     "momenta_reset",
     "evaluated_within_an_accumulation",
     "backwards_within_the_backward",
@@ -44,14 +46,35 @@ def races(group: dist.ProcessGroup, stage: int, names: tuple[str, ...], deaf: bo
             with suppress(BadInput):  # up to where stage 3 refuses
                 use(engine)
             engine.destroy()
-        found[name] = seen - {STALE}
+        found[name] = seen.races - {STALE}
     return found
+
+
+def races_of_an_engine_that_is_dropped(group: dist.ProcessGroup, stage: int, deaf: bool) -> set[tuple[str, str]]:
+    build, use, _ = SCRIPTS["momenta_reset"]
+    with watched(deaf=deaf) as clocks:
+        engine = zeroplan_runtime.initialize(model=build(), config=config_of(stage), group=group, device="cpu")[0]
+        use(engine)
+        memory = [flat.full for unit in engine.model_states.units for flat in unit.flats()]
+        del engine
+        gc.collect()
+        for one in memory:
+            clocks.use(one, "memory is freed", writes=True)
+    return clocks.races - {STALE}
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_uses_of_the_same_memory_are_in_order(pool: RankPool, stage: int) -> None:
     for found in pool.run(2, races, stage, NAMES, False):
         assert found == {name: set() for name in NAMES}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_gathers_have_ended_when_the_garbage_collector_frees_their_memory(pool: RankPool, stage: int) -> None:
+    for found in pool.run(2, races_of_an_engine_that_is_dropped, stage, False):
+        assert not found
+    for found in pool.run(2, races_of_an_engine_that_is_dropped, stage, True):
+        assert ("a gather writes the parameters", "memory is freed") in found
 
 
 def test_waits_that_are_missing_are_found(pool: RankPool) -> None:

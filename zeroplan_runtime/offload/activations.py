@@ -144,6 +144,8 @@ class SavedTensor:
         return self.tensor
 
     def __del__(self) -> None:
+        if self.returning is not None:  # for a backward that ended before it; its memory is free now
+            self.ready.wait(Stream.current(self.returning.device))
         if self.buffer is not None:
             self.pool.give_back(self.buffer)
 

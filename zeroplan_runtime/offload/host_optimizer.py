@@ -38,7 +38,7 @@ from zeroplan_runtime import kernels
 from zeroplan_runtime.offload.host_worker import HostTask, Worker
 from zeroplan_runtime.offload.optimizer_swapper import OptimizerSwapper
 from zeroplan_runtime.offload.update_request import Update, UpdateRequest
-from zeroplan_runtime.streams import Event, Stream
+from zeroplan_runtime.streams import Event, Stream, wait_when_dropped
 from zeroplan_runtime.unit_state import AccumSlot, OffloadedUnit, PinnedBuffers, UnitState
 
 
@@ -72,6 +72,7 @@ class HostOptimizer:
 
     def __post_init__(self) -> None:
         self.d2h_stream, self.h2d_stream = Stream(self.device), Stream(self.device)
+        wait_when_dropped(self, self.device, (self.d2h_stream, self.h2d_stream))
 
     # ------------------------------------------------------------------ gradients
 

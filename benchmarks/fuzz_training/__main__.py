@@ -119,11 +119,9 @@ def main() -> int:
         case = draw(seed, bounds)
         outcome = judge(case, pool)
         counts[outcome.kind] += 1
-        if not outcome.is_well and not arguments.fault:
-            small, found = smaller(case, outcome, pool)
-            print(f"seed {seed}: {case}\n{script(small, found)}", flush=True)
-            case = small
         _write(out, seed, outcome, case)
+        if not outcome.is_well and not arguments.fault:
+            print(f"seed {seed}: {case}\n{script(*smaller(case, outcome, pool))}", flush=True)
     pool.stop()
     took = time.monotonic() - begin
     print(f"{sum(counts.values())} cases in {took:.0f} s, ranks started {pool.starts} times: {dict(counts)}")

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from zeroplan.core.buffers import Buffer
-from zeroplan.engines.script import WORKSPACE, Cue, Script, Scripts
+from zeroplan.engines.script import WORKSPACE, Cue, Script, script_of
 from zeroplan.simulate.event_blocks import EventBlocks
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import EvaluationTape, ExpandedTape, Mark, Op
@@ -204,7 +204,6 @@ def play(
     *,
     own_linear: bool = False,
     warm: bool = False,
-    scripts: Scripts | None = None,
 ) -> None:
     """Records a whole run: build, initialisation, and `run.steps` steps, each event block of it ended by a mark.
 
@@ -215,7 +214,6 @@ def play(
     Args:
         own_linear: the engine put a function of its own in place of ``torch.nn.functional.linear``.
         warm: cuBLAS has its workspaces from the initialisation on; the schedule has recorded them.
-        scripts: the scripts of other runs of the same tape.
     """
     for nbytes in tape.buffers:
         recorder.alloc(nbytes, Buffer.MODEL_BUFFER)
@@ -227,7 +225,7 @@ def play(
         for nbytes in one.kept:
             recorder.alloc(nbytes, one.buffer)
     recorder.mark("init")
-    script = (scripts or Scripts()).of(tape, modules=schedule.follows_modules, own_linear=own_linear)
+    script = script_of(tape, modules=schedule.follows_modules, own_linear=own_linear)
     player = _Player(script, recorder, schedule, run.cublas_workspace)
     if warm:
         player.workspaces[:2] = [0, 0]

@@ -6,6 +6,7 @@ See Note [Event blocks] in ``zeroplan/simulate/event_blocks.py``.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -82,23 +83,11 @@ class Script:
     returned: tuple[int, ...] = ()
 
 
-class Scripts:
-    """The scripts of the tape that was played last: all ranks and stages of a request play the same few."""
-
-    def __init__(self) -> None:
-        self._tape: ExpandedTape | None = None
-        self._known: dict[tuple[bool, bool], Script] = {}
-
-    def of(self, tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
-        """Return the script that :func:`script_of` makes of the tape, made once for each pair of options."""
-        if tape is not self._tape:
-            self._tape, self._known = tape, {}
-        key = (modules, own_linear)
-        if key not in self._known:
-            self._known[key] = script_of(tape, modules=modules, own_linear=own_linear)
-        return self._known[key]
+#: Scripts that are kept: the stages and ranks of a request play the same few tapes.
+MOST_SCRIPTS = 4
 
 
+@lru_cache(maxsize=MOST_SCRIPTS)
 def script_of(tape: ExpandedTape, *, modules: bool, own_linear: bool) -> Script:
     """Return the tape's forward and backward, with module hooks only if `modules`.
 

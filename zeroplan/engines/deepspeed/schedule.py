@@ -10,7 +10,6 @@ from zeroplan.engines.deepspeed.stage0 import Stage1Bf16, stage0_schedule
 from zeroplan.engines.deepspeed.stage3 import Stage3
 from zeroplan.engines.deepspeed.stage12 import Stage12
 from zeroplan.engines.player import Run, play
-from zeroplan.engines.script import Scripts
 from zeroplan.simulate.recorder import Recorder
 from zeroplan.tape.expanded import ExpandedTape
 from zeroplan.techniques.table import blocks_of
@@ -39,7 +38,6 @@ def record_deepspeed(
     *,
     steps: int | None = None,
     skipped_steps: int = 0,
-    scripts: Scripts | None = None,
 ) -> Recorder:
     """Record every allocation and free of one rank's run, in order. See :func:`zeroplan.engines.player.play`.
 
@@ -47,7 +45,6 @@ def record_deepspeed(
         tape: the tape of one micro batch, expanded for the workload's numbers.
         steps: optimizer steps to play; None for as many as differ.
         skipped_steps: leading steps that fp16's falling loss scale discards. Data decide how many, so it is an input.
-        scripts: the player's scripts of other runs of the same tape.
     """
     recorder = Recorder()
     steps = STEPS_UNTIL_STEADY + skipped_steps if steps is None else steps
@@ -61,7 +58,7 @@ def record_deepspeed(
         blocks=blocks_of(rank.workload, rank),
     )
     own_linear = rank.stage == 3 and rank.zero.stage3.memory_efficient_linear
-    play(run, tape, recorder, stage_schedule(rank, tape, recorder), own_linear=own_linear, scripts=scripts)
+    play(run, tape, recorder, stage_schedule(rank, tape, recorder), own_linear=own_linear)
     return recorder
 
 

@@ -45,7 +45,6 @@ from zeroplan.engines.deepspeed.outside_reads import passed_through
 from zeroplan.engines.deepspeed.rank import DeepSpeedRank
 from zeroplan.engines.deepspeed.schedule import distinct_ranks, record_deepspeed
 from zeroplan.engines.deepspeed.schedule_host import record_host
-from zeroplan.engines.script import Scripts
 from zeroplan.engines.simulation import HostRun, Simulation
 from zeroplan.ledger.derive import pow2
 from zeroplan.simulate.allocator.config import AllocatorConfig
@@ -280,7 +279,7 @@ def _skipped(case: Case) -> int:
     return FP16_SKIPPED_STEPS if dynamic else 0
 
 
-#: Events that are kept, an event block counted as one: some 150 MB. And shapes of tapes whose scripts are kept.
+#: Events that are kept, an event block counted as one: some 150 MB. And shapes of tapes, the first tape of each kept.
 MOST_EVENTS, MOST_TAPES = 5_000_000, 32
 
 
@@ -288,7 +287,7 @@ class Recordings:
     """Recordings by layout, rank, skipped steps and the tape's shape, the latest of them kept."""
 
     def __init__(self) -> None:
-        self._played: OrderedDict[int, tuple[ExpandedTape, Scripts]] = OrderedDict()  # by shape, the tape that is played
+        self._played: OrderedDict[int, ExpandedTape] = OrderedDict()  # by shape, the tape that is played
         self._kept: OrderedDict[tuple[object, ...], tuple[ExpandedTape, Recorder]] = OrderedDict()
         self._events = 0
 
@@ -298,8 +297,8 @@ class Recordings:
         layout = (case.zero, case.zero_init, workload, case.cluster, case.parallel, rank.rank, skipped_steps, tape.shape)
         found = self._kept.get(layout)
         if found is None:
-            played, scripts = self._tape_to_play(tape)
-            recorder = record_deepspeed(rank, played, skipped_steps=skipped_steps, scripts=scripts)
+            played = self._tape_to_play(tape)
+            recorder = record_deepspeed(rank, played, skipped_steps=skipped_steps)
             self._kept[layout] = (played, recorder)
             self._events += recorder.stored
             while self._events > MOST_EVENTS and len(self._kept) > 1:
@@ -309,11 +308,11 @@ class Recordings:
             played, recorder = found
         return recorder if played is tape else recorder.resized(tape.storage_bytes)
 
-    def _tape_to_play(self, tape: ExpandedTape) -> tuple[ExpandedTape, Scripts]:
-        """The first tape of this one's shape, whose scripts are at hand."""
+    def _tape_to_play(self, tape: ExpandedTape) -> ExpandedTape:
+        """The first tape of this one's shape, whose script is at hand."""
         found = self._played.get(tape.shape)
         if found is None:
-            found = self._played[tape.shape] = (tape, Scripts())
+            found = self._played[tape.shape] = tape
             if len(self._played) > MOST_TAPES:
                 self._played.popitem(last=False)
         return found

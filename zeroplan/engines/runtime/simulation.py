@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from zeroplan.core.arena.layout import ArenaLayout
 from zeroplan.core.arena.layout_setup import RuntimeSetup
@@ -26,12 +27,41 @@ from zeroplan.engines.runtime.float8 import float8_layers, with_float8
 from zeroplan.engines.runtime.host import checkpoint_phases, host_phases
 from zeroplan.engines.runtime.labelled_tokens import with_labelled_tokens
 from zeroplan.engines.runtime.schedule import STEPS_UNTIL_STEADY, RuntimeSchedule, with_direct_gradients
+from zeroplan.engines.script import MOST_SCRIPTS
 from zeroplan.engines.simulation import Simulation
 from zeroplan.simulate.allocator.config import UNLIMITED, AllocatorConfig
 from zeroplan.simulate.recorder import Recorder, simulate
 from zeroplan.tape.edit import TapeEdit
 from zeroplan.tape.expanded import ExpandedTape, Kind
 from zeroplan.techniques.table import blocks_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Rewriting:
+    """What decides how the runtime's own computation is written into a tape: less than a case, so that many cases share it."""
+
+    options: RuntimeOptions
+    direct: bool
+    float8_blocks: frozenset[str]
+    rows: int
+    share: float
+    itemsize: int
+    where: str
+    tp: int
+
+    @classmethod
+    def of(cls, workload: Workload, layout: ArenaLayout, options: RuntimeOptions, tp: int) -> _Rewriting:
+        """Return what a configuration decides."""
+        return cls(
+            options=options,
+            direct=_writes_gradients(layout.setup, options),
+            float8_blocks=frozenset(unit.shape.name for unit in layout.units if unit.multiplies_in_float8),
+            rows=workload.batch.rows * (workload.batch.seq_len or 0),
+            share=workload.batch.labelled_share or 1.0,
+            itemsize=layout.setup.param_dtype.bytes,
+            where="--chunked-head" if workload.has(ChunkedHead) else KEY,
+            tp=tp,
+        )
 
 
 def computed_tape(
@@ -41,26 +71,42 @@ def computed_tape(
 
     Where `tp` ranks share the logits, the loss is torch's.
     """
-    setup, recipe, layers = layout.setup, runtime_options.float8_recipe, dict[int, int]()
+    return _rewritten(tape, _Rewriting.of(workload, layout, runtime_options, tp))
+
+
+def _rewritten(tape: ExpandedTape, how: _Rewriting) -> ExpandedTape:
+    recipe, chunk, layers = how.options.float8_recipe, how.options.chunked_cross_entropy, dict[int, int]()
     if recipe is not None:
-        blocks = {unit.shape.name for unit in layout.units if unit.multiplies_in_float8}
-        layers = float8_layers(tape, recipe, blocks)
-    if _writes_gradients(setup, runtime_options):
+        layers = float8_layers(tape, recipe, how.float8_blocks)
+    if how.direct:
         tape = with_direct_gradients(tape, frozenset(layers.values()))
     if recipe is not None:
         tape = with_float8(tape, layers, recipe)
-    rows = workload.batch.rows * (workload.batch.seq_len or 0)
-    chunk = runtime_options.chunked_cross_entropy
-    where = "--chunked-head" if workload.has(ChunkedHead) else KEY
-    if chunk and tp > 1:
-        raise BadInput("ranks of tp have parts of the head", where=where, remedy="leave it out, or use no tensor parallelism")
-    if (runtime_options.fused_loss and tp == 1) or chunk:
-        tape = with_fused_loss(tape, rows=rows, itemsize=setup.param_dtype.bytes)
-    if runtime_options.labelled_tokens_only:
-        tape = with_labelled_tokens(tape, tokens=rows, share=workload.batch.labelled_share or 1.0)
+    if chunk and how.tp > 1:
+        remedy = "leave it out, or use no tensor parallelism"
+        raise BadInput("ranks of tp have parts of the head", where=how.where, remedy=remedy)
+    if (how.options.fused_loss and how.tp == 1) or chunk:
+        tape = with_fused_loss(tape, rows=how.rows, itemsize=how.itemsize)
+    if how.options.labelled_tokens_only:
+        tape = with_labelled_tokens(tape, tokens=how.rows, share=how.share)
     if chunk:
-        tape = with_chunked_cross_entropy(tape, tokens=chunk, where=where)
+        tape = with_chunked_cross_entropy(tape, tokens=chunk, where=how.where)
     return tape
+
+
+@lru_cache(maxsize=MOST_SCRIPTS)
+def _played(expanded: ExpandedTape, moved: tuple[OffloadedInput, ...], how: _Rewriting, *, eager: bool) -> ExpandedTape:
+    """The tape that is played, one object for all cases that play the same.
+
+    An evaluation of the runtime's own, and batches of other lengths, are not modelled; a first one that runs uncompiled is, by
+    `eager`.
+    """
+
+    def computed(one: ExpandedTape) -> ExpandedTape:
+        return _rewritten(with_offloaded_inputs(one, moved) if moved else one, how)
+
+    first = tuple(map(computed, expanded.shapes)) if eager else ()
+    return replace(computed(replace(expanded, evaluation=None, shapes=())), shapes=first)
 
 
 def _writes_gradients(setup: RuntimeSetup, runtime_options: RuntimeOptions) -> bool:
@@ -95,14 +141,8 @@ def simulate_rank(
     skipped = 1 if case.workload.numerics.dtype is DType.FP16 else 0
     room = _makes_room(config)
     recorder = Recorder()
-
-    def computed(one: ExpandedTape) -> ExpandedTape:
-        one = with_offloaded_inputs(one, moved) if moved else one
-        return computed_tape(case.workload, layout, runtime_options, one, tp=case.layout.tp)
-
-    # An evaluation of the runtime's own, and batches of other lengths, are not modelled; a first one that runs uncompiled is.
-    first = tuple(map(computed, expanded.shapes)) if case.workload.compile is not None else ()
-    tape = replace(computed(replace(expanded, evaluation=None, shapes=())), shapes=first)
+    how = _Rewriting.of(case.workload, layout, runtime_options, case.layout.tp)
+    tape = _played(expanded, tuple(moved), how, eager=case.workload.compile is not None)
     workspace = case.cluster.gpu.workspace
     schedule = RuntimeSchedule(layout, tape, recorder, cublas_workspace=workspace, makes_room=room)
     accum, detached = case.workload.batch.grad_accum, case.workload.loop.detached_loss

@@ -33,6 +33,7 @@ class _Head:
         backward: likewise in the backward.
         hidden_grad: storage of the gradient that the head hands back.
         weight_grad: storage of its weight's gradient, None where that is frozen.
+        complete: the parameter whose gradient that storage is at once, None where the embedding's has to be added.
         words: of the vocabulary.
         width: of the hidden states.
         compute: bytes of a factor of its product.
@@ -45,6 +46,7 @@ class _Head:
     backward: range
     hidden_grad: int
     weight_grad: int | None
+    complete: int | None
     words: int
     width: int
     compute: int
@@ -102,7 +104,7 @@ def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int, share:
     words, width = param.shape
     span = range(begin, end)
     compute = tape.aux[where] // (batch * seq_len * words)
-    head = _Head(module, span, range(end, end), -1, None, words, width, compute, hidden=param.itemsize, weight=param.itemsize)
+    head = _Head(module, span, range(end, end), -1, None, None, words, width, compute, param.itemsize, param.itemsize)
     made = edit.storages_of(edit.allocations(span))
     outer = [storage for storage in edit.storages_of(edit.frees(span)) if storage not in made]
     edit.drop(span)
@@ -150,6 +152,7 @@ def _find(edit: TapeEdit, tokens: int) -> _Head | None:
         backward=backward,
         hidden_grad=hidden[0],
         weight_grad=weights[0] if weights else None,
+        complete=next((tape.arg[at] for at in edit.gradients if at in backward), None),
         words=words,
         width=width,
         compute=tape.aux[where] // (tokens * words),
@@ -233,6 +236,8 @@ def _backward(write: EventWriter, head: _Head, rows: int, tokens: int, saved: li
     if head.weight_grad is not None and head.weight != _WIDE:
         write.alloc(matrix * head.weight, Kind.GRAD, head.weight_grad)
     write.free(tile, *states, *parts, *wide, *saved)
+    if head.complete is not None and head.weight_grad is not None:
+        write.add(Op.GRAD, head.complete, head.weight_grad)  # autograd hands a leaf's gradient over before all else
     rows_grad = write.alloc(size * head.hidden, Kind.ACT_GRAD)
     write.free(write.alloc(_SORTED * _INDEX * rows), grad)
     write.alloc(tokens * head.width * head.hidden, Kind.ACT_GRAD, head.hidden_grad)

@@ -4,9 +4,10 @@
 
 The loops are those of ``zeroplan verify``. Its marks wait for the GPU after each forward and backward, which a training loop
 does not, so `seconds` is of steps without them and `marked` of steps with them; before and behind each of both the host waits
-for the GPU. `running` is of as many steps in a row, without waiting between them. Where `--traces` names a folder, one more
-step is profiled: `profile` sums up the kernels of rank 0 in ms, and the folder gets the other ranks' sums, the trace, and what
-Python spent its time on.
+for the GPU. `running` is of as many steps in a row, without waiting between them. `hosts` has what each rank's host did in the
+awaited ones: the seconds until it had issued a step, and until that had run, Python's collections, and how long its threads
+waited for a processor. Where `--traces` names a folder, one more step is profiled: `profile` sums up the kernels of rank 0 in
+ms, and the folder gets the other ranks' sums, the traces, and what Python spent its time on.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -68,20 +70,22 @@ def run(name: str, folder: Path, traces: Path | None, joined: list[RankDevice]) 
     one, engine = job(CASES[name], folder)
     if not joined:
         joined.append(join(one, _device(), int(os.environ["LOCAL_RANK"])))
-    waits = [False]
-    trained = _trainer(one, engine, joined[0].device, lambda phase, following: _wait() if waits[0] else None)
+    host = _Host()
+    trained = _trainer(one, engine, joined[0].device, host.mark)
     batch = make_batch(one, joined[0].device, seed=one.layout.sample_of(dist.get_rank()), casts=engine.casts_modules)
     _seconds(trained, batch, _WARM)
-    row: dict[str, Any] = {"case": name, "seconds": _seconds(trained, batch, _TIMED)}
+    host.begin()
+    row: dict[str, Any] = {"case": name, "seconds": _seconds(trained, batch, _TIMED, host)}
+    row["hosts"] = host.end()
     _wait()
     begin = time.perf_counter()
     for _ in range(_TIMED):
         trained.step(batch)
     _wait()
     row["running"] = (time.perf_counter() - begin) / _TIMED
-    waits[0] = True
+    host.waits = True
     row["marked"] = _seconds(trained, batch, _MARKED)
-    waits[0] = False
+    host.waits = False
     if traces is not None:
         row |= _profiled(name, partial(_seconds, trained, batch, 1), traces)
     trained.close()
@@ -93,15 +97,76 @@ def run(name: str, folder: Path, traces: Path | None, joined: list[RankDevice]) 
     return row | {"load": os.getloadavg()[0], "torch": torch.__version__}
 
 
-def _seconds(trained: Trainer, batch: dict[str, torch.Tensor], count: int) -> float:
+class _Host:
+    """What the host of a rank does in steps; `waits` says whether it waits for the GPU at each mark."""
+
+    def __init__(self) -> None:
+        self.waits, self.steps = False, list[dict[str, float]]()
+        self._collecting = self._began = 0.0
+
+    def mark(self, phase: str, _: str) -> None:
+        """Note when a phase has been issued."""
+        if self.waits:
+            _wait()
+        elif self.steps:
+            self.steps[-1][phase] = time.perf_counter()
+
+    def begin(self) -> None:
+        """Count from here on."""
+        self._counted = _waited(), _throttled()
+        gc.callbacks.append(self._collects)
+
+    def _collects(self, phase: str, _: object) -> None:
+        if phase == "start":
+            self._began = time.perf_counter()
+        else:
+            self._collecting += time.perf_counter() - self._began
+
+    def end(self) -> list[dict[str, Any]]:
+        """Return for each rank the seconds from a step's begin to each phase's end, and of all steps the seconds in collections
+        and of waiting for a processor.
+        """
+        gc.callbacks.remove(self._collects)
+        steps = [{name: round(at - one["begin"], 4) for name, at in one.items() if name != "begin"} for one in self.steps]
+        waited, throttled = (now - then for now, then in zip((_waited(), _throttled()), self._counted, strict=True))
+        found: dict[str, Any] = {"waited": waited, "throttled": throttled, "collecting": self._collecting}
+        hosts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(hosts, {"steps": steps} | {name: round(value, 4) for name, value in found.items()})
+        self.steps.clear()
+        return hosts
+
+
+def _waited() -> float:
+    """Return the seconds that this process's threads were ready and had no processor."""
+    found = 0
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, ValueError, IndexError):
+            found += int(file.read_text().split()[1])
+    return found / 1e9
+
+
+def _throttled() -> float:
+    """Return the seconds in which a quota of processors has stopped this process's group."""
+    with suppress(OSError):
+        lines = Path("/sys/fs/cgroup/cpu.stat").read_text().splitlines()
+        return sum(int(line.split()[1]) for line in lines if line.startswith("throttled_usec")) / 1e6
+    return 0.0
+
+
+def _seconds(trained: Trainer, batch: dict[str, torch.Tensor], count: int, host: _Host | None = None) -> float:
     """Return the median seconds of so many steps."""
     found = []
     for _ in range(count):
         _wait()
         begin = time.perf_counter()
+        if host is not None:
+            host.steps.append({"begin": begin})
         trained.step(batch)
+        issued = time.perf_counter()
         _wait()
         found.append(time.perf_counter() - begin)
+        if host is not None:
+            host.steps[-1] |= {"issued": issued, "awaited": begin + found[-1]}
     return statistics.median(found)
 
 
@@ -117,8 +182,7 @@ def _profiled(name: str, step: Callable[[], float], traces: Path) -> dict[str, A
         found["profile"] = summary((e.name(), e.start_ns(), e.duration_ns()) for e in events)
     if dist.get_rank():
         (traces / f"{clean}.{dist.get_rank()}.txt").write_text(json.dumps(found.get("profile")))
-    if not dist.get_rank():
-        profile.export_chrome_trace(str(traces / f"{clean}.json.gz"))
+    profile.export_chrome_trace(str(traces / f"{clean}.{dist.get_rank()}.json.gz"))
     python = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):
         python.enable()

@@ -31,9 +31,13 @@ from zeroplan.search.cost import CostModel
 from zeroplan.search.layout_time import LayoutCost
 from zeroplan.search.machine_rates import machine_rates
 
-DENSE, MIXTURE = "meta-llama/Llama-3.2-1B", "Qwen/Qwen3-30B-A3B"
+DENSE, LARGE, MIXTURE = "meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B"
 #: What is unlike the models of these names: a head of its own, for stages, and as many blocks as two cards of 80 GB train.
-_CHANGED: dict[str, dict[str, Any]] = {DENSE: {"tie_word_embeddings": False}, MIXTURE: {"num_hidden_layers": 6}}
+_CHANGED: dict[str, dict[str, Any]] = {
+    DENSE: {"tie_word_embeddings": False},
+    LARGE: {"num_hidden_layers": 8},
+    MIXTURE: {"num_hidden_layers": 6},
+}
 _SHARED: dict[str, Any] = {"engine": "fsdp2", "gpus": 2, "seq_len": 4096}
 _DEEPSPEED: dict[str, Any] = {
     "engine": "deepspeed",
@@ -55,6 +59,15 @@ CASES: dict[str, dict[str, Any]] = {
     "1B, DeepSpeed, stage 3": _DEEPSPEED | {"stage": 3},
     "1B, DeepSpeed, AutoTP 2": _DEEPSPEED | {"stage": 1, "tp": 2, "micro_batch": 4},
     "1B, DeepSpeed, pp 2, 8 micro batches": _DEEPSPEED | {"stage": 1, "pp": 2, "grad_accum": 8},
+    "8B blocks, dp 2, ZeRO-3": {"model": LARGE, "micro_batch": 2, "stage": 3},
+    "8B blocks, tp 2": {"model": LARGE, "micro_batch": 4, "stage": 3, "tp": 2},
+    "8B blocks, tp 2 with split tokens": {"model": LARGE, "micro_batch": 4, "stage": 3, "tp": 2, "sp": True},
+    "8B blocks, cp 2": {"model": LARGE, "micro_batch": 4, "stage": 3, "cp": 2},
+    "8B blocks, pp 2, 8 micro batches": {"model": LARGE, "micro_batch": 2, "stage": 2, "pp": 2, "grad_accum": 8},
+    "8B blocks, DeepSpeed, stage 3": _DEEPSPEED | {"model": LARGE, "stage": 3},
+    "8B blocks, DeepSpeed, AutoTP 2": _DEEPSPEED | {"model": LARGE, "stage": 1, "tp": 2, "micro_batch": 4},
+    "mixture of 2 sequences, dp 2, ZeRO-3": {"model": MIXTURE, "micro_batch": 2, "stage": 3},
+    "mixture of 2 sequences, ep 2": {"model": MIXTURE, "micro_batch": 2, "stage": 3, "ep": 2},
     "1B, HSDP 2 × 2": {"model": DENSE, "micro_batch": 2, "stage": 3, "gpus": 4, "dp_replicate": 2},
     "1B, dp 4, ZeRO-3": {"model": DENSE, "micro_batch": 2, "stage": 3, "gpus": 4},
     "1B, dp 2 × tp 2": {"model": DENSE, "micro_batch": 4, "stage": 3, "gpus": 4, "tp": 2},
@@ -91,7 +104,9 @@ def predict(case: dict[str, Any], folder: Path, gpu: str, profile: Path | None) 
     cluster, one = resolved.cluster, resolved.cases[0]
     rates, counts = machine_rates(cluster, profile, []), count_tape(ExpandedTapes(resolved.engine).of(one))
     cost = LayoutCost(one, counts, rates, resolved.engine).time()
-    row: dict[str, Any] = {"seconds": cost.total, "parts": {name: value for name, value in cost.parts.items() if value}}
+    slow = LayoutCost(one, counts, rates.on_slow_host(), resolved.engine).time().total
+    parts = {name: value for name, value in cost.parts.items() if value}
+    row: dict[str, Any] = {"seconds": cost.total, "slow_host_seconds": slow, "parts": parts}
     if one.parallel is None:  # which recommend answers without --layouts, too
         alone = CostModel(resolved.engine, resolved.spec, cluster, rates)
         row["seconds_of_recommend"] = alone.step_time(one.workload, one.zero, counts).total

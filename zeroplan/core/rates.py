@@ -46,6 +46,13 @@ ADAM_GBS = 2839.0
 LINK_FRACTION = 0.80
 
 
+#: µs of the slowest of the hosts that were calibrated, with 16 cores a GPU each: the slower of one process and of two
+#: (benchmarks/results/layouts_two_h200_contention.jsonl). The fastest are the defaults of :class:`Rates`.
+_SLOW_HOST = {"launch_us": 48.5, "autograd_us": 38.0, "dispatch_us": 87.4, "unit_hook_us": 267.5}
+_DEEPSPEED_HOOKS = (
+    *("operation_us", "await_us", "checkpoint_us", "gradient_hook_us", "gather_hook_us", "release_hook_us"),
+    "upload_hook_us",
+)
 _MAY_BE_ZERO = ("network_us", "fp8_tflops")
 
 
@@ -147,9 +154,25 @@ class Rates:
                 raise BadInput(f"{str(value)[:40]!r} is no rate", where=f"{source}: {name}", remedy="give a number above zero")
         return replace(self, **{name: float(value) for name, value in values.items()}, source=source)
 
+    def on_slow_host(self) -> Rates:
+        """Return these rates with the slowest host's in the place of those that are no measured ones."""
+        usual, slow = _defaults(), _SLOW_HOST | deepspeed_hooks(_SLOW_HOST["launch_us"])
+        changed: dict[str, Any] = {name: value for name, value in slow.items() if getattr(self, name) == usual[name]}
+        return replace(self, **changed)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the rates as a plain dict for JSON."""
         return asdict(self)
+
+
+def _defaults() -> dict[str, Any]:
+    return {one.name: one.default for one in fields(Rates)}
+
+
+def deepspeed_hooks(launch_us: float) -> dict[str, float]:
+    """Return the host's rates of DeepSpeed's loops and hooks: they are Python like the rest of the step, so as much slower."""
+    usual = _defaults()
+    return {name: usual[name] * launch_us / usual["launch_us"] for name in _DEEPSPEED_HOOKS}
 
 
 def rates_of(gpu: Gpu, network: Network | None = None, gpus: int = 8) -> Rates:

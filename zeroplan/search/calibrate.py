@@ -16,18 +16,13 @@ from functools import partial
 from typing import Any
 
 from zeroplan.core.errors import BadInput
-from zeroplan.core.gpus import DEFAULT_GPU
 from zeroplan.core.plumbing.files import write_atomic
-from zeroplan.core.rates import profile_path, rates_of, read_profile
+from zeroplan.core.rates import deepspeed_hooks, profile_path, read_profile
 from zeroplan.core.sizes import MIB
 from zeroplan.search.calibrate_host import measure_host
 from zeroplan.search.machine import Machine
 
 _REPEATS = 5
-_HOOKS = (
-    *("operation_us", "await_us", "checkpoint_us", "gradient_hook_us", "gather_hook_us", "release_hook_us"),
-    "upload_hook_us",
-)
 _FILE_BYTES = 256 * MIB
 #: Elements of 16 bits a rank, and how many collectives are issued one behind the other, which hides their launch.
 _LINK_SIZES, _LINK_CALLS = (1 << 20, 1 << 23, 1 << 26), 10
@@ -72,7 +67,7 @@ def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lam
     if count:
         report("host: issuing kernels")
         found |= measure_host(1, "cuda")
-        found |= _hooks(found["launch_us"])
+        found |= deepspeed_hooks(found["launch_us"])
         report("GPU: products, copies, transfers")
         found |= _gpu(torch)
     if count > 1:
@@ -80,15 +75,9 @@ def calibrate(machine: Machine, folder: str, report: Callable[[str], None] = lam
         found |= _links(torch)
         report(f"host with {count} processes at once, one a GPU")
         together = measure_host(count, "cuda")
-        together = _rounded(together | _hooks(together["launch_us"]))
+        together = _rounded(together | deepspeed_hooks(together["launch_us"]))
     note = "" if count > 1 else f"{'one GPU' if count else 'no GPU'}: nothing is measured with several processes at once"
     return Calibration(_rounded(found), max(count, 1), together, note)
-
-
-def _hooks(launch_us: float) -> dict[str, float]:
-    """Return the rates of DeepSpeed's hooks: they are Python like the rest of the step, so as much slower or faster."""
-    usual = rates_of(DEFAULT_GPU)
-    return {name: getattr(usual, name) * launch_us / usual.launch_us for name in _HOOKS}
 
 
 def _rounded(rates: dict[str, float]) -> dict[str, float]:

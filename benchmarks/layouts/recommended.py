@@ -45,7 +45,7 @@ def row(model: str, card: str, nodes: int) -> dict[str, Any]:
         return found | {"plan": "", "why": f"nothing fits: the smallest that was looked at needs {needs / GIB:.0f} GiB a GPU"}
     why = reason(answer) or "no layout that was tried is faster"
     if answer.plainest is not None:
-        slower = 1 - answer.plainest.tokens_per_second / chosen.tokens_per_second
+        slower = 1 - answer.plainest.compared / chosen.compared
         why += f"; plainest within 3 %: {layout_name(answer.plainest)} ({100 * slower:.1f} % slower)"
     if answer.best is None:
         why += "; not known to fit"

@@ -77,7 +77,7 @@ def test_what_exceeds_the_card_by_counts_alone_is_not_simulated(cli: Cli) -> Non
     code, said, _ = cli("recommend", "meta-llama/Llama-3.1-405B", "--gpu", "H100", "--gpus", "8", "--layouts")
     assert code == 1
     assert "Nothing fits" in said
-    assert "20 layouts of 756.0 of 79.1 GiB a GPU and more" in said
+    assert "24 layouts of 756.0 of 79.1 GiB a GPU and more" in said
     code, said, _ = cli("recommend", "meta-llama/Llama-3.1-405B", "--gpu", "H100", "--gpus", "8", "--layouts", "--json")
     answer = json.loads(said)
     assert answer["best"] is None
@@ -93,6 +93,7 @@ def test_what_exceeds_the_card_by_counts_alone_is_not_simulated(cli: Cli) -> Non
         (LLAMA.model, {"stage": 3}),
         (LLAMA.model, {"stage": 3, "grad_accum": 2, "gradient_checkpointing": True}),
         (LLAMA.model, {"tp": 4, "sp": True, "stage": 3}),
+        (LLAMA.model, {"stage": 3, "seq_len": 8192, "gradient_checkpointing": True, "checkpoint_policy": "selective"}),
         (LLAMA.model, {"pp": 4, "stage": 2, "grad_accum": 4}),
         (LLAMA.model, {"pp": 8, "stage": 2, "grad_accum": 32, "gradient_checkpointing": True}),
         (LLAMA.model, {"tp": 2, "pp": 2, "stage": 2, "grad_accum": 8, "gradient_checkpointing": True}),
@@ -107,6 +108,7 @@ def test_what_exceeds_the_card_by_counts_alone_is_not_simulated(cli: Cli) -> Non
         (LLAMA.model, {"engine": "deepspeed", "stage": 3, "seq_len": 8192}),
         (LLAMA.model, {"engine": "deepspeed", "pp": 2, "stage": 1, "grad_accum": 8, "seq_len": 4096}),
         ("Qwen/Qwen3-30B-A3B", {"ep": 4, "stage": 3, "seq_len": 4096}),
+        ("Qwen/Qwen3-30B-A3B", {"stage": 3, "seq_len": 4096, "gradient_checkpointing": True, "checkpoint_policy": "selective"}),
         ("mistralai/Mixtral-8x7B-v0.1", {"stage": 3, "seq_len": 4096}),
         ("deepseek-ai/DeepSeek-V3", {"ep": 8, "stage": 3, "seq_len": 4096}),
         ("deepseek-ai/DeepSeek-V2-Lite", {"ep": 4, "stage": 3, "gradient_checkpointing": True}),
@@ -278,7 +280,7 @@ def test_stages_of_three_are_tried_where_a_batch_asks_for_them_and_many_where_fe
 def test_of_what_may_fit_comes_first_what_is_expected_to() -> None:
     def tried(verdict: Verdict, needed: int, speed: float) -> Any:
         gpu = SimpleNamespace(needed=needed, usable=40)
-        return SimpleNamespace(plan=SimpleNamespace(verdict=verdict, gpu=gpu), tokens_per_second=speed)
+        return SimpleNamespace(plan=SimpleNamespace(verdict=verdict, gpu=gpu), compared=speed)
 
     fast, sure = tried(Verdict.MAY_FIT, 45, 10.0), tried(Verdict.MAY_FIT, 39, 5.0)
     too_large = tried(Verdict.DOES_NOT_FIT, 50, 20.0)

@@ -12,6 +12,7 @@ from zeroplan.planner.describe import describe_layout
 from zeroplan.report.terminal import Terminal
 from zeroplan.report.verdict import fit_text, of_usable, unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
+from zeroplan.search.layout_orders import recomputed
 from zeroplan.search.policy import EQUALLY_FAST
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def _plainest(answer: LayoutAnswer) -> str:
     one, best = answer.plainest, answer.best
     if one is None or best is None:
         return ""
-    slower = 1 - one.tokens_per_second / best.tokens_per_second
+    slower = 1 - one.compared / best.compared
     return f"Plainest within {EQUALLY_FAST:.0%}: {_named(one)}, {slower:.1%} slower, {_need(one)}.".replace("%", " %")
 
 
@@ -86,28 +87,28 @@ def reason(answer: LayoutAnswer) -> str:
     faster = [
         one
         for one in answer.tried
-        if one.tokens_per_second > chosen.tokens_per_second and one.plan.gpu.needed > (one.plan.gpu.usable or 0)
+        if one.compared > chosen.compared and one.plan.gpu.needed > (one.plan.gpu.usable or 0)
     ]
     least = answer.without_checkpointing
     said = [] if least is None else [f"without checkpointing it needs {format_bytes(least, digits=1)} and more"]
-    again = chosen.request.value("gradient_checkpointing")
-    alike = [one for one in faster if least is None or one.request.value("gradient_checkpointing") == again]
+    again = recomputed(chosen.request)
+    alike = [one for one in faster if least is None or recomputed(one.request) == again]
     if alike:
-        nearest = min(alike, key=lambda one: (_unlike(one, chosen), -one.tokens_per_second))
-        gain = f"{nearest.tokens_per_second / chosen.tokens_per_second - 1:.0%}".replace("%", " %")
+        nearest = min(alike, key=lambda one: (_unlike(one, chosen), -one.compared))
+        gain = f"{nearest.compared / chosen.compared - 1:.0%}".replace("%", " %")
         said.append(f"{layout_name(nearest)} would be {gain} faster and needs {_need(nearest)}")
         alone = (one for one in alike if one.layout.dp == one.layout.world_size)
         said += [
             f"{layout_name(one)} needs {_need(one)}"
             for one in alone
-            if one is not nearest and one.request.value("gradient_checkpointing") == again
+            if one is not nearest and recomputed(one.request) == again
         ][:1]
     return "; ".join(said)
 
 
 def _unlike(one: LaidOut, other: LaidOut) -> int:
     """Count what tells two layouts apart: degrees, stage, recomputation."""
-    told = [(*astuple(each.layout), each.plan.stage, each.request.value("gradient_checkpointing")) for each in (one, other)]
+    told = [(*astuple(each.layout), each.plan.stage, recomputed(each.request)) for each in (one, other)]
     return sum(first != second for first, second in zip(*told, strict=True))
 
 
@@ -204,7 +205,8 @@ def layout_name(one: LaidOut) -> str:
     text = degrees_text(describe_layout(one.layout))
     text += f", {request.schedule}" if request.schedule != DEFAULT_SCHEDULE else ""
     text += f", ZeRO-{one.plan.stage}"
-    return text + (", checkpointing" if request.value("gradient_checkpointing") else "")
+    policy = recomputed(request)
+    return text + (f", {policy} checkpointing".replace(" full", "") if policy else "")
 
 
 def _need(one: LaidOut) -> str:

@@ -9,7 +9,7 @@ from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.plan import MemoryPlan, Verdict
 from zeroplan.planner.describe import describe_layout
 from zeroplan.run.ask import Ask
-from zeroplan.search.layout_orders import FIXED, flags_of
+from zeroplan.search.layout_orders import FIXED, flags_of, recomputed
 from zeroplan.search.layout_time import LayoutTime, Link
 
 
@@ -22,6 +22,7 @@ class LaidOut:
         layout: the layout.
         plan: its memory; at formula depth where the model cannot be traced here.
         time: its modelled time.
+        compared: tokens a second by which layouts are compared, of steps of as many sequences (Note [Order of layouts]).
         links: what its groups of ranks send over.
         simpler: of a variant, the time of the same degrees run plainly: 1F1B with one chunk a rank, ZeRO-3 over all ranks.
     """
@@ -30,6 +31,7 @@ class LaidOut:
     layout: ParallelLayout
     plan: MemoryPlan
     time: LayoutTime
+    compared: float
     links: tuple[Link, ...] = ()
     simpler: LayoutTime | None = None
 
@@ -58,7 +60,8 @@ class LaidOut:
         words = [f"--gpus {request.gpus}"] + ([f"--nodes {request.nodes}"] if request.nodes > 1 else [])
         words += [flags_of(one)] if (one := {name: request.values[name] for name in FIXED if name in request.chosen}) else []
         words += [f"--grad-accum {request.grad_accum}"] if request.grad_accum and request.grad_accum > 1 else []
-        words += ["--gradient-checkpointing"] if request.value("gradient_checkpointing") else []
+        words += ["--gradient-checkpointing"] if (policy := recomputed(request)) else []
+        words += [f"--checkpoint-policy {policy}"] if policy not in ("", "full") else []
         return " ".join([*words, f"--engine {request.engine}", f"--stage {self.plan.stage}"])
 
     def to_dict(self) -> dict[str, Any]:
@@ -71,6 +74,7 @@ class LaidOut:
             "stage": self.plan.stage,
             "grad_accum": self.request.grad_accum or 1,
             "gradient_checkpointing": self.request.value("gradient_checkpointing"),
+            "checkpoint_policy": recomputed(self.request) or None,
             "model_states": gpu.model_states,
             "total": gpu.total,
             "interval": gpu.interval,
@@ -79,6 +83,7 @@ class LaidOut:
             "modelled": {
                 "step_seconds": self.time.total,
                 "tokens_per_second": self.time.tokens_per_second,
+                "compared_tokens_per_second": self.compared,
                 "mfu": self.time.utilization,
                 "seconds": self.time.parts,
                 "bubble": self.time.bubble,
@@ -140,7 +145,7 @@ class LayoutAnswer:
         """
 
         def place(one: LaidOut) -> tuple[bool, float]:
-            return one.plan.gpu.needed <= (one.plan.gpu.usable or 0), one.tokens_per_second
+            return one.plan.gpu.needed <= (one.plan.gpu.usable or 0), one.compared
 
         return replace(
             self, may=max((one for one in self.tried if one.plan.verdict is Verdict.MAY_FIT), key=place, default=None)

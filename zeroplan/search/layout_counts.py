@@ -53,6 +53,12 @@ def rank_counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
     return known[options.key]
 
 
+def ships_tape(resolved: Resolved) -> bool:
+    """Return whether a tape of just this layout is shipped."""
+    case = resolved.cases[0]
+    return not resolved.engine.own_layers and shipped.find(case.spec, resolved.engine.trace_options(case)) is not None
+
+
 def _unstaged(case: Case) -> Case:
     """Return the case with all blocks on each rank."""
     if case.parallel is None or case.parallel.pp == 1:

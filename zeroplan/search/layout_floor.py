@@ -8,7 +8,7 @@ Note [Floor of a layout]
     Within a step, after the first backward: masters and optimizer states; on pipeline stages, and wherever parameters are not
     resharded, whole parameters in 16 bits, of several chunks those that are gathered at a time; where micro batches add up,
     whole gradients in fp32; and of each micro batch in flight what its blocks keep: the input of each, which both its first
-    norm and a checkpoint keep, and where nothing is recomputed what the gradients of its matrices and attention need
+    norm and a checkpoint keep, and unless it is recomputed what the gradients of its matrices and attention need
     (:func:`_kept_within`). With 1F1B rank r of p has p − r in flight, if there are more micro batches than that, and with other
     schedules no fewer in the mean. Where parameters are resharded, one block's are gathered.
 
@@ -34,6 +34,7 @@ from zeroplan.ledger.work import head_width
 from zeroplan.models.facts import experts_a_token, spec_facts
 from zeroplan.models.spec import ModelSpec, SpecUnit
 from zeroplan.run.ask import Ask
+from zeroplan.search.layout_orders import recomputed
 
 #: Techniques with which a block that recomputes nothing keeps all that :func:`_kept_within` counts.
 _KEEPING = (ChunkedHead, GradientCheckpointing)
@@ -69,7 +70,7 @@ class LayoutFloors:
         self._blocks = [held for block, held in by_block.items() if block]
         self._whole = _sum(by_block.values())
         eager = all(isinstance(one, _KEEPING) for one in work.techniques)
-        self._within = _kept_within(case.spec) if eager else [0.0] * len(self._blocks)
+        self._within = {policy: _kept_within(case.spec, policy) if eager else [] for policy in ("", "selective")}
         half = work.numerics.precision in (Precision.PURE, Precision.HALF_AUTOCAST)
         self._master = work.numerics.dtype.bytes if half else DType.FP32.bytes
         optimizer = find_optimizer(work.numerics.optimizer)
@@ -114,8 +115,7 @@ class LayoutFloors:
         """Bytes that the blocks of a stage keep of so many micro batches."""
         tokens = self._work.batch.rows * (self._work.batch.seq_len or 0) / request.cp
         inputs = self._hidden * (stage.end - stage.first) / (request.tp if request.sp else 1)
-        again = request.value("gradient_checkpointing")
-        within = 0.0 if again else sum(self._within[stage.first : stage.end]) / request.tp
+        within = sum(self._within.get(recomputed(request), [])[stage.first : stage.end]) / request.tp
         return micro_batches * tokens * (inputs + within) * self._work.numerics.dtype.bytes
 
 
@@ -124,12 +124,13 @@ def _sum(found: Iterable[_Held]) -> _Held:
     return _Held(sum(one.dense for one in every), sum(one.experts for one in every))
 
 
-def _kept_within(spec: ModelSpec) -> list[float]:
+def _kept_within(spec: ModelSpec, policy: str) -> list[float]:
     """Return the elements that each block keeps for each token beside its input, at least; zeros for blocks of other kinds than
     the tensor-parallel plans know, which are attention and gated MLPs.
 
     Attention keeps queries, keys, values and its output, the second norm its input, and an MLP the outputs of gate and up and
-    the product that its last matrix takes; experts also the tokens that they are sent.
+    the product that its last matrix takes; experts also the tokens that they are sent. Selective checkpoints keep of these what
+    products and attention made, and of attention's and the MLP's last matrix what they made, too.
     """
     if spec.model_type not in (*PLANS, *MIXTURES):
         return [0.0] * sum(unit.count for unit in spec.units if unit.block)
@@ -137,14 +138,16 @@ def _kept_within(spec: ModelSpec) -> list[float]:
     width, hidden = head_width(spec.config, facts.head_dim or 0), facts.hidden_size or 0
     attention = 2 * ((facts.heads or 0) + (facts.kv_heads or 0)) * width + hidden
     sent = experts_a_token(spec.config) or 0
-    return [attention + _kept_in_mlp(unit, sent, hidden) for unit in spec.units if unit.block for _ in range(unit.count)]
+    kept = 2 if policy else 3
+    return [attention + _kept_in_mlp(unit, sent, hidden, kept) for unit in spec.units if unit.block for _ in range(unit.count)]
 
 
-def _kept_in_mlp(unit: SpecUnit, sent: int, hidden: int) -> int:
+def _kept_in_mlp(unit: SpecUnit, sent: int, hidden: int, kept: int) -> int:
+    """Return what a block's MLPs keep, `kept` times their channels."""
     found = 0
     for tensor in unit.tensors:
         if tensor.name.endswith("gate_up_proj"):
-            found += sent * (3 * tensor.shape[-2] // 2 + hidden)
+            found += sent * (kept * tensor.shape[-2] // 2 + hidden)
         elif tensor.name.endswith("gate_proj.weight"):
-            found += 3 * tensor.shape[0]
+            found += kept * tensor.shape[0]
     return found

@@ -164,17 +164,17 @@ class LayoutCost:
         self.hidden_bytes = _HALF * self.tokens * int(case.spec.config.get("hidden_size") or 0)
         self.again = 0 if self.work.recomputation is None or self.work.recomputation.selective else 1
 
-    def time(self) -> LayoutTime:
-        """Return the time of a step. See Note [Time of a layout]."""
-        micro_batches = self.work.batch.grad_accum
+    def time(self, micro_batches: int | None = None) -> LayoutTime:
+        """Return the time of a step of so many micro batches, the run's if left out. See Note [Time of a layout]."""
+        micro_batches = micro_batches or self.work.batch.grad_accum
         ranks = [self._passes(stages) for stages in self._chunks]
         busy = [sum(f.total + b.total for f, b in chunks) * micro_batches for chunks in ranks]
         worst = max(range(len(busy)), key=busy.__getitem__)
         spent = _PassSeconds()
         for forward, backward in ranks[worst]:
             spent = spent.plus(forward.plus(backward).times(micro_batches))
-        waiting = self._pipeline(ranks) - busy[worst] if self.layout.pp > 1 else 0.0
-        sharding = self._sharding(worst, ranks[worst])
+        waiting = self._pipeline(ranks, micro_batches) - busy[worst] if self.layout.pp > 1 else 0.0
+        sharding = self._sharding(worst, ranks[worst], micro_batches)
         if sharding < 0:  # the host's lead in the forward makes up for the backward
             spent, sharding = replace(spent, compute=spent.compute + sharding), 0.0
         optimizer = self._optimizer(worst)
@@ -327,10 +327,10 @@ class LayoutCost:
 
     # --- a step -----------------------------------------------------------------------------------------------------------
 
-    def _pipeline(self, ranks: list[list[tuple[_PassSeconds, _PassSeconds]]]) -> float:
+    def _pipeline(self, ranks: list[list[tuple[_PassSeconds, _PassSeconds]]], micro_batches: int) -> float:
         pp, vpp = self.layout.pp, self.layout.vpp
         schedule = schedule_of(self.case.pipeline)
-        orders = [PipelineOrder(schedule, rank, pp, vpp, self.work.batch.grad_accum).actions() for rank in range(pp)]
+        orders = [PipelineOrder(schedule, rank, pp, vpp, micro_batches).actions() for rank in range(pp)]
         placed = {schedule.stage_of(chunk, rank, pp): ranks[rank][chunk] for rank in range(pp) for chunk in range(vpp)}
         inside = self.layout.world_size // pp < self.case.cluster.domain
         times = [StageTime(forward.total, backward.total) for _, (forward, backward) in sorted(placed.items())]
@@ -340,10 +340,10 @@ class LayoutCost:
         """Return the elements that a pipeline rank has before they are sharded: dense ones, and experts'."""
         return self.engine.held_elements(replace(self.case, pp_rank=rank), self._chunks[rank])
 
-    def _sharding(self, rank: int, passes: list[tuple[_PassSeconds, _PassSeconds]]) -> float:
+    def _sharding(self, rank: int, passes: list[tuple[_PassSeconds, _PassSeconds]], count: int) -> float:
         """Seconds of gathers and reductions beyond the computation that they run beside."""
         dense, experts = self._held(rank)
-        layout, count = self.layout, self.work.batch.grad_accum
+        layout = self.layout
         whole = not self.case.zero.stage  # each rank keeps all, and gathers nothing
         gather = 0.0 if whole else self._sharded(Collective.ALL_GATHER, rank, _HALF)
         reduces = Collective.ALL_REDUCE if whole else Collective.REDUCE_SCATTER
@@ -355,7 +355,7 @@ class LayoutCost:
             return max(0.0, gather - hidden[0]) + reductions * max(0.0, reduction - hidden[1])
         if layout.pp > 1:
             copies, packed = self._copies(dense, experts)
-            return (gather + copies) * self._gathers(rank) + reduction + packed
+            return (gather + copies) * self._gathers(rank, count) + reduction + packed
         step = self._units(dense, experts)
         update = UnitPass(self._optimizer(rank), step_seconds(self.case, self.rates, self.sharing.hooks))
         played = (count - 1) * step.seconds(reduces=False) + step.seconds(reduces=True, update=update)
@@ -442,12 +442,12 @@ class LayoutCost:
         shard = sum(held / shards.ranks for held, shards in zip((dense, experts), self._shards, strict=True))
         return self.fabric.seconds(Collective.ALL_REDUCE, self._reduced_bytes * shard, self._replica_group)
 
-    def _gathers(self, rank: int) -> float:
+    def _gathers(self, rank: int, micro_batches: int) -> float:
         """How often a pipeline rank gathers each of its chunks in a step: once, unless it has more than stay gathered."""
         vpp = self.layout.vpp
         if vpp <= GATHERED_CHUNKS:
             return 1.0
-        order = PipelineOrder(schedule_of(self.case.pipeline), rank, self.layout.pp, vpp, self.work.batch.grad_accum)
+        order = PipelineOrder(schedule_of(self.case.pipeline), rank, self.layout.pp, vpp, micro_batches)
         return sum(action.do is Do.UNSHARD for action in with_gathers(order.actions())) / vpp
 
     @property

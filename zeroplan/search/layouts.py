@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import gcd
+from typing import Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
@@ -37,11 +38,12 @@ from zeroplan.planner.resolve import Resolved, resolve
 from zeroplan.planner.tapes import ExpandedTapes
 from zeroplan.run.ask import Ask
 from zeroplan.search.layout_answer import LaidOut, LayoutAnswer, TooLarge
-from zeroplan.search.layout_counts import rank_counts
+from zeroplan.search.layout_counts import rank_counts, ships_tape
 from zeroplan.search.layout_floor import LayoutFloors
 from zeroplan.search.layout_orders import (
     LEAST_GAIN,
-    MICRO_BATCHES_A_STAGE,
+    RECOMPUTED,
+    SELECTIVE,
     LayoutOrders,
     checked_request,
     divides,
@@ -149,6 +151,18 @@ def smallest_cluster(
     return whole(found)
 
 
+def _recomputations(plain: Ask) -> tuple[dict[str, Any], ...]:
+    """Return what the blocks of a model may recompute, as fields of a request."""
+
+    def ships(again: dict[str, Any]) -> bool:
+        try:
+            return ships_tape(resolve(plain.replace(**again)))
+        except BadInput:
+            return False
+
+    return tuple(again for again in RECOMPUTED if SELECTIVE not in again.items() or ships(again))
+
+
 def _between(nodes: int, unit: int = 1) -> range:
     """Return the numbers of nodes to try between the half of `nodes` and `nodes`. See Note [Smallest cluster]."""
     step = unit * max(1, nodes // unit // _STEPS)
@@ -177,7 +191,6 @@ class _Search:
         any_nodes: bool = False,
     ) -> None:
         self._request = checked_request(request, global_batch)
-        self._choices = (False, True) if checkpointing is None else (checkpointing,)
         self._batch = global_batch
         self.gpus, self.nodes, self.assumed = self._request.gpus, self._request.nodes, ""
         if any_nodes and self.gpus == 1 and "gpus" not in request:
@@ -189,7 +202,8 @@ class _Search:
         assert layouts is not None, "checked_request refuses such engines"
         # Where this cannot be, no degree is to blame.
         plain = without_degrees(self._request).replace(nodes=1, stage=layouts.stage, grad_accum=None)
-        alone = [resolve(plain.replace(gradient_checkpointing=again)) for again in self._choices]
+        self._choices = _recomputations(plain) if checkpointing is None else ({"gradient_checkpointing": checkpointing},)
+        alone = [resolve(plain.replace(**again)) for again in self._choices]
         self._spec, self._rate_warnings = alone[0].spec, list[str]()
         cluster = replace(alone[0].cluster, gpus=self.gpus, nodes=2 if any_nodes else self.nodes)
         self._rates = machine_rates(cluster, profile, self._rate_warnings)
@@ -333,7 +347,7 @@ class _Search:
     def _without(self, request: Ask) -> int | None:
         """Return what a layout that recomputes blocks needs at least without that, if it was cut for it."""
         floor = self._floors.of(request.replace(gradient_checkpointing=False))
-        kept = request.value("gradient_checkpointing") and False in self._choices
+        kept = request.value("gradient_checkpointing") and len(self._choices) > 1
         return floor if kept and floor > self._usable else None
 
     def _plainest(self, found: list[_Timed], best: _Timed, plan: Callable[[_Timed], LaidOut]) -> LaidOut | None:
@@ -362,15 +376,16 @@ class _Search:
             if timed is None:
                 continue
             timed = replace(timed, plain=one)
-            if timed.time.tokens_per_second > (1 + LEAST_GAIN) * one.time.tokens_per_second:
+            if timed.worth > (1 + LEAST_GAIN) * one.worth:
                 yield timed
 
     def _timed(self, request: Ask, resolved: Resolved) -> _Timed | None:
         """Return a layout with its time; None where its schedule has too few micro batches, or a stage no block."""
         cost = LayoutCost(resolved.cases[0], rank_counts(resolved, self._counted), self._rates, resolved.engine)
         try:
-            more = MICRO_BATCHES_A_STAGE if request.pp > 1 and self._batch is None and "grad_accum" not in self._request else 1
-            return _Timed(request, resolved, cost.time(), cost.links, more=more)
+            more = request.pp > 1 and self._batch is None and "grad_accum" not in self._request
+            time = cost.time()
+            return _Timed(request, resolved, time, cost.links, cost.time(request.pp) if more else time)
         except BadInput as error:
             self._untimed = self._untimed or error
             return None
@@ -386,7 +401,7 @@ class _Search:
         for again in self._choices:
             for degrees in self._orders.of(request):
                 try:
-                    self._resolved(request.replace(gradient_checkpointing=again, **degrees))
+                    self._resolved(request.replace(**again, **degrees))
                 except BadInput as error:
                     refused = refused or error
                 else:
@@ -403,7 +418,9 @@ class _Search:
         limited = self._batch is None and "micro_batch" not in request and "grad_accum" not in request
         for again in self._choices:
             for degrees in self._orders.of(request):
-                one = request.replace(gradient_checkpointing=again, **degrees)
+                one = request.replace(**again, **degrees)
+                if SELECTIVE in again.items() and one.tp * one.cp * one.ep > 1:
+                    continue  # ranks that share blocks have no shipped tape of it
                 if divides(one) and not (limited and sequences(one) * (one.seq_len or 1) > MOST_TOKENS):
                     yield one
 
@@ -424,7 +441,7 @@ class _Search:
         """Plan one layout, of a pipeline so many stages at most."""
         plan = self._plan_of(one.resolved, warnings, most_stages=most_stages)
         plain = None if one.plain is None else one.plain.time
-        return LaidOut(one.request, one.resolved.cases[0].layout, plan, one.time, one.links, plain)
+        return LaidOut(one.request, one.resolved.cases[0].layout, plan, one.time, one.worth, one.links, plain)
 
     def _plan_of(
         self, resolved: Resolved, warnings: list[str], *, most_stages: int | None = None, to_first_doubt: bool = True
@@ -436,30 +453,28 @@ class _Search:
 
 @dataclass(frozen=True, slots=True)
 class _Timed:
-    """One layout whose memory is not known yet; `plain` is that of which it is a variant. A step of stages takes `more` times
-    as many sequences as one without, where nothing says how many.
+    """One layout whose memory is not known yet; `compared` is its time by which it is compared (Note [Order of layouts]), and
+    `plain` the layout of which it is a variant.
     """
 
     request: Ask
     resolved: Resolved
     time: LayoutTime
-    links: tuple[Link, ...] = ()
+    links: tuple[Link, ...]
+    compared: LayoutTime
     plain: _Timed | None = None
-    more: int = 1
 
     @property
     def worth(self) -> float:
-        """Tokens a second by which layouts are ordered: as if each step took as many sequences as one without stages."""
-        time = self.time
-        once = (self.more - 1) * (time.sharding + time.optimizer)
-        return time.tokens_per_second * time.total / (time.total + once)
+        """Tokens a second by which layouts are ordered."""
+        return self.compared.tokens_per_second
 
     @property
     def places(self) -> list[tuple[float, bool]]:
         """Its tokens a second, and what its variants cannot exceed, marked; without the latter where that is no gain. Variants
         count for less, as :data:`LEAST_GAIN` says.
         """
-        time = self.time
+        time = self.compared
         least = time.total - (time.waiting if self.request.pp > 1 else time.sharding)
         most = time.tokens_per_second * time.total / least / (1 + LEAST_GAIN)
         found = [(self.worth, False)]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zeroplan.search.results import Recommendation, SearchResult
     from zeroplan.search.scaling import ScaleOptions, Scaling
     from zeroplan.search.search_options import RecommendOptions, SearchOptions
+    from zeroplan.search.whole_training import Budget, WholeTraining
 
 
 class Plans(Sequence[MemoryPlan]):
@@ -107,15 +108,21 @@ class Recommendations(Sequence["Recommendation | LaidOut"]):
 
     Of a search over layouts the sequence is the one layout, and `layouts` what the search found. Of a request without a model
     `overview` says what the machine can train, and the sequence are the configurations for the largest model that it can train
-    in full. Printed, it is what ``zeroplan recommend`` prints.
+    in full. `training` is what a budget of tokens takes by the best. Printed, it is what ``zeroplan recommend`` prints.
     """
 
-    __slots__ = ("answer", "layouts", "overview")
+    __slots__ = ("_budget", "answer", "layouts", "overview", "training")
 
     def __init__(
-        self, answer: SearchResult | None, overview: Overview | None = None, layouts: LayoutAnswer | None = None
+        self,
+        answer: SearchResult | None = None,
+        overview: Overview | None = None,
+        layouts: LayoutAnswer | None = None,
+        budget: Budget | None = None,
+        training: WholeTraining | None = None,
     ) -> None:
         self.answer, self.overview, self.layouts = answer, overview, layouts
+        self._budget, self.training = budget, training
 
     @property
     def best(self) -> Recommendation | LaidOut | None:
@@ -182,17 +189,21 @@ class Recommendations(Sequence["Recommendation | LaidOut"]):
         return f"<Recommendations: {', '.join(map(repr, self)) or 'nothing fits'}>"
 
     def __str__(self) -> str:
+        from zeroplan.report.layouts import layouts_text
         from zeroplan.report.overview import overview_text
         from zeroplan.report.recommendation import answer_text
+        from zeroplan.report.scaling import training_text
+        from zeroplan.report.terminal import Terminal
 
         if self.overview is not None:
             return overview_text(self.overview)
         if self.layouts is not None:
-            from zeroplan.report.layouts import layouts_text
-            from zeroplan.report.terminal import Terminal
-
-            return layouts_text(self.layouts, terminal=Terminal())
-        return "Nothing fits." if self.answer is None else answer_text(self.answer)
+            text = layouts_text(self.layouts, terminal=Terminal())
+        else:
+            text = "Nothing fits." if self.answer is None else answer_text(self.answer)
+        if self._budget is None or self.training is None:
+            return text
+        return f"{text}\n{training_text(self._budget.tokens, self.training)}"
 
     def _repr_html_(self) -> str:
         from zeroplan.report.notebook import answer_html, text_html
@@ -235,7 +246,8 @@ def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> Recomme
         model: as for :func:`estimate`. Without one (and without ``params`` and ``source``): what the machine can train.
         options: :class:`~zeroplan.search.search_options.RecommendOptions`, which are the command line's flags with
             underscores: ``vram="24G"``, ``gpus=4``, ``global_batch=128``, … Degrees (``tp=4``) are kept, and like
-            ``layouts=True`` and ``smallest=True`` ask for a search over layouts.
+            ``layouts=True`` and ``smallest=True`` ask for a search over layouts. ``tokens="15T"`` and ``price=2.5`` of a GPU
+            hour ask what a whole training takes (`training` of what is returned).
 
     Returns:
         One recommendation a stage, offload and checkpointing that fits, as a sequence; empty when nothing does. Of a search
@@ -248,30 +260,37 @@ def recommend(model: Any = None, **options: Unpack[RecommendOptions]) -> Recomme
     from zeroplan.search.api import run_search
     from zeroplan.search.layout_orders import FIXED
     from zeroplan.search.search_options import RecommendOptions, SearchOptions
+    from zeroplan.search.whole_training import budget_of_model, training_of_search
 
     require_known(options, RecommendOptions.__annotations__, "recommend")
     names = {f.name for f in fields(SearchOptions)}
     given: dict[str, Any] = dict(options)
+    asked = given.pop("tokens", None), given.pop("price", None)
     of_search = SearchOptions(**{name: value for name, value in given.items() if name in names})
     request = Ask(**{name: value for name, value in given.items() if name not in names}, model=model)
     fixed = [name for name in FIXED if name in given]
+    budget = budget_of_model(*asked, request, sourced=of_search.source is not None)
     if fixed or of_search.layouts or of_search.smallest:
-        return _laid_out(request, of_search, given, fixed)
+        return _laid_out(request, of_search, given, fixed, budget)
     if model is None and request.params is None and of_search.source is None:
         from zeroplan.search.catalog import overview
 
         found = overview(request, of_search)
         return Recommendations(found.best, found)
-    return Recommendations(run_search(request, of_search))
+    answer = run_search(request, of_search)
+    return Recommendations(answer, budget=budget, training=training_of_search(budget, answer))
 
 
-def _laid_out(request: Ask, options: SearchOptions, given: dict[str, Any], fixed: list[str]) -> Recommendations:
+def _laid_out(
+    request: Ask, options: SearchOptions, given: dict[str, Any], fixed: list[str], budget: Budget | None
+) -> Recommendations:
     """Answer a search over layouts.
 
     Raises:
         BadInput: an option of the other search.
     """
     from zeroplan.search.layouts import search_layouts, smallest_cluster
+    from zeroplan.search.whole_training import training_of_layout
 
     if options.smallest and "nodes" in given:
         raise BadInput("is what smallest finds", where="nodes", remedy="leave one of the two out")
@@ -280,7 +299,8 @@ def _laid_out(request: Ask, options: SearchOptions, given: dict[str, Any], fixed
             asked = fixed[0] if fixed else "smallest" if options.smallest else "layouts"
             raise BadInput(f"cannot stand beside {asked}", where=name, remedy="leave one of the two out")
     search = smallest_cluster if options.smallest else search_layouts
-    return Recommendations(None, layouts=search(request, options.gradient_checkpointing, options.global_batch, options.profile))
+    found = search(request, options.gradient_checkpointing, options.global_batch, options.profile)
+    return Recommendations(layouts=found, budget=budget, training=training_of_layout(budget, found, options.profile))
 
 
 def scale(model: Any = None, gpus: str | int | Sequence[int] = "8..1024", **options: Unpack[ScaleOptions]) -> Scaling:

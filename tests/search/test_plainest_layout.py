@@ -25,6 +25,7 @@ def _timed(search: _Search, speed: float, **degrees: int | bool) -> _Timed:
     resolved = search._allowed(ask)
     assert resolved is not None
     one = search._timed(ask, resolved)
+    assert one is not None
     return replace(one, compared=replace(one.compared, tokens_per_second=speed))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from zeroplan.api import recommend
 from zeroplan.core.errors import BadInput
 from zeroplan.search.whole_training import (
     FAILURES_PER_DAY,
@@ -123,6 +124,14 @@ def test_recommend_says_what_the_training_takes(cli: Cli, layouts: tuple[str, ..
     assert training["price"] == pytest.approx(2 * training["gpu_hours"])
     assert training["days"] == pytest.approx(10**10 / best["tokens_per_second"] / 86400 / training["goodput"])
     assert training["gpu_hours"] == pytest.approx(16 * 24 * training["days"])
+    found = recommend(
+        "meta-llama/Llama-3.1-8B", gpu="8xH100", nodes=2, seq_len=1024, layouts=bool(layouts), tokens="10B", price=2
+    )
+    assert found.training is not None
+    assert found.training.to_dict() == training
+    assert "10,000,000,000 tokens: " in str(found)
+    with pytest.raises(BadInput, match="name the model"):
+        recommend(gpu="8xH100", tokens="10B")
     code, _, errors = cli("recommend", "--gpu", "8xH100", "--tokens", "10B")
     assert (code, "name the model" in errors) == (2, True)
 

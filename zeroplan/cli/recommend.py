@@ -129,7 +129,7 @@ def recommend(
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.api import run_search
     from zeroplan.search.search_options import SearchOptions
-    from zeroplan.search.whole_training import budget_of, training_json, training_on
+    from zeroplan.search.whole_training import budget_of_model, training_json, training_of_search
 
     smallest = smallest or nodes == "?"
     if source:
@@ -146,10 +146,7 @@ def recommend(
     fixed = [name for name in MESH_OPTIONS if name in request]
     if smallest and nodes not in (None, "?"):
         raise BadInput("is what --smallest finds", where="--nodes", remedy="leave one of the two out")
-    budget = budget_of(tokens, price, request.gpu)
-    if budget is not None and (source or request.model is None):
-        what = "cannot stand beside --from" if source else "is of the training of one model"
-        raise BadInput(what, where="--tokens", remedy="leave one of the two out" if source else "name the model")
+    budget = budget_of_model(tokens, price, request, sourced=bool(source))
     options = SearchOptions(
         global_batch=global_batch,
         goal=goal,
@@ -182,11 +179,7 @@ def recommend(
         raise BadInput("cannot stand beside --candidates", where="--from", remedy="use one of the two")
     found = run_search(request, options)
     written = _write(found, target, html)
-    best = found.best
-    training = None
-    if budget is not None and best is not None:
-        sizes = {"params": found.model["trainable"], "write_gbs": found.rates["write_gbs"]}
-        training = training_on(budget, found.cluster, tokens_per_second=best.tokens_per_second, **sizes)
+    training = training_of_search(budget, found)
     if as_json:
         show_json(found.to_dict() | _files_json(written) | training_json(training))
     else:
@@ -226,21 +219,14 @@ def _layouts(
     request: Ask, options: SearchOptions, budget: Budget | None, *, smallest: bool, as_json: bool, wide: bool, quiet: bool
 ) -> None:
     """Answer ``--layouts``, ``--smallest`` and degrees of parallelism."""
-    from zeroplan.planner.resolve import resolve
     from zeroplan.report.layouts import layouts_text
     from zeroplan.report.terminal import Terminal
     from zeroplan.search.layouts import search_layouts, smallest_cluster
-    from zeroplan.search.machine_rates import machine_rates
-    from zeroplan.search.whole_training import training_json, training_on
+    from zeroplan.search.whole_training import training_json, training_of_layout
 
     search = smallest_cluster if smallest else search_layouts
     found = search(request, options.gradient_checkpointing, options.global_batch, options.profile)
-    shown, training = found.chosen, None
-    if budget is not None and shown is not None:
-        resolved = resolve(shown.request)
-        write_gbs = machine_rates(resolved.cluster, options.profile, []).write_gbs
-        sizes = {"params": resolved.spec.parameters.trained_total, "write_gbs": write_gbs}
-        training = training_on(budget, resolved.cluster, tokens_per_second=shown.tokens_per_second, **sizes)
+    shown, training = found.chosen, training_of_layout(budget, found, options.profile)
     if as_json:
         show_json(found.to_dict() | training_json(training))
     else:

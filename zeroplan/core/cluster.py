@@ -193,10 +193,15 @@ def _whole_nodes(gpus: int, nodes: int, preset: Gpu | None) -> tuple[int, int]:
     if gpus <= most:
         return gpus, nodes
     if nodes > 1 or gpus % usual:
-        what = "GPUs" if preset is None else f"{preset.name} GPUs"
         remedy = f"--gpus counts those of a node: use --gpus {usual} --nodes {-(-gpus // usual) if nodes == 1 else nodes}"
-        raise BadInput(f"no node holds {gpus} {what}", where="--gpus", remedy=remedy)
+        raise no_node_of(gpus, preset, where="--gpus", remedy=remedy)
     return usual, gpus // usual
+
+
+def no_node_of(gpus: int, card: Gpu | None, *, where: str, remedy: str) -> BadInput:
+    """Return the refusal of more GPUs a node than any has."""
+    what = "GPUs" if card is None else f"{card.name} GPUs"
+    return BadInput(f"no node holds {gpus} {what}", where=where, remedy=remedy)
 
 
 def _size(value: str | int | None, where: str) -> int | None:

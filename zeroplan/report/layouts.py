@@ -85,9 +85,7 @@ def reason(answer: LayoutAnswer) -> str:
     chosen = answer.chosen
     assert chosen is not None, "an answer without a layout has no reason"
     faster = [
-        one
-        for one in answer.tried
-        if one.compared > chosen.compared and one.plan.gpu.needed > (one.plan.gpu.usable or 0)
+        one for one in answer.tried if one.compared > chosen.compared and one.plan.gpu.needed > (one.plan.gpu.usable or 0)
     ]
     least = answer.without_checkpointing
     said = [] if least is None else [f"without checkpointing it needs {format_bytes(least, digits=1)} and more"]
@@ -99,9 +97,7 @@ def reason(answer: LayoutAnswer) -> str:
         said.append(f"{layout_name(nearest)} would be {gain} faster and needs {_need(nearest)}")
         alone = (one for one in alike if one.layout.dp == one.layout.world_size)
         said += [
-            f"{layout_name(one)} needs {_need(one)}"
-            for one in alone
-            if one is not nearest and recomputed(one.request) == again
+            f"{layout_name(one)} needs {_need(one)}" for one in alone if one is not nearest and recomputed(one.request) == again
         ][:1]
     return "; ".join(said)
 

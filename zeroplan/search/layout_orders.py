@@ -50,7 +50,7 @@ _OF_TWO_CHUNKS = tuple(one.value for one in PipelineSchedule if one.folded)
 #: Micro batches of a step for each pipeline stage, unless the request says how many: a rank then waits for less than a fifth of
 #: a step, (pp − 1) / (4 · pp + pp − 1).
 MICRO_BATCHES_A_STAGE = 4
-#: What blocks recompute, as fields of a request: nothing, all but products and attention where a tape of that is shipped, or all.
+#: What blocks recompute, as fields of a request: nothing; all but products and attention, where a tape of it is shipped; all.
 SELECTIVE = ("checkpoint_policy", "selective")
 RECOMPUTED: tuple[dict[str, Any], ...] = (
     {"gradient_checkpointing": False},

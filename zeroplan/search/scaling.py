@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zeroplan.core.cluster import MOST_RANKS, Cluster, without_count
+from zeroplan.core.cluster import MOST_RANKS, Cluster, no_node_of, without_count
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.display import Printable
 from zeroplan.core.plumbing.progress import working
@@ -35,7 +35,7 @@ from zeroplan.search.search_options import (
 )
 from zeroplan.search.space import MOST_MICRO_BATCH, Candidate
 from zeroplan.search.suggestions import nearest_miss
-from zeroplan.search.whole_training import Budget, WholeTraining, whole_training
+from zeroplan.search.whole_training import Budget, WholeTraining, training_on
 
 #: Points of an answer at most: each is a search.
 MOST_POINTS = 24
@@ -104,17 +104,8 @@ class Scaling(Printable):
 
     def training(self, point: ScalePoint) -> WholeTraining | None:
         """Return the whole training on so many ranks; None without a budget of tokens, and where nothing fits."""
-        if self.budget is None or point.best is None:
-            return None
-        return whole_training(
-            self.budget,
-            tokens_per_second=point.best.tokens_per_second,
-            ranks=point.ranks,
-            nodes=point.cluster.nodes,
-            gpu=point.cluster.gpu.name,
-            params=self.model["trainable"],
-            write_gbs=self.rates["write_gbs"],
-        )
+        sizes = {"params": self.model["trainable"], "write_gbs": self.rates["write_gbs"]}
+        return training_on(self.budget, point.cluster, point.best, **sizes)
 
     @property
     def first(self) -> ScalePoint | None:
@@ -238,8 +229,7 @@ def run_scaling(
     clusters = shapes_of(counts, node)
     resolved = resolve_search(request.replace(gpus=node, nodes=1, gpu=without_count(request.gpu)), options)
     if resolved.cluster.gpus != node:
-        remedy = f"use {resolved.cluster.gpus}"
-        raise BadInput(f"no node holds {node} {named.gpu.name} GPUs", where="--gpus-per-node", remedy=remedy)
+        raise no_node_of(node, named.gpu, where="--gpus-per-node", remedy=f"use {resolved.cluster.gpus}")
     memory = Memory(resolved.engine, resolved.spec, resolved.cluster, depth=request.depth)
     points = []
     for done, (gpus, nodes) in enumerate(clusters):

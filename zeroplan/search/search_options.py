@@ -94,6 +94,8 @@ class RecommendOptions(MachineOptions, MeshArguments, total=False):
     shown: int
     explain: bool
     notes: tuple[str, ...]
+    tokens: int | str | None
+    price: float | str | None
 
 
 @dataclass(frozen=True, slots=True)

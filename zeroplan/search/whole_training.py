@@ -27,13 +27,20 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from math import exp, sqrt
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zeroplan.core.cluster import Cluster
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.documents import CONFIG, parse_json, text_of
 from zeroplan.core.plumbing.files import read_bytes
 from zeroplan.core.sizes import parse_count
+from zeroplan.planner.resolve import resolve
+from zeroplan.search.machine_rates import machine_rates
+
+if TYPE_CHECKING:
+    from zeroplan.run.ask import Ask
+    from zeroplan.search.layout_answer import LaidOut, LayoutAnswer
+    from zeroplan.search.results import Recommendation, SearchResult
 
 #: Failures of a GPU and day: 1.5 a week of 400.
 FAILURES_PER_DAY = 1.5 / 7 / 400
@@ -109,9 +116,33 @@ class WholeTraining:
         return {name: getattr(self, name) for name in self.__slots__}
 
 
-def training_on(budget: Budget, cluster: Cluster, **figures: Any) -> WholeTraining:
-    """Return what a budget takes on a cluster; `figures` as of :func:`whole_training`."""
-    return whole_training(budget, ranks=cluster.gpus * cluster.nodes, nodes=cluster.nodes, gpu=cluster.gpu.name, **figures)
+def training_on(
+    budget: Budget | None, cluster: Cluster, best: Recommendation | LaidOut | None, *, params: int, write_gbs: float
+) -> WholeTraining | None:
+    """Return what a budget takes by an answer on its cluster; None without one of the two. See :func:`whole_training`."""
+    if budget is None or best is None:
+        return None
+    ranks, speed = cluster.gpus * cluster.nodes, best.tokens_per_second
+    sizes: dict[str, Any] = {"ranks": ranks, "nodes": cluster.nodes, "gpu": cluster.gpu.name, "params": params}
+    return whole_training(budget, tokens_per_second=speed, write_gbs=write_gbs, **sizes)
+
+
+def training_of_search(budget: Budget | None, found: SearchResult) -> WholeTraining | None:
+    """Return what a budget takes by the best configuration of a search."""
+    sizes = {"params": found.model["trainable"], "write_gbs": found.rates["write_gbs"]}
+    return training_on(budget, found.cluster, found.best, **sizes)
+
+
+def training_of_layout(
+    budget: Budget | None, found: LayoutAnswer, profile: str | os.PathLike[str] | None
+) -> WholeTraining | None:
+    """Return what a budget takes by the layout that a search found on a machine of measured rates."""
+    if budget is None or found.chosen is None:
+        return None
+    resolved = resolve(found.chosen.request)
+    write_gbs = machine_rates(resolved.cluster, profile, []).write_gbs
+    params = resolved.spec.parameters.trained_total
+    return training_on(budget, resolved.cluster, found.chosen, params=params, write_gbs=write_gbs)
 
 
 def training_json(one: WholeTraining | None) -> dict[str, Any]:
@@ -180,6 +211,19 @@ def budget_of(tokens: str | int | None, price: str | float | None, gpu: str | No
     card = Cluster.of(gpu=gpu).gpu.name
     count = parse_count(str(tokens), where="--tokens")
     return Budget(count, {} if price is None else read_prices(str(price), card))
+
+
+def budget_of_model(tokens: str | int | None, price: str | float | None, request: Ask, *, sourced: bool) -> Budget | None:
+    """Return what is to be trained of a request's model; arguments and errors as of :func:`budget_of`.
+
+    Raises:
+        BadInput: no model, or a run that files say.
+    """
+    budget = budget_of(tokens, price, request.gpu)
+    if budget is not None and (sourced or request.model is None):
+        what = "cannot stand beside --from" if sourced else "is of the training of one model"
+        raise BadInput(what, where="--tokens", remedy="leave one of the two out" if sourced else "name the model")
+    return budget
 
 
 def read_prices(text: str, gpu: str) -> dict[str, float]:

@@ -75,7 +75,9 @@ class ResizableBuffer:
         return self._tensor
 
     def alloc(self) -> None:
-        """Allocates the memory, uninitialised."""
+        """Allocates the memory, uninitialised, unless it is allocated."""
+        if self.is_allocated:
+            return
         storage = self._empty.untyped_storage()
         self._arena.resize(storage, self._bytes, self._row.buffer)
         if self._tensor is None:
@@ -85,7 +87,9 @@ class ResizableBuffer:
         self._arena.record(self._row, self._bytes)
 
     def free(self) -> None:
-        """Returns the memory to torch's allocator."""
+        """Returns the memory to torch's allocator, if it is allocated."""
+        if not self.is_allocated:
+            return
         self._arena.resize(self._empty.untyped_storage(), 0, self._row.buffer)
         self.is_allocated = False
         self._arena.record(self._row, -self._bytes)
@@ -261,8 +265,6 @@ class Arena:
 
     def release_host(self) -> None:
         """Unpins and frees every block of host memory at once, even if tensors still refer to it."""
-        if self._releases and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # copies may be under way
         for release in self._releases:
             release()
         self._releases = []

@@ -109,10 +109,10 @@ class GradientReduction:
                 slot.last_use.wait(self.compute_stream)
                 self.model_states.alloc_grad_slot(unit)
                 slot.holder = unit
-        elif unit.grads.buffer is not None and not unit.grads.buffer.is_allocated:
+        else:
             self.model_states.alloc_grad(unit)
-        elif unit.grads.averaged:
-            self._reopen_average(unit)
+            if unit.grads.averaged:
+                self._reopen_average(unit)
 
     def _reopen_average(self, unit: UnitState) -> None:
         """Turns averaged gradients back into one rank's contribution, so that the next average is the same mean plus what
@@ -183,8 +183,7 @@ class GradientReduction:
             return
         if unit.grads.averaged or (unit.grads.slot is not None and unit.grads.slot.holder is not unit):
             self.acquire(unit)  # no gradient arrived, but the collective needs zeros
-        if unit.grads.buffer is not None and not unit.grads.buffer.is_allocated:
-            self.model_states.alloc_grad(unit)
+        self.model_states.alloc_grad(unit)
         missing = [view for view, received in zip(unit.grads.views, unit.grads.received, strict=True) if not received]
         missing += unit.grads.gaps  # the padding is uninitialised
         if missing:
@@ -193,7 +192,7 @@ class GradientReduction:
         if self.keeps_own:
             return
         staging = self.model_states.staging
-        if staging is not None and not staging.is_allocated and not unit.layout.shape.in_ring:
+        if staging is not None and not unit.layout.shape.in_ring:
             staging.alloc()
         done = self.reduce_stream
         self.comm.record_collective(2 * unit.index + 1)
@@ -286,7 +285,7 @@ class GradientReduction:
         held = [slot for slot in self.model_states.grad_slots.values() if slot.buffer.is_allocated]
         if held:
             self.wait()
-        if self.model_states.staging is not None and self.model_states.staging.is_allocated:
+        if self.model_states.staging is not None:
             self.model_states.staging.free()
         for sums in self.model_states.accum_slots.values():
             if sums.buffer.is_allocated:
@@ -303,7 +302,7 @@ class GradientReduction:
         """Frees `unit`'s gradients, once its update has been issued or they are dropped; the next ones start a new sum."""
         unit.grads.accumulated = unit.grads.averaged = False
         unit.grads.received, unit.grads.arrived = (bytearray(len(unit.grads.received)) for _ in range(2))
-        if unit.grads.buffer is not None and unit.grads.buffer.is_allocated:
+        if unit.grads.buffer is not None:
             unit.grads.buffer.free()
 
     def drop(self, *, anyway: bool = False) -> None:

@@ -248,13 +248,14 @@ class ModelStates:
         self.reserve_gradients()
 
     def alloc_grad(self, unit: UnitState) -> None:
-        """Allocates the gradients of `unit` that live until the step."""
+        """Allocates the gradients of `unit` that live until the step, unless they are there or on the host."""
         buffer, trainable = unit.grads.buffer, unit.trainable
-        assert buffer is not None
-        assert trainable is not None
+        if buffer is None:
+            return
         buffer.alloc()
         if unit.grad is not None:
             return
+        assert trainable is not None
         if unit.grads.slot is not None:
             unit.grad = buffer.tensor
         else:
@@ -266,8 +267,7 @@ class ModelStates:
         slot, trainable = unit.grads.slot, unit.trainable
         assert slot is not None
         assert trainable is not None
-        if not slot.buffer.is_allocated:
-            slot.buffer.alloc()
+        slot.buffer.alloc()
         if unit.grads.full is None:
             self._view_gradients(unit, trainable, slot.buffer.tensor[: trainable.layout.full])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import random
 import resource
 import zlib
@@ -53,6 +54,19 @@ def test_the_library_is_in_use() -> None:
         pytest.skip("the native library is not built")
     with IoEngine() as made:
         assert made.backend == AVAILABLE[0] != "python"
+
+
+@pytest.mark.parametrize("backend", AVAILABLE)
+def test_an_engine_that_is_dropped_ends_its_transfers_and_closes_its_files(backend: io.Backend, tmp_path: Path) -> None:
+    """Else they would write into memory, or to a descriptor, that belongs to others by then."""
+    engine = IoEngine(Aio(block_size=4096, queue_depth=1), backend)
+    file = engine.keep(DiskFile(tmp_path / "data", create=True))
+    source, back = noise(8 << 20, 1), torch.zeros(8 << 20, dtype=torch.uint8)
+    engine.read(file, 0, back, after=engine.write(file, 0, source))
+    del engine
+    gc.collect()
+    assert torch.equal(source, back)
+    assert file.buffered == -1
 
 
 @pytest.mark.parametrize("size", [1, 511, 4096, BLOCK, BLOCK + 1, 5 * BLOCK, 7 * BLOCK - 4096, 100_003])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +38,6 @@ def save_16bit_model(
     Raises:
         BadInput: on every rank, when the first cannot write, and for an entry of the state dict that is no tensor.
     """
-    from safetensors.torch import save_file
-
     where, folder = "engine.save_16bit_model", Path(folder)
     engine.checks.require_usable(where)
     if engine.optimizer_step is not None:
@@ -56,49 +53,21 @@ def save_16bit_model(
     if not filename.endswith(_SUFFIX):
         _save_by_torch(engine, folder / filename)
         return
-    faults: list[Exception] = []  # the other ranks go through all units, whatever the first one's disk does
-    stem = filename.removesuffix(_SUFFIX)
-    pending: dict[str, torch.Tensor] = {}
-    written: list[tuple[Path, list[str]]] = []
-    total = size = 0
-
-    def flush() -> None:
-        nonlocal size
-        if pending:
-            path = folder / f".{stem}-{len(written)}.writing"
-            save_file(pending, path, metadata={"format": "pt"})
-            with open(path, "rb") as stream:
-                os.fsync(stream.fileno())
-            written.append((path, list(pending)))
-            pending.clear()
-        size = 0
-
-    def try_(act: Callable[[], None]) -> None:
-        try:
-            act()
-        except Exception as fault:
-            faults.append(fault)
-
+    files = _Files(folder, filename.removesuffix(_SUFFIX), file_bytes)
+    fault: Exception | None = None  # the other ranks go through all units, whatever the first one's disk does
     for name, tensor in full_tensors(engine.module, engine.schedule):
-        if first and not faults and not isinstance(tensor, torch.Tensor):
-            remedy = 'give a name such as "pytorch_model.bin", which torch.save writes'
-            faults.append(BadInput(f"{name!r} is no tensor, which safetensors cannot hold", where=str(folder), remedy=remedy))
-        elif first and not faults:
-            nbytes = tensor.numel() * tensor.element_size()
-            if size and size + nbytes > file_bytes:
-                try_(flush)
-            pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
-            size += nbytes
-            total += nbytes
+        if first and fault is None:
+            try:
+                files.add(name, tensor)
+            except Exception as met:
+                fault = met
         del tensor  # an error's traceback would keep it, and what lies in its memory later is another unit's
 
     def finish() -> None:
-        if faults:
-            for path, _ in written:
-                path.unlink(missing_ok=True)
-            raise faults[0]
-        flush()
-        _name_files(folder, stem, written, total)
+        if fault is not None:
+            files.remove()
+            raise fault
+        files.finish()
         for part in ("config", "generation_config"):
             config: Any = getattr(engine.module, part, None)
             if hasattr(config, "save_pretrained"):
@@ -106,6 +75,67 @@ def save_16bit_model(
         sync_folder(folder)
 
     on_all_ranks(engine, finish if first else lambda: None, str(folder))
+
+
+class _Files:
+    """The files of an export, which get their names when all are written; the last one's tensors are in host memory."""
+
+    def __init__(self, folder: Path, stem: str, file_bytes: int) -> None:
+        self._folder, self._stem, self._most = folder, stem, file_bytes
+        self._pending: dict[str, torch.Tensor] = {}
+        self._written: list[tuple[Path, list[str]]] = []
+        self._size = self._total = 0  # bytes of those that are pending, and of all
+
+    def add(self, name: str, tensor: Any) -> None:
+        """Adds a tensor; writes the file before it, if it does not fit there.
+
+        Raises:
+            BadInput: for what is no tensor.
+        """
+        if not isinstance(tensor, torch.Tensor):
+            remedy = 'give a name such as "pytorch_model.bin", which torch.save writes'
+            raise BadInput(f"{name!r} is no tensor, which safetensors cannot hold", where=str(self._folder), remedy=remedy)
+        nbytes = tensor.numel() * tensor.element_size()
+        if self._size and self._size + nbytes > self._most:
+            self._write()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._size += nbytes
+        self._total += nbytes
+
+    def _write(self) -> None:
+        from safetensors.torch import save_file
+
+        if self._pending:
+            path = self._folder / f".{self._stem}-{len(self._written)}.writing"
+            save_file(self._pending, path, metadata={"format": "pt"})
+            with open(path, "rb") as stream:
+                os.fsync(stream.fileno())
+            self._written.append((path, list(self._pending)))
+        self._pending, self._size = {}, 0
+
+    def remove(self) -> None:
+        """Removes what was written."""
+        for path, _ in self._written:
+            path.unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Writes the last file and gives all of them their names, and an index if there are several."""
+        self._write()
+        folder, stem, written = self._folder, self._stem, self._written
+        index_file = folder / f"{stem}.safetensors.index.json"
+        if len(written) == 1:
+            os.replace(written[0][0], folder / f"{stem}.safetensors")
+            index_file.unlink(missing_ok=True)
+            return
+        index_file.unlink(missing_ok=True)  # a kill leaves no index of other files than those that are there
+        (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # of before, which transformers would prefer
+        index = {}
+        for i, (path, names) in enumerate(written, 1):
+            final = f"{stem}-{i:05d}-of-{len(written):05d}.safetensors"
+            os.replace(path, folder / final)
+            index.update(dict.fromkeys(names, final))
+        text = json.dumps({"metadata": {"total_size": self._total}, "weight_map": index}, indent=1)
+        write_durably(index_file, text.encode())
 
 
 def _save_by_torch(engine: EngineParts, path: Path) -> None:
@@ -125,20 +155,3 @@ def _save_by_torch(engine: EngineParts, path: Path) -> None:
         sync_folder(path.parent)
 
     on_all_ranks(engine, write if state is not None else lambda: None, str(path.parent))
-
-
-def _name_files(folder: Path, stem: str, written: list[tuple[Path, list[str]]], total: int) -> None:
-    index_file = folder / f"{stem}.safetensors.index.json"
-    if len(written) == 1:
-        os.replace(written[0][0], folder / f"{stem}.safetensors")
-        index_file.unlink(missing_ok=True)
-        return
-    index_file.unlink(missing_ok=True)  # a kill leaves no index of other files than those that are there
-    (folder / f"{stem}.safetensors").unlink(missing_ok=True)  # of before, which transformers would prefer
-    index = {}
-    for i, (path, names) in enumerate(written, 1):
-        final = f"{stem}-{i:05d}-of-{len(written):05d}.safetensors"
-        os.replace(path, folder / final)
-        index.update(dict.fromkeys(names, final))
-    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=1)
-    write_durably(index_file, text.encode())

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import os
 import threading
+import weakref
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -126,7 +127,8 @@ class IoRequest:
 
 
 class IoEngine:
-    """Reads and writes in the background. Use it as a context manager, or :meth:`close` it.
+    """Reads and writes in the background. Use it as a context manager, or :meth:`close` it; one that is dropped first ends its
+    transfers, whose memory and files may go with it.
 
     Args:
         aio: DeepSpeed's ``aio`` section: ``block_size`` bytes of one system call, ``queue_depth`` of them in flight for each
@@ -146,8 +148,16 @@ class IoEngine:
         require_io(self.aio)
         self._engine, self.backend, self.why = _open(self.aio, backend)
         self._owner = os.getpid()
+        self._files: list[DiskFile] = []
+        self._end = weakref.finalize(self, _end, self._engine, self._files, self._owner)
+        self._end.atexit = False  # the thread of updates may still use it
         self._lock = threading.Lock()
         self._open: dict[int, IoRequest] = {}
+
+    def keep(self, file: DiskFile) -> DiskFile:
+        """Closes `file` when this engine is closed or dropped, if it is open still."""
+        self._files.append(file)
+        return file
 
     def read(
         self, file: DiskFile, offset: int, into: torch.Tensor, *, after: IoRequest | None = None, checksum: bool = False
@@ -186,7 +196,7 @@ class IoEngine:
         """Waits for transfers and ends the workers."""
         if self._owner == os.getpid() and self._engine is not None:
             self.drain()
-            self._engine.close()
+            self._end()
             self._engine = None
 
     def __enter__(self) -> IoEngine:
@@ -233,6 +243,14 @@ class IoEngine:
                 else:
                     request.checksum = checksum
         return True
+
+
+def _end(engine: _Handles | None, files: list[DiskFile], owner: int) -> None:
+    if owner == os.getpid():  # not in a forked child, which has no such threads
+        if engine is not None:
+            engine.close()
+        for file in files:
+            file.close()
 
 
 class _Native:

@@ -19,6 +19,7 @@ import os
 import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -80,7 +81,7 @@ class _Mapping:
         if code:
             reason = str(runtime.cudaGetErrorString(runtime.cudaError(code)))
             raise _no_memory(self.size, f"CUDA error {code}, {reason}")
-        self.registered = True
+        self.registered, self._device = True, torch.cuda.current_device()
 
     def release(self) -> None:
         """Unpins and frees the pages at once. The addresses stay mapped, so remaining tensors read zeros."""
@@ -99,6 +100,8 @@ class _Mapping:
     def _unregister(self) -> None:
         if self.registered:
             self.registered = False
+            with suppress(RuntimeError):  # of a device that has failed
+                torch.cuda.synchronize(self._device)  # copies may be under way
             _cuda_runtime().cudaHostUnregister(self.address)
 
 

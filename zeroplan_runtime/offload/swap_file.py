@@ -72,7 +72,7 @@ class SwapFile:
         free = room.f_bavail * room.f_frsize
         if total > free:
             raise _no_room(path, total, free, os.strerror(errno.ENOSPC))
-        file = DiskFile(path, create=True, direct=direct)
+        file = engine.keep(DiskFile(path, create=True, direct=direct))
         try:
             if total:
                 os.posix_fallocate(file.buffered, 0, total)

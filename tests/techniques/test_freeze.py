@@ -17,7 +17,7 @@ from zeroplan.models.from_config import spec_from_config
 from zeroplan.planner.estimate import estimate_report
 from zeroplan.run.ask import Ask
 from zeroplan.tape.expanded import Mark, Op
-from zeroplan.tape.options import Arithmetic, TraceOptions
+from zeroplan.tape.options import Arithmetic, Checkpointing, TraceOptions
 from zeroplan.techniques.freeze import FreezeRule, FreezeTechnique, FrozenParts
 
 B, S = 2, 64
@@ -98,13 +98,16 @@ def test_towers_are_frozen_where_a_program_does_so_unasked(tmp_path: Path) -> No
 
 
 @pytest.mark.torch
-def test_blocks_of_a_stack_that_are_not_frozen_alike_have_no_simulated_plan() -> None:
-    """Blocks are traced as alike: two runs on an H200 took twice what such a tape said. Formulas count them one by one."""
+def test_blocks_of_a_stack_that_are_not_frozen_alike_are_simulated() -> None:
+    """What trains nothing before the first trained block keeps nothing; what is frozen behind it passes gradients on."""
     pytest.importorskip("transformers")
-    config = small_llama(layers=24)
-    for parts, depth in ((("layers.9",), "formula"), (("layers.22", "layers.23"), "formula"), (("embed_tokens",), "simulated")):
-        (plan,) = zeroplan.estimate(config, engine="ddp", freeze=parts, seq_len=64, gpu="H100")
-        assert (plan.depth, plan.fits) == (depth, True if depth == "simulated" else None)
+    config, peaks = small_llama(layers=24), []
+    for frozen in (range(1, 24), range(23)):
+        parts = ("embed_tokens", *(f"layers.{number}" for number in frozen))
+        (plan,) = zeroplan.estimate(config, engine="ddp", freeze=parts, micro_batch=8, seq_len=512, gpu="H100")
+        assert (plan.depth, plan.fits) == ("simulated", True)
+        peaks.append(plan.gpu.peak_allocated)
+    assert peaks[0] > 3 * peaks[1]
 
 
 def test_a_search_counts_what_files_freeze_as_trained(tmp_path: Path) -> None:
@@ -124,13 +127,21 @@ def test_a_search_counts_what_files_freeze_as_trained(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("parts", [("embed_tokens",), ("mlp",), ("embed_tokens", "self_attn"), ("embed_tokens", "layers.0")])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ("embed_tokens",),
+        ("embed_tokens", "self_attn"),
+        ("layers.1.mlp", "layers.3", "layers.5"),
+        ("embed_tokens", *(f"layers.{number}" for number in (0, 1, 2, 3, 5, 6))),
+    ],
+)
 def test_a_trace_keeps_what_a_real_forward_saves(parts: tuple[str, ...]) -> None:
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from zeroplan.trace.api import TracePoint, trace_at
 
-    config = small_llama(layers=2)
+    config = small_llama(layers=8)
     made = transformers.AutoConfig.for_model(**config)
     made.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(made, attn_implementation="eager").train()
@@ -162,6 +173,34 @@ def test_a_trace_keeps_what_a_real_forward_saves(parts: tuple[str, ...]) -> None
             break
     assert not real - Counter(traced.values())
     assert sum((Counter(traced.values()) - real).elements()) < 4096  # the loss, and small numbers of positions
+
+
+@pytest.mark.torch
+def test_a_program_s_checkpoints_and_inputs_decide_how_far_gradients_flow() -> None:
+    """transformers checkpoints frozen blocks, too, and lets gradients flow to the embedding's output; LLaMA-Factory does
+    neither; axolotl does the latter without checkpoints, where it trains the head.
+    """
+    pytest.importorskip("transformers")
+    from zeroplan.trace.api import TracePoint, trace_at
+
+    def entered(rule: FreezeRule, trained: int, way: Checkpointing) -> tuple[list[int], list[int]]:
+        """The blocks that run again in the backward, and those through which a gradient flows."""
+        parts = ("embed_tokens", *(f"layers.{number}" for number in range(6) if number != trained))
+        options = TraceOptions(checkpointing=way, techniques=(FrozenParts(parts, rule),))
+        tape = trace_at(small_llama(layers=6), "AutoModelForCausalLM", options, TracePoint(B, S)).expand(B, S)
+        number = {at: int(one.name.split(".")[2]) for at, one in enumerate(tape.modules) if one.type == "LlamaDecoderLayer"}
+        behind = list(zip(tape.op, tape.arg, strict=True))[tape.backward :]
+        kinds = (Op.ENTER, Op.BWD_ENTER)
+        again, flows = ({number[arg] for op, arg in behind if op == kind and arg in number} for kind in kinds)
+        return sorted(again), sorted(flows)
+
+    plain, factory, axolotl = FreezeRule("k"), FreezeRule("k", skips_frozen=True), FreezeRule("k", to_inputs=True)
+    again, whole = Checkpointing.NON_REENTRANT, Checkpointing.NONE
+    assert entered(plain, 3, again) == (list(range(6)), list(range(6)))
+    assert entered(factory, 3, again) == ([3], [3, 4, 5])
+    assert entered(factory, 3, Checkpointing.REENTRANT) == ([3], [3, 4, 5])
+    assert entered(plain, 3, whole) == ([], [3, 4, 5])
+    assert entered(axolotl, 3, whole) == ([], list(range(6)))
 
 
 def test_a_report_says_the_parts() -> None:

@@ -229,15 +229,15 @@ def _require_all_parameters(tape: ExpandedTape, case: Case) -> None:
 
 
 def _require_the_trained(expanded: ExpandedTape, case: Case) -> None:
-    """Refuse a tape in which other parameters are frozen than in the case: blocks of a stack are traced as alike."""
+    """Refuse a tape in which other parameters are frozen than in the case."""
     have, want = (
         {name for name, trains in zip(one.names, one.trainable, strict=True) if trains}
         for one in (expanded.parameters, case.spec.parameters)
     )
     if have != want:
         raise NoTapeError(
-            f"{case.spec.name}: blocks of one stack are not frozen alike, and are traced as if they were",
-            remedy="freeze whole parts, or measure a few steps",
+            f"{case.spec.name}: the traced model trains other parameters than the config says",
+            remedy="report it with the config",
         )
 
 

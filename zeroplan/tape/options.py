@@ -164,8 +164,15 @@ class KernelTechnique(Protocol):
 class FreezingTechnique(Protocol):
     """A traced technique that freezes parts of the model."""
 
+    @property
+    def by_block(self) -> bool:
+        """Whether it freezes single blocks, so that those of one stack are not alike."""
+
     def freeze(self, model: Any, *, autocast: bool = False) -> None:
         """Freeze them, under `autocast` over a 16-bit model or not."""
+
+    def checkpoint(self, model: Any) -> None:
+        """Change which blocks of a model with checkpoints have them."""
 
 
 @runtime_checkable
@@ -216,6 +223,11 @@ class TraceOptions:
     def at(self) -> tuple[int, int, int] | None:
         """The only sequences, tokens and LoRA rank that the tape holds for; None for any."""
         return None if self.graphs is None else self.graphs.at
+
+    @property
+    def by_block(self) -> bool:
+        """Whether single blocks are frozen, so that few of a stack don't tell of the others."""
+        return any(isinstance(one, FreezingTechnique) and one.by_block for one in self.techniques)
 
     @property
     def ends(self) -> tuple[int, int]:

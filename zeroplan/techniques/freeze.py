@@ -49,6 +49,9 @@ class FreezeRule:
         beside: what is trained beside those blocks, by a part of the name.
         patterns: regular expressions at the beginning of the only names that are trained; None for no such rule.
         half: whether frozen parameters are in 16 bits beside trained ones in fp32.
+        skips_frozen: whether blocks that train nothing are not checkpointed, and the embedding's output gets no gradient
+            for the others' sake; transformers checkpoints all blocks, and lets it have one.
+        to_inputs: whether the embedding's output gets a gradient without checkpoints, too.
     """
 
     key: str
@@ -59,6 +62,8 @@ class FreezeRule:
     beside: tuple[str, ...] = ()
     patterns: tuple[str, ...] | None = None
     half: bool = False
+    skips_frozen: bool = False
+    to_inputs: bool = False
 
     def frozen(self, names: Collection[str]) -> Iterator[str]:
         """Yield the names of frozen parameters among all of a model's."""
@@ -106,7 +111,13 @@ class FrozenParts:
         """A short name for tapes."""
         told = "+".join(sorted(self.parts))
         short = told if len(told) < 80 else hashlib.sha256(told.encode()).hexdigest()[:16]
-        return f"frozen-{'half-' if self.half else ''}{short}"
+        flags = [name for name in ("half", "skips_frozen", "to_inputs") if getattr(self.rule, name, False)]
+        return "-".join(["frozen", *(["blocks"] if self.by_block else []), *flags, short])
+
+    @property
+    def by_block(self) -> bool:
+        """Whether parts are named by a number, as blocks of a stack are."""
+        return any(piece.isdigit() for part in self.parts for piece in part.split("."))
 
     @property
     def half(self) -> bool:
@@ -129,6 +140,15 @@ class FrozenParts:
         for parameter in model.parameters() if autocast and self.half else ():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+        if self.rule is not None and self.rule.to_inputs:
+            model.enable_input_require_grads()
+
+    def checkpoint(self, model: Any) -> None:
+        """Change which blocks of a module with checkpoints have them."""
+        if self.rule is not None and self.rule.skips_frozen:
+            from zeroplan.trace.selective import checkpoint_trained
+
+            checkpoint_trained(model)
 
 
 class FreezeTechnique(Technique[FrozenParts]):

@@ -224,23 +224,24 @@ def _ranks_of(options: TraceOptions) -> Iterator[Ranks]:
 def _attempts(
     config: Mapping[str, Any], auto_class: str, options: TraceOptions, ranks: Ranks, rank: int | None = None
 ) -> Iterator[_Attempt]:
-    """Yield the attempts in order: with few blocks, with two periods more, with all blocks, and without looking for blocks.
+    """Yield the attempts in order: with few blocks, with two periods more, with all blocks, and without folding them.
 
-    The last is for stacks that run in part, as LLaVA's vision tower, whose last block nobody asks.
+    The last is for stacks that run in part, as LLaVA's vision tower, whose last block nobody asks, or blocks whose backward
+    does not run, since they are frozen and so is all before them.
     """
     whole = full_config(config)
     lora = (rank,) if rank else _RANKS
     if options.grouped is not None:  # blocks run in another order than one after another
         yield _Attempt(whole, [], auto_class, options, lora, ranks)
         return
-    for extra in (0, 2):
-        ends = sum(options.ends)
+    ends = sum(options.ends)
+    for extra in () if options.by_block else (0, 2):
         depths = depths_of(whole, extra=extra, every=options.every, ends=ends)
         deeper = depths_of(whole, extra=extra + 1, every=options.every, ends=ends)
         yield _Attempt(whole, depths, auto_class, options, lora, ranks, deeper=deeper)
-    real = [Depth(d.path, d.real, d.real) for d in depths]
-    for blocks in (real, []):
-        yield _Attempt(whole, blocks, auto_class, options, lora, ranks)
+    real = [Depth(d.path, d.real, d.real) for d in depths_of(whole)]
+    for folded in (True, False):
+        yield _Attempt(whole, real, auto_class, options, lora, ranks, folded=folded)
 
 
 class _Attempt:
@@ -255,6 +256,7 @@ class _Attempt:
         lora: tuple[int, ...],
         on: Ranks,
         deeper: Sequence[Depth] = (),
+        folded: bool = True,
     ) -> None:
         config = shorten(whole, depths) if any(d.traced != d.real for d in depths) else whole
         self._whole, self._depths, self._deeper = whole, depths, deeper
@@ -265,9 +267,8 @@ class _Attempt:
         self._media: tuple[Medium, ...] = ()
         self._traces: dict[TracePoint, Recording] = {}
         model = self._model(self._ranks[0])
-        self._assembler = Assembler(
-            model, find_blocks(model, [(d.traced, d.real) for d in depths]), options, vocabulary_of(config)
-        )
+        blocks = find_blocks(model, [(d.traced, d.real) for d in depths])
+        self._assembler = Assembler(model, blocks, options, vocabulary_of(config), folded=folded)
         self._extends = False
         self._thresholds = thresholds(config)
         if self._thresholds and options.split_tokens > 1:

@@ -47,15 +47,20 @@ LEAST_BUFFERS = 16 << 20
 
 
 class Assembler:
-    """Collects the parts of one model's tape."""
+    """Collects the parts of one model's tape, with its blocks' events as loops if `folded`."""
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Blocks], options: TraceOptions, vocab: int) -> None:
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[Blocks], options: TraceOptions, vocab: int, *, folded: bool = True
+    ) -> None:
         self.options, self.vocab = options, vocab
-        self.blocks = list(blocks)
+        self.blocks = list(blocks) if folded else []
         self.modules = list(model.named_modules())
         self.params = list(model.named_parameters())
         self._index = {name: i for i, (name, _) in enumerate(self.modules)}
         self._place = [self._find(name) for name, _ in self.modules]
+        within = tuple(b.prefix + "." for b in blocks)
+        self._inside = frozenset(i for i, (name, _) in enumerate(self.modules) if name.startswith(within))
+        self._repeated = [[self._index[f"{b.prefix}.{i}"] for i in range(b.traced)] for b in blocks]
         self._param_place = [self._find(name) for name, _ in self.params]
         self.outside_modules = _numbered(i for i, p in enumerate(self._place) if p is None)
         self.outside_params = _numbered(i for i, p in enumerate(self._param_place) if p is None)
@@ -101,15 +106,14 @@ class Assembler:
         return folder.program(batches, seqs), folder.size_of
 
     def _kinds(self, trace: Recording) -> list[Kind]:
-        inside = frozenset(i for i, place in enumerate(self._place) if place is not None)
         wide = (i for i, (_, m) in enumerate(self.modules) if getattr(m, "out_features", 0) == self.vocab)
-        heads = frozenset(wide) - inside  # an MLP may be as wide as the vocabulary
+        heads = frozenset(wide) - self._inside  # an MLP may be as wide as the vocabulary
         kept: frozenset[int] = frozenset()
         if self.options.checkpointing is not Checkpointing.NONE:
             # A block's last output is the input of the next block, which keeps it where that block is checkpointed.
             every = self.options.every
-            kept = _kept_outside(trace, {m for t in self.traced for b, m in enumerate(t.modules) if (b + 2) % every == 0})
-        return kinds_of(trace, -(-self.vocab // self.options.mesh.tp), heads, inside, kept)
+            kept = _kept_outside(trace, {m for stack in self._repeated for b, m in enumerate(stack) if (b + 2) % every == 0})
+        return kinds_of(trace, -(-self.vocab // self.options.mesh.tp), heads, self._inside, kept)
 
     def tape(self, programs: list[TapeProgram], shapes: Sequence[tuple[int, ...]]) -> Tape:
         """The stored tape. `shapes` are those of the parameters; -k stands for k times the LoRA rank.

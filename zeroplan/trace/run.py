@@ -33,7 +33,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from zeroplan.core.errors import BadInput
 from zeroplan.tape.expanded import Mark, Op
-from zeroplan.tape.options import Checkpointing, KernelTechnique, LossTechnique, TraceOptions
+from zeroplan.tape.options import Checkpointing, FreezingTechnique, KernelTechnique, LossTechnique, TraceOptions
 from zeroplan.trace.compiled import CompiledRegions
 from zeroplan.trace.functions import CudaFunctions
 from zeroplan.trace.hooks import ModuleHooks
@@ -217,6 +217,9 @@ def checkpoint_blocks(model: nn.Module, options: TraceOptions, functions: CudaFu
     elif not kwargs["use_reentrant"]:
         kwargs["context_fn"] = functions.recomputation
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
+    for one in options.techniques:
+        if isinstance(one, FreezingTechnique):
+            one.checkpoint(base)
     if options.every > 1:
         checkpoint_every(base, options.every)
     if options.grouped is not None:

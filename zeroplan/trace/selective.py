@@ -9,7 +9,8 @@ Note [Selective checkpointing]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +99,27 @@ def checkpoint_every(model: nn.Module, every: int) -> None:
             where="--checkpoint-policy",
             remedy="use full or selective",
         )
+
+
+def checkpoint_trained(model: Any) -> None:
+    """Take the checkpoints of blocks that train nothing away; the others' first input gets a gradient, the embedding's output
+    none for their sake.
+
+    Source: LLaMA-Factory 0.9.6, model/model_utils/checkpointing.py (``get_custom_gradient_checkpointing_func``)
+    """
+    model.disable_input_require_grads()
+    for module in model.modules():
+        if getattr(module, "gradient_checkpointing", None) is True:
+            module.gradient_checkpointing = any(parameter.requires_grad for parameter in module.parameters())
+            module._gradient_checkpointing_func = partial(_from_its_input, module._gradient_checkpointing_func)
+
+
+def _from_its_input(checkpoint: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a checkpoint whose first input gets a gradient."""
+    first = next((one for one in args if isinstance(one, torch.Tensor) and one.is_floating_point()), None)
+    if first is not None:
+        first.requires_grad_(True)
+    return checkpoint(block, *args, **kwargs)
 
 
 def checkpoint_groups(model: nn.Module, size: int, begin: int, end: int) -> None:

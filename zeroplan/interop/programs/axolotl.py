@@ -282,7 +282,8 @@ class Axolotl(Program):
         towers = ("vision", "projector") if run.flag("freeze_mm_modules") else ()
         if towers or literal:
             key = "freeze_mm_modules" if towers else "unfrozen_parameters"
-            run.set("freeze_rule", FreezeRule(key, towers, patterns=literal or None), key)
+            to_inputs = any(name in pattern for name in ("lm_head", "embed_tokens") for pattern in patterns)
+            run.set("freeze_rule", FreezeRule(key, towers, patterns=literal or None, to_inputs=to_inputs), key)
 
     def _kernels(self, run: Builder, adapter: str, bits: int) -> None:
         """Name the kernels of adapters that are on where no key of them is set.

@@ -169,15 +169,15 @@ class LlamaFactory(Program):
         named = {"projector": "freeze_multi_modal_projector", "language": "freeze_language_model"}
         parts = frozen_parts(run, vision="freeze_vision_tower", **named)
         if method == "full":
-            run.set("freeze_rule", FreezeRule("freeze_vision_tower", parts, half=True) if parts else None)
+            run.set("freeze_rule", FreezeRule("freeze_vision_tower", parts, half=True, skips_frozen=True) if parts else None)
             return
         blocks = run.number("freeze_trainable_layers", least=-_MOST_BLOCKS)
         if run.flag("use_llama_pro"):
             return  # which is left out by its own name
         modules, beside = (tuple(run.texts(f"freeze_{one}_modules")) for one in ("trainable", "extra"))
         blocks = 2 if blocks is None else blocks
-        rule = FreezeRule("finetuning_type", parts, blocks=blocks, modules=modules or ("all",), beside=beside, half=True)
-        run.set("freeze_rule", rule, "finetuning_type")
+        which = {"blocks": blocks, "modules": modules or ("all",), "beside": beside}
+        run.set("freeze_rule", FreezeRule("finetuning_type", parts, **which, half=True, skips_frozen=True), "finetuning_type")
 
     def _method(self, run: Builder) -> None:
         """Set what is trained, and the dtype in which the base weights are kept."""

@@ -127,17 +127,23 @@ def parameters_of(config: Mapping[str, Any]) -> int:
     return spec_from_config(dict(config), name=str(config["architectures"]), source="config").params
 
 
-def draw(seed: int, count: int, alone: frozenset[str] = frozenset(), letter: str = "K") -> list[dict[str, Any]]:
+def draw(
+    seed: int,
+    count: int,
+    alone: frozenset[str] = frozenset(),
+    letter: str = "K",
+    drawn: frozenset[str] = frozenset(),
+) -> list[dict[str, Any]]:
     """Return the lines of a specs file: what differs from a spec's defaults, or why a class is skipped.
 
     Those of `alone` are run with one sample, since with those drawn they are predicted to need more than the card has. Ids
-    are `letter` and a number.
+    are `letter` and a number. Classes of `drawn` are left out.
     """
     from zeroplan.models.attention import eager_only
 
     traced = {one.architecture: one for one in read(RESULT) if one.outcome == "traced"}
     source = random.Random(seed)
-    names = sorted(traced)
+    names = sorted(traced.keys() - drawn)
     source.shuffle(names)
     lines = []
     for place, name in enumerate(names[:count]):
@@ -180,9 +186,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--alone", nargs="*", default=["K35"], metavar="ID", help="runs of one sample")
     parser.add_argument("--letter", default="K", help="with which ids begin")
+    parser.add_argument("--besides", type=Path, nargs="*", default=[], metavar="SPECS", help="classes of these are left out")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    lines = draw(asked.seed, asked.count, frozenset(asked.alone), asked.letter)
+    before = [json.loads(line)["model"].removeprefix(CLASS) for path in asked.besides for line in path.read_text().splitlines()]
+    lines = draw(asked.seed, asked.count, frozenset(asked.alone), asked.letter, frozenset(before))
     skipped = asked.out.with_name(f"{asked.out.stem}_skipped.jsonl")
     for path, some in ((asked.out, [x for x in lines if "skipped" not in x]), (skipped, [x for x in lines if "skipped" in x])):
         path.write_text("".join(f"{json.dumps(line)}\n" for line in some))

@@ -48,6 +48,7 @@ def predict(spec: Spec, gpu: str) -> dict[str, Any]:
         "peak_allocated": found.peak_allocated,
         "peak_reserved": found.peak_reserved,
         "total": found.total,
+        "interval": found.interval,
         "peak_phase": found.peak_phase,
         **saved,
     }

@@ -55,9 +55,11 @@ def test_rows_put_in_place_of_placeholders_need_prefix_sums_of_the_mask() -> Non
     from zeroplan.trace import kernels
 
     hidden = torch.empty(2, 1024, 2048, dtype=torch.bfloat16, device="meta")
-    mask = torch.empty(2, 1024, 1, dtype=torch.bool, device="meta").expand_as(hidden)
+    narrow = torch.empty(2, 1024, 1, dtype=torch.bool, device="meta")
+    mask = narrow.expand_as(hidden)
     blocks = kernels.AFTER[torch.ops.aten.masked_scatter.default]
     assert blocks((hidden, mask, hidden), {}, hidden) == [33_554_432, 4_194_304]
+    assert blocks((hidden, narrow, hidden), {}, hidden) == [33_554_432, 4_194_304]  # which the operator expands
     assert blocks((hidden, mask.contiguous(), hidden), {}, hidden) == [33_554_432, 0]
 
 

@@ -176,7 +176,12 @@ def _after_result(tape: ExpandedTape, entry: int, half: range) -> int:
 
 
 def _multiplies(module_type: str) -> bool:
-    return any(word in module_type for word in ("Linear", "Conv1D", "Rotary"))
+    """Whether a module's forward calls cuBLAS. Rotary angles of a text are a product of matrices, those of an image are made
+    element by element (transformers 5.17: 165 of 168 classes, 27 of 30).
+    """
+    return any(word in module_type for word in ("Linear", "Conv1D")) or (
+        "Rotary" in module_type and "VisionRotary" not in module_type
+    )
 
 
 def _adds_bias(module: TapeModule, tape: ExpandedTape, *, own_linear: bool) -> bool:

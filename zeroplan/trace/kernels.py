@@ -184,9 +184,11 @@ def _convolution_backward(args: Any, kwargs: Any, out: Any) -> Sizes:
 
 
 def _masked_scatter(args: Any, kwargs: Any, out: Any) -> Sizes:
-    """Return the bytes of the mask's prefix sums in 64 bits, and of a mask that was expanded (``IndexKernel.cpp``)."""
+    """Return the bytes of the mask's prefix sums in 64 bits, and of a mask that is expanded to the tensor's shape
+    (``IndexKernel.cpp``).
+    """
     mask = args[1]
-    return [8 * out.numel(), 0 if mask.is_contiguous() else out.numel()]
+    return [8 * out.numel(), 0 if mask.is_contiguous() and mask.shape == out.shape else out.numel()]
 
 
 AFTER[_aten.masked_scatter.default] = AFTER[_aten.masked_scatter_.default] = _masked_scatter

@@ -198,4 +198,4 @@ def scripts(device: torch.device) -> Iterator[Row]:
 
 
 #: Scripts that make tensors by a generator of the CPU's, mean the CPU, or take all GPUs.
-ON_CPU = ("noise_on_gradients", "no_op_moves", "an_optimizer_saved", "in_data_parallel")
+ON_CPU = ("no_op_moves", "an_optimizer_saved", "in_data_parallel")

@@ -140,14 +140,6 @@ def lookahead(t: Any) -> Any:
 
 
 @script(blocks(linear))
-def noise_on_gradients(t: Any) -> Any:
-    for i, param in enumerate(t.module.parameters()):
-        generator = torch.Generator().manual_seed(i)
-        param.register_hook(lambda grad, g=generator: grad + 0.01 * torch.randn(grad.shape, generator=g))
-    return steps(t)
-
-
-@script(blocks(linear))
 def gradients_changed_in_place_by_hooks(t: Any) -> Any:
     for param in t.module.parameters():
         param.register_hook(lambda grad: grad.mul_(0.5) and None if grad.numel() == 1 else grad.mul_(0.5))

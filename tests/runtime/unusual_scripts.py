@@ -217,24 +217,6 @@ def a_step_that_is_not_a_number(t: Any) -> Any:
     return [torch.tensor(float(t(data(4)).isnan().all()))]
 
 
-@script(blocks(linear))
-def weights_scaled_in_place_between(t: Any) -> Any:
-    seen: Seen = []
-    for _ in range(3):
-        seen += steps(t, 1)
-        with torch.no_grad():
-            if not hasattr(t, "gathered"):
-                for param in t.module.parameters():
-                    param.mul_(0.9)
-                continue
-            for unit in t.model_states.units:
-                with t.gathered(unit.name):
-                    for flat in unit.flats():
-                        for param in flat.params:
-                            param.mul_(0.9)
-    return seen
-
-
 @script(blocks(linear), refused="3")
 def data_scaled_in_place(t: Any) -> Any:
     seen = steps(t, 2)

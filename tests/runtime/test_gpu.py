@@ -71,16 +71,16 @@ for end in ("destroy", "garbage"):
     for number in range(2):
         engine.backward(engine(models.batch(number, 0, dist.get_rank()).to(device)))
         engine.step()
-    slots = [slot.tensor for slot in engine.model_states.param_slots.values()]
-    places = [range(slot.data_ptr(), slot.data_ptr() + slot.nbytes) for slot in slots]
+    gathered = [flat.full for unit in engine.model_states.units for flat in unit.flats()]
+    places = [range(one.data_ptr(), one.data_ptr() + one.nbytes) for one in gathered]
     torch.cuda.synchronize()
     with engine.schedule.all_gather_stream.as_current():
         torch.cuda._sleep(2 * 10**9)  # a gather that other ranks keep waiting for a second
-        for slot in slots:
-            slot.fill_(7.0)
+        for one in gathered:
+            one.fill_(7.0)
     if end == "destroy":
         engine.destroy()
-    del engine, slot, slots
+    del engine, one, gathered
     gc.collect()
     taken = [torch.zeros(512, dtype=torch.uint8, device=device) for _ in range(16384)]
     begins = [one.data_ptr() for one in taken]

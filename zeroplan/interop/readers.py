@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from zeroplan.core.errors import BadInput
 from zeroplan.core.plumbing.files import is_capture
 from zeroplan.core.unmodelled import Effect, Unmodelled
-from zeroplan.core.versions import parse_version
+from zeroplan.core.versions import Version, parse_version
 from zeroplan.core.zero_config import DEEPSPEED_VERSION
 from zeroplan.interop.deepspeed_version import pinned_version
 from zeroplan.interop.programs.accelerate import launch_document
@@ -21,11 +21,14 @@ from zeroplan.interop.programs.registry import PROGRAMS, owner_of, program_named
 from zeroplan.interop.programs.shell import RECIPE_FLAGS, RECIPES, Command
 from zeroplan.interop.setups import Setup
 from zeroplan.techniques.checkpointing import CheckpointingTechnique
+from zeroplan.techniques.older_transformers import OLDEST
 
 #: Programs that decide the engine and the machine, and leave the rest to another file.
 _LAUNCHERS = ("accelerate", "ds_config")
 #: Programs whose arguments scripts of one's own take by ``HfArgumentParser``.
 _OF_SCRIPTS = ("hf-trainer", "trl")
+#: Programs whose models are transformers'.
+_ON_TRANSFORMERS = (*_OF_SCRIPTS, "axolotl", "llama-factory", "ms-swift", "open-instruct")
 #: Where torch looks for the allocator's settings; the older name is still read.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 #: The first bitsandbytes whose products keep no input of a frozen weight.
@@ -144,7 +147,9 @@ def read_setups(sources: Sequence[Any], program: str | None = None, task: str | 
     setup = join(setups)
     folders = tuple(dict.fromkeys(Path(source).parent for source in sources if isinstance(source, str | Path)))
     if setup.ds_config is not None:
-        setup = _with_version(setup, folders)
+        setup = _with_version(setup, folders, "DeepSpeed", lambda found: found != parse_version(DEEPSPEED_VERSION))
+    if setup.program in _ON_TRANSFORMERS:
+        setup = _with_version(setup, folders, "transformers", lambda found: OLDEST <= found < (5, 0, 0))
     if "quantize" in setup.ask:
         setup = _with_products(setup, folders)
     if task is not None and setup.task != task:
@@ -165,14 +170,15 @@ def _with_products(setup: Setup, folders: Sequence[Path]) -> Setup:
     return replace(setup, unmodelled=(*setup.unmodelled, Unmodelled(f"bitsandbytes {found[0]}", Effect.MORE, says)))
 
 
-def _with_version(setup: Setup, folders: Sequence[Path]) -> Setup:
-    """Return the setup with the version of DeepSpeed that the project of its files pins, where it does."""
-    found = next((pinned for folder in folders if (pinned := pinned_version(folder)) is not None), None)
-    if found is None or parse_version(found[0]) == parse_version(DEEPSPEED_VERSION):
+def _with_version(setup: Setup, folders: Sequence[Path], package: str, matters: Callable[[Version], bool]) -> Setup:
+    """Return the setup with the version of a package that the project of its files pins, where it `matters`."""
+    found = next((pinned for folder in folders if (pinned := pinned_version(folder, package.lower())) is not None), None)
+    option = f"{package.lower()}_version"
+    if found is None or option in setup.ask or not matters(parse_version(found[0])):
         return setup
     version, name = found
-    said = (*setup.assumed, f"DeepSpeed {version}, which {name} pins")
-    return replace(setup.saying(deepspeed_version=version), assumed=said)
+    said = (*setup.assumed, f"{package} {version}, which {name} pins")
+    return replace(setup, ask=setup.ask.replace(**{option: version}), assumed=said)
 
 
 def _launcher_owns(document: Document) -> bool:

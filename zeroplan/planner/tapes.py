@@ -29,6 +29,7 @@ from zeroplan.engines.case import Case
 from zeroplan.models.facts import spec_facts
 from zeroplan.models.spec import ModelSpec
 from zeroplan.tape.chunked_head import chunked_head_of, with_chunked_forward, with_chunked_head
+from zeroplan.tape.copied_logits import with_copied_logits
 from zeroplan.tape.expanded import AUTOCAST_LAYERS, QUANTIZED_LAYERS, EvaluationTape, ExpandedTape, Kind, Op, blocks_of
 from zeroplan.tape.format import Tape
 from zeroplan.tape.generation import CachedModel, generation_tape
@@ -38,6 +39,7 @@ from zeroplan.tape.sizes import KernelDevice
 from zeroplan.tapes import lookup, tape_for
 from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.freeze import FrozenParts
+from zeroplan.techniques.older_transformers import CopiedLogits
 from zeroplan.techniques.table import techniques_of
 
 #: Layers that are simulated at most, several stacks' together: each is played, so time and memory grow with them. Published
@@ -355,6 +357,8 @@ def evaluation_tape(case: Case, tape: ExpandedTape, *, trace: bool) -> Evaluatio
         return None
     if _in_tiles_of_trl(work):
         forward = with_chunked_forward(forward, batch=rows, seq_len=seq, share=work.batch.labelled_share)
+    if work.has(CopiedLogits):
+        forward = with_copied_logits(forward, rows, seq)
     casts = evaluation.casts and work.numerics.precision is not Precision.PURE
     returned = logits * _FP32 // work.numerics.dtype.bytes if casts else logits
     ranks = case.layout.dp

@@ -92,7 +92,7 @@ def _model_of(modules: Sequence[TapeModule], head: int) -> int:
 
 def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int, share: float | None = None) -> ExpandedTape:
     """As :func:`with_chunked_head`, for the tape of a forward without gradients, where nothing waits for a backward."""
-    found = _logits(tape)
+    found = logits_of(tape)
     if found is None:
         return tape
     edit = TapeEdit(tape)
@@ -114,8 +114,8 @@ def with_chunked_forward(tape: ExpandedTape, *, batch: int, seq_len: int, share:
     return edit.result()
 
 
-def _logits(tape: ExpandedTape) -> tuple[int, int, int] | None:
-    """Return the event that makes the logits, the head's index and the model's; None where TRL keeps the model's own head."""
+def logits_of(tape: ExpandedTape) -> tuple[int, int, int] | None:
+    """Return the event that makes the logits, the head's index and the model's; None for a loss of its own."""
     where = next((i for i, pair in enumerate(zip(tape.op, tape.kind, strict=True)) if pair == (Op.ALLOC, Kind.LOGITS)), None)
     if where is None or (module := tape.module[where]) < 0:
         return None
@@ -127,7 +127,7 @@ def _logits(tape: ExpandedTape) -> tuple[int, int, int] | None:
 
 def _find(edit: TapeEdit, tokens: int) -> _Head | None:
     """Find the linear layer that makes the logits, and what stands around it; None where something there is not expected."""
-    tape, found = edit.tape, _logits(edit.tape)
+    tape, found = edit.tape, logits_of(edit.tape)
     if found is None:
         return None
     where, module, model = found

@@ -12,6 +12,7 @@ from zeroplan.core.workload import OptimizerKind, Precision
 from zeroplan.models.catalog import find
 from zeroplan.run.ask import Ask
 from zeroplan.techniques.freeze import FreezeRule
+from zeroplan.techniques.fused_adapters import PARTS
 
 HERE = Path(__file__).resolve().parent
 MEASURED = HERE / "ground_truth" / "measured.jsonl"
@@ -107,7 +108,11 @@ def request_of(row: dict[str, Any], *, depth: str | None = None) -> Ask:
         "modules_to_save": tuple(row.get("modules_to_save") or ()),
         "label_smoothing": row.get("label_smoothing"),
         "ema": row.get("ema"),
-        **({} if row.get("kernels") is None else {row["kernels"]: True}),
+        **(
+            {}
+            if row.get("kernels") is None
+            else {row["kernels"]: ",".join(PARTS) if row["kernels"] == "fused_adapters" else True}
+        ),
     }
     offload = "cpu" if row.get("offload") else None
     if row["engine"] != "deepspeed":

@@ -96,7 +96,9 @@ def _prepare(spec: Spec, model: Any) -> Any:
             kwargs = {"use_reentrant": spec.reentrant}
             how = {"use_gradient_checkpointing": spec.checkpointing, "gradient_checkpointing_kwargs": kwargs}
             model = prepare_model_for_kbit_training(model, **how)
-        model = get_peft_model(model, lora, autocast_adapter_dtype=False)
+        model = get_peft_model(model, lora, autocast_adapter_dtype=spec.precision == "half-autocast")
+        if spec.kernels == "fused_adapters":  # a module beside that runs axolotl's own patcher
+            model = import_module("fused_adapters_of_axolotl").apply(model)
         if spec.quantize is not None and saved:  # TRL makes all that is trained 16 bits
             for parameter in model.parameters():
                 parameter.data = parameter.data.to(DTYPES[spec.dtype]) if parameter.requires_grad else parameter.data

@@ -63,7 +63,7 @@ class Spec:
     precision: str | None = None  # fsdp2, ddp: "pure" keeps all in `dtype`, "half-autocast" frozen parts
     reduce_dtype: str | None = None  # fsdp2: of the reduced gradients, where it is not fp32
     compile: str | None = None  # fsdp2, ddp: "blocks", each by itself, or "model"
-    kernels: str | None = None  # liger, or cut_cross_entropy, over the built model
+    kernels: str | None = None  # liger, cut_cross_entropy or fused_adapters, over the built model
     model_overrides: dict[str, Any] = field(default_factory=dict)
     zero: dict[str, Any] = field(default_factory=dict)  # overrides of zero_optimization
     ds: dict[str, Any] = field(default_factory=dict)  # overrides at the config's top level

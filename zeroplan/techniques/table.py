@@ -23,6 +23,7 @@ from zeroplan.techniques.ema import EmaTechnique
 from zeroplan.techniques.evaluation import EvaluationTechnique
 from zeroplan.techniques.float8 import FLOAT8, Bf16LayersTechnique
 from zeroplan.techniques.freeze import FreezeTechnique
+from zeroplan.techniques.fused_adapters import FusedAdaptersTechnique
 from zeroplan.techniques.generation import ColocatedTechnique, GenerationTechnique
 from zeroplan.techniques.kept_gradients import KeptGradientsTechnique
 from zeroplan.techniques.label_smoothing import LabelSmoothingTechnique
@@ -75,6 +76,7 @@ TABLE: list[Technique[Any]] = [
     ConfiguredOptimizersTechnique(),
     DoraTechnique(),
     ModulesToSaveTechnique(),
+    FusedAdaptersTechnique(),
     LigerTechnique(),
     CutCrossEntropyTechnique(),
     LabelSmoothingTechnique(),

@@ -82,7 +82,8 @@ class Linear8bitLt(nn.Linear):
         return out
 
 
-def _scales(weight: torch.Tensor) -> torch.Tensor:
+def scales_of(weight: torch.Tensor) -> torch.Tensor:
+    """Return the fp32 scales of a weight's blocks."""
     return weight.new_empty(-(-weight.numel() // BLOCK), dtype=torch.float32)
 
 
@@ -92,7 +93,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, layer: Any, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         # the nested scales' offset is added out of place
-        scales = [_scales(weight), _scales(weight)] if layer.nested else []
+        scales = [scales_of(weight), scales_of(weight)] if layer.nested else []
         whole = _dequantized(layer, weight, x.dtype)
         out = torch.nn.functional.linear(x, whole, bias)
         del scales
@@ -103,7 +104,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
         weight: torch.Tensor = ctx.weight
-        scales = _scales(weight) if ctx.layer.nested else None
+        scales = scales_of(weight) if ctx.layer.nested else None
         whole = _dequantized(ctx.layer, weight, grad.dtype)
         del scales
         return torch.matmul(grad, whole), None, None, None

@@ -15,6 +15,7 @@ from zeroplan.interop.programs.program import Program
 from zeroplan.interop.programs.trainer import TRANSFORMERS_TP, refuse_cpu, set_compile, set_fsdp, set_saving
 from zeroplan.interop.setups import Setup
 from zeroplan.techniques.freeze import FreezeRule
+from zeroplan.techniques.fused_adapters import FusedAdaptersTechnique
 from zeroplan.techniques.liger import LigerTechnique
 
 MORE, LESS, UNKNOWN, NONE = Effect.MORE, Effect.LESS, Effect.UNKNOWN, Effect.NONE
@@ -26,9 +27,6 @@ _NOT_MODELLED = {
     "flash_attn_rms_norm": (LESS, "fused norms"),
     "flash_attn_fuse_mlp": (LESS, "fused MLPs"),
     "flash_attn_fuse_qkv": (NONE, "q, k and v are one product"),
-    "lora_mlp_kernel": (LESS, "fused adapters of the MLP"),
-    "lora_qkv_kernel": (LESS, "fused adapters of the attention"),
-    "lora_o_kernel": (LESS, "fused adapters of the attention's output"),
     "lora_target_parameters": (MORE, "adapters on parameters that are no layers"),
     "relora_steps": (NONE, "adapters are merged and begun anew"),
     "relora": (UNKNOWN, "adapters are merged into the base and begun anew"),
@@ -48,7 +46,7 @@ _NOT_MODELLED = {
     "process_reward_model": (UNKNOWN, "a head for rewards"),
     "num_labels": (UNKNOWN, "a head for classes"),
 }
-_KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
+_KERNELS = (*FusedAdaptersTechnique.switches, "lora_embedding_kernel")
 #: Degrees that no field holds.
 _DEGREES = {
     "sequence_parallel_degree": "ranks share each sequence, by rings of flash attention",
@@ -286,14 +284,21 @@ class Axolotl(Program):
             run.set("freeze_rule", FreezeRule(key, towers, patterns=literal or None, to_inputs=to_inputs), key)
 
     def _kernels(self, run: Builder, adapter: str, bits: int) -> None:
-        """Name the kernels of adapters that are on where no key of them is set.
+        """Set the parts whose adapters are fused: those that are on, or all where no key of them is set.
 
         Source: axolotl 0.18, utils/schemas/config.py (check_auto_enable_lora_kernels)
         """
+        switches = FusedAdaptersTechnique.switches
+        key = next((key for key in switches if run.flag(key)), "lora_*_kernel")
+        parts = [part for key, part in switches.items() if run.flag(key)]
         said = run.on("rl") or run.on("trust_remote_code") or any(run.value(key) is not None for key in _KERNELS)
         if adapter == "dora" or said or (adapter == "lora" and bits == 8) or run.fields.get("fsdp_version") == 1:
-            return
-        run.leave_out("lora_*_kernel", LESS, "none is set, and then axolotl's fused adapters are on, which keep fewer tensors")
+            parts = parts if adapter != "dora" else []
+        else:
+            parts = [*switches.values()]
+            run.assume("fused adapters, since no lora_*_kernel is set")
+        if parts:
+            run.set("fused_adapters", ",".join(parts), key)
 
     def _evaluation(self, run: Builder) -> None:
         """Evaluation between steps, of as many samples as the micro batch has. ``evals_per_epoch`` becomes steps.

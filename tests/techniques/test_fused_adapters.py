@@ -1,0 +1,90 @@
+"""What axolotl's fused adapters keep and make, against the tensors of its functions by hand, and who has them."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from tests.small_llama import small_llama
+from tests.techniques.test_liger import kept
+from zeroplan.core.quantization import Products
+from zeroplan.interop.readers import read_setups
+from zeroplan.planner.merge import left_out
+from zeroplan.tape.expanded import ExpandedTape, Op
+from zeroplan.tape.options import Arithmetic, TracedBase, TracedTechnique, TraceOptions
+from zeroplan.techniques.fused_adapters import FusedAdapters
+
+B, S, H, INNER, LAYERS, RANK = 2, 384, 256, 640, 6, 8
+TOKENS = B * S
+
+
+@functools.cache
+def tape_of(*techniques: TracedTechnique, base: TracedBase | None = None, dropout: bool = False) -> ExpandedTape:
+    api = pytest.importorskip("zeroplan.trace.api")
+    options = TraceOptions(arithmetic=Arithmetic.HALF, lora=(), lora_dropout=dropout, base=base, techniques=techniques)
+    point = api.TracePoint(B, S, RANK)
+    config = {**small_llama(layers=LAYERS, vocab=1500), "intermediate_size": INNER}
+    return api.trace_at(config, "AutoModelForCausalLM", options, point).expand(B, S, RANK)
+
+
+def count(tape: ExpandedTape, size: int, span: slice) -> int:
+    return sum(op == Op.ALLOC and aux == size for op, aux in zip(tape.op[span], tape.aux[span], strict=True))
+
+
+@pytest.mark.torch
+def test_a_block_keeps_gate_and_up_and_no_products_between_adapters() -> None:
+    """peft keeps the activation and its product with ``up`` as well, and what lies between the adapters of seven layers."""
+    saved = kept(tape_of()) - kept(tape_of(FusedAdapters()))
+    assert saved == pytest.approx(LAYERS * TOKENS * (2 * 2 * INNER + 7 * 2 * RANK), abs=4096)
+    alone = kept(tape_of()) - kept(tape_of(FusedAdapters(("o",))))
+    assert alone == pytest.approx(LAYERS * TOKENS * 2 * RANK, abs=4096)
+
+
+@pytest.mark.torch
+def test_the_backward_writes_over_what_was_kept_and_makes_quantised_weights_whole() -> None:
+    """By hand: of the MLP's width the gradient of ``down``'s input alone, and a weight for each product of the MLP.
+
+    Queries, keys and values have one mask of dropout, of a byte an element; gate and up another, the output a third.
+    """
+    tape, dropping = (tape_of(FusedAdapters(), base=TracedBase(Products.NESTED), dropout=dropout) for dropout in (False, True))
+    for one in (tape, dropping):
+        forward, backward = slice(0, one.backward), slice(one.backward, None)
+        wide, matrix = TOKENS * INNER * 2, INNER * H * 2
+        assert [count(one, wide, span) for span in (forward, backward)] == [3 * LAYERS, LAYERS]
+        assert [count(one, matrix, span) for span in (forward, backward)] == [3 * LAYERS, 3 * LAYERS]
+    masks = [count(one, TOKENS * H, slice(0, one.backward)) for one in (tape, dropping)]
+    assert masks[1] - masks[0] == 3 * LAYERS
+
+
+RECIPE = (
+    "base_model: meta-llama/Llama-3.2-1B\nadapter: lora\nlora_r: 8\nlora_target_linear: true\nsequence_len: 512\ndatasets: []\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "parts", "key"),
+    [
+        ("", "mlp,qkv,o", ""),
+        ("lora_mlp_kernel: true\n", "mlp", ""),
+        ("lora_mlp_kernel: false\n", None, ""),
+        ("lora_embedding_kernel: false\n", None, ""),
+        ("load_in_8bit: true\n", None, ""),
+        ("rl: simpo\n", None, ""),
+        ("rl: dpo\nlora_o_kernel: true\n", "o", ""),
+        ("trust_remote_code: true\n", None, ""),
+        ("peft_use_dora: true\n", "mlp,qkv,o", "lora_*_kernel"),
+        (
+            "lora_qkv_kernel: true\nfsdp_version: 2\nfsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}\n",
+            "qkv",
+            "lora_qkv_kernel",
+        ),
+    ],
+)
+def test_axolotls_keys_and_its_default(more: str, parts: str | None, key: str, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(RECIPE + more)
+    setup = read_setups([str(tmp_path / "a.yaml")], "axolotl")
+    assert setup.ask.values.get("fused_adapters") == parts
+    named = [one.key for one in left_out(setup) if "kernel" in one.key]
+    assert named == ([key] if key else [])

@@ -157,10 +157,12 @@ class _Attention:
     """Queries, keys and values, which are made when queries are asked for."""
 
     def __init__(self, layers: Sequence[_Layer]) -> None:
-        self._layers, self._waiting = layers, [torch.empty(0)] * 0
+        self._layers = layers
+        self._waiting: list[torch.Tensor] = []
 
     def queries(self, x: torch.Tensor) -> torch.Tensor:
         """Return queries, and let the others wait."""
+        found: torch.Tensor
         found, *self._waiting = _run(_Fused, self._layers, x)
         return found
 

@@ -294,7 +294,7 @@ def _laid_out(
 
     if options.smallest and "nodes" in given:
         raise BadInput("is what smallest finds", where="nodes", remedy="leave one of the two out")
-    for name in ("candidates", "source", "program", "compile", "nvme_path", "goal", "notes"):
+    for name in ("candidates", "source", "program", "nvme_path", "goal", "notes"):
         if name in given and given[name] not in (None, ()) and (name, given[name]) != ("goal", "throughput"):
             asked = fixed[0] if fixed else "smallest" if options.smallest else "layouts"
             raise BadInput(f"cannot stand beside {asked}", where=name, remedy="leave one of the two out")

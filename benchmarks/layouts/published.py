@@ -6,7 +6,9 @@ a source leaves open. A model that is given by its shape is a Llama of the same 
 block. Rows marked `blind` were drawn by lot (seed 20261124) before the first change to the model of time, and no change was
 made for their sake. What software a source says that it ran was added to rows of both halves when the model learned to tell it:
 `engine`; `arguments`, Megatron's own; `hides_exchange`, experts' exchanges run beside another micro batch; `layers`, whose
-layers; `shared_as`, the way in which ranks share work where stages are uneven; `overlap`, `attn`;
+layers; `shared_as`, the way in which ranks share work where stages are uneven; `overlap`, `attn`; `compile`, where a plan has
+such graphs; `played_as`, the schedule that is played where no plan has the run's (DeepSeek-V3's ranks hold two stages, and
+feed micro batches from both ends, so that they wait as those of DualPipeV do, deepseek-ai/DualPipe's README);
 `lacks`, what the software of its day had not, so that the best is looked for without it, too;
 `card` and `vram`, figures of a card unlike its preset; `sync_each`, gradients are reduced after each micro batch (Composer
 leaves that out for DDP alone: composer/distributed/dist_strategy.py, ddp_sync_context).
@@ -82,7 +84,7 @@ def request_of(row: dict[str, Any], *, by_name: bool = False) -> Ask:
     if "checkpointing" in row:
         asked |= {"gradient_checkpointing": True, "checkpoint_policy": row["checkpointing"]}
     sizes = {name: row[name] for name in ("gpus", "nodes", "gpu", "seq_len", "micro_batch", "grad_accum", "stage")}
-    asked |= {name: row[name] for name in ("attn", "sync_each", "vram", "reduce_dtype") if name in row}
+    asked |= {name: row[name] for name in ("attn", "sync_each", "vram", "reduce_dtype", "compile") if name in row}
     if "fp8" in row and row.get("engine") == "megatron":
         asked["fp8"] = row["fp8"]
     return Ask(model=model, engine=row.get("engine", "fsdp2"), network=row.get("network"), **sizes, **asked)
@@ -159,6 +161,8 @@ def model(row: dict[str, Any]) -> LayoutTime:
     case = resolved.cases[0]
     if "fp8" in row and not _runs_megatron(row):
         case = replace(case, workload=case.workload.with_techniques(Float8Recipe.TENSORWISE))  # all recipes have one rate
+    if "played_as" in row:
+        case = replace(case, pipeline=row["played_as"], parallel=replace(case.layout, vpp=2))
     cluster = case.cluster
     gpu = replace(cluster.gpu, **row.get("card", {}))
     return LayoutCost(case, counts, rates_of(gpu, cluster.network, cluster.gpus), resolved.engine, sharing).time()
@@ -232,7 +236,7 @@ def against_best(row: dict[str, Any]) -> dict[str, Any]:
     return {
         "name": row["name"],
         "over_best": own.tokens_per_second / chosen.time.tokens_per_second,
-        "best": chosen.flags + (" --gradient-checkpointing" if chosen.request.value("gradient_checkpointing") else ""),
+        "best": chosen.flags,
         "known_to_fit": answer.best is not None,
     }
 

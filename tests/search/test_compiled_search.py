@@ -20,11 +20,16 @@ from zeroplan.cli.flags import recommend_words
 from zeroplan.core.errors import BadInput
 from zeroplan.core.workload import Compilation
 from zeroplan.interop.readers import read_setup
+from zeroplan.ledger.work import count_tape
 from zeroplan.planner import tapes
+from zeroplan.planner.resolve import resolve
+from zeroplan.report.layouts import layout_name
 from zeroplan.report.recommendation import described
 from zeroplan.run.ask import Ask
 from zeroplan.search import search_options
 from zeroplan.search.files import Target, files_of
+from zeroplan.search.layout_answer import LaidOut
+from zeroplan.search.layout_counts import rank_counts
 from zeroplan.search.results import Recommendation
 from zeroplan.tuning import api as tuning
 from zeroplan.tuning.results import key_of
@@ -32,6 +37,22 @@ from zeroplan.tuning.results import key_of
 TINY: dict[str, Any] = {**SHAPES["toy"], "model_type": "llama", "architectures": ["LlamaForCausalLM"]}
 ASKED: dict[str, Any] = {"seq_len": 64, "micro_batch": 2, "gpus": 2, "gpu": "H100", "cpu_ram": "64G", "from_scratch": True}
 STEP_RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "step"
+
+
+def test_layouts_of_compiled_blocks_are_those_of_data_parallelism_timed_by_their_graphs() -> None:
+    asked = ASKED | {"compile": "blocks", "stage": 3, "gradient_checkpointing": False}
+    (best,) = recommend(TINY, layouts=True, **asked)
+    assert isinstance(best, LaidOut)
+    assert best.layout.dp == 2
+    assert "--compile blocks" in best.flags
+    assert layout_name(best) == "dp 2, ZeRO-3, compiled blocks"
+    compiled, eager = (resolve(best.request.replace(compile=how)) for how in ("blocks", None))
+    counts = rank_counts(compiled, {})
+    assert counts.traced
+    assert counts == count_tape(tapes.ExpandedTapes(compiled.engine).of(compiled.cases[0]))
+    assert counts.forward_kernels < count_tape(tapes.ExpandedTapes(eager.engine).of(eager.cases[0])).forward_kernels
+    with pytest.raises(BadInput, match="no choice of a search over layouts"):
+        recommend(TINY, layouts=True, **asked | {"compile": "auto"})
 
 
 def test_auto_ranks_compiled_and_eager_and_names_which() -> None:

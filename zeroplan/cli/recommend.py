@@ -159,7 +159,7 @@ def recommend(
     )
     if layouts or smallest or fixed:
         given: dict[str, Any] = {"--candidates": candidates, "--from": source}
-        given |= {"--compile": compile, "--output": output, "--form": form, "--new-script": new_script, "--html": html}
+        given |= {"--output": output, "--form": form, "--new-script": new_script, "--html": html}
         given |= {"--launcher": launcher, "--script": script, "--hosts": hosts, "--program": program}
         given |= {"--goal": goal != "throughput", "--format": style != "plain", "--nvme-path": nvme_path != "/local_nvme"}
         asked = "--smallest" if smallest else "--layouts" if layouts else f"--{fixed[0].replace('_', '-')}"

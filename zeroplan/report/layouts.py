@@ -13,7 +13,7 @@ from zeroplan.report.terminal import Terminal
 from zeroplan.report.verdict import fit_text, of_usable, unknown_text
 from zeroplan.report.words import degrees_text, gpus_text
 from zeroplan.search.layout_orders import recomputed
-from zeroplan.search.policy import EQUALLY_FAST
+from zeroplan.search.policy import EQUALLY_FAST, NOTABLE
 
 if TYPE_CHECKING:
     from zeroplan.search.layout_answer import LaidOut, LayoutAnswer
@@ -85,7 +85,9 @@ def reason(answer: LayoutAnswer) -> str:
     chosen = answer.chosen
     assert chosen is not None, "an answer without a layout has no reason"
     faster = [
-        one for one in answer.tried if one.compared > chosen.compared and one.plan.gpu.needed > (one.plan.gpu.usable or 0)
+        one
+        for one in answer.tried
+        if one.compared >= NOTABLE * chosen.compared and one.plan.gpu.needed > (one.plan.gpu.usable or 0)
     ]
     least = answer.without_checkpointing
     said = [] if least is None else [f"without checkpointing it needs {format_bytes(least, digits=1)} and more"]
@@ -201,8 +203,9 @@ def layout_name(one: LaidOut) -> str:
     text = degrees_text(describe_layout(one.layout))
     text += f", {request.schedule}" if request.schedule != DEFAULT_SCHEDULE else ""
     text += f", ZeRO-{one.plan.stage}"
-    policy = recomputed(request)
-    return text + (f", {policy} checkpointing".replace(" full", "") if policy else "")
+    policy, compiled = recomputed(request), request.value("compile")
+    text += f", {policy} checkpointing".replace(" full", "") if policy else ""
+    return text + (f", compiled {compiled}" if compiled else "")
 
 
 def _need(one: LaidOut) -> str:

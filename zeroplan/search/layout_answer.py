@@ -62,6 +62,7 @@ class LaidOut:
         words += [f"--grad-accum {request.grad_accum}"] if request.grad_accum and request.grad_accum > 1 else []
         words += ["--gradient-checkpointing"] if (policy := recomputed(request)) else []
         words += [f"--checkpoint-policy {policy}"] if policy not in ("", "full") else []
+        words += [f"--compile {compiled}"] if (compiled := request.value("compile")) else []
         return " ".join([*words, f"--engine {request.engine}", f"--stage {self.plan.stage}"])
 
     def to_dict(self) -> dict[str, Any]:

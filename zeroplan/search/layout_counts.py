@@ -5,20 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 from math import log2
 
+from zeroplan.core.errors import BadInput
 from zeroplan.core.float8 import Float8Recipe
 from zeroplan.engines.case import Case
 from zeroplan.ledger.work import Counts, count_tape, guess_counts, matrices
 from zeroplan.planner.resolve import Resolved
-from zeroplan.planner.tapes import expand_for
+from zeroplan.planner.tapes import ExpandedTapes, NoTapeError, expand_for
 from zeroplan.search.layout_host import with_ring
 from zeroplan.tapes import shipped
+from zeroplan.techniques.compiled import COMPILED
 
 #: Ranks that share experts, at most, of which a tape is looked for.
 _MOST_EXPERT_RANKS = 1024
 
 
 def rank_counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
-    """Return the counts over all blocks of the model, on a shipped tape where there is one, or that of the engine's own layers.
+    """Return the counts over all blocks of the model, on a shipped tape where there is one, or that of the engine's own layers;
+    compiled graphs are traced.
 
     What was traced here before must not decide, or the answer would depend on earlier ones. Ranks that share experts do as much
     whatever their number, so the tape of the nearest number serves; of a ring's ranks that of as many tokens, and what it adds.
@@ -49,8 +52,16 @@ def rank_counts(resolved: Resolved, known: dict[str, Counts]) -> Counts:
                 known[options.key] = found if one.mesh.cp == options.mesh.cp else with_ring(found, case)
                 break
         else:
-            known[options.key] = with_ring(_guessed(case), case)
+            known[options.key] = with_ring(_guessed(case), case) if case.workload.compile is None else _compiled(resolved)
     return known[options.key]
+
+
+def _compiled(resolved: Resolved) -> Counts:
+    """Return the counts of compiled graphs. Raises BadInput: where they cannot be traced."""
+    try:
+        return count_tape(ExpandedTapes(resolved.engine).of(resolved.cases[0]))
+    except NoTapeError as error:
+        raise BadInput(str(error), where=COMPILED.where, remedy=error.remedy) from None
 
 
 def ships_tape(resolved: Resolved) -> bool:

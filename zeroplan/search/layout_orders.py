@@ -38,6 +38,8 @@ from zeroplan.models.spec import ModelSpec
 from zeroplan.planner.resolve import Resolved
 from zeroplan.run.ask import Ask
 from zeroplan.search.policy import EQUALLY_FAST
+from zeroplan.search.search_options import AUTO
+from zeroplan.techniques.compiled import CompiledTechnique
 
 #: The engine whose layouts are planned where none is named.
 ENGINE = "fsdp2"
@@ -249,6 +251,8 @@ def checked_request(request: Ask, global_batch: int | None) -> Ask:
     for where, device in (("--offload-optimizer", request.offload_optimizer), ("--offload-param", request.offload_param)):
         if device not in (None, "none"):
             raise BadInput("the time of layouts with offload is not modelled", where=where, remedy="leave it out")
+    if request[CompiledTechnique.compile] == AUTO:
+        raise BadInput("is no choice of a search over layouts", where="--compile auto", remedy="write blocks, or leave it out")
     if global_batch is not None and global_batch < 1:
         raise BadInput(f"{global_batch} is below 1", where="--global-batch", remedy="use a whole number above zero")
     cluster = Cluster.of(gpus=request.gpus, nodes=request.nodes, gpu=request.gpu)

@@ -334,7 +334,8 @@ class LayoutCost:
         placed = {schedule.stage_of(chunk, rank, pp): ranks[rank][chunk] for rank in range(pp) for chunk in range(vpp)}
         inside = self.layout.world_size // pp < self.case.cluster.domain
         times = [StageTime(forward.total, backward.total) for _, (forward, backward) in sorted(placed.items())]
-        return play(orders, times, self.fabric.send(self.hidden_bytes, inside=inside), schedule)
+        sent = self.hidden_bytes // (self.layout.tp if self.layout.sp else 1)  # ranks that split tokens send their own
+        return play(orders, times, self.fabric.send(sent, inside=inside), schedule)
 
     def _held(self, rank: int) -> tuple[int, int]:
         """Return the elements that a pipeline rank has before they are sharded: dense ones, and experts'."""

@@ -29,6 +29,7 @@ from zeroplan.core.errors import BadInput
 from zeroplan.core.plan import MemoryPlan, Verdict
 from zeroplan.core.plumbing.progress import working
 from zeroplan.core.unmodelled import may_add
+from zeroplan.core.workload import Compilation
 from zeroplan.engines.registry import find_engine
 from zeroplan.ledger.work import Counts
 from zeroplan.planner.estimate import allocator_config, plan_case
@@ -57,6 +58,7 @@ from zeroplan.search.layout_orders import (
 from zeroplan.search.layout_time import LayoutCost, LayoutTime, Link
 from zeroplan.search.machine_rates import machine_rates
 from zeroplan.search.policy import EQUALLY_FAST, MOST_TOKENS
+from zeroplan.techniques.compiled import CompiledTechnique
 
 #: Parts of a number of nodes by which smaller ones differ that are tried.
 _STEPS = 16
@@ -160,6 +162,8 @@ def _recomputations(plain: Ask) -> tuple[dict[str, Any], ...]:
         except BadInput:
             return False
 
+    if plain[CompiledTechnique.compile] == Compilation.CHECKPOINTED:
+        return ({"gradient_checkpointing": True},)
     return tuple(again for again in RECOMPUTED if SELECTIVE not in again.items() or ships(again))
 
 

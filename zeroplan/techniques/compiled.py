@@ -23,7 +23,7 @@ _BETWEEN = (
     Effect.LESS,
     "graphs of what lies between the units, such as the loss, keep fewer tensors; eager ones are counted",
 )
-_WORDS = {"pp": "pipeline stages"}
+_WORDS = {"pp": "pipeline stages", "dp_replicate": "replicas of the shards"}
 
 
 class CompiledTechnique(Technique[Compilation]):
@@ -59,7 +59,7 @@ class CompiledTechnique(Technique[Compilation]):
     apart = ("--quantize", "--images", "--lengths", "--checkpoint-policy")
     because = "compiled graphs with {flag} are not modelled"
     looped = in_forms = True
-    degrees: ClassVar[Mapping[str, tuple[str, ...]]] = {"zeroplan": ("pp",)}
+    degrees: ClassVar[Mapping[str, tuple[str, ...]]] = {"zeroplan": ("pp",), "fsdp2": ("dp_replicate",)}
     whole: ClassVar[Mapping[str, tuple[Effect, str]]] = {
         "fsdp2": (Effect.MORE, "no GPU has measured a model that is compiled as a whole"),
         "ddp": (Effect.UNKNOWN, "one graph, or one for each of DDP's buckets; compiled blocks and an eager loss are counted"),

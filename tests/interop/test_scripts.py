@@ -165,6 +165,9 @@ def test_where_a_models_layers_lie(place: str, gpus: int, left_out: list[str], t
     (tmp_path / "run.py").write_text(text)
     request, _ = with_files(Ask(files=(str(tmp_path / "run.py"),), gpus=gpus))
     assert [one.key for one in request.unmodelled if "device_map" in one.key] == left_out
+    if left_out == ["device_map over GPUs"]:  # on one card it is at least as much as on each of several
+        asked = request.replace(gpu=None, cpu_ram="64G")
+        assert [estimate_report(asked.replace(vram=size)).plans[0].fits for size in ("24G", "1G")] == [True, None]
 
 
 def test_qlora_with_trls_trainer(tmp_path: Path) -> None:

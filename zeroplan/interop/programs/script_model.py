@@ -82,8 +82,12 @@ def _loading(reader: Reader, call: ast.Call, program: str) -> None:
             _quantisation(reader, node, program)
         elif key == "device_map" and value is not None and not _on_one_gpu(reader.values.node(node)):
             laid = value in ("auto", "balanced", "balanced_low_0", "sequential")
-            says = "the model is laid over all visible GPUs; one holds it here" if laid else "where its layers lie is not told"
-            reader.leave_out(OVER_GPUS if laid else key, node, Effect.UNKNOWN, says)
+            if (
+                laid
+            ):  # each card has some of what is counted on one, and copies of what passes between two, which are far smaller
+                reader.leave_out(OVER_GPUS, node, Effect.LESS, "layers lie over all visible GPUs; all are counted on one")
+            else:
+                reader.leave_out(key, node, Effect.UNKNOWN, "where its layers lie is not told")
         elif key in ("use_flash_attention_2", "attn_impl", "num_labels", "max_memory", "**", "ignore_mismatched_sizes"):
             if key == "use_flash_attention_2" and value is True:
                 reader.data["attn_implementation"] = "flash_attention_2"

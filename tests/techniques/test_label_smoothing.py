@@ -39,9 +39,6 @@ class Smoothed:
     causal: bool
     key: str = "theirs"
 
-    def adapted(self, config: dict[str, Any]) -> dict[str, Any]:
-        return config
-
     def loss(self, model: Any, batch: dict[str, Any]) -> Any:
         from accelerate.utils.operations import convert_to_fp32
         from transformers.trainer_pt_utils import LabelSmoother

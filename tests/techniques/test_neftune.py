@@ -28,9 +28,6 @@ class Hooked:
 
     key: str = "hooked"
 
-    def adapted(self, config: dict[str, Any]) -> dict[str, Any]:
-        return config
-
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:
         from transformers.integrations.neftune import neftune_post_forward_hook

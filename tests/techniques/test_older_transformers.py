@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -31,9 +31,6 @@ class Older:
     """A model whose loss shifts logits and labels in copies."""
 
     key: str = "older"
-
-    def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(config)
 
     @contextmanager
     def running(self, model: Any) -> Iterator[None]:

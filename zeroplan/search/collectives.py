@@ -91,9 +91,8 @@ _TREE_CORRECTION = {
         0.9,
     ),
 }
-#: GB/s of a channel that NCCL tries, inside a node and between nodes, by generation (speedArrayIntra, …Inter of search.cc).
+#: GB/s of a channel that NCCL tries inside a node, by generation (speedArrayIntra of search.cc).
 _OLD_INSIDE = (40.0, 30.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0)
-_OLD_BETWEEN = (48.0, 30.0, 28.0, 24.0, 20.0, 18.0, 15.0, 12.0, 10.0, 9.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.4, 1.2, 0.24, 0.12)
 _INSIDE = (
     _OLD_INSIDE,
     _OLD_INSIDE,

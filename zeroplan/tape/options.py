@@ -148,8 +148,13 @@ class TracedTechnique(Protocol):
     def key(self) -> str:
         """A short name, unique for what it does."""
 
+
+@runtime_checkable
+class AdaptingTechnique(Protocol):
+    """A traced technique that changes the adapters."""
+
     def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of peft's ``LoraConfig`` with the technique's own; the same without adapters."""
+        """Return the keyword arguments of peft's ``LoraConfig`` with the technique's own."""
 
 
 @runtime_checkable

@@ -26,10 +26,6 @@ class CutCrossEntropy:
         """A short name for tapes."""
         return "cut-cross-entropy"
 
-    def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of peft's ``LoraConfig`` as they are."""
-        return dict(config)
-
     def running(self, model: Any) -> AbstractContextManager[None]:
         """Let a model run with it while the context lasts."""
         from zeroplan.trace.cut_cross_entropy import cut_cross_entropy

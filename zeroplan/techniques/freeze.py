@@ -124,10 +124,6 @@ class FrozenParts:
         """Whether frozen parameters are in 16 bits beside trained ones in fp32."""
         return self.rule is not None and self.rule.half
 
-    def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of peft's ``LoraConfig`` as they are."""
-        return dict(config)
-
     def holds(self, name: str) -> bool:
         """Return whether a parameter lies in one of the parts: a part's names follow one another in the parameter's."""
         return any(f".{part}." in f".{name}." for part in self.parts)

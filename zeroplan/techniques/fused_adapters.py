@@ -37,10 +37,6 @@ class FusedAdapters:
         """A short name for tapes."""
         return "fused-adapters" + ("" if self.parts == PARTS else "".join(f"+{part}" for part in self.parts))
 
-    def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of peft's ``LoraConfig`` as they are."""
-        return dict(config)
-
     def running(self, model: Any) -> AbstractContextManager[None]:
         """Let a model run with them while the context lasts."""
         from zeroplan.trace.fused_adapters import fused_adapters

@@ -32,10 +32,6 @@ class LabelSmoothing:
         """A short name for tapes."""
         return "smoothed" + ("-fp32" if self.wide else "")
 
-    def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of peft's ``LoraConfig`` as they are."""
-        return dict(config)
-
     def loss(self, model: Any, batch: Mapping[str, Any]) -> Any:
         """Run a model on a batch, and return the loss."""
         from zeroplan.trace.label_smoothing import smoothed_loss

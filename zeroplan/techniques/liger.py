@@ -90,10 +90,6 @@ class Liger:
         """A short name for tapes."""
         return "liger-0.8.5" + ("" if self.parts == USUAL else "".join(f"+{part}" for part in self.parts))
 
-    def adapted(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of peft's ``LoraConfig`` as they are."""
-        return dict(config)
-
     def kernels(self, model_type: str) -> Kernels | None:
         """Return what a family runs; None where it runs as written."""
         found = FAMILIES.get(model_type)

@@ -26,7 +26,7 @@ from zeroplan.core.model_config import (
     text_config,
 )
 from zeroplan.core.workload import Attention
-from zeroplan.tape.options import Arithmetic, Checkpointing, FreezingTechnique, TracedTechnique, TraceOptions
+from zeroplan.tape.options import AdaptingTechnique, Arithmetic, Checkpointing, FreezingTechnique, TracedTechnique, TraceOptions
 from zeroplan.trace.attention import FLASH, register_flash
 from zeroplan.trace.compiled_float8 import multiply_in_float8
 from zeroplan.trace.fit import TracePoint
@@ -333,7 +333,7 @@ def with_adapters(
     wanted: Any = list(targets) or "all-linear"
     config: dict[str, Any] = {"r": rank, "lora_alpha": 32, "target_modules": wanted, "lora_dropout": 0.05 if dropout else 0.0}
     for one in techniques:
-        config = one.adapted(config)
+        config = one.adapted(config) if isinstance(one, AdaptingTechnique) else config
     lora = LoraConfig(**config)
     with warnings.catch_warnings():
         # peft warns about merging and saving adapters, which nobody does with these.

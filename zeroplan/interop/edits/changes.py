@@ -40,8 +40,6 @@ _CHECKPOINTS = {
 _OFF = {"llama-factory": "disable_gradient_checkpointing"}
 #: Those that take a ds_config by the key ``deepspeed``.
 _TAKE_DS_CONFIG = ("hf-trainer", "trl", "llama-factory", "axolotl")
-#: Flags of launchers that count the processes of a node.
-_PROCESSES = ("num_gpus", "nproc_per_node", "num_processes")
 _MICRO_KEY, _ACCUM_KEY, _TRAIN_KEY = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",

@@ -15,8 +15,6 @@ from zeroplan.techniques.table import techniques_of
 #: Without reentrant checkpointing no input needs a gradient, and hooks of ZeRO and FSDP see every recomputation.
 CHECKPOINTING = {"use_reentrant": False}
 ADAPTERS = "adapter_config.json"
-#: The keys of such a file as it is written here; peft writes others, too.
-ADAPTER_KEYS = frozenset({"peft_type", "r", "target_modules", "lora_alpha", "lora_dropout", "bias"})
 _ATTENTION = {Attention.SDPA: "sdpa", Attention.EAGER: "eager", Attention.FLASH: "flash_attention_2"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from zeroplan.core.pipeline_order import Action, Do, PipelineOrder, PipelineSchedule
@@ -10,6 +12,7 @@ from zeroplan.engines.fsdp2.engine import Fsdp2
 from zeroplan.ledger.work import guess_counts, matrices
 from zeroplan.planner.resolve import resolve
 from zeroplan.run.ask import Ask
+from zeroplan.search import layout_time
 from zeroplan.search.layout_time import LayoutCost, LayoutTime
 from zeroplan.search.pipeline_time import StageTime, play
 
@@ -72,6 +75,21 @@ def test_each_degree_costs_what_it_exchanges() -> None:
     assert _time(staged).waiting > _time(staged.replace(grad_accum=64)).waiting / 4 > 0
     assert _time(staged.replace(vpp=2)).waiting < _time(staged).waiting
     assert _time(LLAMA.replace(cp=8, seq_len=32768)).ring >= 0
+
+
+def test_ranks_that_split_tokens_send_their_part_to_the_next_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages lie on nodes of their own: each of eight ranks sends an eighth of the hidden states."""
+    sent: list[float] = []
+
+    def noted(orders: Any, stages: Any, sending: float, schedule: Any) -> float:
+        sent.append(sending)
+        return play(orders, stages, sending, schedule)
+
+    monkeypatch.setattr(layout_time, "play", noted)
+    staged = LLAMA.replace(tp=8, pp=4, stage=2, grad_accum=4)
+    whole, split = _time(staged), _time(staged.replace(sp=True))
+    assert sent[0] / 8 <= sent[1] < sent[0] / 7
+    assert split.waiting < whole.waiting
 
 
 def test_experts_on_one_node_exchange_faster() -> None:

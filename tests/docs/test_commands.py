@@ -19,6 +19,7 @@ _WITH_COMMANDS = {path: found for path in pages.PAGES_WITH_COMMANDS if (found :=
 _LONG = {
     *("recommend.md", "gallery.md", "ds_config.md", "reported.md", "scale.md"),
     *("programs/hf-trainer.md", "programs/trl.md", "programs/lightning.md", "programs/axolotl.md"),
+    *("start/fit.md", "legacy.md", "offload.md", "deepspeed_compat.md"),
     *("programs/torchtitan.md", "start/slow.md", "quantised.md", "understand/zero.md", "understand/fsdp-or-deepspeed.md"),
 }
 _PAGES = [

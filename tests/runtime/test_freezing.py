@@ -151,10 +151,19 @@ def compared(group: dist.ProcessGroup, stage: int, script: str, given: dict[str,
     engine.destroy()
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+PLACES = [*((stage, "device") for stage in range(4)), *((stage, "host") for stage in (1, 2, 3))]
+PLACES += [(3, "host, parameters"), (3, "files")]
+#: Where `make test` runs all scripts; the other places have the first one there.
+_WHOLE = {(0, "device"), (2, "host"), (3, "device"), (3, "files")}
+
+
 @pytest.mark.parametrize(
-    ("stage", "offload"),
-    [*((stage, "device") for stage in range(4)), (1, "host"), (2, "host"), (3, "host"), (3, "host, parameters"), (3, "files")],
+    ("stage", "offload", "script"),
+    [
+        pytest.param(*place, script, marks=() if place in _WHOLE or script == "freezes_and_thaws" else pytest.mark.long)
+        for place in PLACES
+        for script in SCRIPTS
+    ],
 )
 def test_freezing_in_mid_training_is_as_in_torch(pool: RankPool, stage: int, offload: str, script: str, tmp_path: Path) -> None:
     folder = str(tmp_path) if offload == "files" else ""

@@ -32,11 +32,16 @@ class Zeros(Plain):
         super().step()
 
 
-def outcomes(group: dist.ProcessGroup, stage: int) -> dict[str, str]:
+#: A script that is compiled takes as long as fifty others.
+COMPILED = ("a_whole_step_compiled",)
+
+
+def outcomes(group: dist.ProcessGroup, stage: int, names: tuple[str, ...]) -> dict[str, str]:
     """By script ``equal``, ``different``, or the line that refuses it."""
     found = {}
     config = config_of(stage)
-    for name, (build, use, _) in SCRIPTS.items():
+    for name in names:
+        build, use, _ = SCRIPTS[name]
         torch.manual_seed(0)
         model = build()
         torch.manual_seed(0)
@@ -67,17 +72,27 @@ def outcomes(group: dist.ProcessGroup, stage: int) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
-def test_odd_scripts(pool: RankPool, stage: int) -> None:
-    for found in pool.run(2, outcomes, stage):
-        for name, (_, _, stages) in SCRIPTS.items():
+def check(pool: RankPool, stage: int, names: tuple[str, ...]) -> None:
+    for found in pool.run(2, outcomes, stage, names):
+        for name in names:
             said = found[name]
-            if str(stage) in stages:
+            if str(stage) in SCRIPTS[name][2]:
                 assert said != "equal", name
                 assert not said.startswith(("crash", "plain", "different")), said
                 assert "\n" not in said
             else:
                 assert said == "equal", (name, said)
+
+
+@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.long) for stage in (0, 1, 2)), 3])
+def test_odd_scripts(pool: RankPool, stage: int) -> None:
+    check(pool, stage, tuple(name for name in SCRIPTS if name not in COMPILED))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", STAGES)
+def test_compiled_scripts(pool: RankPool, stage: int) -> None:
+    check(pool, stage, COMPILED)
 
 
 def adversaries(group: dist.ProcessGroup, stage: int, freezes: bool) -> str:

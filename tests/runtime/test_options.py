@@ -18,7 +18,7 @@ from tests.runtime.train import ADAMW, distance, ds_config, dtype_of, loss_dista
 from zeroplan.core.arena import layout
 from zeroplan.core.errors import BadInput
 
-STEPS = 4
+STEPS = 3
 
 
 def compare(

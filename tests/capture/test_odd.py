@@ -95,7 +95,7 @@ class Numbers(IterableDataset):
     def __iter__(self):
         yield from (torch.ones(1024) for _ in range(get_worker_info().id, 10**9, get_worker_info().num_workers))
 model = torch.nn.Linear(1024, 1024).cuda()
-for batch in DataLoader(Numbers(), 16, num_workers=8, persistent_workers=True, multiprocessing_context="spawn"):
+for batch in DataLoader(Numbers(), 16, num_workers=2, persistent_workers=True, multiprocessing_context="spawn"):
     probs = torch.distributions.Categorical(logits=model(batch.cuda())).sample()
     model(batch.cuda()).sum().backward()
     for param in model.parameters():
@@ -206,7 +206,7 @@ def test_what_stops_a_script_is_named_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, line: int, says: str
 ) -> None:
     monkeypatch.setattr("zeroplan.capturing.child._LATE", 0.0)
-    captured, _ = capture(tmp_path, code, seconds=1.0 if "sleep" in code else 60.0)
+    captured, _ = capture(tmp_path, code, seconds=1.0 if "sleep" in code else 300.0)
     assert captured.stopped is not None
     assert (captured.stopped.line, says in captured.stopped.why) == (line, True), captured.stopped
 

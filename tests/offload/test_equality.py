@@ -12,7 +12,7 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import ds_config, train_all
 
-STEPS = 4
+STEPS = 3
 CPU = {"device": "cpu"}
 #: Trainings on the device by ranks, model and config: several offloads are held against the same one.
 _RESIDENT: dict[str, list[dict[str, Any]]] = {}

@@ -14,7 +14,7 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import distance, ds_config, dtype_of, loss_distance, train_all
 
-STEPS = 7
+STEPS = 5
 
 
 class Delayed(models.Plain):

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tests.patience import COLLECTIVE, RANKS
+from tests.patience import COLLECTIVE, PATIENCE, RANKS
 
 MOST = 4
 #: Its processes are forked from one that has imported what they need. `use_deterministic_algorithms` imports inductor.
@@ -113,7 +113,13 @@ class RankPool:
         for rank in files:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(2)
+        end, before = time.monotonic() + PATIENCE, [-1]
+        while time.monotonic() < end:  # until each has written, and nothing comes any more
+            sizes = [file.stat().st_size if file.exists() else 0 for file in files.values()]
+            if all(sizes) and sizes == before:
+                break
+            before = sizes
+            time.sleep(0.5)
         return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items() if file.exists())
 
     def stop(self) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import zeroplan_runtime
+from tests.patience import PATIENCE
 from tests.runtime.ranks import RankPool
 from tests.runtime.test_strangers import WIDTH, Net, data, loss_of, steps
 from zeroplan.core.errors import BadInput
@@ -549,12 +550,12 @@ def threads(group: dist.ProcessGroup, stage: int) -> None:
 
     def waits(*_: Any) -> None:
         entered.set()
-        go_on.wait(60)
+        go_on.wait(PATIENCE)
 
     handle = engine.module.blocks[1].register_forward_pre_hook(waits)
     with ThreadPoolExecutor(1) as others:
         first = others.submit(loss_of, engine, 3)
-        assert entered.wait(60)
+        assert entered.wait(PATIENCE)
         assert "engine: a forward runs in another thread" in refusal(lambda: loss_of(engine, 4))
         go_on.set()
         first.result()

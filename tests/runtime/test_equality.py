@@ -1,4 +1,4 @@
-"""N ranks equal one plain torch process over ten steps, at each stage and precision."""
+"""N ranks equal one plain torch process, at each stage and precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.runtime import models
 from tests.runtime.ranks import RankPool
 from tests.runtime.train import distance, ds_config, dtype_of, loss_distance, train_all
 
-STEPS = 6
+STEPS = 4
 
 
 def plain_run(ranks: int, dtype: str, optimizer: Any, **options: Any) -> tuple[models.Plain, list[list[float]]]:

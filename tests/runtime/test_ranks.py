@@ -39,8 +39,11 @@ def test_what_fails_is_named_and_the_next_call_has_new_ranks() -> None:
         with pytest.raises(AssertionError, match=r"rank 1 failed:\n(.*\n)*ValueError: of its own"):
             pool.run(2, raises)
         assert pool.run(2, answers) == [0, 1]
-        stuck = r"ranks \[0\] did not answer within 3 s\nrank 0:\n(.*\n)*.* in waits_for_ever"
-        with pytest.raises(AssertionError, match=stuck):
-            pool.run(1, waits_for_ever, timeout=3)
+        for limit in (1, 10, 100):  # a busy machine may not have begun within the first
+            with pytest.raises(AssertionError, match=rf"ranks \[0\] did not answer within {limit} s\nrank 0:\n") as stuck:
+                pool.run(1, waits_for_ever, timeout=limit)
+            if "in waits_for_ever" in str(stuck.value):
+                break
+        assert "in waits_for_ever" in str(stuck.value)
     finally:
         pool.stop()

@@ -89,11 +89,13 @@ MESHES: tuple[tuple[dict[str, Any], ParallelLayout], ...] = (
 )
 
 
-def hold_beside(pool: RankPool, chosen: list[tuple[int, int]]) -> None:
-    """Trains on (mesh, stage); losses, norms and weights against plain torch, and the Arena against the plan.
+@pytest.mark.long
+def test_experts_beside_other_dimensions_at_every_stage(pool: RankPool) -> None:
+    """Losses, norms and weights against plain torch, and the Arena against the plan.
 
     At stage 3 ranks of ``tp`` also split the tokens between the matrices.
     """
+    chosen = [(index, stage) for index in range(len(MESHES)) for stage in range(4)]
     cases: list[Case] = []
     for index, stage in chosen:
         sizes = MESHES[index][0]
@@ -133,16 +135,6 @@ def plain_run(ranks: int) -> tuple[models.Plain, list[list[float]], list[float]]
     )
     steps = [(plain.step(number), plain.norm) for number in range(STEPS)]
     return plain, [losses for losses, _ in steps], [norm for _, norm in steps]
-
-
-@pytest.mark.long
-def test_experts_beside_other_dimensions(pool: RankPool) -> None:
-    hold_beside(pool, [(3, 2), (7, 3)])
-
-
-@pytest.mark.long
-def test_experts_beside_other_dimensions_at_every_stage(pool: RankPool) -> None:
-    hold_beside(pool, [(index, stage) for index in range(len(MESHES)) for stage in range(4)])
 
 
 def test_what_would_train_wrong_is_refused(pool: RankPool) -> None:

@@ -13,7 +13,7 @@ from zeroplan.core.cluster import Cluster
 from zeroplan.core.gpus import GPUS
 from zeroplan.core.parallel import ParallelLayout
 from zeroplan.core.rates import rates_of
-from zeroplan.core.workload import Workload
+from zeroplan.core.workload import Attention, Workload
 from zeroplan.core.zero_config import OffloadDevice, OffloadParam, ZeroConfig
 from zeroplan.engines import torch_traffic
 from zeroplan.engines.compute_traffic import COMPUTE, MEMORY_PER_BYTE
@@ -52,6 +52,10 @@ def test_matrix_products_are_counted_by_hand() -> None:
     assert lines["matmul_forward"].amount == 2 * whole * 2048
     assert lines["matmul_backward"].amount == 4 * whole * 2048
     assert lines["attention_forward"].amount == 2 * 16 * 2048 * 1024 * 2048
+    assert lines["attention_backward"].amount == 5 * 16 * 2048 * 1024 * 2048
+    eager = items(0, attn=Attention.EAGER)  # the whole square, whose scores stay for the backward
+    assert eager["attention_forward"].amount == 4 * 16 * 2048 * 1024 * 2048
+    assert eager["attention_backward"].amount == 8 * 16 * 2048 * 1024 * 2048
 
 
 def test_a_mixture_multiplies_only_the_experts_that_a_token_meets() -> None:

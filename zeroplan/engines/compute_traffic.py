@@ -12,7 +12,7 @@ from functools import cached_property
 
 from zeroplan.core.buffers import Phase
 from zeroplan.core.float8 import Bf16Layers, Float8Recipe
-from zeroplan.core.workload import DType, Precision, Workload
+from zeroplan.core.workload import Attention, DType, Precision, Workload
 from zeroplan.ledger.derive import fraction
 from zeroplan.ledger.line import fact
 from zeroplan.ledger.traffic import Resource, WorkBuilder
@@ -66,7 +66,8 @@ class ComputeFacts:
     )
     attention = fact("heads × head size, over all blocks", lambda c: c.model.attention)
     attention_ops = fact(
-        "operations a query, key and channel: 4, halved by the causal mask", lambda c: 2 if c.model.causal else 4
+        "operations a query, key and channel: 4, halved by the causal mask where one kernel does it all",
+        lambda c: 2 if c.model.causal and c.fused else 4,
     )
     recomputed_attention = fact("attention in checkpointed blocks", lambda c: c.model.attention // c._again if c._again else 0)
     forward_kernels = fact("kernels of the forward", lambda c: c.counts.forward_kernels)
@@ -99,6 +100,11 @@ class ComputeFacts:
         "bytes of segments that a full card's allocator returns and takes again, both ways", lambda c: c.remapped[1]
     )
     pages_remapped = fact("pages of expandable segments that it unmaps and maps again, both ways", lambda c: c.remapped[2])
+
+    @property
+    def fused(self) -> bool:
+        """Whether one kernel does all of attention; eager attention multiplies what the mask then hides."""
+        return self.workload.numerics.attn is not Attention.EAGER
 
     @property
     def fp32(self) -> bool:
@@ -184,11 +190,11 @@ def attention_forward(c: ComputeFacts) -> int:
 
 @_lines.add(Resource.ATTENTION, Phase.BACKWARD)
 def attention_backward(c: ComputeFacts) -> int:
-    """Five products in place of two: the fused kernel recomputes the scores.
+    """Five products in place of two: the fused kernel recomputes the scores, which eager attention keeps.
 
     Source: Dao 2023, "FlashAttention-2", section 4.1 (2.5 times the forward)
     """
-    return fraction(c.attention_ops * c.attention * c.seq_len * c.tokens, 5, 2)
+    return fraction(c.attention_ops * c.attention * c.seq_len * c.tokens, 5 if c.fused else 4, 2)
 
 
 @_lines.add(Resource.ATTENTION, Phase.BACKWARD)

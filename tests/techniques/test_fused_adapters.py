@@ -10,7 +10,8 @@ import pytest
 from tests.small_llama import small_llama
 from tests.techniques.test_liger import kept
 from zeroplan.core.quantization import Products
-from zeroplan.interop.readers import read_setups
+from zeroplan.core.unmodelled import Effect
+from zeroplan.interop.readers import read_setup, read_setups
 from zeroplan.planner.merge import left_out
 from zeroplan.tape.expanded import ExpandedTape, Op
 from zeroplan.tape.options import Arithmetic, TracedBase, TracedTechnique, TraceOptions
@@ -88,3 +89,21 @@ def test_axolotls_keys_and_its_default(more: str, parts: str | None, key: str, t
     assert setup.ask.values.get("fused_adapters") == parts
     named = [one.key for one in left_out(setup) if "kernel" in one.key]
     assert named == ([key] if key else [])
+
+
+@pytest.mark.parametrize(
+    ("program", "key", "said"),
+    [
+        ("llama-factory", "use_unsloth", {"use_unsloth": True, "finetuning_type": "lora"}),
+        ("ms-swift", "tuner_backend", {"tuner_backend": "unsloth", "train_type": "lora"}),
+        ("trl", "use_unsloth", {"use_unsloth": True, "use_peft": True}),
+    ],
+)
+def test_unsloths_kernels_are_named_since_their_loss_takes_chunks_by_free_memory(
+    program: str, key: str, said: dict[str, object]
+) -> None:
+    model = "model" if program == "ms-swift" else "model_name_or_path"
+    setup = read_setup({model: "meta-llama/Llama-3.2-1B", **said}, program)
+    assert [(one.effect, one.says) for one in setup.unmodelled if one.key == key] == [
+        (Effect.LESS, "Unsloth's kernels keep fewer tensors")
+    ]

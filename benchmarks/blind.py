@@ -38,6 +38,7 @@ CAMPAIGNS = {
     "media": ("videos and sound, frozen parts, averages under FSDP2", (MEDIA,)),
     "offloaded_checkpoints": ("checkpoints on the host by a function", (BESIDE_ADAPTERS,)),
     "frozen_blocks": ("blocks of a stack that are not frozen alike", (RESULTS / "frozen_blocks.jsonl",)),
+    "fused_adapters": ("axolotl's fused adapters", (RESULTS / "fused_adapters.jsonl",)),
     "classes2": ("classes of transformers, drawn anew", (CLASSES,)),
     "classes3": ("classes of transformers, drawn a third time", (CLASSES,)),
 }

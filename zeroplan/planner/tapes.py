@@ -39,6 +39,7 @@ from zeroplan.tape.sizes import KernelDevice
 from zeroplan.tapes import lookup, tape_for
 from zeroplan.techniques.compiled import COMPILED
 from zeroplan.techniques.freeze import FrozenParts
+from zeroplan.techniques.fused_adapters import FusedAdapters
 from zeroplan.techniques.older_transformers import CopiedLogits
 from zeroplan.techniques.table import techniques_of
 
@@ -312,13 +313,22 @@ class ExpandedTapes:
         key = self._engine.trace_options(case).key + ("_halves" if case.halves else "")
         if key not in self._known:
             try:
-                self._known[key] = expanded_tape_of(self._engine, case)
+                self._known[key] = self._made(case)
             except NoTapeError as error:
                 self._known[key] = error
         found = self._known[key]
         if isinstance(found, NoTapeError):
             raise found
         return found
+
+    def _made(self, case: Case) -> ExpandedTape:
+        """Return the case's tape; where fused adapters cannot be traced, that of peft's own, which keep more."""
+        try:
+            return expanded_tape_of(self._engine, case)
+        except NoTapeError:
+            if not case.workload.has(FusedAdapters):
+                raise
+            return expanded_tape_of(self._engine, replace(case, workload=case.workload.without(FusedAdapters)))
 
 
 _FP32 = 4

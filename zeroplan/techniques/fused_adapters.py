@@ -19,8 +19,9 @@ from zeroplan.techniques.base import Facts, FileFacts, OptionValues, TakesTechni
 if TYPE_CHECKING:
     from zeroplan.tape.expanded import ExpandedTape
 
-#: The parts of a block that programs switch one by one.
-PARTS = ("mlp", "qkv", "o")
+#: The parts of a block that programs switch one by one, and their layers.
+LAYERS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "qkv": ("q_proj", "k_proj", "v_proj"), "o": ("o_proj",)}
+PARTS = tuple(LAYERS)
 _FEWER = "fused adapters keep fewer tensors"
 #: Beginnings of the types of models whose layers axolotl fuses in a further way.
 _OTHERS = ("gemma4", "llama4", "qwen3_5")
@@ -41,7 +42,17 @@ class FusedAdapters:
         """Let a model run with them while the context lasts."""
         from zeroplan.trace.fused_adapters import fused_adapters
 
-        return fused_adapters(model, self.parts)
+        return fused_adapters(model, {part: LAYERS[part] for part in self.parts})
+
+    def fused_in(self, tape: ExpandedTape) -> bool:
+        """Return whether a tape has them: peft's modules of parts whose layers all have adapters are not entered."""
+        from zeroplan.tape.expanded import Op
+
+        names = {index: module.name.split(".") for index, module in enumerate(tape.modules) if ".lora_A." in module.name}
+        adapted = {part for name in names.values() for part in name}
+        fused = {layer for part in self.parts if adapted.issuperset(LAYERS[part]) for layer in LAYERS[part]}
+        entered = {arg for op, arg in zip(tape.op, tape.arg, strict=True) if op == Op.ENTER}
+        return not any(fused.intersection(names[index]) for index in entered & names.keys())
 
 
 class FusedAdaptersTechnique(Technique[FusedAdapters]):
@@ -81,9 +92,11 @@ class FusedAdaptersTechnique(Technique[FusedAdapters]):
         return {"fused_adapters": value}
 
     def left_out(self, value: FusedAdapters, facts: Facts, tape: ExpandedTape | None) -> tuple[Unmodelled, ...]:
-        """Return what is counted as peft's own."""
-        further = facts.spec.model_type.startswith(_OTHERS)
-        return (Unmodelled(self.where, Effect.LESS, f"further {_FEWER}"),) if further else ()
+        """Return what is counted as peft's own: further layers, or all where the tape is that of a model which runs so."""
+        says = f"further {_FEWER}" if facts.spec.model_type.startswith(_OTHERS) else ""
+        if tape is not None and not value.fused_in(tape):
+            says = f"{_FEWER}; peft's are counted, since no tape of others is at hand"
+        return (Unmodelled(self.where, Effect.LESS, says),) if says else ()
 
     def instructions(self, value: FusedAdapters) -> tuple[str, ...]:
         """Return the parts."""

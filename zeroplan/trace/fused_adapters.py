@@ -12,7 +12,7 @@ come, writes the input's gradient over the input as well.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from zeroplan.trace.quantized import Linear4bit, scales_of
-from zeroplan.trace.replaced import replaced, without_adapters
+from zeroplan.trace.replaced import Replace, replaced, without_adapters
 
 Tensors = Sequence[torch.Tensor]
 
@@ -172,29 +172,23 @@ class _Attention:
 
 
 @contextlib.contextmanager
-def fused_adapters(model: nn.Module, parts: Collection[str]) -> Iterator[None]:
+def fused_adapters(model: nn.Module, parts: Mapping[str, Sequence[str]]) -> Iterator[None]:
     """Let a model run with fused adapters while the context lasts.
 
     Args:
         model: on the meta device, with peft's adapters: a part of a block is fused where all of its layers have some.
-        parts: ``mlp``, ``qkv`` and ``o``, or some of them.
+        parts: ``mlp``, ``qkv`` and ``o``, or some of them, and the names of their layers.
     """
     base = without_adapters(model)
     text = getattr(base, "model", base)
     blocks = getattr(getattr(text, "language_model", text), "layers", ())
     with replaced() as replace:
         for block in blocks:
-            attention, mlp = getattr(block, "self_attn", None), getattr(block, "mlp", None)
-            q, k, v, o = (getattr(attention, name, None) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
-            gated = [getattr(mlp, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-            if "qkv" in parts and _adapted(q, k, v):
-                fused = _Attention([_Layer.of(one) for one in (q, k, v)])
-                for one, call in ((q, fused.queries), (k, fused.next), (v, fused.next)):
-                    replace(one, "forward", call)
-            if "o" in parts and _adapted(o):
-                replace(o, "forward", partial(_first, [_Layer.of(o)]))
-            if "mlp" in parts and _adapted(*gated):
-                replace(mlp, "forward", partial(_run, _FusedMlp, [_Layer.of(one) for one in gated]))
+            for part, names in parts.items():
+                owner = getattr(block, "mlp" if part == "mlp" else "self_attn", None)
+                found: list[Any] = [getattr(owner, name, None) for name in names]
+                if all(hasattr(one, "lora_A") for one in found):
+                    _fuse(part, owner, found, replace)
         yield
 
 
@@ -204,5 +198,13 @@ def _first(layers: Sequence[_Layer], x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _adapted(*layers: Any) -> bool:
-    return all(hasattr(one, "lora_A") for one in layers)
+def _fuse(part: str, owner: Any, found: Sequence[Any], replace: Replace) -> None:
+    layers = [_Layer.of(one) for one in found]
+    if part == "mlp":
+        replace(owner, "forward", partial(_run, _FusedMlp, layers))
+    elif part == "o":
+        replace(found[0], "forward", partial(_first, layers))
+    else:
+        attention = _Attention(layers)
+        for one, call in zip(found, (attention.queries, attention.next, attention.next), strict=True):
+            replace(one, "forward", call)

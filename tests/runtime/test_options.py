@@ -301,21 +301,6 @@ def test_frozen_parameters(pool: RankPool, ranks: int) -> None:
         assert masters == {"root", "blocks.0", "blocks.2", "blocks.3", "blocks.4", "head"}  # no state for what is frozen
 
 
-def evaluate_between(group: dist.ProcessGroup, stage: int) -> list[float]:
-    """Evaluates between micro batches and between a forward and its backward; neither may disturb training."""
-    engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(stage), group=group, device="cpu")
-    losses = []
-    for number in range(STEPS):
-        loss = engine(models.batch(number, 0, dist.get_rank(group)))
-        with torch.no_grad():
-            engine.eval()
-            engine(models.batch(99, 0, 0))
-            engine.train()
-        losses.append(engine.backward(loss).item())
-        engine.step()
-    return losses
-
-
 def two_forwards(group: dist.ProcessGroup, stage: int) -> list[float]:
     engine, *_ = zeroplan_runtime.initialize(model=models.make(), config=ds_config(stage), group=group, device="cpu")
     losses = []
@@ -325,12 +310,6 @@ def two_forwards(group: dist.ProcessGroup, stage: int) -> list[float]:
         losses.append(engine.backward(loss).item())
         engine.step()
     return losses
-
-
-def test_evaluation_between(pool: RankPool) -> None:
-    expected = pool.run(2, train_all, [(ds_config(0), {})], STEPS)[0][0]["losses"]
-    for stage in (0, 1, 2, 3):
-        assert pool.run(2, evaluate_between, stage)[0] == expected, stage
 
 
 def test_two_forwards_before_one_backward(pool: RankPool) -> None:
@@ -388,30 +367,6 @@ def test_blocks_used_several_times(pool: RankPool) -> None:
         params = pool.run(2, train_shared, stage)[0]
         for name, p in plain.state_dict().items():
             torch.testing.assert_close(params[name], p, rtol=0, atol=1e-4)
-
-
-class Thief(models.Tiny):
-    """Reads a block's weight outside the block's forward."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) + self.blocks[0].up.weight.square().sum()
-
-
-def train_thief(group: dist.ProcessGroup, config: dict[str, Any]) -> str:
-    torch.manual_seed(0)
-    engine, *_ = zeroplan_runtime.initialize(model=Thief(), config=config, group=group, device="cpu")
-    try:
-        engine(models.batch(0, 0, 0))
-    except BadInput as fault:
-        return str(fault)
-    return ""
-
-
-def test_a_parameter_read_outside_its_unit_is_named(pool: RankPool) -> None:
-    (said, again) = pool.run(2, train_thief, ds_config(3))
-    assert "'blocks.0.up.weight' is read while its unit" in said
-    assert said == again
-    assert pool.run(2, train_thief, ds_config(2)) == ["", ""]  # whole parameters can be read anywhere
 
 
 def test_adamw_defaults_are_deepspeeds() -> None:

@@ -421,7 +421,7 @@ class Schedule:
     def root_pre_backward(self) -> None:
         """Prepares a micro batch's backward; also clears what an interrupted backward left."""
         self.in_engine_backward = True
-        if not self.setup.shards_params and not all(unit.forward_count for unit in self.model_states.units):
+        if self.hooked and not self.setup.shards_params and not all(unit.forward_count for unit in self.model_states.units):
             self.wait_for_unshard()  # of units that the forward left out, and a backward function may read
         for unit in self.model_states.units:
             if self._keeps_values(unit) and not self.keeps_guard:  # at stage 3 the others open as the backward reaches them

@@ -313,7 +313,7 @@ class ExpandedTapes:
         key = self._engine.trace_options(case).key + ("_halves" if case.halves else "")
         if key not in self._known:
             try:
-                self._known[key] = self._made(case)
+                self._known[key] = self._tape_of(case)
             except NoTapeError as error:
                 self._known[key] = error
         found = self._known[key]
@@ -321,7 +321,7 @@ class ExpandedTapes:
             raise found
         return found
 
-    def _made(self, case: Case) -> ExpandedTape:
+    def _tape_of(self, case: Case) -> ExpandedTape:
         """Return the case's tape; where fused adapters cannot be traced, that of peft's own, which keep more."""
         try:
             return expanded_tape_of(self._engine, case)

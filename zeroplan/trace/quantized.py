@@ -33,6 +33,7 @@ from torch import nn
 
 from zeroplan.core.quantization import BLOCK, Products
 
+#: What transformers' ``llm_int8_threshold`` is by default; its value changes no size.
 _THRESHOLD = 6.0
 
 
@@ -233,9 +234,6 @@ def _without_autocast(layer: Any, x: torch.Tensor) -> torch.Tensor:
         output = (layer.lora_B[name](layer.lora_A[name](layer.lora_dropout[name](x))) * layer.scaling[name]).to(dtype)
         result = result + output
     return result
-
-
-#: What transformers' ``llm_int8_threshold`` is by default; its value changes no size.
 
 
 class Experts4bit(nn.Module):
